@@ -251,7 +251,7 @@ class CostModel:
         """Data-parallel traffic of a grid."""
         key = (degrees(dims), bool(zero), zero.is_fsdp)
         if key not in self._traffic:
-            whole, layers = self.structure(dims).parameters, self.spec.num_layers
+            whole, layers = self.structure(dims).parameters, self.spec.num_stacked_layers
             layer = ParameterCount(whole.dense // layers, whole.expert // layers)
             self._traffic[key] = replica_traffic(dims, zero, self.cluster, layer, self.settings)
         return self._traffic[key]

@@ -40,7 +40,7 @@ class StageProblems:
             num_microbatches=self.grid.num_microbatches,
             unit_kinds=self._sequence,
             costs=self._unit_costs(recompute, hidden_reduce),
-            num_layers=self.model.spec.num_layers,
+            num_layers=self.model.spec.num_stacked_layers,
             block_num_layers=(recompute.num_layers or 0) if block else 0,
             send_forward=forward,
             send_backward=backward,

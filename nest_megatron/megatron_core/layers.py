@@ -130,8 +130,9 @@ def _refusals(
         yield "layer", kind.value, f"{spec.name} has no experts", "Use dense."
     if kind is LayerKind.MTP and not spec.num_mtp_layers:
         yield "layer", kind.value, f"{spec.name} has no MTP layers", "Use dense."
-    if spec.family is not ModelFamily.GPT:
-        limit = "only GPT-like models are built from megatron-core's layers here"
+    stacks = (LayerKind.ENCODER, LayerKind.CROSS)
+    if (spec.family is ModelFamily.T5) is not (kind in stacks) or spec.family is ModelFamily.BERT:
+        limit = "only layers of GPT- and T5-like models are built from megatron-core's here"
         fix = "Use --closed-form, or --module for a model of your own."
         yield "model", spec.name, limit, fix
     if groups < tp and not spec.multi_latent_attention:
@@ -261,8 +262,10 @@ class ExtractedLayer:
 #: Patterns of module paths inside a decoder layer; the first that matches counts.
 _LAYER: tuple[tuple[str, Part], ...] = (
     (r"input_layernorm", Part.INPUT_NORM),
-    (r"self_attention\.core_attention", Part.CORE_ATTENTION),
-    (r"self_attention\.linear_proj", Part.PROJECTION),
+    (r"(self|cross)_attention\.core_attention", Part.CORE_ATTENTION),
+    (r"(self|cross)_attention\.linear_proj", Part.PROJECTION),
+    (r"pre_cross_attn_layernorm", Part.RESIDUAL),
+    (r"cross_attention", Part.QKV),
     (r"self_attention\.(linear_(q|kv)_down_proj|kv_layernorm)", Part.MLA_DOWN),
     (r"self_attention\.linear_(q|kv)_up_proj|self_attention\.linear_q_proj", Part.MLA_UP),
     (r"self_attention", Part.QKV),

@@ -149,7 +149,8 @@ def fused_kernels(*, flash: bool, context_ranks: int = 1) -> Iterator[None]:
 
     def forward(self: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
         window = self.scale_mask_softmax.window_size
-        span = context_ranks * key.shape[0] / 2  # the causal half
+        is_causal = "causal" in self.attn_mask_type.name
+        span = context_ranks * key.shape[0] / (2 if is_causal else 1)
         span = span if window is None else min(span, window[0] + 1)
         steps = context_ranks - 1
         return shapes.flash_attention(query, key, value, span=span, ring_steps=steps)

@@ -97,6 +97,8 @@ def build(
         return _head(layers)
     if kind is LayerKind.MTP:
         return _mtp(layers, stretch)
+    if kind in (LayerKind.ENCODER, LayerKind.CROSS):
+        return _stack_layer(layers, kind, recompute)
     return _decoder_layer(layers, stretch, recompute)
 
 
@@ -177,6 +179,51 @@ def _decoder_layer(layers: Layers, stretch: Stretch, recompute: Recompute | None
     chosen = {Stretch.ATTENTION: attention, Stretch.FEED_FORWARD: feed_forward}.get(stretch, whole)
     is_full = recompute is not None and recompute.granularity is FULL_RECOMPUTE.granularity
     return Unit(layer, inputs, _in_format(layers.config, recomputed if is_full else chosen))
+
+
+def _stack_layer(layers: Layers, kind: LayerKind, recompute: Recompute | None) -> Unit:
+    """A layer of a T5-like model's encoder, or of the decoder with the encoder's output beside it.
+
+    Without fused attention its masks are ``[1, 1, queries, keys]``.
+    """
+    import torch
+    from megatron.core import tensor_parallel
+    from megatron.core.models.T5 import t5_spec as specs
+    from megatron.core.transformer.spec_utils import build_module
+
+    spec, is_encoder = layers.spec, kind is LayerKind.ENCODER
+    describe = (
+        specs.encoder_model_with_local_spec if is_encoder else specs.decoder_model_with_local_spec
+    )
+    layer = build_module(describe(), config=layers.config, layer_number=1)
+    encoder, decoder = (dataclasses.replace(layers, spec=s) for s in (spec.encoder, spec.decoder))
+
+    def mask(queries: Layers, keys: Layers) -> Any:
+        shape = (1, 1, _sequence(queries), _sequence(keys))
+        is_kept = not layers.shard.flash_attention
+        device = torch.cuda.current_device()
+        return torch.zeros(shape, dtype=torch.bool, device=device) if is_kept else None
+
+    def inputs() -> tuple[Any, ...]:
+        own = encoder if is_encoder else decoder
+        _, angles = _mask_and_angles(own)
+        context = None if is_encoder else _hidden(encoder)
+        return _hidden(own), context, mask(own, own), mask(own, encoder), angles
+
+    def whole(hidden: Any, context: Any, own_mask: Any, context_mask: Any, rotary: Any) -> Any:
+        return layer(
+            hidden_states=hidden,
+            attention_mask=own_mask,
+            context=context,
+            context_mask=context_mask,
+            rotary_pos_emb=rotary,
+        )[0]
+
+    def recomputed(*given: Any) -> Any:
+        return tensor_parallel.checkpoint(whole, False, *given)
+
+    is_full = recompute is not None and recompute.granularity is FULL_RECOMPUTE.granularity
+    return Unit(layer, inputs, recomputed if is_full else whole)
 
 
 def _in_format(config: Any, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,7 +26,10 @@ class LayerBlock(Name):
     CHUNKED_ATTENTION = "chunked_attention"
     GATED_DELTA_NET = "gated_delta_net"
     MAMBA = "mamba"
+    CROSS_ATTENTION = "cross_attention"
+    ENCODER_ATTENTION = "encoder_attention"
     DENSE = "dense"
+    ENCODER_DENSE = "encoder_dense"
     EXPERTS = "experts"
     EMBEDDING = "embedding"
     MTP = "mtp"
@@ -45,8 +48,11 @@ _MIXERS = frozenset(
         LayerBlock.CHUNKED_ATTENTION,
         LayerBlock.GATED_DELTA_NET,
         LayerBlock.MAMBA,
+        LayerBlock.CROSS_ATTENTION,
+        LayerBlock.ENCODER_ATTENTION,
     }
 )
+_MLPS = frozenset({LayerBlock.DENSE, LayerBlock.ENCODER_DENSE})
 
 
 class LayerKind(Name):
@@ -79,6 +85,8 @@ class LayerKind(Name):
     ATTENTION = "attention", LayerBlock.ATTENTION
     MLP = "mlp", LayerBlock.DENSE
     EXPERTS = "experts", LayerBlock.EXPERTS
+    ENCODER = "encoder", LayerBlock.ENCODER_ATTENTION, LayerBlock.ENCODER_DENSE
+    CROSS = "cross", LayerBlock.ATTENTION, LayerBlock.CROSS_ATTENTION, LayerBlock.DENSE
     MTP = "mtp", LayerBlock.MTP
     HEAD = "head", LayerBlock.HEAD
 
@@ -100,7 +108,7 @@ class LayerKind(Name):
     @property
     def has_mlp(self) -> bool:
         """Whether it has a dense MLP."""
-        return LayerBlock.DENSE in self.blocks
+        return not _MLPS.isdisjoint(self.blocks)
 
 
 _BY_BLOCKS = {kind.blocks: kind for kind in LayerKind}

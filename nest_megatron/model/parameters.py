@@ -62,6 +62,16 @@ def _attention(spec: TransformerSpec, tp: int) -> int:
     return count
 
 
+def _cross_attention(spec: TransformerSpec, tp: int) -> int:
+    """Attention to an encoder's output with its norm, on one tensor-parallel rank.
+
+    Source: ``megatron.core.transformer.attention.CrossAttention``.
+    """
+    hidden, width = spec.hidden_size, spec.num_attention_heads * spec.head_dim // tp
+    count = _norm(spec, hidden) + 4 * hidden * width
+    return count + (3 * width + hidden if spec.add_bias_linear else 0)
+
+
 def _latent_attention(spec: TransformerSpec, tp: int) -> int:
     """Multi-latent attention with its input norm, on one tensor-parallel rank.
 
@@ -106,8 +116,10 @@ def _block_parameters(
     """One block of a decoder layer."""
     if block is LayerBlock.EXPERTS:
         return _experts(spec, tp, ep, etp)
-    if block is LayerBlock.DENSE:
+    if block in (LayerBlock.DENSE, LayerBlock.ENCODER_DENSE):
         return ParameterCount(_norm(spec, spec.hidden_size) + _mlp(spec, spec.ffn_hidden_size, tp))
+    if block is LayerBlock.CROSS_ATTENTION:
+        return ParameterCount(_cross_attention(spec, tp))
     return ParameterCount(_attention(spec, tp))
 
 
@@ -137,6 +149,9 @@ def _head(spec: TransformerSpec, tp: int, *, holds_embedding: bool) -> int:
     count = 0 if spec.num_mtp_layers else _norm(spec, hidden)
     if spec.untie_embeddings_and_output_weights or not holds_embedding:
         count += vocab // tp * hidden
+    if spec.family is ModelFamily.T5:  # the encoder's final norm, and T5LMHead's bias
+        count += _norm(spec, hidden)
+        count += 0 if spec.untie_embeddings_and_output_weights else vocab // tp
     if spec.family is ModelFamily.BERT:
         masked_head = hidden * hidden + hidden + 2 * hidden + vocab // tp
         pooler_and_binary_head = hidden * hidden + hidden + 2 * hidden + 2
@@ -219,6 +234,7 @@ def one_layer(spec: TransformerSpec, kind: LayerKind) -> TransformerSpec:
     else:
         inner = LayerKind.ATTENTION if spec.hybrid_layer_pattern else LayerKind.DENSE
     has = set(inner.blocks)
+    encoder = None if spec.encoder_num_layers is None else 1
     is_linear, has_experts = LayerBlock.GATED_DELTA_NET in has, LayerBlock.EXPERTS in has
     sparse = spec.experimental_attention_variant if LayerBlock.ATTENTION in has else None
     chunked, slides = LayerBlock.CHUNKED_ATTENTION in has, LayerBlock.WINDOW_ATTENTION in has
@@ -226,6 +242,7 @@ def one_layer(spec: TransformerSpec, kind: LayerKind) -> TransformerSpec:
     return dataclasses.replace(
         spec,
         num_layers=1,
+        encoder_num_layers=encoder,
         num_experts=spec.num_experts if has_experts else None,
         moe_layer_pattern=(1,) if has_experts and not hybrid else (),
         mtp_num_layers=1 if kind is LayerKind.MTP else None,

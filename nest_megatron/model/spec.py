@@ -24,6 +24,7 @@ class ModelFamily(Name):
 
     GPT = "gpt"
     BERT = "bert"
+    T5 = "t5"
 
 
 _POSITIVE = (
@@ -35,7 +36,13 @@ _POSITIVE_IF_GIVEN = (
     *("attention_chunk_size", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads", "mamba_state_dim", "mamba_head_dim"),
-    *("mamba_num_groups", "mamba_num_heads"),
+    *("mamba_num_groups", "mamba_num_heads", "encoder_num_layers", "decoder_seq_length"),
+)
+#: What a model of two stacks has only at its default.
+_NOT_IN_T5 = (
+    *("window_size", "attention_chunk_size", "experimental_attention_variant", "num_experts"),
+    *("hybrid_layer_pattern", "multi_latent_attention", "mtp_num_layers", "qk_layernorm"),
+    *("attention_output_gate", "softmax_type"),
 )
 _OF_SPARSE_ATTENTION = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 _MOST = {"num_layers": MAX_LAYERS, "mtp_num_layers": MAX_LAYERS, "num_experts": 100_000}
@@ -44,7 +51,7 @@ _MOST_OF_ANY = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerSpec:
-    """The shape of a GPT- or BERT-like model, by Megatron-LM's arguments.
+    """The shape of a GPT-, BERT- or T5-like model, by Megatron-LM's arguments.
 
     A field that is ``None`` follows Megatron's own default rule, as properties (``query_groups``,
     ``head_dim``...) resolve it.
@@ -68,6 +75,8 @@ class TransformerSpec:
             ``linear_attention_freq`` marks (all but every n-th, or a 1 for each), or ``dsa``.
         hybrid_layer_pattern: a symbol for each layer of a hybrid model, and behind each ``/`` the
             layers of one MTP depth; empty for layers of attention and MLP or experts.
+        encoder_num_layers, decoder_seq_length: of a T5-like model, whose decoder has ``num_layers``
+            layers that attend to what the encoder makes of ``seq_length`` tokens.
         mamba_num_heads: ``None``: twice the hidden size over ``mamba_head_dim``.
         moe_shared_expert_gate: a sigmoid gate on what the shared experts put out.
         moe_latent_size: width of the tokens that routed experts see, if not the hidden size.
@@ -144,6 +153,9 @@ class TransformerSpec:
     mamba_head_dim: int = added(64)
     mamba_num_groups: int = added(8)
     mamba_num_heads: int | None = added(None)
+    # Two stacks (family t5)
+    encoder_num_layers: int | None = added(None)
+    decoder_seq_length: int | None = added(None)
     # Multi-token prediction
     mtp_num_layers: int | None = None
     source: str = ""
@@ -159,9 +171,29 @@ class TransformerSpec:
             limit = f"it must divide num_attention_heads ({heads})"
             fix = "Use the number of key/value heads of the model."
             raise self._wrong("num_query_groups", limit, fix)
+        self._check_stacks()
         self._check_pattern()
         self._check_experts()
         self.layer_kinds()
+
+    def _check_stacks(self) -> None:
+        """Refuse what megatron-core's ``T5Model`` has no layers for, and a second stack elsewhere.
+
+        Source: ``megatron.core.models.T5.t5_spec``, ``CrossAttention``.
+        """
+        is_t5 = self.family is ModelFamily.T5
+        for name in ("encoder_num_layers", "decoder_seq_length"):
+            if (getattr(self, name) is not None) is not is_t5:
+                raise self._wrong(name, "models of family t5 need it, and no others have it")
+        if not is_t5:
+            return
+        if self.query_groups != self.num_attention_heads:
+            limit = "cross attention has a key/value head for each query head"
+            raise self._wrong("num_query_groups", limit, "Leave it out.")
+        plain = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in _NOT_IN_T5:
+            if getattr(self, name) != plain[name]:
+                raise self._wrong(name, "Megatron-core's T5 has no such layers", "Leave it out.")
 
     def _check_pattern(self) -> None:
         if self.hybrid_layer_pattern:
@@ -256,6 +288,36 @@ class TransformerSpec:
         return len(self.layer_kinds())
 
     @property
+    def num_stacked_layers(self) -> int:
+        """Layers of all stacks: the units between the embedding and MTP or head."""
+        return self.num_layers + (self.encoder_num_layers or 0)
+
+    @property
+    def encoder(self) -> TransformerSpec:
+        """The first stack of a T5-like model, as a model that attends both ways."""
+        assert self.encoder_num_layers is not None
+        return dataclasses.replace(
+            self,
+            family=ModelFamily.BERT,
+            num_layers=self.encoder_num_layers,
+            encoder_num_layers=None,
+            decoder_seq_length=None,
+        )
+
+    @property
+    def decoder(self) -> TransformerSpec:
+        """The second stack of a T5-like model by itself; of others the model."""
+        if self.decoder_seq_length is None:
+            return self
+        return dataclasses.replace(
+            self,
+            family=ModelFamily.GPT,
+            seq_length=self.decoder_seq_length,
+            encoder_num_layers=None,
+            decoder_seq_length=None,
+        )
+
+    @property
     def num_mamba_heads(self) -> int:
         """Heads of a Mamba layer."""
         return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
@@ -312,7 +374,9 @@ def _blocks_of(kinds: tuple[LayerKind, ...]) -> tuple[LayerBlock, ...]:
 
 
 def _decoder_kinds(spec: TransformerSpec) -> tuple[LayerKind, ...]:
-    """The kinds of the decoder layers in order."""
+    """The kinds of the layers in order, those of an encoder first."""
+    if spec.encoder_num_layers is not None:
+        return (LayerKind.ENCODER,) * spec.encoder_num_layers + (LayerKind.CROSS,) * spec.num_layers
     if spec.hybrid_layer_pattern:
         return hybrid_kinds(spec.hybrid_layer_pattern)[0]
     return _two_block_kinds(

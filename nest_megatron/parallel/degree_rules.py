@@ -16,6 +16,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel import rules
 from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.recompute import RecomputeMethod
 from nest_megatron.parallel.rules import LaunchRequest
 
 
@@ -125,8 +126,8 @@ def _context_parallel(request: LaunchRequest) -> Violation | None:
     if rules.allows_context_parallel(request.spec, cp, fused=request.fused_attention):
         return None
     limit = (
-        "BERT's script does not split its batch, and sliding windows or learnable softmax have no "
-        "kernel with the ring exchange of keys and values"
+        "the scripts of BERT and T5 do not split their batches, and sliding windows or learnable "
+        "softmax have no kernel with the ring exchange of keys and values"
     )
     fix = "Use 1."
     if rules.allows_context_parallel(request.spec, cp):
@@ -136,6 +137,18 @@ def _context_parallel(request: LaunchRequest) -> Violation | None:
         )
         fix = "Use 1, or fused attention in 16 bits (train.precision=bf16)."
     return Violation(what="context_parallel_size", value=cp, limit=limit, fix=fix)
+
+
+def _two_stacks(request: LaunchRequest) -> Violation | None:
+    pp, method = request.dims.pipeline_model_parallel_size, request.recompute.method
+    if not rules.allows_pipeline(request.spec, pp):
+        limit = "pretrain_t5.py keeps both stacks of the model on one pipeline rank"
+        return Violation(what="pipeline_model_parallel_size", value=pp, limit=limit, fix="Use 1.")
+    if method is RecomputeMethod.BLOCK and not rules.allows_blocks(request.spec):
+        limit = "it would count the layers of each of the two stacks, which is not planned"
+        fix = "Use uniform."
+        return Violation(what="recompute_method", value=method.value, limit=limit, fix=fix)
+    return None
 
 
 def _interleaving(request: LaunchRequest) -> Violation | None:
@@ -209,7 +222,7 @@ DEGREE_RULES: tuple[Rule, ...] = (
         "sequence_pieces",
         "args:818, mappings.py:69 (run)",
         lambda job: rules.divides_sequence(
-            job.spec.seq_length,
+            job.spec,
             job.dims.tensor_model_parallel_size,
             job.dims.context_parallel_size,
             job.sequence_parallel,
@@ -255,6 +268,7 @@ DEGREE_RULES: tuple[Rule, ...] = (
         "({micro_batch_size} * {data_parallel_size}) at every size",
         fix="Change the micro batch or the data-parallel size.",
     ),
+    Rule(name="two_stacks", source="pretrain_t5.py model_provider", check=_two_stacks),
     Rule(name="interleaving", source="args:575, schedules.py:995-1015", check=_interleaving),
     rule(
         "fsdp_no_pipeline",

@@ -148,17 +148,28 @@ def reduces_expert_gradients(spec: TransformerSpec, tp: int, ep: int, etp: int) 
     return spec.num_experts is None or ep > 1 or etp == tp
 
 
-def divides_sequence(seq_length: int, tp: int, cp: int, sequence_parallel: bool) -> bool:
-    """The sequence splits into two pieces a cp rank, and over tp with sequence parallelism."""
+def divides_sequence(spec: TransformerSpec, tp: int, cp: int, sequence_parallel: bool) -> bool:
+    """A sequence splits into two pieces a cp rank, and over tp with sequence parallelism."""
     pieces = cp * 2 if cp > 1 else 1
     shards = tp if sequence_parallel else 1
-    return seq_length % pieces == 0 and seq_length // cp % shards == 0
+    lengths = (spec.seq_length, spec.decoder_seq_length or 0)
+    return all(length % pieces == 0 and length // cp % shards == 0 for length in lengths)
 
 
 def allows_context_parallel(spec: TransformerSpec, cp: int, *, fused: bool = True) -> bool:
     """Attention splits the sequence if it runs ``fused``, in a kernel of 16-bit numbers."""
     plain = spec.softmax_type == "vanilla" and spec.window_size is None
     return cp == 1 or (fused and plain and spec.family is ModelFamily.GPT)
+
+
+def allows_pipeline(spec: TransformerSpec, pp: int) -> bool:
+    """Both stacks of a T5-like model lie on one pipeline rank."""
+    return pp == 1 or spec.family is not ModelFamily.T5
+
+
+def allows_blocks(spec: TransformerSpec) -> bool:
+    """``block`` recomputation counts the layers of one stack; a T5-like model has two."""
+    return spec.family is not ModelFamily.T5
 
 
 def allows_rank_order(spec: TransformerSpec, dims: ParallelDims) -> bool:
@@ -245,7 +256,7 @@ def mtp_chunk_fits(chunk: int, pp: int, vpp: int) -> bool:
 
 def decoder_layers(spec: TransformerSpec, partition: StagePartition) -> tuple[int, ...]:
     """Transformer layers of each virtual stage, MTP layers apart."""
-    last = 1 + spec.num_layers
+    last = 1 + spec.num_stacked_layers
     inside = [min(max(boundary, 1), last) for boundary in partition.boundaries]
     return tuple(stop - start for start, stop in pairwise(inside))
 

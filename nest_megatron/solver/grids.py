@@ -83,7 +83,7 @@ class GridSpace:
             for cp in self._values("context_parallel_size", world // tp):
                 if not rules.allows_context_parallel(spec, cp, fused=fused):
                     self.illegal["model's attention allows context parallelism"] += 1
-                elif not rules.divides_sequence(spec.seq_length, tp, cp, tp > 1):
+                elif not rules.divides_sequence(spec, tp, cp, tp > 1):
                     self.illegal["sequence divides by 2 * cp and by cp * tp"] += 1
                 else:
                     yield tp, cp
@@ -163,7 +163,8 @@ class GridSpace:
         """
         ranks = dims.world_size // dims.tensor_model_parallel_size
         for pp in self.space.values("pipeline_model_parallel_size", ranks, self.model.cluster):
-            if pp <= self._num_units and dims.world_size // pp % dims.expert_ranks == 0:
+            legal = pp <= self._num_units and rules.allows_pipeline(self.model.spec, pp)
+            if legal and dims.world_size // pp % dims.expert_ranks == 0:
                 yield dataclasses.replace(
                     dims,
                     pipeline_model_parallel_size=pp,
@@ -176,7 +177,9 @@ class GridSpace:
         sizes = []
         for pp in self._values("pipeline_model_parallel_size", dims.data_parallel_size):
             dp = dims.data_parallel_size // pp
-            if pp > self._num_units:
+            if not rules.allows_pipeline(self.model.spec, pp):
+                self.illegal["both stacks of the model lie on one pipeline rank"] += 1
+            elif pp > self._num_units:
                 self.illegal[f"at most {self._num_units} stages, one a layer or end"] += 1
             elif self.space.even_stages and self.model.spec.num_layers % pp:
                 self.illegal["even stages: as many layers on each pipeline rank"] += 1
@@ -296,6 +299,8 @@ class GridSpace:
         """Layers of the largest chunk of the partition given, or of ``chunks`` balanced ones."""
         if self.space.partition is not None:
             return max(rules.decoder_layers(self.model.spec, self.space.partition))
+        if not rules.allows_blocks(self.model.spec):
+            return 0
         return -(-self.model.spec.num_layers // chunks)
 
     def _all_settings(self, layers_per_chunk: int) -> tuple[Recompute, ...]:

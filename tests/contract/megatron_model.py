@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -107,10 +108,35 @@ def _build(spec: TransformerSpec, dims: ParallelDims, config: Any, vp_stage: int
         "rotary_percent": spec.rotary_percent,
         "vp_stage": vp_stage,
     }
-    return _bert(common) if spec.family is ModelFamily.BERT else _gpt(spec, config, common)
+    builders = {ModelFamily.BERT: _bert, ModelFamily.T5: _t5, ModelFamily.GPT: _gpt}
+    return builders[spec.family](spec, config, common)
 
 
-def _bert(common: dict[str, Any]) -> Any:
+def _t5(spec: TransformerSpec, config: Any, common: dict[str, Any]) -> Any:
+    """As ``pretrain_t5.model_provider`` does, with the local layers.
+
+    Their final norms are Transformer Engine's, which is not installed here.
+    """
+    from megatron.core.models.T5 import t5_spec as specs
+    from megatron.core.models.T5.t5_model import T5Model
+
+    encoder, layers = copy.deepcopy(config), spec.encoder.num_layers
+    encoder.num_layers = layers
+    stacks = {
+        "encoder": specs.get_t5_encoder_with_local_block_spec(layers),
+        "decoder": specs.get_t5_decoder_with_local_block_spec(spec.num_layers),
+    }
+    return T5Model(
+        encoder_config=encoder,
+        **{
+            f"transformer_{name}_layer_spec": dataclasses.replace(stack, layer_norm=specs.LNImpl)
+            for name, stack in stacks.items()
+        },
+        **{name: value for name, value in common.items() if name != "vp_stage"},
+    )
+
+
+def _bert(_: TransformerSpec, __: Any, common: dict[str, Any]) -> Any:
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
 
@@ -150,12 +176,18 @@ def _summary(spec: TransformerSpec, dims: ParallelDims, model: Any) -> BuiltChun
             assert is_expert == (not getattr(parameter, "allreduce", True)), name
         experts += parameter.numel() * is_expert
         dense += parameter.numel() * (not is_expert)
-    layers = (model.encoder if spec.family is ModelFamily.BERT else model.decoder).layers
+    stacks = [getattr(model, name, None) for name in ("encoder", "decoder")]
+    before = [0, spec.encoder_num_layers or 0]  # the second stack's layers count from 1 anew
+    numbers = tuple(
+        first + layer.layer_number
+        for first, stack in zip(before, stacks, strict=True)
+        for layer in (stack.layers if stack is not None else ())
+    )
     mtp = getattr(model, "mtp", None)
     return BuiltChunk(
         dense_parameters=dense,
         expert_parameters=experts,
-        layer_numbers=tuple(layer.layer_number for layer in layers),
+        layer_numbers=numbers,
         num_mtp_layers=0 if mtp is None else len(mtp.layers),
         has_embedding=model.pre_process,
         has_head=model.post_process,

@@ -28,6 +28,9 @@ from tests.contract import megatron_model
 JOBS: tuple[tuple[str, str, int, int, dict[str, int]], ...] = (
     ("bert_large", "dgx_a100", 16, 256, {}),
     ("bert_large", "v100_spine_leaf", 16, 256, {"pipeline_model_parallel_size": 4}),
+    ("t5_220m", "v100_spine_leaf", 16, 256, {}),
+    ("t5_11b", "dgx_h100", 64, 512, {}),
+    ("t5_11b", "dgx_a100", 16, 128, {"tensor_model_parallel_size": 4}),
     ("gpt3_175b", "dgx_a100", 1024, 1536, {}),
     ("gpt3_175b", "h100_spine_leaf", 512, 2048, {}),
     ("gpt3_35b", "h100_spine_leaf", 128, 1024, {}),

@@ -20,7 +20,7 @@ from nest_megatron.parallel.recompute import (
     RecomputeMethod,
 )
 from tests.contract import megatron_model
-from tests.contract.hand_models import BERT, DEEPSEEK, GPT_OSS, LLAMA, MIXTRAL, NEMOTRON
+from tests.contract.hand_models import BERT, DEEPSEEK, GPT_OSS, LLAMA, MIXTRAL, NEMOTRON, T5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +106,7 @@ PLANS = [
     ),
     HandPlan(name="gpt-oss", spec=GPT_OSS, dims=_dims(2, 4, 8, ep=8)),
     HandPlan(name="nemotron", spec=NEMOTRON, dims=_dims(8, 4, 2)),
+    HandPlan(name="t5", spec=T5, dims=_dims(4, 1, 2)),
     HandPlan(name="bert", spec=BERT, dims=_dims(2, 4, 4), layout="Et*6|(t*6|)*2t*6L"),
     HandPlan(
         name="bert virtual, uneven",
@@ -158,7 +159,7 @@ def test_every_stage_is_built_as_planned(plan: HandPlan) -> None:
     )
     for rank, chunks in enumerate(stages):
         for units, built in zip(partition.chunks_of_rank(rank), chunks, strict=True):
-            inside = range(1, 1 + plan.spec.num_layers)
+            inside = range(1, 1 + plan.spec.num_stacked_layers)
             assert built.layer_numbers == tuple(unit for unit in units if unit in inside)
             held = [kinds[unit] for unit in units]
             assert built.has_embedding == (LayerKind.EMBEDDING in held)

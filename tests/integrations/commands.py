@@ -71,5 +71,7 @@ torchrun --nproc_per_node 8 --nnodes 16 --master_addr node0 --master_port 6000 p
 
 T5_220M = """
 torchrun --nproc_per_node 8 --nnodes 1 pretrain_t5.py --encoder-num-layers 12
- --decoder-num-layers 12 --hidden-size 768 --num-attention-heads 12 --encoder-seq-length 512
+ --decoder-num-layers 6 --hidden-size 768 --num-attention-heads 12 --encoder-seq-length 512
+ --decoder-seq-length 128 --max-position-embeddings 512 --tokenizer-type BertWordPieceCase
+ --vocab-extra-ids 100 --micro-batch-size 4 --global-batch-size 32
 """

@@ -26,7 +26,7 @@ from nest_megatron.parallel.recompute import (
 )
 from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.parallel.zero import ZeroStage
-from tests.contract.hand_models import BERT, DEEPSEEK, GPT_OSS, LLAMA, MIXTRAL, NEMOTRON
+from tests.contract.hand_models import BERT, DEEPSEEK, GPT_OSS, LLAMA, MIXTRAL, NEMOTRON, T5
 
 SHORT = {
     "tp": "tensor_model_parallel_size",
@@ -231,6 +231,7 @@ BROKEN = {
     "attention_under_cp": request(GPT_OSS, dims(cp=2)),
     "sequence_parallel": request(sequence_parallel=True),
     "rank_order": request(MIXTRAL, dims(tp=2, pp=2, dp=4, ep=8, rank_order=SECOND)),
+    "two_stacks": request(T5, dims(pp=2)),
     "whole_batch": request(grid=dims(dp=3), global_batch_size=16),
     "interleaving": request(grid=dims(pp=4, vpp=2), global_batch_size=6),
     "cuda_graph_recompute": request(recompute=uniform(1), cuda_graphs=LOCAL_GRAPHS),

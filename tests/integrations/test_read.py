@@ -70,7 +70,7 @@ def test_bert() -> None:
 
 @pytest.mark.parametrize("spec", hand_models.ALL, ids=lambda spec: spec.name)
 def test_written_models_are_read_back(spec: object) -> None:
-    argv = ["pretrain_bert.py" if spec is hand_models.BERT else "pretrain_gpt.py"]
+    argv = [f"pretrain_{spec.family.value}.py"]
     argv += [*model_argv(spec), "--bf16", "--micro-batch-size", "1"]  # type: ignore[arg-type]
     read = read_job(read_command(argv)).spec
     expected = {name: getattr(spec, name) for name in spec.__slots__}  # type: ignore[attr-defined]
@@ -143,7 +143,6 @@ def test_models_that_are_not_described_are_refused_by_name(extra: str) -> None:
 @pytest.mark.parametrize(
     "script",
     [
-        "pretrain_t5.py",
         "pretrain_mamba.py",
         "pretrain_vlm.py",
         "./examples/mimo/train.py",
@@ -157,8 +156,18 @@ def test_models_that_are_not_described_are_refused_by_name(extra: str) -> None:
 def test_scripts_that_are_not_described(script: str) -> None:
     with pytest.raises(UnplannableModelError):
         read_job(read_command(BASE.replace("pretrain_gpt.py", script)))
-    with pytest.raises(UnplannableModelError):
-        read_job(read_command(commands.T5_220M))
+
+
+def test_two_stacks_are_those_that_the_script_builds() -> None:
+    """``pretrain_t5.py`` gives the decoder the encoder's layers, whatever it is told."""
+    job = read_job(read_command(commands.T5_220M))
+    spec = job.spec
+    assert (spec.family, spec.encoder_num_layers, spec.num_layers) == (ModelFamily.T5, 12, 12)
+    assert (spec.seq_length, spec.decoder_seq_length) == (512, 128)
+    assert spec.padded_vocab_size(1) == 29_184
+    assert any("--decoder-num-layers 6 has no effect" in note for note in job.notes)
+    with pytest.raises(UserInputError, match="decoder-seq-length"):
+        read_job(read_command(commands.T5_220M.replace("--decoder-seq-length 128", "")))
 
 
 @pytest.mark.parametrize("missing", ["--num-layers 4", "--vocab-size 1000"])

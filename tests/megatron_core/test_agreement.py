@@ -14,7 +14,7 @@ from nest_megatron.model.graph import Group, LayerCollective, Part
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.operators.ends import around_mtp_graph
-from nest_megatron.model.parameters import unit_parameters
+from nest_megatron.model.parameters import layer_parameters, unit_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.parallel.recompute import RecomputeModule, selective_recompute
 from tests import catalogue
@@ -92,6 +92,30 @@ def test_closed_form_is_what_the_modules_do(case: tuple[str, LayerKind, LayerSha
     assert backward == pytest.approx(formula.backward_flops, rel=FLOPS)
     kept = formula.total_saved_bytes()
     assert seen.graph.total_saved_bytes() == pytest.approx(kept, rel=SAVED)
+
+
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (4, True)])
+@pytest.mark.parametrize("kind", [LayerKind.ENCODER, LayerKind.CROSS])
+def test_layers_of_two_stacks_are_those_of_the_closed_form(
+    kind: LayerKind, tp: int, sp: bool, flash: bool
+) -> None:
+    spec = catalogue.model("t5_220m")
+    shard = LayerShard(
+        tensor_model_parallel_size=tp,
+        sequence_parallel=sp,
+        flash_attention=flash,
+        micro_batch_size=4,
+    )
+    seen, formula = extract_layer(spec, kind, shard, recompute=()), layer_graph(spec, kind, shard)
+    assert seen.parameters == layer_parameters(spec, kind, tp, 1, 1)
+    backward = [sum(op.backward_flops for op in g.operators) for g in (seen.graph, formula)]
+    assert seen.graph.flops() == pytest.approx(formula.flops(), rel=FLOPS)
+    assert backward[0] == pytest.approx(backward[1], rel=FLOPS)
+    kept = formula.total_saved_bytes()
+    assert seen.graph.total_saved_bytes() == pytest.approx(kept, rel=SAVED)
+    calls = _traffic(formula.collectives, Group.TENSOR) if tp > 1 else []
+    assert not calls or _traffic(seen.graph.collectives, Group.TENSOR) == calls
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(1, 1), (4, 1), (4, 2), (2, 4), (8, 1)])

@@ -59,7 +59,7 @@ def test_every_entry_loads_under_its_own_name_with_a_source(name: str) -> None:
     spec = load(name)
     assert spec.name == name
     assert len(spec.source) > 20
-    assert len(spec.layer_kinds()) == spec.num_layers + 2 + bool(spec.num_mtp_layers)
+    assert len(spec.layer_kinds()) == spec.num_stacked_layers + 2 + bool(spec.num_mtp_layers)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -49,7 +49,7 @@ from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 #: What must be off, by the reason.
 _REFUSED_ARGUMENTS = {**REFUSED, **reasons("refused")}
 _REFUSED_SCRIPTS = (
-    *("t5", "vlm", "vision", "multimodal", "mimo"),
+    *("vlm", "vision", "multimodal", "mimo"),
     *("ict", "retro", "mamba", "hybrid", "rl"),
 )
 _TOKENIZER_ROWS = {
@@ -61,7 +61,10 @@ _TOKENIZER_ROWS = {
 _DEFAULT_TOKENIZERS = {
     ModelFamily.GPT: "GPT2BPETokenizer",
     ModelFamily.BERT: "BertWordPieceLowerCase",
+    ModelFamily.T5: "BertWordPieceLowerCase",
 }
+#: Families of models that a script other than one for GPT builds, by a word of its name.
+_FAMILIES = {"bert": ModelFamily.BERT, "t5": ModelFamily.T5}
 #: The function, and whether a linear unit gates it.
 _ACTIVATIONS = {
     "swiglu": ("silu", True),
@@ -193,14 +196,15 @@ def _require_degrees(values: Mapping[str, Any]) -> None:
 def refuse_unplannable(values: Mapping[str, Any], script: str) -> None:
     """Raise for models that this planner does not support, naming the flag."""
     fix = "Launch this job without nest."
+    of_stacks = _family(script) is ModelFamily.T5
     for name, reason in _REFUSED_ARGUMENTS.items():
-        if values.get(name):
+        if values.get(name) and not (of_stacks and name in _OF_STACKS):
             raise UnplannableModelError(flag_of(name), value=values[name], limit=reason, fix=fix)
     words = _script_words(script)
     layer_spec = " ".join(map(str, values.get("spec") or ()))
     found = next((w for w in _REFUSED_SCRIPTS if w in words or f"{w}." in layer_spec), None)
     if found:
-        limit = "only GPT- and BERT-like models are supported"
+        limit = "only GPT-, BERT- and T5-like models are supported"
         value = script if found in words else layer_spec
         raise UnplannableModelError("training script", value=value, limit=limit, fix=fix)
 
@@ -214,7 +218,7 @@ def _script_words(script: str) -> list[str]:
 def _spec(
     values: Mapping[str, Any], script: str, vocab_size: int | None, notes: list[str]
 ) -> TransformerSpec:
-    family = ModelFamily.BERT if "bert" in PurePath(script).stem else ModelFamily.GPT
+    family = _family(script)
     stated = (kind for flag, kind in _ACTIVATIONS.items() if values.get(flag))
     activation, gated = next(stated, ("gelu", False))
     rotary = {"position_embedding_type": "rope"}
@@ -223,6 +227,7 @@ def _spec(
         flag_of,
         name=PurePath(script).stem or family.value,
         family=family,
+        **(_stacks(values, notes) if family is ModelFamily.T5 else {}),
         num_layers=_required(values, "num_layers", "encoder_num_layers"),
         hidden_size=_required(values, "hidden_size"),
         num_attention_heads=_required(values, "num_attention_heads"),
@@ -233,6 +238,33 @@ def _spec(
         gated_linear_unit=gated,
         source="Megatron-LM arguments",
     )
+
+
+def _family(script: str) -> ModelFamily:
+    return next((_FAMILIES[w] for w in _script_words(script) if w in _FAMILIES), ModelFamily.GPT)
+
+
+#: Arguments that a script for two stacks alone reads.
+_OF_STACKS = ("encoder_num_layers", "decoder_num_layers")
+
+
+def _stacks(values: Mapping[str, Any], notes: list[str]) -> dict[str, int]:
+    """What a T5-like model has beside its encoder's sizes, which stand for the model's.
+
+    Both stacks have ``--encoder-num-layers``: the script builds the decoder with ``num_layers``,
+    which ``validate_args`` sets to it.
+    """
+    layers = _required(values, "encoder_num_layers", "num_layers")
+    stated = values.get("decoder_num_layers")
+    if stated not in (None, layers):
+        notes.append(
+            f"--decoder-num-layers {stated} has no effect: pretrain_t5.py gives the decoder the "
+            f"{layers} layers of the encoder."
+        )
+    return {
+        "encoder_num_layers": layers,
+        "decoder_seq_length": _required(values, "decoder_seq_length"),
+    }
 
 
 def _required(values: Mapping[str, Any], *names: str) -> int:
@@ -252,6 +284,8 @@ def _vocab_size(values: Mapping[str, Any], family: ModelFamily, notes: list[str]
         return int(given) + (tokenizer == "NullTokenizer")
     if tokenizer in _TOKENIZER_ROWS:
         rows = _TOKENIZER_ROWS[tokenizer]
+        if tokenizer.startswith("BertWordPiece"):  # [BOS], [EOS] and what T5 masks spans with
+            rows += 2 + (values.get("vocab_extra_ids") or 0)
         notes.append(f"vocab_size is not given; {rows} is assumed from {tokenizer}.")
         return rows
     limit = f"it comes from the files of {tokenizer}, which are not read"

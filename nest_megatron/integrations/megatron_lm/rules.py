@@ -193,7 +193,9 @@ def _recompute_uniform(request: LaunchRequest) -> Iterator[Violation]:
     if recompute.method is not RecomputeMethod.UNIFORM or recompute.num_layers is None:
         return
     layers: tuple[int, ...] = (request.spec.num_layers,)
-    if partition is not None:
+    if request.spec.encoder_num_layers is not None:
+        layers += (request.spec.encoder_num_layers,)
+    elif partition is not None:
         layers = decoder_layers(request.spec, partition)
     if not allows_uniform_recompute(layers, recompute.num_layers, request.version):
         limit = f"uniform groups must divide every virtual stage's layers {sorted(set(layers))}"

@@ -53,12 +53,11 @@ def model_argv(spec: TransformerSpec, *, tokenizer_type: str | None = None) -> l
     """
     rope = spec.position_embedding_type == "rope"
     return _argv(
-        num_layers=spec.num_layers,
+        **_stacks(spec),
         hidden_size=spec.hidden_size,
         ffn_hidden_size=spec.ffn_hidden_size,
         num_attention_heads=spec.num_attention_heads,
         **_attention(spec),
-        seq_length=spec.seq_length,
         max_position_embeddings=spec.max_position_embeddings or spec.seq_length,
         position_embedding_type=spec.position_embedding_type,
         rotary_base=spec.rotary_base if rope else None,
@@ -78,6 +77,18 @@ def model_argv(spec: TransformerSpec, *, tokenizer_type: str | None = None) -> l
         **(_experts(spec) if spec.num_experts is not None else {}),
         mtp_num_layers=spec.mtp_num_layers,
     )
+
+
+def _stacks(spec: TransformerSpec) -> dict[str, object]:
+    """Layers and tokens; ``pretrain_t5.py`` gives the decoder the layers of the encoder."""
+    if spec.family is not ModelFamily.T5:
+        return {"num_layers": spec.num_layers, "seq_length": spec.seq_length}
+    return {
+        "encoder_num_layers": spec.encoder_num_layers,
+        "decoder_num_layers": spec.num_layers,
+        "encoder_seq_length": spec.seq_length,
+        "decoder_seq_length": spec.decoder_seq_length,
+    }
 
 
 def _attention(spec: TransformerSpec) -> dict[str, object]:
@@ -256,7 +267,7 @@ def pattern_text(pattern: Sequence[int]) -> str:
 
 def script_name(spec: TransformerSpec) -> str:
     """Megatron-LM's own script for a model."""
-    return "pretrain_bert.py" if spec.family is ModelFamily.BERT else "pretrain_gpt.py"
+    return f"pretrain_{spec.family.value}.py"
 
 
 def _argv(**arguments: object) -> list[str]:

@@ -14,6 +14,7 @@ from nest_megatron.model.graph import LayerGraph
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.operators.attention import attention_graph
 from nest_megatron.model.operators.common import ACT
+from nest_megatron.model.operators.cross_attention import cross_attention_graph
 from nest_megatron.model.operators.ends import around_mtp_graph, embedding_graph, head_graph
 from nest_megatron.model.operators.feed_forward import experts_graph, mlp_graph
 from nest_megatron.model.shard import LayerShard
@@ -22,7 +23,10 @@ from nest_megatron.model.spec import TransformerSpec
 __all__ = ["ACT", "block_graph", "layer_graph"]
 
 _GRAPHS: Mapping[LayerBlock, Callable[[TransformerSpec, LayerShard], LayerGraph]] = {
-    LayerBlock.DENSE: mlp_graph,
+    LayerBlock.CROSS_ATTENTION: cross_attention_graph,
+    LayerBlock.ENCODER_ATTENTION: lambda spec, shard: attention_graph(spec.encoder, shard),
+    LayerBlock.ENCODER_DENSE: lambda spec, shard: mlp_graph(spec.encoder, shard),
+    LayerBlock.DENSE: lambda spec, shard: mlp_graph(spec.decoder, shard),
     LayerBlock.EXPERTS: experts_graph,
     LayerBlock.EMBEDDING: embedding_graph,
     LayerBlock.MTP: around_mtp_graph,
@@ -34,7 +38,7 @@ def block_graph(spec: TransformerSpec, block: LayerBlock, shard: LayerShard) -> 
     """The work of a block in closed form."""
     if block in _GRAPHS:
         return _GRAPHS[block](spec, shard)
-    return attention_graph(spec, shard, block)
+    return attention_graph(spec.decoder, shard, block)
 
 
 def layer_graph(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) -> LayerGraph:

@@ -81,26 +81,30 @@ def _attention_span(spec: TransformerSpec, block: LayerBlock) -> float:
     return full
 
 
-def _core_attention(
+def core_attention(
     spec: TransformerSpec,
     shard: LayerShard,
     span: float,
     query_dim: int,
     value_dim: int,
     kv_heads: float,
+    keys: int | None = None,
 ) -> LayerGraph:
     """Attention over ``span`` keys a query, and what context-parallel ranks send each other for it.
+
+    There are as many keys as queries, if not ``keys`` a sequence.
 
     Flash attention saves no scores and recomputes them in the backward pass: five GEMMs to
     the forward pass's two.
     """
     if not shard.flash_attention:
-        return _unfused_attention(spec, shard, query_dim, value_dim)
+        return _unfused_attention(spec, shard, query_dim, value_dim, keys or spec.seq_length)
     act, tokens = shard.activation_bytes, shard.tokens(spec)
     heads = spec.num_attention_heads / shard.tensor_model_parallel_size
     flops = 2.0 * tokens * span * heads * (query_dim + value_dim)
     query_bytes = tokens * heads * (query_dim + value_dim) * act
-    kv_bytes = tokens * kv_heads * (query_dim + value_dim) * act
+    key_tokens = tokens * (keys or spec.seq_length) / spec.seq_length
+    kv_bytes = key_tokens * kv_heads * (query_dim + value_dim) * act
     operator = Operator(
         name="core_attention",
         part=Part.CORE_ATTENTION,
@@ -167,7 +171,7 @@ def _context_traffic(
 
 
 def _unfused_attention(
-    spec: TransformerSpec, shard: LayerShard, query_dim: int, value_dim: int
+    spec: TransformerSpec, shard: LayerShard, query_dim: int, value_dim: int, keys: int
 ) -> LayerGraph:
     """Attention as two batched GEMMs around a softmax, the whole square of scores in memory.
 
@@ -179,8 +183,9 @@ def _unfused_attention(
     """
     act, part, tokens = shard.activation_bytes, Part.CORE_ATTENTION, shard.tokens(spec)
     heads = spec.num_attention_heads / shard.tensor_model_parallel_size
-    vectors = tokens * heads * (query_dim + value_dim) * act
-    scores = tokens * heads * spec.seq_length
+    both = (1 + keys / spec.seq_length) / 2  # queries and outputs, keys and values
+    vectors = tokens * both * heads * (query_dim + value_dim) * act
+    scores = tokens * heads * keys
     dropout = spec.attention_dropout > 0
     flops = 2.0 * scores * (query_dim + value_dim)
     gemms = Operator(
@@ -200,7 +205,7 @@ def _unfused_attention(
     moved = scores * (2 * act + (2 * act + 1 if dropout else 0))
     back = scores * (3 * act + (2 * act + 1 if dropout else 0))
     kernels = 2 + dropout
-    if not _softmax_is_fused(spec, heads * shard.micro_batch_size):
+    if not _softmax_is_fused(spec, heads * shard.micro_batch_size, keys):
         moved += scores * (2 * act + 8 * FP32)
         back += scores * (2 * act + 6 * FP32)
         kernels += 8
@@ -209,13 +214,13 @@ def _unfused_attention(
     return LayerGraph(operators=(gemms, softmax), saved_bytes=((part, saved),))
 
 
-def _softmax_is_fused(spec: TransformerSpec, matrices: float) -> bool:
+def _softmax_is_fused(spec: TransformerSpec, matrices: float, keys: int) -> bool:
     """Whether one kernel scales, masks and takes the softmax of so many matrices of scores.
 
     Else PyTorch's own do, in 32 bits: a cast, the scaling, the mask, its filling, the softmax and a
     cast back (``FusedScaleMaskSoftmax.is_kernel_available``, ``forward_torch_softmax``).
     """
-    return matrices % 4 == 0 and spec.seq_length % 4 == 0 and 16 < spec.seq_length <= 4096
+    return matrices % 4 == 0 and spec.seq_length % 4 == 0 and 16 < keys <= 4096
 
 
 def _attention(spec: TransformerSpec, shard: LayerShard, span: float) -> LayerGraph:
@@ -255,7 +260,7 @@ def _attention(spec: TransformerSpec, shard: LayerShard, span: float) -> LayerGr
     around = LayerGraph(
         operators=tuple(operators), collectives=tuple(collectives), saved_bytes=tuple(saved)
     )
-    return around + _core_attention(spec, shard, span, head_dim, head_dim, kv_heads)
+    return around + core_attention(spec, shard, span, head_dim, head_dim, kv_heads)
 
 
 def _latent_attention(spec: TransformerSpec, shard: LayerShard, span: float) -> LayerGraph:
@@ -286,7 +291,7 @@ def _latent_attention(spec: TransformerSpec, shard: LayerShard, span: float) -> 
     )
     collectives = tuple(_latent_traffic(spec, shard))
     around = LayerGraph(operators=tuple(operators), collectives=collectives, saved_bytes=saved)
-    return around + _core_attention(spec, shard, span, query_dim, spec.v_head_dim, heads)
+    return around + core_attention(spec, shard, span, query_dim, spec.v_head_dim, heads)
 
 
 def _latent_traffic(spec: TransformerSpec, shard: LayerShard) -> Iterator[LayerCollective]:

@@ -18,8 +18,13 @@ from nest_megatron.model.spec import ModelFamily, TransformerSpec
 
 
 def embedding_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
-    """Vocabulary-parallel lookup; each rank's rows are summed over the tensor group."""
+    """Vocabulary-parallel lookup; each rank's rows are summed over the tensor group.
+
+    A T5-like model looks up the tokens of both stacks.
+    """
     tokens = shard.tokens(spec)
+    if spec.family is ModelFamily.T5:
+        tokens += shard.tokens(spec.decoder)
     size = tokens * spec.hidden_size * shard.activation_bytes
     # Every stage keeps what it sent on; the first, with the most micro batches in flight, the most.
     sent = ((Part.EMBEDDING, shard.hidden_bytes(spec)),) if shard.keeps_stage_outputs else ()
@@ -38,8 +43,10 @@ def head_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     The loss is worked out backwards right after its forward pass, so its logits are working memory.
     Megatron's own cross entropy keeps one float32 softmax, made in place, and beside it the 16-bit
     logits (forward) or their 16-bit gradient (backward): 6 bytes. Each predicted token further on
-    (MTP) keeps one more softmax.
+    (MTP) keeps one more softmax. A T5-like model has the encoder's final norm beside the decoder's.
     """
+    if spec.family is ModelFamily.T5:
+        return head_graph(spec.decoder, shard) + _encoder_norm(spec.encoder, shard)
     act, hidden = shard.activation_bytes, spec.hidden_size
     tp, depth = shard.tensor_model_parallel_size, 1 + spec.num_mtp_layers
     tokens, vocab = shard.tokens(spec), spec.padded_vocab_size(tp) / tp
@@ -59,6 +66,16 @@ def head_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
         input_bytes=depth * hidden_bytes,
         saved_bytes=((Part.HEAD, depth * hidden_bytes),),
         working_bytes=_loss_working_bytes(spec, shard, vocab),
+    )
+
+
+def _encoder_norm(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+    """Keeps its input, and its output for every layer that attends to it."""
+    size = shard.hidden_bytes(spec)
+    kept = size + shard.tokens_between_blocks(spec) * spec.hidden_size * shard.input_bytes
+    return LayerGraph(
+        operators=(streaming("encoder_norm", Part.HEAD, 2 * size),),
+        saved_bytes=((Part.HEAD, kept),),
     )
 
 
