@@ -248,6 +248,15 @@ def _said(holders: tuple[Any, ...], name: str) -> Iterator[Any]:
                 yield value
 
 
+#: Families of models by a word of their configuration's class.
+_FAMILIES = {"Bert": ModelFamily.BERT, "T5": ModelFamily.T5}
+
+
+def _family(config: Any) -> ModelFamily:
+    names = " ".join(class_names(config))
+    return next((family for word, family in _FAMILIES.items() if word in names), ModelFamily.GPT)
+
+
 def spec_from_transformer_config(
     config: Any, *, seq_length: int, vocab_size: int, vocab_is_padded: bool
 ) -> TransformerSpec:
@@ -274,12 +283,18 @@ def spec_from_transformer_config(
     if not values["multi_latent_attention"]:
         values |= dict.fromkeys(_LATENT)
     shared = value_or(config, "share_embeddings_and_output_weights", True)
-    is_bert = any("Bert" in name for name in class_names(config))
+    family = _family(config)
+    stacks: dict[str, Any] = {}
+    if family is ModelFamily.T5:
+        values["max_position_embeddings"] = value_or(config, "max_position_embeddings", longest)
+        stacks["encoder_num_layers"] = value_or(config, "encoder_num_layers", None)
+        stacks["decoder_seq_length"] = value_or(config, "seq_length_dec", None)
     return spec_from_arguments(
         values,
         "model.{}".format,
         name=class_names(config)[0],
-        family=ModelFamily.BERT if is_bert else ModelFamily.GPT,
+        family=family,
+        **stacks,
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         ffn_hidden_size=value_or(config, "ffn_hidden_size", 4 * config.hidden_size),

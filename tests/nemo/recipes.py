@@ -6,6 +6,7 @@ import copy
 import importlib
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from nest_megatron.integrations.restore import is_finetuning
 from nest_megatron.model.spec import TransformerSpec
@@ -25,13 +26,14 @@ RECIPES = (
     "deepseek_v2_lite",
     "deepseek_v3",
     "gpt3_175b",
+    "t5_220m",
+    "t5_11b",
 )
 PARAMETERS_ONLY = ("gpt_oss_20b", "gpt_oss_120b")
 REFUSED = {
     "mamba2_130m": "state-space",
     "nemotronh_8b": "state-space",
     "hyena_7b": "convolution",
-    "t5_220m": "encoder-decoder",
     "gemma2_2b": "capped scores",
     "llama4_e16": "chunked attention",
 }
@@ -58,16 +60,19 @@ def finetune(name: str, **options: Any) -> Any:
 
 
 def own_parameters(source: Any, spec: TransformerSpec) -> int:
-    """Parameters of the model that NeMo builds."""
+    """Parameters of the model that NeMo builds; T5's final norms are the engine's in any case."""
     import fiddle
+    from megatron.core.models.T5 import t5_spec
 
     config = copy.deepcopy(source.model.config)
     make_plain(config)
     config.init_model_with_meta_device = True
     tokenizer = SimpleNamespace(vocab_size=spec.vocab_size)
-    with one_rank(spec):
+    norms = mock.patch.object(t5_spec, "TENorm", t5_spec.LNImpl)
+    with one_rank(spec), norms:
         built = fiddle.build(config)
-        return count(built.configure_model(tokenizer, pre_process=True, post_process=True))
+        ends = {} if spec.family == "t5" else {"pre_process": True, "post_process": True}
+        return count(built.configure_model(tokenizer, **ends))
 
 
 def validate(source: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
@@ -64,7 +65,12 @@ PATHS = ConfigPaths(
     called="recipe",
 )
 #: Rows of the tokenizer that NeMo's mock data builds where none is given.
-_MOCK_ROWS = {"MockDataModule": 50_257, "BERTMockDataModule": 30_522}
+#: The last is called as the first, in another module (``llm.t5.data``).
+_MOCK_ROWS = {
+    "MockDataModule": 50_257,
+    "BERTMockDataModule": 30_522,
+    "T5MockDataModule": 28_996,
+}
 _OVERLAPS, _GIVEN = "MegatronCommOverlapCallback", "user_comm_overlap_cfg"
 #: What ``DeepEPCallback`` sets; its backend stays the model's.
 _DEEPEP: Mapping[str, object] = {
@@ -148,6 +154,9 @@ def read_spec(recipe: Any, vocab_size: int | None) -> tuple[TransformerSpec, tup
     spec = spec_from_transformer_config(
         recipe.model.config, seq_length=length, vocab_size=rows, vocab_is_padded=is_padded
     )
+    if spec.decoder_seq_length is not None:
+        decoder = value_or(recipe.data, "seq_length_dec", spec.decoder_seq_length)
+        spec = dataclasses.replace(spec, decoder_seq_length=decoder)
     return spec, notes
 
 
@@ -210,6 +219,8 @@ def _vocabulary(recipe: Any, given: int | None) -> tuple[int, bool, tuple[str, .
         if tokenizer is not None:
             return _rows(tokenizer), False, ()
     kind = class_names(recipe.data)[0]
+    if kind == "MockDataModule" and "T5Model" in class_names(recipe.model):
+        kind = "T5MockDataModule"
     if kind in _MOCK_ROWS:
         rows = _MOCK_ROWS[kind]
         note = f"The recipe names no tokenizer; {rows} rows are assumed, as {kind} takes."

@@ -174,7 +174,6 @@ def without(holder: Any, name: str, kind: str) -> Any:
     ("kind", "lacking"),
     [
         ("MambaModel", "state-space"),
-        ("T5Model", "encoder-decoder"),
         ("Llama4Model", "chunked"),
         ("DiTModel", "diffusion"),
     ],
