@@ -171,13 +171,20 @@ def _model_file(path: Path, notes: list[str]) -> Mapping[str, Any]:
 
 def model_fields(spec: TransformerSpec) -> Mapping[str, Any]:
     """A model's record as the fields of its description."""
-    fields: dict[str, Any] = to_plain(spec)
-    pattern = fields.pop("moe_layer_pattern")
+    return _with_frequency(to_plain(spec))
+
+
+def _with_frequency(fields: dict[str, Any]) -> Mapping[str, Any]:
+    """Fields of a record, with the layers that have experts as a description names them."""
+    pattern = fields.pop("moe_layer_pattern", None)
     return {**fields, "moe_layer_freq": pattern} if pattern else fields
 
 
 def read_mapping(group: str, path: Path) -> Mapping[str, Any]:
-    """What a YAML file of the user describes: a model, a cluster or an accelerator."""
+    """What a YAML file of the user describes: a model, a cluster or an accelerator.
+
+    Of a plan file it is the model, or the cluster, that the plan was made for.
+    """
     from omegaconf import DictConfig, OmegaConf
 
     text = read_text(path, group, most=DESCRIPTION.num_bytes)
@@ -192,7 +199,21 @@ def read_mapping(group: str, path: Path) -> Mapping[str, Any]:
         raise _bad_file(group, path, "a name of a field is no text")
     if not isinstance(loaded.get("defaults", []), Sequence):
         raise _bad_file(group, path, "defaults must be a list")
+    if "schema" in loaded:
+        return _of_own_file(group, path, loaded)
     return loaded
+
+
+def _of_own_file(group: str, path: Path, loaded: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A model or a cluster of a file that this program wrote for something else."""
+    described = loaded.get(group)
+    if isinstance(described, Mapping) and "parallel" in loaded:
+        return _with_frequency({str(key): value for key, value in described.items()})
+    limit, fix = f"it is a file of ours that describes no {group}", "Name another file."
+    if "samples" in loaded and group == "cluster":
+        limit = "it is a network profile, which knows no accelerator"
+        fix = f"`nest-megatron network import {path} --cluster NAME --out FILE` makes a cluster."
+    raise UserInputError(group, value=str(path), limit=limit, fix=fix)
 
 
 def _bad_file(group: str, path: Path, limit: str) -> UserInputError:

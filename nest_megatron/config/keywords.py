@@ -29,9 +29,15 @@ from nest_megatron.plain import to_plain
 
 def model_entry(name: str) -> TransformerSpec:
     """A model by its name or its file; ``UserInputError`` if there is none, or it is wrong."""
+    return read_model(name)[0]
+
+
+def read_model(name: str) -> tuple[TransformerSpec, tuple[str, ...]]:
+    """A model by its name or its file, and what was not read of the file; errors alike."""
     if is_path(name):
-        return read_spec(compose(parse([f"model={name}"])).config)
-    return spec_from_mapping(_entry("model", name))
+        composed = compose(parse([f"model={name}"]))
+        return read_spec(composed.config), composed.notes
+    return spec_from_mapping(_entry("model", name)), ()
 
 
 def cluster_entry(name: str) -> Cluster:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from nest_megatron.cluster.records import Cluster
+from nest_megatron.cluster.records import Cluster, NetworkLevel
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.parameters import active_parameters, total_parameters
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
@@ -22,10 +24,17 @@ from nest_megatron.report.tables import (
 from nest_megatron.units import format_gib, format_seconds
 
 
-def model_document(spec: TransformerSpec) -> dict[str, Any]:
-    """A model for programs."""
+def model_document(spec: TransformerSpec, notes: Sequence[str] = ()) -> dict[str, Any]:
+    """A model for programs, its layers counted by kind; ``notes``: what was not read of its file."""
     counts = {"parameters": total_parameters(spec), "active_parameters": active_parameters(spec)}
-    return {**to_plain(spec), **counts}
+    return {**to_plain(spec), **counts, "layer_kinds": _layers(spec), "notes": list(notes)}
+
+
+def _layers(spec: TransformerSpec) -> dict[str, int]:
+    """Decoder layers by kind, and MTP layers."""
+    counted = Counter(kind.value for kind in spec.layer_kinds() if kind.is_layer)
+    mtp = {LayerKind.MTP.value: spec.num_mtp_layers} if spec.num_mtp_layers else {}
+    return {**counted, **mtp}
 
 
 def models_table(specs: Sequence[TransformerSpec]) -> RenderableType:
@@ -65,11 +74,11 @@ def _billions(count: int) -> str:
 def model_details(spec: TransformerSpec) -> RenderableType:
     """Every field of a model."""
     fields = to_plain(spec)
-    pattern = fields.pop("moe_layer_pattern")
+    del fields["moe_layer_pattern"]  # one number a layer, counted by kind
     active = {"active parameters": f"{active_parameters(spec):,}"} if spec.is_moe else {}
-    experts = {"expert layers": f"{sum(pattern)} of {len(pattern)}"} if pattern else {}
+    kinds = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in _layers(spec).items())
     shown = {name: str(value) for name, value in fields.items() if value is not None}
-    rows = {"parameters": f"{total_parameters(spec):,}", **active, **shown, **experts}
+    rows = {"parameters": f"{total_parameters(spec):,}", **active, "layers": kinds, **shown}
     return Group(Text(spec.name, style="bold"), pairs(rows.items()))
 
 
@@ -100,6 +109,11 @@ def clusters_table(entries: Sequence[tuple[str, Cluster]]) -> RenderableType:
     )
 
 
+def cluster_document(cluster: Cluster) -> dict[str, Any]:
+    """A cluster for programs, with the GPUs of each node that a job of its size takes."""
+    return {**to_plain(cluster), "gpus_per_node": cluster.group_sizes()[0]}
+
+
 def cluster_details(cluster: Cluster) -> RenderableType:
     """The device and every network level of a cluster."""
     device = cluster.accelerator
@@ -110,7 +124,8 @@ def cluster_details(cluster: Cluster) -> RenderableType:
     bandwidth = f"{device.memory_bandwidth_bytes_per_s / 1e12:.2f} TB/s"
     rows = {
         "description": cluster.description,
-        "num_gpus": str(cluster.num_gpus),
+        "num_gpus": f"{cluster.num_gpus}, {cluster.group_sizes()[0]} in each node, "
+        f"{cluster.launch_gpus_per_host} on each host",
         "device": f"{device.name}, {format_gib(device.memory_bytes)}",
         "peaks": peaks,
         "memory": f"{bandwidth} x {device.memory_efficiency:g}",
@@ -122,7 +137,7 @@ def cluster_details(cluster: Cluster) -> RenderableType:
             str(level.num_devices or "all"),
             f"{level.bandwidth_bytes_per_s / 1e9:.4g}",
             format_seconds(level.latency_s),
-            ", ".join(f"{kind} {share:g}" for kind, share in level.efficiency.items()),
+            ", ".join(f"{name} {share}" for name, share in _shares(level)),
         )
         for level in cluster.levels
     )
@@ -134,3 +149,14 @@ def cluster_details(cluster: Cluster) -> RenderableType:
     )
     sources = [(level.name, level.source) for level in cluster.levels if level.source]
     return Group(Text(cluster.name, style="bold"), pairs(rows.items()), table, pairs(sources))
+
+
+def _shares(level: NetworkLevel) -> Iterator[tuple[str, str]]:
+    """What collectives reach of a level's bandwidth, and what else of it narrows them."""
+    yield from ((str(kind), f"{share:g}") for kind, share in level.efficiency.items())
+    if level.reduction_efficiency is not None:
+        yield "reduced in the network", f"{level.reduction_efficiency:g}"
+    if level.max_rails is not None:
+        yield "adapters of one group at most", str(level.max_rails)
+    if level.ring_shares:
+        yield "links of 2, 3, ... GPUs", " ".join(f"{share:g}" for share in level.ring_shares)

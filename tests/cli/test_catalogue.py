@@ -1,0 +1,134 @@
+"""``models`` and ``clusters``: how a name or a file was read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nest_megatron.config.keywords import model_entry
+from tests.cli.runs import ROOT, SMALL, run
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "intermediate_size": 6144,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+}
+CATALOGUE = ROOT / "hydra_configs"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A folder with a Hugging Face config.json that has a field which nobody reads."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "a_new_thing": 3}), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["", "config.json"])
+def test_a_config_json_or_its_folder(config: Path, name: str) -> None:
+    path = str(config / name) if name else str(config)
+    found = run("models", path, "--json").json()
+    counts = found["num_layers"], found["layer_kinds"]
+    assert (found["name"], *counts) == ("mine", 4, {"dense": 4})
+    # embedding, head, final norm, and of each layer its projections and two norms
+    layer = 4 * 2048**2 + 3 * 2048 * 6144 + 2 * 2048
+    assert found["parameters"] == 2 * 32000 * 2048 + 2048 + 4 * layer
+    assert found["active_parameters"] == found["parameters"]
+    assert found["notes"] == [
+        f"Not read of {config / 'config.json'}: a_new_thing; the model is planned without."
+    ]
+    assert "note: Not read of" in run("models", path).out
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("deepseek_v3", {"dense": 3, "moe": 58, "mtp": 1}),
+        ("llama4_maverick", None),
+        ("mixtral_8x7b", {"moe": 32}),
+    ],
+)
+def test_layers_are_counted_by_kind(name: str, kinds: dict[str, int] | None) -> None:
+    for each in (name, str(CATALOGUE / "model" / f"{name}.yaml")):
+        found = run("models", each, "--json").json()
+        layers = {kind: count for kind, count in found["layer_kinds"].items() if kind != "mtp"}
+        assert sum(layers.values()) == found["num_layers"]
+        assert kinds in (None, found["layer_kinds"])
+        assert found["active_parameters"] < found["parameters"]
+
+
+def test_a_plan_tells_its_model_and_cluster(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.yaml")
+    job = ("model=mixtral_8x1b", "cluster=gb300_nvl72", "cluster.num_gpus=8")
+    assert run("plan", *job, f"out={path}", "search.max_seconds=5").code == 0
+    assert run("models", path, "--json").json() == run("models", "mixtral_8x1b", "--json").json()
+    cluster = run("clusters", path, "--json").json()
+    assert (cluster["name"], cluster["gpus_per_node"]) == ("gb300_nvl72", 8)
+    named = run("clusters", "gb300_nvl72", "--json").json()
+    assert cluster["levels"] == named["levels"]
+    again = (f"model={path}", f"cluster={path}", "parallel.expert_model_parallel_size=8")
+    assert (
+        run("estimate", *again, "--json").json()["model"]
+        == run("estimate", *job, again[2], "--json").json()["model"]
+    )
+
+
+def test_a_cluster_shows_what_narrows_its_links() -> None:
+    mesh = " ".join(run("clusters", "alps_gh200").out.split())
+    assert "64, 4 in each node, 4 on each host" in mesh
+    assert "links of 2, 3, ... GPUs" in mesh
+    rack = " ".join(run("clusters", str(CATALOGUE / "cluster" / "gb200_nvl72.yaml")).out.split())
+    assert "64, 64 in each node, 4 on each host" in rack
+
+
+DAMAGED = {
+    "cut.json": ('{"model_type": "llama"', "not readable JSON"),
+    "list.json": ("[1]", "not a JSON object"),
+    "cut.yaml": ("levels: [1", "not a readable YAML file"),
+    "text.yaml": ("just words", "no such field"),
+    "other.json": ('{"model_type": "whisper"}', "encoder-decoder"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_file_that_cannot_be_read_is_an_error_with_a_fix(tmp_path: Path, name: str) -> None:
+    text, limit = DAMAGED[name]
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    for command in ("models", "clusters"):
+        done = run(command, str(tmp_path / name))
+        assert (done.code, done.out) == (2, "")
+        message, *fix = done.err.splitlines()
+        assert message.startswith("error: ")
+        assert fix, "what to do stands below"
+        if command == "models":
+            assert limit in done.err
+
+
+@pytest.mark.parametrize("command", ["models", "clusters"])
+def test_a_path_that_is_not_there(command: str, tmp_path: Path) -> None:
+    done = run(command, str(tmp_path / "none.yaml"))
+    assert done.code == 2
+    assert "No such file" in done.err
+
+
+def test_a_network_profile_is_no_cluster_yet(tmp_path: Path) -> None:
+    log, path = ROOT / "tests" / "profile" / "data" / "h100_node.log", tmp_path / "network.yaml"
+    assert run("network", "import", str(log), "--profile", str(path)).code == 0
+    done = run("clusters", str(path))
+    assert done.code == 2
+    assert f"network import {path} --cluster" in done.err
+    assert run("plan", f"model={path}", *SMALL[1:]).code == 2
+
+
+def test_what_is_shown_is_what_is_planned(config: Path) -> None:
+    shown = run("models", str(config), "--json").json()
+    assert model_entry(str(config)).hidden_size == shown["hidden_size"] == 2048
