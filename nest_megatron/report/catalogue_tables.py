@@ -25,7 +25,7 @@ from nest_megatron.units import format_gib, format_seconds
 
 
 def model_document(spec: TransformerSpec, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """A model for programs, its layers counted by kind; ``notes``: what was not read of its file."""
+    """A model for programs, layers counted by kind; ``notes``: what was not read of its file."""
     counts = {"parameters": total_parameters(spec), "active_parameters": active_parameters(spec)}
     return {**to_plain(spec), **counts, "layer_kinds": _layers(spec), "notes": list(notes)}
 
