@@ -4,6 +4,12 @@ With ``a = flops / (peak * efficiency)`` and ``b = bytes / (bandwidth * efficien
 takes ``(a ** q + b ** q) ** (1 / q)`` and a floor for each kernel. ``q`` lies between 1, the sum,
 and a roofline's larger of the two: prologue, epilogue and tails of a kernel do not overlap with its
 main loop, but much of its traffic does.
+
+A scan (``OperatorKind.SCAN``: Mamba-2, gated delta net) is products inside kernels with elementwise
+work between them, as attention is, so that its arithmetic takes attention's share of the peak; no
+public measurement of its kernels alone is known. Its traffic takes most of the time on H100 and
+newer, as the authors of its fused kernel find (https://pytorch.org/blog, "Accelerating Mamba2 with
+Kernel Fusion").
 """
 
 from __future__ import annotations
@@ -79,7 +85,7 @@ def _flops_rate(operator: Operator, accelerator: Accelerator, settings: CostSett
     precision = settings.precision
     is_single = precision is Precision.FP32
     wide = precision if is_single else sixteen_bit(accelerator)
-    if operator.kind is OperatorKind.ATTENTION:
+    if operator.kind in (OperatorKind.ATTENTION, OperatorKind.SCAN):
         rows = operator.parallel_rows
         busy = 1.0 / (1.0 + accelerator.attention_ramp_rows / rows)
         return accelerator.peak_flops_per_s[wide] * accelerator.attention_efficiency * busy

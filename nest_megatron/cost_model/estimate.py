@@ -85,10 +85,10 @@ class Estimate:
 def model_flops_per_sequence(model: CostModel) -> Flops:
     """Forward and backward operations of one sequence, recomputation not counted.
 
-    GEMMs and the causal half of attention; backward counts twice the forward.
+    GEMMs, scans and the causal half of attention; backward counts twice the forward.
     """
-    products = (OperatorKind.GEMM, OperatorKind.GROUPED_GEMM, OperatorKind.ATTENTION)
-    return _flops_per_sequence(model.spec, products)
+    kinds = set(OperatorKind) - {OperatorKind.MEMORY_BOUND}
+    return _flops_per_sequence(model.spec, kinds)
 
 
 def attention_flops_per_sequence(model: CostModel) -> Flops:

@@ -249,6 +249,7 @@ _CAPTURED: Mapping[str, frozenset[Part]] = {
             Part.RESIDUAL,
         }
     ),
+    "mamba": frozenset({Part.SSM}),
     "mlp": frozenset({Part.MLP_NORM, Part.MLP}),
     "moe": ROUTED | {Part.MLP_NORM, Part.ROUTER, Part.SHARED_EXPERTS},
     "moe_router": frozenset({Part.MLP_NORM, Part.ROUTER, Part.SHARED_EXPERTS}),

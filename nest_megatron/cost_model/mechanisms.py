@@ -111,5 +111,10 @@ def _unit_times(model: CostModel, grid: Grid, kind: LayerKind) -> dict[Mechanism
                 continue
             floor = 3 * settings.compute_slowdown * device.kernel_floor_s * op.num_kernels
             spent[Mechanism.LAUNCH] += min(floor, seconds)
-            spent[Mechanism(op.kind)] += max(0.0, seconds - floor)
+            spent[_mechanism(op.kind)] += max(0.0, seconds - floor)
     return spent
+
+
+def _mechanism(kind: OperatorKind) -> Mechanism:
+    """A scan, which no measurement tells apart, is as uncertain as attention."""
+    return Mechanism.ATTENTION if kind is OperatorKind.SCAN else Mechanism(kind)

@@ -46,6 +46,18 @@ SAME_NAMES = (
     "qk_pos_emb_head_dim",
     "v_head_dim",
 )
+#: Sizes of Mamba layers, and of gated delta nets; ``None`` is Megatron's default.
+LINEAR_NAMES = (
+    "mamba_state_dim",
+    "mamba_head_dim",
+    "mamba_num_groups",
+    "mamba_num_heads",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
 #: Those of a model with experts, beside their number and which layers have them.
 EXPERT_NAMES = (
     "moe_ffn_hidden_size",
@@ -69,7 +81,7 @@ def spec_from_arguments(
         UnplannableModelError: for layers that alternate in another way than Megatron's number says.
         UserInputError: if the shape is impossible.
     """
-    found = {**MEGATRON_DEFAULTS, **_given(values, SAME_NAMES)}
+    found = {**MEGATRON_DEFAULTS, **_given(values, (*SAME_NAMES, *LINEAR_NAMES))}
     inner = 4 * fields["hidden_size"]
     if values.get("swiglu"):  # two thirds of it, in whole 64s
         inner = inner * 2 // 3 // 64 * 64
@@ -81,13 +93,15 @@ def spec_from_arguments(
         "mtp_num_layers": values.get("mtp_num_layers") or None,
         **_window(values, spelled),
     }
+    hybrid = fields.get("hybrid_layer_pattern")
     if values.get("group_query_attention"):
         found["num_query_groups"] = values.get("num_query_groups")
     if values.get("num_experts"):
         found |= _given(values, ("num_experts", *EXPERT_NAMES))
         frequency = values.get("moe_layer_freq")
         frequency = 1 if frequency is None else frequency
-        found["moe_layer_pattern"] = moe_layer_pattern(frequency, fields["num_layers"])
+        flags = () if hybrid else moe_layer_pattern(frequency, fields["num_layers"])
+        found["moe_layer_pattern"] = flags
     return TransformerSpec(**{**found, **fields})
 
 

@@ -20,6 +20,7 @@ class OperatorKind(Name):
     GEMM = "gemm"
     GROUPED_GEMM = "grouped_gemm"
     ATTENTION = "attention"
+    SCAN = "scan"
     MEMORY_BOUND = "memory_bound"
 
 
@@ -40,6 +41,7 @@ class Part(Name):
     MLA_DOWN = "mla_down"
     MLA_UP = "mla_up"
     CORE_ATTENTION = "core_attention"
+    SSM = "ssm"
     PROJECTION = "projection"
     RESIDUAL = "residual"
     MLP_NORM = "mlp_norm"

@@ -172,6 +172,38 @@ def hybrid_kinds(pattern: str) -> tuple[tuple[LayerKind, ...], tuple[LayerKind, 
     return kinds, depth, len(depths)
 
 
+def pattern_from_ratios(num_layers: int, attention: float, mlp: float) -> str:
+    """The pattern that shares of attention and of MLP layers make, the others Mamba.
+
+    Attention is spread evenly between Mamba layers, then MLPs over what is left of those.
+
+    Raises:
+        UserInputError: for shares that are none.
+
+    Source: ``--hybrid-attention-ratio`` and ``--hybrid-mlp-ratio`` of Megatron-LM 0.16.1
+    (``mamba_hybrid_layer_allocation._allocate_auto``).
+
+    >>> pattern_from_ratios(8, 0.25, 0.25)
+    'MM*-M*M-'
+    """
+    if not (0 <= attention <= 1 and 0 <= mlp <= 1 and attention + mlp <= 1):
+        limit, fix = "both lie between 0 and 1, their sum too", "Correct the shares."
+        what = "hybrid_attention_ratio, hybrid_mlp_ratio"
+        raise UserInputError(what, value=(attention, mlp), limit=limit, fix=fix)
+    symbols = ["M"] * num_layers
+    for symbol, share, gaps in (("*", attention, 1), ("-", mlp, 0)):
+        count = round(num_layers * share)
+        if not count:
+            continue
+        step = left = (symbols.count("M") - count) / (count + gaps)
+        for layer in [at for at, found in enumerate(symbols) if found == "M"]:
+            if left < 0.5:
+                symbols[layer], left = symbol, left + step
+            else:
+                left -= 1
+    return "".join(symbols)
+
+
 def rhythm(what: str, value: int | tuple[int, ...] | None, num_layers: int) -> tuple[bool, ...]:
     """Which layers a rhythm marks: of every N all but the N-th, or those that a list marks.
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from nest_megatron.model.layer_pattern import HYBRID_SYMBOLS, LayerBlock, LayerKind
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 
+#: Taps of the convolution in a Mamba layer: the default of ``MambaMixer``.
+CONV_WIDTH = 4
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
@@ -89,6 +92,19 @@ def _latent_attention(spec: TransformerSpec, tp: int) -> int:
     return count + heads * spec.v_head_dim // tp * hidden
 
 
+def _mamba(spec: TransformerSpec, tp: int) -> int:
+    """A Mamba-2 layer with its input norm, on one tensor-parallel rank.
+
+    Source: ``megatron.core.ssm.mamba_mixer.MambaMixer``: heads and groups are split; of each head
+    there are ``dt_bias``, ``A_log`` and ``D``, and the convolution has a bias.
+    """
+    hidden, heads = spec.hidden_size, spec.num_mamba_heads // tp
+    inner = heads * spec.mamba_head_dim
+    mixed = inner + 2 * spec.mamba_num_groups // tp * spec.mamba_state_dim
+    projections = hidden * (inner + mixed + heads) + inner * hidden
+    return _norm(spec, hidden) + projections + (CONV_WIDTH + 1) * mixed + 3 * heads + inner
+
+
 def _mlp(spec: TransformerSpec, ffn: int, tp: int) -> int:
     """Two projections of an MLP of inner size ``ffn`` split over ``tp`` ranks, without a norm."""
     inner = ffn * (2 if spec.gated_linear_unit else 1) // tp
@@ -116,6 +132,8 @@ def _block_parameters(
     """One block of a decoder layer."""
     if block is LayerBlock.EXPERTS:
         return _experts(spec, tp, ep, etp)
+    if block is LayerBlock.MAMBA:
+        return ParameterCount(_mamba(spec, tp))
     if block in (LayerBlock.DENSE, LayerBlock.ENCODER_DENSE):
         return ParameterCount(_norm(spec, spec.hidden_size) + _mlp(spec, spec.ffn_hidden_size, tp))
     if block is LayerBlock.CROSS_ATTENTION:
@@ -139,14 +157,19 @@ def _embedding(spec: TransformerSpec, tp: int) -> int:
     return (rows + (2 if spec.family is ModelFamily.BERT else 0)) * spec.hidden_size
 
 
+def _norm_is_of_last_layer(spec: TransformerSpec) -> bool:
+    return spec.num_mtp_layers > 0 and not spec.hybrid_layer_pattern
+
+
 def _head(spec: TransformerSpec, tp: int, *, holds_embedding: bool) -> int:
     """Final norm and output layer; ``holds_embedding`` if this rank also has the word embedding.
 
     With tied weights the output layer costs nothing there, and one more copy elsewhere. With MTP
-    the final norm goes with the last decoder layer instead (``TransformerBlock``).
+    the final norm goes with the last decoder layer instead (``TransformerBlock``), but in a hybrid
+    model, whose MTP layers lie on the last stage (``HybridStack``).
     """
     hidden, vocab = spec.hidden_size, spec.padded_vocab_size(tp)
-    count = 0 if spec.num_mtp_layers else _norm(spec, hidden)
+    count = 0 if _norm_is_of_last_layer(spec) else _norm(spec, hidden)
     if spec.untie_embeddings_and_output_weights or not holds_embedding:
         count += vocab // tp * hidden
     if spec.family is ModelFamily.T5:  # the encoder's final norm, and T5LMHead's bias
@@ -200,7 +223,7 @@ def unit_parameters(
     kinds = spec.layer_kinds()
     by_kind = {kind: of_kind(kind) for kind in dict.fromkeys(kinds)}
     counts = [by_kind[kind] for kind in kinds]
-    if spec.num_mtp_layers:
+    if _norm_is_of_last_layer(spec):
         counts[spec.num_layers] += ParameterCount(_norm(spec, spec.hidden_size))
     return tuple(counts)
 

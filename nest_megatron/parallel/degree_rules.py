@@ -189,6 +189,19 @@ DEGREE_RULES: tuple[Rule, ...] = (
         fix="Use a divisor.",
     ),
     rule(
+        "mamba_over_tp_and_cp",
+        "ssm/mamba_mixer.py:227-247, ssm/mamba_context_parallel.py:91-117 (at build)",
+        lambda job: rules.divides_mamba(
+            job.spec, job.dims.tensor_model_parallel_size, job.dims.context_parallel_size
+        ),
+        what="tensor_model_parallel_size, context_parallel_size",
+        value=lambda job: (job.dims.tensor_model_parallel_size, job.dims.context_parallel_size),
+        limit="the first must divide the {num_mamba_heads} heads and {mamba_num_groups} groups of "
+        "Mamba layers; the second the heads that are left, and be a multiple or a divisor of the "
+        "groups",
+        fix="Use powers of two no larger than the groups.",
+    ),
+    rule(
         "vocab_over_tp",
         "tensor_parallel/utils.py:118 (at build)",
         lambda job: rules.divides_vocab(job.spec, job.dims.tensor_model_parallel_size),
@@ -270,6 +283,17 @@ DEGREE_RULES: tuple[Rule, ...] = (
     ),
     Rule(name="two_stacks", source="pretrain_t5.py model_provider", check=_two_stacks),
     Rule(name="interleaving", source="args:575, schedules.py:995-1015", check=_interleaving),
+    rule(
+        "hybrid_virtual_stages",
+        "ssm/mamba_block.py (at build)",
+        lambda job: (
+            job.dims.virtual_pipeline_model_parallel_size == 1
+            or rules.cuts_anywhere(job.spec, job.version)
+        ),
+        what="virtual_pipeline_model_parallel_size",
+        limit="Megatron-LM {version} has no virtual stages for hybrid models",
+        fix="Use 1, or Megatron-LM 0.20.",
+    ),
     rule(
         "fsdp_no_pipeline",
         "mcore_fsdp_adapter.py:369 (run)",

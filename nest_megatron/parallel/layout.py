@@ -4,6 +4,9 @@ A layout names every unit by a letter (``E`` embedding, ``t`` transformer layer,
 multi-token-prediction layer, ``L`` loss head) and cuts virtual stages with ``|``; ``x*n`` and
 ``(...)*n`` repeat. Stage ``k`` of the string lies on pipeline rank ``k % pp``.
 
+A hybrid model has no such string: 0.20 cuts stages with ``|`` inside ``--hybrid-layer-pattern``,
+where embedding and head need no letter (``hybrid_layer_allocation.select_pipeline_segment``).
+
 Source: ``megatron.core.transformer.pipeline_parallel_layer_layout`` (the same grammar in 0.16.1 and
 0.20) and ``megatron.core.transformer.transformer_block.get_num_layers_to_build``.
 """
@@ -26,18 +29,26 @@ _MAX_LETTERS = 100_000
 def layout_string(spec: TransformerSpec, partition: StagePartition) -> str:
     """The argument of ``--pipeline-model-parallel-layout`` for a partition.
 
+    For a hybrid model that of ``--hybrid-layer-pattern``.
+
     Raises:
         UserInputError: if the partition does not cut this model's units.
 
     For the 61 layers and the MTP layer of DeepSeek-V3 over 16 ranks: ``Et*4|(t*4|)*14tmL``.
     """
     units = _unit_letters(spec)
-    if partition.boundaries[-1] != len(units):
+    if partition.boundaries[-1] != spec.num_units:
         what = "stage partition boundaries"
-        limit = f"model {spec.name} has {len(units)} units (layers, embedding, MTP, head)"
+        limit = f"model {spec.name} has {spec.num_units} units (layers, embedding, MTP, head)"
         fix = "Cut the units of this very model."
         raise UserInputError(what, value=partition.boundaries[-1], limit=limit, fix=fix)
     chunks = map(partition.chunk, range(partition.num_chunks))
+    if spec.hybrid_layer_pattern:
+        layers, depths = _hybrid_symbols(spec)
+        stages = (
+            "".join(layers[at - 1] for at in chunk if at in _layers(spec)) for chunk in chunks
+        )
+        return "|".join(stages) + depths
     *inner, last = (_compact("".join(units[at] for at in chunk)) for chunk in chunks)
     return _repeated(inner) + last
 
@@ -50,6 +61,8 @@ def parse_layout(
     Raises:
         UserInputError: if Megatron would refuse the string, or if a virtual stage is empty.
     """
+    if spec.hybrid_layer_pattern:
+        return _parse_pattern(text, spec, pipeline_model_parallel_size)
     stages, pp, mtp = expand_layout(text), pipeline_model_parallel_size, spec.num_mtp_layers
     if len(stages) % pp:
         raise _bad(text, f"its {len(stages)} stages are not a multiple of the {pp} ranks")
@@ -66,6 +79,34 @@ def parse_layout(
         )
     counts = [len(stage) - (mtp - 1 if "m" in stage else 0) for stage in stages]
     return StagePartition(boundaries=(0, *accumulate(counts)), pipeline_model_parallel_size=pp)
+
+
+def _parse_pattern(text: str, spec: TransformerSpec, pp: int) -> StagePartition:
+    """A hybrid model's pattern with its stages; without ``|`` all layers are one."""
+    stages = text.partition("/")[0].split("|")
+    if len(stages) % pp:
+        limit = f"its {len(stages)} stages are not a multiple of the {pp} ranks"
+        raise _bad_pattern(text, limit, "Cut as many stages with |.")
+    symbols, depths = _hybrid_symbols(spec)
+    if text.replace("|", "") != symbols + depths:
+        raise _bad_pattern(text, f"its layers must be {symbols + depths}", "Cut this very model.")
+    ends = accumulate(map(len, stages[:-1]), initial=1)
+    boundaries = (0, *list(ends)[1:], spec.num_units)
+    return StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)
+
+
+def _hybrid_symbols(spec: TransformerSpec) -> tuple[str, str]:
+    """The symbols of a hybrid model's layers, and those behind the first ``/`` with it."""
+    layers, slash, depths = spec.hybrid_layer_pattern.replace("|", "").partition("/")
+    return layers, slash + depths
+
+
+def _layers(spec: TransformerSpec) -> range:
+    return range(1, 1 + spec.num_layers)
+
+
+def _bad_pattern(text: str, limit: str, fix: str) -> UserInputError:
+    return UserInputError("hybrid_layer_pattern", value=text, limit=limit, fix=fix)
 
 
 def expand_layout(text: str) -> tuple[str, ...]:
@@ -132,6 +173,18 @@ def is_uniform(spec: TransformerSpec, partition: StagePartition) -> bool:
     pp = partition.pipeline_model_parallel_size
     try:
         return uniform_partition(spec, pp, partition.num_chunks // pp) == partition
+    except UserInputError:
+        return False
+
+
+def is_uneven_at_ends(spec: TransformerSpec, partition: StagePartition) -> bool:
+    """Whether numbers of layers for the first and the last rank alone make this partition."""
+    pp, boundaries = partition.pipeline_model_parallel_size, partition.boundaries
+    if partition.num_chunks != pp or pp < 2:
+        return False
+    first, last = boundaries[1] - 1, 1 + spec.num_layers - boundaries[-2]
+    try:
+        return uniform_partition(spec, pp, first=first, last=last) == partition
     except UserInputError:
         return False
 

@@ -125,6 +125,28 @@ def divides_dense_mlp(spec: TransformerSpec, tp: int) -> bool:
     )
 
 
+def divides_mamba(spec: TransformerSpec, tp: int, cp: int) -> bool:
+    """Mamba heads and groups split over tp, heads over cp too, which may share a group.
+
+    Source: ``MambaMixer`` and ``MambaContextParallel`` (at build).
+    """
+    if LayerBlock.MAMBA not in spec.blocks:
+        return True
+    heads, groups = spec.num_mamba_heads, spec.mamba_num_groups
+    if heads % groups or heads % (tp * cp) or groups % tp:
+        return False
+    return groups // tp % cp == 0 or cp % (groups // tp) == 0
+
+
+def cuts_anywhere(spec: TransformerSpec, version: str) -> bool:
+    """Whether a layout may cut stages: 0.16.1 divides a hybrid model's layers by the ranks.
+
+    It has no virtual stages for them either, and passes full recomputation over in silence
+    (``MambaStack._select_layers_for_pipeline_parallel``, ``forward``).
+    """
+    return not (spec.hybrid_layer_pattern and version.startswith("0.16"))
+
+
 def divides_experts(spec: TransformerSpec, ep: int, etp: int) -> bool:
     """Experts split over ep, and each expert's MLP over etp; dense models have neither."""
     if spec.num_experts is None:
@@ -249,8 +271,13 @@ def allows_uniform_recompute(layers: Iterable[int], num_layers: int, version: st
     return not version.startswith("0.16") or all(count % num_layers == 0 for count in layers)
 
 
-def mtp_chunk_fits(chunk: int, pp: int, vpp: int) -> bool:
-    """MTP layers lie in the last virtual stage of their rank, which is not the first rank."""
+def mtp_chunk_fits(chunk: int, pp: int, vpp: int, *, hybrid: bool = False) -> bool:
+    """MTP layers lie in the last virtual stage of their rank, which is not the first rank.
+
+    Those of a hybrid model lie beside the head (0.20 ``HybridModel``, which has no layout).
+    """
+    if hybrid:
+        return chunk == pp * vpp - 1
     return (pp, vpp) == (1, 1) or (chunk // pp == vpp - 1 and chunk % pp != 0)
 
 

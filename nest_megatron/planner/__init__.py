@@ -49,6 +49,7 @@ from nest_megatron.planner.shortage import (
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.one_partition import as_built
 from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.solver.ranking import SearchResult, SolvedGrid
 from nest_megatron.solver.search import Search
@@ -207,7 +208,7 @@ def _search(
     if is_nominal or not searched.result.plans:
         return searched
     # Without the deadline, so that ranks that search each for itself choose alike.
-    solve = solver_of(choose(request.backend))
+    solve = as_built(solver_of(choose(request.backend)), request.spec)
     peaks = worth_comparing(request, searched.grids, searched.result.plans, solve)
 
     def add(asked: PlanRequest, num_layouts: int) -> None:

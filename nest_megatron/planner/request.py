@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.knobs import Package
 from nest_megatron.parallel.numeric_knobs import NumericKnob
 from nest_megatron.parallel.objective import Objective
+from nest_megatron.parallel.rules import cuts_anywhere
 from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import Backend
@@ -154,6 +156,9 @@ class PlanRequest:
         risk = self.max_out_of_memory_percent
         if not 0 <= risk <= 100:
             _refuse("search.max_out_of_memory_percent", risk, "between 0 and 100")
+        if not cuts_anywhere(self.spec, self.space.version):
+            even = dataclasses.replace(self.space, even_stages=True, full_recompute=False)
+            object.__setattr__(self, "space", even)
 
     def cost_model(self, settings: CostSettings | None = None) -> CostModel:
         """What the job costs, under other settings than its own if they are given."""

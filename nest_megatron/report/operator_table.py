@@ -25,7 +25,13 @@ _WIDE = 21
 #: The same beside many figures.
 _NARROW = 17
 _MIB = 2.0**20
-_KINDS = {"gemm": "gemm", "grouped_gemm": "grouped", "attention": "attn", "memory_bound": "memory"}
+_KINDS = {
+    "gemm": "gemm",
+    "grouped_gemm": "grouped",
+    "attention": "attn",
+    "scan": "scan",
+    "memory_bound": "memory",
+}
 
 
 Figures = Sequence[tuple[str, str, float]]

@@ -83,6 +83,8 @@ class GridSpace:
             for cp in self._values("context_parallel_size", world // tp):
                 if not rules.allows_context_parallel(spec, cp, fused=fused):
                     self.illegal["model's attention allows context parallelism"] += 1
+                elif not rules.divides_mamba(spec, tp, cp):
+                    self.illegal["tp and cp divide heads and groups of Mamba layers"] += 1
                 elif not rules.divides_sequence(spec, tp, cp, tp > 1):
                     self.illegal["sequence divides by 2 * cp and by cp * tp"] += 1
                 else:
@@ -236,7 +238,7 @@ class GridSpace:
 
     def _sizes_of(self, pp: int, num_microbatches: int) -> list[int]:
         space, name = self.space, "virtual_pipeline_model_parallel_size"
-        if pp == 1:
+        if pp == 1 or not rules.cuts_anywhere(self.model.spec, space.version):
             return [1] if space.fixed.get(name, 1) == 1 else []
         most = (self.model.spec.num_layers + 2) // pp  # interior chunks hold a layer each
         if space.partition is not None:

@@ -18,7 +18,7 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.layout import uniform_partition
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.rules import mtp_chunk, mtp_chunk_fits
-from nest_megatron.solver.outcome import StageSolution, StageSolver
+from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolution, StageSolver, Status
 from nest_megatron.units import Ticks
 
 #: Different chunks that a stage problem can name.
@@ -41,7 +41,8 @@ def check_partition(spec: TransformerSpec, partition: StagePartition) -> None:
             fix="Cut the units of this very model.",
         )
     chunk, pp = mtp_chunk(spec, partition), partition.pipeline_model_parallel_size
-    if chunk is not None and not mtp_chunk_fits(chunk, pp, partition.num_chunks // pp):
+    vpp, hybrid = partition.num_chunks // pp, bool(spec.hybrid_layer_pattern)
+    if chunk is not None and not mtp_chunk_fits(chunk, pp, vpp, hybrid=hybrid):
         raise UserInputError(
             "stage partition",
             value=f"MTP layers in virtual stage {chunk // pp} of pipeline rank {chunk % pp}",
@@ -73,6 +74,35 @@ def judging_even(solve: StageSolver, spec: TransformerSpec) -> StageSolver:
         return judging(solve, even)(problem, threshold, node_limit)
 
     return solve_even
+
+
+def as_built(solve: StageSolver, spec: TransformerSpec) -> StageSolver:
+    """A stage solver to which MTP layers and head are one unit, if the model is built that way.
+
+    Source: 0.20 ``HybridModel``; the layouts of other models may part them.
+    """
+    if not (spec.hybrid_layer_pattern and spec.num_mtp_layers):
+        return solve
+
+    def solve_whole(problem: PipelineProblem, threshold: Ticks, node_limit: int) -> StageSolution:
+        units = problem.num_units
+        if units != problem.num_layers + 3:  # no MTP, or joined already
+            return solve(problem, threshold, node_limit)
+        if units - 1 < problem.num_chunks:
+            return StageSolution(Status.INFEASIBLE, NO_THRESHOLD)
+        found = solve(_with_last_two_joined(problem), threshold, node_limit)
+        boundaries = (*found.boundaries[:-1], units) if found.boundaries else ()
+        return found._replace(boundaries=boundaries)
+
+    return solve_whole
+
+
+def _with_last_two_joined(problem: PipelineProblem) -> PipelineProblem:
+    units = problem.num_units
+    last = chunk_cost(problem, units - 2, units)
+    costs = (*problem.costs, last)
+    kinds = bytes((*problem.unit_kinds[:-2], len(costs) - 1))
+    return dataclasses.replace(problem, unit_kinds=kinds, costs=costs)
 
 
 def joined(problem: PipelineProblem, boundaries: tuple[int, ...]) -> PipelineProblem:

@@ -35,7 +35,7 @@ from nest_megatron.solver.candidates import (
 from nest_megatron.solver.first_plan import first_plan
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_bounds import MemoryBounds
-from nest_megatron.solver.one_partition import check_partition, judging, judging_even
+from nest_megatron.solver.one_partition import as_built, check_partition, judging, judging_even
 from nest_megatron.solver.outcome import (
     DEFAULT_NODE_LIMIT,
     NO_THRESHOLD,
@@ -81,6 +81,7 @@ class Search:
 
     def __post_init__(self, slowest: Ticks) -> None:
         space = self.space
+        self.solve_stages = as_built(self.solve_stages, self.model.spec)
         self.grids = GridSpace(self.model, self.global_batch_size, space)
         self.counts = CandidateCounts(self.grids)
         self.bounds = Bounds(self.model, self.global_batch_size)

@@ -121,7 +121,7 @@ def with_launch(
     else:
         argv = rewritten(plan, command, kept).argv
     launch = LaunchCommand(
-        script=(command and command.script) or script_name(plan.model),
+        script=(command and command.script) or script_name(plan.model, request.version),
         argv=argv,
         environment=environment(request, device_architecture=device_architecture(plan)),
         notes=notes,
@@ -140,8 +140,8 @@ def launch_words(plan: ParallelPlan, script: str, argv: Sequence[str]) -> list[s
 def _release(plan: ParallelPlan) -> str | None:
     """The release of Megatron-LM that a plan assumes; ``None`` for another framework."""
     target = restored_settings(plan.provenance.settings).target
-    if target is None:
-        return VERSIONS[0]
+    if target is None:  # 0.16.1 cuts hybrid models evenly alone, and a search does not assume it
+        return VERSIONS[-1 if plan.model.hybrid_layer_pattern else 0]
     name, _, release = target.rpartition("_")
     return release if name == "megatron_lm" else None
 
@@ -166,7 +166,7 @@ def rewritten(plan: ParallelPlan, command: ReadCommand, kept: Collection[str] = 
 def _own_argv(request: LaunchRequest) -> tuple[tuple[str, ...], str]:
     layout = parallel_argv(request)
     if has_activation_flag(request.spec):
-        return (*model_argv(request.spec), *layout), _COMPLETE_IT
+        return (*model_argv(request.spec, version=request.version), *layout), _COMPLETE_IT
     return tuple(layout), (
         f"Megatron-LM's command line has no flag for the activation of {request.spec.name} "
         f"({request.spec.activation}); only the layout's flags are written. Launch it through NeMo "

@@ -139,6 +139,12 @@ INCOMPATIBLE_OPTIONS: tuple[IncompatibleOption, ...] = (
         "the plan's rounds of micro batches are of another size",
     ),
     _Row(
+        "hybrid_override_pattern",  # 0.20 args:746
+        lambda layout, _: bool(layout.model.hybrid_layer_pattern),
+        "--hybrid-layer-pattern states the layers and their stages",
+        release="0.20",
+    ),
+    _Row(
         "distribute_saved_activations",  # args:885
         lambda layout, _: not (layout.full and layout.splits_activations),
         "sequence parallelism spreads them already",

@@ -19,6 +19,7 @@ STAGE_OPTIONS = (
     "decoder_last_pipeline_num_layers",
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
+    "hybrid_layer_pattern",  # with a | in it, see ``states_stages``
 )
 #: Arguments that state the recomputation.
 RECOMPUTE = (
@@ -50,6 +51,17 @@ PARALLEL_ARGUMENTS = (
     "overlap_param_gather",
     *(name for names in EXECUTION_ARGUMENTS.values() for name in names),
 )
+
+
+def states_stages(dest: str, value: object) -> bool:
+    """Whether an argument of ``STAGE_OPTIONS`` is given; a pattern without ``|`` cuts nothing.
+
+    >>> states_stages("hybrid_layer_pattern", "M*M*"), states_stages("hybrid_layer_pattern", "M|*")
+    (False, True)
+    """
+    if dest == "hybrid_layer_pattern":
+        return isinstance(value, str) and "|" in value
+    return value is not None and value is not False
 
 
 @cache

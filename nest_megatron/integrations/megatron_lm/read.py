@@ -25,11 +25,18 @@ from nest_megatron.integrations.architecture import REFUSED, unpriced
 from nest_megatron.integrations.megatron_lm.checkpoint_arguments import (
     with_checkpoint_arguments,
 )
+from nest_megatron.integrations.megatron_lm.hybrid import (
+    HYBRID_ARGUMENTS,
+    hybrid_pattern,
+    is_hybrid_stack,
+)
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
+    STAGE_OPTIONS,
     flag_error,
     flag_of,
     reasons,
+    states_stages,
 )
 from nest_megatron.integrations.megatron_lm.sharding import require_optimizer
 from nest_megatron.model.arguments import spec_from_arguments
@@ -47,11 +54,12 @@ from nest_megatron.parallel.recompute import (
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
 #: What must be off, by the reason.
-_REFUSED_ARGUMENTS = {**REFUSED, **reasons("refused")}
-_REFUSED_SCRIPTS = (
-    *("vlm", "vision", "multimodal", "mimo"),
-    *("ict", "retro", "mamba", "hybrid", "rl"),
-)
+_REFUSED_ARGUMENTS = {
+    name: reason
+    for name, reason in {**REFUSED, **reasons("refused")}.items()
+    if name not in HYBRID_ARGUMENTS
+}
+_REFUSED_SCRIPTS = ("vlm", "vision", "multimodal", "mimo", "ict", "retro", "rl")
 _TOKENIZER_ROWS = {
     "GPT2BPETokenizer": 50_257,
     "Llama2Tokenizer": 32_000,
@@ -138,6 +146,7 @@ def job_from_values(
     refuse_unplannable(values, script)
     _require_degrees(values)
     assumed: list[str] = []
+    values = {**values, "hybrid_layer_pattern": hybrid_pattern(values, script, version)}
     spec = _spec(values, script, vocab_size, assumed)
     precision = _precision(values)
     params = next((name for name in ("bf16", "fp16") if values.get(name)), "fp32")
@@ -156,12 +165,12 @@ def job_from_values(
         precision=precision,
         fp8_recipe=values.get("fp8_recipe") or "delayed",
         transformer_impl=values.get("transformer_impl") or "transformer_engine",
-        fixed=MappingProxyType({k: values.get(k) for k in PARALLEL_ARGUMENTS if k in explicit}),
+        fixed=MappingProxyType({name: values.get(name) for name in _fixed(values, explicit)}),
         recompute=read_recompute(values),
         zero=read_zero(values),
         sharding=_sharding(values),
         graphs=cuda_graphs(values),
-        capturable=schedule is None and not any(map(values.get, _OTHER_SHAPES)),
+        capturable=not (schedule or any(map(values.get, _PACKED)) or _has_own_layers(values)),
         closed=closed_fields(values.get("deterministic_mode"), packs=any(map(values.get, _PACKED))),
         counts_on_host=any(map(values.get, _COUNTED_ON_HOST)),
         ckpt_format=values.get("ckpt_format") if "ckpt_format" in explicit else None,
@@ -172,10 +181,21 @@ def job_from_values(
     )
 
 
-#: Arguments of jobs whose steps differ in shape (packed sequences), or whose layers are not
-#: Megatron's own.
+def _fixed(values: Mapping[str, Any], explicit: Collection[str]) -> Iterator[str]:
+    """Arguments of a layout that the user states."""
+    for name in PARALLEL_ARGUMENTS:
+        is_said = name in explicit or name == "hybrid_layer_pattern"
+        if is_said and (name not in STAGE_OPTIONS or states_stages(name, values.get(name))):
+            yield name
+
+
+def _has_own_layers(values: Mapping[str, Any]) -> bool:
+    """Whether ``--spec`` names other layers than Megatron's own."""
+    return bool(values.get("spec")) and not is_hybrid_stack(" ".join(map(str, values["spec"])))
+
+
+#: Arguments of jobs whose steps differ in shape: packed sequences.
 _PACKED = ("sft", "hybrid_context_parallel")
-_OTHER_SHAPES = (*_PACKED, "spec")
 #: Arguments with which the host waits for numbers of tokens (0.16.1 tc:1771).
 _COUNTED_ON_HOST = (
     "moe_expert_capacity_factor",
@@ -202,6 +222,8 @@ def refuse_unplannable(values: Mapping[str, Any], script: str) -> None:
             raise UnplannableModelError(flag_of(name), value=values[name], limit=reason, fix=fix)
     words = _script_words(script)
     layer_spec = " ".join(map(str, values.get("spec") or ()))
+    if layer_spec and is_hybrid_stack(layer_spec):
+        layer_spec = ""
     found = next((w for w in _REFUSED_SCRIPTS if w in words or f"{w}." in layer_spec), None)
     if found:
         limit = "only GPT-, BERT- and T5-like models are supported"
@@ -218,17 +240,24 @@ def _script_words(script: str) -> list[str]:
 def _spec(
     values: Mapping[str, Any], script: str, vocab_size: int | None, notes: list[str]
 ) -> TransformerSpec:
-    family = _family(script)
+    family = ModelFamily.BERT if "bert" in PurePath(script).stem else ModelFamily.GPT
+    pattern = (values.get("hybrid_layer_pattern") or "").replace("|", "")
+    depth = len(pattern.partition("/")[0])
+    mtp = pattern.count("/") or (None if pattern else values.get("mtp_num_layers"))
     stated = (kind for flag, kind in _ACTIVATIONS.items() if values.get(flag))
     activation, gated = next(stated, ("gelu", False))
     rotary = {"position_embedding_type": "rope"}
     return spec_from_arguments(
-        {**values, **(rotary if values.get("use_rotary_position_embeddings") else {})},
+        {
+            **values,
+            **(rotary if values.get("use_rotary_position_embeddings") else {}),
+            "mtp_num_layers": mtp,
+        },
         flag_of,
         name=PurePath(script).stem or family.value,
         family=family,
-        **(_stacks(values, notes) if family is ModelFamily.T5 else {}),
-        num_layers=_required(values, "num_layers", "encoder_num_layers"),
+        num_layers=depth or _required(values, "num_layers", "encoder_num_layers"),
+        hybrid_layer_pattern=pattern,
         hidden_size=_required(values, "hidden_size"),
         num_attention_heads=_required(values, "num_attention_heads"),
         seq_length=_required(values, "seq_length", "encoder_seq_length"),

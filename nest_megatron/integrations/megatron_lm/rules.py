@@ -18,11 +18,17 @@ from nest_megatron.integrations.megatron_lm.write import has_activation_flag
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.degree_rules import DEGREE_RULES, Rule, Violation, violations
 from nest_megatron.parallel.execution_checks import EXECUTION_RULES
-from nest_megatron.parallel.layout import layout_string, parse_layout
+from nest_megatron.parallel.layout import (
+    is_uneven_at_ends,
+    is_uniform,
+    layout_string,
+    parse_layout,
+)
 from nest_megatron.parallel.recompute import RecomputeMethod, RecomputeModule
 from nest_megatron.parallel.rules import (
     LaunchRequest,
     allows_uniform_recompute,
+    cuts_anywhere,
     decoder_layers,
     mtp_chunk,
     mtp_chunk_fits,
@@ -182,9 +188,28 @@ def _mtp_stage(request: LaunchRequest) -> Iterator[Violation]:
         return
     chunk = mtp_chunk(request.spec, partition)
     pp, vpp = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
-    if chunk is not None and not mtp_chunk_fits(chunk, pp, vpp):
+    hybrid = bool(request.spec.hybrid_layer_pattern)
+    if chunk is not None and not mtp_chunk_fits(chunk, pp, vpp, hybrid=hybrid):
         limit = "MTP layers lie in the last virtual stage of their rank, and not on the first rank"
         yield _bad_partition(chunk, limit, "Move them into the last stage.")
+
+
+@_rule("hybrid_stages", "ssm/mamba_block.py")
+def _hybrid_stages(request: LaunchRequest) -> Iterator[Violation]:
+    spec, partition = request.spec, request.partition
+    if partition is None or cuts_anywhere(spec, request.version) or not _has_shape(request):
+        return
+    if not (is_uniform(spec, partition) or is_uneven_at_ends(spec, partition)):
+        limit = "a hybrid model of 0.16.1 has as many layers on each rank between first and last"
+        yield _bad_partition(layout_string(spec, partition), limit, "Use even stages, or 0.20.")
+
+
+@_rule("hybrid_recompute", "ssm/mamba_block.py (run, silent)")
+def _hybrid_recompute(request: LaunchRequest) -> Iterator[Violation]:
+    if request.recompute.method is None or cuts_anywhere(request.spec, request.version):
+        return
+    limit = "MambaStack of 0.16.1 recomputes no whole layers and says nothing"
+    yield _broken("recompute_granularity", "full", limit, "Use selective, or Megatron-LM 0.20.")
 
 
 @_rule("recompute_uniform", "transformer_block.py:532, :444 (run)")

@@ -17,6 +17,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     STAGE_OPTIONS,
     VIRTUAL_STAGES,
     flag_error,
+    states_stages,
 )
 from nest_megatron.integrations.megatron_lm.rules import not_recomputed_locally
 from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
@@ -91,6 +92,8 @@ def kept_flags(job: Job, request: PlanRequest, config: PlanConfig) -> frozenset[
     if parallel.zero_stage is not None:
         replaced.update((*sharding.STAGE, *sharding.IMPLEMENTATION, sharding.CKPT_FORMAT))
     ours = job.command.explicit.intersection(FAMILIES["all"])
+    values = job.command.values
+    ours -= {name for name in STAGE_OPTIONS if not states_stages(name, values.get(name))}
     return ours - replaced - freed_flags(job.free)
 
 
@@ -211,7 +214,7 @@ def _fixed_stages(
     fixed: Mapping[str, int],
     freed: frozenset[str],
 ) -> StagePartition | None:
-    stated = [name for name in STAGE_OPTIONS if values.get(name)]
+    stated = [name for name in STAGE_OPTIONS if states_stages(name, values.get(name))]
     virtual = [name for name in VIRTUAL_STAGES if values.get(name)]
     if virtual and not stated and not freed.intersection(STAGE_OPTIONS):
         stated = virtual if _PIPELINE in fixed else []  # Megatron divides evenly

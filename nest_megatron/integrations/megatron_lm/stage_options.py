@@ -15,13 +15,14 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     STAGE_OPTIONS,
     VIRTUAL_STAGES,
     flag_of,
+    states_stages,
 )
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.layout import parse_layout, uniform_partition
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.rules import mtp_chunk, mtp_chunk_fits
 
-_LAYOUT, _FIRST, _LAST, _EMBEDDING, _LOSS = STAGE_OPTIONS
+_LAYOUT, _FIRST, _LAST, _EMBEDDING, _LOSS, _PATTERN = STAGE_OPTIONS
 _LAYERS_A_STAGE, _STAGES_A_RANK = VIRTUAL_STAGES
 
 #: Arguments with those that may not stand beside them.
@@ -30,7 +31,11 @@ _EXCLUDED: Mapping[str, tuple[str, ...]] = {
     _FIRST: (_EMBEDDING, _LOSS, _LAYERS_A_STAGE),
     _LAST: (_EMBEDDING, _LOSS, _LAYERS_A_STAGE),
     _LAYERS_A_STAGE: (_STAGES_A_RANK,),
+    _PATTERN: (_FIRST, _LAST),
 }
+#: What no hybrid model takes: 0.16.1 builds other stages without a word (``MambaStack.
+#: _select_layers_for_pipeline_parallel``), 0.20 ends (args:813-839).
+_NOT_OF_HYBRIDS = (_LAYOUT, _EMBEDDING, _LOSS, *VIRTUAL_STAGES)
 
 
 def user_partition(
@@ -78,7 +83,9 @@ def _partition(spec: TransformerSpec, values: Mapping[str, Any], pp: int) -> Sta
     if pp < 1:
         raise _refusal("pipeline_model_parallel_size", pp, "it is at least 1", "Raise it.")
     _check_exclusions(values)
-    layout = values.get(_LAYOUT)
+    if spec.hybrid_layer_pattern:
+        _check_hybrid(values)
+    layout = values.get(_PATTERN) if _is_given(values, _PATTERN) else values.get(_LAYOUT)
     partition = _split(spec, values, pp) if layout is None else parse_layout(str(layout), spec, pp)
     _check_places(spec, partition)
     return partition
@@ -131,6 +138,14 @@ def _check_exclusions(values: Mapping[str, Any]) -> None:
                 raise _refusal(name, values[name], limit, "Give one of the two.")
 
 
+def _check_hybrid(values: Mapping[str, Any]) -> None:
+    for name in _NOT_OF_HYBRIDS:
+        if _is_given(values, name):
+            limit = "it does not cut the stages of a hybrid model"
+            fix = "Leave it out; Megatron-LM 0.20 takes | in --hybrid-layer-pattern."
+            raise _refusal(name, values[name], limit, fix)
+
+
 def _check_places(spec: TransformerSpec, partition: StagePartition) -> None:
     """Refuse virtual stages without a pipeline, and MTP layers where Megatron has none."""
     pp = partition.pipeline_model_parallel_size
@@ -138,15 +153,15 @@ def _check_places(spec: TransformerSpec, partition: StagePartition) -> None:
         limit = f"{partition.num_chunks} virtual stages need more than one pipeline rank"
         raise _refusal("pipeline_model_parallel_size", pp, limit, "Raise it, or give one stage.")
     chunk = mtp_chunk(spec, partition)
-    if chunk is not None and not mtp_chunk_fits(chunk, pp, partition.num_chunks // pp):
+    vpp, hybrid = partition.num_chunks // pp, bool(spec.hybrid_layer_pattern)
+    if chunk is not None and not mtp_chunk_fits(chunk, pp, vpp, hybrid=hybrid):
         found = f"m in stage {chunk + 1} of {partition.num_chunks}"
         limit = "MTP layers lie in the last virtual stage of a rank other than the first"
         raise _refusal(_LAYOUT, found, limit, "Write m in the last stage.")
 
 
 def _is_given(values: Mapping[str, Any], name: str) -> bool:
-    value = values.get(name)
-    return value is not None and value is not False
+    return states_stages(name, values.get(name))
 
 
 def _refusal(what: str, value: object, limit: str, fix: str) -> UserInputError:

@@ -41,7 +41,9 @@ def has_activation_flag(spec: TransformerSpec) -> bool:
     return (spec.activation, spec.gated_linear_unit) in _ACTIVATION_FLAGS
 
 
-def model_argv(spec: TransformerSpec, *, tokenizer_type: str | None = None) -> list[str]:
+def model_argv(
+    spec: TransformerSpec, *, tokenizer_type: str | None = None, version: str = "0.16.1"
+) -> list[str]:
     """Flags with which Megatron-LM builds this model.
 
     Args:
@@ -53,7 +55,7 @@ def model_argv(spec: TransformerSpec, *, tokenizer_type: str | None = None) -> l
     """
     rope = spec.position_embedding_type == "rope"
     return _argv(
-        **_stacks(spec),
+        **_layers(spec, version),
         hidden_size=spec.hidden_size,
         ffn_hidden_size=spec.ffn_hidden_size,
         num_attention_heads=spec.num_attention_heads,
@@ -75,7 +77,7 @@ def model_argv(spec: TransformerSpec, *, tokenizer_type: str | None = None) -> l
         make_vocab_size_divisible_by=spec.make_vocab_size_divisible_by,
         padded_vocab_size=spec.vocab_size if spec.vocab_is_padded else None,
         **(_experts(spec) if spec.num_experts is not None else {}),
-        mtp_num_layers=spec.mtp_num_layers,
+        mtp_num_layers=None if spec.hybrid_layer_pattern else spec.mtp_num_layers,
     )
 
 
@@ -88,6 +90,27 @@ def _stacks(spec: TransformerSpec) -> dict[str, object]:
         "decoder_num_layers": spec.num_layers,
         "encoder_seq_length": spec.seq_length,
         "decoder_seq_length": spec.decoder_seq_length,
+    }
+
+
+def _layers(spec: TransformerSpec, version: str) -> dict[str, object]:
+    """How many layers, and of which kinds; 0.20 reads a hybrid model's from ``parallel_argv``."""
+    pattern = spec.hybrid_layer_pattern.replace("|", "")
+    if not pattern:
+        return _stacks(spec)
+    old = version.startswith("0.16")
+    package = "mamba" if old else "hybrid"
+    stack = [f"megatron.core.models.{package}.{package}_layer_specs", f"{package}_stack_spec"]
+    return {
+        "num_layers": spec.num_layers if old else None,
+        **({"hybrid_override_pattern": pattern} if old else {}),
+        "is_hybrid_model": old,
+        "spec": stack,
+        "seq_length": spec.seq_length,
+        "mamba_state_dim": spec.mamba_state_dim,
+        "mamba_head_dim": spec.mamba_head_dim,
+        "mamba_num_groups": spec.mamba_num_groups,
+        "mamba_num_heads": spec.mamba_num_heads,
     }
 
 
@@ -125,7 +148,7 @@ def _experts(spec: TransformerSpec) -> dict[str, object]:
     balanced = spec.moe_router_enable_expert_bias
     return {
         "num_experts": spec.num_experts,
-        "moe_layer_freq": pattern_text(spec.moe_layer_pattern),
+        "moe_layer_freq": pattern_text(spec.moe_layer_pattern) if spec.moe_layer_pattern else None,
         "moe_ffn_hidden_size": spec.moe_ffn_hidden_size,
         "moe_router_topk": spec.moe_router_topk,
         "moe_router_pre_softmax": spec.moe_router_topk == 1 and not balanced,
@@ -142,6 +165,9 @@ def parallel_argv(request: LaunchRequest) -> list[str]:
     if pp > 1:
         assert request.partition is not None, "a pipeline needs a stage partition"
         layout = layout_string(spec, request.partition)
+    pattern = None
+    if spec.hybrid_layer_pattern:
+        pattern, layout = layout or spec.hybrid_layer_pattern.replace("|", ""), None
     experts = spec.num_experts is not None
     recomputes = recompute.granularity is not RecomputeGranularity.NONE
     return [
@@ -151,6 +177,7 @@ def parallel_argv(request: LaunchRequest) -> list[str]:
             context_parallel_size=dims.context_parallel_size,
             pipeline_model_parallel_size=pp,
             pipeline_model_parallel_layout=layout,
+            hybrid_layer_pattern=None if request.is_0_16 else pattern,
             expert_model_parallel_size=dims.expert_model_parallel_size if experts else None,
             expert_tensor_parallel_size=launched_expert_tensor_size(spec, dims),
             moe_grouped_gemm=experts and request.moe_grouped_gemm,
@@ -265,8 +292,10 @@ def pattern_text(pattern: Sequence[int]) -> str:
     return "(" + "+".join(f"[{flag}]*{count}" for flag, count in runs) + ")"
 
 
-def script_name(spec: TransformerSpec) -> str:
+def script_name(spec: TransformerSpec, version: str = "0.16.1") -> str:
     """Megatron-LM's own script for a model."""
+    if spec.hybrid_layer_pattern:
+        return "pretrain_mamba.py" if version.startswith("0.16") else "pretrain_hybrid.py"
     return f"pretrain_{spec.family.value}.py"
 
 

@@ -48,11 +48,11 @@ def attention_graph(
     graph = layer(spec, shard, _attention_span(spec, block))
     graph = dataclasses.replace(graph, input_bytes=shard.hidden_bytes(spec))
     if shard.execution.cuda_graph_impl in OF_LAYERS:
-        graph += _captured(graph.input_bytes, shard)
+        graph += captured(graph.input_bytes, shard)
     return offloaded_attention(graph, spec, shard)
 
 
-def _captured(size: float, shard: LayerShard) -> LayerGraph:
+def captured(size: float, shard: LayerShard) -> LayerGraph:
     """What a CUDA graph of a layer, or of some of its modules, adds to an input of ``size`` bytes.
 
     A graph has addresses of its own: inputs and gradients are copied there before a replay

@@ -1,0 +1,114 @@
+"""Which layers a hybrid model of Mamba, attention, MLP and expert layers has, by its arguments.
+
+0.16.1 builds one by ``pretrain_mamba.py`` alone, of ``--num-layers`` layers that
+``--hybrid-override-pattern`` or shares of layers name. 0.20 names layers, stages and MTP depths in
+``--hybrid-layer-pattern`` and keeps some of the old flags for old checkpoints
+(``megatron/training/arguments.py:743-925``; ``hybrid_builders.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+from nest_megatron.errors import UnplannableModelError, UserInputError
+from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error, flag_of
+from nest_megatron.model.layer_pattern import hybrid_kinds, pattern_from_ratios
+
+#: Arguments that only hybrid models have.
+HYBRID_ARGUMENTS = (
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "mtp_hybrid_override_pattern",
+    "is_hybrid_model",
+)
+_SCRIPTS = ("mamba", "hybrid")
+#: ``--spec`` of megatron-core's own layers.
+_STACKS = {
+    f"megatron.core.models.{package}.{package}_layer_specs {name}_stack_spec"
+    for package in _SCRIPTS
+    for name in _SCRIPTS
+}
+
+
+def is_hybrid_stack(spec: str) -> bool:
+    """Whether ``--spec`` names megatron-core's own hybrid layers.
+
+    >>> is_hybrid_stack("megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec")
+    True
+    """
+    return spec in _STACKS
+
+
+def hybrid_pattern(values: Mapping[str, Any], script: str, version: str) -> str:
+    """A hybrid model's layers as ``--hybrid-layer-pattern`` of 0.20 states them; empty for others.
+
+    Raises:
+        UserInputError: for a pattern that Megatron cannot read, or that its script ignores.
+        UnplannableModelError: for layers that are not megatron-core's own.
+    """
+    by_script = any(word in PurePath(script).stem.split("_") for word in _SCRIPTS)
+    given = next((name for name in HYBRID_ARGUMENTS if values.get(name)), None)
+    if not by_script and (given is None or script):
+        if given is not None:
+            limit = f"{script} does not build a hybrid model"
+            fix = "Use pretrain_hybrid.py (0.16.1: pretrain_mamba.py), or drop the flag."
+            raise flag_error(given, values[given], limit, fix)
+        return ""
+    layer_spec = " ".join(map(str, values.get("spec") or ()))
+    if layer_spec and not is_hybrid_stack(layer_spec):
+        limit = "its layers are not megatron-core's hybrid_stack_spec"
+        fix = "Launch this job without nest."
+        raise UnplannableModelError("--spec", value=layer_spec, limit=limit, fix=fix)
+    old = version.startswith("0.16")
+    pattern = _pattern_of_0_16(values) if old else _pattern(values)
+    kinds, *_ = hybrid_kinds(pattern)
+    if old and len(kinds) != values["num_layers"]:
+        limit = f"it names {len(kinds)} layers and --num-layers is {values['num_layers']}"
+        raise flag_error("hybrid_override_pattern", pattern, limit, "Give the same number in both.")
+    return pattern
+
+
+def _pattern(values: Mapping[str, Any]) -> str:
+    """Source: 0.20 arguments.py:743-786."""
+    new, old = values.get("hybrid_layer_pattern"), values.get("hybrid_override_pattern")
+    if new and old:
+        limit = f"{flag_of('hybrid_layer_pattern')} is given as well"
+        raise flag_error("hybrid_override_pattern", old, limit, "Drop it.")
+    pattern, depths = str(new or old or ""), int(values.get("mtp_num_layers") or 0)
+    depth = values.get("mtp_hybrid_override_pattern")
+    if depth and depths and "/" not in pattern:
+        pattern += depths * f"/{depth}"
+    if not pattern:
+        limit, fix = "a hybrid model's layers are named by it alone", "Add it to the command."
+        raise flag_error("hybrid_layer_pattern", None, limit, fix)
+    if depths and "/" not in pattern:
+        limit = "a hybrid model names the layers of an MTP depth behind / in its pattern"
+        fix = "Write for example M*M*/*M in --hybrid-layer-pattern, or drop the flag."
+        raise flag_error("mtp_num_layers", depths, limit, fix)
+    return pattern
+
+
+def _pattern_of_0_16(values: Mapping[str, Any]) -> str:
+    layers, pattern = values.get("num_layers"), values.get("hybrid_override_pattern")
+    if not layers:
+        fix = "Add it to the command."
+        raise flag_error("num_layers", layers, "the model's shape needs it", fix)
+    if values.get("mtp_num_layers"):
+        limit = "a hybrid model of 0.16.1 has no MTP layers"
+        raise flag_error("mtp_num_layers", values["mtp_num_layers"], limit, "Drop it.")
+    shares = [float(values.get(f"hybrid_{name}_ratio") or 0) for name in ("attention", "mlp")]
+    even = pattern_from_ratios(int(layers), *shares)
+    if pattern is None:
+        return even
+    strange = set(pattern) - set("M*-E")
+    if strange:
+        limit = f"0.16.1 has the symbols M * - E, not {' '.join(sorted(strange))}"
+        raise UserInputError(
+            "--hybrid-override-pattern", value=pattern, limit=limit, fix="Use 0.20."
+        )
+    if any(shares) and sorted(pattern) != sorted(even):
+        limit = f"the shares beside it make other numbers of layers ({even})"
+        raise flag_error("hybrid_override_pattern", pattern, limit, "Drop the shares.")
+    return str(pattern)
