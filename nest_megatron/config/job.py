@@ -105,6 +105,7 @@ class Job:
         graphs: what of it CUDA graphs capture.
         capturable: its layers are Megatron's own, and every step runs as many micro batches of the
             same shapes, so that CUDA graphs could hold them.
+        packs: several sequences stand in one, each attending to itself alone.
         closed: fields of ``Execution`` that it does not allow.
         can_state: fields of ``Execution`` that the job can be told; ``None`` is all.
         packages: packages of a choice that were found where it runs.
@@ -137,6 +138,7 @@ class Job:
     on_blackwell: Mapping[str, Any] = field(default_factory=dict)
     graphs: CudaGraphs | None = None
     capturable: bool = True
+    packs: bool = False
     closed: frozenset[str] = frozenset()
     can_state: frozenset[str] | None = None
     packages: tuple[str, ...] = ()

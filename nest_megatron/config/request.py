@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from nest_megatron.cluster.catalogue import cluster_from_mapping
@@ -13,6 +13,7 @@ from nest_megatron.config.compose import Composed
 from nest_megatron.config.job import Job
 from nest_megatron.config.plausible import require_plausible
 from nest_megatron.config.schema import PlanConfig
+from nest_megatron.config.sequence_data import read_lengths
 from nest_megatron.config.space import read_backend, read_space
 from nest_megatron.config.target import (
     choice,
@@ -30,6 +31,7 @@ from nest_megatron.cost_model.target_defaults import MEGATRON_LM
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError, require_at_least, require_seconds
 from nest_megatron.model.catalogue import spec_from_mapping
+from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
 from nest_megatron.parallel.knobs import KnobConditions, always_on, open_values, unknown_packages
@@ -120,7 +122,9 @@ def request_for(
         require_plausible(spec, cluster, batch)
     check_quotients(space, cluster.num_gpus, batch)
     name, target = cluster.accelerator.name, read_target(config, job.target)
-    settings = read_settings(config, job, name)
+    lengths = read_lengths(config.train, spec.seq_length, packed=job.packs)
+    notes += _length_notes(config, job, lengths)
+    settings = read_settings(config, job, name, lengths)
     is_fp8 = settings.precision is Precision.FP8
     choices = KnobConditions(
         spec=spec,
@@ -159,7 +163,7 @@ def request_for(
         not_modelled=job.not_modelled,
         offer=offer,
         packages=unknown_packages(choices) if choose_execution else {},
-        numeric_offers=read_numeric_offers(config, job, name),
+        numeric_offers=read_numeric_offers(config, job, name, lengths),
         reliability=read_reliability(config, job.save_interval),
         objective=choice("search.objective", search.objective, Objective),
         tie_percent=search.tie_percent,
@@ -171,6 +175,7 @@ def request_for(
         notes=(*notes, *times.notes),
         profile_notes=times.notes,
         batch_schedule=schedule,
+        sequence_lengths=lengths,
     )
 
 
@@ -210,6 +215,16 @@ def _require_taken(stated: Mapping[str, object], target: Target, size: int | Non
     if taken == STEPS and size is not None:
         limit, fix = "the schedule says every size", "Leave it out."
         raise UserInputError("train.global_batch_size", value=size, limit=limit, fix=fix)
+
+
+def _length_notes(config: PlanConfig, job: Job, lengths: SequenceLengths | None) -> Iterator[str]:
+    packs = job.packs if config.train.sequence_packing is None else config.train.sequence_packing
+    if packs and lengths is None:
+        yield (
+            "Sequences are packed, and how long they are is not said: attention is priced as if "
+            "each pack were one sequence, the most that it can be. train.sequence_lengths=FILE, or "
+            "train.sequence_length_mean and train.sequence_length_std say it."
+        )
 
 
 def _batch(

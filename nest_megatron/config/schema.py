@@ -20,6 +20,10 @@ class TrainConfig:
     train_samples: int | None = None
     micro_batch_size: int | None = None
     seq_length: int | None = None
+    sequence_packing: bool | None = None
+    sequence_lengths: str | None = None
+    sequence_length_mean: float | None = None
+    sequence_length_std: float | None = None
     precision: str | None = None
 
 

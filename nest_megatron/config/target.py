@@ -25,6 +25,7 @@ from nest_megatron.cost_model.target_defaults import (
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.model.execution import Execution
+from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.names import Name
 from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
 from nest_megatron.parallel.knobs import KNOBS, Package, choices_of_execution
@@ -94,16 +95,30 @@ def installed_packages() -> tuple[str, ...]:
 Choice = TypeVar("Choice", bound=Name)
 
 
-def read_settings(config: PlanConfig, job: Job, accelerator: str = "") -> CostSettings:
-    """The cost model's assumptions: the job's flags over its target's defaults, then ``cost.*``."""
+def read_settings(
+    config: PlanConfig, job: Job, accelerator: str = "", lengths: SequenceLengths | None = None
+) -> CostSettings:
+    """The cost model's assumptions: the job's flags over its target's defaults, then ``cost.*``.
+
+    Args:
+        lengths: of the data's sequences, which count where they are packed.
+    """
     given = dataclasses.asdict(config.cost)
     given["memory_margin"] = config.memory.margin
     given["memory_reserve_bytes"] = config.memory.reserve_bytes
     said = {name: value for name, value in given.items() if value is not None}
     precision = read_precision(config, job.precision)
-    return read_target(config, job.target).settings(
+    settings = read_target(config, job.target).settings(
         accelerator, precision, job.memory_flags, has_experts=job.spec.is_moe, **said
     )
+    if lengths is None or not lengths.packed:
+        return settings
+    traits = dataclasses.replace(
+        settings.traits,
+        attended_tokens=lengths.attended,
+        attention_deviation=lengths.attention_deviation,
+    )
+    return dataclasses.replace(settings, traits=traits)
 
 
 def read_execution(config: PlanConfig, job: Job, accelerator: str) -> Execution:
@@ -114,7 +129,9 @@ def read_execution(config: PlanConfig, job: Job, accelerator: str) -> Execution:
     )
 
 
-def read_numeric_offers(config: PlanConfig, job: Job, accelerator: str) -> tuple[NumericOffer, ...]:
+def read_numeric_offers(
+    config: PlanConfig, job: Job, accelerator: str, lengths: SequenceLengths | None = None
+) -> tuple[NumericOffer, ...]:
     """Choices that change numbers and that the job has not made."""
     target, precision = read_target(config, job.target), read_precision(config, job.precision)
     has_experts = job.spec.is_moe
@@ -134,7 +151,7 @@ def read_numeric_offers(config: PlanConfig, job: Job, accelerator: str) -> tuple
             train = dataclasses.replace(config.train, precision=knob.precision.value)
             asked = dataclasses.replace(config, train=train)
         changed = dataclasses.replace(job, memory_flags=flags)
-        settings = read_settings(asked, changed, accelerator)
+        settings = read_settings(asked, changed, accelerator, lengths)
         found.append(NumericOffer(knob=knob, settings=settings, words=words))
     return tuple(found)
 

@@ -13,7 +13,7 @@ from nest_megatron.cost_model.graph_times import GraphTimes, Scale, graph_times
 from nest_megatron.cost_model.keys import GroupPlaces, dense_shape
 from nest_megatron.cost_model.layer_cost import UnitTimes, unit_times
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.model.graph import Group
+from nest_megatron.model.graph import Group, OperatorKind
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.operators import block_graph
 from nest_megatron.model.shard import LayerShard
@@ -56,6 +56,17 @@ class BlockTimes:
     def sources(self, shard: LayerShard) -> dict[LayerBlock, Source]:
         """Where the compute time of each of the model's blocks comes from."""
         return {block: self._scale(block, shard).source for block in self.spec.blocks}
+
+    def attention_time(self, shard: LayerShard) -> Seconds:
+        """Attention's own kernels of all layers, forward and backward, for one micro batch."""
+        accelerator, settings = self.cluster.accelerator, self.settings
+        return math.fsum(
+            sum(operator_times(operator, accelerator, settings))
+            for kind in self.spec.layer_kinds()
+            for block in self._units[kind]
+            for operator in block_graph(self.spec, block, shard).operators
+            if operator.kind is OperatorKind.ATTENTION
+        )
 
     def of_unit(
         self, kind: LayerKind, places: GroupPlaces, shard: LayerShard

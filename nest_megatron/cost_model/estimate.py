@@ -17,7 +17,6 @@ from nest_megatron.model.graph import OperatorKind
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.units import Bytes, Flops, Seconds, Ticks, to_seconds
@@ -88,16 +87,16 @@ def model_flops_per_sequence(model: CostModel) -> Flops:
     GEMMs, scans and the causal half of attention; backward counts twice the forward.
     """
     kinds = set(OperatorKind) - {OperatorKind.MEMORY_BOUND}
-    return _flops_per_sequence(model.spec, kinds)
+    return _flops_per_sequence(model, kinds)
 
 
 def attention_flops_per_sequence(model: CostModel) -> Flops:
     """The part of ``model_flops_per_sequence`` that is the causal half of attention."""
-    return _flops_per_sequence(model.spec, (OperatorKind.ATTENTION,))
+    return _flops_per_sequence(model, (OperatorKind.ATTENTION,))
 
 
-def _flops_per_sequence(spec: TransformerSpec, kinds: Collection[OperatorKind]) -> Flops:
-    whole = LayerShard()
+def _flops_per_sequence(model: CostModel, kinds: Collection[OperatorKind]) -> Flops:
+    spec, whole = model.spec, LayerShard(attended_tokens=model.settings.traits.attended_tokens)
     by_kind = {
         kind: sum(op.flops for op in layer_graph(spec, kind, whole).operators if op.kind in kinds)
         for kind in set(spec.layer_kinds())

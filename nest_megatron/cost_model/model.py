@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections import Counter
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ from nest_megatron.cost_model.layer_cost import (
 )
 from nest_megatron.cost_model.memory import capacity_bytes, saved_input_bytes
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.stragglers import straggler_wait
+from nest_megatron.cost_model.stragglers import slowest, straggler_wait
 from nest_megatron.cost_model.unit_cost import (
     ReplicaCost,
     UnitKind,
@@ -110,6 +111,7 @@ class CostModel:
         self._replica_costs: dict[tuple[Degrees, ZeroStage], tuple[ReplicaCost, ...]] = {}
         self._num_units = Counter(spec.layer_kinds())
         self._work: dict[ShardKey, Seconds] = {}
+        self._attention: dict[ShardKey, Seconds] = {}
         self._constants: dict[tuple[Degrees, int, ShardKey], Ticks] = {}
         self._links: dict[Degrees, tuple[int, ...]] = {}
         self._transfers: dict[tuple[Degrees, int, bool], tuple[Ticks, ...]] = {}
@@ -205,6 +207,7 @@ class CostModel:
             fused_activation=self.settings.traits.fused_activation,
             loss_chunk_tokens=self.settings.traits.loss_chunk_tokens,
             keeps_stage_outputs=self.settings.traits.keeps_stage_outputs,
+            attended_tokens=self.settings.traits.attended_tokens,
         )
 
     @property
@@ -288,12 +291,29 @@ class CostModel:
                 self._num_units[kind] * (unit.whole_forward.total + unit.backward.total)
                 for kind, unit in units.items()
             )
-        return straggler_wait(
+        own = straggler_wait(
             self.settings.straggler_delay_s,
             self._work[key] * grid.num_microbatches / dims.pipeline_model_parallel_size,
             dims.pipeline_model_parallel_size,
             self._num_hosts(dims),
         )
+        return math.hypot(own, self._uneven_packs(grid))
+
+    def _uneven_packs(self, grid: Grid) -> Seconds:
+        """What a step waits for the replica with most attention in its packs, beyond a mean one.
+
+        Replicas have packs of their own; deviations of the micro batches of a step add up as their
+        squares do.
+        """
+        deviation, key = self.settings.traits.attention_deviation, self.shard_key(grid)
+        if not deviation:
+            return 0.0
+        if key not in self._attention:
+            self._attention[key] = self._blocks.attention_time(self.shard(grid))
+        dims, tokens = grid.dims, self.spec.seq_length * grid.micro_batch_size
+        of_stage = self._attention[key] / dims.pipeline_model_parallel_size
+        deviating = deviation * math.sqrt(grid.num_microbatches / tokens)
+        return of_stage * deviating * slowest(dims.data_parallel_size)
 
     def _num_hosts(self, dims: ParallelDims) -> int:
         """Hosts over which the ranks lie that reduce a gradient."""

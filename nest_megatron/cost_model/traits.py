@@ -117,6 +117,9 @@ class ExecutionTraits:
         expert_capacity_factor: tokens that an expert takes at most, over the mean
             (``--moe-expert-capacity-factor``); ``None`` drops none.
         pads_to_capacity: each expert is filled up to that.
+        attended_tokens: tokens of the sequence that a token stands in, on average over tokens,
+            where sequences are packed (``SequenceLengths.attended``).
+        attention_deviation: of the same (``SequenceLengths.attention_deviation``).
         offloads_layer_inputs: full recomputation keeps the inputs of layers on the host.
     """
 
@@ -152,6 +155,8 @@ class ExecutionTraits:
     expert_capacity_factor: float | None = None
     pads_to_capacity: bool = False
     offloads_layer_inputs: bool = False
+    attended_tokens: float | None = ranged(None, 1)
+    attention_deviation: float = ranged(0.0, 0)
 
     def __post_init__(self) -> None:
         capacity = self.expert_capacity_factor

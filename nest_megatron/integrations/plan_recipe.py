@@ -12,6 +12,7 @@ from nest_megatron.config.cluster_detection import JobCluster, find_cluster, nam
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.job import FreeParameters, Job
 from nest_megatron.config.overrides import Setting
+from nest_megatron.config.sequence_data import LENGTH_SETTINGS
 from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.integrations.megatron_lm.attach import is_blackwell
 from nest_megatron.integrations.megatron_lm.planning import job_request
@@ -135,7 +136,8 @@ def _settings(
 ) -> tuple[Setting, ...]:
     settings = tuple(overrides)
     for setting in settings:
-        if setting.key.partition(".")[0] in ("model", "train"):
+        section, _, key = setting.key.partition(".")
+        if section in ("model", "train") and key not in LENGTH_SETTINGS:
             limit, fix = "the model and the batch are the recipe's own", "Change the job."
             raise UserInputError(setting.key, value=setting.value, limit=limit, fix=fix)
     if isinstance(cluster, str):

@@ -28,7 +28,12 @@ from nest_megatron.integrations.fields import (
     whole,
 )
 from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zero
-from nest_megatron.integrations.restore import Restored, closed_choices, data_requirements
+from nest_megatron.integrations.restore import (
+    Restored,
+    closed_choices,
+    data_requirements,
+    packs_sequences,
+)
 from nest_megatron.model.arguments import SAME_NAMES, spec_from_arguments
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.batch_schedule import RAMPUP, BatchSchedule, read_schedule
@@ -162,6 +167,7 @@ def job_of_fields(
         memory_flags=flags,
         on_blackwell=unforced(root, places),
         graphs=cuda_graphs({name: value_or(config, name, None) for name in GRAPH_FIELDS}),
+        packs=packs_sequences(data),
         closed=closed_choices(data, config),
         can_state=places.can_state(root),
         use_distributed_optimizer=bool(stated.get("use_distributed_optimizer")),

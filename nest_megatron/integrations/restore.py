@@ -58,9 +58,14 @@ def is_finetuning(data: Any) -> bool:
 
 def closed_choices(data: Any, config: Any) -> frozenset[str]:
     """Fields of ``Execution`` that data and the transformer's config do not allow."""
-    packs = any(value_or(data, name, False) for name in (*_IN_BATCH, "packing_buffer_size"))
-    varies = is_finetuning(data) or packs or packed_sequence_size(data) is not None
+    varies = is_finetuning(data) or packs_sequences(data)
     return closed_fields(value_or(config, "deterministic_mode", False), lengths=varies)
+
+
+def packs_sequences(data: Any) -> bool:
+    """Whether several sequences stand in one, each attending to itself alone."""
+    packs = any(value_or(data, name, False) for name in (*_IN_BATCH, "packing_buffer_size"))
+    return packs or packed_sequence_size(data) is not None
 
 
 def packed_sequence_size(data: Any) -> int | None:

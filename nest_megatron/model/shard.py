@@ -21,6 +21,8 @@ class LayerShard:
             GEMM runs in fp8.
         fused_activation: a gated activation keeps its input alone.
         loss_chunk_tokens: tokens whose logits exist at once; 0 is all of a micro batch.
+        attended_tokens: tokens of the sequence that a token stands in, on average, where sequences
+            are packed; ``None`` is the sequence length.
         keeps_stage_outputs: a pipeline stage keeps what it sent on until its backward pass.
         expert_alignment: the tokens of each expert are filled up to a multiple of it.
     """
@@ -40,6 +42,7 @@ class LayerShard:
     loss_chunk_tokens: int = 0
     expert_alignment: int = 1
     keeps_stage_outputs: bool = False
+    attended_tokens: float | None = None
 
     @property
     def input_bytes(self) -> float:

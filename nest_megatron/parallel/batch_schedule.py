@@ -15,6 +15,7 @@ from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.plain import added
 from nest_megatron.units import Seconds
 
@@ -80,6 +81,7 @@ class TrainChoice:
 
     Args:
         global_batch_size: that the plan was made for: the one of most samples, where it grows.
+        sequence_lengths: of the data, where they are known.
     """
 
     global_batch_size: int
@@ -87,6 +89,7 @@ class TrainChoice:
     seq_length: int
     precision: Precision
     batch_schedule: BatchSchedule | None = added(None)
+    sequence_lengths: SequenceLengths | None = added(None)
 
     @property
     def final_batch_size(self) -> int:

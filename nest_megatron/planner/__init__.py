@@ -293,6 +293,7 @@ def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> Pa
         choice=chosen.choice,
         shortlist=chosen.shortlist() if request.shortlist else None,
         schedule=request.batch_schedule,
+        lengths=request.sequence_lengths,
     )
 
 

@@ -13,6 +13,7 @@ from nest_megatron.cost_model.goodput import Reliability, goodput
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings, stored_settings
 from nest_megatron.cost_model.uncertainty import predictive, probability_faster
+from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.batch_schedule import BatchSchedule, PredictedBatch, TrainChoice
 from nest_megatron.parallel.dims import RankOrder
@@ -58,11 +59,13 @@ def assemble(
     choice: Choice | None = None,
     shortlist: Shortlist | None = None,
     schedule: BatchSchedule | None = None,
+    lengths: SequenceLengths | None = None,
 ) -> ParallelPlan:
     """The plan file of a solved grid, sealed.
 
     Args:
         schedule: how the batch grows.
+        lengths: of the data's sequences.
     """
     spec, cluster, grid = model.spec, model.cluster, best.grid
     partition = best.partition()
@@ -77,6 +80,7 @@ def assemble(
             seq_length=spec.seq_length,
             precision=settings.precision,
             batch_schedule=schedule,
+            sequence_lengths=lengths,
         ),
         parallel=parallel_choice(spec, grid, partition, sharding),
         placement=_placement(cluster, grid, has_experts=spec.is_moe),

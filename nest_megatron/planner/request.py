@@ -15,6 +15,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.execution import FlexBackend
+from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.knobs import Package
@@ -114,6 +115,7 @@ class PlanRequest:
         profile_notes: those of them that say which profiles were used and which were not.
         batch_schedule: how the batch grows, for the time at each size; ``global_batch_size`` is the
             one that is searched for, ``space.batch_unit`` holds the others.
+        sequence_lengths: of the data, which the traits of ``settings`` price.
     """
 
     spec: TransformerSpec
@@ -143,6 +145,7 @@ class PlanRequest:
     notes: tuple[str, ...] = ()
     profile_notes: tuple[str, ...] = ()
     batch_schedule: BatchSchedule | None = None
+    sequence_lengths: SequenceLengths | None = None
 
     def __post_init__(self) -> None:
         batch, seconds = self.global_batch_size, self.max_seconds

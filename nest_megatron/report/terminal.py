@@ -43,6 +43,7 @@ from nest_megatron.report.words import (
     proof,
     range_words,
     schedule_words,
+    sequence_words,
     term_words,
 )
 from nest_megatron.units import GIB, format_chance, format_gib, format_seconds
@@ -125,6 +126,8 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
             ("Range", f"{range_words(plan.uncertainty)} in 9 of 10 runs"),
             ("Confidence", confidence_words(plan.uncertainty)),
         ]
+    if train.sequence_lengths is not None:
+        rows.insert(1, ("Sequences", sequence_words(plan)))
     if plan.batches:
         rows.insert(1, ("Schedule", schedule_words(plan.batches)))
     if plan.goodput is not None:

@@ -183,6 +183,18 @@ def _numbers(numbers: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in ends)
 
 
+def sequence_words(plan: ParallelPlan) -> str:
+    """How long the data's sequences are, and the rate of the tokens that are no padding."""
+    lengths, length = plan.train.sequence_lengths, plan.train.seq_length
+    assert lengths is not None
+    mean = f"{lengths.mean:,.0f} tokens on average ({lengths.source})"
+    if lengths.packed:
+        return f"{mean}, packed; a token attends within {lengths.attended:,.0f} of them"
+    share = lengths.real_share(length)
+    real = plan.predicted.tokens_per_s_per_gpu * share
+    return f"{mean}; {100 * (1 - share):.0f} % is padding, {real:,.0f} real tokens/s/GPU"
+
+
 #: Sizes of a growing batch that are told before some are left out.
 _MOST_SIZES = 6
 

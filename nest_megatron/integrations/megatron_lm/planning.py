@@ -60,6 +60,7 @@ def read_request(
     restored = restored_by_command(command.values)
     if restored is not None:
         required, notes = restored.required(version), (*job.notes, restored.note())
+        required = {**required, **job.required}
         job = dataclasses.replace(job, required=required, restored=restored, notes=notes)
     return job, job_request(job, cluster, composed)
 
@@ -196,10 +197,11 @@ def decide(job: Job, place: JobCluster, *, free: Sequence[str], alternative: int
     assert command is not None
     values, version = command.values, command.version
     saved = checkpoint.read_checkpoint(values)
+    saves = {} if saved is None else checkpoint.required(saved, values, version)
     job = dataclasses.replace(
         job,
         free=FreeParameters(names=tuple(free), option="nest.free"),
-        required={} if saved is None else checkpoint.required(saved, values, version),
+        required={**saves, **job.required},
         packages=installed_packages(),
     )
     asked = request = running_request(job, place)

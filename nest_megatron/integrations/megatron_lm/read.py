@@ -38,6 +38,11 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     reasons,
     states_stages,
 )
+from nest_megatron.integrations.megatron_lm.packing import (
+    is_packed,
+    needs_of_packs,
+    packing_notes,
+)
 from nest_megatron.integrations.megatron_lm.sharding import require_optimizer
 from nest_megatron.model.arguments import spec_from_arguments
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
@@ -170,14 +175,16 @@ def job_from_values(
         zero=read_zero(values),
         sharding=_sharding(values),
         graphs=cuda_graphs(values),
-        capturable=not (schedule or any(map(values.get, _PACKED)) or _has_own_layers(values)),
-        closed=closed_fields(values.get("deterministic_mode"), packs=any(map(values.get, _PACKED))),
+        capturable=not (schedule or is_packed(values) or _has_own_layers(values)),
+        packs=is_packed(values),
+        required=needs_of_packs(values, version),
+        closed=closed_fields(values.get("deterministic_mode"), packs=is_packed(values)),
         counts_on_host=any(map(values.get, _COUNTED_ON_HOST)),
         ckpt_format=values.get("ckpt_format") if "ckpt_format" in explicit else None,
         save_interval=values.get("save_interval") if values.get("save") else None,
         memory_flags=flags,
         use_distributed_optimizer=bool(values.get("use_distributed_optimizer")),
-        notes=(*assumed, *_job_notes(values, version), *time_notes(flags)),
+        notes=(*assumed, *_job_notes(values, script, version), *time_notes(flags)),
     )
 
 
@@ -194,8 +201,6 @@ def _has_own_layers(values: Mapping[str, Any]) -> bool:
     return bool(values.get("spec")) and not is_hybrid_stack(" ".join(map(str, values["spec"])))
 
 
-#: Arguments of jobs whose steps differ in shape: packed sequences.
-_PACKED = ("sft", "hybrid_context_parallel")
 #: Arguments with which the host waits for numbers of tokens (0.16.1 tc:1771).
 _COUNTED_ON_HOST = (
     "moe_expert_capacity_factor",
@@ -395,7 +400,7 @@ def _ignores_rampup(version: str) -> bool:
     return not version.startswith("0.16")
 
 
-def _job_notes(values: Mapping[str, Any], version: str) -> Iterator[str]:
+def _job_notes(values: Mapping[str, Any], script: str, version: str) -> Iterator[str]:
     if values.get(RAMPUP) and _ignores_rampup(version):
         yield f"Megatron-LM {version} ignores {flag_of(RAMPUP)}: the batch does not grow."
     engine = values.get("transformer_impl") or "transformer_engine"
@@ -404,4 +409,5 @@ def _job_notes(values: Mapping[str, Any], version: str) -> Iterator[str]:
         yield "Attention is priced with its score matrices kept, as what you run keeps them."
     if values.get("tp_comm_overlap"):
         yield "--tp-comm-overlap is kept but not priced; tensor parallelism will be faster."
+    yield from packing_notes(values, script, version)
     yield from unpriced(values)

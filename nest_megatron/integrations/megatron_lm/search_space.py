@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from nest_megatron.config.job import FreeParameters, Job, Requirement
+from nest_megatron.config.job import FreeParameters, Job, ReadCommand, Requirement
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.config.space import fixed_degrees, read_space
 from nest_megatron.errors import UserInputError, nearest
@@ -19,6 +19,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     flag_error,
     states_stages,
 )
+from nest_megatron.integrations.megatron_lm.packing import pipeline_limits
 from nest_megatron.integrations.megatron_lm.rules import not_recomputed_locally
 from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
 from nest_megatron.model.spec import TransformerSpec
@@ -171,6 +172,8 @@ def _space(config: PlanConfig, job: Job, freed: frozenset[str]) -> SearchSpace:
         limits = {"context_parallel_size": 1, **own.limits}
         without = frozenset(not_recomputed_locally(spec))
         own = dataclasses.replace(own, limits=limits, without_modules=without)
+    if job.command is not None:
+        own = _with_packs(own, job.command, stated)
     if job.graphs is not None:
         own = _with_graphs(own, job, job.graphs, alone=not stated.get(_EXPERTS))
     fixed = {name: int(stated[name]) for name in DEGREES if stated.get(name) is not None}
@@ -193,6 +196,14 @@ def _space(config: PlanConfig, job: Job, freed: frozenset[str]) -> SearchSpace:
         recompute=recompute,
         partition=partition,
     )
+
+
+def _with_packs(space: SearchSpace, command: ReadCommand, stated: Mapping[str, Any]) -> SearchSpace:
+    """Pipelines that packed sequences allow; what the user states is kept."""
+    limits = pipeline_limits(command.values, command.script, command.version)
+    if any(stated.get(name) for name in (_PIPELINE, *STAGE_OPTIONS, *VIRTUAL_STAGES)):
+        return space
+    return dataclasses.replace(space, limits={**limits, **space.limits})
 
 
 def _with_graphs(space: SearchSpace, job: Job, graphs: CudaGraphs, *, alone: bool) -> SearchSpace:

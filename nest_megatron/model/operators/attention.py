@@ -45,7 +45,7 @@ def attention_graph(
 ) -> LayerGraph:
     """The first half of a decoder layer: norm, self-attention, residual."""
     layer = _latent_attention if spec.multi_latent_attention else _attention
-    graph = layer(spec, shard, _attention_span(spec, block))
+    graph = layer(spec, shard, _attention_span(spec, shard, block))
     graph = dataclasses.replace(graph, input_bytes=shard.hidden_bytes(spec))
     if shard.execution.cuda_graph_impl in OF_LAYERS:
         graph += captured(graph.input_bytes, shard)
@@ -66,12 +66,14 @@ def captured(size: float, shard: LayerShard) -> LayerGraph:
     )
 
 
-def _attention_span(spec: TransformerSpec, block: LayerBlock) -> float:
+def _attention_span(spec: TransformerSpec, shard: LayerShard, block: LayerBlock) -> float:
     """Keys that a query attends to on average over the sequence.
 
-    In a window the first tokens see fewer than it holds; chunks are causal each by itself.
+    In a window the first tokens see fewer than it holds; chunks are causal each by itself. Packed
+    sequences count as if all were as long as the one that a token stands in on average, which in
+    full attention is exact.
     """
-    length = spec.seq_length
+    length = shard.attended_tokens or spec.seq_length
     full = length if spec.family is ModelFamily.BERT else length / 2
     if block is LayerBlock.WINDOW_ATTENTION and spec.window_size is not None:
         window = min(length, spec.window_size)

@@ -1,0 +1,102 @@
+"""What is said of the lengths of a job's sequences: settings, or a file of lengths."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from nest_megatron.config.schema import TrainConfig
+from nest_megatron.errors import UserInputError
+from nest_megatron.files import read_text
+from nest_megatron.model.sequence_lengths import (
+    SequenceLengths,
+    lengths_from_counts,
+    lengths_from_moments,
+)
+
+_FILE, _MEAN, _STD = "sequence_lengths", "sequence_length_mean", "sequence_length_std"
+#: Settings that say it.
+LENGTH_SETTINGS = (_FILE, _MEAN, _STD, "sequence_packing")
+#: Fields of a JSON line that hold a length, or the tokens themselves.
+_FIELDS = ("length", "seq_length", "num_tokens", "input_ids", "tokens")
+
+
+def read_lengths(train: TrainConfig, longest: int, *, packed: bool) -> SequenceLengths | None:
+    """The lengths that the settings say, ``None`` if they say nothing.
+
+    Args:
+        longest: tokens of a sequence at most.
+        packed: the job packs its sequences, where ``train.sequence_packing`` does not say it.
+
+    Raises:
+        UserInputError: for settings that contradict each other, or a file that cannot be read.
+    """
+    packs = packed if train.sequence_packing is None else train.sequence_packing
+    mean, deviation = train.sequence_length_mean, train.sequence_length_std
+    if train.sequence_lengths is not None:
+        if (mean, deviation) != (None, None):
+            limit, fix = "mean and deviation are given as well", "Give the file alone."
+            raise _wrong(_FILE, train.sequence_lengths, limit, fix)
+        path = Path(train.sequence_lengths).expanduser()
+        return lengths_from_counts(_counts(path), longest, packed=packs, source=path.name)
+    if mean is None and deviation is None:
+        return None
+    for name, value in ((_MEAN, mean), (_STD, deviation)):
+        if value is None:
+            limit = "the work of attention depends on the mean and on the standard deviation"
+            raise _wrong(name, None, limit, "Give both, or a file (train.sequence_lengths).")
+    assert mean is not None
+    assert deviation is not None
+    return lengths_from_moments(mean, deviation, longest, packed=packs)
+
+
+def _wrong(name: str, value: object, limit: str, fix: str) -> UserInputError:
+    return UserInputError(f"train.{name}", value=value, limit=limit, fix=fix)
+
+
+def _counts(path: Path) -> Mapping[int, float]:
+    """How often each length occurs, from a file.
+
+    A ``.npy`` file holds one number for each sequence (nothing that was pickled is read); lines of
+    a text file a length, a length and a count, or a JSON object.
+    """
+    if path.suffix == ".npy":
+        return Counter(map(int, _array(path)))
+    counts: Counter[int] = Counter()
+    for number, line in enumerate(read_text(path, "sequence lengths").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            length, count = _row(line)
+        except (KeyError, TypeError, ValueError):
+            limit = f"line {number} is {line[:60]!r}, no length in tokens"
+            fix = "Write LENGTH, LENGTH COUNT, or a JSON object with a length or input_ids."
+            raise _wrong(_FILE, str(path), limit, fix) from None
+        counts[length] += count
+    return counts
+
+
+def _row(line: str) -> tuple[int, int]:
+    if line.lstrip()[0] != "{":
+        length, *count = line.replace(",", " ").split()
+        return int(length), int(count[0]) if count else 1
+    row = json.loads(line)
+    value = row[next(name for name in (*_FIELDS, "") if name in row or not name)]
+    return (len(value) if isinstance(value, list) else int(value)), 1
+
+
+def _array(path: Path) -> Iterable[float]:
+    import numpy as np
+
+    try:
+        found = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        limit = f"it is no array of numbers ({error})"
+        fix = "Save the lengths alone: numpy.save(path, [len(x) for x in data])."
+        raise _wrong(_FILE, str(path), limit, fix) from error
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        limit = f"it has {found.ndim} dimensions of {found.dtype}"
+        raise _wrong(_FILE, str(path), limit, "Save one whole number for each sequence.")
+    return found.tolist()  # type: ignore[no-any-return]
