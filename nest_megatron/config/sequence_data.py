@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Literal
 
 from nest_megatron.config.schema import TrainConfig
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, shortened
 from nest_megatron.files import read_text
 from nest_megatron.model.sequence_lengths import (
     SequenceLengths,
@@ -63,7 +65,7 @@ def _counts(path: Path) -> Mapping[int, float]:
     a text file a length, a length and a count, or a JSON object.
     """
     if path.suffix == ".npy":
-        return Counter(map(int, _array(path)))
+        return Counter(_array(path))
     counts: Counter[int] = Counter()
     for number, line in enumerate(read_text(path, "sequence lengths").splitlines(), 1):
         if not line.strip():
@@ -87,16 +89,25 @@ def _row(line: str) -> tuple[int, int]:
     return (len(value) if isinstance(value, list) else int(value)), 1
 
 
-def _array(path: Path) -> Iterable[float]:
-    import numpy as np
-
+def _array(path: Path) -> Iterable[int]:
+    """The whole numbers of a one-dimensional NumPy array. Source: ``numpy.lib.format``."""
     try:
-        found = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        limit = f"it is no array of numbers ({error})"
+        content = path.read_bytes()
+        wide = content[6] > 1  # version of the format: the header's length has 4 bytes, not 2
+        start = (12 if wide else 10) + int.from_bytes(content[8 : 12 if wide else 10], "little")
+        header = ast.literal_eval(content[12 if wide else 10 : start].decode())
+        kind, (count,) = header["descr"], header["shape"]
+        order, letter, width = kind[0], kind[1], int(kind[2:])
+        if (
+            content[:6] != b"\x93NUMPY"
+            or letter not in "iu"
+            or len(content) < start + count * width
+        ):
+            raise ValueError(kind)
+    except (IndexError, KeyError, OSError, SyntaxError, TypeError, ValueError) as error:
+        limit = f"it is no array of one whole number for each sequence ({shortened(str(error))})"
         fix = "Save the lengths alone: numpy.save(path, [len(x) for x in data])."
         raise _wrong(_FILE, str(path), limit, fix) from error
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        limit = f"it has {found.ndim} dimensions of {found.dtype}"
-        raise _wrong(_FILE, str(path), limit, "Save one whole number for each sequence.")
-    return found.tolist()  # type: ignore[no-any-return]
+    byte_order: Literal["big", "little"] = "big" if order == ">" else "little"
+    rows = (content[at : at + width] for at in range(start, start + count * width, width))
+    return (int.from_bytes(row, byte_order, signed=letter == "i") for row in rows)

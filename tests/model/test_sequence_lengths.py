@@ -66,9 +66,12 @@ def test_equal_lengths_have_no_spread() -> None:
 LENGTHS = [3, 5, 5, 700]
 
 
-def _npy(path: Path) -> Path:
-    np.save(path.with_suffix(".npy"), LENGTHS)
-    return path.with_suffix(".npy")
+def _npy(kind: str) -> object:
+    def write(path: Path) -> Path:
+        np.save(path.with_suffix(".npy"), np.array(LENGTHS, dtype=kind))
+        return path.with_suffix(".npy")
+
+    return write
 
 
 def _text(content: str) -> object:
@@ -82,7 +85,7 @@ def _text(content: str) -> object:
 @pytest.mark.parametrize(
     "write",
     [
-        _npy,
+        *map(_npy, ("<i8", ">i4", "<u2")),
         _text("3\n5\n5\n700\n"),
         _text("3,1\n5,2\n700,1\n"),
         _text('{"input_ids": [1, 2, 3]}\n{"length": 5}\n\n{"num_tokens": 5}\n{"length": 700}\n'),
@@ -125,5 +128,13 @@ def test_files_that_hold_no_lengths(content: str, limit: str, tmp_path: Path) ->
 def test_nothing_that_was_pickled_is_read(tmp_path: Path) -> None:
     path = tmp_path / "packed.npy"
     np.save(path, np.array([{"input_ids": [1]}], dtype=object))
-    with pytest.raises(UserInputError, match="no array of numbers"):
+    with pytest.raises(UserInputError, match="no array of one whole number"):
+        read_lengths(TrainConfig(sequence_lengths=str(path)), 8192, packed=True)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"not an array at all, but long enough"])
+def test_broken_arrays_are_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "broken.npy"
+    path.write_bytes(content)
+    with pytest.raises(UserInputError, match="no array of one whole number"):
         read_lengths(TrainConfig(sequence_lengths=str(path)), 8192, packed=True)
