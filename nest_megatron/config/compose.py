@@ -160,13 +160,15 @@ def _model_file(path: Path, notes: list[str]) -> Mapping[str, Any]:
         raise _bad_file("model", path, "it is not a JSON object")
     if "model_type" not in parsed:
         return read_mapping("model", path)  # JSON is YAML
-    from nest_megatron.model.hugging_face import read_hf_config
+    from nest_megatron.model.hugging_face import read_hf_model
 
     generic = path.stem in ("config", "")
-    spec, unread = read_hf_config(parsed, path.resolve().parent.name if generic else path.stem)
-    if unread:
-        notes.append(f"Not read of {path}: {', '.join(unread)}; the model is planned without.")
-    return model_fields(spec)
+    read = read_hf_model(parsed, path.resolve().parent.name if generic else path.stem)
+    notes += read.notes
+    if read.unread:
+        unread = ", ".join(read.unread)
+        notes.append(f"Not read of {path}: {unread}; the model is planned without.")
+    return model_fields(read.spec)
 
 
 def model_fields(spec: TransformerSpec) -> Mapping[str, Any]:

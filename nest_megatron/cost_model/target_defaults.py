@@ -32,7 +32,7 @@ def _target(fields: dict[str, Any]) -> Target:
             experts=row.get("experts"),
         )
 
-    name = fields["name"]
+    name, fields["builds"] = fields["name"], tuple(fields.get("builds", ()))
     defaults = tuple(default(row) for row in rows if row.get("only", name) == name)
     return Target(defaults=defaults, **fields)
 

@@ -81,6 +81,7 @@ class Target:
             ``CostSettings``; one that is not there has the cost model's own.
         defaults: the first that holds counts.
         megatron_core: the recorded release whose rules it has, ``0.16.1`` or ``0.20``.
+        builds: fields of ``ModelVariant`` that its own models have.
         cost: fields of ``CostSettings`` and ``ExecutionTraits`` that no argument of Megatron says.
     """
 
@@ -90,6 +91,7 @@ class Target:
     fitted: str
     defaults: tuple[Default, ...] = ()
     megatron_core: str = "0.16.1"
+    builds: tuple[str, ...] = ()
     cost: Mapping[str, object] = field(default_factory=dict)
 
     def flags(

@@ -15,9 +15,9 @@ from nest_megatron.plain import Source, from_plain
 #: Values that the cost model knows how to price.
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "family": tuple(ModelFamily),
-    "position_embedding_type": ("rope", "learned_absolute", "none"),
+    "position_embedding_type": ("rope", "learned_absolute", "none", "alibi"),
     "normalization": ("RMSNorm", "LayerNorm"),
-    "activation": ("gelu", "silu", "squared_relu", "quick_gelu"),
+    "activation": ("gelu", "silu", "relu", "squared_relu", "quick_gelu"),
     "softmax_type": ("vanilla", "learnable"),
 }
 _MAY_BE_ZERO = ("mtp_num_layers", "hidden_dropout", "attention_dropout")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import importlib.resources
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,21 +74,50 @@ def is_harmless(key: str) -> bool:
     return key in _HARMLESS or key.endswith(endings) or key.startswith(starts)
 
 
+@functools.cache
+def _tables() -> Mapping[str, Any]:
+    """What transformers takes where a file is silent, and its second names, by model type."""
+    path = importlib.resources.files(__package__).joinpath("hugging_face_defaults.json")
+    types: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))["types"]
+    return types
+
+
+def model_types() -> frozenset[str]:
+    """The ``model_type`` values whose defaults are known."""
+    return frozenset(_tables())
+
+
 class ConfigFields:
-    """Typed access to a configuration, with errors that name the field."""
+    """Typed access to a configuration, with errors that name the field.
 
-    __slots__ = ("_asked", "_config", "_name")
+    A field that is absent has the value that transformers' class gives it; one that is null has
+    none, as in transformers.
+    """
 
-    def __init__(self, config: Mapping[str, object], name: str) -> None:
-        self._config = config
+    __slots__ = ("_asked", "_config", "_defaults", "_name", "assumed")
+
+    def __init__(self, config: Mapping[str, object], name: str, model_type: str = "") -> None:
+        table = _tables().get(model_type, {})
+        second = table.get("second_names", {})
+        self._config = {second.get(key, key): value for key, value in config.items()}
+        self._defaults: Mapping[str, object] = table.get("defaults", {})
         self._name = name
         self._asked: set[str] = set()
+        self.assumed: dict[str, object] = {}
 
     def get(self, key: str, default: object = None) -> object:
-        """A field, or the default where it is absent or null."""
+        """A field, or the default where it is null, or absent and unknown to transformers."""
         self._asked.add(key)
         value = self._config.get(key)
+        if key not in self._config and key in self._defaults:
+            value = self._defaults[key]
+            if isinstance(value, int) and not isinstance(value, bool):
+                self.assumed[key] = value
         return default if value is None else value
+
+    def weightless(self, *keys: str) -> None:
+        """Fields that are known, and change neither a weight nor the work."""
+        self._asked.update(keys)
 
     def unread(self) -> tuple[str, ...]:
         """Keys that are set, that nobody has asked for, and that may say something of the shape.

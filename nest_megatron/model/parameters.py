@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from nest_megatron.model.layer_pattern import HYBRID_SYMBOLS, LayerBlock, LayerKind
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.model.variant import Bias, NormParameters, NormPlacement
 
 #: Taps of the convolution in a Mamba layer: the default of ``MambaMixer``.
 CONV_WIDTH = 4
@@ -39,7 +40,27 @@ class ParameterCount:
 
 def _norm(spec: TransformerSpec, width: int) -> int:
     """Weight of a norm over ``width`` channels, and its bias for LayerNorm."""
-    return width if spec.normalization == "RMSNorm" else 2 * width
+    learned = spec.variant.norm_parameters
+    if learned is NormParameters.NONE:
+        return 0
+    has_bias = spec.normalization == "LayerNorm" and learned is NormParameters.ALL
+    return 2 * width if has_bias else width
+
+
+def _norms_around(spec: TransformerSpec, *, of_mlp: bool) -> int:
+    """The norms of one block: before it, behind it, both, or none where attention's serves."""
+    shared = spec.variant.norm_placement is NormPlacement.SHARED and of_mlp
+    both = spec.variant.norm_placement is NormPlacement.SANDWICH
+    return (0 if shared else 2 if both else 1) * _norm(spec, spec.hidden_size)
+
+
+def _qk_norms(spec: TransformerSpec, tp: int) -> int:
+    """Norms of queries and keys; those over the full width have weights alone."""
+    if not spec.qk_layernorm:
+        return 0
+    if spec.variant.qk_norm_full_width:
+        return (spec.num_attention_heads + spec.query_groups) * spec.head_dim // tp
+    return 2 * _norm(spec, spec.head_dim)
 
 
 def _attention(spec: TransformerSpec, tp: int) -> int:
@@ -53,13 +74,14 @@ def _attention(spec: TransformerSpec, tp: int) -> int:
     hidden, head_dim = spec.hidden_size, spec.head_dim
     query = spec.num_attention_heads * head_dim
     joint = (query + 2 * spec.query_groups * head_dim) // tp
-    count = _norm(spec, hidden) + hidden * joint + query // tp * hidden
+    count = _norms_around(spec, of_mlp=False) + hidden * joint + query // tp * hidden
     if spec.add_bias_linear or spec.add_qkv_bias:
         count += joint
-    if spec.add_bias_linear:
+    if spec.add_bias_linear or spec.variant.has_bias(Bias.PROJECTION):
         count += hidden
-    if spec.qk_layernorm:
-        count += 2 * _norm(spec, head_dim)
+    if spec.attention_output_gate:
+        count += hidden * query // tp
+    count += _qk_norms(spec, tp)
     if spec.softmax_type == "learnable":
         count += spec.num_attention_heads // tp
     return count
@@ -84,7 +106,12 @@ def _latent_attention(spec: TransformerSpec, tp: int) -> int:
     hidden, heads, latent = spec.hidden_size, spec.num_attention_heads, spec.kv_lora_rank
     query_dim = spec.qk_head_dim + spec.qk_pos_emb_head_dim
     query_rank = spec.q_lora_rank or 0
-    count = _norm(spec, hidden) + hidden * (query_rank + latent + spec.qk_pos_emb_head_dim)
+    down = query_rank + latent + spec.qk_pos_emb_head_dim
+    count = _norms_around(spec, of_mlp=False) + hidden * down
+    if spec.variant.has_bias(Bias.LATENT_DOWN):
+        count += down
+    if spec.variant.has_bias(Bias.PROJECTION):
+        count += hidden
     count += (query_rank or hidden) * heads * query_dim // tp
     if spec.qk_layernorm:
         count += _norm(spec, latent) + _norm(spec, query_rank)
@@ -109,7 +136,8 @@ def _mlp(spec: TransformerSpec, ffn: int, tp: int) -> int:
     """Two projections of an MLP of inner size ``ffn`` split over ``tp`` ranks, without a norm."""
     inner = ffn * (2 if spec.gated_linear_unit else 1) // tp
     count = spec.hidden_size * inner + ffn // tp * spec.hidden_size
-    return count + (inner + spec.hidden_size if spec.add_bias_linear else 0)
+    has_bias = spec.add_bias_linear or spec.variant.has_bias(Bias.MLP)
+    return count + (inner + spec.hidden_size if has_bias else 0)
 
 
 def _experts(spec: TransformerSpec, tp: int, ep: int, etp: int) -> ParameterCount:
@@ -120,9 +148,13 @@ def _experts(spec: TransformerSpec, tp: int, ep: int, etp: int) -> ParameterCoun
     """
     hidden, experts = spec.hidden_size, spec.num_experts
     assert experts is not None
-    dense = _norm(spec, hidden) + experts * hidden + (experts if spec.add_bias_linear else 0)
+    variant = spec.variant
+    router = hidden + (spec.add_bias_linear or variant.has_bias(Bias.ROUTER))
+    dense = _norms_around(spec, of_mlp=True) + experts * router
+    dense += experts * variant.has_bias(Bias.EXPERT_BIAS)
     if spec.moe_shared_expert_intermediate_size:
         dense += _mlp(spec, spec.moe_shared_expert_intermediate_size, tp)
+        dense += hidden * spec.moe_shared_expert_gate
     return ParameterCount(dense, experts // ep * _mlp(spec, spec.expert_ffn_hidden_size, etp))
 
 
@@ -135,7 +167,8 @@ def _block_parameters(
     if block is LayerBlock.MAMBA:
         return ParameterCount(_mamba(spec, tp))
     if block in (LayerBlock.DENSE, LayerBlock.ENCODER_DENSE):
-        return ParameterCount(_norm(spec, spec.hidden_size) + _mlp(spec, spec.ffn_hidden_size, tp))
+        around = _norms_around(spec, of_mlp=True)
+        return ParameterCount(around + _mlp(spec, spec.ffn_hidden_size, tp))
     if block is LayerBlock.CROSS_ATTENTION:
         return ParameterCount(_cross_attention(spec, tp))
     return ParameterCount(_attention(spec, tp))
@@ -151,10 +184,15 @@ def layer_parameters(
 
 def _embedding(spec: TransformerSpec, tp: int) -> int:
     """Word, position and token-type embeddings on one tensor-parallel rank."""
-    rows = spec.padded_vocab_size(tp) // tp
+    words = spec.padded_vocab_size(tp) // tp
+    rows = words
     if spec.position_embedding_type == "learned_absolute":
         rows += spec.max_position_embeddings or spec.seq_length
-    return (rows + (2 if spec.family is ModelFamily.BERT else 0)) * spec.hidden_size
+    hidden, narrow = spec.hidden_size, spec.variant.embedding_size
+    count = (rows + (2 if spec.family is ModelFamily.BERT else 0)) * hidden
+    if narrow:
+        count += narrow * hidden - words * (hidden - narrow)
+    return count + (_norm(spec, hidden) if spec.variant.embedding_norm else 0)
 
 
 def _norm_is_of_last_layer(spec: TransformerSpec) -> bool:
@@ -169,9 +207,14 @@ def _head(spec: TransformerSpec, tp: int, *, holds_embedding: bool) -> int:
     model, whose MTP layers lie on the last stage (``HybridStack``).
     """
     hidden, vocab = spec.hidden_size, spec.padded_vocab_size(tp)
-    count = 0 if _norm_is_of_last_layer(spec) else _norm(spec, hidden)
+    narrow = spec.variant.embedding_size
+    has_norm = spec.variant.final_norm and not _norm_is_of_last_layer(spec)
+    count = _norm(spec, hidden) if has_norm else 0
+    count += narrow * hidden if narrow else 0
     if spec.untie_embeddings_and_output_weights or not holds_embedding:
-        count += vocab // tp * hidden
+        count += vocab // tp * (narrow or hidden)
+    if spec.variant.has_bias(Bias.OUTPUT_LAYER):
+        count += vocab // tp
     if spec.family is ModelFamily.T5:  # the encoder's final norm, and T5LMHead's bias
         count += _norm(spec, hidden)
         count += 0 if spec.untie_embeddings_and_output_weights else vocab // tp
@@ -231,6 +274,23 @@ def unit_parameters(
 def total_parameters(spec: TransformerSpec) -> int:
     """Parameters of the whole model, unsharded, vocabulary padded as for one rank."""
     return sum(count.total for count in unit_parameters(spec, 1, 1, 1, single_stage=True))
+
+
+def model_parameters(spec: TransformerSpec) -> int:
+    """Parameters of the published model: the vocabulary as it is, without MTP layers."""
+    return total_parameters(_published(spec))
+
+
+def _published(spec: TransformerSpec) -> TransformerSpec:
+    layers = spec.hybrid_layer_pattern.partition("/")[0]
+    return dataclasses.replace(
+        spec, vocab_is_padded=True, mtp_num_layers=None, hybrid_layer_pattern=layers
+    )
+
+
+def active_model_parameters(spec: TransformerSpec) -> int:
+    """Those of ``model_parameters`` that take part in the work on one token."""
+    return active_parameters(_published(spec))
 
 
 def active_parameters(spec: TransformerSpec) -> int:

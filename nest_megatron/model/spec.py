@@ -15,6 +15,7 @@ from nest_megatron.model.layer_pattern import (
     layer_kind,
     rhythm,
 )
+from nest_megatron.model.variant import ModelVariant
 from nest_megatron.names import Name
 from nest_megatron.plain import added
 
@@ -61,7 +62,7 @@ class TransformerSpec:
             0 if dense; empty for a dense model.
         vocab_is_padded: ``vocab_size`` is the embedding's number of rows, whatever the
             tensor-parallel size (``--padded-vocab-size``).
-        activation: of the MLP: ``gelu``, ``silu``, ``squared_relu``, ``quick_gelu``.
+        activation: of the MLP: ``gelu``, ``silu``, ``relu``, ``squared_relu``, ``quick_gelu``.
         gated_linear_unit: the first MLP projection has a gate (SwiGLU and its kin).
         softmax_type: ``vanilla`` or ``learnable`` (one attention-sink parameter for each head).
         window_size: sliding attention window in tokens on the layers that have one, or ``None``.
@@ -80,6 +81,7 @@ class TransformerSpec:
         mamba_num_heads: ``None``: twice the hidden size over ``mamba_head_dim``.
         moe_shared_expert_gate: a sigmoid gate on what the shared experts put out.
         moe_latent_size: width of the tokens that routed experts see, if not the hidden size.
+        variant: what Megatron-LM's own layers do not have.
         source: where the figures come from.
 
     Raises:
@@ -158,6 +160,7 @@ class TransformerSpec:
     decoder_seq_length: int | None = added(None)
     # Multi-token prediction
     mtp_num_layers: int | None = None
+    variant: ModelVariant = added(ModelVariant())
     source: str = ""
 
     def __post_init__(self) -> None:

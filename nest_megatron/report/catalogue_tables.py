@@ -11,7 +11,7 @@ from rich.text import Text
 
 from nest_megatron.cluster.records import Cluster, NetworkLevel
 from nest_megatron.model.layer_pattern import LayerKind
-from nest_megatron.model.parameters import active_parameters, total_parameters
+from nest_megatron.model.parameters import active_model_parameters, model_parameters
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
 from nest_megatron.report.tables import (
@@ -26,7 +26,10 @@ from nest_megatron.units import format_gib, format_seconds
 
 def model_document(spec: TransformerSpec, notes: Sequence[str] = ()) -> dict[str, Any]:
     """A model for programs, layers counted by kind; ``notes``: what was not read of its file."""
-    counts = {"parameters": total_parameters(spec), "active_parameters": active_parameters(spec)}
+    counts = {
+        "parameters": model_parameters(spec),
+        "active_parameters": active_model_parameters(spec),
+    }
     return {**to_plain(spec), **counts, "layer_kinds": _layers(spec), "notes": list(notes)}
 
 
@@ -42,8 +45,8 @@ def models_table(specs: Sequence[TransformerSpec]) -> RenderableType:
     rows = (
         (
             spec.name,
-            _billions(total_parameters(spec)),
-            _billions(active_parameters(spec)) if spec.is_moe else "",
+            _billions(model_parameters(spec)),
+            _billions(active_model_parameters(spec)) if spec.is_moe else "",
             str(spec.num_layers),
             str(spec.hidden_size),
             f"{spec.num_experts} top {spec.moe_router_topk}" if spec.is_moe else "",
@@ -75,10 +78,10 @@ def model_details(spec: TransformerSpec) -> RenderableType:
     """Every field of a model."""
     fields = to_plain(spec)
     del fields["moe_layer_pattern"]  # one number a layer, counted by kind
-    active = {"active parameters": f"{active_parameters(spec):,}"} if spec.is_moe else {}
+    active = {"active parameters": f"{active_model_parameters(spec):,}"} if spec.is_moe else {}
     kinds = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in _layers(spec).items())
     shown = {name: str(value) for name, value in fields.items() if value is not None}
-    rows = {"parameters": f"{total_parameters(spec):,}", **active, "layers": kinds, **shown}
+    rows = {"parameters": f"{model_parameters(spec):,}", **active, "layers": kinds, **shown}
     return Group(Text(spec.name, style="bold"), pairs(rows.items()))
 
 

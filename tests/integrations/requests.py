@@ -14,6 +14,7 @@ from nest_megatron.model.execution import (
     TokenDispatcher,
 )
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.model.variant import ModelVariant
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.layout import uniform_partition
@@ -248,6 +249,7 @@ BROKEN = {
     "no_empty_stage": request(changed(LLAMA, num_layers=2), dims(pp=8), partition=None),
     "known_version": request(version="0.9"),
     "activation_flag": request(changed(LLAMA, activation="gelu")),
+    "variant": request(changed(LLAMA, variant=ModelVariant(parallel_attention=True))),
     "position_type": request(changed(LLAMA, position_embedding_type="yarn")),
     "positions": request(changed(LLAMA, max_position_embeddings=10)),
     "bert_layers": request(changed(BERT, mtp_num_layers=1)),

@@ -37,6 +37,7 @@ LATER = {
     "no_empty_stage",
     "known_version",
     "activation_flag",
+    "variant",
     "bert_layers",
     "cp_engine",
     "grouped_gemm",

@@ -76,6 +76,12 @@ def routed(number: str, size: str = "moe_intermediate_size", top: str = "") -> P
     return part
 
 
+def square(draw: Draw) -> Config:
+    """Heads that fill the hidden size, said so."""
+    drawn = sizes(draw)
+    return {**drawn, "head_dim": drawn["hidden_size"] // drawn["num_attention_heads"]}
+
+
 def falcon(draw: Draw) -> Config:
     """Falcon has as many groups as its switches say; ALiBi goes with the old decoder."""
     drawn = sizes(draw)
@@ -233,7 +239,7 @@ SPACES: Mapping[str, tuple[Part, ...]] = {
         of(layer_types=(["mamba", "attention", "mamba"], ["attention", "mamba", "mamba"])),
     ),
     "granitemoeshared": (*_GRANITE_MOE, of(shared_intermediate_size=(0, 24, 48))),
-    "helium": (sizes, _HEAD, _TIED, _ATTENTION_BIAS, of(mlp_bias=_FLAG)),
+    "helium": (square, _TIED, _ATTENTION_BIAS, of(mlp_bias=_FLAG)),
     "hunyuan_v1_dense": (sizes, _HEAD, _TIED, _ATTENTION_BIAS),
     "hunyuan_v1_moe": (
         *(sizes, _HEAD, _TIED, _ATTENTION_BIAS),
@@ -280,7 +286,10 @@ SPACES: Mapping[str, tuple[Part, ...]] = {
     ),
     "minimax": (
         *(sizes, _HEAD, _TIED, routed("num_local_experts", "intermediate_size")),
-        of(num_hidden_layers=(4,), layer_types=(None, ["linear_attention"] * 3 + ["full_attention"])),
+        of(
+            num_hidden_layers=(4,),
+            layer_types=(None, ["linear_attention"] * 3 + ["full_attention"]),
+        ),
     ),
     "ministral": (sizes, _HEAD, _TIED, of(sliding_window=(None, 64))),
     "mistral": (sizes, _HEAD, _TIED, of(sliding_window=(None, 64))),

@@ -14,9 +14,11 @@ from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.hugging_face import (
     DEFAULT_SEQ_LENGTH,
     read_hf_config,
+    read_hf_model,
     supported_model_types,
 )
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.model.variant import ModelVariant, NormPlacement
 
 MODELS = Path(__file__).parents[2] / "hydra_configs" / "model"
 
@@ -286,13 +288,8 @@ def test_transformers_5_nests_the_rotary_base() -> None:
         ("qwen3_next", "mixes attention"),
         ("t5", "encoder-decoder"),
         ("bart", "encoder-decoder"),
-        ("qwen2_5_vl", "vision"),
         ("mllama", "vision"),
-        ("gemma3", "vision"),
-        ("gemma2", "logit caps"),
         ("llamma", "nearest name: llama"),
-        ("cohere", "side by side"),
-        ("cohere2", "side by side"),
         ("gemma3n_text", "embeddings in every layer"),
         ("dbrx", "this architecture is not supported. Supported"),
         (None, "not supported"),
@@ -333,13 +330,17 @@ def test_wrong_field_is_refused_by_name(key: str, value: object) -> None:
         spec_from_hf_config({**LLAMA3_70B, key: value}, "x")
 
 
-def test_uneven_windows_are_refused() -> None:
+def test_windows_of_any_order_are_read() -> None:
     kinds = ["full_attention", *["sliding_attention"] * 35]
-    with pytest.raises(UserInputError, match="layer_types"):
-        spec_from_hf_config({**CONFIGS["gpt_oss_120b"], "layer_types": kinds}, "g")
+    spec = spec_from_hf_config({**CONFIGS["gpt_oss_120b"], "layer_types": kinds}, "g")
+    assert spec.window_attn_skip_freq == (0, *[1] * 35)
     config = {**LLAMA3_70B, "model_type": "qwen2", "use_sliding_window": True}
-    with pytest.raises(UserInputError, match="use_sliding_window"):
-        spec_from_hf_config({**config, "sliding_window": 4096, "max_window_layers": 70}, "q")
+    upper = {**config, "sliding_window": 4096, "max_window_layers": 70}
+    assert spec_from_hf_config(upper, "q").window_attn_skip_freq == (*[0] * 70, *[1] * 10)
+    long = {**upper, "sliding_window": 8192}
+    assert spec_from_hf_config(long, "q").window_size is None, "as long as the context"
+    with pytest.raises(UserInputError, match="layer_types"):
+        spec_from_hf_config({**CONFIGS["gpt_oss_120b"], "layer_types": kinds[1:]}, "g")
 
 
 GEMMA3_4B: dict[str, object] = {
@@ -367,9 +368,27 @@ def test_gemma3_without_its_vision_tower_is_the_catalogues() -> None:
     assert unread == ()
     written = yaml.safe_load((MODELS / "gemma3_4b.yaml").read_text(encoding="utf-8"))
     catalogued = spec_from_mapping(written)
-    assert dataclasses.replace(spec, source=catalogued.source) == catalogued
-    with pytest.raises(UserInputError, match="capped"):
-        read_hf_config({**GEMMA3_4B, "final_logit_softcapping": 30.0}, "x")
+    assert spec.variant == ModelVariant(norm_placement=NormPlacement.SANDWICH)
+    plain = dataclasses.replace(spec, source=catalogued.source, variant=ModelVariant())
+    assert plain == catalogued
+
+
+def test_the_text_model_of_a_composed_config_is_read_and_its_encoder_named() -> None:
+    text = {key: value for key, value in GEMMA3_4B.items() if key != "num_attention_heads"}
+    config = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}}
+    read = read_hf_model(config, "g")
+    assert read.spec == read_hf_config(GEMMA3_4B, "g")[0]
+    assert read.notes == (
+        "g: the text model alone is read; the encoder of model_type gemma3 is not.",
+        "g: not in config.json, so transformers' own default: num_attention_heads 8.",
+    )
+
+
+def test_a_flat_file_of_text_and_images_is_read_as_its_text_model() -> None:
+    flat = {**LLAMA3_70B, "model_type": "qwen2_5_vl", "vision_config": {}, "image_token_id": 9}
+    read = read_hf_model(flat, "q")
+    assert read.spec.add_qkv_bias
+    assert "encoder of model_type qwen2_5_vl" in read.notes[0]
 
 
 def test_a_misspelt_field_is_refused_with_the_right_one() -> None:

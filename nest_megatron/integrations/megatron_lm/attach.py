@@ -37,6 +37,8 @@ from nest_megatron.parallel.rules import LaunchRequest
 
 #: Key of ``ParallelPlan.launch``.
 LAUNCHER = "megatron_lm"
+#: Rules of what only a framework's own configuration can state.
+_STATED_ELSEWHERE = ("activation_flag", "variant", "position_type")
 _COMPLETE_IT = (
     "Add your own flags for data, tokenizer, optimizer, checkpoints and logging, the launcher's "
     "rendezvous (--master-addr, --node-rank), and what changes no shape: rotary scaling, router "
@@ -114,7 +116,7 @@ def with_launch(
     if command is None and version is None:
         return plan
     request = launch_request(plan, command, version=version or VERSIONS[0])
-    require_launchable(request, but=() if command is not None else ("activation_flag",))
+    require_launchable(request, but=() if command is not None else _STATED_ELSEWHERE)
     if command is None:
         argv, remark = _own_argv(request)
         notes = (*notes, remark)
@@ -165,12 +167,18 @@ def rewritten(plan: ParallelPlan, command: ReadCommand, kept: Collection[str] = 
 
 def _own_argv(request: LaunchRequest) -> tuple[tuple[str, ...], str]:
     layout = parallel_argv(request)
-    if has_activation_flag(request.spec):
-        return (*model_argv(request.spec, version=request.version), *layout), _COMPLETE_IT
+    spec, lacking = request.spec, dict(request.spec.variant.differences())
+    if not has_activation_flag(spec):
+        lacking["activation"] = spec.activation
+    if spec.position_embedding_type == "alibi":
+        lacking["position_embedding_type"] = "alibi"
+    if not lacking:
+        return (*model_argv(spec, version=request.version), *layout), _COMPLETE_IT
+    parts = ", ".join(f"{name} {value}" for name, value in lacking.items())
     return tuple(layout), (
-        f"Megatron-LM's command line has no flag for the activation of {request.spec.name} "
-        f"({request.spec.activation}); only the layout's flags are written. Launch it through NeMo "
-        "or Megatron-Bridge, whose configurations can state it."
+        f"Megatron-LM's command line has no flag for a part of {spec.name} ({parts}); only the "
+        "layout's flags are written. Launch it through NeMo or Megatron-Bridge where their "
+        "configurations can state it."
     )
 
 

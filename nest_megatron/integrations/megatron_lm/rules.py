@@ -106,6 +106,13 @@ def _activation(request: LaunchRequest) -> Iterator[Violation]:
         )
 
 
+@_rule("variant", "core/models/gpt/gpt_layer_specs.py")
+def _variant(request: LaunchRequest) -> Iterator[Violation]:
+    for name, value in request.spec.variant.differences().items():
+        limit = "Megatron-LM's own layers do not have it"
+        yield _broken(f"variant.{name}", value, limit, "Plan for a framework that builds it.")
+
+
 @_rule("position_type", "arguments.py:1231, :1645")
 def _position(request: LaunchRequest) -> Iterator[Violation]:
     kind = request.spec.position_embedding_type

@@ -1,0 +1,270 @@
+"""Readers of Hugging Face configurations of families with routed experts."""
+
+from __future__ import annotations
+
+from nest_megatron.model.hugging_face_dense import mistral, upper_windows
+from nest_megatron.model.hugging_face_fields import ConfigFields
+from nest_megatron.model.hugging_face_parts import (
+    Shape,
+    decoder,
+    expert_layers,
+    experts,
+    frequency,
+    joined,
+    layer_norm,
+    linear_biases,
+    rotary,
+    shared_experts,
+    variant,
+    wide_qk_norm,
+    windows,
+)
+from nest_megatron.model.variant import Bias
+
+_MULTIPLIERS = (
+    *("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"),
+)
+
+
+def mixtral(f: ConfigFields) -> Shape:
+    """Mixtral."""
+    return joined(mistral(f), experts(f, "num_local_experts", "intermediate_size"))
+
+
+def _routed_biases(f: ConfigFields, *, qkv_alone: bool = False) -> Shape:
+    """``attention_bias`` beside a router without one."""
+    attends = f.flag("attention_bias")
+    return linear_biases(qkv=attends, projection=attends and not qkv_alone, routed=True)
+
+
+def _sparse_layers(f: ConfigFields) -> Shape:
+    """Qwen routes every n-th layer but those that ``mlp_only_layers`` names."""
+    step = f.whole("decoder_sparse_step", 1)
+    dense = f.items("mlp_only_layers", "layer numbers") or ()
+    return expert_layers(f, lambda layer: (layer + 1) % step == 0 and layer not in dense)
+
+
+def qwen2_moe(f: ConfigFields) -> Shape:
+    """Qwen 1.5 and 2 MoE: a gate on the shared expert."""
+    return joined(
+        decoder(f),
+        upper_windows(f),
+        linear_biases(qkv=f.flag("qkv_bias", True), routed=True),
+        experts(f, "num_experts", "moe_intermediate_size"),
+        _sparse_layers(f),
+        shared_experts(f.whole("shared_expert_intermediate_size")),
+        {"moe_shared_expert_gate": True},
+    )
+
+
+def qwen3_moe(f: ConfigFields) -> Shape:
+    """Qwen 3 MoE; a window is on all layers."""
+    f.weightless("max_window_layers")
+    slides = windows(f, lambda _: True) if f.flag("use_sliding_window") else {}
+    f.weightless("sliding_window")
+    return joined(
+        decoder(f),
+        slides,
+        _routed_biases(f),
+        {"qk_layernorm": True},
+        experts(f, "num_experts", "moe_intermediate_size"),
+        _sparse_layers(f),
+    )
+
+
+def deepseek_v2(f: ConfigFields) -> Shape:
+    """DeepSeek V2."""
+    return joined(_deepseek(f), linear_biases(mlp=f.flag("mlp_bias"), routed=True))
+
+
+def deepseek_v3(f: ConfigFields) -> Shape:
+    """DeepSeek V3 and R1, Kimi K2, Moonlight: experts balanced by a bias."""
+    return joined(_deepseek(f), {"moe_router_enable_expert_bias": True})
+
+
+def _deepseek(f: ConfigFields) -> Shape:
+    first, period = f.whole("first_k_dense_replace", 0, least=0), f.whole("moe_layer_freq", 1)
+    shared = f.whole("moe_intermediate_size") * f.whole("n_shared_experts", 0, least=0)
+    f.weightless("num_key_value_heads", "head_dim")
+    biases = (Bias.LATENT_DOWN, Bias.PROJECTION) if f.flag("attention_bias") else ()
+    return joined(
+        decoder(f),
+        _latent_attention(f),
+        experts(f, "n_routed_experts", "moe_intermediate_size"),
+        expert_layers(f, lambda layer: layer >= first and layer % period == 0),
+        shared_experts(shared),
+        _predicted_tokens(f),
+        variant(biases=biases) if biases else {},
+    )
+
+
+def _predicted_tokens(f: ConfigFields) -> Shape:
+    return {"mtp_num_layers": f.whole("num_nextn_predict_layers", 0, least=0) or None}
+
+
+def _latent_attention(f: ConfigFields) -> Shape:
+    rank = f.get("q_lora_rank")
+    return {
+        "multi_latent_attention": True,
+        "num_query_groups": None,
+        "kv_channels": f.whole("qk_nope_head_dim"),
+        "qk_layernorm": True,
+        "q_lora_rank": None if rank is None else f.whole("q_lora_rank"),
+        "kv_lora_rank": f.whole("kv_lora_rank"),
+        "qk_head_dim": f.whole("qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": f.whole("qk_rope_head_dim"),
+        "v_head_dim": f.whole("v_head_dim"),
+    }
+
+
+def gpt_oss(f: ConfigFields) -> Shape:
+    """GPT-OSS: biases everywhere, attention sinks, every other layer slides."""
+    top = "num_experts_per_tok"
+    if f.get(top) is None:
+        top = "experts_per_token"
+    f.weightless("experts_per_token", "initial_context_length", "swiglu_limit")
+    biases: Shape = {"add_bias_linear": True}
+    if not f.flag("attention_bias", True):
+        biases = variant(biases=(Bias.MLP, Bias.ROUTER))
+    return joined(
+        decoder(f),
+        {"activation": "quick_gelu"},  # the file says silu; the experts use a clamped quick GELU
+        biases,
+        {"softmax_type": "learnable"},
+        windows(f, lambda layer: (layer + 1) % 2 != 0),
+        experts(f, "num_local_experts", "intermediate_size", top),
+    )
+
+
+def phimoe(f: ConfigFields) -> Shape:
+    """Phi 3.5 MoE: LayerNorm, a bias on the output layer."""
+    f.weightless("input_jitter_noise", "router_jitter_noise")
+    output = variant(biases=(Bias.OUTPUT_LAYER,)) if f.flag("lm_head_bias") else {}
+    return joined(
+        decoder(f, own_size=False),
+        layer_norm(f, "rms_norm_eps"),
+        windows(f, lambda _: True),
+        _routed_biases(f),
+        output,
+        experts(f, "num_local_experts", "intermediate_size"),
+    )
+
+
+def olmoe(f: ConfigFields) -> Shape:
+    """OLMoE: norms of queries and keys over all heads."""
+    f.weightless("clip_qkv")
+    found = experts(f, "num_experts", "intermediate_size")
+    return joined(decoder(f, own_size=False), _routed_biases(f), wide_qk_norm(), found)
+
+
+def glm4_moe(f: ConfigFields) -> Shape:
+    """GLM-4.5 and 4.6."""
+    first = f.whole("first_k_dense_replace", 1, least=0)
+    shared = f.whole("moe_intermediate_size") * f.whole("n_shared_experts", 0, least=0)
+    return joined(
+        decoder(f),
+        rotary(f, partial=0.5),
+        _routed_biases(f, qkv_alone=True),
+        {"qk_layernorm": f.flag("use_qk_norm"), "moe_router_enable_expert_bias": True},
+        experts(f, "n_routed_experts", "moe_intermediate_size"),
+        expert_layers(f, lambda layer: layer >= first),
+        shared_experts(shared),
+        _predicted_tokens(f),
+    )
+
+
+def dots1(f: ConfigFields) -> Shape:
+    """dots.llm1: norms of queries and keys; the upper layers slide."""
+    first = f.whole("first_k_dense_replace", 0, least=0)
+    upper = f.whole("max_window_layers", 0, least=0)
+    shared = f.whole("moe_intermediate_size") * f.whole("n_shared_experts", 0, least=0)
+    return joined(
+        decoder(f),
+        windows(f, lambda layer: layer >= upper),
+        _routed_biases(f),
+        {"qk_layernorm": True, "moe_router_enable_expert_bias": True},
+        experts(f, "n_routed_experts", "moe_intermediate_size"),
+        expert_layers(f, lambda layer: layer >= first),
+        shared_experts(shared),
+    )
+
+
+def llama4_text(f: ConfigFields) -> Shape:
+    """Llama 4: a shared expert as wide as the others, attention in chunks on rotated layers."""
+    f.weightless("attn_temperature_tuning", "attn_scale", "floor_scale", "use_qk_norm")
+    f.weightless("for_llm_compressor", "no_rope_layer_interval")
+    step = f.whole("interleave_moe_layer_step", 1)
+    named = f.items("moe_layers", "layer numbers")
+
+    def routes(layer: int) -> bool:
+        return (layer + 1) % step == 0 if named is None else layer in named
+
+    size = f.whole("intermediate_size")
+    return joined(
+        decoder(f),
+        _chunks(f),
+        _routed_biases(f),
+        {"ffn_hidden_size": f.whole("intermediate_size_mlp", size)},
+        experts(f, "num_local_experts", "intermediate_size"),
+        expert_layers(f, routes),
+        shared_experts(size),
+    )
+
+
+def _chunks(f: ConfigFields) -> Shape:
+    """The layers that attend in chunks; the others are not rotated."""
+    layers, size = range(f.whole("num_hidden_layers")), f.get("attention_chunk_size")
+    rotated = f.items("no_rope_layers", "0 and 1")
+    kinds = f.items("layer_types", "text")
+    flags = [bool(rotated[i]) if rotated else (i + 1) % 4 != 0 for i in layers]
+    if kinds is not None:
+        if len(kinds) != len(layers) or not {*kinds} <= {"chunked_attention", "full_attention"}:
+            raise f.wrong("layer_types", "it must name chunked_attention or full_attention")
+        flags = [kind == "chunked_attention" for kind in kinds]
+    if size is None or not any(flags):
+        return {}
+    found = frequency(flags)
+    unrotated = [1 - flag for flag in found] if isinstance(found, list) else found
+    return {
+        "attention_chunk_size": f.whole("attention_chunk_size"),
+        "no_rope_freq": unrotated,
+    }
+
+
+def granitemoe(f: ConfigFields) -> Shape:
+    """Granite 3 MoE."""
+    f.weightless(*_MULTIPLIERS, "position_embedding_type")
+    found = experts(f, "num_local_experts", "intermediate_size")
+    return joined(decoder(f), _routed_biases(f), found)
+
+
+def granitemoeshared(f: ConfigFields) -> Shape:
+    """Granite 3 MoE with a shared expert."""
+    return joined(granitemoe(f), shared_experts(f.whole("shared_intermediate_size", 0, least=0)))
+
+
+def ernie4_5_moe(f: ConfigFields) -> Shape:
+    """ERNIE 4.5 21B and 300B; the bias that balances experts counts as a parameter."""
+    f.weightless("moe_capacity", "moe_gate", "moe_use_aux_free", "moe_norm_min")
+    has_bias, num_layers = f.flag("use_bias"), f.whole("num_hidden_layers")
+    first, period = f.whole("moe_layer_start_index", 1, least=0), f.whole("moe_layer_interval", 1)
+    last = f.whole("moe_layer_end_index", -1, least=-1)
+    last = num_layers - 1 if last == -1 else last
+    shared = f.whole("moe_intermediate_size") * f.whole("moe_num_shared_experts", 0, least=0)
+    output = (Bias.OUTPUT_LAYER,) if has_bias else ()
+    return joined(
+        decoder(f),
+        linear_biases(qkv=has_bias, projection=has_bias, mlp=has_bias, routed=True),
+        variant(biases=(Bias.EXPERT_BIAS, *output)),
+        {"moe_router_enable_expert_bias": True},
+        experts(f, "moe_num_experts", "moe_intermediate_size", "moe_k"),
+        expert_layers(f, lambda layer: (layer + 1) % period == 0 and first <= layer <= last),
+        shared_experts(shared),
+    )
+
+
+def hunyuan_v1_moe(f: ConfigFields) -> Shape:
+    """Hunyuan MoE: a shared expert as wide as the others."""
+    found = experts(f, "num_experts", "intermediate_size", "moe_topk")
+    shared = shared_experts(f.whole("intermediate_size"))
+    return joined(decoder(f), _routed_biases(f), {"qk_layernorm": True}, found, shared)

@@ -1,0 +1,82 @@
+"""Every Hugging Face type has the parameters that transformers builds, to the last one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nest_megatron.model.hugging_face import read_hf_config, supported_model_types
+from nest_megatron.model.parameters import (
+    active_model_parameters,
+    model_parameters,
+    total_parameters,
+)
+from tests.model.hugging_face_configs import SPACES, generated
+
+JUDGED = json.loads(Path(__file__).with_name("hugging_face_judged.json").read_text("utf-8"))
+KNOWN = supported_model_types()
+MODELS: list[dict[str, Any]] = [
+    model for model in JUDGED["models"] if model["config"]["model_type"] in KNOWN
+]
+#: Judged otherwise: BERT's heads are Megatron's own, which transformers does not have.
+_OWN = {"bert"}
+_SEEDS = range(40)
+
+
+def counts(config: dict[str, Any]) -> dict[str, int]:
+    """What the reader makes of a configuration."""
+    spec, unread = read_hf_config(config, "x")
+    assert unread == ()
+    return {
+        "parameters": model_parameters(spec),
+        "active_parameters": active_model_parameters(spec),
+        "num_layers": spec.num_layers,
+    }
+
+
+@pytest.mark.parametrize("model", MODELS, ids=[model["name"] for model in MODELS])
+def test_parameters_are_those_of_transformers(model: dict[str, Any]) -> None:
+    want = {key: model[key] for key in ("parameters", "active_parameters", "num_layers")}
+    assert counts(model["config"]) == want
+
+
+def test_every_type_is_judged() -> None:
+    judged = {model["config"]["model_type"] for model in MODELS}
+    assert judged == {*KNOWN} - _OWN <= set(SPACES)
+    assert len(judged) >= 50
+
+
+def test_a_published_count_leaves_out_padding_and_predicted_tokens() -> None:
+    named = {model["name"]: model for model in MODELS}
+    spec, _ = read_hf_config(named["DeepSeek-V3"]["config"], "x")
+    assert spec.num_mtp_layers == 1
+    assert total_parameters(spec) > model_parameters(spec) == 671_026_404_352
+    spec, _ = read_hf_config(named["gpt2-xl"]["config"], "x")
+    padding = (spec.padded_vocab_size(1) - spec.vocab_size) * spec.hidden_size
+    assert total_parameters(spec) - padding == model_parameters(spec)
+    assert dataclasses.replace(spec, vocab_is_padded=True).padded_vocab_size(8) == 50257
+
+
+@pytest.mark.nemo
+@pytest.mark.parametrize("model_type", sorted({*SPACES} & {*KNOWN}))
+def test_transformers_builds_the_same_at_sizes_that_nobody_published(model_type: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from tests.model.judge_hugging_face import counted
+
+    for seed in _SEEDS:
+        judged = counted(generated(model_type, 1_000 + seed))
+        config = judged.pop("config")
+        assert counts(config) == judged, config
+
+
+@pytest.mark.nemo
+@pytest.mark.parametrize("model_type", sorted({*SPACES, *_OWN}))
+def test_defaults_are_those_of_transformers(model_type: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from tests.model.make_hugging_face_defaults import WRITTEN, defaults
+
+    assert json.loads(WRITTEN.read_text("utf-8"))["types"][model_type] == defaults(model_type)
