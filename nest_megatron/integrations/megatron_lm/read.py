@@ -245,7 +245,7 @@ def _script_words(script: str) -> list[str]:
 def _spec(
     values: Mapping[str, Any], script: str, vocab_size: int | None, notes: list[str]
 ) -> TransformerSpec:
-    family = ModelFamily.BERT if "bert" in PurePath(script).stem else ModelFamily.GPT
+    family = _family(script)
     pattern = (values.get("hybrid_layer_pattern") or "").replace("|", "")
     depth = len(pattern.partition("/")[0])
     mtp = pattern.count("/") or (None if pattern else values.get("mtp_num_layers"))
@@ -261,6 +261,7 @@ def _spec(
         flag_of,
         name=PurePath(script).stem or family.value,
         family=family,
+        **(_stacks(values, notes) if family is ModelFamily.T5 else {}),
         num_layers=depth or _required(values, "num_layers", "encoder_num_layers"),
         hybrid_layer_pattern=pattern,
         hidden_size=_required(values, "hidden_size"),
