@@ -16,9 +16,11 @@ from nest_megatron.config.schema import PlanConfig
 from nest_megatron.config.sequence_data import read_lengths
 from nest_megatron.config.space import read_backend, read_space
 from nest_megatron.config.target import (
+    beside_frozen_weights,
     choice,
     fields_of,
     fixed_choices,
+    read_adapters,
     read_execution,
     read_numeric_offers,
     read_settings,
@@ -113,11 +115,15 @@ def request_for(
     """
     config = composed.config
     spec = with_seq_length(job.spec, config.train.seq_length)
+    if job.target is not None and read_adapters(config) is not None:
+        limit, fix = "the job says itself what it trains", "Leave it out."
+        raise UserInputError("peft.scheme", value=config.peft.scheme, limit=limit, fix=fix)
     job = dataclasses.replace(job, spec=spec)
     schedule = _schedule(config, job)
     batch, notes = _batch(config, job, cluster.num_gpus, schedule)
     space = dataclasses.replace(space, batch_unit=schedule.batch_unit if schedule else None)
     job = dataclasses.replace(job, capturable=job.capturable and schedule is None)
+    space = beside_frozen_weights(space, spec, read_target(config, job.target))
     if config.checks.plausibility:
         require_plausible(spec, cluster, batch)
     check_quotients(space, cluster.num_gpus, batch)
@@ -298,6 +304,7 @@ def read_spec(config: PlanConfig) -> TransformerSpec:
             "--from with your command.",
         )
     spec = with_seq_length(spec_from_mapping(config.model), config.train.seq_length)
+    spec = dataclasses.replace(spec, adapters=read_adapters(config))
     if config.checks.plausibility:
         require_plausible(spec, None)
     return spec

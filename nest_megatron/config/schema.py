@@ -28,6 +28,18 @@ class TrainConfig:
 
 
 @dataclass(kw_only=True)
+class PeftConfig:
+    """What is trained beside frozen weights, by the names of Megatron-Bridge's ``peft``."""
+
+    scheme: str | None = None
+    target_modules: list[str] | None = None
+    dim: int | None = None
+    dropout: float | None = None
+    dropout_position: str | None = None
+    a2a_experimental: bool | None = None
+
+
+@dataclass(kw_only=True)
 class ParallelConfig:
     """What the user fixes of the layout."""
 
@@ -135,6 +147,7 @@ class PlanConfig:
     model: dict[str, Any] | None = None
     cluster: dict[str, Any] | None = None
     train: TrainConfig = field(default_factory=TrainConfig)
+    peft: PeftConfig = field(default_factory=PeftConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
     cost: CostConfig = field(default_factory=CostConfig)
@@ -182,6 +195,7 @@ class LaunchConfig:
 
 SECTIONS: dict[str, type] = {
     "train": TrainConfig,
+    "peft": PeftConfig,
     "parallel": ParallelConfig,
     "search": SearchConfig,
     "cost": CostConfig,

@@ -14,6 +14,7 @@ from nest_megatron.config.job import Job
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import (
+    BRIDGE_0_3,
     DEFAULT_TARGET,
     MEGATRON_LM,
     NEMO,
@@ -24,13 +25,17 @@ from nest_megatron.cost_model.target_defaults import (
 )
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError, require_known
+from nest_megatron.model.adapters import Adapters, PeftScheme
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.sequence_lengths import SequenceLengths
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.names import Name
 from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
 from nest_megatron.parallel.knobs import KNOBS, Package, choices_of_execution
 from nest_megatron.parallel.numeric_knobs import NUMERIC_KNOBS
+from nest_megatron.parallel.recompute import RecomputeGranularity
 from nest_megatron.planner.request import NumericOffer
+from nest_megatron.solver.space import SearchSpace
 
 #: Module of DeepEP whose presence tells that it has HybridEP's kernels as well. Source:
 #: deepseek-ai/DeepEP, branch hybrid-ep, deep_ep/hybrid_ep_buffer.py.
@@ -172,6 +177,46 @@ def read_target(config: PlanConfig, own: Target | None = None) -> Target:
         fix = "Leave it out, or plan from a model and a cluster."
         raise UserInputError("target", value=config.target, limit=limit, fix=fix)
     return named
+
+
+def read_adapters(config: PlanConfig) -> Adapters | None:
+    """What is trained beside frozen weights; ``None`` where all weights are."""
+    given = {k: v for k, v in dataclasses.asdict(config.peft).items() if v is not None}
+    scheme = given.pop("scheme", None)
+    if scheme is None:
+        for name, value in given.items():
+            limit, fix = "it needs a scheme", "Add for example peft.scheme=lora."
+            raise UserInputError(f"peft.{name}", value=value, limit=limit, fix=fix)
+        return None
+    given["target_modules"] = tuple(given.get("target_modules", ()))
+    return Adapters(scheme=choice("peft.scheme", scheme, PeftScheme), **given)
+
+
+def beside_frozen_weights(space: SearchSpace, spec: TransformerSpec, target: Target) -> SearchSpace:
+    """What a search may choose where only adapters are trained.
+
+    NeMo lets the recomputation of whole layers lose the gradients of adapters: a frozen embedding's
+    output needs no gradient, so that nothing calls the backward pass of the layers behind it.
+    Megatron-Bridge mends that (``maybe_enable_recompute_inputs_grad``). Sharding of frozen weights
+    by Megatron-FSDP is not chosen: neither framework's recipes have it.
+    """
+    if spec.adapters is None:
+        return space
+    if target in MEGATRON_LM:
+        limit = f"{target.framework} trains all weights"
+        fix = f"Add target={BRIDGE_0_3.name} or target={NEMO.name}."
+        raise UserInputError("peft.scheme", value=str(spec.adapters.scheme), limit=limit, fix=fix)
+    recompute = space.recompute
+    if target is NEMO and recompute and recompute.granularity is RecomputeGranularity.FULL:
+        limit = "NeMo loses the gradients of adapters with it, as the embedding is frozen"
+        fix = "Recompute modules (selective), or use Megatron-Bridge."
+        raise UserInputError("recompute_granularity", value="full", limit=limit, fix=fix)
+    stages = tuple(stage for stage in space.zero_stages if not stage.is_fsdp)
+    return dataclasses.replace(
+        space,
+        zero_stages=stages or space.zero_stages,
+        full_recompute=space.full_recompute and target is not NEMO,
+    )
 
 
 def choice(what: str, value: str, kind: type[Choice]) -> Choice:

@@ -5,6 +5,7 @@ Where a profile timed a block, its analytic compute time is scaled by what was m
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from nest_megatron.cluster.records import Cluster
@@ -33,7 +34,8 @@ class BlockTimes:
     """Times of a job's layer blocks, each worked out once.
 
     A timing's ratio is taken against the analytic time of the same operators under the same
-    settings, balanced routing excepted: an imbalance factor lengthens measured times too.
+    settings, balanced routing excepted: an imbalance factor lengthens measured times too. Layers
+    are timed with all their weights trained: a frozen one has the ratio of such a layer.
     """
 
     def __init__(
@@ -150,7 +152,8 @@ class BlockTimes:
     def _ratio(self, timing: Timing, shard: LayerShard) -> tuple[float, float]:
         """Measured over analytic time of a timing's own shape, forward and backward."""
         if timing not in self._ratios:
-            graph = block_graph(self.spec, timing.block, shard_of(timing, shard))
+            trained = dataclasses.replace(self.spec, adapters=None)
+            graph = block_graph(trained, timing.block, shard_of(timing, shard))
             accelerator, settings = self.cluster.accelerator, self.settings
             both = [operator_times(op, accelerator, settings) for op in graph.operators]
             forward, backward = map(math.fsum, zip(*both, strict=True))

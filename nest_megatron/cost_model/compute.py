@@ -26,7 +26,6 @@ from nest_megatron.units import Seconds
 #: missed to the same side by the same share; above it the mean error hardly falls.
 _JOINT = 1.25
 
-_PRODUCTS = (OperatorKind.GEMM, OperatorKind.GROUPED_GEMM)
 #: What each further product of a grouped one adds: SimuMax's 94 grouped GEMMs on B200 (20 to 256
 #: experts of 128 to 9,832 tokens) are missed by 8.5 % in the mean with it, by 13 % without.
 _PRODUCT_S = 3e-6
@@ -50,21 +49,18 @@ def operator_times(
     if operator.kind is OperatorKind.ATTENTION:
         rate /= settings.attention_slowdown
         rate *= settings.fp8_attention_speedup if settings.traits.fp8_attention else 1.0
-    is_frozen = (
-        settings.traits.frozen_weights and operator.kind in _PRODUCTS and operator.has_weight
-    )
-    gradients = 0.5 if is_frozen else 1.0  # of the input alone, or of the weight too
     bandwidth = accelerator.memory_bandwidth_bytes_per_s * accelerator.memory_efficiency
     floor = accelerator.kernel_floor_s * operator.num_kernels
     floor += _PRODUCT_S * (operator.num_gemms - 1)
     forward = floor + _joined(operator.flops / rate, operator.bytes_moved / bandwidth)
-    backward = 2 * floor + _joined(
+    backward = (1 if operator.frozen else 2) * floor + _joined(
         operator.backward_flops / rate, operator.backward_bytes_moved / bandwidth
     )
-    backward *= gradients
     number_format = format_of(settings.precision, settings.traits.fp8_recipe)
     if operator.fp8 and number_format is not None:
-        cast = number_format.cast_bytes(settings.traits.fp8_weight_copies) / bandwidth
+        # a weight's gradient alone needs its factors in the other layout as well
+        layouts = 1 if operator.frozen else settings.traits.fp8_weight_copies
+        cast = number_format.cast_bytes(layouts) / bandwidth
         forward += accelerator.kernel_floor_s + cast * operator.input_elements
         backward += accelerator.kernel_floor_s + cast * operator.output_elements
     return settings.compute_slowdown * forward, settings.compute_slowdown * backward

@@ -84,7 +84,8 @@ class Estimate:
 def model_flops_per_sequence(model: CostModel) -> Flops:
     """Forward and backward operations of one sequence, recomputation not counted.
 
-    GEMMs, scans and the causal half of attention; backward counts twice the forward.
+    GEMMs, scans and the causal half of attention; backward counts twice the forward, and once
+    beside frozen weights.
     """
     kinds = set(OperatorKind) - {OperatorKind.MEMORY_BOUND}
     return _flops_per_sequence(model, kinds)
@@ -98,10 +99,14 @@ def attention_flops_per_sequence(model: CostModel) -> Flops:
 def _flops_per_sequence(model: CostModel, kinds: Collection[OperatorKind]) -> Flops:
     spec, whole = model.spec, LayerShard(attended_tokens=model.settings.traits.attended_tokens)
     by_kind = {
-        kind: sum(op.flops for op in layer_graph(spec, kind, whole).operators if op.kind in kinds)
+        kind: sum(
+            (2.0 if op.frozen else 3.0) * op.flops
+            for op in layer_graph(spec, kind, whole).operators
+            if op.kind in kinds
+        )
         for kind in set(spec.layer_kinds())
     }
-    return 3.0 * sum(by_kind[kind] for kind in spec.layer_kinds())
+    return sum(by_kind[kind] for kind in spec.layer_kinds())
 
 
 class _Evaluated(NamedTuple):

@@ -66,7 +66,7 @@ def features_of(
     holds = {
         Feature.EXPERTS: spec.is_moe,
         Feature.FP8: settings.precision.is_quantized,
-        Feature.LORA: settings.traits.frozen_weights,
+        Feature.LORA: spec.adapters is not None,
         Feature.LONG_CONTEXT: spec.seq_length >= LONG_SEQUENCE,
         Feature.OTHER_FRAMEWORK: not (settings.target or "megatron").startswith(_MEGATRON),
         Feature.LEGACY: settings.target == _LEGACY,

@@ -46,6 +46,11 @@ class StaticBytes(NamedTuple):
         """All of it."""
         return self.weights + self.gradients + self.optimizer
 
+    @property
+    def frozen(self) -> StaticBytes:
+        """The same of a parameter that is not trained."""
+        return StaticBytes(self.weights, 0.0, 0.0)
+
     def times(self, count: float) -> StaticBytes:
         """The same for several parameters."""
         return StaticBytes(*(each * count for each in self))
@@ -69,14 +74,21 @@ class ParameterBytes(NamedTuple):
 
     def of_unit(self, kind: LayerKind, count: ParameterCount) -> StaticBytes:
         """What a unit's parameters take, in whole bytes."""
-        if kind in _OUTSIDE_LAYERS:
-            return self.outside.times(count.total).rounded()
-        return self.dense.times(count.dense).plus(self.expert.times(count.expert)).rounded()
+        dense = self.outside if kind in _OUTSIDE_LAYERS else self.dense
+        expert, trained, frozen = self.expert, count.trained, count.frozen
+        found = dense.times(trained.dense).plus(expert.times(trained.expert))
+        if frozen.total:
+            found = found.plus(dense.frozen.times(frozen.dense))
+            found = found.plus(expert.frozen.times(frozen.expert))
+        return found.rounded()
 
-    @property
-    def least_dense(self) -> float:
-        """Fewest bytes of a parameter outside experts, whichever unit it belongs to."""
-        return min(self.dense.total, self.outside.total)
+    def least(self, count: ParameterCount) -> float:
+        """Fewest bytes of parameters, whichever units those outside experts belong to."""
+        trained, frozen = count.trained, count.frozen
+        either = (self.dense, self.outside)
+        least = trained.dense * min(each.total for each in either)
+        least += frozen.dense * min(each.weights for each in either)
+        return least + trained.expert * self.expert.total + frozen.expert * self.expert.weights
 
 
 def parameter_bytes(
@@ -121,8 +133,6 @@ def static_bytes(
         weights += fp8_copy_bytes(zero, settings)
     if whole or (zero >= ZeroStage.WEIGHTS and not in_layer and not traits.torch_fsdp2):
         weights += traits.params_bytes  # Megatron-FSDP gathers what is in no layer once a step
-    if traits.frozen_weights:
-        return StaticBytes(weights, 0.0, 0.0)
     states = traits.optimizer_bytes
     if in_layer and traits.matrix_optimizer_bytes is not None:
         states = traits.matrix_optimizer_bytes
@@ -203,6 +213,7 @@ def unsharded_bytes(
     held: int | None = None,
     *,
     in_layer: bool = True,
+    frozen: bool = False,
 ) -> Bytes:
     """Working memory of ZeRO-2 and 3: what is whole of weights and gradients at once.
 
@@ -210,7 +221,7 @@ def unsharded_bytes(
     Megatron-FSDP gathers layers ahead until half a *communication unit* is under way, but no more
     than the rank has (``held``), and waits for gradients to be reduced where more than a unit of
     them does; a unit is two layers, and 1e9 parameters at least. While they wait, those of the
-    layer before it are made. Double buffers hold two layers.
+    layer before it are made. Double buffers hold two layers. ``frozen`` weights have none.
 
     Source: ``MegatronFSDP._init_fsdp_param_and_grad_buffer``, ``AllGatherPipeline.
     all_gather_params``, ``GradReducePipeline.wait_for_previous_grad_reduce``.
@@ -232,7 +243,7 @@ def unsharded_bytes(
         weights, gradients = min(weights, held), min(gradients, held)
     if zero < ZeroStage.WEIGHTS:
         weights = 0
-    if traits.frozen_weights:
+    if frozen:
         gradients = 0
     return weights * traits.params_bytes + gradients * traits.gradient_bytes
 

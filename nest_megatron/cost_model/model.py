@@ -254,8 +254,7 @@ class CostModel:
         """Data-parallel traffic of a grid."""
         key = (degrees(dims), bool(zero), zero.is_fsdp)
         if key not in self._traffic:
-            whole, layers = self.structure(dims).parameters, self.spec.num_stacked_layers
-            layer = ParameterCount(whole.dense // layers, whole.expert // layers)
+            layer = self.structure(dims).parameters.over(self.spec.num_stacked_layers)
             self._traffic[key] = replica_traffic(dims, zero, self.cluster, layer, self.settings)
         return self._traffic[key]
 
@@ -325,9 +324,9 @@ class CostModel:
     def _embedding_time(self, dims: ParallelDims) -> Seconds:
         """The sum of tied embeddings' gradients over the first and the last pipeline rank."""
         spec = self.spec
-        if dims.pipeline_model_parallel_size == 1 or (
-            spec.untie_embeddings_and_output_weights and not spec.num_mtp_layers
-        ):
+        are_separate = spec.untie_embeddings_and_output_weights and not spec.num_mtp_layers
+        is_frozen = spec.adapters is not None
+        if dims.pipeline_model_parallel_size == 1 or are_separate or is_frozen:
             return 0.0
         level = pipeline_link_level(dims, dims.pipeline_model_parallel_size - 1, self._sizes)
         shape = tuple(2 if i == level else 1 for i in range(len(self._sizes)))
@@ -345,7 +344,7 @@ class CostModel:
         """What the parameters of each distinct unit cost for their replicas' sake."""
         key = (degrees(dims), zero)
         if key not in self._replica_costs:
-            per_rank = self.structure(dims).parameters.total // dims.pipeline_model_parallel_size
+            per_rank = self.structure(dims).parameters.over(dims.pipeline_model_parallel_size)
             traffic, byte_s = self.traffic(dims, zero), memory_time(self.cluster.accelerator)
             prices = parameter_prices(
                 dims, zero, traffic, per_rank, self._step, byte_s, self.settings

@@ -66,8 +66,6 @@ class ExecutionTraits:
     job, ``validation/frameworks.py`` has what other frameworks and releases do.
 
     Args:
-        frozen_weights: only adapters of negligible size are trained (LoRA): no weight gradients, no
-            optimizer states, no traffic between replicas.
         async_tensor_traffic: backward tensor-parallel traffic runs beside the weight gradients.
         scatter_between_stages: without sequence parallelism, the tensor ranks of a stage send a
             share of the activation each (``scatter_gather_tensors_in_pipeline`` of 2021), not all.
@@ -123,7 +121,6 @@ class ExecutionTraits:
         offloads_layer_inputs: full recomputation keeps the inputs of layers on the host.
     """
 
-    frozen_weights: bool = False
     async_tensor_traffic: bool = True
     scatter_between_stages: bool = False
     flash_attention: bool = True

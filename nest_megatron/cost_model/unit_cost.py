@@ -117,26 +117,28 @@ def parameter_prices(
     dims: ParallelDims,
     zero: ZeroStage,
     traffic: ReplicaTraffic,
-    per_rank: int,
+    per_rank: ParameterCount,
     step: Seconds,
     byte_s: Seconds,
     settings: CostSettings,
 ) -> ParameterPrices:
     """What one dense and one expert parameter cost in a grid, with ``per_rank`` of them on a rank.
 
-    ``step`` is the optimizer's time for one parameter, ``byte_s`` the memory's for one byte.
+    ``step`` is the optimizer's time for one parameter, ``byte_s`` the memory's for one byte. Frozen
+    weights travel under ZeRO-3 alone.
     """
     dense, expert = replicas(dims)
+    sent = per_rank if zero >= ZeroStage.WEIGHTS else per_rank.trained
     divided = divides_states(zero, settings)
     stored, whole = stored_bytes(dims, zero, settings)
     return ParameterPrices(
         traffic=traffic,
-        first_bucket=min(1.0, traffic.bucket_parameters / max(1, per_rank)),
+        first_bucket=min(1.0, traffic.bucket_parameters / max(1, sent.total)),
         stored=stored,
         whole=whole,
         dense_step=step / (replicas_of_states(dense, settings) if divided else 1),
         expert_step=step / (replicas_of_states(expert, settings) if divided else 1),
-        held=per_rank,
+        held=per_rank.total,
         byte_s=byte_s,
     )
 
@@ -146,8 +148,6 @@ def optimizer_step(
 ) -> Seconds:
     """Time of an optimizer step for one parameter: measured, else that of its memory traffic."""
     moved = settings.traits.optimizer_offload_fraction
-    if settings.traits.frozen_weights:
-        return 0.0
     on_host = moved * host_step(accelerator, settings) if moved else 0.0
     measured = None if times is None else times.optimizer_step()
     if measured is not None:
@@ -198,18 +198,15 @@ def replica_cost(
     wait for a pass to begin, the last gradients for it to end (``GradReducePipeline.reset``). What
     is in no layer it gathers once a step.
     """
-    reduce, summed, gather = prices.traffic.of_unit(kind, count)
-    if settings.traits.frozen_weights:
-        reduce = summed = 0.0
+    trained, is_frozen = count.trained, count.frozen.total > 0
+    reduce, summed, gather = prices.traffic.of_unit(kind, trained)
     fetch = sent = 0.0
     copies = (0.0, 0.0)
     if zero >= ZeroStage.GRADIENTS and not prices.whole:
         sent, reduce = reduce, 0.0
-        copies = _copied_bytes(kind, zero, settings)
+        copies = _copied_bytes(kind, zero, settings, is_frozen=is_frozen)
         if zero >= ZeroStage.WEIGHTS and (_in_layer(kind) or settings.traits.torch_fsdp2):
-            fetch, gather = gather, 0.0
-    if settings.traits.frozen_weights:
-        gather = 0.0
+            fetch, gather = prices.traffic.of_unit(kind, count).gather, 0.0
     reduce += summed
     copy_s = prices.byte_s * count.total
     static = prices.stored.of_unit(kind, count)
@@ -222,12 +219,19 @@ def replica_cost(
         exposed_backward_s=prices.first_bucket * (fetch + sent) + copies[1] * copy_s,
         gather_unhidden=to_ticks(prices.first_bucket * gather),
         reduce_unhidden=to_ticks(prices.first_bucket * reduce),
-        optimizer=to_ticks(count.dense * prices.dense_step + count.expert * prices.expert_step),
+        optimizer=to_ticks(trained.dense * prices.dense_step + trained.expert * prices.expert_step),
         static=static,
         static_bytes=int(static.total),
         unsharded_bytes=0
         if prices.whole
-        else unsharded_bytes(count.total, zero, settings, prices.held, in_layer=_in_layer(kind)),
+        else unsharded_bytes(
+            count.total,
+            zero,
+            settings,
+            prices.held,
+            in_layer=_in_layer(kind),
+            frozen=is_frozen,
+        ),
     )
 
 
@@ -236,7 +240,9 @@ def _in_layer(kind: LayerKind) -> bool:
     return kind.is_layer or kind is LayerKind.MTP
 
 
-def _copied_bytes(kind: LayerKind, zero: ZeroStage, settings: CostSettings) -> tuple[float, float]:
+def _copied_bytes(
+    kind: LayerKind, zero: ZeroStage, settings: CostSettings, *, is_frozen: bool
+) -> tuple[float, float]:
     """Bytes that sharding reads and writes for a parameter in a pass forward and one backward.
 
     Gradients go from where a product leaves them to the buffer that is reduced, as accumulation is
@@ -245,7 +251,7 @@ def _copied_bytes(kind: LayerKind, zero: ZeroStage, settings: CostSettings) -> t
     """
     traits, is_layer = settings.traits, _in_layer(kind)
     forward, backward = 0.0, float(traits.params_bytes + traits.gradient_bytes)
-    if traits.frozen_weights:
+    if is_frozen:
         backward = 0.0
     if zero >= ZeroStage.WEIGHTS and is_layer:
         if traits.torch_fsdp2:

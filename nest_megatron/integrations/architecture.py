@@ -53,13 +53,6 @@ def refuse_unplannable(config: Any, *wrappers: Any) -> None:
             raise unplannable(f"model.{name}", None, "its layers are not megatron-core's")
 
 
-def refuse_adapters(adapters: Any, where: str) -> None:
-    """Raise where a job's field states adapters that train beside frozen weights (LoRA)."""
-    if adapters is not None:
-        lacking = "weights that are not trained are not supported"
-        raise unplannable(where, class_names(adapters)[0], lacking)
-
-
 def unplannable(what: str, value: object, lacking: str) -> UnplannableModelError:
     """The error for a model that this planner does not support."""
     fix = "Launch this job without nest."

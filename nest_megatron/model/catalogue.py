@@ -22,6 +22,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 _MAY_BE_ZERO = ("mtp_num_layers", "hidden_dropout", "attention_dropout")
 _AT_MOST_ONE = ("rotary_percent", "hidden_dropout", "attention_dropout")
+#: What the settings ``peft.*`` say.
+_NO_KEY = "adapters"
 _SOURCE = Source(
     correct="Correct the model's description.", add="Add {name} to the model's description."
 )
@@ -29,7 +31,7 @@ _SOURCE = Source(
 
 def known_keys() -> tuple[str, ...]:
     """Fields of ``TransformerSpec``, the pattern of expert layers as ``moe_layer_freq``."""
-    names = (field.name for field in dataclasses.fields(TransformerSpec))
+    names = (field.name for field in dataclasses.fields(TransformerSpec) if field.name != _NO_KEY)
     return tuple("moe_layer_freq" if name == "moe_layer_pattern" else name for name in names)
 
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from nest_megatron.model.graph import Part
 from nest_megatron.model.layer_pattern import HYBRID_SYMBOLS, LayerBlock, LayerKind
+from nest_megatron.model.operators import adapted_products, block_graph
+from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.model.variant import Bias, NormParameters, NormPlacement
 
@@ -24,13 +27,36 @@ class ParameterCount:
     Args:
         dense: those replicated over the dense data-parallel group.
         expert: those of routed experts, replicated over the expert data-parallel group.
+        frozen_dense, frozen_expert: those of them that are not trained.
     """
 
     dense: int = 0
     expert: int = 0
+    frozen_dense: int = 0
+    frozen_expert: int = 0
 
     def __add__(self, other: ParameterCount) -> ParameterCount:
-        return ParameterCount(self.dense + other.dense, self.expert + other.expert)
+        return ParameterCount(
+            self.dense + other.dense,
+            self.expert + other.expert,
+            self.frozen_dense + other.frozen_dense,
+            self.frozen_expert + other.frozen_expert,
+        )
+
+    def over(self, count: int) -> ParameterCount:
+        """The mean of so many parts, rounded down."""
+        each = (self.dense, self.expert, self.frozen_dense, self.frozen_expert)
+        return ParameterCount(*(number // count for number in each))
+
+    @property
+    def trained(self) -> ParameterCount:
+        """Those that have gradients and optimizer states."""
+        return ParameterCount(self.dense - self.frozen_dense, self.expert - self.frozen_expert)
+
+    @property
+    def frozen(self) -> ParameterCount:
+        """Those that have none."""
+        return ParameterCount(self.frozen_dense, self.frozen_expert)
 
     @property
     def total(self) -> int:
@@ -268,7 +294,33 @@ def unit_parameters(
     counts = [by_kind[kind] for kind in kinds]
     if _norm_is_of_last_layer(spec):
         counts[spec.num_layers] += ParameterCount(_norm(spec, spec.hidden_size))
-    return tuple(counts)
+    if spec.adapters is None:
+        return tuple(counts)
+    added = {kind: _adapter_parameters(spec, kind, tp, ep, etp) for kind in by_kind}
+    return tuple(
+        added[kind] + ParameterCount(count.dense, count.expert, count.dense, count.expert)
+        for kind, count in zip(kinds, counts, strict=True)
+    )
+
+
+def _adapter_parameters(
+    spec: TransformerSpec, kind: LayerKind, tp: int, ep: int, etp: int
+) -> ParameterCount:
+    """Adapters of a unit, by the products beside which they run.
+
+    Experts of a rank share theirs (``ParallelLinearAdapter`` wraps the grouped product).
+    """
+    assert spec.adapters is not None
+    shard = LayerShard(
+        tensor_model_parallel_size=tp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+    counts = {False: 0, True: 0}
+    for block in spec.unit_blocks(kind):
+        for each in adapted_products(block_graph(spec, block, shard), spec, shard):
+            counts[each.operator.part is Part.EXPERTS] += each.parameters(spec.adapters)
+    return ParameterCount(counts[False], counts[True])
 
 
 def total_parameters(spec: TransformerSpec) -> int:

@@ -17,8 +17,8 @@ class LayerShard:
         loss_bytes: memory of one logit while the cross entropy is worked out, forward or back.
         activation_bytes: width of activations and of the weights beside them.
         saved_input_bytes: width of the input that a GEMM inside a layer saves for its weight's
-            gradient; ``None`` is that of activations. Transformer Engine keeps it in fp8 where the
-            GEMM runs in fp8.
+            gradient; ``None`` is that of activations, 0 where weights are frozen. Transformer
+            Engine keeps it in fp8 where the GEMM runs in fp8.
         fused_activation: a gated activation keeps its input alone.
         loss_chunk_tokens: tokens whose logits exist at once; 0 is all of a micro batch.
         attended_tokens: tokens of the sequence that a token stands in, on average, where sequences
@@ -47,7 +47,8 @@ class LayerShard:
     @property
     def input_bytes(self) -> float:
         """Bytes that a GEMM keeps of an element of its input."""
-        return self.saved_input_bytes or self.activation_bytes
+        width = self.saved_input_bytes
+        return self.activation_bytes if width is None else width
 
     @property
     def cast_bytes(self) -> float:

@@ -7,6 +7,7 @@ import functools
 from dataclasses import dataclass
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.adapters import EXPERTS, Adapters, PeftScheme
 from nest_megatron.model.layer_pattern import (
     MAX_LAYERS,
     LayerBlock,
@@ -82,6 +83,7 @@ class TransformerSpec:
         moe_shared_expert_gate: a sigmoid gate on what the shared experts put out.
         moe_latent_size: width of the tokens that routed experts see, if not the hidden size.
         variant: what Megatron-LM's own layers do not have.
+        adapters: what is trained where all other weights are frozen; ``None``: all weights are.
         source: where the figures come from.
 
     Raises:
@@ -161,6 +163,8 @@ class TransformerSpec:
     # Multi-token prediction
     mtp_num_layers: int | None = None
     variant: ModelVariant = added(ModelVariant())
+    # Fine-tuning
+    adapters: Adapters | None = added(None)
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -177,6 +181,7 @@ class TransformerSpec:
         self._check_stacks()
         self._check_pattern()
         self._check_experts()
+        self._check_adapters()
         self.layer_kinds()
 
     def _check_stacks(self) -> None:
@@ -252,6 +257,16 @@ class TransformerSpec:
             limit = f"it must lie between 1 and num_experts ({self.num_experts})"
             fix = "Use the number of experts that each token visits."
             raise self._wrong("moe_router_topk", limit, fix)
+
+    def _check_adapters(self) -> None:
+        if self.adapters is None or not self.is_moe or self.adapters.scheme is not PeftScheme.DORA:
+            return
+        for path in EXPERTS:
+            if self.adapters.adapts(path, self.num_layers):
+                limit = f"DoRA takes the norm of one weight, and {path} has one for each expert"
+                what, fix = "peft.target_modules", "Name linear_qkv and linear_proj alone."
+                value = " ".join(self.adapters.target_modules)
+                raise UserInputError(what, value=value, limit=limit, fix=fix)
 
     def _wrong(
         self, field: str, limit: str, fix: str = "Correct the model's description."

@@ -210,6 +210,14 @@ DEGREE_RULES: tuple[Rule, ...] = (
         fix="Use a divisor.",
     ),
     rule(
+        "adapters_over_tp",
+        "megatron.bridge.peft.utils.ParallelLinearAdapter (at build)",
+        lambda job: rules.divides_adapters(job.spec, job.dims.tensor_model_parallel_size),
+        what="tensor_model_parallel_size",
+        limit="it must divide the rank of the adapters",
+        fix="Use a divisor, or another peft.dim.",
+    ),
+    rule(
         "experts_over_ep",
         "args:1025, tc experts",
         lambda job: rules.divides_experts(job.spec, *_expert_degrees(job)),

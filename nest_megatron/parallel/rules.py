@@ -147,6 +147,13 @@ def cuts_anywhere(spec: TransformerSpec, version: str) -> bool:
     return not (spec.hybrid_layer_pattern and version.startswith("0.16"))
 
 
+def divides_adapters(spec: TransformerSpec, tp: int, etp: int = 1) -> bool:
+    """The rank of adapters splits over tp, and over etp where experts have some."""
+    if spec.adapters is None:
+        return True
+    return spec.adapters.dim % tp == 0 and spec.adapters.dim % etp == 0
+
+
 def divides_experts(spec: TransformerSpec, ep: int, etp: int) -> bool:
     """Experts split over ep, and each expert's MLP over etp; dense models have neither."""
     if spec.num_experts is None:

@@ -80,6 +80,9 @@ class GridSpace:
             if not (rules.divides_heads(spec, tp) and rules.divides_dense_mlp(spec, tp)):
                 self.illegal["tensor_model_parallel_size divides heads and MLP"] += 1
                 continue
+            if not rules.divides_adapters(spec, tp):
+                self.illegal["tensor_model_parallel_size divides the rank of adapters"] += 1
+                continue
             for cp in self._values("context_parallel_size", world // tp):
                 if not rules.allows_context_parallel(spec, cp, fused=fused):
                     self.illegal["model's attention allows context parallelism"] += 1
@@ -97,7 +100,8 @@ class GridSpace:
             return
         for ep in self._values("expert_model_parallel_size", spec.num_experts):
             for etp in self._values("expert_tensor_parallel_size", world):
-                if not rules.divides_experts(spec, ep, etp) or world % (ep * etp):
+                divides = rules.divides_experts(spec, ep, etp)
+                if not (divides and rules.divides_adapters(spec, tp, etp)) or world % (ep * etp):
                     self.illegal["expert degrees divide the experts and the ranks"] += 1
                 elif not rules.allows_expert_bias(spec, etp):
                     self.illegal["experts with a bias are not split"] += 1

@@ -177,14 +177,16 @@ class MemoryBounds:
     def _sum_states(self, dims: ParallelDims, zero: ZeroStage) -> _States:
         settings, (_, distinct, count) = self.model.settings, self.model.structure(dims)
         each, stays = stored_bytes(dims, zero, settings)
-        total = count.dense * each.least_dense + count.expert * each.expert.total
+        total = each.least(count)
         on_rank = count.total // dims.pipeline_model_parallel_size
         units, unsharded = [], []
         for kind in self._kinds:
             own = [c for k, c in distinct if k is kind]
             units.append(min(each.of_unit(kind, c).total for c in own))
             gathered = functools.partial(unsharded_bytes, in_layer=kind not in _OUTSIDE_LAYERS)
-            least = min(gathered(c.total, zero, settings, on_rank) for c in own)
+            least = min(
+                gathered(c.total, zero, settings, on_rank, frozen=c.frozen.total > 0) for c in own
+            )
             unsharded.append(0 if stays else least)
         return _States(
             mean=total / dims.pipeline_model_parallel_size - self._num_units,

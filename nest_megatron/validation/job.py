@@ -26,6 +26,7 @@ from nest_megatron.parallel.recompute import (
     selective_recompute,
 )
 from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.validation.finetuning import fine_tuning
 from nest_megatron.validation.frameworks import rule_of
 from nest_megatron.validation.machines import machine_of
 from nest_megatron.validation.models import ModelBook
@@ -80,14 +81,16 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
     Raises:
         RefusedRowError: with the reason, if the row says too little or something impossible.
     """
-    match = book.spec(row)
+    match, tuned = book.spec(row), fine_tuning(row)
+    spec = dataclasses.replace(match.spec, adapters=tuned.adapters)
+    row = {**row, **tuned.columns}
     gpus = whole(row, "n_gpus")
     if not gpus:
         raise RefusedRowError("number of GPUs not stated")
     rule = rule_of(row.get("framework", ""), row.get("gpu", ""))
     recipe = NO_SETTINGS if as_planned else settings_of(row)
-    words = {} if as_planned else stated_in(row, WORDS)
-    stated = {**recipe.flags, **stated_in(row, FORMATS), **words}
+    words = {} if as_planned else {**tuned.words, **stated_in(row, WORDS)}
+    stated = {**recipe.flags, **tuned.formats, **stated_in(row, FORMATS), **words}
     fused = rule.target.flags(row.get("gpu", ""), Precision.BF16).get("attention_backend")
     machine = machine_of(
         row.get("gpu", ""),
@@ -97,35 +100,36 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
         flash_attention=fused != "unfused",
     )
     precision, name = _precision(row, machine.cluster), machine.cluster.accelerator.name
-    defaults = rule.target.flags(name, precision, has_experts=match.spec.is_moe)
+    defaults = rule.target.flags(name, precision, has_experts=spec.is_moe)
     flags = {**defaults, **stated}
     notes = [*match.assumptions, *machine.assumptions, f"defaults of {rule.target.name}"]
+    notes += [tuned.assumption] if tuned.assumption else []
     try:
-        dims = _dims(row, match.spec, gpus, flags, notes)
+        dims = _dims(row, spec, gpus, flags, notes)
         grid = _grid(row, dims, flags, notes, split=rule.splits_local_batch)
         if as_planned:
-            grids = tuple(planned_grids(row, match.spec, grid, precision))
+            grids = tuple(planned_grids(row, spec, grid, precision))
         else:
-            grids = tuple(possible_grids(row, match.spec, grid, {**defaults, **words}, recipe))
+            grids = tuple(possible_grids(row, spec, grid, {**defaults, **words}, recipe))
     except UserInputError as error:
         raise RefusedRowError("layout is impossible", str(error)) from error
     settings = rule.target.settings(
         name,
         precision,
         stated,
-        has_experts=match.spec.is_moe,
+        has_experts=spec.is_moe,
         **rule.kernels(name),
         **stated_in(row, TRAITS),
     )
     return RowJob(
-        spec=match.spec,
+        spec=spec,
         cluster=machine.cluster,
         grids=grids,
         settings=settings,
         target=rule.target,
         flags=flags,
         assumptions=tuple(notes),
-        partition=partition_of(row, match.spec, grid.dims) if recipe.certain else None,
+        partition=partition_of(row, spec, grid.dims) if recipe.certain else None,
         pipeline_runs=_pipeline_runs(row, grid) if rule.splits_local_batch else 1,
     )
 

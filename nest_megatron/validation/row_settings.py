@@ -267,7 +267,7 @@ TRAITS: tuple[Said, ...] = (
     (
         "task model",
         r"lora",
-        {"frozen_weights": True, "fp8_weights": True, "fp8_transpose_cache": False},
+        {"fp8_weights": True, "fp8_transpose_cache": False},
     ),
     ("recompute", r"^full.*offload", {"offloads_layer_inputs": True}),
 )

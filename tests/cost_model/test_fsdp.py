@@ -46,7 +46,8 @@ def test_flags_limit_what_is_whole() -> None:
         0.2 * (1 + 1) * 2 + 0.2 * (1 + 2) * 4
     )
     assert whole(BILLION, torch_fsdp2=True) == 2 * 2 + 4
-    assert whole(BILLION, frozen_weights=True) == 2 * 2
+    frozen = unsharded_bytes(BILLION, ZeroStage.WEIGHTS, settings(), frozen=True)
+    assert frozen == 2 * 2 * BILLION
 
 
 def test_zero_2_keeps_weights_and_has_whole_gradients() -> None:

@@ -32,7 +32,6 @@ from tests import catalogue
 TRAITS = {
     "as Megatron is": ExecutionTraits(),
     "two optimizer instances": ExecutionTraits(optimizer_instances=2),
-    "LoRA": ExecutionTraits(frozen_weights=True),
     "16-bit gradients": ExecutionTraits(gradient_bytes=2),
     "fp8 weights": ExecutionTraits(fp8_weights=True, fp8_gather=True),
     "Muon": ExecutionTraits(matrix_optimizer_bytes=8.0, layer_wise_optimizer=True),
@@ -92,7 +91,6 @@ def test_the_report_says_what_the_search_charged(
         ({"gradient_bytes": 2}, "bf16", (2, 2, 12 / 8)),
         ({"optimizer_instances": 4}, "bf16", (2, 4, 12 / 2)),
         ({"matrix_optimizer_bytes": 8.0}, "bf16", (2, 4, 8 / 8)),
-        ({"frozen_weights": True}, "bf16", (2, 0, 0)),
         ({"params_bytes": 4, "optimizer_bytes": 8.0}, "fp32", (4, 4, 8 / 8)),
         ({}, "fp8", (2 + 2, 4, 12 / 8)),
         ({"fp8_weights": True}, "fp8", (1 + 1, 4, 12 / 8)),

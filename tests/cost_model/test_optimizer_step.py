@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.cost_model.unit_cost import optimizer_step
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.parallel.dims import ParallelDims
@@ -62,11 +59,6 @@ def test_what_was_measured_here_wins_over_what_was_imported() -> None:
     )
     assert both.optimizer_step() == pytest.approx(1e-9)
     assert times(there, imported=True).optimizer_step() == pytest.approx(5e-9)
-
-
-def test_adapters_alone_have_no_step() -> None:
-    frozen = dataclasses.replace(SETTINGS, traits=ExecutionTraits(frozen_weights=True))
-    assert optimizer_step(CLUSTER.accelerator, frozen, times(timing())) == 0.0
 
 
 def test_a_plan_takes_the_timed_step_and_zero_divides_it() -> None:

@@ -14,7 +14,7 @@ from nest_megatron.config.job import Job
 from nest_megatron.cost_model.target_defaults import BRIDGE_0_3, BRIDGE_2026
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.architecture import refuse_adapters, refuse_unplannable
+from nest_megatron.integrations.architecture import refuse_unplannable
 from nest_megatron.integrations.execution_fields import BRIDGE_LACKS_LEVELS, ExecutionPlaces
 from nest_megatron.integrations.fields import (
     ABSENT,
@@ -24,6 +24,7 @@ from nest_megatron.integrations.fields import (
     value_or,
     whole,
 )
+from nest_megatron.integrations.peft import with_adapters
 from nest_megatron.integrations.recipe import (
     DEGREES,
     RECOMPUTE,
@@ -136,11 +137,11 @@ def read_spec(cfg: Any, vocab_size: int | None) -> TransformerSpec:
         fix="Give what a recipe such as llama3_8b_pretrain_config() returns.",
     )
     refuse_unplannable(cfg.model)
-    refuse_adapters(value_or(cfg, "peft", None), "cfg.peft")
     rows, is_padded = _vocabulary(cfg, vocab_size)
-    return spec_from_transformer_config(
+    spec = spec_from_transformer_config(
         cfg.model, seq_length=_seq_length(cfg), vocab_size=rows, vocab_is_padded=is_padded
     )
+    return with_adapters(spec, value_or(cfg, "peft", None), "cfg.peft", cfg.model)
 
 
 def ranks(environment: Mapping[str, str]) -> int | None:

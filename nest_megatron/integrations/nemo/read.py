@@ -11,7 +11,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.config.job import Job
 from nest_megatron.cost_model.target_defaults import NEMO, NEMO_LACKS
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.architecture import refuse_adapters, refuse_unplannable
+from nest_megatron.integrations.architecture import refuse_unplannable
 from nest_megatron.integrations.execution_fields import NEMO_LACKS_CALLBACK, ExecutionPlaces
 from nest_megatron.integrations.fields import (
     ABSENT,
@@ -22,6 +22,7 @@ from nest_megatron.integrations.fields import (
     value_or,
     whole,
 )
+from nest_megatron.integrations.peft import with_adapters
 from nest_megatron.integrations.recipe import (
     DEGREES,
     RECOMPUTE,
@@ -157,6 +158,9 @@ def read_spec(recipe: Any, vocab_size: int | None) -> tuple[TransformerSpec, tup
     if spec.decoder_seq_length is not None:
         decoder = value_or(recipe.data, "seq_length_dec", spec.decoder_seq_length)
         spec = dataclasses.replace(spec, decoder_seq_length=decoder)
+    for name in ("peft", "model_transform"):
+        if (peft := value_or(recipe, name, None)) is not None:
+            return with_adapters(spec, peft, f"recipe.{name}", recipe.model.config), notes
     return spec, notes
 
 
@@ -199,8 +203,6 @@ def _require_recipe(recipe: Any) -> None:
         limit = "only MegatronStrategy lays a model out over ranks"
         fix = "Launch this job without nest."
         raise UserInputError("trainer.strategy", value=strategy[0], limit=limit, fix=fix)
-    for name in ("peft", "model_transform"):
-        refuse_adapters(value_or(recipe, name, None), f"recipe.{name}")
 
 
 def _vocabulary(recipe: Any, given: int | None) -> tuple[int, bool, tuple[str, ...]]:

@@ -8,10 +8,12 @@ activation functions keep their input only, dropout keeps one byte for each elem
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 from nest_megatron.model.graph import LayerGraph
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
+from nest_megatron.model.operators.adapters import adapted, adapted_products
 from nest_megatron.model.operators.attention import attention_graph
 from nest_megatron.model.operators.common import ACT
 from nest_megatron.model.operators.cross_attention import cross_attention_graph
@@ -21,7 +23,7 @@ from nest_megatron.model.operators.mamba import mamba_graph
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 
-__all__ = ["ACT", "block_graph", "layer_graph"]
+__all__ = ["ACT", "adapted_products", "block_graph", "layer_graph"]
 
 _GRAPHS: Mapping[LayerBlock, Callable[[TransformerSpec, LayerShard], LayerGraph]] = {
     LayerBlock.MAMBA: mamba_graph,
@@ -38,6 +40,13 @@ _GRAPHS: Mapping[LayerBlock, Callable[[TransformerSpec, LayerShard], LayerGraph]
 
 def block_graph(spec: TransformerSpec, block: LayerBlock, shard: LayerShard) -> LayerGraph:
     """The work of a block in closed form."""
+    if spec.adapters is None:
+        return _trained_graph(spec, block, shard)
+    graph = _trained_graph(spec, block, dataclasses.replace(shard, saved_input_bytes=0.0))
+    return adapted(graph, spec, shard, block)
+
+
+def _trained_graph(spec: TransformerSpec, block: LayerBlock, shard: LayerShard) -> LayerGraph:
     if block in _GRAPHS:
         return _GRAPHS[block](spec, shard)
     return attention_graph(spec.decoder, shard, block)

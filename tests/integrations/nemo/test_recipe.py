@@ -16,7 +16,9 @@ from nest_megatron.integrations.nemo import (
     read_recipe,
     require_language_models,
 )
+from nest_megatron.model.adapters import Adapters
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.recompute import RecomputeGranularity
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.report.failure import NothingFitsError
 from tests import catalogue
@@ -185,10 +187,49 @@ def test_what_cannot_be_planned_is_refused_by_name(kind: str, lacking: str) -> N
         read_recipe(recipe)
 
 
-def test_adapters_that_train_few_weights_are_refused() -> None:
+def test_other_schemes_of_fine_tuning_are_refused() -> None:
     recipe = llama()
     recipe.peft = SimpleNamespace()
-    with pytest.raises(UnplannableModelError, match="not trained"):
+    with pytest.raises(UnplannableModelError, match="LoRA, DoRA, CanonicalLoRA are supported"):
+        read_recipe(recipe)
+
+
+def lora(**fields: Any) -> Any:
+    return type("LoRA", (SimpleNamespace,), {})(target_modules=["linear_qkv"], dim=8, **fields)
+
+
+@pytest.mark.parametrize("name", ["peft", "model_transform"])
+def test_adapters_are_planned_beside_frozen_weights(name: str) -> None:
+    recipe = llama()
+    setattr(recipe, name, lora(alpha=16))
+    adapters = Adapters(target_modules=("linear_qkv",), dim=8)
+    assert read_recipe(recipe).spec.adapters == adapters
+    plan, _ = auto_recipe(recipe, cluster="dgx_h100", free=["all"])
+    assert plan.model.adapters == adapters
+    kept = [stage.memory_bytes["optimizer"] for stage in plan.predicted.stages]
+    assert 0 < max(kept) < 1e9
+    assert plan.recompute.granularity is not RecomputeGranularity.FULL  # NeMo loses gradients
+    recipe.model.config.recompute_granularity = "full"
+    recipe.model.config.recompute_method = "uniform"
+    recipe.model.config.recompute_num_layers = 1
+    with pytest.raises(UserInputError, match="gradients of adapters"):
+        auto_recipe(recipe, cluster="dgx_h100")
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"exclude_modules": ["linear_proj"]}, "exclude_modules"),
+        ({"lora_dtype": "float32"}, "lora_dtype"),
+        ({"dropout_recompute": True}, "dropout_recompute"),
+    ],
+)
+def test_what_is_not_known_of_adapters_is_refused_by_name(
+    fields: dict[str, Any], match: str
+) -> None:
+    recipe = llama()
+    recipe.peft = lora(**fields)
+    with pytest.raises(UnplannableModelError, match=match):
         read_recipe(recipe)
 
 

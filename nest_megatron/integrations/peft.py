@@ -1,0 +1,84 @@
+"""The adapters of a recipe of NeMo or Megatron-Bridge, from the object that would make them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.architecture import unplannable
+from nest_megatron.integrations.fields import ABSENT, attribute, class_names, shown, value_or
+from nest_megatron.model.adapters import EXPERTS, Adapters, PeftScheme
+from nest_megatron.model.spec import TransformerSpec
+
+_SCHEMES = {
+    "LoRA": PeftScheme.LORA,
+    "DoRA": PeftScheme.DORA,
+    "CanonicalLoRA": PeftScheme.CANONICAL_LORA,
+}
+_READ = tuple(field.name for field in dataclasses.fields(Adapters) if field.name != "scheme")
+#: Fields that change neither time nor memory: scaling, first values, what is derived, what a
+#: checkpoint holds.
+_NO_EFFECT = (
+    *("alpha", "lora_A_init_method", "lora_B_init_method", "canonical_mapping", "params_to_save"),
+)
+
+
+def with_adapters(spec: TransformerSpec, peft: Any, where: str, config: Any) -> TransformerSpec:
+    """The model with what a job's ``peft`` trains; raises as ``read_adapters`` does.
+
+    Args:
+        config: of the model: without grouped products each expert would have adapters of its own.
+    """
+    spec = dataclasses.replace(spec, adapters=read_adapters(peft, where))
+    grouped = value_or(config, "moe_grouped_gemm", False)
+    if spec.adapters is None or not spec.is_moe or grouped:
+        return spec
+    for path in EXPERTS:
+        if spec.adapters.adapts(path, spec.num_layers):
+            limit = f"without it every expert has an adapter of its own on {path}, not priced here"
+            fix = f"Set it, or leave {path.rpartition('.')[2]} out of {where}.target_modules."
+            raise UserInputError("model.moe_grouped_gemm", value=grouped, limit=limit, fix=fix)
+    return spec
+
+
+def read_adapters(peft: Any, where: str) -> Adapters | None:
+    """What a job's ``peft`` adapts; ``None`` where it trains all weights.
+
+    Args:
+        peft: ``LoRA``, ``DoRA`` or ``CanonicalLoRA`` of ``nemo.collections.llm.peft`` or
+            ``megatron.bridge.peft``, built or a Fiddle ``Config``.
+        where: what messages call it.
+
+    Raises:
+        UnplannableModelError: for another scheme, or a field whose effect is not known.
+        UserInputError: for what cannot be priced, naming the field.
+    """
+    if peft is None:
+        return None
+    name = class_names(peft)[0]
+    if name not in _SCHEMES:
+        lacking = f"of fine-tuning schemes {', '.join(_SCHEMES)} are supported"
+        raise unplannable(where, name, lacking)
+    for field, value in _set_fields(peft):
+        if field not in (*_READ, *_NO_EFFECT):
+            lacking = "what this field does to time and memory is not known here"
+            raise unplannable(f"{where}.{field}", shown(value), lacking)
+    stated = {field: attribute(peft, field) for field in _READ}
+    given = {field: value for field, value in stated.items() if value not in (ABSENT, None)}
+    if not (targets := tuple(given.pop("target_modules", ()))):
+        limit, fix = "adapters on all but some modules are not priced", "Name target_modules."
+        raise UserInputError(f"{where}.target_modules", value=list(targets), limit=limit, fix=fix)
+    return Adapters(scheme=_SCHEMES[name], target_modules=targets, **given)
+
+
+def _set_fields(peft: Any) -> Iterator[tuple[str, Any]]:
+    """Fields that are set, and not empty or off."""
+    kind = getattr(peft, "__fn_or_cls__", type(peft))
+    own = getattr(kind, "__dataclass_fields__", {})
+    set_here = getattr(peft, "__arguments__", None) or getattr(peft, "__dict__", {})
+    for name in dict.fromkeys((*own, *set_here)):
+        value = attribute(peft, name)
+        if not name.startswith("_") and value is not ABSENT and value:
+            yield name, value
