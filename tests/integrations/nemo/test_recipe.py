@@ -208,12 +208,17 @@ def test_adapters_are_planned_beside_frozen_weights(name: str) -> None:
     assert plan.model.adapters == adapters
     kept = [stage.memory_bytes["optimizer"] for stage in plan.predicted.stages]
     assert 0 < max(kept) < 1e9
-    assert plan.recompute.granularity is not RecomputeGranularity.FULL  # NeMo loses gradients
-    recipe.model.config.recompute_granularity = "full"
-    recipe.model.config.recompute_method = "uniform"
-    recipe.model.config.recompute_num_layers = 1
+    assert plan.parallel.recompute_granularity is not RecomputeGranularity.FULL
+
+
+def test_nemo_would_lose_the_gradients_of_adapters_in_recomputed_layers() -> None:
+    recipe = llama()
+    recipe.peft = lora()
+    full = [f"parallel.recompute_{each}" for each in ("granularity=full", "method=uniform")]
     with pytest.raises(UserInputError, match="gradients of adapters"):
-        auto_recipe(recipe, cluster="dgx_h100")
+        auto_recipe(
+            recipe, cluster="dgx_h100", overrides=[*full, "parallel.recompute_num_layers=1"]
+        )
 
 
 @pytest.mark.parametrize(
