@@ -36,6 +36,7 @@ from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
+from nest_megatron.parallel.device_rules import device_notes, require_recipe
 from nest_megatron.parallel.knobs import KnobConditions, always_on, open_values, unknown_packages
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.planner import PlanRequest
@@ -131,11 +132,12 @@ def request_for(
     lengths = read_lengths(config.train, spec.seq_length, packed=job.packs)
     notes += _length_notes(config, job, lengths)
     settings = read_settings(config, job, name, lengths)
-    is_fp8 = settings.precision is Precision.FP8
+    recipe = settings.traits.fp8_recipe.value if settings.precision.is_quantized else None
+    require_recipe(name, recipe)
     choices = KnobConditions(
         spec=spec,
         accelerator=name,
-        fp8_recipe=settings.traits.fp8_recipe.value if is_fp8 else None,
+        fp8_recipe=recipe if settings.precision is Precision.FP8 else None,
         packages=stated_packages(config, job.packages),
         fixed=fixed_choices(config, job.fixed, freed),
         has_engine=job.transformer_impl != "local",
@@ -151,6 +153,7 @@ def request_for(
         space = dataclasses.replace(
             space, execution=always_on(execution, choices), executions=open_values(choices)
         )
+    notes += device_notes(name, recipe, space.execution)
     times = _times(config, job, cluster, settings, prefix=prefix, versions=versions)
     search = config.search
     require_at_least("search.num_alternatives", search.num_alternatives, 0, "Give the runners-up.")

@@ -22,6 +22,7 @@ from nest_megatron.model.execution import (
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.names import Name
+from nest_megatron.parallel.device_rules import closed_on
 
 #: Fields of ``Execution`` that packed sequences leave no room for. The schedule of two micro
 #: batches is not told where sequences begin (``forward_step`` of ``pretrain_gpt.py`` and of
@@ -313,6 +314,10 @@ _WITHOUT_BUFFERS = ("blockwise", "mxfp8")
 
 
 def _runs_on(backend: object, conditions: KnobConditions) -> bool:
+    if isinstance(backend, FlexBackend) and (
+        "moe_flex_dispatcher_backend" in closed_on(conditions.accelerator)
+    ):
+        return False
     deepep = backend is FlexBackend.DEEPEP
     return not (deepep and _SPANNING_DEVICE.match(conditions.accelerator))
 
@@ -336,6 +341,7 @@ def _is_open(knob: Knob, conditions: KnobConditions) -> bool:
         conditions.has_engine
         and (conditions.can_state is None or knob.name in conditions.can_state)
         and knob.name not in conditions.closed
+        and knob.name not in closed_on(conditions.accelerator)
         and knob.choice not in conditions.fixed
         and not missing.get(knob.name, False)
         and (spec.is_moe or not knob.of_experts)
