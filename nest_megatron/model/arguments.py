@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nest_megatron.model.layer_pattern import moe_layer_pattern
+from nest_megatron.errors import UnplannableModelError
+from nest_megatron.model.layer_pattern import moe_layer_pattern, read_frequency
 from nest_megatron.model.spec import TransformerSpec
 
 #: Megatron's defaults where a ``TransformerSpec`` has others.
@@ -46,8 +47,9 @@ SAME_NAMES = (
     "qk_pos_emb_head_dim",
     "v_head_dim",
 )
-#: Sizes of Mamba layers, and of gated delta nets; ``None`` is Megatron's default.
+#: Sizes of Mamba layers and gated delta nets, gates; ``None`` is Megatron's default.
 LINEAR_NAMES = (
+    "attention_output_gate",
     "mamba_state_dim",
     "mamba_head_dim",
     "mamba_num_groups",
@@ -64,6 +66,8 @@ EXPERT_NAMES = (
     "moe_router_topk",
     "moe_shared_expert_intermediate_size",
     "moe_router_enable_expert_bias",
+    "moe_shared_expert_gate",
+    "moe_latent_size",
 )
 
 
@@ -92,6 +96,7 @@ def spec_from_arguments(
         "apply_layernorm_1p": bool(centered),
         "mtp_num_layers": values.get("mtp_num_layers") or None,
         **_window(values, spelled),
+        **_variant(values, spelled),
     }
     hybrid = fields.get("hybrid_layer_pattern")
     if values.get("group_query_attention"):
@@ -105,6 +110,31 @@ def spec_from_arguments(
     return TransformerSpec(**{**found, **fields})
 
 
+def _variant(values: Mapping[str, Any], spelled: Callable[[str], str]) -> dict[str, Any]:
+    """Layers of linear attention (0.20 spells the variant ``gdn``), and those without rotation."""
+    variant = values.get("experimental_attention_variant")
+    found: dict[str, Any] = {}
+    if variant:
+        if str(variant) not in _VARIANTS:
+            limit = f"of the variants {', '.join(_VARIANTS)} are supported"
+            what, fix = spelled("experimental_attention_variant"), "Launch this job without nest."
+            raise UnplannableModelError(what, value=variant, limit=limit, fix=fix)
+        found["experimental_attention_variant"] = _VARIANTS[str(variant)]
+        found["linear_attention_freq"] = _frequency(values.get("linear_attention_freq"))
+    if values.get("no_rope_freq"):
+        found["no_rope_freq"] = _frequency(values["no_rope_freq"])
+    return found
+
+
+_VARIANTS = {"gated_delta_net": "gated_delta_net", "gdn": "gated_delta_net"}
+
+
+def _frequency(value: Any) -> int | tuple[int, ...] | None:
+    """A period, or one flag for each layer."""
+    value = read_frequency(value) if isinstance(value, str) else value
+    return tuple(value) if isinstance(value, list | tuple) else value
+
+
 def _given(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: values[name] for name in names if values.get(name) is not None}
 
@@ -114,5 +144,4 @@ def _window(values: Mapping[str, Any], spelled: Callable[[str], str]) -> dict[st
     window, skip = values.get("window_size"), values.get("window_attn_skip_freq")
     if not window or window[0] < 0:
         return {}
-    freq = tuple(skip) if isinstance(skip, list) else skip
-    return {"window_size": int(window[0]) + 1, "window_attn_skip_freq": freq}
+    return {"window_size": int(window[0]) + 1, "window_attn_skip_freq": _frequency(skip)}

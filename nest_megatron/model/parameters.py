@@ -99,14 +99,12 @@ def _attention(spec: TransformerSpec, tp: int) -> int:
         return _latent_attention(spec, tp)
     hidden, head_dim = spec.hidden_size, spec.head_dim
     query = spec.num_attention_heads * head_dim
-    joint = (query + 2 * spec.query_groups * head_dim) // tp
+    joint = ((1 + spec.attention_output_gate) * query + 2 * spec.query_groups * head_dim) // tp
     count = _norms_around(spec, of_mlp=False) + hidden * joint + query // tp * hidden
     if spec.add_bias_linear or spec.add_qkv_bias:
         count += joint
     if spec.add_bias_linear or spec.variant.has_bias(Bias.PROJECTION):
         count += hidden
-    if spec.attention_output_gate:
-        count += hidden * query // tp
     count += _qk_norms(spec, tp)
     if spec.softmax_type == "learnable":
         count += spec.num_attention_heads // tp
@@ -158,12 +156,31 @@ def _mamba(spec: TransformerSpec, tp: int) -> int:
     return _norm(spec, hidden) + projections + (CONV_WIDTH + 1) * mixed + 3 * heads + inner
 
 
-def _mlp(spec: TransformerSpec, ffn: int, tp: int) -> int:
-    """Two projections of an MLP of inner size ``ffn`` split over ``tp`` ranks, without a norm."""
+def _gated_delta_net(spec: TransformerSpec, tp: int) -> int:
+    """A gated delta net with its input norm, on one tensor-parallel rank.
+
+    Source: ``megatron.core.ssm.gated_delta_net.GatedDeltaNet``: of each value head there are
+    ``dt_bias`` and ``A_log``, the convolution has no bias, and the output norm is over one head.
+    """
+    hidden, heads = spec.hidden_size, spec.linear_num_value_heads // tp
+    value = heads * spec.linear_value_head_dim
+    mixed = 2 * spec.linear_num_key_heads // tp * spec.linear_key_head_dim + value
+    projections = hidden * (mixed + value + 2 * heads) + value * hidden
+    count = _norm(spec, hidden) + projections + spec.linear_conv_kernel_dim * mixed
+    return count + 2 * heads + _norm(spec, spec.linear_value_head_dim)
+
+
+def _mlp(spec: TransformerSpec, ffn: int, tp: int, width: int | None = None) -> int:
+    """Two projections of an MLP of inner size ``ffn`` split over ``tp`` ranks, without a norm.
+
+    Args:
+        width: of the tokens, if not the hidden size.
+    """
+    hidden = width or spec.hidden_size
     inner = ffn * (2 if spec.gated_linear_unit else 1) // tp
-    count = spec.hidden_size * inner + ffn // tp * spec.hidden_size
+    count = hidden * inner + ffn // tp * hidden
     has_bias = spec.add_bias_linear or spec.variant.has_bias(Bias.MLP)
-    return count + (inner + spec.hidden_size if has_bias else 0)
+    return count + (inner + hidden if has_bias else 0)
 
 
 def _experts(spec: TransformerSpec, tp: int, ep: int, etp: int) -> ParameterCount:
@@ -181,7 +198,11 @@ def _experts(spec: TransformerSpec, tp: int, ep: int, etp: int) -> ParameterCoun
     if spec.moe_shared_expert_intermediate_size:
         dense += _mlp(spec, spec.moe_shared_expert_intermediate_size, tp)
         dense += hidden * spec.moe_shared_expert_gate
-    return ParameterCount(dense, experts // ep * _mlp(spec, spec.expert_ffn_hidden_size, etp))
+    if spec.moe_latent_size:
+        dense += 2 * hidden * spec.routed_size
+        dense += (hidden + spec.routed_size) * spec.add_bias_linear
+    each = _mlp(spec, spec.expert_ffn_hidden_size, etp, spec.routed_size)
+    return ParameterCount(dense, experts // ep * each)
 
 
 def _block_parameters(
@@ -190,6 +211,8 @@ def _block_parameters(
     """One block of a decoder layer."""
     if block is LayerBlock.EXPERTS:
         return _experts(spec, tp, ep, etp)
+    if block is LayerBlock.GATED_DELTA_NET:
+        return ParameterCount(_gated_delta_net(spec, tp))
     if block is LayerBlock.MAMBA:
         return ParameterCount(_mamba(spec, tp))
     if block in (LayerBlock.DENSE, LayerBlock.ENCODER_DENSE):
@@ -353,7 +376,8 @@ def active_parameters(spec: TransformerSpec) -> int:
     units = map(spec.unit_blocks, spec.layer_kinds())
     layers = sum(blocks.count(LayerBlock.EXPERTS) for blocks in units)
     idle = spec.num_experts - spec.moe_router_topk
-    return total - layers * idle * _mlp(spec, spec.expert_ffn_hidden_size, 1)
+    each = _mlp(spec, spec.expert_ffn_hidden_size, 1, spec.routed_size)
+    return total - layers * idle * each
 
 
 def one_layer(spec: TransformerSpec, kind: LayerKind) -> TransformerSpec:

@@ -220,6 +220,9 @@ class TransformerSpec:
             limit = "gated_delta_net needs it, to say which layers are linear"
             fix = "Write for example 4: every fourth layer attends in full."
             raise self._wrong("linear_attention_freq", limit, fix)
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            limit = f"it must be a multiple of linear_num_key_heads ({self.linear_num_key_heads})"
+            raise self._wrong("linear_num_value_heads", limit)
         if variant == "dsa":
             if not self.multi_latent_attention:
                 limit = "experimental_attention_variant dsa works on latent attention"
@@ -288,6 +291,11 @@ class TransformerSpec:
     def expert_ffn_hidden_size(self) -> int:
         """Inner size of one routed expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    @property
+    def routed_size(self) -> int:
+        """Width of the tokens that routed experts see."""
+        return self.moe_latent_size or self.hidden_size
 
     @property
     def is_moe(self) -> bool:

@@ -202,6 +202,22 @@ DEGREE_RULES: tuple[Rule, ...] = (
         fix="Use powers of two no larger than the groups.",
     ),
     rule(
+        "linear_over_tp_and_cp",
+        "tc:964-980",
+        lambda job: rules.divides_linear(
+            job.spec,
+            job.dims.tensor_model_parallel_size,
+            job.dims.context_parallel_size,
+            job.version,
+        ),
+        what="tensor_model_parallel_size, context_parallel_size",
+        value=lambda job: (job.dims.tensor_model_parallel_size, job.dims.context_parallel_size),
+        limit="their product must divide the {linear_num_key_heads} key heads and "
+        "{linear_num_value_heads} value heads of gated delta nets, and 0.16.1 has no context "
+        "parallelism with them",
+        fix="Use smaller sizes.",
+    ),
+    rule(
         "vocab_over_tp",
         "tensor_parallel/utils.py:118 (at build)",
         lambda job: rules.divides_vocab(job.spec, job.dims.tensor_model_parallel_size),

@@ -125,6 +125,14 @@ def divides_dense_mlp(spec: TransformerSpec, tp: int) -> bool:
     )
 
 
+def divides_linear(spec: TransformerSpec, tp: int, cp: int, version: str) -> bool:
+    """Key and value heads of gated delta nets split over tp and cp; 0.16.1 splits no sequence."""
+    if LayerBlock.GATED_DELTA_NET not in spec.blocks:
+        return True
+    whole = spec.linear_num_key_heads % (tp * cp) == spec.linear_num_value_heads % (tp * cp) == 0
+    return whole and (cp == 1 or not version.startswith("0.16"))
+
+
 def divides_mamba(spec: TransformerSpec, tp: int, cp: int) -> bool:
     """Mamba heads and groups split over tp, heads over cp too, which may share a group.
 

@@ -88,6 +88,8 @@ class GridSpace:
                     self.illegal["model's attention allows context parallelism"] += 1
                 elif not rules.divides_mamba(spec, tp, cp):
                     self.illegal["tp and cp divide heads and groups of Mamba layers"] += 1
+                elif not rules.divides_linear(spec, tp, cp, self.space.version):
+                    self.illegal["tp and cp divide heads of gated delta nets"] += 1
                 elif not rules.divides_sequence(spec, tp, cp, tp > 1):
                     self.illegal["sequence divides by 2 * cp and by cp * tp"] += 1
                 else:

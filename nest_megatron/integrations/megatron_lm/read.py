@@ -58,11 +58,16 @@ from nest_megatron.parallel.recompute import (
 )
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
+#: Arguments of attention and experts that ``model.arguments`` reads.
+_VARIANT_ARGUMENTS = (
+    *("experimental_attention_variant", "linear_attention_freq", "no_rope_freq"),
+    *("attention_output_gate", "moe_shared_expert_gate", "moe_latent_size"),
+)
 #: What must be off, by the reason.
 _REFUSED_ARGUMENTS = {
     name: reason
     for name, reason in {**REFUSED, **reasons("refused")}.items()
-    if name not in HYBRID_ARGUMENTS
+    if name not in (*HYBRID_ARGUMENTS, *_VARIANT_ARGUMENTS)
 }
 _REFUSED_SCRIPTS = ("vlm", "vision", "multimodal", "mimo", "ict", "retro", "rl")
 _TOKENIZER_ROWS = {

@@ -12,6 +12,7 @@ from itertools import groupby
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UnplannableModelError
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_of
+from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.execution_argv import execution_argv, execution_environment
@@ -125,10 +126,38 @@ def _attention(spec: TransformerSpec) -> dict[str, object]:
         "qk_layernorm": spec.qk_layernorm,
         "softmax_type": None if spec.softmax_type == "vanilla" else spec.softmax_type,
         "window_size": None if window is None else f"{window - 1},0",
-        "window_attn_skip_freq": None if window is None else spec.window_attn_skip_freq,
+        "window_attn_skip_freq": None if window is None else _freq(spec.window_attn_skip_freq),
+        "no_rope_freq": _freq(spec.no_rope_freq),
+        "attention_output_gate": spec.attention_output_gate,
+        **_linear(spec),
         "multi_latent_attention": latent,
         **{name: getattr(spec, name) if latent else None for name in _LATENT},
     }
+
+
+_LINEAR = (
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
+)
+
+
+def _linear(spec: TransformerSpec) -> dict[str, object]:
+    """Gated delta nets; both releases know the variant by its old name."""
+    if LayerBlock.GATED_DELTA_NET not in spec.blocks:
+        return {}
+    sizes = {name: getattr(spec, name) for name in _LINEAR}
+    if spec.hybrid_layer_pattern:
+        return sizes
+    frequency = _freq(spec.linear_attention_freq or 1)
+    variant = {"experimental_attention_variant": "gated_delta_net"}
+    return {**variant, "linear_attention_freq": frequency, **sizes}
+
+
+def _freq(value: int | Sequence[int] | None) -> str | None:
+    """A period or the flags of all layers, as Megatron's frequencies are typed."""
+    if value is None or isinstance(value, int):
+        return None if value is None else str(value)
+    return f"[{','.join(map(str, value))}]"
 
 
 def _activation(spec: TransformerSpec) -> dict[str, object]:
@@ -153,6 +182,8 @@ def _experts(spec: TransformerSpec) -> dict[str, object]:
         "moe_router_topk": spec.moe_router_topk,
         "moe_router_pre_softmax": spec.moe_router_topk == 1 and not balanced,
         "moe_shared_expert_intermediate_size": spec.moe_shared_expert_intermediate_size,
+        "moe_shared_expert_gate": spec.moe_shared_expert_gate,
+        "moe_latent_size": spec.moe_latent_size,
         "moe_router_enable_expert_bias": balanced,
         "moe_router_score_function": "sigmoid" if balanced else None,
     }

@@ -19,6 +19,7 @@ from nest_megatron.model.operators.common import ACT
 from nest_megatron.model.operators.cross_attention import cross_attention_graph
 from nest_megatron.model.operators.ends import around_mtp_graph, embedding_graph, head_graph
 from nest_megatron.model.operators.feed_forward import experts_graph, mlp_graph
+from nest_megatron.model.operators.linear_attention import gated_delta_net_graph
 from nest_megatron.model.operators.mamba import mamba_graph
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
@@ -26,6 +27,7 @@ from nest_megatron.model.spec import TransformerSpec
 __all__ = ["ACT", "adapted_products", "block_graph", "layer_graph"]
 
 _GRAPHS: Mapping[LayerBlock, Callable[[TransformerSpec, LayerShard], LayerGraph]] = {
+    LayerBlock.GATED_DELTA_NET: gated_delta_net_graph,
     LayerBlock.MAMBA: mamba_graph,
     LayerBlock.CROSS_ATTENTION: cross_attention_graph,
     LayerBlock.ENCODER_ATTENTION: lambda spec, shard: attention_graph(spec.encoder, shard),

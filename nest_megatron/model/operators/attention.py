@@ -234,7 +234,8 @@ def _attention(spec: TransformerSpec, shard: LayerShard, span: float) -> LayerGr
     heads = spec.num_attention_heads / tp
     kv_heads = max(spec.query_groups / tp, 1.0)
     query, key_value = heads * head_dim, 2 * kv_heads * head_dim
-    width = (spec.num_attention_heads + 2 * spec.query_groups) * head_dim
+    gated = spec.attention_output_gate
+    width = ((1 + gated) * spec.num_attention_heads + 2 * spec.query_groups) * head_dim
     rotated, hidden_bytes = tokens * (query + key_value / 2) * act, shard.hidden_bytes(spec)
     operators = [
         streaming("input_norm", Part.INPUT_NORM, 2 * hidden_bytes),
@@ -252,6 +253,10 @@ def _attention(spec: TransformerSpec, shard: LayerShard, span: float) -> LayerGr
     if spec.qk_layernorm:
         operators.append(streaming("qk_norm", Part.QKV, 2 * rotated))
         saved.append((Part.QKV, rotated))
+    if gated:  # laid out for itself, then multiplied on; the projection's input is another tensor
+        gate_bytes = tokens * query * act
+        operators.append(streaming("output_gate", Part.PROJECTION, 5 * gate_bytes, kernels=2))
+        saved += [(Part.QKV, gate_bytes), (Part.PROJECTION, gate_bytes)]
     collectives = list(gathered_block(spec, shard, Part.QKV, Part.PROJECTION, "qkv", "projection"))
     if spec.query_groups < tp:  # a query group is shared by several tensor ranks
         size = tokens * width * act

@@ -28,7 +28,8 @@ def dispatch_buffer_bytes(spec: TransformerSpec, shard: LayerShard) -> float:
     """
     if shard.execution.moe_flex_dispatcher_backend not in _BUFFERED or not spec.is_moe:
         return 0.0
-    return 2 * shard.expert_model_parallel_size * shard.hidden_bytes(spec)
+    size = shard.hidden_bytes(spec) * spec.routed_size / spec.hidden_size
+    return 2 * shard.expert_model_parallel_size * size
 
 
 def gemm(

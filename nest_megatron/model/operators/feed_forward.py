@@ -110,6 +110,8 @@ def _moe(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
         ),
     )
     graph += _router(spec, shard) + _experts(spec, shard) + _dispatch(spec, shard)
+    if spec.moe_latent_size:
+        graph += _latent(spec, shard)
     return (
         graph + _shared_experts(spec, shard) if spec.moe_shared_expert_intermediate_size else graph
     )
@@ -127,9 +129,24 @@ def _router(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     return LayerGraph(operators=operators, saved_bytes=saved)
 
 
+def _latent(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+    """Projections to the width that routed experts see and back, whole on every rank.
+
+    Source: ``fc1_latent_proj`` and ``fc2_latent_proj`` of ``MoELayer``; of the first the input is
+    saved beside the norm's.
+    """
+    hidden, latent, local = spec.hidden_size, spec.routed_size, shard.tokens_between_blocks(spec)
+    operators = (
+        gemm(shard, "latent_down", Part.ROUTER, local, hidden, latent),
+        gemm(shard, "latent_up", Part.ROUTER, local, latent, hidden),
+    )
+    saved = ((Part.ROUTER, local * (latent * shard.input_bytes + hidden * shard.cast_bytes)),)
+    return LayerGraph(operators=operators, saved_bytes=saved)
+
+
 def _experts(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """Grouped GEMMs of this rank's experts over the tokens routed to them."""
-    act, hidden, gates = shard.activation_bytes, spec.hidden_size, _gates(spec)
+    act, hidden, gates = shard.activation_bytes, spec.routed_size, _gates(spec)
     etp = shard.expert_tensor_parallel_size
     routed = shard.tokens_between_blocks(spec) * spec.moe_router_topk * etp
     ffn = spec.expert_ffn_hidden_size / etp
@@ -155,7 +172,8 @@ def _experts(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
 
 def _dispatch(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """Tokens sorted by expert, brought to the ranks that hold them, and back."""
-    how, hidden_bytes = shard.execution, shard.hidden_bytes(spec)
+    how = shard.execution
+    hidden_bytes = shard.hidden_bytes(spec) * spec.routed_size / spec.hidden_size
     routed_bytes = hidden_bytes * spec.moe_router_topk
     is_flex = how.moe_token_dispatcher_type is TokenDispatcher.FLEX
     # One read and one write in a fused kernel, or in the dispatcher's own; else twice each.
@@ -213,8 +231,13 @@ def _shared_experts(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     ffn = (spec.moe_shared_expert_intermediate_size or 0) / shard.tensor_model_parallel_size
     hidden_bytes = shard.tokens_between_blocks(spec) * spec.hidden_size * shard.cast_bytes
     inside = tokens * (_activation_bytes(spec, shard) + shard.input_bytes) * ffn
+    operators = _mlp_operators(spec, shard, part, "shared_", tokens, ffn)
+    if spec.moe_shared_expert_gate:  # a product with one column, then with the experts' output
+        output_bytes = shard.hidden_bytes(spec)
+        operators += (streaming("shared_gate", part, 3 * output_bytes, kernels=3),)
+        hidden_bytes += output_bytes
     return LayerGraph(
-        operators=_mlp_operators(spec, shard, part, "shared_", tokens, ffn),
+        operators=operators,
         collectives=tuple(gathered_block(spec, shard, part, part, "shared_fc1", "shared_fc2")),
         saved_bytes=((part, inside + hidden_bytes),),
     )

@@ -82,7 +82,7 @@ def mamba_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     operators = (
         streaming("input_norm", Part.SSM, 2 * hidden_bytes),
         gemm(shard, "in_proj", Part.SSM, tokens, hidden, widths.projected),
-        *_exchange_copies(shard, tokens * widths.scanned * act, inner_bytes),
+        *exchange_copies(shard, tokens * widths.scanned * act, inner_bytes),
         _convolution(tokens * (widths.inner + widths.bc) * act),
         _scan(widths, tokens, act),
         streaming("gated_norm", Part.SSM, 2 * inner_bytes),
@@ -99,7 +99,7 @@ def mamba_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     )
     collectives = (
         *gathered_block(spec, shard, Part.SSM, Part.SSM, "in_proj", "out_proj"),
-        *_exchanges(shard, tokens * widths.scanned * act, inner_bytes),
+        *exchanges(shard, tokens * widths.scanned * act, inner_bytes, calls=5),
     )
     graph = LayerGraph(
         operators=operators,
@@ -155,7 +155,7 @@ def _working_bytes(widths: _Widths, tokens: float, act: int) -> float:
     return tokens * ((widths.scanned + 2 * widths.inner) * act + states)
 
 
-def _exchange_copies(shard: LayerShard, into: float, out_of: float) -> Iterator[Operator]:
+def exchange_copies(shard: LayerShard, into: float, out_of: float) -> Iterator[Operator]:
     """What context parallelism copies: pieces for the exchange, their sum, the order of tokens.
 
     Attention's order is undone before the scan and made again behind it.
@@ -165,18 +165,20 @@ def _exchange_copies(shard: LayerShard, into: float, out_of: float) -> Iterator[
         yield streaming("exchange_copies", Part.SSM, moved, backward=1.0, kernels=20)
 
 
-def _exchanges(shard: LayerShard, into: float, out_of: float) -> Iterator[LayerCollective]:
-    """Sequence for heads and back: five calls before the convolution, one behind the scan."""
+def exchanges(
+    shard: LayerShard, into: float, out_of: float, *, calls: int
+) -> Iterator[LayerCollective]:
+    """Sequence for heads, in so many calls, and back in one, among context-parallel ranks."""
     if shard.context_parallel_size == 1:
         return
     for backward in (False, True):
-        for name, size, calls in (("heads", into, 5), ("sequence", out_of, 1)):
+        for name, size, count in (("heads", into, calls), ("sequence", out_of, 1)):
             yield LayerCollective(
                 name,
                 Part.SSM,
                 "all_to_all",
-                size / calls,
+                size / count,
                 group=Group.CONTEXT,
                 backward=backward,
-                num_calls=calls,
+                num_calls=count,
             )

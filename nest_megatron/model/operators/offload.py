@@ -56,7 +56,7 @@ def offloaded_experts(graph: LayerGraph, spec: TransformerSpec, shard: LayerShar
     if "mlp_norm" in modules:
         moved[Part.RESIDUAL] = shard.hidden_bytes(spec)
     if "expert_fc1" in modules or "fused_group_mlp" in modules:
-        moved[Part.EXPERTS] += routed * spec.hidden_size * shard.input_bytes
+        moved[Part.EXPERTS] += routed * spec.routed_size * shard.input_bytes
     if "moe_act" in modules:
         ffn = spec.expert_ffn_hidden_size / etp
         moved[Part.EXPERTS] += routed * gates * ffn * shard.activation_bytes
