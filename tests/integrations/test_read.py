@@ -127,12 +127,9 @@ def test_fsdp_defaults_differ_by_release() -> None:
         "--heterogeneous-layers-config-path x.json",
         "--yaml-cfg x.yaml",
         "--experimental-attention-variant dsa",
-        "--attention-output-gate",
-        "--moe-latent-size 64",
         "--export-kd-teacher-load /teacher",
         "--flextron",
         "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
-        "--window-size 4,0 --window-attn-skip-freq [1,0,1,0]",
     ],
 )
 def test_models_that_are_not_described_are_refused_by_name(extra: str) -> None:

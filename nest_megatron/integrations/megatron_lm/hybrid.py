@@ -25,11 +25,11 @@ HYBRID_ARGUMENTS = (
 )
 _SCRIPTS = ("mamba", "hybrid")
 #: ``--spec`` of megatron-core's own layers.
-_STACKS = {
-    f"megatron.core.models.{package}.{package}_layer_specs {name}_stack_spec"
-    for package in _SCRIPTS
-    for name in _SCRIPTS
-}
+_STACKS = (
+    "megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
+    "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec",
+    "megatron.core.models.hybrid.hybrid_layer_specs mamba_stack_spec",
+)
 
 
 def is_hybrid_stack(spec: str) -> bool:
@@ -49,18 +49,19 @@ def hybrid_pattern(values: Mapping[str, Any], script: str, version: str) -> str:
         UnplannableModelError: for layers that are not megatron-core's own.
     """
     by_script = any(word in PurePath(script).stem.split("_") for word in _SCRIPTS)
-    given = next((name for name in HYBRID_ARGUMENTS if values.get(name)), None)
+    layer_spec = " ".join(map(str, values.get("spec") or ()))
+    named = (*HYBRID_ARGUMENTS, *(("spec",) if is_hybrid_stack(layer_spec) else ()))
+    given = next((name for name in named if values.get(name)), None)
     if not by_script and (given is None or script):
         if given is not None:
-            limit = f"{script} does not build a hybrid model"
+            limit = f"{script} builds no hybrid model of state-space layers"
             fix = "Use pretrain_hybrid.py (0.16.1: pretrain_mamba.py), or drop the flag."
-            raise flag_error(given, values[given], limit, fix)
+            raise UnplannableModelError(flag_of(given), value=values[given], limit=limit, fix=fix)
         return ""
-    layer_spec = " ".join(map(str, values.get("spec") or ()))
-    if layer_spec and not is_hybrid_stack(layer_spec):
+    if by_script and not is_hybrid_stack(layer_spec):
         limit = "its layers are not megatron-core's hybrid_stack_spec"
-        fix = "Launch this job without nest."
-        raise UnplannableModelError("--spec", value=layer_spec, limit=limit, fix=fix)
+        fix = f"Give one of --spec {', --spec '.join(_STACKS[:2])}."
+        raise UnplannableModelError("--spec", value=layer_spec or None, limit=limit, fix=fix)
     old = version.startswith("0.16")
     pattern = _pattern_of_0_16(values) if old else _pattern(values)
     kinds, *_ = hybrid_kinds(pattern)

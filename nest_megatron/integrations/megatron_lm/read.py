@@ -45,6 +45,7 @@ from nest_megatron.integrations.megatron_lm.packing import (
 )
 from nest_megatron.integrations.megatron_lm.sharding import require_optimizer
 from nest_megatron.model.arguments import spec_from_arguments
+from nest_megatron.model.layer_pattern import hybrid_kinds
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
@@ -252,8 +253,7 @@ def _spec(
 ) -> TransformerSpec:
     family = _family(script)
     pattern = (values.get("hybrid_layer_pattern") or "").replace("|", "")
-    depth = len(pattern.partition("/")[0])
-    mtp = pattern.count("/") or (None if pattern else values.get("mtp_num_layers"))
+    kinds, _, mtp = hybrid_kinds(pattern) if pattern else ((), (), values.get("mtp_num_layers"))
     stated = (kind for flag, kind in _ACTIVATIONS.items() if values.get(flag))
     activation, gated = next(stated, ("gelu", False))
     rotary = {"position_embedding_type": "rope"}
@@ -267,7 +267,7 @@ def _spec(
         name=PurePath(script).stem or family.value,
         family=family,
         **(_stacks(values, notes) if family is ModelFamily.T5 else {}),
-        num_layers=depth or _required(values, "num_layers", "encoder_num_layers"),
+        num_layers=len(kinds) or _required(values, "num_layers", "encoder_num_layers"),
         hybrid_layer_pattern=pattern,
         hidden_size=_required(values, "hidden_size"),
         num_attention_heads=_required(values, "num_attention_heads"),

@@ -1,0 +1,155 @@
+"""Hybrid models of Mamba, attention, MLP and expert layers in Megatron-LM's arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_lm.parser import read_command
+from nest_megatron.integrations.megatron_lm.read import read_job
+from nest_megatron.integrations.megatron_lm.rules import check
+from nest_megatron.integrations.megatron_lm.write import model_argv, parallel_argv, script_name
+from nest_megatron.model.layer_pattern import LayerKind
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.layout import layout_string, parse_layout
+from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.recompute import FULL_RECOMPUTE
+from nest_megatron.parallel.rules import LaunchRequest
+
+SHAPE = "--hidden-size 1024 --num-attention-heads 16 --seq-length 64 --max-position-embeddings 64 "
+SHAPE += "--vocab-size 1000 --micro-batch-size 1 --bf16 "
+OLD = "pretrain_mamba.py --spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec "
+NEW = "pretrain_hybrid.py --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec "
+HYBRID = TransformerSpec(
+    name="hybrid",
+    num_layers=8,
+    hybrid_layer_pattern="M-M*M-ME/*E",
+    mtp_num_layers=1,
+    num_experts=8,
+    hidden_size=1024,
+    ffn_hidden_size=4096,
+    num_attention_heads=16,
+    seq_length=64,
+    vocab_size=1024,
+)
+UNEVEN = StagePartition(boundaries=(0, 2, 5, 8, 11), pipeline_model_parallel_size=4)
+
+
+@pytest.mark.parametrize(
+    ("command", "version", "pattern", "layers"),
+    [
+        (OLD + "--num-layers 4 --hybrid-override-pattern M-M*", "0.16.1", "M-M*", 4),
+        (OLD + "--num-layers 8 --hybrid-attention-ratio 0.25", "0.16.1", "MM*MM*MM", 8),
+        (OLD + "--num-layers 3", "0.16.1", "MMM", 3),
+        (NEW + "--hybrid-layer-pattern M-|M*/*-/*- --num-layers 99", "0.20", "M-M*/*-/*-", 4),
+        (NEW + "--hybrid-override-pattern MM*-", "0.20", "MM*-", 4),
+        (
+            NEW + "--hybrid-layer-pattern MM --mtp-hybrid-override-pattern *- --mtp-num-layers 2",
+            "0.20",
+            "MM/*-/*-",
+            2,
+        ),
+    ],
+)
+def test_layers(command: str, version: str, pattern: str, layers: int) -> None:
+    spec = read_job(read_command(f"{command} {SHAPE}", version)).spec
+    assert (spec.hybrid_layer_pattern, spec.num_layers) == (pattern, layers)
+    assert spec.num_mtp_layers == pattern.count("/")
+    assert spec.layer_kinds()[1] is LayerKind.MAMBA
+
+
+@pytest.mark.parametrize(
+    ("command", "version", "named"),
+    [
+        (OLD + "--num-layers 5 --hybrid-override-pattern M-M*", "0.16.1", "num-layers"),
+        (OLD + "--num-layers 4 --hybrid-override-pattern M-MG", "0.16.1", "symbols"),
+        (OLD + "--num-layers 4 --mtp-num-layers 1", "0.16.1", "no MTP"),
+        (
+            OLD + "--num-layers 4 --hybrid-mlp-ratio 0.9 --hybrid-attention-ratio 0.5",
+            "0.16.1",
+            "sum",
+        ),
+        ("pretrain_mamba.py --num-layers 4", "0.16.1", "--spec"),
+        (
+            "pretrain_gpt.py --num-layers 4 --hybrid-override-pattern M-M*",
+            "0.16.1",
+            "builds no hybrid",
+        ),
+        (NEW, "0.20", "hybrid-layer-pattern"),
+        (NEW + "--hybrid-layer-pattern MX", "0.20", "not X"),
+        (NEW + "--hybrid-layer-pattern MM --mtp-num-layers 1", "0.20", "behind /"),
+        (NEW + "--hybrid-layer-pattern MM --hybrid-override-pattern MM", "0.20", "Drop it"),
+    ],
+)
+def test_what_megatron_cannot_build_is_named(command: str, version: str, named: str) -> None:
+    with pytest.raises(UserInputError, match=named):
+        read_job(read_command(f"{command} {SHAPE}", version))
+
+
+def test_a_pattern_without_bars_states_no_stages() -> None:
+    free = read_job(read_command(f"{NEW} --hybrid-layer-pattern M-M* {SHAPE}", "0.20"))
+    cut = read_job(read_command(f"{NEW} --hybrid-layer-pattern M-|M* {SHAPE}", "0.20"))
+    assert "hybrid_layer_pattern" not in free.fixed
+    assert cut.fixed["hybrid_layer_pattern"] == "M-|M*"
+
+
+def _request(version: str, **fields: object) -> LaunchRequest:
+    dims = ParallelDims(pipeline_model_parallel_size=4)
+    return LaunchRequest(
+        spec=HYBRID,
+        dims=dims,
+        micro_batch_size=1,
+        global_batch_size=8,
+        moe_grouped_gemm=True,
+        version=version,
+        **{"partition": UNEVEN, **fields},  # type: ignore[arg-type]
+    )
+
+
+def test_stages_are_written_into_the_pattern_and_read_back() -> None:
+    request = _request("0.20")
+    assert layout_string(HYBRID, UNEVEN) == "M|-M*|M-M|E/*E"
+    assert parse_layout("M|-M*|M-M|E/*E", HYBRID, 4) == UNEVEN
+    argv = [script_name(HYBRID, "0.20"), *model_argv(HYBRID, version="0.20")]
+    assert "--pipeline-model-parallel-layout" not in parallel_argv(request)
+    job = read_job(read_command([*argv, *parallel_argv(request)], "0.20"))
+    assert job.fixed["hybrid_layer_pattern"] == "M|-M*|M-M|E/*E"
+    for name in ("hybrid_layer_pattern", "num_layers", "mtp_num_layers", "mamba_num_groups"):
+        assert getattr(job.spec, name) == getattr(HYBRID, name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "broken"),
+    [
+        ({}, set()),  # as many layers on each rank between the first and the last
+        (
+            {"partition": dataclasses.replace(UNEVEN, boundaries=(0, 2, 4, 8, 11))},
+            {"hybrid_stages"},
+        ),
+        ({"recompute": FULL_RECOMPUTE}, {"hybrid_recompute"}),
+    ],
+)
+def test_0_16_cuts_evenly_and_recomputes_no_whole_layers(
+    fields: dict[str, object], broken: set[str]
+) -> None:
+    found = {rule.name for rule, _ in check(_request("0.16.1", **fields))}
+    assert found & {"hybrid_stages", "hybrid_recompute"} == broken
+    assert not {rule.name for rule, _ in check(_request("0.20", **fields))} - {"activation_flag"}
+
+
+def test_mtp_layers_of_a_hybrid_model_lie_beside_the_head() -> None:
+    apart = dataclasses.replace(UNEVEN, boundaries=(0, 2, 5, 10, 11))
+    assert "mtp_stage" in {rule.name for rule, _ in check(_request("0.20", partition=apart))}
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "legal"), [(8, 1, True), (8, 4, True), (16, 1, False), (1, 64, False)]
+)
+def test_heads_and_groups_of_mamba_layers(tp: int, cp: int, legal: bool) -> None:
+    dims = ParallelDims(tensor_model_parallel_size=tp, context_parallel_size=cp)
+    request = _request("0.20", partition=None, sequence_parallel=tp > 1)
+    found = {rule.name for rule, _ in check(dataclasses.replace(request, dims=dims))}
+    assert ("mamba_over_tp_and_cp" not in found) is legal
