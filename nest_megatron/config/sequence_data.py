@@ -11,7 +11,7 @@ from typing import Literal
 
 from nest_megatron.config.schema import TrainConfig
 from nest_megatron.errors import UserInputError, shortened
-from nest_megatron.files import read_text
+from nest_megatron.files import read_bytes, read_text
 from nest_megatron.model.sequence_lengths import (
     SequenceLengths,
     lengths_from_counts,
@@ -19,6 +19,8 @@ from nest_megatron.model.sequence_lengths import (
 )
 
 _FILE, _MEAN, _STD = "sequence_lengths", "sequence_length_mean", "sequence_length_std"
+#: Largest file of lengths.
+_MAX_BYTES = 1 << 30
 #: Settings that say it.
 LENGTH_SETTINGS = (_FILE, _MEAN, _STD, "sequence_packing")
 #: Fields of a JSON line that hold a length, or the tokens themselves.
@@ -67,7 +69,9 @@ def _counts(path: Path) -> Mapping[int, float]:
     if path.suffix == ".npy":
         return Counter(_array(path))
     counts: Counter[int] = Counter()
-    for number, line in enumerate(read_text(path, "sequence lengths").splitlines(), 1):
+    for number, line in enumerate(
+        read_text(path, "sequence lengths", most=_MAX_BYTES).splitlines(), 1
+    ):
         if not line.strip():
             continue
         try:
@@ -91,8 +95,8 @@ def _row(line: str) -> tuple[int, int]:
 
 def _array(path: Path) -> Iterable[int]:
     """The whole numbers of a one-dimensional NumPy array. Source: ``numpy.lib.format``."""
+    content = read_bytes(path, "sequence lengths", most=_MAX_BYTES)
     try:
-        content = path.read_bytes()
         wide = content[6] > 1  # version of the format: the header's length has 4 bytes, not 2
         start = (12 if wide else 10) + int.from_bytes(content[8 : 12 if wide else 10], "little")
         header = ast.literal_eval(content[12 if wide else 10 : start].decode())
@@ -104,7 +108,7 @@ def _array(path: Path) -> Iterable[int]:
             or len(content) < start + count * width
         ):
             raise ValueError(kind)
-    except (IndexError, KeyError, OSError, SyntaxError, TypeError, ValueError) as error:
+    except (IndexError, KeyError, SyntaxError, TypeError, ValueError) as error:
         limit = f"it is no array of one whole number for each sequence ({shortened(str(error))})"
         fix = "Save the lengths alone: numpy.save(path, [len(x) for x in data])."
         raise _wrong(_FILE, str(path), limit, fix) from error
