@@ -28,6 +28,7 @@ from nest_megatron.parallel.recompute import (
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.validation.finetuning import fine_tuning
 from nest_megatron.validation.frameworks import rule_of
+from nest_megatron.validation.known_cells import with_known_cells, with_packs
 from nest_megatron.validation.machines import machine_of
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.row_settings import (
@@ -81,6 +82,7 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
     Raises:
         RefusedRowError: with the reason, if the row says too little or something impossible.
     """
+    row, known = with_known_cells(row)
     match, tuned = book.spec(row), fine_tuning(row)
     spec = dataclasses.replace(match.spec, adapters=tuned.adapters)
     row = {**row, **tuned.columns}
@@ -102,7 +104,7 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
     precision, name = _precision(row, machine.cluster), machine.cluster.accelerator.name
     defaults = rule.target.flags(name, precision, has_experts=spec.is_moe)
     flags = {**defaults, **stated}
-    notes = [*match.assumptions, *machine.assumptions, f"defaults of {rule.target.name}"]
+    notes = [*known, *match.assumptions, *machine.assumptions, f"defaults of {rule.target.name}"]
     notes += [tuned.assumption] if tuned.assumption else []
     try:
         dims = _dims(row, spec, gpus, flags, notes)
@@ -121,6 +123,7 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
         **rule.kernels(name),
         **stated_in(row, TRAITS),
     )
+    settings, packs = with_packs(row, settings, spec.seq_length)
     return RowJob(
         spec=spec,
         cluster=machine.cluster,
@@ -128,7 +131,7 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
         settings=settings,
         target=rule.target,
         flags=flags,
-        assumptions=tuple(notes),
+        assumptions=(*notes, *packs),
         partition=partition_of(row, spec, grid.dims) if recipe.certain else None,
         pipeline_runs=_pipeline_runs(row, grid) if rule.splits_local_batch else 1,
     )

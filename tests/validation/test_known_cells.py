@@ -1,0 +1,75 @@
+"""What a page misprints or leaves out and its own script says."""
+
+from __future__ import annotations
+
+import pytest
+
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.validation.job import job_of
+from nest_megatron.validation.known_cells import with_packs
+from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.rows import RefusedRowError, Row
+
+ROW = {
+    "path": "llama3/finetuning/README_8b.md#L48 @tag v25.02",
+    "task": "finetune",
+    "model": "Llama3 8b Finetuning SFT",
+    "framework": "NeMo v25.02",
+    "gpu": "H100-80GB",
+    "gpus_per_node": "8",
+    "n_gpus": "8",
+    "precision": "BF16",
+    "seq": "4096",
+    "gbs": "32",
+    "tp": "1",
+    "pp": "41",
+    "cp": "1",
+    "iter_time_s": "1.32",
+}
+
+
+def test_the_script_of_a_page_says_the_layout() -> None:
+    job = job_of(ROW, ModelBook.load())
+    assert {(g.dims.pipeline_model_parallel_size, g.micro_batch_size) for g in job.grids} == {
+        (1, 1)
+    }
+    assert "pp 1 (llama3_finetune_utils.py)" in job.assumptions
+    assert job.settings.traits.attended_tokens is not None
+    assert 200 < job.settings.traits.attended_tokens < 400
+
+
+@pytest.mark.parametrize("change", [{"path": "another/README.md"}, {"pp": "40"}])
+def test_other_rows_stay_as_they_are_printed(change: Row) -> None:
+    with pytest.raises(RefusedRowError, match="does not multiply out"):
+        job_of({**ROW, **change}, ModelBook.load())
+
+
+@pytest.mark.parametrize(
+    ("row", "is_packed"),
+    [
+        ({"ambiguity": "SQuAD packed to 4096", "iter_time_s": "1"}, True),
+        ({"ambiguity": "SQuAD packed to 4096", "tflops_per_gpu": "600"}, False),
+        ({"ambiguity": "real data", "iter_time_s": "1"}, False),
+        ({"path": "docs/source/performance_benchmarks.md", "section": "Finetuning"}, False),
+        (
+            {
+                "path": "docs/source/performance_benchmarks.md#L32",
+                "section": "Finetuning",
+                "iter_time_s": "1",
+            },
+            True,
+        ),
+        (
+            {
+                "path": "docs/source/performance_benchmarks.md#L3",
+                "section": "Pretraining",
+                "iter_time_s": "1",
+            },
+            False,
+        ),
+    ],
+)
+def test_packs_count_where_a_time_is_printed(row: Row, is_packed: bool) -> None:
+    settings, notes = with_packs(row, CostSettings(), 4096)
+    assert (settings.traits.attended_tokens is not None) == is_packed
+    assert bool(notes) == is_packed
