@@ -104,6 +104,15 @@ class UnitRun:
     saved_bytes: float
     working_bytes: float
 
+    def __add__(self, other: UnitRun) -> UnitRun:
+        return UnitRun(
+            forward=self.forward.plus(other.forward),
+            backward=self.backward.plus(other.backward),
+            recompute=self.recompute.plus(other.recompute),
+            saved_bytes=self.saved_bytes + other.saved_bytes,
+            working_bytes=max(self.working_bytes, other.working_bytes),
+        )
+
 
 #: What each module of selective recomputation recomputes, and what it then need not keep.
 #: Source: the checkpointing calls of megatron-core 0.16.1 (attention.py, transformer_layer.py,
@@ -148,6 +157,7 @@ def run_unit(
     latent_attention: bool,
     inputs_on_host: bool = False,
     norm_stays: bool = False,
+    num_layers: int = 1,
 ) -> UnitRun:
     """A unit under a recompute setting; embedding and head are never recomputed.
 
@@ -157,6 +167,7 @@ def run_unit(
     Args:
         inputs_on_host: full recomputation moves the inputs of layers to the host's memory.
         norm_stays: the norm before experts is saved whatever the setting says.
+        num_layers: that the unit is made of, of which one at a time is recomputed.
     """
     whole = times.whole_forward
     saved = times.input_bytes + sum(times.saved_bytes.values())
@@ -178,7 +189,7 @@ def run_unit(
             nothing,
             recompute=whole,
             saved_bytes=0.0 if inputs_on_host else times.input_bytes / group,
-            working_bytes=times.working_bytes + group * saved + more,
+            working_bytes=times.working_bytes + (group * saved + more) / num_layers,
         )
     again = recomputed_parts(recompute, kind, latent_attention=latent_attention)
     if norm_stays:
@@ -189,7 +200,7 @@ def run_unit(
         nothing,
         recompute=functools.reduce(PassTime.plus, repeated, PassTime()),
         saved_bytes=saved - dropped,
-        working_bytes=times.working_bytes + dropped,
+        working_bytes=times.working_bytes + dropped / num_layers,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 from collections import Counter
 from typing import NamedTuple
@@ -154,6 +155,8 @@ class CostModel:
     ) -> UnitRun:
         """A unit under a recompute setting."""
         key = (unit_key(kind, places, shard), recompute)
+        if key not in self._runs and kind is LayerKind.EMBEDDING and self.spec.vision is not None:
+            self._runs[key] = self._run_with_encoder(places, shard, recompute)
         if key not in self._runs:
             times = self.unit_time(kind, places, shard)
             latent = self.spec.multi_latent_attention
@@ -166,6 +169,20 @@ class CostModel:
                 norm_stays=kind.has_experts and norm_stays(shard.execution),
             )
         return self._runs[key]
+
+    def _run_with_encoder(
+        self, places: GroupPlaces, shard: LayerShard, recompute: Recompute
+    ) -> UnitRun:
+        """The embedding with an encoder of images, whose layers are recomputed as others are."""
+        vision = self.spec.vision
+        assert vision is not None
+        kind = LayerKind.EMBEDDING
+        lookup, encoder, projector = (
+            functools.partial(run_unit, times, recompute=recompute, latent_attention=False)
+            for times in self._blocks.of_unit(kind, places, shard)
+        )
+        layers = kind if vision.frozen else LayerKind.DENSE
+        return lookup(kind) + encoder(layers, num_layers=vision.num_layers) + projector(kind)
 
     def least_time(
         self, kind: LayerKind, places: GroupPlaces, shard: LayerShard, recompute: Recompute

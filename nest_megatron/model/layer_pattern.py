@@ -32,6 +32,8 @@ class LayerBlock(Name):
     ENCODER_DENSE = "encoder_dense"
     EXPERTS = "experts"
     EMBEDDING = "embedding"
+    ENCODER = "encoder"
+    PROJECTOR = "projector"
     MTP = "mtp"
     HEAD = "head"
 

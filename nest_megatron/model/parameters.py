@@ -248,6 +248,43 @@ def _norm_is_of_last_layer(spec: TransformerSpec) -> bool:
     return spec.num_mtp_layers > 0 and not spec.hybrid_layer_pattern
 
 
+def _images(spec: TransformerSpec, tp: int) -> ParameterCount:
+    """An encoder of images with its projector, which is trained."""
+    assert spec.vision is not None
+    encoder = _vision(spec, tp)
+    return ParameterCount(
+        encoder + _projector(spec, tp), frozen_dense=encoder if spec.vision.frozen else 0
+    )
+
+
+def _vision(spec: TransformerSpec, tp: int) -> int:
+    """An encoder's patch embedding, positions and class tokens, whole, and its layers.
+
+    Source: ``megatron.core.models.vision.clip_vit_model.CLIPViTModel``: no norm at the end, and
+    where there is one in front, no bias in the patch embedding.
+    """
+    vision, inner = spec.vision, spec.encoder
+    assert vision is not None
+    hidden, shards = vision.hidden_size, tp if vision.is_split else 1
+    rows = vision.patch_features + vision.num_tokens + vision.num_class_tokens
+    ends = rows * hidden + (_norm(inner, hidden) if vision.norm_before else hidden)
+    layer = layer_parameters(inner, LayerKind.DENSE, shards, 1, 1)
+    return ends + vision.num_layers * layer.dense
+
+
+def _projector(spec: TransformerSpec, tp: int) -> int:
+    """Norm and two layers behind an encoder.
+
+    Source: ``megatron.core.models.vision.multimodal_projector.MultimodalProjector``.
+    """
+    vision = spec.vision
+    assert vision is not None
+    shards = tp if vision.is_split else 1
+    ffn, gates = vision.projector_ffn_hidden_size // shards, 2 if spec.gated_linear_unit else 1
+    count = _norm(spec, vision.hidden_size) + (gates * vision.hidden_size + spec.hidden_size) * ffn
+    return count + (gates * ffn + spec.hidden_size if spec.add_bias_linear else 0)
+
+
 def _head(spec: TransformerSpec, tp: int, *, holds_embedding: bool) -> int:
     """Final norm and output layer; ``holds_embedding`` if this rank also has the word embedding.
 
@@ -305,7 +342,8 @@ def unit_parameters(
 
     def of_kind(kind: LayerKind) -> ParameterCount:
         if kind is LayerKind.EMBEDDING:
-            return ParameterCount(_embedding(spec, tp))
+            found = ParameterCount(_embedding(spec, tp))
+            return found if spec.vision is None else found + _images(spec, tp)
         if kind is LayerKind.HEAD:
             return ParameterCount(_head(spec, tp, holds_embedding=single_stage))
         if kind is LayerKind.MTP:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.adapters import EXPERTS, Adapters, PeftScheme
+from nest_megatron.model.encoder import EncoderSpec
 from nest_megatron.model.layer_pattern import (
     MAX_LAYERS,
     LayerBlock,
@@ -79,6 +80,7 @@ class TransformerSpec:
             layers of one MTP depth; empty for layers of attention and MLP or experts.
         encoder_num_layers, decoder_seq_length: of a T5-like model, whose decoder has ``num_layers``
             layers that attend to what the encoder makes of ``seq_length`` tokens.
+        vision: of a model that sees images: their tokens are among the ``seq_length``.
         mamba_num_heads: ``None``: twice the hidden size over ``mamba_head_dim``.
         moe_shared_expert_gate: a sigmoid gate on what the shared experts put out.
         moe_latent_size: width of the tokens that routed experts see, if not the hidden size.
@@ -160,6 +162,8 @@ class TransformerSpec:
     # Two stacks (family t5)
     encoder_num_layers: int | None = added(None)
     decoder_seq_length: int | None = added(None)
+    # An encoder in front (family gpt)
+    vision: EncoderSpec | None = added(None)
     # Multi-token prediction
     mtp_num_layers: int | None = None
     variant: ModelVariant = added(ModelVariant())
@@ -190,6 +194,11 @@ class TransformerSpec:
         Source: ``megatron.core.models.T5.t5_spec``, ``CrossAttention``.
         """
         is_t5 = self.family is ModelFamily.T5
+        if self.vision is not None and self.family is not ModelFamily.GPT:
+            raise self._wrong("vision", "only models of family gpt have an encoder of images")
+        if self.vision is not None and self.adapters is not None:
+            limit = "adapters beside an encoder of images are not planned"
+            raise self._wrong("adapters", limit, "Train all weights.")
         for name in ("encoder_num_layers", "decoder_seq_length"):
             if (getattr(self, name) is not None) is not is_t5:
                 raise self._wrong(name, "models of family t5 need it, and no others have it")
@@ -320,7 +329,9 @@ class TransformerSpec:
 
     @property
     def encoder(self) -> TransformerSpec:
-        """The first stack of a T5-like model, as a model that attends both ways."""
+        """The first stack of a T5-like model, or of images, as a model that attends both ways."""
+        if self.vision is not None:
+            return _image_encoder(self.name, self.vision)
         assert self.encoder_num_layers is not None
         return dataclasses.replace(
             self,
@@ -351,7 +362,8 @@ class TransformerSpec:
     @property
     def blocks(self) -> tuple[LayerBlock, ...]:
         """The blocks that the model is made of, each once."""
-        return _blocks_of((*self.layer_kinds(), *self.mtp_layer_kinds))
+        found = _blocks_of((*self.layer_kinds(), *self.mtp_layer_kinds))
+        return (*found, *((LayerBlock.ENCODER, LayerBlock.PROJECTOR) if self.vision else ()))
 
     @property
     def mtp_layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -387,10 +399,30 @@ class TransformerSpec:
 
     def unit_blocks(self, kind: LayerKind) -> tuple[LayerBlock, ...]:
         """The blocks of a unit in order; ``MTP`` is what lies around its layers, and all those."""
+        if kind is LayerKind.EMBEDDING and self.vision is not None:
+            return (*kind.blocks, LayerBlock.ENCODER, LayerBlock.PROJECTOR)
         if kind is not LayerKind.MTP:
             return kind.blocks
         inside = (block for layer in self.mtp_layer_kinds for block in layer.blocks)
         return (*kind.blocks, *(self.num_mtp_layers * tuple(inside)))
+
+
+@functools.lru_cache(maxsize=256)
+def _image_encoder(name: str, vision: EncoderSpec) -> TransformerSpec:
+    same = {field.name for field in dataclasses.fields(TransformerSpec)} - {"vision"}
+    shared = {
+        field.name: getattr(vision, field.name)
+        for field in dataclasses.fields(vision)
+        if field.name in same
+    }
+    return TransformerSpec(
+        **shared,
+        name=f"{name}: encoder",
+        family=ModelFamily.BERT,
+        seq_length=vision.num_tokens,
+        vocab_size=1,
+        position_embedding_type="learned_absolute",
+    )
 
 
 @functools.lru_cache(maxsize=256)

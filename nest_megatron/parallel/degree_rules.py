@@ -145,7 +145,7 @@ def _two_stacks(request: LaunchRequest) -> Violation | None:
         limit = "pretrain_t5.py keeps both stacks of the model on one pipeline rank"
         return Violation(what="pipeline_model_parallel_size", value=pp, limit=limit, fix="Use 1.")
     if method is RecomputeMethod.BLOCK and not rules.allows_blocks(request.spec):
-        limit = "it would count the layers of each of the two stacks, which is not planned"
+        limit = "it would count layers of the encoder and of the decoder, which is not planned"
         fix = "Use uniform."
         return Violation(what="recompute_method", value=method.value, limit=limit, fix=fix)
     return None
@@ -294,6 +294,24 @@ DEGREE_RULES: tuple[Rule, ...] = (
         value=lambda job: job.dims.expert_ranks,
         limit="with a pipeline, etp * ep must equal tp * cp in this rank order",
         fix="Use the default rank order.",
+    ),
+    rule(
+        "encoder",
+        "pretrain_vlm.py model_provider",
+        lambda job: rules.allows_encoder(job.spec, job.dims),
+        what="pipeline_model_parallel_size",
+        limit="pretrain_vlm.py takes a pipeline or context parallelism "
+        "({context_parallel_size}), and no virtual stages ({virtual_pipeline_model_parallel_size})",
+        fix="Use 1, or context_parallel_size=1 without virtual stages.",
+    ),
+    rule(
+        "encoder_zero",
+        "fsdp units are TransformerLayers; an encoder's are not planned",
+        lambda job: job.spec.vision is None or not job.zero.is_fsdp,
+        what="data_parallel_sharding_strategy",
+        value=lambda job: job.zero.name,
+        limit="a model with an encoder of images is not planned with FSDP",
+        fix="Use the distributed optimizer.",
     ),
     rule(
         "whole_batch",

@@ -325,6 +325,7 @@ def _runs_on(backend: object, conditions: KnobConditions) -> bool:
 def _is_open(knob: Knob, conditions: KnobConditions) -> bool:
     """Whether the choice exists for a job on a device, and is not the user's own."""
     spec = conditions.spec
+    alone = spec.family is ModelFamily.GPT and spec.vision is None
     missing = {
         "moe_flex_dispatcher_backend": _FLEX_DEVICE.match(conditions.accelerator) is None,
         "moe_shared_expert_overlap": not spec.moe_shared_expert_intermediate_size,
@@ -332,8 +333,8 @@ def _is_open(knob: Knob, conditions: KnobConditions) -> bool:
         "tp_comm_overlap": spec.multi_latent_attention or conditions.fp8_recipe in _WITHOUT_BUFFERS,
         "cp_comm_type": spec.multi_latent_attention,
         "hierarchical_context_parallel_sizes": spec.multi_latent_attention,
-        "offload_modules": not conditions.has_fast_link or spec.family is not ModelFamily.GPT,
-        "cuda_graph_impl": not conditions.capturable or spec.family is not ModelFamily.GPT,
+        "offload_modules": not conditions.has_fast_link or not alone,
+        "cuda_graph_impl": not conditions.capturable or not alone,
         # the whole layer, where nothing in it has shapes of its own
         "cuda_graph_scope": not conditions.capturable or not spec.is_moe,
     }

@@ -205,8 +205,14 @@ def allows_pipeline(spec: TransformerSpec, pp: int) -> bool:
 
 
 def allows_blocks(spec: TransformerSpec) -> bool:
-    """``block`` recomputation counts the layers of one stack; a T5-like model has two."""
-    return spec.family is not ModelFamily.T5
+    """``block`` recomputation counts the layers of each stack; with an encoder there are two."""
+    return spec.family is not ModelFamily.T5 and spec.vision is None
+
+
+def allows_encoder(spec: TransformerSpec, dims: ParallelDims) -> bool:
+    """An encoder of images goes with a pipeline or context ranks, without virtual stages."""
+    pp, vpp = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
+    return spec.vision is None or (vpp == 1 and min(pp, dims.context_parallel_size) == 1)
 
 
 def allows_rank_order(spec: TransformerSpec, dims: ParallelDims) -> bool:

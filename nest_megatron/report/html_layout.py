@@ -21,12 +21,17 @@ from nest_megatron.units import GB, format_gib, format_seconds
 #: Letter and name of each kind of layer.
 _NAMES = {
     LayerBlock.EMBEDDING: "embedding",
+    LayerBlock.ENCODER: "encoder of images",
+    LayerBlock.PROJECTOR: "projector",
     LayerBlock.ATTENTION: "attention",
     LayerBlock.WINDOW_ATTENTION: "sliding-window attention",
     LayerBlock.CHUNKED_ATTENTION: "chunked attention",
     LayerBlock.GATED_DELTA_NET: "gated delta net",
     LayerBlock.MAMBA: "Mamba",
+    LayerBlock.CROSS_ATTENTION: "cross attention",
+    LayerBlock.ENCODER_ATTENTION: "attention of the encoder",
     LayerBlock.DENSE: "MLP",
+    LayerBlock.ENCODER_DENSE: "MLP of the encoder",
     LayerBlock.EXPERTS: "experts",
     LayerBlock.MTP: "multi-token prediction",
     LayerBlock.HEAD: "loss head",

@@ -193,6 +193,10 @@ class GridSpace:
                 self.illegal["even stages: as many layers on each pipeline rank"] += 1
             elif dims.world_size // pp % dims.expert_ranks:
                 self.illegal["expert ranks divide the ranks of a stage"] += 1
+            elif not rules.allows_encoder(
+                self.model.spec, dataclasses.replace(dims, pipeline_model_parallel_size=pp)
+            ):
+                self.illegal["an encoder goes with a pipeline or context ranks"] += 1
             elif not rules.num_microbatches(self.batch_unit, shard.micro_batch_size, dp):
                 self.illegal["micro batch * data-parallel size divides the global batch"] += 1
             elif fixed.get("data_parallel_size", dp) == dp:
@@ -244,7 +248,8 @@ class GridSpace:
 
     def _sizes_of(self, pp: int, num_microbatches: int) -> list[int]:
         space, name = self.space, "virtual_pipeline_model_parallel_size"
-        if pp == 1 or not rules.cuts_anywhere(self.model.spec, space.version):
+        spec = self.model.spec
+        if pp == 1 or spec.vision is not None or not rules.cuts_anywhere(spec, space.version):
             return [1] if space.fixed.get(name, 1) == 1 else []
         most = (self.model.spec.num_layers + 2) // pp  # interior chunks hold a layer each
         if space.partition is not None:
@@ -267,6 +272,8 @@ class GridSpace:
         if replicas(dims) == (1, 1) and ZeroStage.NONE in allowed:
             return [ZeroStage.NONE]
         legal = [zero for zero in allowed if rules.allows_zero(zero, pp)]
+        if self.model.spec.vision is not None:
+            return [zero for zero in legal if not zero.is_fsdp]
         if self.space.sharding is None and not rules.initializes_on_meta_device(self.model.spec):
             return [zero for zero in legal if not zero.is_fsdp]
         return legal

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.model.encoder import EncoderSpec
 from nest_megatron.model.execution import (
     ContextTraffic,
     Execution,
@@ -38,6 +39,20 @@ SHORT = {
     "ep": "expert_model_parallel_size",
     "etp": "expert_tensor_parallel_size",
 }
+
+SEES_IMAGES = dataclasses.replace(
+    LLAMA,
+    vision=EncoderSpec(
+        num_layers=24,
+        hidden_size=1024,
+        ffn_hidden_size=4096,
+        num_attention_heads=16,
+        num_patches=576,
+        num_projected_tokens=576,
+        patch_features=588,
+        projector_ffn_hidden_size=8192,
+    ),
+)
 
 
 def dims(**sizes: Any) -> ParallelDims:
@@ -233,6 +248,8 @@ BROKEN = {
     "sequence_parallel": request(sequence_parallel=True),
     "rank_order": request(MIXTRAL, dims(tp=2, pp=2, dp=4, ep=8, rank_order=SECOND)),
     "two_stacks": request(T5, dims(pp=2)),
+    "encoder": request(SEES_IMAGES, dims(pp=2, cp=2)),
+    "encoder_zero": request(SEES_IMAGES, dims(dp=8), zero=ZeroStage.WEIGHTS),
     "whole_batch": request(grid=dims(dp=3), global_batch_size=16),
     "interleaving": request(grid=dims(pp=4, vpp=2), global_batch_size=6),
     "cuda_graph_recompute": request(recompute=uniform(1), cuda_graphs=LOCAL_GRAPHS),

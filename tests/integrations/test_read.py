@@ -141,7 +141,6 @@ def test_models_that_are_not_described_are_refused_by_name(extra: str) -> None:
     "script",
     [
         "pretrain_mamba.py",
-        "pretrain_vlm.py",
         "./examples/mimo/train.py",
         "examples/multimodal/train.py",
         "pretrain_ict.py",

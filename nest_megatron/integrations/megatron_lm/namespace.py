@@ -113,6 +113,8 @@ def require_planned(args: Namespace, plan: ParallelPlan) -> None:
     if (getattr(args, "optimizer", None) or "adam") in ELEMENTWISE_OPTIMIZERS:
         # 0.20 divides an emerging optimizer's state by layers instead, and clears the flag
         wanted["use_distributed_optimizer"] = chosen.use_distributed_optimizer
+    if plan.model.vision is not None:  # pretrain_vlm.py makes the language model's of others
+        del wanted["seq_length"], wanted["num_layers"]
     for name, value in wanted.items():
         found = getattr(args, name)
         if found != value:

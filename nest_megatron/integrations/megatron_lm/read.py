@@ -30,6 +30,7 @@ from nest_megatron.integrations.megatron_lm.hybrid import (
     hybrid_pattern,
     is_hybrid_stack,
 )
+from nest_megatron.integrations.megatron_lm.images import script_arguments, with_images
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
     STAGE_OPTIONS,
@@ -70,7 +71,7 @@ _REFUSED_ARGUMENTS = {
     for name, reason in {**REFUSED, **reasons("refused")}.items()
     if name not in (*HYBRID_ARGUMENTS, *_VARIANT_ARGUMENTS)
 }
-_REFUSED_SCRIPTS = ("vlm", "vision", "multimodal", "mimo", "ict", "retro", "rl")
+_REFUSED_SCRIPTS = ("vision", "multimodal", "mimo", "ict", "retro", "rl")
 _TOKENIZER_ROWS = {
     "GPT2BPETokenizer": 50_257,
     "Llama2Tokenizer": 32_000,
@@ -119,7 +120,7 @@ def job_of(
 ) -> Job:
     """As ``read_job``, from values that stand for those of the command."""
     job = job_from_values(
-        {**_of_script(command.unknown), **values},
+        {**_of_script(command.unknown), **script_arguments(command.unknown), **values},
         explicit=command.explicit,
         script=command.script,
         version=command.version,
@@ -160,6 +161,8 @@ def job_from_values(
     values = {**values, "hybrid_layer_pattern": hybrid_pattern(values, script, version)}
     spec = _spec(values, script, vocab_size, assumed)
     precision = _precision(values)
+    if _sees_images(script):
+        spec = with_images(spec, values, precision)
     params = next((name for name in ("bf16", "fp16") if values.get(name)), "fp32")
     stated, dispatcher = {**values, "params_dtype": params}, "moe_token_dispatcher_type"
     if dispatcher not in explicit and values.get(dispatcher) == "allgather":
@@ -227,7 +230,7 @@ def _require_degrees(values: Mapping[str, Any]) -> None:
 def refuse_unplannable(values: Mapping[str, Any], script: str) -> None:
     """Raise for models that this planner does not support, naming the flag."""
     fix = "Launch this job without nest."
-    of_stacks = _family(script) is ModelFamily.T5
+    of_stacks = _family(script) is ModelFamily.T5 or _sees_images(script)
     for name, reason in _REFUSED_ARGUMENTS.items():
         if values.get(name) and not (of_stacks and name in _OF_STACKS):
             raise UnplannableModelError(flag_of(name), value=values[name], limit=reason, fix=fix)
@@ -237,7 +240,7 @@ def refuse_unplannable(values: Mapping[str, Any], script: str) -> None:
         layer_spec = ""
     found = next((w for w in _REFUSED_SCRIPTS if w in words or f"{w}." in layer_spec), None)
     if found:
-        limit = "only GPT-, BERT- and T5-like models are supported"
+        limit = "only models like GPT, BERT, T5 and those of pretrain_vlm.py are supported"
         value = script if found in words else layer_spec
         raise UnplannableModelError("training script", value=value, limit=limit, fix=fix)
 
@@ -246,6 +249,10 @@ def _script_words(script: str) -> list[str]:
     """What a script's name says; that of ``examples/mimo/train.py`` is its folder's."""
     path = PurePath(script)
     return (path.parent.name if path.stem == "train" else path.stem).split("_")
+
+
+def _sees_images(script: str) -> bool:
+    return "vlm" in _script_words(script)
 
 
 def _spec(

@@ -21,6 +21,7 @@ from nest_megatron.model.operators.ends import around_mtp_graph, embedding_graph
 from nest_megatron.model.operators.feed_forward import experts_graph, mlp_graph
 from nest_megatron.model.operators.linear_attention import gated_delta_net_graph
 from nest_megatron.model.operators.mamba import mamba_graph
+from nest_megatron.model.operators.vision import encoder_graph, projector_graph
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 
@@ -35,6 +36,8 @@ _GRAPHS: Mapping[LayerBlock, Callable[[TransformerSpec, LayerShard], LayerGraph]
     LayerBlock.DENSE: lambda spec, shard: mlp_graph(spec.decoder, shard),
     LayerBlock.EXPERTS: experts_graph,
     LayerBlock.EMBEDDING: embedding_graph,
+    LayerBlock.ENCODER: encoder_graph,
+    LayerBlock.PROJECTOR: projector_graph,
     LayerBlock.MTP: around_mtp_graph,
     LayerBlock.HEAD: head_graph,
 }
