@@ -21,6 +21,7 @@ from nest_megatron.model.operators.ends import around_mtp_graph, embedding_graph
 from nest_megatron.model.operators.feed_forward import experts_graph, mlp_graph
 from nest_megatron.model.operators.linear_attention import gated_delta_net_graph
 from nest_megatron.model.operators.mamba import mamba_graph
+from nest_megatron.model.operators.variant import with_variant
 from nest_megatron.model.operators.vision import encoder_graph, projector_graph
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
@@ -53,8 +54,10 @@ def block_graph(spec: TransformerSpec, block: LayerBlock, shard: LayerShard) -> 
 
 def _trained_graph(spec: TransformerSpec, block: LayerBlock, shard: LayerShard) -> LayerGraph:
     if block in _GRAPHS:
-        return _GRAPHS[block](spec, shard)
-    return attention_graph(spec.decoder, shard, block)
+        graph = _GRAPHS[block](spec, shard)
+    else:
+        graph = attention_graph(spec.decoder, shard, block)
+    return with_variant(graph, spec, block, shard)
 
 
 def layer_graph(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) -> LayerGraph:
