@@ -59,6 +59,8 @@ def spec_from_mapping(mapping: Mapping[str, object]) -> TransformerSpec:
             limit = "it names expert layers but num_experts is not set"
             fix = "Set num_experts, or drop moe_layer_freq."
             raise UserInputError(f"{model} moe_layer_freq", value=freq, limit=limit, fix=fix)
+    elif freq is None and fields.get("hybrid_layer_pattern"):
+        pass  # it says which layers route
     elif isinstance(fields.get("num_layers"), int):  # what else it is, is refused below
         pattern = moe_layer_pattern(1 if freq is None else freq, fields["num_layers"])
         fields["moe_layer_pattern"] = pattern

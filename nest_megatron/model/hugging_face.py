@@ -10,6 +10,7 @@ from nest_megatron.errors import UnplannableModelError
 from nest_megatron.model import hugging_face_dense as dense
 from nest_megatron.model import hugging_face_experts as experts
 from nest_megatron.model import hugging_face_gpt as gpt
+from nest_megatron.model import hugging_face_hybrids as hybrids
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.hugging_face_fields import ConfigFields, model_types
 from nest_megatron.model.hugging_face_parts import Shape
@@ -161,7 +162,7 @@ def _unplannable(name: str, value: object, reason: str) -> UnplannableModelError
 #: Readers by ``model_type``, which each is named after.
 _READERS: Mapping[str, Callable[[ConfigFields], Shape]] = {
     name: read
-    for module in (dense, experts, gpt)
+    for module in (dense, experts, gpt, hybrids)
     for name, read in vars(module).items()
     if name in model_types()
 }

@@ -37,7 +37,7 @@ def _routed_biases(f: ConfigFields, *, qkv_alone: bool = False) -> Shape:
     return linear_biases(qkv=attends, projection=attends and not qkv_alone, routed=True)
 
 
-def _sparse_layers(f: ConfigFields) -> Shape:
+def sparse_layers(f: ConfigFields) -> Shape:
     """Qwen routes every n-th layer but those that ``mlp_only_layers`` names."""
     step = f.whole("decoder_sparse_step", 1)
     dense = f.items("mlp_only_layers", "layer numbers") or ()
@@ -51,7 +51,7 @@ def qwen2_moe(f: ConfigFields) -> Shape:
         upper_windows(f),
         linear_biases(qkv=f.flag("qkv_bias", True), routed=True),
         experts(f, "num_experts", "moe_intermediate_size"),
-        _sparse_layers(f),
+        sparse_layers(f),
         shared_experts(f.whole("shared_expert_intermediate_size")),
         {"moe_shared_expert_gate": True},
     )
@@ -68,7 +68,7 @@ def qwen3_moe(f: ConfigFields) -> Shape:
         _routed_biases(f),
         {"qk_layernorm": True},
         experts(f, "num_experts", "moe_intermediate_size"),
-        _sparse_layers(f),
+        sparse_layers(f),
     )
 
 

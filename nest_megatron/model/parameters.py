@@ -14,6 +14,7 @@ from nest_megatron.model.layer_pattern import HYBRID_SYMBOLS, LayerBlock, LayerK
 from nest_megatron.model.operators import adapted_products, block_graph
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.model.unmodelled import lightning_parameters, mamba1_parameters
 from nest_megatron.model.variant import Bias, NormParameters, NormPlacement
 
 #: Taps of the convolution in a Mamba layer: the default of ``MambaMixer``.
@@ -76,6 +77,7 @@ def _norm(spec: TransformerSpec, width: int) -> int:
 def _norms_around(spec: TransformerSpec, *, of_mlp: bool) -> int:
     """The norms of one block: before it, behind it, both, or none where attention's serves."""
     shared = spec.variant.norm_placement is NormPlacement.SHARED and of_mlp
+    shared = shared or (spec.variant.parallel_mixers and not of_mlp)  # Mamba's serves attention
     both = spec.variant.norm_placement is NormPlacement.SANDWICH
     return (0 if shared else 2 if both else 1) * _norm(spec, spec.hidden_size)
 
@@ -149,11 +151,17 @@ def _mamba(spec: TransformerSpec, tp: int) -> int:
     Source: ``megatron.core.ssm.mamba_mixer.MambaMixer``: heads and groups are split; of each head
     there are ``dt_bias``, ``A_log`` and ``D``, and the convolution has a bias.
     """
+    if spec.variant.mamba_version == 1:
+        return _norm(spec, spec.hidden_size) + mamba1_parameters(spec) // tp
     hidden, heads = spec.hidden_size, spec.num_mamba_heads // tp
     inner = heads * spec.mamba_head_dim
     mixed = inner + 2 * spec.mamba_num_groups // tp * spec.mamba_state_dim
     projections = hidden * (inner + mixed + heads) + inner * hidden
-    return _norm(spec, hidden) + projections + (CONV_WIDTH + 1) * mixed + 3 * heads + inner
+    variant = spec.variant
+    count = _norm(spec, hidden) + projections + 3 * heads
+    count += mixed * (variant.mamba_conv_kernel + variant.mamba_conv_bias)
+    count += inner * variant.mamba_gated_norm + hidden * variant.has_bias(Bias.MAMBA_OUT)
+    return count + (inner + mixed + heads) * variant.has_bias(Bias.MAMBA_IN)
 
 
 def _gated_delta_net(spec: TransformerSpec, tp: int) -> int:
@@ -211,6 +219,8 @@ def _block_parameters(
     """One block of a decoder layer."""
     if block is LayerBlock.EXPERTS:
         return _experts(spec, tp, ep, etp)
+    if block is LayerBlock.GATED_DELTA_NET and spec.variant.lightning_attention:
+        return ParameterCount(_norm(spec, spec.hidden_size) + lightning_parameters(spec) // tp)
     if block is LayerBlock.GATED_DELTA_NET:
         return ParameterCount(_gated_delta_net(spec, tp))
     if block is LayerBlock.MAMBA:

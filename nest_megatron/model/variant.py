@@ -34,7 +34,8 @@ class Bias(Name):
     MLP = "mlp"
     ROUTER = "router"
     EXPERT_BIAS = "expert_bias"
-    MAMBA = "mamba_proj"
+    MAMBA_IN = "mamba_in_proj"
+    MAMBA_OUT = "mamba_out_proj"
     OUTPUT_LAYER = "output_layer"
 
 

@@ -1,0 +1,300 @@
+"""Readers of Hugging Face configurations of families with state-space or linear-attention layers.
+
+A layer of theirs that has a mixer and an MLP is two layers in Megatron's pattern of a hybrid model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from nest_megatron.model.hugging_face_dense import all_biases
+from nest_megatron.model.hugging_face_experts import granitemoe, sparse_layers
+from nest_megatron.model.hugging_face_fields import ConfigFields
+from nest_megatron.model.hugging_face_parts import (
+    Shape,
+    activation,
+    decoder,
+    experts,
+    frequency,
+    joined,
+    linear_biases,
+    rotary,
+    shared_experts,
+    variant,
+)
+from nest_megatron.model.variant import Bias
+
+_MAMBA, _ATTENTION, _MLP, _EXPERTS = "M*-E"
+_NO_POSITIONS: Shape = {"position_embedding_type": "none"}
+_MULTIPLIERS = (
+    *("lm_head_multiplier", "embedding_multiplier", "mlp_multipliers", "attention_in_multiplier"),
+    *("attention_out_multiplier", "key_multiplier", "ssm_multipliers", "ssm_in_multiplier"),
+    "ssm_out_multiplier",
+)
+_OF_NO_SHAPE = ("num_logits_to_keep", "mamba_chunk_size", "use_mamba_kernels", "z_loss_coefficient")
+
+
+def _pattern(symbols: Sequence[str]) -> Shape:
+    """Megatron's pattern; MLPs and experts count as layers."""
+    pattern = "".join(symbols)
+    return {"num_layers": len(pattern), "hybrid_layer_pattern": pattern}
+
+
+def _layers(f: ConfigFields, attends: Callable[[int], bool], each_token: str = _MLP) -> Shape:
+    """Layers of a mixer and an MLP or experts."""
+    layers = range(f.whole("num_hidden_layers"))
+    return _pattern([(_ATTENTION if attends(i) else _MAMBA) + each_token for i in layers])
+
+
+def _mamba2(f: ConfigFields, inner: int) -> Shape:
+    """Mamba-2 layers by the keys of Bamba, Granite 4 and Falcon-H1."""
+    f.weightless(*_OF_NO_SHAPE, "mamba_expand")
+    heads = f.whole("mamba_n_heads")
+    given = f.get("mamba_d_head", "auto")
+    size = inner // heads if given == "auto" else f.whole("mamba_d_head")
+    if heads * size != inner:
+        raise f.wrong("mamba_d_head", f"mamba_n_heads times it must be {inner}")
+    biases = (Bias.MAMBA_IN, Bias.MAMBA_OUT) if f.flag("mamba_proj_bias") else ()
+    return joined(
+        {
+            "mamba_num_heads": heads,
+            "mamba_head_dim": size,
+            "mamba_num_groups": f.whole("mamba_n_groups", 1),
+            "mamba_state_dim": f.whole("mamba_d_state"),
+        },
+        _convolution(f.whole("mamba_d_conv", 4), f.flag("mamba_conv_bias", True)),
+        variant(biases=biases) if biases else {},
+    )
+
+
+def _convolution(kernel: int, has_bias: bool) -> Shape:
+    return variant(mamba_conv_kernel=kernel, mamba_conv_bias=has_bias)
+
+
+def bamba(f: ConfigFields) -> Shape:
+    """Bamba: Mamba-2 or attention, each with an MLP."""
+    f.weightless("attn_rotary_emb")
+    attending = f.items("attn_layer_indices", "layer numbers") or ()
+    inner = f.whole("mamba_expand", 2) * f.whole("hidden_size")
+    layers = _layers(f, lambda layer: layer in attending)
+    return joined(decoder(f), _mamba2(f, inner), all_biases(f), layers)
+
+
+def granitemoehybrid(f: ConfigFields) -> Shape:
+    """Granite 4: Mamba-2 or attention, each with experts and a shared one, or with that alone."""
+    kinds = f.items("layer_types", "text") or ["mamba"] * f.whole("num_hidden_layers")
+    if not {*kinds} <= {"mamba", "attention"}:
+        raise f.wrong("layer_types", "it must name mamba or attention for each layer")
+    routes = f.whole("num_local_experts", 0, least=0) > 0
+    inner = f.whole("mamba_expand", 2) * f.whole("hidden_size")
+    shared = f.whole("shared_intermediate_size")
+    layers = _layers(f, lambda layer: kinds[layer] == "attention", _EXPERTS if routes else _MLP)
+    around = decoder(f)
+    if routes:
+        around = joined(granitemoe(f), shared_experts(shared))
+    else:
+        f.weightless("embedding_multiplier", "logits_scaling", "residual_multiplier")
+        f.weightless("attention_multiplier", "num_experts_per_tok")
+        around = joined(around, all_biases(f), {"ffn_hidden_size": shared})
+    positions = {} if f.get("position_embedding_type") == "rope" else _NO_POSITIONS
+    return joined(around, _mamba2(f, inner), layers, positions)
+
+
+def falcon_h1(f: ConfigFields) -> Shape:
+    """Falcon-H1: Mamba-2 and attention side by side on one norm, then an MLP."""
+    f.weightless(*_MULTIPLIERS, "mamba_norm_before_gate", "mamba_use_mlp", "mlp_expansion_factor")
+    f.weightless("time_step_min", "time_step_max", "time_step_floor", "rope_theta")
+    inner = f.whole("mamba_d_ssm", f.whole("mamba_expand", 2) * f.whole("hidden_size"))
+    attends, out = f.flag("attention_bias"), f.flag("projectors_bias")
+    of_mamba = _mamba2(f, inner)
+    enters = f.flag("mamba_proj_bias")
+    of_mamba["variant"].pop("biases", None)
+    given = {Bias.MAMBA_IN: enters, Bias.MAMBA_OUT: out, Bias.PROJECTION: attends}
+    given[Bias.MLP] = f.flag("mlp_bias")
+    return joined(
+        decoder(f),
+        of_mamba,
+        {"add_qkv_bias": attends},
+        variant(biases=tuple(bias for bias, has_it in given.items() if has_it)),
+        variant(parallel_mixers=True, mamba_gated_norm=f.flag("mamba_rms_norm")),
+        _pattern([_MAMBA + _ATTENTION + _MLP] * f.whole("num_hidden_layers")),
+    )
+
+
+def jamba(f: ConfigFields) -> Shape:
+    """Jamba: Mamba-1 or attention, each with an MLP or experts; no positions."""
+    f.weightless(*_OF_NO_SHAPE, "mamba_inner_layernorms", "sliding_window")
+    hidden, layers = f.whole("hidden_size"), range(f.whole("num_hidden_layers"))
+    routes = f.whole("num_experts", 16) > 1
+    period, offset = f.whole("expert_layer_period"), f.whole("expert_layer_offset", least=0)
+    every, first = f.whole("attn_layer_period"), f.whole("attn_layer_offset", least=0)
+    symbols = [
+        (_ATTENTION if i % every == first else _MAMBA)
+        + (_EXPERTS if routes and i % period == offset else _MLP)
+        for i in layers
+    ]
+    biases = (Bias.MAMBA_IN, Bias.MAMBA_OUT) if f.flag("mamba_proj_bias") else ()
+    auto = f.get("mamba_dt_rank", "auto") == "auto"
+    found: Shape = {}
+    if _EXPERTS in "".join(symbols):
+        found = experts(f, "num_experts", "intermediate_size")
+    else:
+        f.weightless("num_experts_per_tok")
+    return joined(
+        decoder(f),
+        found,
+        _pattern(symbols),
+        {
+            "mamba_num_heads": f.whole("mamba_expand", 2) * hidden,
+            "mamba_head_dim": 1,  # each channel has a state of its own
+            "mamba_num_groups": 1,
+            "mamba_state_dim": f.whole("mamba_d_state"),
+        },
+        _convolution(f.whole("mamba_d_conv", 4), f.flag("mamba_conv_bias", True)),
+        variant(mamba_version=1, biases=biases) if biases else variant(mamba_version=1),
+        variant(mamba_dt_rank=-(-hidden // 16) if auto else f.whole("mamba_dt_rank")),
+        _NO_POSITIONS,
+    )
+
+
+def mamba2(f: ConfigFields) -> Shape:
+    """Mamba-2 alone."""
+    f.weightless("time_step_rank", "time_step_min", "time_step_max", "time_step_floor")
+    f.weightless("time_step_limit", "rescale_prenorm_residual", "residual_in_fp32", "chunk_size")
+    f.weightless("rms_norm", "expand", "hidden_act")
+    hidden, layers = f.whole("hidden_size"), f.whole("num_hidden_layers")
+    biases = (Bias.MAMBA_IN, Bias.MAMBA_OUT) if f.flag("use_bias") else ()
+    return joined(
+        {
+            "hidden_size": hidden,
+            "ffn_hidden_size": hidden,
+            "num_attention_heads": 1,
+            "vocab_size": f.whole("vocab_size"),
+            "longest": 8192,
+            "layernorm_epsilon": f.number("layer_norm_epsilon", 1e-5),
+            "untie_embeddings_and_output_weights": not f.flag("tie_word_embeddings", True),
+            "mamba_num_heads": f.whole("num_heads"),
+            "mamba_head_dim": f.whole("head_dim"),
+            "mamba_num_groups": f.whole("n_groups"),
+            "mamba_state_dim": f.whole("state_size"),
+        },
+        _pattern([_MAMBA] * layers),
+        _convolution(f.whole("conv_kernel", 4), f.flag("use_conv_bias", True)),
+        variant(biases=biases) if biases else {},
+        _NO_POSITIONS,
+    )
+
+
+def nemotron_h(f: ConfigFields) -> Shape:
+    """Nemotron-H and Nemotron 3: the pattern is Megatron's own."""
+    f.weightless("expand", "chunk_size", "mamba_hidden_act", "mamba_proj_bias", "num_logits_to_keep")
+    f.weightless("rescale_prenorm_residual", "residual_in_fp32", "mamba_ssm_cache_dtype")
+    f.weightless("rms_norm_eps", "use_mamba_kernels", "mamba_num_groups", "rope_theta")
+    f.weightless("time_step_limit", "time_step_min", "time_step_max", "time_step_floor")
+    f.weightless("time_step_rank", "partial_rotary_factor", "sliding_window", "intermediate_size")
+    pattern = f.get("hybrid_override_pattern")
+    if not isinstance(pattern, str) or len(pattern) != f.whole("num_hidden_layers"):
+        raise f.wrong("hybrid_override_pattern", "it must have a symbol for each layer")
+    heads, hidden = f.whole("num_attention_heads"), f.whole("hidden_size")
+    groups = f.whole("num_key_value_heads", heads)
+    size = f.whole("head_dim", f.whole("attention_head_dim", 128))
+    given = {
+        Bias.PROJECTION: f.flag("attention_bias"),
+        Bias.MLP: f.flag("mlp_bias"),
+        Bias.MAMBA_IN: f.flag("use_bias"),
+        Bias.MAMBA_OUT: f.flag("use_bias"),
+    }
+    return joined(
+        _pattern(pattern),
+        {
+            "hidden_size": hidden,
+            "ffn_hidden_size": f.whole("intermediate_size", hidden),
+            "num_attention_heads": heads,
+            "num_query_groups": None if groups == heads else groups,
+            "kv_channels": size,
+            "max_position_embeddings": f.whole("max_position_embeddings"),
+            "vocab_size": f.whole("vocab_size"),
+            "layernorm_epsilon": f.number("layer_norm_epsilon", f.number("norm_eps", 1e-5)),
+            "activation": activation(f, "mlp_hidden_act", "relu2"),
+            "gated_linear_unit": False,
+            "untie_embeddings_and_output_weights": not f.flag("tie_word_embeddings"),
+            "add_qkv_bias": f.flag("attention_bias"),
+            "mamba_num_heads": f.whole("mamba_num_heads"),
+            "mamba_head_dim": f.whole("mamba_head_dim"),
+            "mamba_num_groups": f.whole("n_groups", 8),
+            "mamba_state_dim": f.whole("ssm_state_size", 128),
+        },
+        _routed(f) if _EXPERTS in pattern else {},
+        _convolution(f.whole("conv_kernel", 4), f.flag("use_conv_bias", True)),
+        variant(biases=tuple(bias for bias, has_it in given.items() if has_it)),
+        _NO_POSITIONS,
+    )
+
+
+def _routed(f: ConfigFields) -> Shape:
+    """Experts of Nemotron 3: balanced by a bias, one or more shared ones of a size of their own."""
+    shared = f.whole("moe_shared_expert_intermediate_size", 0, least=0)
+    shared *= f.whole("n_shared_experts", 1, least=0)
+    latent = f.get("moe_latent_size")
+    return joined(
+        experts(f, "n_routed_experts", "moe_intermediate_size"),
+        shared_experts(shared),
+        {"moe_router_enable_expert_bias": True},
+        {} if latent is None else {"moe_latent_size": f.whole("moe_latent_size")},
+    )
+
+
+def qwen3_next(f: ConfigFields) -> Shape:
+    """Qwen 3 Next: gated delta nets, every fourth layer attends in full, behind a gate."""
+    f.weightless("full_attention_interval")
+    interval, layers = f.whole("full_attention_interval", 4), range(f.whole("num_hidden_layers"))
+    attends = f.flag("attention_bias")
+    return joined(
+        decoder(f),
+        rotary(f, partial=0.25),
+        linear_biases(qkv=attends, projection=attends, routed=True),
+        {"qk_layernorm": True, "attention_output_gate": True, "apply_layernorm_1p": True},
+        _linear(f, [(i + 1) % interval != 0 for i in layers]),
+        {
+            name: f.whole(name)
+            for name in (
+                *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+                *("linear_num_key_heads", "linear_num_value_heads"),
+            )
+        },
+        experts(f, "num_experts", "moe_intermediate_size"),
+        sparse_layers(f),
+        shared_experts(f.whole("shared_expert_intermediate_size")),
+        {"moe_shared_expert_gate": True},
+    )
+
+
+def _linear(f: ConfigFields, marked: Sequence[bool]) -> Shape:
+    """The layers of linear attention, by ``layer_types`` or the family's rhythm."""
+    kinds = f.items("layer_types", "text")
+    if kinds is not None:
+        if len(kinds) != len(marked) or not {*kinds} <= {"linear_attention", "full_attention"}:
+            raise f.wrong("layer_types", "it must name linear_attention or full_attention")
+        marked = [kind == "linear_attention" for kind in kinds]
+    if not any(marked):
+        return {}
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": frequency(marked) or [1] * len(marked),
+    }
+
+
+def minimax(f: ConfigFields) -> Shape:
+    """MiniMax-Text-01: lightning attention on most layers, experts on all."""
+    f.weightless("block_size", "full_attn_alpha_factor", "full_attn_beta_factor", "sliding_window")
+    f.weightless("linear_attn_alpha_factor", "linear_attn_beta_factor", "mlp_alpha_factor")
+    f.weightless("mlp_beta_factor")
+    layers = range(f.whole("num_hidden_layers"))
+    shape = decoder(f)
+    linear = _linear(f, [i % 2 == 1 for i in layers])
+    return joined(
+        shape,
+        linear,
+        variant(lightning_attention=True) if linear else {},
+        experts(f, "num_local_experts", "intermediate_size"),
+    )
