@@ -107,6 +107,10 @@ def read_hf_model(mapping: Config, name: str, *, seq_length: int | None = None) 
     if fields.assumed:
         taken = ", ".join(f"{key} {value}" for key, value in fields.assumed.items())
         notes += (f"{name}: not in config.json, so transformers' own default: {taken}.",)
+    own, pattern = text.get("num_hidden_layers"), shape.get("hybrid_layer_pattern")
+    if pattern and own not in (None, shape["num_layers"]):
+        count = shape["num_layers"]
+        notes += (f"{name}: its {own} layers are {count} of Megatron's hybrid_layer_pattern.",)
     return HuggingFaceModel(spec=spec_from_mapping(shape), unread=unread, notes=notes)
 
 

@@ -187,7 +187,9 @@ def mamba2(f: ConfigFields) -> Shape:
 
 def nemotron_h(f: ConfigFields) -> Shape:
     """Nemotron-H and Nemotron 3: the pattern is Megatron's own."""
-    f.weightless("expand", "chunk_size", "mamba_hidden_act", "mamba_proj_bias", "num_logits_to_keep")
+    f.weightless(
+        "expand", "chunk_size", "mamba_hidden_act", "mamba_proj_bias", "num_logits_to_keep"
+    )
     f.weightless("rescale_prenorm_residual", "residual_in_fp32", "mamba_ssm_cache_dtype")
     f.weightless("rms_norm_eps", "use_mamba_kernels", "mamba_num_groups", "rope_theta")
     f.weightless("time_step_limit", "time_step_min", "time_step_max", "time_step_floor")

@@ -16,8 +16,10 @@ def mamba1_parameters(spec: TransformerSpec) -> int:
     count = 3 * hidden * inner + inner * (variant.mamba_conv_kernel + variant.mamba_conv_bias)
     count += inner * (rank + 2 * state) + (rank + 1) * inner
     count += inner * state + inner + rank + 2 * state
-    return count + 2 * inner * variant.has_bias(Bias.MAMBA_IN) + hidden * variant.has_bias(
-        Bias.MAMBA_OUT
+    return (
+        count
+        + 2 * inner * variant.has_bias(Bias.MAMBA_IN)
+        + hidden * variant.has_bias(Bias.MAMBA_OUT)
     )
 
 

@@ -22,7 +22,11 @@ def counted(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-    from transformers.modeling_utils import no_init_weights
+
+    try:
+        from transformers.modeling_utils import no_init_weights
+    except ImportError:  # transformers 5
+        from transformers.initialization import no_init_weights
 
     given = {key: value for key, value in config.items() if key != "model_type"}
     built = CONFIG_MAPPING[config["model_type"]](**given)

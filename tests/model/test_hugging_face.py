@@ -282,10 +282,8 @@ def test_transformers_5_nests_the_rotary_base() -> None:
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("mamba2", "state-space"),
-        ("jamba", "mixes attention"),
-        ("nemotron_h", "mixes attention"),
-        ("qwen3_next", "mixes attention"),
+        ("zamba2", "mixes attention"),
+        ("falcon_mamba", "state-space"),
         ("t5", "encoder-decoder"),
         ("bart", "encoder-decoder"),
         ("mllama", "vision"),
