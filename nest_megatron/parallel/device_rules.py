@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from nest_megatron.cluster.records import Cluster
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.execution import PLAIN, Execution
 
@@ -161,6 +162,17 @@ def require_recipe(accelerator: str, recipe: str | None) -> None:
     none = f"Transformer Engine has no GEMMs of it on {found.words}"
     limit, fix = found.refused.get(str(recipe), none), f"Use {', '.join(found.recipes)} or 16 bits."
     raise UserInputError(what, value=recipe, limit=limit, fix=fix)
+
+
+def has_multicast(cluster: Cluster) -> bool:
+    """Whether GPUs of a node can write to all at once: Hopper and later behind NVLink switches.
+
+    Source: ``CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED``, which Transformer Engine's user buffers ask
+    for (``initialize_ub``).
+    """
+    name, mesh = cluster.accelerator.name.upper(), bool(cluster.levels[0].ring_shares)
+    bridged = re.search(r"PCIE|NVL(?!\d)", name) is not None
+    return not (mesh or bridged) and re.match(r"G?[HB]\d", name) is not None
 
 
 def device_notes(accelerator: str, recipe: str | None, execution: Execution) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,16 +11,20 @@ from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.traits import Fp8Recipe
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_lm.write import environment
 from nest_megatron.model.execution import PLAIN, Execution, FlexBackend, TokenDispatcher
 from nest_megatron.parallel.device_rules import (
     DEVICE_RULES,
     closed_on,
     device_notes,
     device_rules,
+    has_multicast,
     require_recipe,
 )
+from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.knobs import KnobConditions, Package, always_on, open_values
 from nest_megatron.parallel.numeric_knobs import NUMERIC_KNOBS
+from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.validation.machine_words import accelerator
 from tests import catalogue
 from tests.cli.runs import run
@@ -135,6 +140,50 @@ def test_a_plan_for_amd_says_so_and_leaves_user_buffers() -> None:
     amd = run("plan", *job, "cluster=mi300x", "train.precision=nvfp4")
     assert amd.code == 2
     assert "fp4_recipe = nvfp4: matrix units of AMD take another" in amd.err
+
+
+@pytest.mark.parametrize(
+    ("cluster", "device", "multicast"),
+    [
+        ("dgx_h100", "", True),
+        ("gb200_nvl36", "", True),
+        ("dgx_a100", "", False),
+        ("alps_gh200", "", False),
+        ("dgx_h100", "H100-PCIe-80GB", False),
+        ("dgx_h100", "H200-NVL-141GB", False),
+        ("mi300x", "", False),
+    ],
+)
+def test_user_buffers_without_multicast_copy_over_ipc(
+    cluster: str, device: str, multicast: bool
+) -> None:
+    found = catalogue.cluster(cluster, 72 if cluster == "gb200_nvl36" else 8)
+    if device:
+        named = dataclasses.replace(found.accelerator, name=device)
+        found = dataclasses.replace(found, accelerator=named)
+    assert has_multicast(found) is multicast
+    dims = ParallelDims(tensor_model_parallel_size=2)
+    request = LaunchRequest(
+        spec=catalogue.model("llama3_8b"),
+        dims=dims,
+        micro_batch_size=1,
+        global_batch_size=8,
+        execution=Execution(tp_comm_overlap=True),
+    )
+    variables = environment(request, multicast=has_multicast(found))
+    assert variables.get("UB_SKIPMC") == (None if multicast else "1")
+    plain = environment(dataclasses.replace(request, execution=PLAIN), multicast=False)
+    alone = dataclasses.replace(request, dims=ParallelDims())
+    assert not {"UB_SKIPMC"} & {*plain, *environment(alone, multicast=False)}
+
+
+@pytest.mark.parametrize(("cluster", "value"), [("dgx_a100", "1"), ("h200", None)])
+def test_a_plan_s_command_says_so(cluster: str, value: str | None) -> None:
+    job = ("model=llama3_8b", "cluster.num_gpus=8", "parallel.tensor_model_parallel_size=8")
+    found = run("plan", *job, f"cluster={cluster}", "--json").json()
+    command = found["launch"]["megatron_lm"]
+    assert "--tp-comm-overlap" in command["argv"]
+    assert command["environment"].get("UB_SKIPMC") == value
 
 
 def test_the_table_of_devices_is_that_of_the_code() -> None:

@@ -29,6 +29,7 @@ from nest_megatron.integrations.megatron_lm.write import (
     script_name,
 )
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
+from nest_megatron.parallel.device_rules import has_multicast
 from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan, sharding
 from nest_megatron.parallel.plan_file import sealed
@@ -125,7 +126,11 @@ def with_launch(
     launch = LaunchCommand(
         script=(command and command.script) or script_name(plan.model, request.version),
         argv=argv,
-        environment=environment(request, device_architecture=device_architecture(plan)),
+        environment=environment(
+            request,
+            device_architecture=device_architecture(plan),
+            multicast=has_multicast(plan.cluster),
+        ),
         notes=notes,
     )
     return sealed(dataclasses.replace(plan, launch={**plan.launch, LAUNCHER: launch}))

@@ -287,7 +287,9 @@ def precision_argv(precision: Precision, fp8_recipe: str = "delayed") -> list[st
     }[precision]
 
 
-def environment(request: LaunchRequest, *, device_architecture: int = 9) -> dict[str, str | None]:
+def environment(
+    request: LaunchRequest, *, device_architecture: int = 9, multicast: bool = True
+) -> dict[str, str | None]:
     """Environment variables that Megatron demands; ``None`` means that it must not be set.
 
     An overlapped all-to-all of tokens wants many connections. Below Blackwell divided layers and
@@ -296,8 +298,10 @@ def environment(request: LaunchRequest, *, device_architecture: int = 9) -> dict
 
     Args:
         device_architecture: major compute capability (9 = Hopper, 10 = Blackwell, which is free).
+        multicast: GPUs of a node can write to all at once (``has_multicast``). User buffers stop
+            without, unless they are told to copy over CUDA IPC instead.
 
-    Source: validate_args (0.16.1 :622, :687, :940-951).
+    Source: validate_args (0.16.1 :622, :687, :940-951); Transformer Engine, ``initialize_ub``.
     """
     dims = request.dims
     splits = max(dims.tensor_model_parallel_size, dims.context_parallel_size) > 1
@@ -308,7 +312,9 @@ def environment(request: LaunchRequest, *, device_architecture: int = 9) -> dict
         connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     elif splits and device_architecture < 10:
         connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    return {**connections, **execution_environment(request.execution)}
+    overlaps = request.execution.tp_comm_overlap and dims.tensor_model_parallel_size > 1
+    buffers = {"UB_SKIPMC": "1"} if overlaps and not multicast else {}
+    return {**connections, **buffers, **execution_environment(request.execution)}
 
 
 def pattern_text(pattern: Sequence[int]) -> str:
