@@ -65,6 +65,8 @@ def _priced(request: PlanRequest, grid: Grid, partition: StagePartition) -> Para
         partition,
         request.times,
         request.reliability,
+        schedule=request.batch_schedule,
+        lengths=request.sequence_lengths,
     )
 
 
@@ -112,7 +114,7 @@ def _grid(composed: Composed, request: PlanRequest) -> tuple[Grid, tuple[str, ..
     micro = given.pop("micro_batch_size", 1)
     dims, notes = _dims(composed, request, given), list[str]()
     batch = request.global_batch_size
-    if config.train.global_batch_size is None:
+    if config.train.global_batch_size is None and request.batch_schedule is None:
         step = micro * dims.data_parallel_size
         batch = -(-batch // step) * step
         notes.append(f"train.global_batch_size is not given; {batch} sequences are assumed.")

@@ -14,7 +14,9 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.degree_rules import require_legal
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.objective import Objective
@@ -136,12 +138,17 @@ def estimate_plan(
     partition: StagePartition,
     times: LayerTimes | None = None,
     reliability: Reliability | None = None,
+    *,
+    schedule: BatchSchedule | None = None,
+    lengths: SequenceLengths | None = None,
 ) -> ParallelPlan:
     """A plan for a layout that the user chose, with its prediction; nothing is searched.
 
     Args:
         times: measured times of the model's layers.
         reliability: how often the job fails.
+        schedule: how the batch grows, by which the layout is checked and priced at each size.
+        lengths: of the data's sequences, which the traits of ``settings`` price.
 
     Raises:
         UserInputError: if Megatron would refuse the layout, or it is not of the cluster's size.
@@ -153,14 +160,21 @@ def estimate_plan(
             limit=f"the cluster has {cluster.num_gpus} GPUs",
             fix="Lower a degree or raise cluster.num_gpus.",
         )
-    check_launchable(spec, settings, grid, partition)
+    check_launchable(spec, settings, grid, partition, schedule)
     model = CostModel(spec, cluster, settings, times)
     solved = SolvedGrid(grid=grid, boundaries=partition.boundaries, iteration=0)
-    return with_goodput(assemble(model, settings, solved, (), nothing_searched()), reliability)
+    found = assemble(
+        model, settings, solved, (), nothing_searched(), schedule=schedule, lengths=lengths
+    )
+    return with_goodput(found, reliability)
 
 
 def check_launchable(
-    spec: TransformerSpec, settings: CostSettings, grid: Grid, partition: StagePartition
+    spec: TransformerSpec,
+    settings: CostSettings,
+    grid: Grid,
+    partition: StagePartition,
+    schedule: BatchSchedule | None = None,
 ) -> None:
     """Refuse a layout that breaks one of Megatron's rules on degrees.
 
@@ -175,6 +189,7 @@ def check_launchable(
         precision=settings.precision,
         moe_grouped_gemm=spec.is_moe,
         fused_attention=settings.traits.flash_attention,
+        batch_schedule=schedule,
     )
     require_legal(asked)
 

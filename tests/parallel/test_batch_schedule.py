@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from nest_megatron.config.compose import compose
+from nest_megatron.config.layout import estimate_layout
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
 from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import megatron_bridge, nemo
-from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_launch
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, with_launch
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.planning import read_request
 from nest_megatron.integrations.megatron_lm.rules import require_launchable
@@ -121,6 +122,10 @@ def test_a_plan_is_legal_at_every_size_and_changes_none(version: str) -> None:
         count, rest = divmod(size, grid.micro_batch_size * grid.dims.data_parallel_size)
         assert rest == 0
         assert count % 2 == 0  # whole rounds of two pipeline ranks
+    command = read_command(JOB + FIXED + GROWING[version][0], version)
+    written = rewritten(found, command, ("pipeline_model_parallel_size",)).written
+    assert written.isdisjoint({"rampup_batch_size", "step_batch_size_schedule"})
+    assert ("global_batch_size" in written) == (version == "0.16.1")
     again = read_command(["pretrain_gpt.py", *found.launch[LAUNCHER].argv], version).values
     typed = read_command(JOB + GROWING[version][0], version).values
     for name in ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule"):
@@ -231,3 +236,13 @@ def test_a_recipe_whose_batch_grows(make: Callable[[list[int] | None], tuple[Any
     other, _ = make([4, 4, 100_000])
     with pytest.raises(UserInputError, match="the plan was made for 8, 32"):
         framework.apply_plan(other, found)
+
+
+def test_an_estimate_is_checked_and_priced_at_each_size() -> None:
+    settings = (*CATALOGUE, RAMP, "train.global_batch_size=128")
+    layout = ("parallel.tensor_model_parallel_size=2", "train.micro_batch_size=4")
+    found, _ = estimate_layout(compose(parse([*settings, *layout])))
+    assert [batch.global_batch_size for batch in found.batches] == [32, 64, 96, 128]
+    too_large = ("parallel.tensor_model_parallel_size=1", "train.micro_batch_size=4")
+    with pytest.raises(UserInputError, match="at every size"):
+        estimate_layout(compose(parse([*settings, *too_large])))
