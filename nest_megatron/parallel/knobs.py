@@ -326,12 +326,14 @@ def _is_open(knob: Knob, conditions: KnobConditions) -> bool:
     """Whether the choice exists for a job on a device, and is not the user's own."""
     spec = conditions.spec
     alone = spec.family is ModelFamily.GPT and spec.vision is None
+    images, stacks = spec.vision is not None, spec.family is ModelFamily.T5
+    no_buffers = conditions.fp8_recipe in _WITHOUT_BUFFERS
     missing = {
         "moe_flex_dispatcher_backend": _FLEX_DEVICE.match(conditions.accelerator) is None,
         "moe_shared_expert_overlap": not spec.moe_shared_expert_intermediate_size,
-        # latent attention has GEMMs of its own, for which no buffers are made
-        "tp_comm_overlap": spec.multi_latent_attention or conditions.fp8_recipe in _WITHOUT_BUFFERS,
-        "cp_comm_type": spec.multi_latent_attention,
+        # latent attention has GEMMs, and an encoder has lengths, for which no buffers are made
+        "tp_comm_overlap": spec.multi_latent_attention or images or stacks or no_buffers,
+        "cp_comm_type": spec.multi_latent_attention or images,
         "hierarchical_context_parallel_sizes": spec.multi_latent_attention,
         "offload_modules": not conditions.has_fast_link or not alone,
         "cuda_graph_impl": not conditions.capturable or not alone,

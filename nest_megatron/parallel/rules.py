@@ -186,7 +186,12 @@ def reduces_expert_gradients(spec: TransformerSpec, tp: int, ep: int, etp: int) 
 
 
 def divides_sequence(spec: TransformerSpec, tp: int, cp: int, sequence_parallel: bool) -> bool:
-    """A sequence splits into two pieces a cp rank, and over tp with sequence parallelism."""
+    """A sequence splits into two pieces a cp rank, and over tp with sequence parallelism.
+
+    One with images is padded until it does (``multimodal.context_parallel.get_padding``).
+    """
+    if spec.vision is not None:
+        return True
     pieces = cp * 2 if cp > 1 else 1
     shards = tp if sequence_parallel else 1
     lengths = (spec.seq_length, spec.decoder_seq_length or 0)

@@ -162,6 +162,9 @@ class PlanRequest:
         if not cuts_anywhere(self.spec, self.space.version):
             even = dataclasses.replace(self.space, even_stages=True, full_recompute=False)
             object.__setattr__(self, "space", even)
+        if self.spec.vision is not None:  # pretrain_vlm.py copies a layout to its encoder
+            even = dataclasses.replace(self.space, even_stages=True)
+            object.__setattr__(self, "space", even)
 
     def cost_model(self, settings: CostSettings | None = None) -> CostModel:
         """What the job costs, under other settings than its own if they are given."""

@@ -9,6 +9,7 @@ import pytest
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_launch
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.model.layer_pattern import LayerBlock
@@ -17,6 +18,9 @@ from nest_megatron.model.parameters import unit_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner import PlanRequest, plan
+from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
 from tests.contract.megatron_shims import meta_megatron, torch
 
@@ -109,6 +113,25 @@ def test_a_frozen_encoder_has_weights_and_a_forward_pass() -> None:
 def test_what_is_not_priced_is_refused(extra: str, named: str) -> None:
     with pytest.raises(UserInputError, match=named):
         llava(extra)
+
+
+@pytest.mark.parametrize("model", [llava(), catalogue.model("t5_220m")], ids=lambda m: m.name)
+def test_plans_have_what_the_scripts_take(model: TransformerSpec) -> None:
+    """No layout or virtual stages, and no buffers for lengths that differ between stacks."""
+    found = plan(
+        PlanRequest(
+            spec=model,
+            cluster=catalogue.cluster("dgx_h100", 8),
+            global_batch_size=8,
+            space=SearchSpace(fixed={"tensor_model_parallel_size": 2}),
+        )
+    )
+    assert isinstance(found, ParallelPlan)
+    assert not found.execution.tp_comm_overlap
+    assert found.parallel.pipeline_model_parallel_layout is None
+    launch = with_launch(found).launch[LAUNCHER]
+    script = "pretrain_t5.py" if model.vision is None else "pretrain_vlm.py"
+    assert (launch.script, "--num-layers" in launch.argv) == (script, False)
 
 
 def test_every_context_rank_encodes_all_images() -> None:

@@ -177,6 +177,8 @@ def _own_argv(request: LaunchRequest) -> tuple[tuple[str, ...], str]:
         lacking["activation"] = spec.activation
     if spec.position_embedding_type == "alibi":
         lacking["position_embedding_type"] = "alibi"
+    if spec.vision is not None:
+        lacking["vision"] = f"of {spec.vision.num_layers} layers"
     if not lacking:
         return (*model_argv(spec, version=request.version), *layout), _COMPLETE_IT
     parts = ", ".join(f"{name} {value}" for name, value in lacking.items())

@@ -174,8 +174,6 @@ def _space(config: PlanConfig, job: Job, freed: frozenset[str]) -> SearchSpace:
         own = dataclasses.replace(own, limits=limits, without_modules=without)
     if job.command is not None:
         own = _with_packs(own, job.command, stated)
-    if spec.vision is not None:  # pretrain_vlm.py copies a layout to the encoder's configuration
-        own = dataclasses.replace(own, even_stages=True)
     if job.graphs is not None:
         own = _with_graphs(own, job, job.graphs, alone=not stated.get(_EXPERTS))
     fixed = {name: int(stated[name]) for name in DEGREES if stated.get(name) is not None}

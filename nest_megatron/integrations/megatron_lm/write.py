@@ -333,7 +333,7 @@ def script_name(spec: TransformerSpec, version: str = "0.16.1") -> str:
     """Megatron-LM's own script for a model."""
     if spec.hybrid_layer_pattern:
         return "pretrain_mamba.py" if version.startswith("0.16") else "pretrain_hybrid.py"
-    return f"pretrain_{spec.family.value}.py"
+    return "pretrain_vlm.py" if spec.vision is not None else f"pretrain_{spec.family.value}.py"
 
 
 def _argv(**arguments: object) -> list[str]:
