@@ -78,7 +78,8 @@ from nest_megatron.report.console import show, show_json
     "--from",
     "from_command",
     metavar="COMMAND",
-    help="Your own Megatron-LM command, in quotes, instead of model; - reads standard input.",
+    help="Your own Megatron-LM command, in quotes, or a script that launches it, instead of model; "
+    "- reads standard input.",
 )
 @version_option
 @click.option(

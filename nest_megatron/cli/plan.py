@@ -31,7 +31,8 @@ from nest_megatron.cli.complete import completing, freed_names
     "--from",
     "from_command",
     metavar="COMMAND",
-    help="Your own Megatron-LM command, in quotes; - reads it from standard input.",
+    help="Your own Megatron-LM command, in quotes, or the script that launches it (train.sh), "
+    "which is read and not run; - reads a command from standard input.",
 )
 @click.option(
     "--free",

@@ -28,6 +28,7 @@ from nest_megatron.integrations.megatron_lm.search_space import (
 )
 from nest_megatron.integrations.megatron_lm.sharding import require_optimizer
 from nest_megatron.integrations.restore import restored_by_command
+from nest_megatron.integrations.shell_script.launch import script_launch
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.diff import Change
@@ -118,7 +119,7 @@ def _read(composed: Composed, text: str | Sequence[str], version: str) -> Job:
         limit = "with --from the model comes from the command"
         fix = "Leave model out, or change the command."
         raise UserInputError("model", value=model.get("name"), limit=limit, fix=fix)
-    command = read_command(text, version)
+    command = _command(text, version)
     if not command.argv:
         limit = "it has no flags, so it says nothing about the model"
         fix = "Give the whole command in quotes, or - to read it from standard input."
@@ -127,6 +128,19 @@ def _read(composed: Composed, text: str | Sequence[str], version: str) -> Job:
     assert job.command is not None
     tp = job.command.values["tensor_model_parallel_size"]
     return dataclasses.replace(job, spec=job.spec.with_padded_vocab(tp))
+
+
+def _command(text: str | Sequence[str], version: str) -> ReadCommand:
+    """A command, or the one that a script of the shell would launch."""
+    launch = script_launch(text)
+    if launch is None:
+        return read_command(text, version)
+    try:
+        command = read_command(launch.words, version)
+    except UserInputError as error:
+        fix = " ".join((error.fix, *launch.notes))
+        raise UserInputError(error.what, value=error.value, limit=error.limit, fix=fix) from error
+    return dataclasses.replace(command, notes=(*launch.notes, *command.notes))
 
 
 #: Runners-up that a launch ranks, unless it is told how many; all that wait for it count seconds.

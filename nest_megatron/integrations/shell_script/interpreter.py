@@ -1,0 +1,382 @@
+"""A walk through a script: assignments and decisions are made, programs are only noted down."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nest_megatron.files import read_text
+from nest_megatron.integrations.shell_script import nodes
+from nest_megatron.integrations.shell_script.arithmetic import evaluate
+from nest_megatron.integrations.shell_script.assignment import (
+    ASSIGNMENT,
+    DECLARATIONS,
+    assign,
+    declare,
+)
+from nest_megatron.integrations.shell_script.conditions import Decision
+from nest_megatron.integrations.shell_script.edits import matches
+from nest_megatron.integrations.shell_script.expansion import (
+    Value,
+    expand,
+    fill,
+    fill_document,
+    home_relative,
+    pattern_of,
+)
+from nest_megatron.integrations.shell_script.programs import call
+from nest_megatron.integrations.shell_script.record import Record, is_launch
+from nest_megatron.integrations.shell_script.syntax import parse
+from nest_megatron.integrations.shell_script.values import (
+    MAX_DEPTH,
+    MAX_STEPS,
+    Leave,
+    ScriptError,
+    is_wholly_unknown,
+    known,
+    plain,
+    unknown,
+)
+
+_ONLY_IN_A_RUN = frozenset(("$", "!", "RANDOM", "SECONDS", "HOSTNAME"))
+_ENDS = {"exit", "return", "true", ":", "echo", "printf", "continue", "break"}
+
+
+@dataclass(slots=True)
+class Interpreter:
+    """One shell. A status of ``None`` is that of a command that is not run."""
+
+    record: Record
+    variables: dict[str, Value]
+    exported: set[str]
+    args: list[str]
+    script: str
+    folder: str
+    functions: dict[str, nodes.Command] = field(default_factory=dict)
+    options: set[str] = field(default_factory=set)
+    keyed: set[str] = field(default_factory=set)
+    stack: list[str] = field(default_factory=list)
+    hidden: list[dict[str, Value | None]] = field(default_factory=list)
+    status: int | None = 0
+    line: int = 0
+    depth: int = 0
+    deciding: int = 0
+    printed: list[str] = field(default_factory=list)
+    given: str = ""
+    piped: bool = False
+    original: Mapping[str, str] = field(default_factory=dict)
+
+    # What words are filled in from (expansion.Shell).
+
+    def lookup(self, name: str) -> Value | None:
+        """A variable or parameter; ``None`` if it is not set."""
+        if name in self.variables:
+            return self.variables[name]
+        if name.isdigit() and name != "0":
+            return self.args[int(name) - 1] if int(name) <= len(self.args) else None
+        return self._special(name)
+
+    def _special(self, name: str) -> Value | None:
+        known_here: dict[str, Value] = {
+            "#": str(len(self.args)),
+            "?": unknown("$?") if self.status is None else str(self.status),
+            "-": "".join(sorted(self.options)),
+            "0": self.script,
+            "PWD": self.folder,
+            "BASH_SOURCE": {"0": self.script},
+            "LINENO": str(self.line),
+        }
+        return unknown(f"${name}") if name in _ONLY_IN_A_RUN else known_here.get(name)
+
+    def assign(self, name: str, value: Value) -> None:
+        """Set a variable."""
+        self.variables[name] = value
+
+    def positional(self) -> list[str]:
+        """``$@``."""
+        return self.args
+
+    def unset(self, name: str) -> None:
+        """Note that a variable is empty because nothing sets it."""
+        if "u" in self.options:
+            fix = f"Set it: {name}=... before nest-megatron"
+            raise ScriptError(f"{name} is not set, and the script has set -u", fix)
+        if not name.isdigit():
+            self.record.not_set.setdefault(name, self.line)
+
+    def sum(self, text: str) -> int:
+        """An arithmetic expression."""
+        return evaluate(text, self._number, self.assign)
+
+    def _number(self, name: str) -> str:
+        found = self.lookup(name)
+        if isinstance(found, dict):
+            found = found.get("0")
+        return found or ""
+
+    def output(self, source: str) -> str:
+        """What a command substitution gives; unknown text where something would have to run."""
+        found = source.strip()
+        if re.fullmatch(r"<\s*\S+", found):
+            source = f"cat {found[1:]}"
+        inner = self.child()
+        try:
+            inner.run(parse(source))
+        except Leave as left:
+            inner.status = left.status
+        self.status = inner.status
+        found = "".join(inner.printed).rstrip("\n")
+        return unknown(f"$({plain(source)})") if is_wholly_unknown(found) else found
+
+    def child(self) -> Interpreter:
+        """A subshell."""
+        return Interpreter(
+            record=self.record,
+            variables=dict(self.variables),
+            exported=set(self.exported),
+            args=list(self.args),
+            script=self.script,
+            folder=self.folder,
+            functions=dict(self.functions),
+            options=set(self.options),
+            keyed=set(self.keyed),
+            line=self.line,
+            depth=self.depth + 1,
+            given=self.given,
+            piped=self.piped,
+            original=self.original,
+        )
+
+    def walk(self, text: str, script: str) -> None:
+        """Walk through a file that is read into this shell."""
+        before, self.script = self.script, script
+        try:
+            self.run(parse(text))
+        finally:
+            self.script = before
+
+    # Lists, pipelines and compound commands.
+
+    def run(self, body: nodes.Body) -> None:
+        """Walk through commands."""
+        for each in body:
+            self.and_or(each)
+
+    def and_or(self, command: nodes.AndOr) -> None:
+        for place, (operator, pipeline) in enumerate(command.parts):
+            if operator and self.status is None and not _only_ends(pipeline, operator):
+                limit = "whether a command that is not run succeeds decides what follows"
+                raise ScriptError(limit, "Decide it by hand in a copy of the script")
+            if operator and (self.status in (0, None)) == (operator == "||"):
+                continue
+            is_last = place == len(command.parts) - 1
+            self.deciding += not is_last
+            try:
+                self.pipeline(pipeline)
+            finally:
+                self.deciding -= not is_last
+            if is_last and self.status and not pipeline.negated:
+                self._end_on_failure()
+
+    def _end_on_failure(self) -> None:
+        if "e" in self.options and not self.deciding:
+            raise Leave("exit", self.status)
+
+    def pipeline(self, pipeline: nodes.Pipeline) -> None:
+        self.line = pipeline.line
+        commands = pipeline.commands
+        given = self.given
+        for place, command in enumerate(commands):
+            if len(commands) == 1:
+                self.command(command)
+            else:
+                inner = self.child()
+                inner.given, inner.piped = given, self.piped or place > 0
+                self._in_child(inner, command)
+                given = "".join(inner.printed)
+                if place == len(commands) - 1:
+                    self.printed.append(given)
+        if pipeline.negated and self.status is not None:
+            self.status = int(not self.status)
+
+    def _in_child(self, inner: Interpreter, command: nodes.Command) -> None:
+        try:
+            inner.command(command)
+        except Leave as left:
+            inner.status = left.status
+        self.status = inner.status
+
+    def command(self, command: nodes.Command) -> None:
+        self.record.steps += 1
+        self.line = command.line
+        if self.record.steps > MAX_STEPS or time.monotonic() > self.record.until_s:
+            fix = "Leave out its endless loop in a copy of the script"
+            raise ScriptError(f"it does not end within {self.record.steps:,} commands", fix)
+        if self.depth > MAX_DEPTH:
+            raise ScriptError(f"it calls itself more than {MAX_DEPTH} deep")
+        getattr(self, f"_{type(command).__name__.lower()}")(command)
+
+    def decide(self, condition: nodes.Body) -> bool:
+        """Whether a condition holds.
+
+        Raises:
+            ScriptError: if that depends on a command that is not run.
+        """
+        self.deciding += 1
+        try:
+            self.run(condition)
+        finally:
+            self.deciding -= 1
+        if self.status is None:
+            limit = "whether a command that is not run succeeds decides what follows"
+            raise ScriptError(limit, "Decide it by hand in a copy of the script")
+        return self.status == 0
+
+    def _if(self, command: nodes.If) -> None:
+        for condition, body in command.branches:
+            if self.decide(condition):
+                self.status = 0
+                self.run(body)
+                return
+        self.status = 0
+        self.run(command.otherwise)
+
+    def _for(self, command: nodes.For) -> None:
+        words = self.args if command.words is None else expand(command.words, self)
+        for word in words:
+            self.assign(command.name, known(word, f"the loop over {command.name}"))
+            if not self._turn(command.body):
+                return
+
+    def _forsum(self, command: nodes.ForSum) -> None:
+        first, condition, step = command.parts
+        self.sum(fill_document(first, self))
+        while not condition.strip() or self.sum(fill_document(condition, self)):
+            self._step()
+            if not self._turn(command.body):
+                return
+            self.sum(fill_document(step, self))
+
+    def _while(self, command: nodes.While) -> None:
+        while self.decide(command.condition) != command.until:
+            self._step()
+            if not self._turn(command.body):
+                return
+        self.status = 0
+
+    def _step(self) -> None:
+        """Count a turn of a loop, however little it does."""
+        self.command(nodes.Sum(self.line, "1"))
+
+    def _turn(self, body: nodes.Body) -> bool:
+        """One turn of a loop; whether there is another."""
+        try:
+            self.run(body)
+        except Leave as left:
+            if left.kind not in ("break", "continue"):
+                raise
+            if left.count > 1:
+                raise Leave(left.kind, 0, left.count - 1) from None
+            return left.kind == "continue"
+        return True
+
+    def _case(self, command: nodes.Case) -> None:
+        word = known(fill(command.word, self), "a case")
+        self.status = 0
+        for patterns, body in command.branches:
+            if any(matches(word, pattern_of(pattern, self)) for pattern in patterns):
+                self.run(body)
+                return
+
+    def _group(self, command: nodes.Group) -> None:
+        if not command.subshell:
+            self.run(command.body)
+            return
+        inner = self.child()
+        try:
+            inner.run(command.body)
+        except Leave as left:
+            inner.status = left.status
+        self.status = inner.status
+        self.printed += inner.printed
+
+    def _function(self, command: nodes.Function) -> None:
+        self.functions[command.name] = command.body
+        self.status = 0
+
+    def _condition(self, command: nodes.Condition) -> None:
+        self.status = int(not Decision(command.words, self, is_keyword=True).holds())
+
+    def _sum(self, command: nodes.Sum) -> None:
+        self.status = int(not self.sum(fill_document(command.text, self)))
+
+    # Simple commands.
+
+    def _simple(self, command: nodes.Simple) -> None:
+        if command.given is not None or command.files:
+            given = self.given, self.piped
+            self.given, self.piped = self._input(command), True
+            try:
+                self._simple(dataclasses.replace(command, given=None, files=()))
+            finally:
+                self.given, self.piped = given
+            return
+        words = list(command.words)
+        assignments = []
+        while words and ASSIGNMENT.match(words[0]):
+            assignments.append(words.pop(0))
+        self.status = 0
+        if not words:
+            for each in assignments:
+                assign(self, each)
+            return
+        if words[0] in DECLARATIONS:
+            declare(self, words)
+            return
+        filled = expand(words, self)
+        before = dict(self.variables), set(self.exported)
+        for each in assignments:
+            self.exported.add(assign(self, each))
+        call(self, filled)
+        if assignments:
+            self.variables, self.exported = before
+
+    def _input(self, command: nodes.Simple) -> str:
+        """What is on the standard input of a command."""
+        if command.given is not None:
+            return self._document(command)
+        name = plain(fill(command.files[-1], self))
+        path = Path(home_relative(name, self.folder))
+        if path.is_file() or name == "/dev/null":
+            return read_text(path, "standard input") if path.is_file() else ""
+        self.record.not_found.setdefault(name, self.line)
+        if is_launch(expand([w for w in command.words if not ASSIGNMENT.match(w)], self)):
+            limit = f"its launch reads the file {name}, which is not there"
+            raise ScriptError(limit, "Fill in what the script leaves open in < >")
+        return unknown(f"$(cat {name})")
+
+    def _document(self, command: nodes.Simple) -> str:
+        text = command.given or ""
+        if command.quoted:
+            return text
+        return fill_document(text, self) if "\n" in text else fill(text, self) + "\n"
+
+
+def _only_ends(pipeline: nodes.Pipeline, operator: str) -> bool:
+    """Whether what follows ``||`` only ends the script or says something."""
+    commands = [each for each in pipeline.commands if isinstance(each, nodes.Simple | nodes.Group)]
+    if operator != "||" or len(commands) < len(pipeline.commands):
+        return False
+    inner = [
+        _only_ends(part, "||")
+        for each in commands
+        if isinstance(each, nodes.Group)
+        for listed in each.body
+        for _, part in listed.parts
+    ]
+    words = {each.words[0] for each in commands if isinstance(each, nodes.Simple) and each.words}
+    return all(inner) and words <= _ENDS

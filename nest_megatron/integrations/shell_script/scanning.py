@@ -1,0 +1,91 @@
+"""Where words, quotes and substitutions end in the text of a script."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from nest_megatron.integrations.shell_script.values import ScriptError
+
+#: Blanks, continued lines and a comment.
+BLANK = re.compile(r"(?:[ \t\r]|\\\n)*(?:#[^\n]*)?")
+_ASSIGNED_ARRAY = re.compile(r"[A-Za-z_]\w*(\[[^]]*\])?\+?=")
+_QUOTES = frozenset("'\"`")
+
+
+def split_words(text: str) -> Iterator[str]:
+    """The words between the parentheses of an array."""
+    at = 0
+    while True:
+        while (end := _blank_end(text, at)) > at or text[at : at + 1] == "\n":
+            at = max(end, at + (text[at : at + 1] == "\n"))
+        if at >= len(text):
+            return
+        end = word_end(text, at)
+        if end == at:
+            raise ScriptError(f"an array holds {text[at]!r}")
+        yield text[at:end]
+        at = end
+
+
+def word_end(text: str, at: int, stop: str = " \t\r\n;&|()<>") -> int:
+    """Where the word that begins at ``at`` ends."""
+    start = at
+    while at < len(text):
+        char = text[at]
+        if char == "(" and _ASSIGNED_ARRAY.fullmatch(text, start, at):
+            at = closing(text, at + 1, ")")
+        elif char in stop:
+            break
+        else:
+            at = _skip(text, at)
+    return min(at, len(text))
+
+
+def _skip(text: str, at: int) -> int:
+    """Past one character, a quoted text or a substitution."""
+    char, following = text[at], text[at + 1 : at + 2]
+    if char == "\\":
+        return at + 2
+    if char == "$" and following in ("'", "("):
+        return _quoted(text, at + 1) if following == "'" else closing(text, at + 2, ")")
+    if char == "$" and following == "{":
+        return closing(text, at + 2, "}")
+    return _quoted(text, at) if char in _QUOTES else at + 1
+
+
+def _quoted(text: str, at: int) -> int:
+    quote, start = text[at], at
+    escapes = quote != "'" or text[at - 1 : at] == "$"
+    at += 1
+    while at < len(text) and text[at] != quote:
+        if text[at] == "\\" and escapes:
+            at += 2
+        elif quote == '"' and text[at] in "$`":
+            at = _skip(text, at)
+        else:
+            at += 1
+    if at >= len(text):
+        line = 1 + text.count("\n", 0, start)
+        raise ScriptError(f"the quote {quote} of line {line} is not closed")
+    return at + 1
+
+
+def closing(text: str, at: int, mark: str) -> int:
+    """Past the ``mark`` that closes what is open at ``at``."""
+    opening, depth = {")": "(", "}": "{"}[mark], 1
+    while at < len(text):
+        char = text[at]
+        if char == "#" and mark == ")" and text[at - 1 : at].isspace():
+            at = text.find("\n", at) if "\n" in text[at:] else len(text)
+            continue
+        depth += (char == opening) - (char == mark)
+        if depth == 0:
+            return at + 1
+        at = _skip(text, at)
+    raise ScriptError(f"a {mark} is missing")
+
+
+def _blank_end(text: str, at: int) -> int:
+    found = BLANK.match(text, at)
+    return at if found is None else found.end()
