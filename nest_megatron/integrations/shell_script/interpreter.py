@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from nest_megatron.files import read_text
 from nest_megatron.integrations.shell_script import nodes
-from nest_megatron.integrations.shell_script.arithmetic import evaluate
 from nest_megatron.integrations.shell_script.assignment import (
     ASSIGNMENT,
     DECLARATIONS,
@@ -21,7 +18,6 @@ from nest_megatron.integrations.shell_script.assignment import (
 from nest_megatron.integrations.shell_script.conditions import Decision
 from nest_megatron.integrations.shell_script.edits import matches
 from nest_megatron.integrations.shell_script.expansion import (
-    Value,
     expand,
     fill,
     fill_document,
@@ -29,7 +25,8 @@ from nest_megatron.integrations.shell_script.expansion import (
     pattern_of,
 )
 from nest_megatron.integrations.shell_script.programs import call
-from nest_megatron.integrations.shell_script.record import Record, is_launch
+from nest_megatron.integrations.shell_script.record import is_launch
+from nest_megatron.integrations.shell_script.state import ShellState
 from nest_megatron.integrations.shell_script.syntax import parse
 from nest_megatron.integrations.shell_script.values import (
     MAX_DEPTH,
@@ -42,81 +39,13 @@ from nest_megatron.integrations.shell_script.values import (
     unknown,
 )
 
-_ONLY_IN_A_RUN = frozenset(("$", "!", "RANDOM", "SECONDS", "HOSTNAME"))
 _ENDS = {"exit", "return", "true", ":", "echo", "printf", "continue", "break"}
 
 
-@dataclass(slots=True)
-class Interpreter:
-    """One shell. A status of ``None`` is that of a command that is not run."""
+class Interpreter(ShellState):
+    """One shell that walks through commands."""
 
-    record: Record
-    variables: dict[str, Value]
-    exported: set[str]
-    args: list[str]
-    script: str
-    folder: str
-    functions: dict[str, nodes.Command] = field(default_factory=dict)
-    options: set[str] = field(default_factory=set)
-    keyed: set[str] = field(default_factory=set)
-    stack: list[str] = field(default_factory=list)
-    hidden: list[dict[str, Value | None]] = field(default_factory=list)
-    status: int | None = 0
-    line: int = 0
-    depth: int = 0
-    deciding: int = 0
-    printed: list[str] = field(default_factory=list)
-    given: str = ""
-    piped: bool = False
-    original: Mapping[str, str] = field(default_factory=dict)
-
-    # What words are filled in from (expansion.Shell).
-
-    def lookup(self, name: str) -> Value | None:
-        """A variable or parameter; ``None`` if it is not set."""
-        if name in self.variables:
-            return self.variables[name]
-        if name.isdigit() and name != "0":
-            return self.args[int(name) - 1] if int(name) <= len(self.args) else None
-        return self._special(name)
-
-    def _special(self, name: str) -> Value | None:
-        known_here: dict[str, Value] = {
-            "#": str(len(self.args)),
-            "?": unknown("$?") if self.status is None else str(self.status),
-            "-": "".join(sorted(self.options)),
-            "0": self.script,
-            "PWD": self.folder,
-            "BASH_SOURCE": {"0": self.script},
-            "LINENO": str(self.line),
-        }
-        return unknown(f"${name}") if name in _ONLY_IN_A_RUN else known_here.get(name)
-
-    def assign(self, name: str, value: Value) -> None:
-        """Set a variable."""
-        self.variables[name] = value
-
-    def positional(self) -> list[str]:
-        """``$@``."""
-        return self.args
-
-    def unset(self, name: str) -> None:
-        """Note that a variable is empty because nothing sets it."""
-        if "u" in self.options:
-            fix = f"Set it: {name}=... before nest-megatron"
-            raise ScriptError(f"{name} is not set, and the script has set -u", fix)
-        if not name.isdigit():
-            self.record.not_set.setdefault(name, self.line)
-
-    def sum(self, text: str) -> int:
-        """An arithmetic expression."""
-        return evaluate(text, self._number, self.assign)
-
-    def _number(self, name: str) -> str:
-        found = self.lookup(name)
-        if isinstance(found, dict):
-            found = found.get("0")
-        return found or ""
+    __slots__ = ()
 
     def output(self, source: str) -> str:
         """What a command substitution gives; unknown text where something would have to run."""

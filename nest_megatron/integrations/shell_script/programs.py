@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nest_megatron.files import read_text
 from nest_megatron.integrations.shell_script.builtins import BUILTINS
@@ -18,6 +17,7 @@ from nest_megatron.integrations.shell_script.slurm import (
     variables,
     with_sizes,
 )
+from nest_megatron.integrations.shell_script.state import ShellState
 from nest_megatron.integrations.shell_script.syntax import parse
 from nest_megatron.integrations.shell_script.values import (
     Leave,
@@ -26,9 +26,6 @@ from nest_megatron.integrations.shell_script.values import (
     plain,
     unknown,
 )
-
-if TYPE_CHECKING:
-    from nest_megatron.integrations.shell_script.interpreter import Interpreter
 
 _SHELLS = ("bash", "sh", "sbatch")
 _SUFFIXES = (".sh", ".slurm", ".sbatch")
@@ -51,7 +48,7 @@ class _Nested:
     options: dict[str, str] = field(default_factory=dict)
 
 
-def call(shell: Interpreter, words: list[str]) -> None:
+def call(shell: ShellState, words: list[str]) -> None:
     """Carry out a command."""
     if not words:
         return
@@ -68,7 +65,7 @@ def call(shell: Interpreter, words: list[str]) -> None:
         _program(shell, name, words)
 
 
-def _with_prefix(shell: Interpreter, words: list[str]) -> None:
+def _with_prefix(shell: ShellState, words: list[str]) -> None:
     """What follows ``nohup``, ``env A=1`` and their like."""
     before = dict(shell.variables), set(shell.exported)
     while words and (found := _VARIABLE.fullmatch(words[0])):
@@ -79,7 +76,7 @@ def _with_prefix(shell: Interpreter, words: list[str]) -> None:
     shell.variables, shell.exported = before
 
 
-def _function(shell: Interpreter, name: str, args: list[str]) -> None:
+def _function(shell: ShellState, name: str, args: list[str]) -> None:
     before, shell.args = shell.args, args
     shell.depth += 1
     shell.hidden.append({})
@@ -97,7 +94,7 @@ def _function(shell: Interpreter, name: str, args: list[str]) -> None:
                 shell.variables[hidden] = value
 
 
-def _program(shell: Interpreter, name: str, words: list[str]) -> None:
+def _program(shell: ShellState, name: str, words: list[str]) -> None:
     """Note a launch, compute what a program would print, or leave it out."""
     if is_launch(words):
         shell.record.launched.append(
@@ -117,7 +114,7 @@ def _program(shell: Interpreter, name: str, words: list[str]) -> None:
     shell.printed.append(found)
 
 
-def _environment(shell: Interpreter) -> dict[str, str]:
+def _environment(shell: ShellState) -> dict[str, str]:
     """Variables that the script has exported, as far as they were not so before."""
     found = {}
     for name in sorted(shell.exported):
@@ -127,7 +124,7 @@ def _environment(shell: Interpreter) -> dict[str, str]:
     return found
 
 
-def _nested(shell: Interpreter, words: list[str]) -> _Nested | None:
+def _nested(shell: ShellState, words: list[str]) -> _Nested | None:
     """A script or text that a command has a shell read."""
     for place, word in enumerate(words):
         name = word.rpartition("/")[2]
@@ -157,7 +154,7 @@ def _text(words: list[str]) -> int | None:
     return None
 
 
-def _read_nested(shell: Interpreter, nested: _Nested) -> None:
+def _read_nested(shell: ShellState, nested: _Nested) -> None:
     """Walk through what another shell reads, with the exported variables alone."""
     options = {**directives(nested.text), **nested.options}
     inner = shell.child()
