@@ -63,73 +63,73 @@ class Decision:
         """
         if not self.words:
             return False
-        value = self.either()
+        value = self._either()
         if self.at < len(self.words):
             raise ScriptError(f"the condition {' '.join(self.words)!r} cannot be read")
         return value
 
-    def peek(self, ahead: int = 0) -> str:
+    def _peek(self, ahead: int = 0) -> str:
         place = self.at + ahead
         return self.words[place] if place < len(self.words) else ""
 
-    def either(self) -> bool:
-        value = self.both()
-        while self.peek() in ("||", "-o"):
+    def _either(self) -> bool:
+        value = self._both()
+        while self._peek() in ("||", "-o"):
             self.at += 1
-            other = self.both()
+            other = self._both()
             value = value or other
         return value
 
-    def both(self) -> bool:
-        value = self.negated()
-        while self.peek() in ("&&", "-a"):
+    def _both(self) -> bool:
+        value = self._negated()
+        while self._peek() in ("&&", "-a"):
             self.at += 1
             if value or not self.is_keyword:
-                value = self.negated() and value
+                value = self._negated() and value
             else:
-                self.skip()
+                self._skip()
         return value
 
-    def skip(self) -> None:
+    def _skip(self) -> None:
         """Step over what ``&&`` does not look at."""
         depth = 0
         while self.at < len(self.words):
-            word = self.peek()
+            word = self._peek()
             if depth == 0 and word in ("&&", "||", ")"):
                 return
             depth += (word == "(") - (word == ")")
             self.at += 1
 
-    def negated(self) -> bool:
-        if self.peek() == "!" and len(self.words) - self.at > 1:
+    def _negated(self) -> bool:
+        if self._peek() == "!" and len(self.words) - self.at > 1:
             self.at += 1
-            return not self.negated()
-        if self.peek() == "(" and self.peek(1) not in _BINARY:
+            return not self._negated()
+        if self._peek() == "(" and self._peek(1) not in _BINARY:
             self.at += 1
-            value = self.either()
-            if self.peek() != ")":
+            value = self._either()
+            if self._peek() != ")":
                 raise ScriptError(f"a ) is missing in {' '.join(self.words)!r}")
             self.at += 1
             return value
-        return self.single()
+        return self._single()
 
-    def single(self) -> bool:
-        if self.peek(1) in _BINARY:
-            left, operator, right = self.peek(), self.peek(1), self.peek(2)
+    def _single(self) -> bool:
+        if self._peek(1) in _BINARY:
+            left, operator, right = self._peek(), self._peek(1), self._peek(2)
             self.at += 3
-            return self.compare(self.text(left), operator, right)
-        operator = self.peek()
+            return self._compare(self._text(left), operator, right)
+        operator = self._peek()
         if operator in (*_OF_FILES, *_ABOUT_TEXT) and self.at + 1 < len(self.words):
-            operand = self.text(self.peek(1))
+            operand = self._text(self._peek(1))
             self.at += 2
-            return self.about(operator, operand)
+            return self._about(operator, operand)
         self.at += 1
-        return bool(known(self.text(operator), _WHY))
+        return bool(known(self._text(operator), _WHY))
 
-    def text(self, word: str) -> str:
+    def _text(self, word: str) -> str:
         return fill(word, self.shell) if self.is_keyword else word
 
-    def about(self, operator: str, operand: str) -> bool:
+    def _about(self, operator: str, operand: str) -> bool:
         if operator == "-v":
             return self.shell.lookup(known(operand, _WHY)) is not None
         if operator == "-t":
@@ -140,14 +140,14 @@ class Decision:
         path = home_relative(text, self.shell.folder) if text else ""
         return bool(text) and "\0" not in text and _OF_FILES[operator](Path(path))
 
-    def compare(self, left: str, operator: str, right: str) -> bool:
+    def _compare(self, left: str, operator: str, right: str) -> bool:
         left = known(left, _WHY)
         if operator in _COMPARED:
-            return _COMPARED[operator](self.number(left), self.number(self.text(right)))
+            return _COMPARED[operator](self._number(left), self._number(self._text(right)))
         if operator == "=~":
-            return self.fits(left, known(self.text(right), _WHY))
+            return self._fits(left, known(self._text(right), _WHY))
         if operator in ("<", ">"):
-            other = known(self.text(right), _WHY)
+            other = known(self._text(right), _WHY)
             return left < other if operator == "<" else left > other
         if operator not in ("=", "==", "!="):
             raise ScriptError(f"{operator} compares files by age, which is not done here")
@@ -157,7 +157,7 @@ class Decision:
             same = left == known(right, _WHY)
         return same == (operator != "!=")
 
-    def number(self, text: str) -> int:
+    def _number(self, text: str) -> int:
         text = known(text, _WHY).strip()
         if self.is_keyword:
             return self.shell.sum(text)
@@ -165,7 +165,7 @@ class Decision:
             raise ScriptError(f"a condition compares {text!r} as a number")
         return int(text)
 
-    def fits(self, text: str, expression: str) -> bool:
+    def _fits(self, text: str, expression: str) -> bool:
         try:
             found = re.search(expression, text)
         except re.error as error:

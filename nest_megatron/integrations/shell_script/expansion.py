@@ -33,14 +33,27 @@ _BRACES = re.compile(r"([^{}'\"`\\]*?)(?<!\$)\{([^{}'\"`]*(?:,|\.\.)[^{}'\"`]*)\
 class Shell(Protocol):
     """What words are filled in from."""
 
-    def lookup(self, name: str) -> Value | None: ...
-    def assign(self, name: str, value: Value) -> None: ...
-    def sum(self, text: str) -> int: ...
-    def output(self, source: str) -> str: ...
-    def positional(self) -> list[str]: ...
-    def unset(self, name: str) -> None: ...
+    def lookup(self, name: str) -> Value | None:
+        """A variable or parameter; ``None`` if it is not set."""
+
+    def assign(self, name: str, value: Value) -> None:
+        """Set a variable."""
+
+    def sum(self, text: str) -> int:
+        """The value of an arithmetic expression."""
+
+    def output(self, source: str) -> str:
+        """What a command substitution gives."""
+
+    def positional(self) -> list[str]:
+        """The arguments of the script or function."""
+
+    def unset(self, name: str) -> None:
+        """Note that an expansion is empty because nothing sets the variable."""
+
     @property
-    def folder(self) -> str: ...
+    def folder(self) -> str:
+        """The current folder, absolute."""
 
 
 class _Star(list[str]):

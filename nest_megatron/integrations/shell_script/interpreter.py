@@ -93,9 +93,9 @@ class Interpreter(ShellState):
     def run(self, body: nodes.Body) -> None:
         """Walk through commands."""
         for each in body:
-            self.and_or(each)
+            self._and_or(each)
 
-    def and_or(self, command: nodes.AndOr) -> None:
+    def _and_or(self, command: nodes.AndOr) -> None:
         for place, (operator, pipeline) in enumerate(command.parts):
             if operator and self.status is None and not _only_ends(pipeline, operator):
                 limit = "whether a command that is not run succeeds decides what follows"
@@ -105,7 +105,7 @@ class Interpreter(ShellState):
             is_last = place == len(command.parts) - 1
             self.deciding += not is_last
             try:
-                self.pipeline(pipeline)
+                self._pipeline(pipeline)
             finally:
                 self.deciding -= not is_last
             if is_last and self.status and not pipeline.negated:
@@ -115,7 +115,7 @@ class Interpreter(ShellState):
         if "e" in self.options and not self.deciding:
             raise Leave("exit", self.status)
 
-    def pipeline(self, pipeline: nodes.Pipeline) -> None:
+    def _pipeline(self, pipeline: nodes.Pipeline) -> None:
         self.line = pipeline.line
         commands = pipeline.commands
         given = self.given
@@ -140,6 +140,7 @@ class Interpreter(ShellState):
         self.status = inner.status
 
     def command(self, command: nodes.Command) -> None:
+        """Walk through one command; what goes on too long is refused."""
         self.record.steps += 1
         self.line = command.line
         if self.record.steps > MAX_STEPS or time.monotonic() > self.record.until_s:

@@ -23,6 +23,8 @@ class Simple:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
+    """Commands joined by ``|``."""
+
     line: int
     commands: tuple[Command, ...]
     negated: bool = False
@@ -38,6 +40,8 @@ class AndOr:
 
 @dataclass(frozen=True, slots=True)
 class If:
+    """Conditions with what follows each, and what follows ``else``."""
+
     line: int
     branches: tuple[tuple[Body, Body], ...]
     otherwise: Body
@@ -55,6 +59,8 @@ class For:
 
 @dataclass(frozen=True, slots=True)
 class ForSum:
+    """``for ((first; condition; step))``."""
+
     line: int
     parts: tuple[str, str, str]
     body: Body
@@ -62,6 +68,8 @@ class ForSum:
 
 @dataclass(frozen=True, slots=True)
 class While:
+    """``while``, or ``until``."""
+
     line: int
     condition: Body
     body: Body
@@ -70,6 +78,8 @@ class While:
 
 @dataclass(frozen=True, slots=True)
 class Case:
+    """``case``: patterns with what follows each."""
+
     line: int
     word: str
     branches: tuple[tuple[tuple[str, ...], Body], ...]
@@ -77,6 +87,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Group:
+    """``{ ...; }``, or ``( ... )``."""
+
     line: int
     body: Body
     subshell: bool
@@ -84,6 +96,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Function:
+    """The definition of a function."""
+
     line: int
     name: str
     body: Command
