@@ -6,12 +6,12 @@ import glob
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from nest_megatron.integrations.shell_script.edits import edit
-from nest_megatron.integrations.shell_script.scanning import closing
+from nest_megatron.integrations.shell_script.scanning import braces, closing
 from nest_megatron.integrations.shell_script.values import (
     MAX_TEXT,
     MAX_WORDS,
@@ -27,7 +27,6 @@ Value = str | dict[str, str]
 _PARAMETER = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!-]")
 _SPECIAL = frozenset("*?[")
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"', "r": "\r", "a": "\a", "e": "\x1b"}
-_BRACES = re.compile(r"([^{}'\"`\\]*?)(?<!\$)\{([^{}'\"`]*(?:,|\.\.)[^{}'\"`]*)\}(.*)", re.DOTALL)
 
 
 class Shell(Protocol):
@@ -92,7 +91,7 @@ class _Fields:
 def expand(words: Sequence[str], shell: Shell) -> list[str]:
     """Words as a command would get them."""
     found: list[str] = []
-    for word in (each for raw in words for each in _braces(raw)):
+    for word in (each for raw in words for each in braces(raw)):
         fields = _Fields()
         _fill(word, shell, fields, split=True)
         fields.end()
@@ -132,29 +131,6 @@ def _files(text: str, pattern: str | None, shell: Shell) -> list[str]:
     every = glob.iglob(pattern, root_dir=shell.folder)  # noqa: PTH207 - text, not paths
     found = itertools.islice(every, MAX_WORDS)
     return sorted(found) or [text]
-
-
-def _braces(word: str) -> Iterator[str]:
-    """``a{b,c}`` as ``ab ac``, and ``{1..3}`` as ``1 2 3``."""
-    found = _BRACES.fullmatch(word)
-    if found is None:
-        yield word
-        return
-    before, inside, after = found.groups()
-    count = re.fullmatch(r"(-?\d+)\.\.(-?\d+)", inside)
-    if count is None and "," not in inside:
-        yield word
-        return
-    items = inside.split(",")
-    if count is not None:
-        first, last = int(count[1]), int(count[2])
-        if abs(last - first) > MAX_WORDS:
-            raise ScriptError(f"{{{inside}}} is too long")
-        step = 1 if last >= first else -1
-        items = [str(n) for n in range(first, last + step, step)]
-    for item in items:
-        for rest in _braces(after):
-            yield f"{before}{item}{rest}"
 
 
 def _fill(word: str, shell: Shell, fields: _Fields, *, split: bool) -> None:

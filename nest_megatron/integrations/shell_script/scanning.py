@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from nest_megatron.integrations.shell_script.values import ScriptError
+from nest_megatron.integrations.shell_script.values import MAX_WORDS, ScriptError
 
 #: Blanks, continued lines and a comment.
 BLANK = re.compile(r"(?:[ \t\r]|\\\n)*(?:#[^\n]*)?")
 _ASSIGNED_ARRAY = re.compile(r"[A-Za-z_]\w*(\[[^]]*\])?\+?=")
+_BRACES = re.compile(r"([^{}'\"`\\]*?)(?<!\$)\{([^{}'\"`]*(?:,|\.\.)[^{}'\"`]*)\}(.*)", re.DOTALL)
 _QUOTES = frozenset("'\"`")
 
 
@@ -89,3 +90,26 @@ def closing(text: str, at: int, mark: str) -> int:
 def _blank_end(text: str, at: int) -> int:
     found = BLANK.match(text, at)
     return at if found is None else found.end()
+
+
+def braces(word: str) -> Iterator[str]:
+    """``a{b,c}`` as ``ab ac``, and ``{1..3}`` as ``1 2 3``."""
+    found = _BRACES.fullmatch(word)
+    if found is None:
+        yield word
+        return
+    before, inside, after = found.groups()
+    count = re.fullmatch(r"(-?\d+)\.\.(-?\d+)", inside)
+    if count is None and "," not in inside:
+        yield word
+        return
+    items = inside.split(",")
+    if count is not None:
+        first, last = int(count[1]), int(count[2])
+        if abs(last - first) > MAX_WORDS:
+            raise ScriptError(f"{{{inside}}} is too long")
+        step = 1 if last >= first else -1
+        items = [str(n) for n in range(first, last + step, step)]
+    for item in items:
+        for rest in braces(after):
+            yield f"{before}{item}{rest}"
