@@ -1,17 +1,18 @@
-"""Every recipe of NeMo and Megatron-Bridge that trains all weights further, planned and validated.
+"""Every recipe of NeMo and Megatron-Bridge that fine-tunes a model, planned and validated.
 
 Run from the project's root in the environment that ``bash .ci/nemo`` makes::
 
     .venv-nemo/bin/python benchmarks/finetuning_recipes.py --out docs/finetuning_recipes.md
 
-Each at 64 GPUs of dgx_h100 with everything freed; NeMo's with and without packed sequences. NeMo's
-data module is built, and ``llm.api._validate_config`` asked; of Megatron-Bridge the whole
-``ConfigContainer`` is validated.
+Each at 64 GPUs of dgx_h100 with everything freed: all weights trained (NeMo's with and without
+packed sequences), LoRA and DoRA. NeMo's data module is built, and ``llm.api._validate_config``
+asked; of Megatron-Bridge the whole ``ConfigContainer`` is validated.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import itertools
 import logging
@@ -39,6 +40,14 @@ OUTCOMES = ("accepted", "nothing fits", "refused", "not built", "failed")
 #: Rows of an embedding; the tokenizers are not here.
 VOCABULARY = 152_000
 Row = tuple[str, str, str, str]
+#: Variants of NeMo's recipes, and what makes them.
+NEMO: dict[str, dict[str, Any]] = {
+    "": {},
+    "packed": {"packed_sequence": True},
+    "lora": {"scheme": "lora"},
+    "dora": {"scheme": "dora"},
+}
+SCHEMES = ("lora", "dora")
 
 
 def nemo_rows() -> Iterator[Row]:
@@ -46,14 +55,14 @@ def nemo_rows() -> Iterator[Row]:
     package = importlib.import_module("nemo.collections.llm.recipes")
     for module in pkgutil.iter_modules(package.__path__):
         if hasattr(importlib.import_module(f"{package.__name__}.{module.name}"), "finetune_recipe"):
-            for packed in (False, True):
-                name = f"{module.name}{', packed' if packed else ''}"
-                yield ("NeMo", name, *_of_nemo(module.name, packed))
+            for kind, options in NEMO.items():
+                name = f"{module.name}{kind and f', {kind}'}"
+                yield ("NeMo", name, *_of_nemo(module.name, options))
 
 
-def _of_nemo(name: str, packed: bool) -> tuple[str, str]:
+def _of_nemo(name: str, options: dict[str, Any]) -> tuple[str, str]:
     try:
-        source = recipes.finetune(name, **({"packed_sequence": True} if packed else {}))
+        source = recipes.finetune(name, **options)
     except Exception as error:  # noqa: BLE001 - whatever a recipe raises is an answer
         return "not built", f"{type(error).__name__}: {error}"
 
@@ -64,7 +73,7 @@ def _of_nemo(name: str, packed: bool) -> tuple[str, str]:
 
 
 def bridge_rows() -> Iterator[Row]:
-    """Every recipe of Megatron-Bridge for supervised fine-tuning."""
+    """Every recipe of Megatron-Bridge for fine-tuning, supervised or of adapters."""
     substitutes.install()
     package = importlib.import_module("megatron.bridge.recipes")
     for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.", lambda _: None):
@@ -73,8 +82,13 @@ def bridge_rows() -> Iterator[Row]:
         except ImportError:
             continue
         for name, make in vars(module).items():
-            if name.endswith("_sft_config") and make.__module__ == module.__name__:
+            if getattr(make, "__module__", "") != module.__name__:
+                continue
+            if name.endswith("_sft_config"):
                 yield ("Megatron-Bridge", name, *_of_bridge(module, make))
+            for scheme in SCHEMES if name.endswith("_peft_config") else ():
+                made = functools.partial(make, peft_scheme=scheme)
+                yield ("Megatron-Bridge", f"{name}, {scheme}", *_of_bridge(module, made))
 
 
 def _of_bridge(module: Any, make: Callable[[], Any]) -> tuple[str, str]:
@@ -115,8 +129,8 @@ def _judged(plan: Callable[[], Any], validate: Callable[[], None]) -> tuple[str,
 def page(found: list[Row]) -> Iterator[str]:
     """The page: the counts of each framework, then all rows."""
     yield "# Fine-tuning recipes, planned\n"
-    yield f"Every recipe that trains all weights further, at {GPUS} GPUs of dgx_h100 with all"
-    yield "choices freed: NeMo 2.7.3 (with and without packed sequences; the data module is built,"
+    yield f"Every recipe that fine-tunes a model, at {GPUS} GPUs of dgx_h100 with all choices"
+    yield "freed: all weights, LoRA and DoRA; NeMo 2.7.3 (packed sequences too; the data is built,"
     yield "`llm.api._validate_config` asked) and Megatron-Bridge 0.3.1 (all of `ConfigContainer` is"
     yield f"validated). Written by `{COMMAND}`.\n"
     counts = [

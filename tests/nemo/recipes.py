@@ -51,11 +51,11 @@ def recipe(name: str, *, num_nodes: int = 1) -> Any:
     return borrowed
 
 
-def finetune(name: str, **options: Any) -> Any:
-    """NeMo's recipe that trains all weights of a model further."""
+def finetune(name: str, scheme: str = "none", **options: Any) -> Any:
+    """NeMo's recipe that trains all weights of a model further, or the adapters of a scheme."""
     module = importlib.import_module(f"nemo.collections.llm.recipes.{name}")
     return module.finetune_recipe(
-        name="nest", dir="/nowhere", num_nodes=8, num_gpus_per_node=8, peft_scheme="none", **options
+        name="nest", dir="/nowhere", num_nodes=8, num_gpus_per_node=8, peft_scheme=scheme, **options
     )
 
 
