@@ -109,7 +109,12 @@ def _of_bridge(module: Any, make: Callable[[], Any]) -> tuple[str, str]:
             environment={},
         )[0]
 
-    return _judged(plan, lambda: bridge.validate(cfg, GPUS))
+    def validate() -> None:
+        if cfg.peft is not None:  # which the user names
+            cfg.checkpoint.pretrained_checkpoint = "/nowhere"
+        bridge.validate(cfg, GPUS)
+
+    return _judged(plan, validate)
 
 
 def _judged(plan: Callable[[], Any], validate: Callable[[], None]) -> tuple[str, str]:

@@ -68,6 +68,7 @@ def execution_traits(flags: Mapping[str, Any], precision: Precision) -> Executio
         fsdp_double_buffer=bool(flags.get("fsdp_double_buffer")),
         nccl_ub=bool(flags.get("nccl_ub")),
         fused_activation=flags.get("bias_swiglu_fusion") is not False,
+        fp8_activation_input=bool(flags.get("activation_func_fp8_input_store")),
         ddp_bucket_size=int(flags.get("ddp_bucket_size") or 0),
         # Megatron takes a negative factor for none (0.16.1 tc:1104)
         expert_capacity_factor=None if capacity is None or float(capacity) < 0 else float(capacity),

@@ -222,6 +222,7 @@ class CostModel:
             expert_alignment=expert_alignment(self.settings, grid.execution),
             execution=grid.execution,
             fused_activation=self.settings.traits.fused_activation,
+            fp8_activation_input=self.settings.traits.fp8_activation_input,
             loss_chunk_tokens=self.settings.traits.loss_chunk_tokens,
             keeps_stage_outputs=self.settings.traits.keeps_stage_outputs,
             attended_tokens=self.settings.traits.attended_tokens,

@@ -100,6 +100,7 @@ class ExecutionTraits:
         layer_wise_optimizer: replicas divide the optimizer states by whole matrices without the
             distributed optimizer (``LayerWiseDistributedOptimizer``).
         fused_activation: a gated activation saves its input alone (``bias_swiglu_fusion``).
+        fp8_activation_input: it saves it in fp8 (``activation_func_fp8_input_store``).
         torch_fsdp2: PyTorch's FSDP2 divides weights and gradients, not Megatron-FSDP. It gathers
             one layer ahead; under a pipeline, gathered weights and whole gradients stay until the
             last micro batch.
@@ -143,6 +144,7 @@ class ExecutionTraits:
     ddp_bucket_size: int = ranged(0, 0)
     layer_wise_optimizer: bool = False
     fused_activation: bool = True
+    fp8_activation_input: bool = False
     torch_fsdp2: bool = False
     communication_unit_size: int = ranged(0, 0)
     fsdp_double_buffer: bool = False

@@ -20,6 +20,7 @@ class LayerShard:
             gradient; ``None`` is that of activations, 0 where weights are frozen. Transformer
             Engine keeps it in fp8 where the GEMM runs in fp8.
         fused_activation: a gated activation keeps its input alone.
+        fp8_activation_input: it keeps it in fp8, cast there and back.
         loss_chunk_tokens: tokens whose logits exist at once; 0 is all of a micro batch.
         attended_tokens: tokens of the sequence that a token stands in, on average, where sequences
             are packed; ``None`` is the sequence length.
@@ -39,6 +40,7 @@ class LayerShard:
     saved_input_bytes: float | None = None
     execution: Execution = PLAIN
     fused_activation: bool = True
+    fp8_activation_input: bool = False
     loss_chunk_tokens: int = 0
     expert_alignment: int = 1
     keeps_stage_outputs: bool = False

@@ -239,7 +239,7 @@ _PER_PARAMETER = (
     "keep_fp8_transpose_cache",
 )
 #: Traits that keep an activation narrower than it is without them.
-_NARROWER = ("fused_activation", "fp8_inputs")
+_NARROWER = ("fused_activation", "fp8_activation_input", "fp8_inputs")
 
 
 def _memory_rows(plan: ParallelPlan, job: ActualJob) -> Iterator[Row]:

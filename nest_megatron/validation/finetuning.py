@@ -25,13 +25,13 @@ class FineTuning:
     Args:
         adapters: ``None`` where all weights are trained.
         columns: what the row leaves out, as it would say it.
-        formats, words: flags by Megatron's names; a plan keeps the former and chooses the latter.
+        own, words: flags by Megatron's names; a plan keeps the former and chooses the latter.
         assumption: where no recipe is known.
     """
 
     adapters: Adapters | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
-    formats: Mapping[str, Any] = field(default_factory=dict)
+    own: Mapping[str, Any] = field(default_factory=dict)
     words: Mapping[str, Any] = field(default_factory=dict)
     assumption: str = ""
 
@@ -53,7 +53,7 @@ def fine_tuning(row: Row) -> FineTuning:
     return FineTuning(
         adapters=adapters,
         columns={name: text for name, text in columns.items() if not row.get(name, "").strip()},
-        formats=found.get("formats", {}),
+        own=found.get("own", {}),
         words=found.get("words", {}),
         assumption="" if found["file"] else f"{adapters.words()} assumed",
     )

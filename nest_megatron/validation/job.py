@@ -92,7 +92,7 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
     rule = rule_of(row.get("framework", ""), row.get("gpu", ""))
     recipe = NO_SETTINGS if as_planned else settings_of(row)
     words = {} if as_planned else {**tuned.words, **stated_in(row, WORDS)}
-    stated = {**recipe.flags, **tuned.formats, **stated_in(row, FORMATS), **words}
+    stated = {**recipe.flags, **tuned.own, **stated_in(row, FORMATS), **words}
     fused = rule.target.flags(row.get("gpu", ""), Precision.BF16).get("attention_backend")
     machine = machine_of(
         row.get("gpu", ""),

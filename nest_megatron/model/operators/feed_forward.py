@@ -59,8 +59,22 @@ def _mlp_operators(
     return (
         gemm(shard, f"{prefix}fc1", part, tokens, hidden, gates * ffn),
         streaming(f"{prefix}activation", part, moved, backward=1.67),
+        *_casts_of_input(spec, shard, part, prefix, tokens * ffn),
         gemm(shard, f"{prefix}fc2", part, tokens, ffn, hidden),
     )
+
+
+def _keeps_fp8(spec: TransformerSpec, shard: LayerShard) -> bool:
+    return shard.fp8_activation_input and spec.gated_linear_unit and shard.fused_activation
+
+
+def _casts_of_input(
+    spec: TransformerSpec, shard: LayerShard, part: Part, prefix: str, elements: float
+) -> Iterator[Operator]:
+    """An activation's input cast to fp8 and back (``BiasSwiGLUFunction``), each in a kernel."""
+    if _keeps_fp8(spec, shard):
+        moved = elements * _gates(spec) * (shard.activation_bytes + 1)
+        yield streaming(f"{prefix}activation_casts", part, moved, backward=1.0)
 
 
 def _activation_bytes(spec: TransformerSpec, shard: LayerShard) -> int:
@@ -68,6 +82,8 @@ def _activation_bytes(spec: TransformerSpec, shard: LayerShard) -> int:
 
     Its input; a gated one that is not fused (``F.silu(gate) * up``) the activated half as well.
     """
+    if _keeps_fp8(spec, shard):
+        return _gates(spec)
     halves = 1 if not spec.gated_linear_unit else 2 if shard.fused_activation else 3
     return halves * shard.activation_bytes
 
@@ -157,6 +173,7 @@ def _experts(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     operators = (
         gemm(shard, "expert_fc1", Part.EXPERTS, routed, hidden, gates * ffn, num_experts=here),
         streaming("expert_activation", Part.EXPERT_ACTIVATION, moved, backward=1.67),
+        *_casts_of_input(spec, shard, Part.EXPERT_ACTIVATION, "expert_", routed * ffn),
         gemm(shard, "expert_fc2", Part.EXPERTS, routed, ffn, hidden, num_experts=here),
     )
     # A gated activation is fused with the router's weight and keeps its input only; any other
