@@ -169,3 +169,11 @@ def test_dora_has_one_weight_to_take_the_norm_of() -> None:
     attention = tuned(spec, scheme=PeftScheme.DORA, target_modules=_ALL[:2])
     names = [op.name for op in layer_graph(attention, LayerKind.MOE, DIVIDED).operators]
     assert names.count("qkv_adapter_norm") == names.count("projection_adapter_magnitude") == 1
+
+
+def test_an_activation_keeps_its_input_in_fp8() -> None:
+    tokens, ffn = LLAMA.seq_length, LLAMA.ffn_hidden_size
+    wide, narrow = layer(LLAMA), layer(LLAMA, LayerShard(fp8_activation_input=True))
+    assert wide.total_saved_bytes() - narrow.total_saved_bytes() == 2 * tokens * ffn
+    casts = next(op for op in narrow.operators if op.name == "activation_casts")
+    assert casts.bytes_moved == casts.backward_bytes_moved == 2 * tokens * ffn * (2 + 1)
