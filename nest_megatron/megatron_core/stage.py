@@ -179,8 +179,16 @@ def transformer_config(
     Args:
         changes: fields that are set to something else in the end.
 
+    Raises:
+        UserInputError: for a model whose layers are not megatron-core's own.
+
     Source: ``megatron.training.arguments.core_transformer_config_from_args``.
     """
+    for name, value in spec.variant.differences().items():
+        limit, fix = "megatron-core's own layers do not have it", "Use a model that it builds."
+        raise UserInputError(
+            f"model {spec.name}: variant.{name}", value=value, limit=limit, fix=fix
+        )
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
         TransformerConfig,

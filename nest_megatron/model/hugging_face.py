@@ -169,4 +169,4 @@ _READERS: Mapping[str, Callable[[ConfigFields], Shape]] = {
     for module in (dense, experts, gpt, hybrids)
     for name, read in vars(module).items()
     if name in model_types()
-}
+} | {"minimax_m2": experts.minimax_m2, "nemotron_h": hybrids.nemotron_h}

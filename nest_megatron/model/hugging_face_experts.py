@@ -62,12 +62,14 @@ def qwen3_moe(f: ConfigFields) -> Shape:
     f.weightless("max_window_layers")
     slides = windows(f, lambda _: True) if f.flag("use_sliding_window") else {}
     f.weightless("sliding_window")
+    number = "num_experts" if f.get("num_local_experts") is None else "num_local_experts"
+    f.weightless("num_experts")
     return joined(
         decoder(f),
         slides,
         _routed_biases(f),
         {"qk_layernorm": True},
-        experts(f, "num_experts", "moe_intermediate_size"),
+        experts(f, number, "moe_intermediate_size"),
         sparse_layers(f),
     )
 
@@ -122,7 +124,7 @@ def gpt_oss(f: ConfigFields) -> Shape:
     top = "num_experts_per_tok"
     if f.get(top) is None:
         top = "experts_per_token"
-    f.weightless("experts_per_token", "initial_context_length", "swiglu_limit")
+    f.weightless("experts_per_token", "initial_context_length", "swiglu_limit", "swiglu_alpha")
     biases: Shape = {"add_bias_linear": True}
     if not f.flag("attention_bias", True):
         biases = variant(biases=(Bias.MLP, Bias.ROUTER))
@@ -133,6 +135,23 @@ def gpt_oss(f: ConfigFields) -> Shape:
         {"softmax_type": "learnable"},
         windows(f, lambda layer: (layer + 1) % 2 != 0),
         experts(f, "num_local_experts", "intermediate_size", top),
+    )
+
+
+def minimax_m2(f: ConfigFields) -> Shape:
+    """MiniMax M2: norms of queries and keys over all heads, experts balanced by a bias."""
+    f.weightless(
+        "attn_type_list", "qk_norm_type", "rotary_dim", "use_routing_bias", "shared_moe_mode"
+    )
+    f.weightless("mtp_transformer_layers", "num_mtp_modules", "use_mtp", "output_router_logits")
+    f.weightless("layernorm_full_attention_beta", "layernorm_mlp_beta", "scoring_func")
+    if not f.flag("use_qk_norm", True):
+        raise f.wrong("use_qk_norm", "this family has norms of queries and keys")
+    return joined(
+        decoder(f),
+        wide_qk_norm(),
+        {"moe_router_enable_expert_bias": True},
+        experts(f, "num_local_experts", "intermediate_size"),
     )
 
 

@@ -31,13 +31,32 @@ _MULTIPLIERS = (
     *("attention_out_multiplier", "key_multiplier", "ssm_multipliers", "ssm_in_multiplier"),
     "ssm_out_multiplier",
 )
-_OF_NO_SHAPE = ("num_logits_to_keep", "mamba_chunk_size", "use_mamba_kernels", "z_loss_coefficient")
+_OF_NO_SHAPE = (
+    *("num_logits_to_keep", "mamba_chunk_size", "use_mamba_kernels", "z_loss_coefficient"),
+    *("time_step_limit", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank"),
+    *("use_associative_scan", "rescale_prenorm_residual", "residual_in_fp32"),
+)
+#: Words for a layer, the older and the newer ones, by Megatron's symbol.
+_WORDS = {
+    **dict.fromkeys(("mamba", "linear_attention"), _MAMBA),
+    **dict.fromkeys(("attention", "full_attention"), _ATTENTION),
+    "mlp": _MLP,
+    "moe": _EXPERTS,
+}
 
 
 def _pattern(symbols: Sequence[str]) -> Shape:
     """Megatron's pattern; MLPs and experts count as layers."""
     pattern = "".join(symbols)
     return {"num_layers": len(pattern), "hybrid_layer_pattern": pattern}
+
+
+def _named(f: ConfigFields, key: str) -> list[str]:
+    """Megatron's symbols of the layers that a list names."""
+    kinds = f.items(key, "text") or []
+    if not {*kinds} <= _WORDS.keys():
+        raise f.wrong(key, f"its words are {', '.join(_WORDS)}")
+    return [_WORDS[kind] for kind in kinds]
 
 
 def _layers(f: ConfigFields, attends: Callable[[int], bool], each_token: str = _MLP) -> Shape:
@@ -82,13 +101,11 @@ def bamba(f: ConfigFields) -> Shape:
 
 def granitemoehybrid(f: ConfigFields) -> Shape:
     """Granite 4: Mamba-2 or attention, each with experts and a shared one, or with that alone."""
-    kinds = f.items("layer_types", "text") or ["mamba"] * f.whole("num_hidden_layers")
-    if not {*kinds} <= {"mamba", "attention"}:
-        raise f.wrong("layer_types", "it must name mamba or attention for each layer")
+    kinds = _named(f, "layer_types") or [_MAMBA] * f.whole("num_hidden_layers")
     routes = f.whole("num_local_experts", 0, least=0) > 0
     inner = f.whole("mamba_expand", 2) * f.whole("hidden_size")
     shared = f.whole("shared_intermediate_size")
-    layers = _layers(f, lambda layer: kinds[layer] == "attention", _EXPERTS if routes else _MLP)
+    layers = _layers(f, lambda layer: kinds[layer] == _ATTENTION, _EXPERTS if routes else _MLP)
     around = decoder(f)
     if routes:
         around = joined(granitemoe(f), shared_experts(shared))
@@ -103,7 +120,6 @@ def granitemoehybrid(f: ConfigFields) -> Shape:
 def falcon_h1(f: ConfigFields) -> Shape:
     """Falcon-H1: Mamba-2 and attention side by side on one norm, then an MLP."""
     f.weightless(*_MULTIPLIERS, "mamba_norm_before_gate", "mamba_use_mlp", "mlp_expansion_factor")
-    f.weightless("time_step_min", "time_step_max", "time_step_floor", "rope_theta")
     inner = f.whole("mamba_d_ssm", f.whole("mamba_expand", 2) * f.whole("hidden_size"))
     attends, out = f.flag("attention_bias"), f.flag("projectors_bias")
     of_mamba = _mamba2(f, inner)
@@ -159,9 +175,7 @@ def jamba(f: ConfigFields) -> Shape:
 
 def mamba2(f: ConfigFields) -> Shape:
     """Mamba-2 alone."""
-    f.weightless("time_step_rank", "time_step_min", "time_step_max", "time_step_floor")
-    f.weightless("time_step_limit", "rescale_prenorm_residual", "residual_in_fp32", "chunk_size")
-    f.weightless("rms_norm", "expand", "hidden_act")
+    f.weightless(*_OF_NO_SHAPE, "chunk_size", "rms_norm", "expand", "hidden_act")
     hidden, layers = f.whole("hidden_size"), f.whole("num_hidden_layers")
     biases = (Bias.MAMBA_IN, Bias.MAMBA_OUT) if f.flag("use_bias") else ()
     return joined(
@@ -190,18 +204,27 @@ def nemotron_h(f: ConfigFields) -> Shape:
     f.weightless(
         "expand", "chunk_size", "mamba_hidden_act", "mamba_proj_bias", "num_logits_to_keep"
     )
-    f.weightless("rescale_prenorm_residual", "residual_in_fp32", "mamba_ssm_cache_dtype")
-    f.weightless("rms_norm_eps", "use_mamba_kernels", "mamba_num_groups", "rope_theta")
-    f.weightless("time_step_limit", "time_step_min", "time_step_max", "time_step_floor")
-    f.weightless("time_step_rank", "partial_rotary_factor", "sliding_window", "intermediate_size")
-    pattern = f.get("hybrid_override_pattern")
-    if not isinstance(pattern, str) or len(pattern) != f.whole("num_hidden_layers"):
+    f.weightless(*_OF_NO_SHAPE, "mamba_ssm_cache_dtype", "rope_theta", "partial_rotary_factor")
+    f.weightless("sliding_window", "intermediate_size", "rms_norm_eps", "mamba_num_groups")
+    f.weightless(
+        "mtp_layers_block_type", "moe_shared_expert_overlap", "mtp_hybrid_override_pattern"
+    )
+    f.weightless("n_shared_experts", "moe_intermediate_size", "num_experts_per_tok")
+    f.weightless("n_routed_experts", "moe_shared_expert_intermediate_size", "moe_latent_size")
+    if f.whole("num_nextn_predict_layers", 0, least=0):
+        raise f.wrong("num_nextn_predict_layers", "MTP layers of this family are not read")
+    for name in ("attention_bias", "tie_word_embeddings"):
+        if f.flag(name):
+            raise f.wrong(name, "this family has no such biases and ties no weights")
+    pattern = "".join(_named(f, "layers_block_type")) or f.get("hybrid_override_pattern")
+    if not isinstance(pattern, str) or f.whole("num_hidden_layers", len(pattern)) != len(pattern):
         raise f.wrong("hybrid_override_pattern", "it must have a symbol for each layer")
+    if f.flag("mlp_bias") and _EXPERTS in pattern:
+        raise f.wrong("mlp_bias", "biases of experts are not read for this family")
     heads, hidden = f.whole("num_attention_heads"), f.whole("hidden_size")
     groups = f.whole("num_key_value_heads", heads)
     size = f.whole("head_dim", f.whole("attention_head_dim", 128))
     given = {
-        Bias.PROJECTION: f.flag("attention_bias"),
         Bias.MLP: f.flag("mlp_bias"),
         Bias.MAMBA_IN: f.flag("use_bias"),
         Bias.MAMBA_OUT: f.flag("use_bias"),
@@ -219,8 +242,6 @@ def nemotron_h(f: ConfigFields) -> Shape:
             "layernorm_epsilon": f.number("layer_norm_epsilon", f.number("norm_eps", 1e-5)),
             "activation": activation(f, "mlp_hidden_act", "relu2"),
             "gated_linear_unit": False,
-            "untie_embeddings_and_output_weights": not f.flag("tie_word_embeddings"),
-            "add_qkv_bias": f.flag("attention_bias"),
             "mamba_num_heads": f.whole("mamba_num_heads"),
             "mamba_head_dim": f.whole("mamba_head_dim"),
             "mamba_num_groups": f.whole("n_groups", 8),
@@ -236,7 +257,7 @@ def nemotron_h(f: ConfigFields) -> Shape:
 def _routed(f: ConfigFields) -> Shape:
     """Experts of Nemotron 3: balanced by a bias, one or more shared ones of a size of their own."""
     shared = f.whole("moe_shared_expert_intermediate_size", 0, least=0)
-    shared *= f.whole("n_shared_experts", 1, least=0)
+    shared = shared if f.whole("n_shared_experts", 1, least=0) else 0
     latent = f.get("moe_latent_size")
     return joined(
         experts(f, "n_routed_experts", "moe_intermediate_size"),

@@ -134,7 +134,7 @@ def windows(f: ConfigFields, slides: Callable[[int], bool]) -> Shape:
 
     A window as long as the longest context changes nothing and is left out.
     """
-    size = None if f.get("sliding_window") is None else f.whole("sliding_window")
+    size = f.whole("sliding_window", 0, least=0) or None
     layers = range(f.whole("num_hidden_layers"))
     kinds = f.items("layer_types", "text")
     if kinds is None:

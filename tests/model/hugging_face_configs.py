@@ -157,6 +157,28 @@ _MAMBA2 = of(
     mamba_proj_bias=_FLAG,
 )
 
+#: Types that transformers 5 has and 4.57 has not.
+NEWER: Mapping[str, tuple[Part, ...]] = {
+    "minimax_m2": (sizes, _HEAD, _TIED, routed("num_local_experts", "intermediate_size")),
+    "nemotron_h": (
+        *(named(sizes, num_hidden_layers=""), _HEAD, routed("n_routed_experts")),
+        of(
+            layers_block_type=(
+                ["linear_attention", "mlp", "full_attention", "mlp"],
+                ["linear_attention", "moe", "full_attention", "moe", "moe"],
+            ),
+            mamba_num_heads=(8, 16),
+            mamba_head_dim=(4, 8),
+            ssm_state_size=any_of(4, 40),
+            n_groups=(1, 2),
+            conv_kernel=(2, 4),
+            use_conv_bias=_FLAG,
+            use_bias=_FLAG,
+            moe_latent_size=(None, 24),
+            moe_shared_expert_intermediate_size=any_of(9, 300),
+        ),
+    ),
+}
 #: The parts that a configuration of each type is drawn from.
 SPACES: Mapping[str, tuple[Part, ...]] = {
     "arcee": (sizes, _HEAD, _TIED, _ATTENTION_BIAS, of(mlp_bias=_FLAG)),
@@ -356,6 +378,6 @@ def generated(model_type: str, seed: int) -> Config:
     """The keyword arguments of a configuration of this type; the same for the same seed."""
     draw = random.Random(zlib.crc32(model_type.encode()) + seed)
     drawn: Config = {"model_type": model_type, "pad_token_id": 0}
-    for part in SPACES[model_type]:
+    for part in {**SPACES, **NEWER}[model_type]:
         drawn |= part(draw)
     return _finished(drawn)
