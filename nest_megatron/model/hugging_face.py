@@ -71,6 +71,11 @@ def supported_model_types() -> tuple[str, ...]:
     return tuple(sorted(_READERS))
 
 
+def reader_of(model_type: str) -> Callable[[ConfigFields], Shape]:
+    """The reader of a type, whose docstring says what the type is."""
+    return _READERS[model_type]
+
+
 def read_hf_config(
     mapping: Config, name: str, *, seq_length: int | None = None
 ) -> tuple[TransformerSpec, tuple[str, ...]]:

@@ -88,8 +88,12 @@ class ModelVariant:
     lightning_attention: bool = added(False)
 
     def differences(self) -> dict[str, object]:
-        """The fields that are not as Megatron-LM builds them, with their values."""
+        """The fields that are not as Megatron-LM builds them, with their values.
+
+        ``expert_bias`` is a buffer there: no other model, but another count.
+        """
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["biases"] = tuple(bias for bias in self.biases if bias is not Bias.EXPERT_BIAS)
         return {name: value for name, value in values.items() if value != getattr(PLAIN, name)}
 
     def has_bias(self, projection: Bias) -> bool:

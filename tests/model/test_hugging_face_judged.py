@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,13 @@ def test_every_type_is_judged() -> None:
     judged = {model["config"]["model_type"] for model in MODELS}
     assert judged == set(supported_model_types()) - _OWN == {*SPACES, *NEWER}
     assert len(judged) >= 50
+
+
+def test_the_page_is_written_from_the_readers() -> None:
+    docs = HERE.parents[1] / "docs"
+    written = runpy.run_path(str(docs / "make_hugging_face.py"))["page"]()
+    page = (docs / "hugging_face.md").read_text("utf-8")
+    assert page == written, "run python docs/make_hugging_face.py"
 
 
 def test_a_published_count_leaves_out_padding_and_predicted_tokens() -> None:

@@ -1,0 +1,96 @@
+"""Write docs/hugging_face.md from the readers and their judge: python docs/make_hugging_face.py."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nest_megatron.model.hugging_face import read_hf_config, reader_of, supported_model_types
+
+PAGE = Path(__file__).with_name("hugging_face.md")
+_MADE_UP = re.compile(r"^[a-z0-9_]+-\d+$")
+JUDGED = Path(__file__).parents[1] / "tests" / "model"
+HEAD = """\
+<!-- Written by `python docs/make_hugging_face.py`. -->
+# Hugging Face configurations
+
+`nest-megatron models config.json` shows how a `config.json` (or its folder) is read, and
+`plan model=config.json` plans it. Every type has, to the last parameter, what the modules of
+transformers have on the meta device: for published models and for sizes that a generator makes up,
+every switch that adds or drops a weight in both positions
+(`tests/model/test_hugging_face_judged.py`; the marked tests draw 40 more of each type where
+transformers is installed).
+
+* `parameters` counts the vocabulary as published and no MTP layers. Megatron pads the vocabulary
+  (`--make-vocab-size-divisible-by`) and builds them, so a plan's memory is that of a larger model.
+* A field that the file does not have is the default of transformers' configuration class, with a
+  note; `null` is none.
+* Of a model of text and images (`text_config`, or the flat files of Qwen 2 and 2.5 VL) the text
+  model is read, with a note.
+* A key that by its name describes a part of the model and is not read is refused.
+* Multipliers, rotary scaling, router scaling and the like weigh nothing and are not kept.
+* "Not Megatron-LM's" are parts of published models that its command line cannot build. `models` and
+  `estimate` take them; `plan` refuses them by name for a framework that does not build them. NeMo
+  and Megatron-Bridge build those of Gemma, Megatron-Bridge those of OLMoE.
+* Of layers with Mamba-1 (Jamba), lightning attention (MiniMax-Text-01) and with attention and Mamba
+  side by side (Falcon-H1) parameters are counted; their work is not modelled, and pricing them is
+  refused.
+* A layer of Bamba, Granite 4 and Jamba is two of Megatron's `hybrid_layer_pattern`, one of
+  Falcon-H1 three.
+* The bias that balances experts of `ernie4_5_moe` is a parameter there and a buffer in Megatron.
+  transformers 5 drops the bias of its output layer with `use_bias`, which no published model has;
+  the count is that of 4.57.
+* `bert` is built with Megatron's own heads, which transformers does not have.
+
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    files = [_judged(name) for name in ("hugging_face_judged.json", "hugging_face_judged_5.json")]
+    judges = (f"transformers {each['transformers']} on {each['date']}" for each in files)
+    rows = [_row(name, files) for name in supported_model_types()]
+    head = (
+        "| `model_type` | What is read | Judged | By transformers | Not Megatron-LM's |",
+        "|---|---|--:|---|---|",
+    )
+    counts = f"{len(rows)} types; the judges: {' and '.join(judges)}.\n"
+    return "\n".join((HEAD + counts, *head, *rows, ""))
+
+
+def _judged(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((JUDGED / name).read_text(encoding="utf-8"))
+    return found
+
+
+def _row(name: str, files: list[dict[str, Any]]) -> str:
+    configs = {
+        each["transformers"]: [
+            m["config"] for m in each["models"] if m["config"]["model_type"] == name
+        ]
+        for each in files
+    }
+    known = (m for each in files for m in each["models"] if not _MADE_UP.search(m["name"]))
+    published = [m["config"] for m in known if m["config"]["model_type"] == name]
+    parts = {part: None for each in published for part in _parts(each)}
+    words = (reader_of(name).__doc__ or "").strip().rstrip(".")
+    total, by = (
+        sum(map(len, configs.values())),
+        ", ".join(v for v, of_one in configs.items() if of_one),
+    )
+    lacking = ", ".join(f"`{part}`" for part in parts)
+    return f"| `{name}` | {words} | {total or ''} | {by or 'not judged'} | {lacking} |"
+
+
+def _parts(config: dict[str, Any]) -> Iterator[str]:
+    spec, _ = read_hf_config(config, "x")
+    yield from spec.variant.differences()
+    if spec.position_embedding_type == "alibi":
+        yield "alibi"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
