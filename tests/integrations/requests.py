@@ -18,7 +18,7 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.model.variant import ModelVariant
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
-from nest_megatron.parallel.layout import uniform_partition
+from nest_megatron.parallel.layout import parse_layout, uniform_partition
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import (
     Recompute,
@@ -249,6 +249,9 @@ BROKEN = {
     "rank_order": request(MIXTRAL, dims(tp=2, pp=2, dp=4, ep=8, rank_order=SECOND)),
     "two_stacks": request(T5, dims(pp=2)),
     "encoder": request(SEES_IMAGES, dims(pp=2, cp=2)),
+    "encoder_stages": request(
+        SEES_IMAGES, dims(pp=2), partition=parse_layout("Et*39|t*41L", SEES_IMAGES, 2)
+    ),
     "encoder_zero": request(SEES_IMAGES, dims(dp=8), zero=ZeroStage.WEIGHTS),
     "whole_batch": request(grid=dims(dp=3), global_batch_size=16),
     "interleaving": request(grid=dims(pp=4, vpp=2), global_batch_size=6),

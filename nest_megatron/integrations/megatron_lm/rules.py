@@ -179,6 +179,16 @@ def _has_shape(request: LaunchRequest) -> bool:
     return next(_partition_shape(request), None) is None
 
 
+@_rule("encoder_stages", "pretrain_vlm.py model_provider")
+def _encoder_stages(request: LaunchRequest) -> Iterator[Violation]:
+    partition = request.partition
+    if request.spec.vision is None or partition is None or not _has_shape(request):
+        return
+    if not is_uniform(request.spec, partition):
+        limit = "a layout would reach the encoder's configuration, which is a copy"
+        yield _bad_partition(layout_string(request.spec, partition), limit, "Use even stages.")
+
+
 @_rule("layout_grammar", "pipeline_parallel_layer_layout.py:281")
 def _layout(request: LaunchRequest) -> Iterator[Violation]:
     spec, partition = request.spec, request.partition
