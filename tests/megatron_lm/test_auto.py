@@ -6,6 +6,7 @@ Set ``MEGATRON_LM_HOME`` to a Megatron-LM checkout (core_v0.16.1 or main at 0.20
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from nest_megatron.cluster.records import Precision
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
+from tests.megatron_lm.ask import checkout_version
 from tests.megatron_lm.training import (
     DENSE,
     EXPERTS,
@@ -95,6 +97,30 @@ def test_single_precision_trains_as_planned(tmp_path: Path) -> None:
     plan = plan_file.read(path)
     assert plan.train.precision is Precision.FP32
     assert plan.search.not_modelled == ("--transformer-impl local",)
+
+
+def test_a_batch_that_grows_is_trained_at_each_size(tmp_path: Path) -> None:
+    """Ramp (0.16.1) or schedule of steps (0.20): eight sequences in fours, then eights."""
+    path, steps = tmp_path / "plan.yaml", ["--step-batch-size-schedule", "0:4 512:8"]
+    ramp = ["--global-batch-size", "8", "--rampup-batch-size", "4", "4", "7"]
+    growing = ramp if checkout_version().startswith("0.16") else steps
+    model = without(DENSE, "--global-batch-size")
+    samples = ["--train-samples", "24", "--lr-decay-samples", "24"]
+    training = [*without(TRAINING, "--train-iters", "--lr-decay-iters"), *samples]
+    words = ["+nest=auto", "nest.free=all", *CLUSTER, f"nest.out={path}"]
+    trained = run(torchrun(2), [*model, *training, *growing, *ON_CPU, *words])
+    assert trained.code == 0, trained.out[-3000:]
+    sizes = re.findall(r"global batch size:\s+(\d+)", trained.out)
+    assert sizes == ["4", "4", "8", "8"]
+    plan = plan_file.read(path)
+    assert plan.train.global_batch_size == 8
+    assert [batch.global_batch_size for batch in plan.batches] == [4, 8]
+
+
+def without(words: list[str], *flags: str) -> list[str]:
+    """Arguments without some flags, each of one value."""
+    pairs = zip(words, [None, *words], strict=False)
+    return [word for word, before in pairs if word not in flags and before not in flags]
 
 
 def predicted_parameters(plan: ParallelPlan) -> dict[tuple[int, int], int]:
