@@ -86,7 +86,8 @@ def bridge_rows() -> Iterator[Row]:
                 continue
             if name.endswith("_sft_config"):
                 yield ("Megatron-Bridge", name, *_of_bridge(module, make))
-            for scheme in SCHEMES if name.endswith("_peft_config") else ():
+            is_recipe = name.endswith("_peft_config") and not name.startswith("default")
+            for scheme in SCHEMES if is_recipe else ():
                 made = functools.partial(make, peft_scheme=scheme)
                 yield ("Megatron-Bridge", f"{name}, {scheme}", *_of_bridge(module, made))
 

@@ -16,6 +16,7 @@ from nest_megatron.config.schema import PlanConfig
 from nest_megatron.config.sequence_data import read_lengths
 from nest_megatron.config.space import read_backend, read_space
 from nest_megatron.config.target import (
+    adapter_notes,
     beside_frozen_weights,
     choice,
     fields_of,
@@ -181,7 +182,7 @@ def request_for(
         own={name: value for name, value in own.items() if value is not None},
         headroom=headroom,
         priced_headroom=read_priced_headroom(config, headroom),
-        notes=(*notes, *times.notes),
+        notes=(*notes, *adapter_notes(spec), *times.notes),
         profile_notes=times.notes,
         batch_schedule=schedule,
         sequence_lengths=lengths,

@@ -192,6 +192,16 @@ def read_adapters(config: PlanConfig) -> Adapters | None:
     return Adapters(scheme=choice("peft.scheme", scheme, PeftScheme), **given)
 
 
+def adapter_notes(spec: TransformerSpec) -> tuple[str, ...]:
+    """What a plan says of its adapters."""
+    if spec.adapters is None:
+        return ()
+    told = [f"All weights but those of adapters are frozen: {spec.adapters.words()}."]
+    if spec.adapters.scheme is not PeftScheme.LORA:
+        told.append(f"No measured run trains {spec.adapters.scheme}: it is priced from its code.")
+    return tuple(told)
+
+
 def beside_frozen_weights(space: SearchSpace, spec: TransformerSpec, target: Target) -> SearchSpace:
     """What a search may choose where only adapters are trained.
 
