@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nest_megatron.parallel.knobs import KNOBS
-from nest_megatron.parallel.numeric_knobs import BLACKWELL, HOPPER, NUMERIC_KNOBS, NumericKnob
+from nest_megatron.parallel.numeric_knobs import (
+    BLACKWELL,
+    HOPPER,
+    INSTINCT,
+    NUMERIC_KNOBS,
+    NumericKnob,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +94,7 @@ def numeric_table() -> str:
 
 
 def _where(knob: NumericKnob) -> str:
-    names = {HOPPER: "Hopper", BLACKWELL: "Blackwell"}
+    names = {HOPPER: "Hopper", BLACKWELL: "Blackwell", INSTINCT: "AMD Instinct"}
     devices = [name for pattern, name in names.items() if pattern in knob.devices]
     needs = {
         "experts": knob.of_experts,

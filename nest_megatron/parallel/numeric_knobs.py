@@ -15,6 +15,9 @@ from nest_megatron.cluster.records import Precision
 
 HOPPER = r"G?H\d"
 BLACKWELL = r"G?B\d"
+INSTINCT = r"MI3\d"
+#: Scales for whole tensors, in published runs (``device_rules`` has what else runs where).
+_WHOLE_TENSOR = "|".join((HOPPER, BLACKWELL, INSTINCT))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +102,7 @@ NUMERIC_KNOBS: tuple[NumericKnob, ...] = (
     ),
     _moments("bf16"),
     _moments("fp8"),
-    _fp8("hybrid", "tensorwise", f"{HOPPER}|{BLACKWELL}", "with one scale for each tensor"),
+    _fp8("hybrid", "tensorwise", _WHOLE_TENSOR, "with one scale for each tensor"),
     _fp8("e4m3", "blockwise", HOPPER, "with a scale for each block of 128 elements"),
     _fp8("e4m3", "mxfp8", BLACKWELL, "with a scale for each 32 elements"),
     NumericKnob(

@@ -70,6 +70,7 @@ def load(name: str, *overrides: str) -> Cluster:
 #: from vendors' pages, which the files name.
 MACHINES = {
     "alps_gh200": ("GH200-96GB", 4, 450, 25, False),
+    "aws_g7e": ("RTX-PRO-6000-96GB", 8, 63, 25, False),
     "aws_p5": ("H100-SXM-80GB", 8, 450, 50, True),
     "aws_p5en": ("H200-SXM-141GB", 8, 450, 50, True),
     "aws_p6_b200": ("B200-SXM-180GB", 8, 900, 50, True),
