@@ -28,6 +28,7 @@ from nest_megatron.config.target import (
     read_target,
     stated_packages,
 )
+from nest_megatron.cost_model.features import SCANNED
 from nest_megatron.cost_model.goodput import Reliability
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM
@@ -182,10 +183,21 @@ def request_for(
         own={name: value for name, value in own.items() if value is not None},
         headroom=headroom,
         priced_headroom=read_priced_headroom(config, headroom),
-        notes=(*notes, *adapter_notes(spec), *times.notes),
+        notes=(*notes, *adapter_notes(spec), *_scan_notes(spec), *times.notes),
         profile_notes=times.notes,
         batch_schedule=schedule,
         sequence_lengths=lengths,
+    )
+
+
+def _scan_notes(spec: TransformerSpec) -> tuple[str, ...]:
+    """What is assumed of layers whose kernels nobody has published a measurement of."""
+    if SCANNED.isdisjoint(spec.blocks):
+        return ()
+    return (
+        "The scan of Mamba layers and gated delta nets is priced by its arithmetic, at attention's "
+        "share of the peak, and its memory traffic; no public measurement of its kernels is known, "
+        "and runs on Blackwell took a fifth to a third longer (docs/hybrid.md).",
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.model.execution import TokenDispatcher
+from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.names import Name
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.rank_order import GroupKind, group_level
@@ -33,6 +34,7 @@ class Feature(Name):
     EXPERTS = "experts", "experts"
     FP8 = "fp8", "fp8"
     LORA = "lora", "LoRA"
+    SCAN = "scan", "layers of a scan"
     LONG_CONTEXT = "long_context", "long sequences"
     OTHER_FRAMEWORK = "other_framework", "kernels that are not Megatron's"
     LEGACY = "legacy", "Megatron of 2022 and before"
@@ -46,6 +48,8 @@ class Feature(Name):
     EXPERT_NETWORK = "expert_parallel_across_nodes", "EP across nodes"
 
 
+#: Blocks whose tokens meet in a scan, which is priced without a measurement of its kernels.
+SCANNED = frozenset({LayerBlock.MAMBA, LayerBlock.GATED_DELTA_NET})
 #: The same limits as those of ``validation.outcome``.
 LONG_SEQUENCE, LARGE_SCALE_GPUS, SMALL_STEP_S = 32_768, 1_024, 1.0
 #: The target of rows of old releases (``validation.frameworks``), and how names of targets begin
@@ -67,6 +71,7 @@ def features_of(
         Feature.EXPERTS: spec.is_moe,
         Feature.FP8: settings.precision.is_quantized,
         Feature.LORA: spec.adapters is not None,
+        Feature.SCAN: not SCANNED.isdisjoint(spec.blocks),
         Feature.LONG_CONTEXT: spec.seq_length >= LONG_SEQUENCE,
         Feature.OTHER_FRAMEWORK: not (settings.target or "megatron").startswith(_MEGATRON),
         Feature.LEGACY: settings.target == _LEGACY,
@@ -135,6 +140,7 @@ _KINDS = frozenset(
         Feature.EXPERTS,
         Feature.FP8,
         Feature.LORA,
+        Feature.SCAN,
         Feature.FSDP,
         Feature.SMALL_STEP,
         Feature.OTHER_FRAMEWORK,
