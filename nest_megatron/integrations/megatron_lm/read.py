@@ -45,6 +45,7 @@ from nest_megatron.integrations.megatron_lm.packing import (
     packing_notes,
 )
 from nest_megatron.integrations.megatron_lm.sharding import require_optimizer
+from nest_megatron.integrations.megatron_lm.tokenizer_files import vocabulary_rows
 from nest_megatron.model.arguments import spec_from_arguments
 from nest_megatron.model.layer_pattern import hybrid_kinds
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
@@ -78,6 +79,7 @@ _TOKENIZER_ROWS = {
     "BertWordPieceLowerCase": 30_522,
     "BertWordPieceCase": 28_996,
 }
+_NULL_TOKENIZERS = ("NullTokenizer", "NullMultimodalTokenizer")
 _DEFAULT_TOKENIZERS = {
     ModelFamily.GPT: "GPT2BPETokenizer",
     ModelFamily.BERT: "BertWordPieceLowerCase",
@@ -159,7 +161,7 @@ def job_from_values(
     _require_degrees(values)
     assumed: list[str] = []
     values = {**values, "hybrid_layer_pattern": hybrid_pattern(values, script, version)}
-    spec = _spec(values, script, vocab_size, assumed)
+    spec = _spec(values, script, version, vocab_size, assumed)
     precision = _precision(values)
     if _sees_images(script):
         spec = with_images(spec, values, precision)
@@ -256,7 +258,11 @@ def _sees_images(script: str) -> bool:
 
 
 def _spec(
-    values: Mapping[str, Any], script: str, vocab_size: int | None, notes: list[str]
+    values: Mapping[str, Any],
+    script: str,
+    version: str,
+    vocab_size: int | None,
+    notes: list[str],
 ) -> TransformerSpec:
     family = _family(script)
     pattern = (values.get("hybrid_layer_pattern") or "").replace("|", "")
@@ -279,7 +285,7 @@ def _spec(
         hidden_size=_required(values, "hidden_size"),
         num_attention_heads=_required(values, "num_attention_heads"),
         seq_length=_required(values, "seq_length", "encoder_seq_length"),
-        vocab_size=vocab_size or _vocab_size(values, family, notes),
+        vocab_size=vocab_size or _vocab_size(values, family, version, notes),
         vocab_is_padded=vocab_size is None and bool(values.get("padded_vocab_size")),
         activation=activation,
         gated_linear_unit=gated,
@@ -321,22 +327,31 @@ def _required(values: Mapping[str, Any], *names: str) -> int:
     raise flag_error(names[0], None, "the model's shape needs it", "Add it to the command.")
 
 
-def _vocab_size(values: Mapping[str, Any], family: ModelFamily, notes: list[str]) -> int:
-    """Vocabulary rows before padding; the null tokenizer adds an end-of-document token."""
+def _vocab_size(
+    values: Mapping[str, Any], family: ModelFamily, version: str, notes: list[str]
+) -> int:
+    """Vocabulary rows before padding: of the tokenizer's files where they are on this host."""
     if values.get("padded_vocab_size"):
         return int(values["padded_vocab_size"])
     given = values.get("vocab_size")
     tokenizer = values.get("tokenizer_type") or _DEFAULT_TOKENIZERS[family]
+    if given is not None and tokenizer in _NULL_TOKENIZERS:  # an end of documents beside it
+        return int(given) + (version == "0.16.1" or tokenizer != "NullTokenizer")
+    if (counted := vocabulary_rows(values, tokenizer, version)) is not None:
+        rows, source = counted
+        notes.append(f"The vocabulary has {rows:,} tokens ({source}).")
+        return rows
     if given is not None:
-        return int(given) + (tokenizer == "NullTokenizer")
+        return int(given)
     if tokenizer in _TOKENIZER_ROWS:
         rows = _TOKENIZER_ROWS[tokenizer]
         if tokenizer.startswith("BertWordPiece"):  # [BOS], [EOS] and what T5 masks spans with
             rows += 2 + (values.get("vocab_extra_ids") or 0)
         notes.append(f"vocab_size is not given; {rows} is assumed from {tokenizer}.")
         return rows
-    limit = f"it comes from the files of {tokenizer}, which are not read"
-    fix = "Add --vocab-size with the tokenizer's number of tokens."
+    named = values.get("tokenizer_model") or values.get("vocab_file") or "no file is named"
+    limit = f"it comes from the files of {tokenizer}, which are not on this host ({named})"
+    fix = "Add --vocab-size with the tokenizer's number of tokens, or name its files here."
     raise flag_error("vocab_size", None, limit, fix)
 
 

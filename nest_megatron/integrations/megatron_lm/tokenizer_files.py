@@ -1,0 +1,178 @@
+"""How many tokens the files of a tokenizer hold, as Megatron-LM's tokenizers count them.
+
+Files are read as JSON, as text, or as the pieces of a SentencePiece model; neither transformers nor
+sentencepiece is needed. Sources: ``a`` core_v0.16.1 ``training/tokenizer/tokenizer.py``, ``b`` 0.20
+``core/tokenizers``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.files import read_bytes, read_text
+
+_Values = Mapping[str, Any]
+_OLD = "0.16.1"
+_MOST_BYTES = 512 << 20
+#: ``len`` of transformers' AutoTokenizer (a:167, sft_tokenizer.py:42; b huggingface_tokenizer:345).
+_HUGGING_FACE = ("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer")
+_SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+#: Without ``--vocab-size`` (a:CustomTikTokenizer; b tiktoken_tokenizer.py).
+_TIKTOKEN_ROWS = 1 << 17
+
+
+def vocabulary_rows(values: _Values, tokenizer: str, version: str) -> tuple[int, str] | None:
+    """Tokens before padding, and where the number is from.
+
+    Args:
+        values: Megatron's arguments by destination.
+        tokenizer: ``--tokenizer-type``.
+
+    Returns:
+        ``None`` if no file is needed, named or on this host, or if a count needs the tokenizer's
+        own program.
+
+    Raises:
+        UserInputError: for a file that is there and cannot be read.
+    """
+    if tokenizer == "TikTokenizer":  # it cuts its file to this many
+        return values.get("vocab_size") or _TIKTOKEN_ROWS, "--vocab-size of TikTokenizer"
+    bert = tokenizer.startswith("BertWordPiece") and version == _OLD
+    name = "vocab_file" if bert or tokenizer == "GPT2BPETokenizer" else "tokenizer_model"
+    path = Path(str(values.get(name) or "")).expanduser()
+    if not values.get(name) or not path.exists():
+        return None
+    found = _tokens(path, tokenizer, version, values, bert=bert)
+    return None if found is None else (found, str(path))
+
+
+def _tokens(path: Path, tokenizer: str, version: str, values: _Values, *, bert: bool) -> int | None:
+    if tokenizer in _HUGGING_FACE:
+        added = values.get("special_tokens") or () if version != _OLD else ()
+        names = _hugging_face(path, added if tokenizer == "HuggingFaceTokenizer" else ())
+        return None if names is None else len(names)
+    if tokenizer == "GPT2BPETokenizer":
+        return len(
+            {*_object(path), *((values.get("special_tokens") or ()) if version != _OLD else ())}
+        )
+    if bert:  # a:_BertWordPieceTokenizer
+        lines = {line.strip() for line in read_text(path, "--vocab-file").splitlines()}
+        extra = range(values.get("vocab_extra_ids") or 0)
+        return len({*lines, "[BOS]", "[EOS]", *(f"<extra_id_{n}>" for n in extra)} - {""})
+    plain = ("GPTSentencePieceTokenizer", "Llama2Tokenizer")
+    changed = values.get("tokenizer_sentencepiece_legacy") or values.get("special_tokens")
+    if tokenizer in plain or (tokenizer == "SentencePieceTokenizer" and version != _OLD):
+        return None if changed and version != _OLD else sum(1 for _ in _pieces(path))
+    return None
+
+
+def _hugging_face(path: Path, added: Any) -> set[str] | None:
+    """Tokens of a folder of transformers', or of its ``tokenizer.json``."""
+    folder = path if path.is_dir() else path.parent
+    file = folder / "tokenizer.json" if path.is_dir() else path
+    if file.is_file() and file.suffix == ".json":
+        whole = _object(file)
+        names = {*_model_tokens(whole, file), *_contents(whole.get("added_tokens"))}
+    elif (folder / "vocab.json").is_file():
+        names = set(_object(folder / "vocab.json"))
+    elif (folder / "tokenizer.model").is_file():
+        names = set(_pieces(folder / "tokenizer.model"))
+    else:
+        return None
+    for other in ("added_tokens.json", "tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / other).is_file():
+            names |= set(_stated(_object(folder / other), is_map=other == "added_tokens.json"))
+    return names | set(added)
+
+
+def _model_tokens(whole: _Values, file: Path) -> Iterator[str]:
+    vocab = whole["model"].get("vocab") if isinstance(whole.get("model"), dict) else None
+    if not isinstance(vocab, dict | list):
+        raise _refused(file, "it has no model.vocab")
+    for each in vocab:  # Unigram has pairs of a token and its score
+        yield each if isinstance(each, str) else str(each[0])
+
+
+def _stated(table: _Values, *, is_map: bool) -> Iterator[str]:
+    """Tokens that a file adds or names, some of which may be in the vocabulary already."""
+    if is_map:
+        yield from table
+        return
+    decoder = table.get("added_tokens_decoder")
+    yield from _contents(decoder.values() if isinstance(decoder, dict) else None)
+    yield from _contents([table.get(name) for name in _SPECIAL])
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        more = table.get(name)
+        yield from _contents(more.values() if isinstance(more, dict) else more)
+
+
+def _contents(tokens: Any) -> Iterator[str]:
+    for each in tokens or ():
+        content = each.get("content") if isinstance(each, dict) else each
+        if isinstance(content, str) and content:
+            yield content
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_text(path, str(path), most=_MOST_BYTES))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UserInputError):
+            raise
+        raise _refused(path, f"it is no readable JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise _refused(path, "it is no JSON object")
+    return found
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    """The pieces of a SentencePiece model: field 1 of its protobuf message, one after another."""
+    if path.is_dir():
+        raise _refused(path, "it is a folder, and this tokenizer reads a SentencePiece model")
+    content = read_bytes(path, str(path), most=_MOST_BYTES)
+    if not content:
+        raise _refused(path, "it is empty")
+    for number, value in _fields(content, path):
+        if number == 1:
+            inner = dict(_fields(value, path))
+            yield inner.get(1, b"").decode("utf-8", errors="replace")
+
+
+def _fields(content: bytes, path: Path) -> Iterator[tuple[int, bytes]]:
+    """The fields of a protobuf message; of numbers, nothing but that they are there."""
+    at = 0
+    while at < len(content):
+        key, at = _varint(content, at, path)
+        kind, size = key & 7, {1: 8, 5: 4}.get(key & 7, 0)
+        if kind == 0:
+            _, at = _varint(content, at, path)
+        elif kind == 2:
+            size, at = _varint(content, at, path)
+        elif kind not in (1, 5):
+            raise _refused(path, "it is no SentencePiece model")
+        if at + size > len(content):
+            raise _refused(path, "it is no SentencePiece model, or cut short")
+        yield key >> 3, content[at : at + size]
+        at += size
+
+
+def _varint(content: bytes, at: int, path: Path) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(content):
+            break
+        byte = content[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+    raise _refused(path, "it is no SentencePiece model, or cut short")
+
+
+def _refused(path: Path, limit: str) -> UserInputError:
+    fix = "Correct the tokenizer's flags, or give --padded-vocab-size."
+    return UserInputError("the tokenizer's file", value=str(path), limit=limit, fix=fix)
