@@ -319,8 +319,7 @@ class CostModel:
     def _uneven_packs(self, grid: Grid) -> Seconds:
         """What a step waits for the replica with most attention in its packs, beyond a mean one.
 
-        Replicas have packs of their own; deviations of the micro batches of a step add up as their
-        squares do.
+        Deviations of the micro batches of a step add up as their squares do.
         """
         deviation, key = self.settings.traits.attention_deviation, self.shard_key(grid)
         if not deviation:

@@ -194,7 +194,9 @@ def batch_schedule(
         last=whole(root, paths.items["global_batch_size"], called=paths.called),
         seq_length=seq_length,
         iterations=steps if is_known else None,
-        name=lambda name: paths.rampup_batch_size if name == RAMPUP else paths.items[name],
+        name=lambda name: (
+            paths.rampup_batch_size if name == RAMPUP else paths.items.get(name, name)
+        ),
     )
 
 

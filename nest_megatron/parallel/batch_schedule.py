@@ -134,9 +134,13 @@ def read_schedule(
         raise UserInputError(name(RAMPUP), value=growth, limit=limit, fix="Give one of the two.")
     if not (growth or steps):
         return None
+    for length, value in (("train_samples", samples), ("train_iters", iterations)):
+        if value is not None and value < 0:
+            fix = "Give the length of the run, or leave it out."
+            raise UserInputError(name(length), value=value, limit="it is at least 1", fix=fix)
     parts = _ramp(growth, last, name) if growth else _steps(steps, seq_length, name(STEPS))
     return BatchSchedule(
-        parts=tuple(_until(parts, samples, iterations)),
+        parts=tuple(_until(parts, samples or None, iterations or None)),
         rampup_batch_size=tuple(map(int, growth)) if growth else None,
         step_batch_size_schedule=steps,
     )

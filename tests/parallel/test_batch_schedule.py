@@ -52,6 +52,7 @@ def schedule(**stated: Any) -> BatchSchedule:
         ({"rampup_batch_size": [8, 8, 100], "last": 24, "samples": 60}, (8, 16), (50, 10), 8),
         ({"rampup_batch_size": [8, 8, 100], "last": 24, "iterations": 9}, (8, 16), (50, 32), 8),
         ({"step_batch_size_schedule": STEPS}, (192, 384, 768), (2000, 38_000, None), 768),
+        ({"step_batch_size_schedule": "0:8", "samples": 0}, (8,), (None,), 8),
         (
             {"step_batch_size_schedule": STEPS.replace(" ", ","), "samples": 50_000},
             (192, 384, 768),
@@ -78,6 +79,7 @@ def test_parts_of_a_run(
         ({"rampup_batch_size": [8, 8, 100]}, "which is not given"),
         ({"rampup_batch_size": [8, 0, 100], "last": 24}, "at least 1"),
         ({"rampup_batch_size": [8, 8], "last": 24}, "three whole numbers"),
+        ({"rampup_batch_size": [8, 8, 100], "last": 24, "samples": -1}, "it is at least 1"),
         ({"step_batch_size_schedule": "1B:8 2B:16"}, "begin at 0"),
         ({"step_batch_size_schedule": "0:8 1K:16 1K:24"}, "rise"),
         ({"step_batch_size_schedule": "0:8 many:16"}, "TOKENS:SIZE"),

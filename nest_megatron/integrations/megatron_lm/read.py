@@ -25,6 +25,7 @@ from nest_megatron.integrations.architecture import REFUSED, unpriced
 from nest_megatron.integrations.megatron_lm.checkpoint_arguments import (
     with_checkpoint_arguments,
 )
+from nest_megatron.integrations.megatron_lm.growing_batch import schedule_notes, stated_schedule
 from nest_megatron.integrations.megatron_lm.hybrid import (
     HYBRID_ARGUMENTS,
     hybrid_pattern,
@@ -49,7 +50,6 @@ from nest_megatron.integrations.megatron_lm.tokenizer_files import vocabulary_ro
 from nest_megatron.model.arguments import spec_from_arguments
 from nest_megatron.model.layer_pattern import hybrid_kinds
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
-from nest_megatron.parallel.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
 from nest_megatron.parallel.knobs import closed_fields
 from nest_megatron.parallel.plan import STRATEGIES
@@ -169,7 +169,7 @@ def job_from_values(
     stated, dispatcher = {**values, "params_dtype": params}, "moe_token_dispatcher_type"
     if dispatcher not in explicit and values.get(dispatcher) == "allgather":
         stated[dispatcher] = None  # Megatron's default, which a plan replaces
-    flags, schedule = memory_flags(stated), _schedule(values, spec.seq_length, version)
+    flags, schedule = memory_flags(stated), stated_schedule(values, spec.seq_length, version)
     return Job(
         spec=spec,
         version=version,
@@ -407,30 +407,8 @@ def _sharding(values: Mapping[str, Any]) -> DataParallelSharding:
     return DataParallelSharding.TORCH_FSDP2 if torch_fsdp else DataParallelSharding.DDP
 
 
-def _schedule(values: Mapping[str, Any], seq_length: int, version: str) -> BatchSchedule | None:
-    """How the batch grows; 0.20 takes no notice of ``--rampup-batch-size``."""
-    stated = {STEPS: values.get(STEPS)} if _ignores_rampup(version) else values
-    last = values.get("global_batch_size")
-    if last is not None and stated.get(STEPS):
-        limit = f"{flag_of(STEPS)} is given as well, and Megatron takes one"
-        raise flag_error("global_batch_size", last, limit, "Drop one of the two.")
-    return read_schedule(
-        stated.get,
-        last=last,
-        seq_length=seq_length,
-        samples=values.get("train_samples"),
-        iterations=values.get("train_iters"),
-        name=flag_of,
-    )
-
-
-def _ignores_rampup(version: str) -> bool:
-    return not version.startswith("0.16")
-
-
 def _job_notes(values: Mapping[str, Any], script: str, version: str) -> Iterator[str]:
-    if values.get(RAMPUP) and _ignores_rampup(version):
-        yield f"Megatron-LM {version} ignores {flag_of(RAMPUP)}: the batch does not grow."
+    yield from schedule_notes(values, version)
     engine = values.get("transformer_impl") or "transformer_engine"
     backend = text(values.get("attention_backend") or "auto")
     if engine == "local" or backend in ("unfused", "local"):
