@@ -244,7 +244,7 @@ def _expert_fields(spec: TransformerSpec) -> dict[str, Any]:
         **{name: getattr(spec, name) for name in _EXPERT_FIELDS},
         "num_moe_experts": spec.num_experts,
         "moe_shared_expert_intermediate_size": spec.moe_shared_expert_intermediate_size,
-        "moe_layer_freq": list(spec.moe_layer_pattern),
+        "moe_layer_freq": list(spec.moe_layer_pattern) or 1,
         "moe_ffn_hidden_size": spec.expert_ffn_hidden_size,
         "moe_router_pre_softmax": spec.moe_router_topk == 1,
         "moe_router_score_function": "sigmoid" if spec.moe_router_enable_expert_bias else "softmax",

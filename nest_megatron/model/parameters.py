@@ -445,7 +445,8 @@ def one_layer(spec: TransformerSpec, kind: LayerKind) -> TransformerSpec:
     is_linear, has_experts = LayerBlock.GATED_DELTA_NET in has, LayerBlock.EXPERTS in has
     sparse = spec.experimental_attention_variant if LayerBlock.ATTENTION in has else None
     chunked, slides = LayerBlock.CHUNKED_ATTENTION in has, LayerBlock.WINDOW_ATTENTION in has
-    hybrid = _hybrid_layer(spec, inner, kind) if spec.hybrid_layer_pattern else ""
+    is_hybrid = bool(spec.hybrid_layer_pattern) and len(inner.blocks) == 1
+    hybrid = _hybrid_layer(spec, inner, kind) if is_hybrid else ""
     return dataclasses.replace(
         spec,
         num_layers=1,

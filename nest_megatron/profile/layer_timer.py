@@ -36,6 +36,12 @@ _UNITS = {
     LayerBlock.HEAD: (LayerKind.HEAD, Stretch.WHOLE),
 }
 
+
+def can_time(block: LayerBlock) -> bool:
+    """Whether megatron-core's layers of a block are built here: its scans need more packages."""
+    return block in _UNITS
+
+
 #: Passes that are made however long they take: a spread needs two.
 _FEWEST = 2
 

@@ -12,7 +12,7 @@ from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.profile.layer_timer import Measuring, time_block
+from nest_megatron.profile.layer_timer import Measuring, can_time, time_block
 from nest_megatron.profile.lookup import Point, point_of
 from nest_megatron.profile.records import Machine, Timing
 from nest_megatron.units import Seconds
@@ -93,9 +93,12 @@ def run(
 ) -> Iterator[Timing]:
     """Time tasks in order, none begun after ``until`` on ``time.monotonic``.
 
-    ``on_skip`` is told of what does not fit on the device.
+    ``on_skip`` is told of what does not fit on the device, and of blocks that are not built here.
     """
     for task in tasks:
+        if not can_time(task.block):
+            on_skip(task, "its layers are not built here, so that it keeps its analytic time")
+            continue
         left = until - time.monotonic()
         if left <= 0:
             return
