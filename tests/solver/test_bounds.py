@@ -9,6 +9,7 @@ import pytest
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import StageProblems, stage_problem
+from nest_megatron.model.adapters import Adapters
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
     Recompute,
@@ -27,9 +28,19 @@ from tests import catalogue
 SOLVE = backend.solver_of(backend.choose())
 
 
-@pytest.mark.parametrize("name", ["llama3_8b", "mixtral_8x7b", "deepseek_v3", "bert_large"])
-def test_bounds_are_below_every_candidate(name: str) -> None:
-    spec = catalogue.model(name)
+@pytest.mark.parametrize(
+    ("name", "adapters"),
+    [
+        ("llama3_8b", None),
+        ("mixtral_8x7b", None),
+        ("deepseek_v3", None),
+        ("bert_large", None),
+        ("llama3_8b", Adapters()),
+        ("mixtral_8x7b", Adapters()),
+    ],
+)
+def test_bounds_are_below_every_candidate(name: str, adapters: Adapters | None) -> None:
+    spec = dataclasses.replace(catalogue.model(name), adapters=adapters)
     model = CostModel(spec, catalogue.cluster("dgx_h100", 64), CostSettings())
     limits = {
         "micro_batch_size": 2,
