@@ -95,7 +95,8 @@ def _refused_fields(config: Any) -> Iterator[tuple[str, Any, str]]:
         if (value := value_or(config, name, described)) != described:
             yield name, value, lacking
     builder = _layer_builder(value_or(config, "transformer_layer_spec", None))
-    if builder not in (None, *_TABLE["standard_layers"]):
+    of_family = _TABLE["family_layers"].get(builder) in class_names(config)
+    if not of_family and builder not in (None, *_TABLE["standard_layers"]):
         yield "transformer_layer_spec", builder, "these layers are not megatron-core's own"
     for name, value in _unknown(config):
         yield name, value, "this field is set, and what it does to a model is not known here"

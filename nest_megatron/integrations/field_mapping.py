@@ -73,6 +73,8 @@ _SHAPE = (
     "moe_shared_expert_intermediate_size",
     "multi_latent_attention",
     "num_mtp_layers",
+    "hybrid_layer_pattern",
+    "linear_attention_freq",
 )
 _OF_EXPERTS = ("moe_layer_pattern", "expert_ffn_hidden_size", "moe_router_topk")
 _FSDP_FORMAT = "fsdp_dtensor"

@@ -18,6 +18,7 @@ from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.architecture import UNPRICED, unplannable, unpriced
 from nest_megatron.integrations.execution_fields import ExecutionPlaces, stated_execution, unforced
+from nest_megatron.integrations.families import family_fields, family_requirements
 from nest_megatron.integrations.field_mapping import TAKEN_BACK
 from nest_megatron.integrations.fields import (
     ABSENT,
@@ -159,7 +160,11 @@ def job_of_fields(
         precision=precision[0],
         fp8_recipe=precision[1],
         fixed=MappingProxyType({**fixed, **execution}),
-        required={**required, **data_requirements(root, paths, micro)},
+        required={
+            **required,
+            **data_requirements(root, paths, micro),
+            **family_requirements(config, spec),
+        },
         restored=restored,
         recompute=read_recompute(stated),
         zero=read_zero({**stated, "use_megatron_fsdp": uses_fsdp}) or ZeroStage.NONE,
@@ -288,6 +293,8 @@ def spec_from_transformer_config(
         "max_position_embeddings": longest if kind == "learned_absolute" else None,
         "rotary_base": int(value_or(config, "rotary_base", 10_000)),
     }
+    own = family_fields(config, seq_length)
+    values |= {name: value for name, value in own.items() if name in values}
     if not values["multi_latent_attention"]:
         values |= dict.fromkeys(_LATENT)
     shared = value_or(config, "share_embeddings_and_output_weights", True)
@@ -313,6 +320,7 @@ def spec_from_transformer_config(
         gated_linear_unit=value_or(config, "gated_linear_unit", False),
         untie_embeddings_and_output_weights=not shared,
         source="the framework's own configuration",
+        **{name: value for name, value in own.items() if name not in values},
     )
 
 

@@ -36,6 +36,7 @@ SAME_NAMES = (
     "add_bias_linear",
     "add_qkv_bias",
     "qk_layernorm",
+    "qk_l2_norm",
     "softmax_type",
     "hidden_dropout",
     "attention_dropout",

@@ -73,6 +73,7 @@ class TransformerSpec:
         attention_chunk_size: tokens attend within chunks of so many on the layers that
             ``no_rope_freq`` leaves rotated, in full on the others.
         no_rope_freq: every n-th layer is not rotated, or a 1 for each such layer.
+        qk_l2_norm: queries and keys of rotated layers are divided by their length (Llama 4).
         attention_output_gate: a sigmoid gate, as wide as the queries, on what attention puts out.
         experimental_attention_variant: ``gated_delta_net`` on the layers that
             ``linear_attention_freq`` marks (all but every n-th, or a 1 for each), or ``dsa``.
@@ -123,6 +124,7 @@ class TransformerSpec:
     window_attn_skip_freq: int | tuple[int, ...] | None = None
     attention_chunk_size: int | None = added(None)
     no_rope_freq: int | tuple[int, ...] | None = added(None)
+    qk_l2_norm: bool = added(False)
     attention_output_gate: bool = added(False)
     experimental_attention_variant: str | None = added(None)
     untie_embeddings_and_output_weights: bool = True

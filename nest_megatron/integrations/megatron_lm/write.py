@@ -124,6 +124,7 @@ def _attention(spec: TransformerSpec) -> dict[str, object]:
         "kv_channels": spec.kv_channels,
         "add_qkv_bias": spec.add_qkv_bias,
         "qk_layernorm": spec.qk_layernorm,
+        "qk_l2_norm": spec.qk_l2_norm,
         "softmax_type": None if spec.softmax_type == "vanilla" else spec.softmax_type,
         "window_size": None if window is None else f"{window - 1},0",
         "window_attn_skip_freq": None if window is None else _freq(spec.window_attn_skip_freq),

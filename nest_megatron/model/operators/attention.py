@@ -250,7 +250,7 @@ def _attention(spec: TransformerSpec, shard: LayerShard, span: float) -> LayerGr
         (Part.PROJECTION, tokens * query * (act + shard.cast_bytes)),
         dropout_mask(spec, local),
     ]
-    if spec.qk_layernorm:
+    if spec.qk_layernorm or spec.qk_l2_norm:
         operators.append(streaming("qk_norm", Part.QKV, 2 * rotated))
         saved.append((Part.QKV, rotated))
     if gated:  # laid out for itself, then multiplied on; the projection's input is another tensor
