@@ -98,6 +98,9 @@ def _refused_fields(config: Any) -> Iterator[tuple[str, Any, str]]:
     of_family = _TABLE["family_layers"].get(builder) in class_names(config)
     if not of_family and builder not in (None, *_TABLE["standard_layers"]):
         yield "transformer_layer_spec", builder, "these layers are not megatron-core's own"
+    stack = value_or(config, "mamba_stack_spec", None)
+    if stack is not None and not _is_standard_stack(stack):
+        yield "mamba_stack_spec", _layer_builder(stack), "these layers are not megatron-core's own"
     for name, value in _unknown(config):
         yield name, value, "this field is set, and what it does to a model is not known here"
 
@@ -139,6 +142,16 @@ def _layer_builder(spec: Any) -> str | None:
     spec = getattr(spec, "__fn_or_cls__", spec)  # Fiddle's
     spec = getattr(spec, "func", spec)  # functools.partial's
     return str(getattr(spec, "__name__", type(spec).__name__))
+
+
+def _is_standard_stack(stack: Any) -> bool:
+    """Whether a hybrid model's layers are megatron-core's: named so, or all modules from there."""
+    if _layer_builder(stack) in _TABLE["standard_stacks"]:
+        return True
+    inside = getattr(getattr(stack, "submodules", None), "__dict__", {})
+    modules = (getattr(each, "module", None) for each in (stack, *inside.values()))
+    names = [module.__module__ for module in modules if module is not None]
+    return bool(names) and all(name.startswith("megatron.core.") for name in names)
 
 
 def _unknown(config: Any) -> Iterator[tuple[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from nest_megatron.config.job import Requirement
 from nest_megatron.integrations.fields import class_names, value_or
+from nest_megatron.model.layer_pattern import pattern_from_ratios
 from nest_megatron.model.spec import TransformerSpec
 
 _CONTEXT = "context_parallel_size"
@@ -76,9 +77,28 @@ def _uncut(spec: TransformerSpec) -> Mapping[str, str]:
     return {} if spec.attention_chunk_size is None else {_CONTEXT: why}
 
 
+def _hybrid(config: Any, _: int) -> dict[str, Any]:
+    """A pattern, or the shares that make one; 0.16.1 has no MTP layers there."""
+    pattern = value_or(config, "hybrid_override_pattern", "")
+    if not pattern:
+        shares = (value_or(config, f"hybrid_{name}_ratio", 0.0) for name in ("attention", "mlp"))
+        pattern = pattern_from_ratios(config.num_layers, *shares)
+    return {"hybrid_layer_pattern": pattern}
+
+
+def _nemotron_h(config: Any, seq_length: int) -> dict[str, Any]:
+    """NeMo writes the squared ReLU of these models as a function without a name."""
+    function = value_or(config, "activation_func", None)
+    own = getattr(function, "__qualname__", "").startswith("NemotronHConfigBase.")
+    return _hybrid(config, seq_length) | ({"activation": "squared_relu"} if own else {})
+
+
 #: Base class of a family's configurations in NeMo or Megatron-Bridge -> the family.
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
+        "MambaModelProvider": Family(fields=_hybrid),
+        "NemotronHConfigBase": Family(fields=_nemotron_h),
+        "SSMConfig": Family(fields=_hybrid),
         "Llama4Config": Family(fields=_llama4, ones=_uncut),
     }
 )

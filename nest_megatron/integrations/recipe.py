@@ -35,7 +35,7 @@ from nest_megatron.integrations.restore import (
     data_requirements,
     packs_sequences,
 )
-from nest_megatron.model.arguments import SAME_NAMES, spec_from_arguments
+from nest_megatron.model.arguments import LINEAR_NAMES, SAME_NAMES, spec_from_arguments
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.batch_schedule import RAMPUP, BatchSchedule, read_schedule
 from nest_megatron.parallel.cuda_graphs import FIELDS as GRAPH_FIELDS
@@ -286,7 +286,7 @@ def spec_from_transformer_config(
     kind = value_or(config, "position_embedding_type", "rope")
     longest = max(seq_length, value_or(config, "seq_length", 0))
     values = {
-        **{name: value_or(config, name, None) for name in (*SAME_NAMES, *_SHAPE)},
+        **{name: value_or(config, name, None) for name in (*SAME_NAMES, *LINEAR_NAMES, *_SHAPE)},
         "group_query_attention": True,
         "num_experts": value_or(config, "num_moe_experts", None),
         "position_embedding_type": kind,
@@ -316,7 +316,7 @@ def spec_from_transformer_config(
         seq_length=seq_length,
         vocab_size=vocab_size,
         vocab_is_padded=vocab_is_padded,
-        activation=_activation(config),
+        activation=own.pop("activation", None) or _activation(config),
         gated_linear_unit=value_or(config, "gated_linear_unit", False),
         untie_embeddings_and_output_weights=not shared,
         source="the framework's own configuration",

@@ -97,6 +97,8 @@ def validate(source: Any) -> None:
         num_devices=changed.trainer.devices,
         num_nodes=changed.trainer.num_nodes,
     )
+    if hasattr(changed.data, "tokenizer"):  # its files are not here
+        changed.data.tokenizer = SimpleNamespace(vocab_size=32_000)
     # data for pretraining would fetch a tokenizer
     data = fiddle.build(changed.data) if is_finetuning(changed.data) else changed.data
     api._validate_config(model, data, trainer)

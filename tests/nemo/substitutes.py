@@ -72,3 +72,13 @@ def install() -> None:
             importlib.import_module(name)
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
+    _give_nemo_its_hybrid_layers()
+
+
+def _give_nemo_its_hybrid_layers() -> None:
+    """NeMo's own import of them, which asked for Transformer Engine before it was substituted."""
+    with contextlib.suppress(ImportError):
+        ssm = importlib.import_module("nemo.collections.llm.gpt.model.ssm")
+        layers = importlib.import_module("megatron.core.models.mamba.mamba_layer_specs")
+        ssm.default_mamba_stack_spec = layers.mamba_stack_spec
+        ssm.MCoreMambaModel = importlib.import_module("megatron.core.models.mamba").MambaModel
