@@ -183,8 +183,8 @@ def page(found: list[Row]) -> Iterator[str]:
     share = sum(row.outcome == "accepted" for row in found) / max(1, len(found))
     yield "# Recipes, planned\n"
     yield "Every recipe of NeMo 2.7.3 and Megatron-Bridge 0.3.1 for language models that trains all"
-    yield "weights, at the first of 64, 1,024 and 8 GPUs of dgx_h100 where a plan fits. A plan counts"
-    yield "as accepted where the framework takes the rewritten recipe (NeMo's data module,"
+    yield "weights, at the first of 64, 1,024 and 8 GPUs of dgx_h100 where a plan fits. A plan"
+    yield "counts as accepted where the framework takes the rewritten recipe (NeMo's data module,"
     yield "`llm.api._validate_config` and megatron-core's count of layers; all of Megatron-Bridge's"
     yield "`ConfigContainer`), and where writing it again changes nothing."
     yield f"Written by `{COMMAND}`.\n"

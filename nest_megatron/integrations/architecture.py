@@ -95,7 +95,7 @@ def _refused_fields(config: Any) -> Iterator[tuple[str, Any, str]]:
         if (value := value_or(config, name, described)) != described:
             yield name, value, lacking
     builder = _layer_builder(value_or(config, "transformer_layer_spec", None))
-    of_family = _TABLE["family_layers"].get(builder) in class_names(config)
+    of_family = {*_TABLE["family_layers"].get(builder, ())} & {*class_names(config)}
     if not of_family and builder not in (None, *_TABLE["standard_layers"]):
         yield "transformer_layer_spec", builder, "these layers are not megatron-core's own"
     stack = value_or(config, "mamba_stack_spec", None)

@@ -11,9 +11,12 @@ from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.config.job import Requirement
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.architecture import unplannable
 from nest_megatron.integrations.fields import class_names, value_or
 from nest_megatron.model.layer_pattern import pattern_from_ratios
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.model.variant import ModelVariant, NormPlacement
 
 _CONTEXT = "context_parallel_size"
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
@@ -36,10 +39,14 @@ class Family:
         fields: of a ``TransformerSpec``, by Megatron's names, from a configuration and the tokens
             of a sample: those that the family spells otherwise, or that its code fixes.
         ones: the degrees that its code takes only as 1, and why, for a model of it.
+        packs: its attention takes packed sequences.
+        recomputes_layers: whole layers can be recomputed.
     """
 
     fields: Callable[[Any, int], dict[str, Any]] = _nothing
     ones: Callable[[TransformerSpec], Mapping[str, str]] = _no_needs
+    packs: bool = True
+    recomputes_layers: bool = True
 
 
 def family_fields(config: Any, seq_length: int) -> dict[str, Any]:
@@ -57,6 +64,20 @@ def family_requirements(config: Any, spec: TransformerSpec) -> dict[str, Require
         name: Requirement(value=1, reason=why, fix=fix, who=class_names(config)[0])
         for name, why in ones.items()
     }
+
+
+def recomputes_layers(config: Any) -> bool:
+    """Whether the code of a configuration's family can recompute whole layers."""
+    family = _family(config)
+    return family is None or family.recomputes_layers
+
+
+def refuse_packs(config: Any, where: str) -> None:
+    """Raise for packed sequences where the code of a configuration's family takes none."""
+    family = _family(config)
+    if family is not None and not family.packs:
+        limit = f"the attention of {class_names(config)[0]} takes no packed sequences"
+        raise UserInputError(where, value=True, limit=limit, fix="Train without packing.")
 
 
 def _family(config: Any) -> Family | None:
@@ -93,12 +114,57 @@ def _nemotron_h(config: Any, seq_length: int) -> dict[str, Any]:
     return _hybrid(config, seq_length) | ({"activation": "squared_relu"} if own else {})
 
 
+def _gemma2(config: Any, _: int) -> dict[str, Any]:
+    """Windows are masks over the whole square of scores, and save nothing."""
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    stated = {name: value_or(config, name, 0.0) or None for name in caps}
+    variant = ModelVariant(norm_placement=NormPlacement.SANDWICH, **stated)
+    return {"variant": variant, "window_size": None}
+
+
+def _gemma3(config: Any, _: int) -> dict[str, Any]:
+    """Of ``interleaved_attn_pattern`` layers the last ones attend in full; 1B has no image tower.
+
+    Source: ``Gemma3TEDotProductAttention`` of both frameworks.
+    """
+    local, full = value_or(config, "interleaved_attn_pattern", (5, 1))
+    if full != 1:
+        lacking = "after the layers with a window there must be one without"
+        raise unplannable("model.interleaved_attn_pattern", (local, full), lacking)
+    if value_or(config, "is_vision_language", False):
+        raise unplannable("model.is_vision_language", True, "its masks are not supported")
+    return {
+        "variant": ModelVariant(norm_placement=NormPlacement.SANDWICH),
+        "window_size": (value_or(config, "window_size", 512), 0),
+        "window_attn_skip_freq": local + full,
+        "rotary_base": max(value_or(config, "rotary_base", (10_000, 1_000_000))),
+    }
+
+
+def _olmoe(_: Any, __: int) -> dict[str, Any]:
+    return {"variant": ModelVariant(qk_norm_full_width=True)}
+
+
+_SQUARE = {_CONTEXT: "its attention keeps all scores and splits no sequence"}
+_OF_NEMO_GEMMA3 = {
+    _CONTEXT: "its configure_model refuses context parallelism",
+    _VIRTUAL: "its configure_model refuses virtual stages",
+}
+_GEMMA2 = Family(fields=_gemma2, ones=lambda _: _SQUARE, packs=False)
+_WHOLE_NORMS = {_TENSOR: "its norms of queries and keys are as wide as all heads on every rank"}
+
 #: Base class of a family's configurations in NeMo or Megatron-Bridge -> the family.
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "MambaModelProvider": Family(fields=_hybrid),
         "NemotronHConfigBase": Family(fields=_nemotron_h),
         "SSMConfig": Family(fields=_hybrid),
+        "Gemma2Config": _GEMMA2,
+        "Gemma2ModelProvider": _GEMMA2,
+        "Gemma3Config": Family(fields=_gemma3, ones=lambda _: _OF_NEMO_GEMMA3),
+        # its rotary embedding is a pair of tensors, which CheckpointFunction does not save
+        "Gemma3ModelProvider": Family(fields=_gemma3, recomputes_layers=False),
+        "OlMoEModelProvider": Family(fields=_olmoe, ones=lambda _: _WHOLE_NORMS),
         "Llama4Config": Family(fields=_llama4, ones=_uncut),
     }
 )

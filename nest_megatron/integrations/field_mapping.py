@@ -55,7 +55,7 @@ _RESETS: Mapping[str, object] = {
     "num_distributed_optimizer_instances": 1,
 }
 #: Rules on flags of Megatron-LM's own command line, which these frameworks do without.
-_OF_THE_COMMAND_LINE = ("known_version", "activation_flag", "position_type", "positions")
+_OF_THE_COMMAND_LINE = ("known_version", "activation_flag", "position_type", "positions", "variant")
 #: What must be the same in the job and in the model that was planned.
 _SHAPE = (
     "family",
@@ -75,6 +75,7 @@ _SHAPE = (
     "num_mtp_layers",
     "hybrid_layer_pattern",
     "linear_attention_freq",
+    "variant",
 )
 _OF_EXPERTS = ("moe_layer_pattern", "expert_ffn_hidden_size", "moe_router_topk")
 _FSDP_FORMAT = "fsdp_dtensor"

@@ -18,7 +18,12 @@ from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.architecture import UNPRICED, unplannable, unpriced
 from nest_megatron.integrations.execution_fields import ExecutionPlaces, stated_execution, unforced
-from nest_megatron.integrations.families import family_fields, family_requirements
+from nest_megatron.integrations.families import (
+    family_fields,
+    family_requirements,
+    recomputes_layers,
+    refuse_packs,
+)
 from nest_megatron.integrations.field_mapping import TAKEN_BACK
 from nest_megatron.integrations.fields import (
     ABSENT,
@@ -33,6 +38,7 @@ from nest_megatron.integrations.restore import (
     Restored,
     closed_choices,
     data_requirements,
+    packed_sequence_size,
     packs_sequences,
 )
 from nest_megatron.model.arguments import LINEAR_NAMES, SAME_NAMES, spec_from_arguments
@@ -91,6 +97,11 @@ _SHAPE = (
     "layernorm_zero_centered_gamma",
     "window_size",
     "window_attn_skip_freq",
+    "experimental_attention_variant",
+    "linear_attention_freq",
+    "no_rope_freq",
+    "moe_shared_expert_gate",
+    "moe_latent_size",
     "mtp_num_layers",
     "moe_layer_freq",
     "moe_ffn_hidden_size",
@@ -137,6 +148,8 @@ def job_of_fields(
         for item, value in stated.items()
         if item in _FIXED and value is not None and (spec.is_moe or item not in _OF_EXPERTS)
     }
+    if packed_sequence_size(data) is not None:
+        refuse_packs(config, paths.data)
     execution = stated_execution(root, places)
     flags = memory_flags(
         {
@@ -174,6 +187,7 @@ def job_of_fields(
         graphs=cuda_graphs({name: value_or(config, name, None) for name in GRAPH_FIELDS}),
         packs=packs_sequences(data),
         closed=closed_choices(data, config),
+        full_recompute=recomputes_layers(config),
         can_state=places.can_state(root),
         use_distributed_optimizer=bool(stated.get("use_distributed_optimizer")),
         num_gpus=num_gpus,
@@ -291,10 +305,11 @@ def spec_from_transformer_config(
         "num_experts": value_or(config, "num_moe_experts", None),
         "position_embedding_type": kind,
         "max_position_embeddings": longest if kind == "learned_absolute" else None,
-        "rotary_base": int(value_or(config, "rotary_base", 10_000)),
+        "rotary_base": value_or(config, "rotary_base", 10_000),
     }
     own = family_fields(config, seq_length)
     values |= {name: value for name, value in own.items() if name in values}
+    values["rotary_base"] = int(values["rotary_base"])
     if not values["multi_latent_attention"]:
         values |= dict.fromkeys(_LATENT)
     shared = value_or(config, "share_embeddings_and_output_weights", True)

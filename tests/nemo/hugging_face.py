@@ -52,7 +52,7 @@ _SIZES: dict[str, tuple[str, int, int, int, int, int, int, bool]] = {
     "Qwen/Qwen3-Next-80B-A3B-Instruct": ("Qwen3Next", 48, 2048, 16, 2, 5120, 151_936, False),
 }
 _QWEN3_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1}
-#: What DeepSeek's later files state beside the defaults of their classes, which are those of V2 and V3.
+#: What DeepSeek's files state beside the defaults of their classes, which are those of V2 and V3.
 _DEEPSEEK = {"aux_loss_alpha": 0.001, "moe_layer_freq": 1, "topk_method": "greedy"}
 _DEEPSEEK_V3 = {**_DEEPSEEK, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 _GLM = {"n_shared_experts": 1, "num_experts_per_tok": 8, "attention_bias": True, "head_dim": 128}
@@ -153,9 +153,11 @@ class Offline:
         from megatron.bridge import AutoBridge
 
         found = AutoBridge.from_hf_config(configuration(name))
-        if name.startswith("google/gemma-3"):  # its precision is asked for by its name
+        if name.startswith("google/gemma-3"):  # its precision and tokenizer are asked for by name
+            import transformers
             from megatron.bridge.models.gemma import gemma3_bridge
 
+            transformers.AutoTokenizer.from_pretrained = lambda *_, **__: range(262_144)
             gemma3_bridge.AutoConfig = SimpleNamespace(from_pretrained=configuration)
             found._config_only_pretrained._model_name_or_path = name
         return found

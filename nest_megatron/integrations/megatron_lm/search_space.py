@@ -174,6 +174,8 @@ def _space(config: PlanConfig, job: Job, freed: frozenset[str]) -> SearchSpace:
         own = dataclasses.replace(own, limits=limits, without_modules=without)
     if job.command is not None:
         own = _with_packs(own, job.command, stated)
+    if not job.full_recompute:
+        own = dataclasses.replace(own, full_recompute=False)
     if job.graphs is not None:
         own = _with_graphs(own, job, job.graphs, alone=not stated.get(_EXPERTS))
     fixed = {name: int(stated[name]) for name in DEGREES if stated.get(name) is not None}
@@ -215,7 +217,7 @@ def _with_graphs(space: SearchSpace, job: Job, graphs: CudaGraphs, *, alone: boo
         space,
         limits=limits,
         without_modules=space.without_modules | graphs.without_modules(job.spec),
-        full_recompute=graphs.allows_full_recompute(),
+        full_recompute=space.full_recompute and graphs.allows_full_recompute(),
     )
 
 

@@ -94,12 +94,13 @@ def core_attention(
 ) -> LayerGraph:
     """Attention over ``span`` keys a query, and what context-parallel ranks send each other for it.
 
-    There are as many keys as queries, if not ``keys`` a sequence.
+    There are as many keys as queries, if not ``keys`` a sequence. Capped scores are not fused:
+    NeMo's and Megatron-Bridge's ``Gemma2DotProductAttention``, the ones that cap them, is not.
 
     Flash attention saves no scores and recomputes them in the backward pass: five GEMMs to
     the forward pass's two.
     """
-    if not shard.flash_attention:
+    if not shard.flash_attention or spec.variant.attn_logit_softcapping is not None:
         return _unfused_attention(spec, shard, query_dim, value_dim, keys or spec.seq_length)
     act, tokens = shard.activation_bytes, shard.tokens(spec)
     heads = spec.num_attention_heads / shard.tensor_model_parallel_size
@@ -213,6 +214,13 @@ def _unfused_attention(
         kernels += 8
     softmax = streaming("softmax", part, moved, backward=back / moved, kernels=kernels)
     saved = scores * (2 * act + 1 if dropout else act)
+    if (
+        spec.variant.attn_logit_softcapping is not None
+    ):  # a division, a tanh that is kept, a product
+        cap = streaming("softcap", part, scores * 6 * act, backward=7 / 6, kernels=3)
+        return LayerGraph(
+            operators=(gemms, cap, softmax), saved_bytes=((part, saved + scores * act),)
+        )
     return LayerGraph(operators=(gemms, softmax), saved_bytes=((part, saved),))
 
 
