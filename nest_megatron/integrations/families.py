@@ -72,12 +72,14 @@ def recomputes_layers(config: Any) -> bool:
     return family is None or family.recomputes_layers
 
 
-def refuse_packs(config: Any, where: str) -> None:
-    """Raise for packed sequences where the code of a configuration's family takes none."""
+def refuse_packs(config: Any, where: str, size: int | None) -> None:
+    """Raise for packs of ``size`` tokens where the code of a configuration's family takes none."""
     family = _family(config)
-    if family is not None and not family.packs:
+    if size is not None and family is not None and not family.packs:
         limit = f"the attention of {class_names(config)[0]} takes no packed sequences"
-        raise UserInputError(where, value=True, limit=limit, fix="Train without packing.")
+        raise UserInputError(
+            f"{where}: packed_sequence_size", value=size, limit=limit, fix="Train without packing."
+        )
 
 
 def _family(config: Any) -> Family | None:
@@ -116,9 +118,11 @@ def _nemotron_h(config: Any, seq_length: int) -> dict[str, Any]:
 
 def _gemma2(config: Any, _: int) -> dict[str, Any]:
     """Windows are masks over the whole square of scores, and save nothing."""
-    caps = ("attn_logit_softcapping", "final_logit_softcapping")
-    stated = {name: value_or(config, name, 0.0) or None for name in caps}
-    variant = ModelVariant(norm_placement=NormPlacement.SANDWICH, **stated)
+    variant = ModelVariant(
+        norm_placement=NormPlacement.SANDWICH,
+        attn_logit_softcapping=value_or(config, "attn_logit_softcapping", 0.0) or None,
+        final_logit_softcapping=value_or(config, "final_logit_softcapping", 0.0) or None,
+    )
     return {"variant": variant, "window_size": None}
 
 

@@ -148,8 +148,7 @@ def job_of_fields(
         for item, value in stated.items()
         if item in _FIXED and value is not None and (spec.is_moe or item not in _OF_EXPERTS)
     }
-    if packed_sequence_size(data) is not None:
-        refuse_packs(config, paths.data)
+    refuse_packs(config, paths.data, packed_sequence_size(data))
     execution = stated_execution(root, places)
     flags = memory_flags(
         {
