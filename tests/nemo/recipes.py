@@ -29,13 +29,18 @@ RECIPES = (
     "t5_220m",
     "t5_11b",
 )
-PARAMETERS_ONLY = ("gpt_oss_20b", "gpt_oss_120b")
+PARAMETERS_ONLY = ("gpt_oss_20b", "gpt_oss_120b", "llama4_e16", "llama4_e128")
+#: Families whose layers NeMo builds by code of its own, and what a plan of them must be.
+FAMILIES: dict[str, dict[str, int | None]] = {
+    "gemma2_2b": {"context_parallel_size": 1},
+    "gemma3_1b": {"context_parallel_size": 1, "virtual_pipeline_model_parallel_size": None},
+    "llama4_e16": {},
+    "mamba2_hybrid_8b": {"virtual_pipeline_model_parallel_size": None},
+    "nemotron_nano_9b_v2": {"virtual_pipeline_model_parallel_size": None},
+}
 REFUSED = {
-    "mamba2_130m": "state-space",
-    "nemotronh_8b": "state-space",
     "hyena_7b": "convolution",
-    "gemma2_2b": "capped scores",
-    "llama4_e16": "chunked attention",
+    "llama33_nemotron_super_49b": "another shape",
 }
 
 
@@ -69,10 +74,23 @@ def own_parameters(source: Any, spec: TransformerSpec) -> int:
     config.init_model_with_meta_device = True
     tokenizer = SimpleNamespace(vocab_size=spec.vocab_size)
     norms = mock.patch.object(t5_spec, "TENorm", t5_spec.LNImpl)
-    with one_rank(spec), norms:
+    with one_rank(spec), norms, _local_llama4():
         built = fiddle.build(config)
         ends = {} if spec.family == "t5" else {"pre_process": True, "post_process": True}
         return count(built.configure_model(tokenizer, **ends))
+
+
+def _local_llama4() -> Any:
+    """Llama 4 is made of megatron-core's layers with Transformer Engine; its local ones are here."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from nemo.collections.llm.gpt.model import llama4_utils
+
+    def local(config: Any, **_: Any) -> Any:
+        return get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=config.normalization
+        )
+
+    return mock.patch.object(llama4_utils, "get_gpt_decoder_block_spec", local)
 
 
 def validate(source: Any) -> None:

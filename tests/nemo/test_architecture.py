@@ -29,12 +29,12 @@ from tests.nemo import substitutes  # noqa: E402 - after the skips
 pytestmark = pytest.mark.nemo
 #: Configurations that a plan is made for; every other class is refused.
 PLANNED = {
-    "nemo.collections.llm.gpt.model": """Baichuan2 ChatGLM CodeGemma CodeLlama DeepSeek GPT GPTOSS
+    "nemo.collections.llm.gpt.model": """BaseMamba NVIDIAMamba SSM Baichuan2 ChatGLM CodeGemma CodeLlama DeepSeek GPT GPTOSS
         Gemma Llama Mistral MistralNeMo MistralSmall3 Mixtral Nemotron Phi3 Qwen2 Qwen25 Qwen3
         Starcoder Starcoder2""",
     "nemo.collections.llm.bert.model": "MegatronBert Bert",
     "megatron.bridge.models": """CodeGemma CodeLlama DeepSeek GLM GPT GPTOSS Gemma KimiK2 Llama
-        MLA Mistral MistralSmall3 Moonlight Nemotron Qwen2 Qwen25 Qwen3""",
+        MLA Mamba OlMoE Mistral MistralSmall3 Moonlight Nemotron Qwen2 Qwen25 Qwen3""",
 }
 
 

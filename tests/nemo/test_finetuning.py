@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from nest_megatron.integrations import megatron_bridge, nemo
+from nest_megatron.model.parameters import total_parameters
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytest.importorskip("nemo_run", reason="nemo-run is not installed (.ci/nemo installs it)")
@@ -97,3 +98,28 @@ def test_bridge_accepts_long_sequences(packed: bool, monkeypatch: pytest.MonkeyP
     assert plan.parallel.context_parallel_size > 1
     assert cfg.model.calculate_per_token_loss
     assert plan.train.seq_length == LONG
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model"),
+    [
+        ("gemma.gemma2:gemma2_2b_pretrain_config", "google/gemma-2-2b"),
+        ("gemma.gemma3:gemma3_1b_sft_config", "google/gemma-3-1b-pt"),
+        ("qwen.qwen3_next:qwen3_next_80b_a3b_sft_config", "Qwen/Qwen3-Next-80B-A3B-Instruct"),
+        ("deepseek.deepseek_v2:deepseek_v2_lite_pretrain_config", "deepseek-ai/DeepSeek-V2-Lite"),
+    ],
+)
+def test_families_of_bridge_have_the_parameters_of_their_checkpoints(
+    recipe: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    import transformers
+
+    spec = megatron_bridge.read_recipe(
+        _sft(recipe, monkeypatch), environment={}, vocab_size=152_000
+    ).spec
+    with torch.device("meta"):
+        checkpoint = transformers.AutoModelForCausalLM.from_config(
+            hugging_face.configuration(model)
+        )
+    assert total_parameters(spec) == sum(p.numel() for p in checkpoint.parameters())

@@ -27,7 +27,7 @@ except UserInputError as error:
 for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
     os.environ.pop(name, None)
 
-from tests.nemo import recipes  # noqa: E402 - after the skips
+from tests.nemo import recipes, substitutes  # noqa: E402 - after the skips
 
 pytestmark = pytest.mark.nemo
 
@@ -64,6 +64,23 @@ _OF_EXPERTS = (
     "moe_router_fusion",
     "moe_shared_expert_overlap",
 )
+
+
+@pytest.mark.parametrize("name", recipes.FAMILIES)
+def test_families_with_layers_of_their_own_are_planned_within_their_limits(name: str) -> None:
+    substitutes.install()
+    source = recipes.recipe(name, num_nodes=8)
+    plan, _ = auto_recipe(source, cluster="dgx_h100")
+    recipes.validate(source)
+    assert plan_changes(source, plan) == ()
+    for degree, value in recipes.FAMILIES[name].items():
+        assert getattr(plan.parallel, degree) == value, degree
+
+
+def test_capped_attention_takes_no_packs() -> None:
+    source = recipes.finetune("gemma2_2b", packed_sequence=True)
+    with pytest.raises(UserInputError, match="packed_sequence_size"):
+        auto_recipe(source, cluster="dgx_h100", vocab_size=256_000)
 
 
 def test_the_callback_sets_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
