@@ -197,8 +197,8 @@ def page(found: list[Row]) -> Iterator[str]:
     yield f"Written by `{COMMAND}`.\n"
     yield f"**{accepted / len(found):.1%}** of {len(found)} recipes are planned and accepted,"
     yield f"{accepted / runnable:.1%} of the {runnable} that the framework itself can run: the"
-    yield "others (*ends by itself*) are refused here, and end there with an assertion as training starts"
-    yield f"({', '.join(f'`{where}`' for where in UNRUNNABLE.values())}).\n"
+    yield "others (*ends by itself*) are refused here, and end there with an assertion as training"
+    yield f"starts ({', '.join(f'`{where}`' for where in UNRUNNABLE.values())}).\n"
     groups = dict.fromkeys((row.framework, row.kind) for row in found)
     counts = [[*key, *map(str, _counts(found, *key))] for key in groups]
     yield table(("framework", "kind", *OUTCOMES, "share"), counts)

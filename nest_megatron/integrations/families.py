@@ -139,6 +139,7 @@ def _gemma3(config: Any, _: int) -> dict[str, Any]:
         raise unplannable("model.is_vision_language", True, "its masks are not supported")
     return {
         "variant": ModelVariant(norm_placement=NormPlacement.SANDWICH),
+        "qk_layernorm": True,
         "window_size": (value_or(config, "window_size", 512), 0),
         "window_attn_skip_freq": local + full,
         "rotary_base": max(value_or(config, "rotary_base", (10_000, 1_000_000))),

@@ -81,7 +81,7 @@ def own_parameters(source: Any, spec: TransformerSpec) -> int:
 
 
 def _local_llama4() -> Any:
-    """Llama 4 is made of megatron-core's layers with Transformer Engine; its local ones are here."""
+    """Llama 4 asks for megatron-core's layers with Transformer Engine; the local ones are here."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from nemo.collections.llm.gpt.model import llama4_utils
 

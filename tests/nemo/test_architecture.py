@@ -29,7 +29,8 @@ from tests.nemo import substitutes  # noqa: E402 - after the skips
 pytestmark = pytest.mark.nemo
 #: Configurations that a plan is made for; every other class is refused.
 PLANNED = {
-    "nemo.collections.llm.gpt.model": """BaseMamba NVIDIAMamba SSM Baichuan2 ChatGLM CodeGemma CodeLlama DeepSeek GPT GPTOSS
+    "nemo.collections.llm.gpt.model": """BaseMamba NVIDIAMamba SSM
+        Baichuan2 ChatGLM CodeGemma CodeLlama DeepSeek GPT GPTOSS
         Gemma Llama Mistral MistralNeMo MistralSmall3 Mixtral Nemotron Phi3 Qwen2 Qwen25 Qwen3
         Starcoder Starcoder2""",
     "nemo.collections.llm.bert.model": "MegatronBert Bert",

@@ -119,7 +119,6 @@ def test_families_of_bridge_have_the_parameters_of_their_checkpoints(
         _sft(recipe, monkeypatch), environment={}, vocab_size=152_000
     ).spec
     with torch.device("meta"):
-        checkpoint = transformers.AutoModelForCausalLM.from_config(
-            hugging_face.configuration(model)
-        )
+        hub = hugging_face.configuration(model)
+        checkpoint = transformers.AutoModelForCausalLM.from_config(hub)
     assert total_parameters(spec) == sum(p.numel() for p in checkpoint.parameters())
