@@ -126,7 +126,7 @@ def request_for(
     batch, notes = _batch(config, job, cluster.num_gpus, schedule)
     space = dataclasses.replace(space, batch_unit=schedule.batch_unit if schedule else None)
     job = dataclasses.replace(job, capturable=job.capturable and schedule is None)
-    space = beside_frozen_weights(space, spec, read_target(config, job.target))
+    space = beside_frozen_weights(config, space, spec, read_target(config, job.target))
     if config.checks.plausibility:
         require_plausible(spec, cluster, batch)
     check_quotients(space, cluster.num_gpus, batch)

@@ -202,7 +202,9 @@ def adapter_notes(spec: TransformerSpec) -> tuple[str, ...]:
     return tuple(told)
 
 
-def beside_frozen_weights(space: SearchSpace, spec: TransformerSpec, target: Target) -> SearchSpace:
+def beside_frozen_weights(
+    config: PlanConfig, space: SearchSpace, spec: TransformerSpec, target: Target
+) -> SearchSpace:
     """What a search may choose where only adapters are trained.
 
     NeMo lets the recomputation of whole layers lose the gradients of adapters: a frozen embedding's
@@ -216,8 +218,9 @@ def beside_frozen_weights(space: SearchSpace, spec: TransformerSpec, target: Tar
         limit = f"{target.framework} trains all weights"
         fix = f"Add target={BRIDGE_0_3.name} or target={NEMO.name}."
         raise UserInputError("peft.scheme", value=str(spec.adapters.scheme), limit=limit, fix=fix)
-    recompute = space.recompute
-    if target is NEMO and recompute and recompute.granularity is RecomputeGranularity.FULL:
+    full, recompute = RecomputeGranularity.FULL, space.recompute
+    asked = config.parallel.recompute_granularity or (recompute and recompute.granularity)
+    if target is NEMO and asked == full:
         limit = "NeMo loses the gradients of adapters with it, as the embedding is frozen"
         fix = "Recompute modules (selective), or use Megatron-Bridge."
         raise UserInputError("recompute_granularity", value="full", limit=limit, fix=fix)
