@@ -54,7 +54,10 @@ def before_training() -> None:
         if words.mode is Mode.OFF:
             return
         if any(word.partition("=")[0] == "--yaml-cfg" for word in rest):
-            limit = "Megatron's own parser fails on it, in every release that was tried"
+            limit = (
+                "Megatron's own parser fails on files like its example, which lacks arguments "
+                "that it reads (enable_msc), in every release that was tried"
+            )
             fix = "Give the settings as flags, or launch without nest."
             raise UserInputError("--yaml-cfg", value=True, limit=limit, fix=fix)
         os.environ.update(rank_variables(os.environ))
