@@ -43,6 +43,7 @@ transformers is installed).
 * The bias that balances experts of `ernie4_5_moe` is a parameter there and a buffer in Megatron.
   transformers 5 drops the bias of its output layer with `use_bias`, which no published model has;
   the count is that of 4.57.
+* `chatglm` is no type of transformers: its own code builds it, and the count is in closed form.
 * `bert` is built with Megatron's own heads, which transformers does not have.
 
 """

@@ -127,7 +127,7 @@ def _text_model(mapping: Config, name: str) -> tuple[Config, tuple[str, ...]]:
         outer = mapping.get("tie_word_embeddings")
         tied = {} if outer is None else {"tie_word_embeddings": outer}
         text = {"model_type": _TEXT_TYPES.get(str(whole), whole), **tied, **inner}
-    elif whole not in _TEXT_TYPES and whole in _READERS:
+    elif isinstance(whole, str) and whole not in _TEXT_TYPES and whole in _READERS:
         return mapping, ()
     for key in (*_OF_ENCODERS, *_OF_FLAT_FILES):
         text.pop(key, None)
@@ -174,4 +174,4 @@ _READERS: Mapping[str, Callable[[ConfigFields], Shape]] = {
     for module in (dense, experts, gpt, hybrids)
     for name, read in vars(module).items()
     if name in model_types()
-} | {"minimax_m2": experts.minimax_m2, "nemotron_h": hybrids.nemotron_h}
+} | {"chatglm": dense.chatglm, "minimax_m2": experts.minimax_m2, "nemotron_h": hybrids.nemotron_h}

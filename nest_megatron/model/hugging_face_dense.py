@@ -197,6 +197,38 @@ def glm(f: ConfigFields) -> Shape:
     return joined(decoder(f), rotary(f, partial=0.5), biases)
 
 
+def chatglm(f: ConfigFields) -> Shape:
+    """ChatGLM 2 and 3, GLM-4 9B by its first file: the model's own code, in closed form."""
+    f.weightless("apply_query_key_layer_scaling", "apply_residual_connection_post_layernorm")
+    f.weightless("attention_softmax_in_fp32", "bias_dropout_fusion", "fp32_residual_connection")
+    f.weightless("original_rope", "pre_seq_len", "prefix_projection", "quantization_bit")
+    f.weightless("rope_ratio", "interleaved_qkv", "multi_query_attention")
+    if not f.flag("post_layer_norm", True):
+        raise f.wrong("post_layer_norm", "a model without a final norm is not supported")
+    heads, hidden = f.whole("num_attention_heads"), f.whole("hidden_size")
+    groups = f.whole("multi_query_group_num", 1) if f.flag("multi_query_attention") else heads
+    everywhere = f.flag("add_bias_linear")
+    norm: Shape = {"layernorm_epsilon": f.number("layernorm_epsilon", 1e-5)}
+    return joined(
+        {
+            "num_layers": f.whole("num_layers"),
+            "hidden_size": hidden,
+            "ffn_hidden_size": f.whole("ffn_hidden_size"),
+            "num_attention_heads": heads,
+            "num_query_groups": None if groups == heads else groups,
+            "kv_channels": f.whole("kv_channels", hidden // heads),
+            "max_position_embeddings": f.whole("seq_length"),
+            "vocab_size": f.whole("padded_vocab_size", f.whole("vocab_size", 65_024)),
+            "rotary_percent": 0.5,
+            "untie_embeddings_and_output_weights": not f.flag("tie_word_embeddings"),
+        },
+        norm if f.flag("rmsnorm", True) else layer_norm(f, "layernorm_epsilon"),
+        linear_biases(
+            qkv=everywhere or f.flag("add_qkv_bias"), projection=everywhere, mlp=everywhere
+        ),
+    )
+
+
 def glm4(f: ConfigFields) -> Shape:
     """GLM-4 of April 2025: norms around each block."""
     return joined(glm(f), norms(NormPlacement.SANDWICH))
@@ -270,7 +302,7 @@ def exaone4(f: ConfigFields) -> Shape:
 def smollm3(f: ConfigFields) -> Shape:
     """SmolLM 3: every fourth layer is not rotated, and slides where any does."""
     f.weightless("max_window_layers")
-    rotated = f.items("no_rope_layers", "0 and 1")
+    rotated = f.items("no_rope_layers", "0 and 1", of_layers=True)
     period = f.whole("no_rope_layer_interval", 4)
 
     def slides(layer: int) -> bool:

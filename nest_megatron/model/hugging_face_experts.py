@@ -233,7 +233,7 @@ def llama4_text(f: ConfigFields) -> Shape:
 def _chunks(f: ConfigFields) -> Shape:
     """The layers that attend in chunks; the others are not rotated."""
     layers, size = range(f.whole("num_hidden_layers")), f.get("attention_chunk_size")
-    rotated = f.items("no_rope_layers", "0 and 1")
+    rotated = f.items("no_rope_layers", "0 and 1", of_layers=True)
     kinds = f.items("layer_types", "text")
     flags = [bool(rotated[i]) if rotated else (i + 1) % 4 != 0 for i in layers]
     if kinds is not None:

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from nest_megatron.errors import UnplannableModelError, UserInputError
+from nest_megatron.model.layer_pattern import MAX_LAYERS
 
 #: Likeness from which one name is taken for another that is misspelt.
 _NEARLY = 0.85
 _FULL = {"full_attention"}
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
 #: Keys of ``PretrainedConfig`` and of the families read here that change no shape.
 _HARMLESS = frozenset(
     (
@@ -150,14 +152,27 @@ class ConfigFields:
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self.wrong(key, f"it must be a whole number of at least {least}")
+        if key in _LAYERS and value > MAX_LAYERS:
+            raise self.wrong(key, f"it must be at most {MAX_LAYERS:,}")
         return value
 
-    def items(self, key: str, what: str) -> list[Any] | tuple[Any, ...] | None:
-        """A list, or ``None`` where the field is absent or null."""
+    def items(
+        self, key: str, what: str, *, of_layers: bool = False
+    ) -> list[Any] | tuple[Any, ...] | None:
+        """A list of texts or numbers, or ``None`` where the field is absent or null.
+
+        Args:
+            of_layers: one for each of ``num_hidden_layers``.
+        """
         value = self.get(key)
-        if value is None or isinstance(value, list | tuple):
-            return value
-        raise self.wrong(key, f"it must be a list of {what}")
+        if value is None:
+            return None
+        plain = isinstance(value, list | tuple) and all(isinstance(i, str | int) for i in value)
+        if not isinstance(value, list | tuple) or not plain:
+            raise self.wrong(key, f"it must be a list of {what}")
+        if of_layers and len(value) != self.whole("num_hidden_layers"):
+            raise self.wrong(key, "it must have one for each of num_hidden_layers")
+        return value
 
     def number(self, key: str, default: float) -> float:
         """A number."""

@@ -101,6 +101,7 @@ def bamba(f: ConfigFields) -> Shape:
 
 def granitemoehybrid(f: ConfigFields) -> Shape:
     """Granite 4: Mamba-2 or attention, each with experts and a shared one, or with that alone."""
+    f.items("layer_types", "text", of_layers=True)
     kinds = _named(f, "layer_types") or [_MAMBA] * f.whole("num_hidden_layers")
     routes = f.whole("num_local_experts", 0, least=0) > 0
     inner = f.whole("mamba_expand", 2) * f.whole("hidden_size")

@@ -328,6 +328,17 @@ def test_wrong_field_is_refused_by_name(key: str, value: object) -> None:
         spec_from_hf_config({**LLAMA3_70B, key: value}, "x")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_hidden_layers", 10**12), ("layer_types", [{}]), ("layer_types", ["full_attention"])],
+)
+def test_lists_and_layers_of_no_model_are_refused(key: str, value: object) -> None:
+    with pytest.raises(UserInputError, match=key):
+        spec_from_hf_config({**CONFIGS["gpt_oss_120b"], key: value}, "g")
+    with pytest.raises(UserInputError, match="model_type"):
+        spec_from_hf_config({**LLAMA3_70B, "model_type": [value]}, "x")
+
+
 def test_windows_of_any_order_are_read() -> None:
     kinds = ["full_attention", *["sliding_attention"] * 35]
     spec = spec_from_hf_config({**CONFIGS["gpt_oss_120b"], "layer_types": kinds}, "g")
