@@ -24,13 +24,13 @@ PAGE = ROOT / "docs" / "functional_tests.md"
 HEAD = """# Megatron-LM's own functional tests
 
 `tests/functional_tests/test_cases` of a Megatron-LM checkout holds the jobs that NVIDIA trains to
-test a release. Each that trains is planned with its own script on the cluster of its recipe (8 GPUs
-of `dgx_h100`, or of `gb200_nvl72` if its name says so, where no recipe launches it, or the fewest
-that its degrees divide) with nothing freed, and the written arguments go through Megatron's own
-`parse_args`, `validate_args`, `TransformerConfig` and `initialize_model_parallel` for a world of
-that size, on a CPU. Transformer Engine is stood in for by a release number (2.13.0). Jobs that
-Megatron refuses as they stand are no goal: `of those` is the share of the others that is planned
-and accepted.
+test a release. Each that trains is planned with its own script on the cluster of its recipe, with
+nothing freed. Where no recipe launches it that is `dgx_h100`, or `b200` or `gb200_nvl72` if its
+name says so, with 8 GPUs or the fewest that its degrees divide. The written arguments go through
+Megatron's own `parse_args`, `validate_args`, `TransformerConfig` and `initialize_model_parallel`
+for a world of that size, on a CPU. Transformer Engine is stood in for by a release number (2.13.0).
+Jobs that Megatron refuses as they stand are no goal: `of those` is the share of the others that is
+planned and accepted.
 
 Written by `python benchmarks/functional_tests.py CHECKOUT...`;
 `tests/megatron_lm/test_functional.py` asserts that Megatron refuses nothing that we wrote and that

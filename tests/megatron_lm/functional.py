@@ -42,6 +42,9 @@ _CASES = Path("tests/functional_tests/test_cases")
 _RECIPES = Path("tests/test_utils/recipes")
 #: Values of what the tests take from their environment; all others are paths.
 _STANDS_FOR = {"--seed": "1", "--tokenizer-type": "TikTokenizer"}
+#: Platforms, and what names them in a test that no recipe launches.
+_CLUSTERS = {"gb200": "gb200_nvl72", "b200": "b200", "h100": "dgx_h100"}
+_NAMED = {"gb_?200": "gb200", "b200": "b200"}
 _MAX_SECONDS = 20.0
 #: Rows of the vocabulary where they come from a tokenizer's files.
 _ROWS = 131_072
@@ -89,7 +92,7 @@ def _case(argv: tuple[str, ...], job: Job, environment: Mapping[str, str | None]
         "argv": list(argv),
         "world_size": job.num_gpus,
         "max_connections": environment.get("CUDA_DEVICE_MAX_CONNECTIONS"),
-        "architecture": 10 if "gb200" in job.cluster else 9,
+        "architecture": 10 if "b200" in job.cluster else 9,
         "environment": {
             name: value
             for name, value in environment.items()
@@ -126,7 +129,7 @@ def _reason_apart(family: str, fields: Mapping[str, Any]) -> str:
 
 
 def _job(home: Path, family: str, name: str, fields: Mapping[str, Any]) -> Job:
-    named = "gb200" if re.search("gb_?200", name) else "h100"
+    named = next((at for word, at in _NAMED.items() if re.search(word, name)), "h100")
     recipe = _recipes(home).get(name)
     own = (fields.get("MODEL_ENV_VARS") or {}).get("MODEL_ARGS") or {}
     gpus = own.get("GPUS_PER_NODE") or (recipe and recipe.num_gpus)
@@ -140,7 +143,7 @@ def _job(home: Path, family: str, name: str, fields: Mapping[str, Any]) -> Job:
         script=recipe.script if recipe else _script(home, family),
         argv=tuple(_argv(fields["MODEL_ARGS"])),
         environment=variables,
-        cluster="gb200_nvl72" if (recipe.platform if recipe else named) == "gb200" else "dgx_h100",
+        cluster=_CLUSTERS[recipe.platform if recipe else named],
         num_gpus=gpus or _least_gpus(fields["MODEL_ARGS"]),
     )
 
