@@ -25,8 +25,6 @@ DEFAULT_SEQ_LENGTH = 8192
 _TEXT_TYPES: Mapping[str, str] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), "qwen2"),
     "gemma3": "gemma3_text",
-    "glm4v_moe_text": "glm4_moe",
-    "glm4v_text": "glm4",
     "llama4": "llama4_text",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
@@ -102,8 +100,10 @@ def read_hf_model(mapping: Config, name: str, *, seq_length: int | None = None) 
     (``docs/hugging_face.md``).
     """
     text, notes = _text_model(mapping, name)
+    own_type, text["model_type"] = text.get("model_type"), _plain_type(text.get("model_type"))
     model_type = _model_type(text, name)
-    fields = ConfigFields(text, name, model_type)
+    # a class of another name has defaults of its own, which are not known here
+    fields = ConfigFields(text, name, model_type if own_type == model_type else "")
     shape = {"name": name, **_READERS[model_type](fields)}
     longest = shape.pop("longest", None) or shape["max_position_embeddings"]
     shape["seq_length"] = seq_length or min(longest, DEFAULT_SEQ_LENGTH)
@@ -119,20 +119,26 @@ def read_hf_model(mapping: Config, name: str, *, seq_length: int | None = None) 
     return HuggingFaceModel(spec=spec_from_mapping(shape), unread=unread, notes=notes)
 
 
-def _text_model(mapping: Config, name: str) -> tuple[Config, tuple[str, ...]]:
+def _plain_type(model_type: object) -> object:
+    return _TEXT_TYPES.get(model_type, model_type) if isinstance(model_type, str) else model_type
+
+
+def _text_model(mapping: Config, name: str) -> tuple[dict[str, object], tuple[str, ...]]:
     """The text model of a configuration, and a note if it has more."""
     whole, text = mapping.get("model_type"), dict(mapping)
     inner = mapping.get("text_config")
     if isinstance(inner, Mapping):
         outer = mapping.get("tie_word_embeddings")
         tied = {} if outer is None else {"tie_word_embeddings": outer}
-        text = {"model_type": _TEXT_TYPES.get(str(whole), whole), **tied, **inner}
+        text = {"model_type": _plain_type(whole), **tied, **inner}
     elif isinstance(whole, str) and whole not in _TEXT_TYPES and whole in _READERS:
-        return mapping, ()
+        return text, ()
     for key in (*_OF_ENCODERS, *_OF_FLAT_FILES):
         text.pop(key, None)
-    model_type = str(text.get("model_type"))
-    text["model_type"] = _TEXT_TYPES.get(model_type, text.get("model_type"))
+    if whole in ("gemma3", "llama4"):
+        text["model_type"] = _plain_type(whole)
+    elif _plain_type(text.get("model_type")) != text.get("model_type"):
+        text.setdefault("tie_word_embeddings", False)
     if not any(mapping.get(key) is not None for key in _OF_ENCODERS):
         return text, ()
     note = f"{name}: the text model alone is read; the encoder of model_type {whole} is not."
