@@ -27,7 +27,7 @@ from nest_megatron.model.graph import (
     Part,
 )
 from nest_megatron.model.implementation import Implementation
-from nest_megatron.model.layer_pattern import LayerKind
+from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.parameters import ParameterCount, one_layer
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
@@ -106,7 +106,7 @@ def recompute_settings(spec: TransformerSpec, kind: LayerKind) -> tuple[Recomput
     The MLP of a layer with linear biases is left out: with it the backward pass of megatron-core's
     local layers calls itself without end (0.16.1).
     """
-    if not kind.is_layer:
+    if not kind.is_layer or kind is LayerKind.MAMBA:
         return ()
     modules = [RecomputeModule.CORE_ATTN, RecomputeModule.LAYERNORM]
     if spec.multi_latent_attention:
@@ -118,6 +118,10 @@ def recompute_settings(spec: TransformerSpec, kind: LayerKind) -> tuple[Recomput
         if spec.moe_shared_expert_intermediate_size:
             modules.append(RecomputeModule.SHARED_EXPERTS)
     return (*(selective_recompute([module]) for module in modules), FULL_RECOMPUTE)
+
+
+#: Blocks that need kernels, or Transformer Engine, to be built at all.
+_NOT_BUILT = frozenset({LayerBlock.GATED_DELTA_NET, LayerBlock.CHUNKED_ATTENTION})
 
 
 def _refusals(
@@ -135,10 +139,17 @@ def _refusals(
         limit = "only layers of GPT- and T5-like models are built from megatron-core's here"
         fix = "Use --closed-form, or --module for a model of your own."
         yield "model", spec.name, limit, fix
-    if groups < tp and not spec.multi_latent_attention:
+    missing = sorted(_NOT_BUILT.intersection(kind.blocks))
+    if missing or spec.experimental_attention_variant == "dsa" or spec.moe_latent_size:
+        limit = "gated delta nets, chunked and sparse attention and latent experts are not built"
+        yield "layer", kind.value, f"{limit} here", "Use --closed-form."
+    if groups < tp and not spec.multi_latent_attention and kind is not LayerKind.MAMBA:
         limit = "megatron-core's local attention needs a query group for each rank "
         fix = f"Use at most {groups}, or --closed-form."
         yield "parallel.tensor_model_parallel_size", tp, f"{limit}({groups} groups)", fix
+    if kind is LayerKind.MAMBA and cp > 1:
+        limit = "a Mamba layer is built for one context rank here"
+        yield "parallel.context_parallel_size", cp, limit, "Use 1, or --closed-form."
     if cp > 1 and not shard.flash_attention:
         limit = "megatron-core runs context parallelism with fused attention alone"
         yield "parallel.context_parallel_size", cp, limit, "Use 1, or fused attention."
@@ -292,6 +303,8 @@ def part_of(path: str, kind: LayerKind, *, latent_attention: bool) -> Part:
         return Part.EMBEDDING
     if kind is LayerKind.HEAD:
         return Part.HEAD
+    if kind is LayerKind.MAMBA:
+        return Part.SSM
     if kind is LayerKind.MTP:
         if not path.startswith(_INSIDE_MTP):
             return Part.MTP

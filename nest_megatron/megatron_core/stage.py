@@ -160,8 +160,10 @@ _SAME_FIELDS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("normalization", "layernorm_epsilon", "gated_linear_unit", "add_bias_linear"),
     *("qk_layernorm", "softmax_type", "window_attn_skip_freq", "mtp_num_layers"),
+    "attention_output_gate",
 )
-_EXPERT_FIELDS = ("moe_router_topk", "moe_router_enable_expert_bias")
+_MAMBA_FIELDS = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
+_EXPERT_FIELDS = (*("moe_router_topk", "moe_router_enable_expert_bias", "moe_shared_expert_gate"),)
 _LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
@@ -223,7 +225,7 @@ def _shape_fields(spec: TransformerSpec) -> dict[str, Any]:
         "quick_gelu": quick_gelu,
     }
     return {
-        **{name: getattr(spec, name) for name in _SAME_FIELDS},
+        **{name: getattr(spec, name) for name in (*_SAME_FIELDS, *_MAMBA_FIELDS)},
         "num_query_groups": None if spec.multi_latent_attention else spec.num_query_groups,
         "activation_func": functions[spec.activation],
         "add_qkv_bias": spec.add_qkv_bias or spec.add_bias_linear,

@@ -97,16 +97,28 @@ def build(
         return _head(layers)
     if kind is LayerKind.MTP:
         return _mtp(layers, stretch)
+    if kind is LayerKind.MAMBA:
+        from nest_megatron.megatron_core.scans import mamba_unit
+
+        return mamba_unit(layers)
     if kind in (LayerKind.ENCODER, LayerKind.CROSS):
         return _stack_layer(layers, kind, recompute)
-    return _decoder_layer(layers, stretch, recompute)
+    return _decoder_layer(layers, _HALVES.get(kind, stretch), recompute)
+
+
+#: Layers of a hybrid model that are half of a decoder layer.
+_HALVES = {
+    LayerKind.ATTENTION: Stretch.ATTENTION,
+    LayerKind.MLP: Stretch.FEED_FORWARD,
+    LayerKind.EXPERTS: Stretch.FEED_FORWARD,
+}
 
 
 def _sequence(layers: Layers) -> int:
     return round(layers.shard.tokens(layers.spec)) // layers.shard.micro_batch_size
 
 
-def _hidden(layers: Layers) -> Any:
+def hidden_states(layers: Layers) -> Any:
     """Hidden states ``[tokens, micro batch, hidden]`` between the blocks of a rank."""
     import torch
 
@@ -160,7 +172,7 @@ def _decoder_layer(layers: Layers, stretch: Stretch, recompute: Recompute | None
     layer = build_module(described, config=layers.config, layer_number=1)
 
     def inputs() -> tuple[Any, ...]:
-        return _hidden(layers), *_mask_and_angles(layers)
+        return hidden_states(layers), *_mask_and_angles(layers)
 
     def whole(hidden: Any, mask: Any, rotary: Any) -> Any:
         return layer(hidden_states=hidden, attention_mask=mask, rotary_pos_emb=rotary)[0]
@@ -207,8 +219,8 @@ def _stack_layer(layers: Layers, kind: LayerKind, recompute: Recompute | None) -
     def inputs() -> tuple[Any, ...]:
         own = encoder if is_encoder else decoder
         _, angles = _mask_and_angles(own)
-        context = None if is_encoder else _hidden(encoder)
-        return _hidden(own), context, mask(own, own), mask(own, encoder), angles
+        context = None if is_encoder else hidden_states(encoder)
+        return hidden_states(own), context, mask(own, own), mask(own, encoder), angles
 
     def whole(hidden: Any, context: Any, own_mask: Any, context_mask: Any, rotary: Any) -> Any:
         return layer(
@@ -267,7 +279,7 @@ def _mtp(layers: Layers, stretch: Stretch) -> Unit:
     layer = build_module(described, config=layers.config, layer_number=1, pg_collection=groups)
 
     def inputs() -> tuple[Any, ...]:
-        return _hidden(layers), _hidden(layers), *_mask_and_angles(layers)
+        return hidden_states(layers), hidden_states(layers), *_mask_and_angles(layers)
 
     def whole(hidden: Any, embedded: Any, mask: Any, rotary: Any) -> Any:
         return layer._proj_and_transformer_layer(
@@ -334,7 +346,7 @@ def _head(layers: Layers) -> Unit:
     module = torch.nn.ModuleDict({"final_layernorm": norm, "output_layer": output})
 
     def inputs() -> tuple[Any, ...]:
-        return _hidden(layers), _tokens(layers).transpose(0, 1).contiguous()
+        return hidden_states(layers), _tokens(layers).transpose(0, 1).contiguous()
 
     def forward(hidden: Any, labels: Any) -> Any:
         logits, _ = module["output_layer"](module["final_layernorm"](hidden))
