@@ -53,7 +53,7 @@ def mamba_unit(layers: Layers) -> Unit:
 def _stand_ins() -> Iterator[None]:
     import megatron.core.ssm.mamba_mixer as mixer
 
-    stand_ins = {
+    stand_ins: dict[str, Any] = {
         "HAVE_MAMBA_SSM": True,
         "ExtendedRMSNorm": _GroupNorm,
         "mamba_split_conv1d_scan_combined": _scan,
