@@ -15,10 +15,8 @@ from unittest import mock
 
 import torch
 
-from nest_megatron.megatron_core.units import Layers, Unit, hidden_states
 
-
-def mamba_unit(layers: Layers) -> Unit:
+def mamba_layer(config: Any, norm: Any) -> Any:
     """A Mamba layer of local modules; its norm stands before the projection, as in no fused one."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -29,36 +27,30 @@ def mamba_unit(layers: Layers) -> Unit:
 
     projections = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
     submodules = MambaLayerSubmodules(
-        norm=layers.norm,
+        norm=norm,
         mixer=ModuleSpec(module=MambaMixer, submodules=projections),
         mamba_bda=get_bias_dropout_add,
     )
-    with _stand_ins():
-        layer = build_module(
+    with stand_ins():
+        return build_module(
             ModuleSpec(module=MambaLayer, submodules=submodules),
-            config=layers.config,
+            config=config,
             layer_number=1,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
 
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
-        with _stand_ins():
-            output: torch.Tensor = layer(hidden)
-        return output
-
-    return Unit(layer, lambda: (hidden_states(layers),), forward)
-
 
 @contextlib.contextmanager
-def _stand_ins() -> Iterator[None]:
+def stand_ins() -> Iterator[None]:
+    """mamba_ssm's function and norm, for the time that a layer is built or run."""
     import megatron.core.ssm.mamba_mixer as mixer
 
-    stand_ins: dict[str, Any] = {
+    replaced: dict[str, Any] = {
         "HAVE_MAMBA_SSM": True,
         "ExtendedRMSNorm": _GroupNorm,
         "mamba_split_conv1d_scan_combined": _scan,
     }
-    with mock.patch.multiple(mixer, create=True, **stand_ins):
+    with mock.patch.multiple(mixer, create=True, **replaced):
         yield
 
 

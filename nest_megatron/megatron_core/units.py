@@ -98,9 +98,7 @@ def build(
     if kind is LayerKind.MTP:
         return _mtp(layers, stretch)
     if kind is LayerKind.MAMBA:
-        from nest_megatron.megatron_core.scans import mamba_unit
-
-        return mamba_unit(layers)
+        return _mamba_layer(layers)
     if kind in (LayerKind.ENCODER, LayerKind.CROSS):
         return _stack_layer(layers, kind, recompute)
     return _decoder_layer(layers, _HALVES.get(kind, stretch), recompute)
@@ -118,7 +116,7 @@ def _sequence(layers: Layers) -> int:
     return round(layers.shard.tokens(layers.spec)) // layers.shard.micro_batch_size
 
 
-def hidden_states(layers: Layers) -> Any:
+def _hidden(layers: Layers) -> Any:
     """Hidden states ``[tokens, micro batch, hidden]`` between the blocks of a rank."""
     import torch
 
@@ -172,7 +170,7 @@ def _decoder_layer(layers: Layers, stretch: Stretch, recompute: Recompute | None
     layer = build_module(described, config=layers.config, layer_number=1)
 
     def inputs() -> tuple[Any, ...]:
-        return hidden_states(layers), *_mask_and_angles(layers)
+        return _hidden(layers), *_mask_and_angles(layers)
 
     def whole(hidden: Any, mask: Any, rotary: Any) -> Any:
         return layer(hidden_states=hidden, attention_mask=mask, rotary_pos_emb=rotary)[0]
@@ -191,6 +189,18 @@ def _decoder_layer(layers: Layers, stretch: Stretch, recompute: Recompute | None
     chosen = {Stretch.ATTENTION: attention, Stretch.FEED_FORWARD: feed_forward}.get(stretch, whole)
     is_full = recompute is not None and recompute.granularity is FULL_RECOMPUTE.granularity
     return Unit(layer, inputs, _in_format(layers.config, recomputed if is_full else chosen))
+
+
+def _mamba_layer(layers: Layers) -> Unit:
+    from nest_megatron.megatron_core.scans import mamba_layer, stand_ins
+
+    layer = mamba_layer(layers.config, layers.norm)
+
+    def forward(hidden: Any) -> Any:
+        with stand_ins():
+            return layer(hidden)
+
+    return Unit(layer, lambda: (_hidden(layers),), forward)
 
 
 def _stack_layer(layers: Layers, kind: LayerKind, recompute: Recompute | None) -> Unit:
@@ -219,8 +229,8 @@ def _stack_layer(layers: Layers, kind: LayerKind, recompute: Recompute | None) -
     def inputs() -> tuple[Any, ...]:
         own = encoder if is_encoder else decoder
         _, angles = _mask_and_angles(own)
-        context = None if is_encoder else hidden_states(encoder)
-        return hidden_states(own), context, mask(own, own), mask(own, encoder), angles
+        context = None if is_encoder else _hidden(encoder)
+        return _hidden(own), context, mask(own, own), mask(own, encoder), angles
 
     def whole(hidden: Any, context: Any, own_mask: Any, context_mask: Any, rotary: Any) -> Any:
         return layer(
@@ -279,7 +289,7 @@ def _mtp(layers: Layers, stretch: Stretch) -> Unit:
     layer = build_module(described, config=layers.config, layer_number=1, pg_collection=groups)
 
     def inputs() -> tuple[Any, ...]:
-        return hidden_states(layers), hidden_states(layers), *_mask_and_angles(layers)
+        return _hidden(layers), _hidden(layers), *_mask_and_angles(layers)
 
     def whole(hidden: Any, embedded: Any, mask: Any, rotary: Any) -> Any:
         return layer._proj_and_transformer_layer(
@@ -346,7 +356,7 @@ def _head(layers: Layers) -> Unit:
     module = torch.nn.ModuleDict({"final_layernorm": norm, "output_layer": output})
 
     def inputs() -> tuple[Any, ...]:
-        return hidden_states(layers), _tokens(layers).transpose(0, 1).contiguous()
+        return _hidden(layers), _tokens(layers).transpose(0, 1).contiguous()
 
     def forward(hidden: Any, labels: Any) -> Any:
         logits, _ = module["output_layer"](module["final_layernorm"](hidden))
