@@ -27,7 +27,9 @@ REFUSED: Mapping[str, str] = MappingProxyType(_TABLE["refused"])
 UNPRICED: Mapping[str, str] = MappingProxyType(_TABLE["unpriced"])
 #: Every field whose part in a plan is known.
 CLASSIFIED = frozenset(
-    (*_TABLE["read"], *_TABLE["no_effect"], *REFUSED, *UNPRICED, *_TABLE["refused_otherwise"])
+    name
+    for table in ("read", "no_effect", "refused", "unpriced", "refused_otherwise", "of_families")
+    for name in _TABLE[table]
 )
 #: What ``dataclass`` writes into a class by itself.
 _GENERATED = frozenset(("__init__", "__repr__", "__eq__", "__hash__", "__replace__"))
@@ -95,6 +97,12 @@ def _refused_fields(config: Any) -> Iterator[tuple[str, Any, str]]:
         if (value := value_or(config, name, described)) != described:
             yield name, value, lacking
     builder = _layer_builder(value_or(config, "transformer_layer_spec", None))
+    for name, families in _TABLE["of_families"].items():
+        if (value := value_or(config, name, None)) and not {*families} & {*class_names(config)}:
+            yield name, value, f"of the supported models only {', '.join(families)} has it"
+    for name, builders in _TABLE["of_builders"].items():
+        if (value := value_or(config, name, None)) and builder != builders:
+            yield name, value, f"only {builders} builds such layers"
     of_family = {*_TABLE["family_layers"].get(builder, ())} & {*class_names(config)}
     if not of_family and builder not in (None, *_TABLE["standard_layers"]):
         yield "transformer_layer_spec", builder, "these layers are not megatron-core's own"

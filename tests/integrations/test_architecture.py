@@ -113,8 +113,9 @@ def test_an_unknown_family_is_refused_by_name(kind: Callable[..., Any], named: s
     ("field", "value"),
     [
         ("qk_l2_norm", True),
-        ("no_rope_freq", 4),
-        ("moe_shared_expert_gate", True),
+        ("attn_logit_softcapping", 50.0),
+        ("hybrid_override_pattern", "M*M*"),
+        ("experimental_attention_variant", "gated_delta_net"),
         ("apply_residual_connection_post_layernorm", True),
         ("gtp_weight_remat_size", 2),
         ("layer_types", ["sliding_attention"]),
@@ -151,9 +152,6 @@ def test_a_user_may_stand_before_a_model_of_nemo() -> None:
 @pytest.mark.parametrize(
     "flag",
     [
-        "--qk-l2-norm",
-        "--no-rope-freq 4",
-        "--moe-shared-expert-gate",
         "--apply-residual-connection-post-layernorm",
         "--hybrid-context-parallel",
     ],

@@ -175,8 +175,6 @@ def without(holder: Any, name: str, kind: str) -> Any:
 @pytest.mark.parametrize(
     ("kind", "lacking"),
     [
-        ("MambaModel", "state-space"),
-        ("Llama4Model", "chunked"),
         ("DiTModel", "diffusion"),
     ],
 )
