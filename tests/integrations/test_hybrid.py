@@ -14,10 +14,14 @@ from nest_megatron.integrations.megatron_lm.write import model_argv, parallel_ar
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import layout_string, parse_layout
+from nest_megatron.parallel.layout import is_uniform, layout_string, parse_layout
 from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE
-from nest_megatron.parallel.rules import LaunchRequest
+from nest_megatron.parallel.rules import LaunchRequest, mtp_chunk
+from nest_megatron.planner import PlanRequest, plan
+from nest_megatron.solver.space import SearchSpace
+from tests import catalogue
 
 SHAPE = "--hidden-size 1024 --num-attention-heads 16 --seq-length 64 --max-position-embeddings 64 "
 SHAPE += "--vocab-size 1000 --micro-batch-size 1 --bf16 "
@@ -143,6 +147,29 @@ def test_0_16_cuts_evenly_and_recomputes_no_whole_layers(
 def test_mtp_layers_of_a_hybrid_model_lie_beside_the_head() -> None:
     apart = dataclasses.replace(UNEVEN, boundaries=(0, 2, 5, 10, 11))
     assert "mtp_stage" in {rule.name for rule, _ in check(_request("0.20", partition=apart))}
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.20"])
+def test_plans_have_stages_that_the_release_builds(version: str) -> None:
+    """MTP layers would stand alone as soon as that is faster; 0.16.1 has no MTP."""
+    pattern = HYBRID.hybrid_layer_pattern.partition("/")[0] if version == "0.16.1" else None
+    spec = HYBRID
+    if pattern:
+        spec = dataclasses.replace(HYBRID, hybrid_layer_pattern=pattern, mtp_num_layers=None)
+    found = plan(
+        PlanRequest(
+            spec=spec,
+            cluster=catalogue.cluster("dgx_h100", 8),
+            global_batch_size=32,
+            space=SearchSpace(fixed={"pipeline_model_parallel_size": 4}, version=version),
+        )
+    )
+    assert isinstance(found, ParallelPlan)
+    if pattern:
+        assert is_uniform(spec, found.partition())
+    else:
+        assert found.parallel.pipeline_model_parallel_layout.endswith("/*E")
+        assert mtp_chunk(spec, found.partition()) == found.partition().num_chunks - 1
 
 
 @pytest.mark.parametrize(
