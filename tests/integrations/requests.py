@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.model.adapters import Adapters
 from nest_megatron.model.encoder import EncoderSpec
 from nest_megatron.model.execution import (
     ContextTraffic,
@@ -52,6 +53,11 @@ SEES_IMAGES = dataclasses.replace(
         patch_features=588,
         projector_ffn_hidden_size=8192,
     ),
+)
+
+HYBRID = dataclasses.replace(LLAMA, num_layers=8, hybrid_layer_pattern="M-M*-M-M")
+LINEAR = dataclasses.replace(
+    LLAMA, experimental_attention_variant="gated_delta_net", linear_attention_freq=4
 )
 
 
@@ -239,6 +245,16 @@ BROKEN = {
     ),
     "heads_over_tp": request(grid=dims(tp=3)),
     "ffn_over_tp": request(changed(LLAMA, ffn_hidden_size=28671), dims(tp=8)),
+    "mamba_over_tp_and_cp": request(changed(HYBRID, mamba_num_groups=2), dims(tp=4)),
+    "linear_over_tp_and_cp": request(changed(LINEAR, linear_num_key_heads=4), dims(tp=8)),
+    "adapters_over_tp": request(changed(LLAMA, adapters=Adapters(dim=6)), dims(tp=4)),
+    "hybrid_virtual_stages": request(HYBRID, dims(pp=2, vpp=2)),
+    "hybrid_stages": request(
+        HYBRID,
+        dims(pp=4),
+        partition=StagePartition(boundaries=(0, 3, 4, 7, 10), pipeline_model_parallel_size=4),
+    ),
+    "hybrid_recompute": request(HYBRID, recompute=uniform(1)),
     "vocab_over_tp": request(changed(LLAMA, vocab_size=128_252, vocab_is_padded=True), dims(tp=8)),
     "experts_over_ep": request(MIXTRAL, dims(dp=3, ep=3)),
     "expert_bias": request(GPT_OSS, dims(tp=2, dp=2, ep=2, etp=2)),

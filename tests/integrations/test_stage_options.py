@@ -22,7 +22,7 @@ from tests.parallel.cut_models import cut_models, make_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated")
 
-LAYOUT, FIRST, LAST, EMBEDDING, LOSS = STAGE_OPTIONS
+LAYOUT, FIRST, LAST, EMBEDDING, LOSS, _ = STAGE_OPTIONS
 LAYERS_A_STAGE = "num_layers_per_virtual_pipeline_stage"
 STAGES_A_RANK = "num_virtual_stages_per_pipeline_rank"
 
