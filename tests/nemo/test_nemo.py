@@ -70,7 +70,7 @@ _OF_EXPERTS = (
 def test_families_with_layers_of_their_own_are_planned_within_their_limits(name: str) -> None:
     substitutes.install()
     source = recipes.recipe(name, num_nodes=8)
-    plan, _ = auto_recipe(source, cluster="dgx_h100")
+    plan, _ = auto_recipe(source, cluster="dgx_h100", vocab_size=128_000)
     recipes.validate(source)
     assert plan_changes(source, plan) == ()
     for degree, value in recipes.FAMILIES[name].items():
