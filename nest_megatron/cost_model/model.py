@@ -43,8 +43,9 @@ from nest_megatron.cost_model.unit_cost import (
     passes,
     replica_cost,
 )
+from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
-from nest_megatron.model.parameters import ParameterCount, unit_parameters
+from nest_megatron.model.parameters import unit_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims

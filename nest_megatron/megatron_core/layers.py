@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from nest_megatron.errors import UserInputError
 from nest_megatron.megatron_core.stage import Where, staged
 from nest_megatron.megatron_core.units import build
+from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.model.graph import (
     Group,
     LayerCollective,
@@ -28,7 +29,7 @@ from nest_megatron.model.graph import (
 )
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
-from nest_megatron.model.parameters import ParameterCount, one_layer
+from nest_megatron.model.parameters import one_layer
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.recompute import (

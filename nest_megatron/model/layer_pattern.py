@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
@@ -324,3 +325,43 @@ def _require_length(num_layers: int) -> None:
 def _refused(value: object, limit: str) -> UserInputError:
     fix = "Write for example 1 (all layers), 2 (every other) or ([0]*3+[1]*58)."
     return UserInputError("moe_layer_freq", value=value, limit=limit, fix=fix)
+
+
+@functools.lru_cache(maxsize=256)
+def blocks_of(kinds: tuple[LayerKind, ...]) -> tuple[LayerBlock, ...]:
+    """The blocks that some kinds are made of, each once."""
+    found = {block for kind in kinds for block in kind.blocks}
+    return tuple(block for block in LayerBlock if block in found)
+
+
+#: Whether the model has a sort of attention, and the rhythm of the layers that have it.
+_Marked = tuple[bool, int | tuple[int, ...] | None]
+
+
+@functools.lru_cache(maxsize=256)
+def two_block_kinds(
+    num_layers: int, experts: tuple[int, ...], window: _Marked, chunked: _Marked, linear: _Marked
+) -> tuple[LayerKind, ...]:
+    """Layers of attention and MLP or experts; linear attention goes before windows and chunks."""
+    mixers = [LayerBlock.ATTENTION] * num_layers
+    if chunked[0]:  # a list marks the layers without rotation, which attend in full
+        unrotated = chunked[1] if isinstance(chunked[1], tuple) else None
+        flags = tuple(1 - flag for flag in unrotated) if unrotated else chunked[1]
+        _mark(mixers, LayerBlock.CHUNKED_ATTENTION, rhythm("no_rope_freq", flags, num_layers))
+    for block, what, (is_there, freq) in (
+        (LayerBlock.WINDOW_ATTENTION, "window_attn_skip_freq", window),
+        (LayerBlock.GATED_DELTA_NET, "linear_attention_freq", linear),
+    ):
+        if is_there:
+            _mark(mixers, block, rhythm(what, freq, num_layers))
+    routes = experts or (0,) * num_layers
+    return tuple(
+        layer_kind(mixer, LayerBlock.EXPERTS if routed else LayerBlock.DENSE)
+        for mixer, routed in zip(mixers, routes, strict=True)
+    )
+
+
+def _mark(mixers: list[LayerBlock], block: LayerBlock, marked: tuple[bool, ...]) -> None:
+    for layer, is_marked in enumerate(marked):
+        if is_marked:
+            mixers[layer] = block

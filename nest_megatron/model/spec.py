@@ -13,9 +13,9 @@ from nest_megatron.model.layer_pattern import (
     MAX_LAYERS,
     LayerBlock,
     LayerKind,
+    blocks_of,
     hybrid_kinds,
-    layer_kind,
-    rhythm,
+    two_block_kinds,
 )
 from nest_megatron.model.variant import ModelVariant
 from nest_megatron.names import Name
@@ -364,7 +364,7 @@ class TransformerSpec:
     @property
     def blocks(self) -> tuple[LayerBlock, ...]:
         """The blocks that the model is made of, each once."""
-        found = _blocks_of((*self.layer_kinds(), *self.mtp_layer_kinds))
+        found = blocks_of((*self.layer_kinds(), *self.mtp_layer_kinds))
         return (*found, *((LayerBlock.ENCODER, LayerBlock.PROJECTOR) if self.vision else ()))
 
     @property
@@ -427,55 +427,16 @@ def _image_encoder(name: str, vision: EncoderSpec) -> TransformerSpec:
     )
 
 
-@functools.lru_cache(maxsize=256)
-def _blocks_of(kinds: tuple[LayerKind, ...]) -> tuple[LayerBlock, ...]:
-    found = {block for kind in kinds for block in kind.blocks}
-    return tuple(block for block in LayerBlock if block in found)
-
-
 def _decoder_kinds(spec: TransformerSpec) -> tuple[LayerKind, ...]:
     """The kinds of the layers in order, those of an encoder first."""
     if spec.encoder_num_layers is not None:
         return (LayerKind.ENCODER,) * spec.encoder_num_layers + (LayerKind.CROSS,) * spec.num_layers
     if spec.hybrid_layer_pattern:
         return hybrid_kinds(spec.hybrid_layer_pattern)[0]
-    return _two_block_kinds(
+    return two_block_kinds(
         spec.num_layers,
         spec.moe_layer_pattern,
         (spec.window_size is not None, spec.window_attn_skip_freq),
         (spec.attention_chunk_size is not None, spec.no_rope_freq),
         (spec.experimental_attention_variant == "gated_delta_net", spec.linear_attention_freq),
     )
-
-
-#: Whether the model has a sort of attention, and the rhythm of the layers that have it.
-_Marked = tuple[bool, int | tuple[int, ...] | None]
-
-
-@functools.lru_cache(maxsize=256)
-def _two_block_kinds(
-    num_layers: int, experts: tuple[int, ...], window: _Marked, chunked: _Marked, linear: _Marked
-) -> tuple[LayerKind, ...]:
-    """Layers of attention and MLP or experts; linear attention goes before windows and chunks."""
-    mixers = [LayerBlock.ATTENTION] * num_layers
-    if chunked[0]:  # a list marks the layers without rotation, which attend in full
-        unrotated = chunked[1] if isinstance(chunked[1], tuple) else None
-        flags = tuple(1 - flag for flag in unrotated) if unrotated else chunked[1]
-        _mark(mixers, LayerBlock.CHUNKED_ATTENTION, rhythm("no_rope_freq", flags, num_layers))
-    for block, what, (is_there, freq) in (
-        (LayerBlock.WINDOW_ATTENTION, "window_attn_skip_freq", window),
-        (LayerBlock.GATED_DELTA_NET, "linear_attention_freq", linear),
-    ):
-        if is_there:
-            _mark(mixers, block, rhythm(what, freq, num_layers))
-    routes = experts or (0,) * num_layers
-    return tuple(
-        layer_kind(mixer, LayerBlock.EXPERTS if routed else LayerBlock.DENSE)
-        for mixer, routed in zip(mixers, routes, strict=True)
-    )
-
-
-def _mark(mixers: list[LayerBlock], block: LayerBlock, marked: tuple[bool, ...]) -> None:
-    for layer, is_marked in enumerate(marked):
-        if is_marked:
-            mixers[layer] = block

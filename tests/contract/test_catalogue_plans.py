@@ -16,7 +16,7 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.integrations.megatron_lm import rules
 from nest_megatron.integrations.megatron_lm.attach import launch_request
-from nest_megatron.model.parameters import ParameterCount
+from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import PlanRequest, plan
 from nest_megatron.solver.space import SearchSpace

@@ -15,12 +15,12 @@ from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM_0_20
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.model.execution import PLAIN, Execution, FlexBackend, TokenDispatcher
 from nest_megatron.model.graph import Part
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.operators.ends import embedding_graph, head_graph
-from nest_megatron.model.parameters import ParameterCount
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid

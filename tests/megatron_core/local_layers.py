@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.model.graph import Part
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.operators.common import ACT, FP32
-from nest_megatron.model.parameters import ParameterCount, layer_parameters
+from nest_megatron.model.parameters import layer_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 

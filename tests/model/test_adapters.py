@@ -12,10 +12,11 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.adapters import Adapters, PeftScheme
+from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.model.graph import LayerGraph
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.operators import block_graph, layer_graph
-from nest_megatron.model.parameters import ParameterCount, total_parameters, unit_parameters
+from nest_megatron.model.parameters import total_parameters, unit_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
