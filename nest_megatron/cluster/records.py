@@ -50,6 +50,7 @@ class Accelerator:
         peak_flops_per_s: dense matrix peak for each number format.
         gemm_efficiency: largest share of that peak that a well-shaped GEMM reaches.
         attention_efficiency: share of the bf16 peak that fused attention reaches on long sequences.
+        scan_share: what a scan (Mamba-2, gated delta nets) reaches of attention's efficiency.
         grouped_gemm_share: what a grouped GEMM reaches of a single one's efficiency.
         attention_ramp_rows: query rows (tokens times heads) with which it reaches half of that.
         memory_efficiency: share of the device-memory bandwidth that streaming kernels reach.
@@ -72,6 +73,7 @@ class Accelerator:
     kernel_floor_s: float
     flash_attention: bool = True
     grouped_gemm_share: float = 1.0
+    scan_share: float = added(1.0)
     host_kernel_s: float = added(0.0)
     host_bandwidth_bytes_per_s: float = added(0.0)
     attention_ramp_rows: float = 0.0

@@ -84,7 +84,9 @@ def _flops_rate(operator: Operator, accelerator: Accelerator, settings: CostSett
     if operator.kind in (OperatorKind.ATTENTION, OperatorKind.SCAN):
         rows = operator.parallel_rows
         busy = 1.0 / (1.0 + accelerator.attention_ramp_rows / rows)
-        return accelerator.peak_flops_per_s[wide] * accelerator.attention_efficiency * busy
+        share = accelerator.scan_share if operator.kind is OperatorKind.SCAN else 1.0
+        rate = accelerator.peak_flops_per_s[wide] * accelerator.attention_efficiency
+        return rate * share * busy
     used = precision if operator.fp8 or not precision.is_quantized else wide
     if not accelerator.supports(used):
         raise UserInputError(

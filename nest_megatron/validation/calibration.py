@@ -144,7 +144,8 @@ def _device(
     yield _parameter(generation, "grouped_gemm_share", 0.8, 0.1, 0.4, 1.0)
     if fp8 is not None:
         yield _parameter(generation, "gemm_efficiency.fp8", fp8, 0.06, 0.35, 0.85)
-    if host is not None:
+    if host is not None:  # of the others no hybrid model was published
+        yield _parameter(generation, "scan_share", 1.0, 0.5, 0.02, 1.0)
         yield _parameter(generation, "host_kernel_s", host, 1e-5, 1e-6, 1e-4)
 
 
