@@ -50,7 +50,8 @@ class Accelerator:
         peak_flops_per_s: dense matrix peak for each number format.
         gemm_efficiency: largest share of that peak that a well-shaped GEMM reaches.
         attention_efficiency: share of the bf16 peak that fused attention reaches on long sequences.
-        scan_share: what a scan (Mamba-2, gated delta nets) reaches of attention's efficiency.
+        scan_share: what a scan (Mamba-2, gated delta nets) reaches of the rates of attention's
+            arithmetic and of streaming kernels' traffic.
         grouped_gemm_share: what a grouped GEMM reaches of a single one's efficiency.
         attention_ramp_rows: query rows (tokens times heads) with which it reaches half of that.
         memory_efficiency: share of the device-memory bandwidth that streaming kernels reach.

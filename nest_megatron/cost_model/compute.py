@@ -6,10 +6,11 @@ and a roofline's larger of the two: prologue, epilogue and tails of a kernel do 
 main loop, but much of its traffic does.
 
 A scan (``OperatorKind.SCAN``: Mamba-2, gated delta net) is products inside kernels with elementwise
-work between them, as attention is, so that its arithmetic takes attention's share of the peak; no
-public measurement of its kernels alone is known. Its traffic takes most of the time on H100 and
-newer, as the authors of its fused kernel find (https://pytorch.org/blog, "Accelerating Mamba2 with
-Kernel Fusion").
+work between them, as attention is: its arithmetic takes attention's share of the peak and its
+traffic that of streaming kernels, both times ``scan_share``, which is fitted to whole steps of
+hybrid models; no public measurement of its kernels alone is known. Its traffic takes most of the
+time on H100 and newer, as the authors of its fused kernel find (https://pytorch.org/blog,
+"Accelerating Mamba2 with Kernel Fusion").
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ def operator_times(
         rate /= settings.attention_slowdown
         rate *= settings.fp8_attention_speedup if settings.traits.fp8_attention else 1.0
     bandwidth = accelerator.memory_bandwidth_bytes_per_s * accelerator.memory_efficiency
+    if operator.kind is OperatorKind.SCAN:
+        rate, bandwidth = rate * accelerator.scan_share, bandwidth * accelerator.scan_share
     floor = accelerator.kernel_floor_s * operator.num_kernels
     floor += _PRODUCT_S * (operator.num_gemms - 1)
     forward = floor + _joined(operator.flops / rate, operator.bytes_moved / bandwidth)
@@ -84,9 +87,7 @@ def _flops_rate(operator: Operator, accelerator: Accelerator, settings: CostSett
     if operator.kind in (OperatorKind.ATTENTION, OperatorKind.SCAN):
         rows = operator.parallel_rows
         busy = 1.0 / (1.0 + accelerator.attention_ramp_rows / rows)
-        share = accelerator.scan_share if operator.kind is OperatorKind.SCAN else 1.0
-        rate = accelerator.peak_flops_per_s[wide] * accelerator.attention_efficiency
-        return rate * share * busy
+        return accelerator.peak_flops_per_s[wide] * accelerator.attention_efficiency * busy
     used = precision if operator.fp8 or not precision.is_quantized else wide
     if not accelerator.supports(used):
         raise UserInputError(
