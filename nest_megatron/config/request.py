@@ -191,13 +191,13 @@ def request_for(
 
 
 def _scan_notes(spec: TransformerSpec) -> tuple[str, ...]:
-    """What is assumed of layers whose kernels nobody has published a measurement of."""
+    """What is known of layers whose kernels nobody has published a measurement of."""
     if SCANNED.isdisjoint(spec.blocks):
         return ()
     return (
-        "The scan of Mamba layers and gated delta nets is priced by its arithmetic, at attention's "
-        "share of the peak, and its memory traffic; no public measurement of its kernels is known, "
-        "and runs on Blackwell took a fifth to a third longer (docs/hybrid.md).",
+        "The scan of Mamba layers and gated delta nets is priced by its arithmetic and its memory "
+        "traffic, times a share that is fitted to whole steps of hybrid models on Hopper and "
+        "Blackwell (docs/hybrid.md); no public measurement of its kernels is known.",
     )
 
 

@@ -13,6 +13,7 @@ from nest_megatron.cost_model.device_memory import (
     outside_bytes,
     peak_error,
 )
+from nest_megatron.cost_model.features import SCANNED
 from nest_megatron.errors import UserInputError
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.units import Bytes, Seconds
@@ -121,6 +122,7 @@ class Assessor:
             device_bytes=job.cluster.accelerator.memory_bytes,
             fits=prediction.fits,
             is_moe=job.spec.is_moe,
+            has_scans=not SCANNED.isdisjoint(job.spec.blocks),
             zero=prediction.grid.zero,
             assumptions=job.assumptions,
         )
@@ -146,6 +148,7 @@ def _memory(row: Row, job: RowJob, prediction: RowPrediction, measured: Bytes | 
         fits=prediction.fits,
         out_of_memory=out_of_memory,
         is_moe=job.spec.is_moe,
+        has_scans=not SCANNED.isdisjoint(job.spec.blocks),
         zero=grid.zero,
         assumptions=job.assumptions,
     )

@@ -68,6 +68,7 @@ _PRIORS: Mapping[str, Mapping[str, float]] = {
         Feature.EXPERTS: 0.08,
         Feature.FP8: 0.05,
         Feature.LORA: 0.1,
+        Feature.SCAN: 0.15,
         Feature.LONG_CONTEXT: 0.08,
         Feature.OTHER_FRAMEWORK: 0.08,
         Feature.LEGACY: 0.05,

@@ -65,6 +65,7 @@ class RowOutcome:
         fits: whether a plan like this would have been called feasible.
         out_of_memory: the run ended for want of memory.
         is_moe: the model has experts; ``None`` where it could not be read.
+        has_scans: it has layers of a scan (Mamba-2, gated delta nets).
         zero: ZeRO stage that the job was taken to run with.
         candidate: the run as a plan that a search may choose, with the distribution of its step.
         refused: reason, "" if predicted.
@@ -83,6 +84,7 @@ class RowOutcome:
     fits: bool | None = None
     out_of_memory: bool = False
     is_moe: bool | None = None
+    has_scans: bool = False
     zero: int | None = None
     candidate: Candidate | None = None
     refused: str = ""
@@ -238,6 +240,12 @@ REGIMES: tuple[Regime, ...] = (
         definition="precision holds fp8 (also MXFP8); neither fp4 nor 16 bits",
         reason="casts, copies of the weights, and GEMMs that no longer fill the GPU",
         holds=lambda each: "fp8" in each.row.get("precision", "").lower(),
+    ),
+    Regime(
+        name="hybrid",
+        definition="models with Mamba or gated-delta-net layers",
+        reason="kernels of scans, which are measured nowhere by themselves",
+        holds=lambda each: each.has_scans,
     ),
     Regime(
         name="lora",

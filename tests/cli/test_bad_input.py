@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.cli.runs import SMALL, environment, run
-from tests.integrations.commands import T5_220M
 
 LLAMA = ("plan", *SMALL)
 WITHOUT_MODEL = ("plan", "cluster=dgx_h100")
@@ -81,7 +80,10 @@ BAD = {
     "no flags": ((*WITHOUT_MODEL, "--from", "pretrain_gpt.py"), "no flags"),
     "no script": ((*WITHOUT_MODEL, "--from", "foo bar"), "script"),
     "open quote": ((*WITHOUT_MODEL, "--from", "pretrain_gpt.py --data-path 'x"), "quot"),
-    "unplannable model": ((*WITHOUT_MODEL, "--from", T5_220M), "two stacks"),
+    "unplannable model": (
+        (*WITHOUT_MODEL, "--from", "pretrain_gpt.py --bf16 --perform-rl-step"),
+        "RL step",
+    ),
     "command and model": ((*LLAMA, "--from", "pretrain_gpt.py --bf16"), "--from"),
     "command in a sweep": ((*WITHOUT_MODEL, "-m", "--from", "x.py --bf16"), "--multirun"),
     "unknown release": (
