@@ -1,11 +1,10 @@
-"""Every recipe of NeMo and Megatron-Bridge that fine-tunes a model, planned and validated.
+"""Every recipe of NeMo and Megatron-Bridge with adapters, planned and validated.
 
 Run from the project's root in the environment that ``bash .ci/nemo`` makes::
 
-    .venv-nemo/bin/python benchmarks/finetuning_recipes.py --out docs/finetuning_recipes.md
+    .venv-nemo/bin/python benchmarks/peft_recipes.py --out docs/peft_recipes.md
 
-Each at 64 GPUs of dgx_h100 with everything freed: all weights trained (NeMo's with and without
-packed sequences), LoRA and DoRA. NeMo's data module is built, and ``llm.api._validate_config``
+Each with LoRA and with DoRA, at 64 GPUs of dgx_h100 with everything freed. NeMo's data module is built, and ``llm.api._validate_config``
 asked; of Megatron-Bridge the whole ``ConfigContainer`` is validated.
 """
 
@@ -35,34 +34,26 @@ from nest_megatron.research.comparison_run import layout_words  # noqa: E402
 from tests.nemo import bridge, hugging_face, recipes, substitutes  # noqa: E402
 
 GPUS = 64
-COMMAND = ".venv-nemo/bin/python benchmarks/finetuning_recipes.py --out docs/finetuning_recipes.md"
+COMMAND = ".venv-nemo/bin/python benchmarks/peft_recipes.py --out docs/peft_recipes.md"
 OUTCOMES = ("accepted", "nothing fits", "refused", "not built", "failed")
 #: Rows of an embedding; the tokenizers are not here.
 VOCABULARY = 152_000
 Row = tuple[str, str, str, str]
-#: Variants of NeMo's recipes, and what makes them.
-NEMO: dict[str, dict[str, Any]] = {
-    "": {},
-    "packed": {"packed_sequence": True},
-    "lora": {"scheme": "lora"},
-    "dora": {"scheme": "dora"},
-}
 SCHEMES = ("lora", "dora")
 
 
 def nemo_rows() -> Iterator[Row]:
-    """Every recipe of NeMo that fine-tunes."""
+    """Every recipe of NeMo that takes adapters."""
     package = importlib.import_module("nemo.collections.llm.recipes")
     for module in pkgutil.iter_modules(package.__path__):
         if hasattr(importlib.import_module(f"{package.__name__}.{module.name}"), "finetune_recipe"):
-            for kind, options in NEMO.items():
-                name = f"{module.name}{kind and f', {kind}'}"
-                yield ("NeMo", name, *_of_nemo(module.name, options))
+            for scheme in SCHEMES:
+                yield ("NeMo", f"{module.name}, {scheme}", *_of_nemo(module.name, scheme))
 
 
-def _of_nemo(name: str, options: dict[str, Any]) -> tuple[str, str]:
+def _of_nemo(name: str, scheme: str) -> tuple[str, str]:
     try:
-        source = recipes.finetune(name, **options)
+        source = recipes.finetune(name, scheme=scheme)
     except Exception as error:  # noqa: BLE001 - whatever a recipe raises is an answer
         return "not built", f"{type(error).__name__}: {error}"
 
@@ -73,7 +64,7 @@ def _of_nemo(name: str, options: dict[str, Any]) -> tuple[str, str]:
 
 
 def bridge_rows() -> Iterator[Row]:
-    """Every recipe of Megatron-Bridge for fine-tuning, supervised or of adapters."""
+    """Every recipe of Megatron-Bridge with adapters."""
     substitutes.install()
     package = importlib.import_module("megatron.bridge.recipes")
     for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.", lambda _: None):
@@ -84,8 +75,6 @@ def bridge_rows() -> Iterator[Row]:
         for name, make in vars(module).items():
             if getattr(make, "__module__", "") != module.__name__:
                 continue
-            if name.endswith("_sft_config"):
-                yield ("Megatron-Bridge", name, *_of_bridge(module, make))
             is_recipe = name.endswith("_peft_config") and not name.startswith("default")
             for scheme in SCHEMES if is_recipe else ():
                 made = functools.partial(make, peft_scheme=scheme)
@@ -134,11 +123,11 @@ def _judged(plan: Callable[[], Any], validate: Callable[[], None]) -> tuple[str,
 
 def page(found: list[Row]) -> Iterator[str]:
     """The page: the counts of each framework, then all rows."""
-    yield "# Fine-tuning recipes, planned\n"
-    yield f"Every recipe that fine-tunes a model, at {GPUS} GPUs of dgx_h100 with all choices"
-    yield "freed: all weights, LoRA and DoRA; NeMo 2.7.3 (packed sequences too; the data is built,"
-    yield "`llm.api._validate_config` asked) and Megatron-Bridge 0.3.1 (all of `ConfigContainer` is"
-    yield f"validated). Written by `{COMMAND}`.\n"
+    yield "# Recipes with adapters, planned\n"
+    yield f"Every recipe that takes adapters, with LoRA and with DoRA, at {GPUS} GPUs of dgx_h100"
+    yield "with all choices freed: NeMo 2.7.3 (the data is built, `llm.api._validate_config` asked)"
+    yield "and Megatron-Bridge 0.3.1 (all of `ConfigContainer` is validated). Recipes that train all"
+    yield f"weights are in [recipes.md](recipes.md). Written by `{COMMAND}`.\n"
     counts = [
         [name, *(str(sum(r[0] == name and r[2] == o for r in found)) for o in OUTCOMES)]
         for name in dict.fromkeys(row[0] for row in found)
