@@ -65,7 +65,6 @@ def _of_nemo(name: str, scheme: str) -> tuple[str, str]:
 
 def bridge_rows() -> Iterator[Row]:
     """Every recipe of Megatron-Bridge with adapters."""
-    substitutes.install()
     package = importlib.import_module("megatron.bridge.recipes")
     for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.", lambda _: None):
         try:
@@ -143,6 +142,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
+    substitutes.install()
     importlib.import_module("nemo.collections.llm.recipes")
     logging.disable(logging.CRITICAL)
     found = []
