@@ -40,7 +40,6 @@ FAMILIES: dict[str, dict[str, int | None]] = {
 }
 REFUSED = {
     "hyena_7b": "convolution",
-    "llama33_nemotron_super_49b": "another shape",
 }
 
 
