@@ -4,8 +4,9 @@ Run from the project's root in the environment that ``bash .ci/nemo`` makes::
 
     .venv-nemo/bin/python benchmarks/peft_recipes.py --out docs/peft_recipes.md
 
-Each with LoRA and with DoRA, at 64 GPUs of dgx_h100 with everything freed. NeMo's data module is built, and ``llm.api._validate_config``
-asked; of Megatron-Bridge the whole ``ConfigContainer`` is validated.
+Each with LoRA and with DoRA, at 64 GPUs of dgx_h100 with everything freed. NeMo's data module is
+built, and ``llm.api._validate_config`` asked; of Megatron-Bridge the whole ``ConfigContainer`` is
+validated.
 """
 
 from __future__ import annotations
@@ -125,8 +126,8 @@ def page(found: list[Row]) -> Iterator[str]:
     yield "# Recipes with adapters, planned\n"
     yield f"Every recipe that takes adapters, with LoRA and with DoRA, at {GPUS} GPUs of dgx_h100"
     yield "with all choices freed: NeMo 2.7.3 (the data is built, `llm.api._validate_config` asked)"
-    yield "and Megatron-Bridge 0.3.1 (all of `ConfigContainer` is validated). Recipes that train all"
-    yield f"weights are in [recipes.md](recipes.md). Written by `{COMMAND}`.\n"
+    yield "and Megatron-Bridge 0.3.1 (all of `ConfigContainer` is validated)."
+    yield f"[recipes.md](recipes.md) has those that train all weights. Written by `{COMMAND}`.\n"
     counts = [
         [name, *(str(sum(r[0] == name and r[2] == o for r in found)) for o in OUTCOMES)]
         for name in dict.fromkeys(row[0] for row in found)

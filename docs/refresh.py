@@ -32,7 +32,6 @@ WHOLE = {
     "planners.md": ("", "python $ROOT/benchmarks/planners.py --out $PAGE"),
     "recurrence.md": ("", "python $ROOT/benchmarks/recurrence.py --out $PAGE"),
     "recipes.md": ("nemo", "python $ROOT/benchmarks/recipes.py --out $PAGE"),
-    "peft_recipes.md": ("nemo", "python $ROOT/benchmarks/peft_recipes.py --out $PAGE"),
     "functional_tests.md": (
         "megatron_lm",
         "python $ROOT/benchmarks/functional_tests.py --out $PAGE $CHECKOUTS",
