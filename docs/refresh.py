@@ -31,6 +31,7 @@ LIMIT_S = 3600
 WHOLE = {
     "planners.md": ("", "python $ROOT/benchmarks/planners.py --out $PAGE"),
     "recurrence.md": ("", "python $ROOT/benchmarks/recurrence.py --out $PAGE"),
+    "peft_recipes.md": ("nemo", "python $ROOT/benchmarks/peft_recipes.py --out $PAGE"),
     "recipes.md": ("nemo", "python $ROOT/benchmarks/recipes.py --out $PAGE"),
     "functional_tests.md": (
         "megatron_lm",
