@@ -78,6 +78,7 @@ REGIMES = [
     "dense",
     "moe",
     "fp8",
+    "hybrid",
     "lora",
     "sft",
     "long_context",
