@@ -44,8 +44,7 @@ class ReplicaTraffic(NamedTuple):
 
     def of_unit(self, kind: LayerKind, count: ParameterCount) -> Traffic:
         """Traffic of a unit's parameters."""
-        outside = kind in (LayerKind.EMBEDDING, LayerKind.HEAD)
-        pairs = zip(self.outside if outside else self.dense, self.expert, strict=True)
+        pairs = zip(self.outside if kind.is_end else self.dense, self.expert, strict=True)
         return Traffic(*(dense * count.dense + expert * count.expert for dense, expert in pairs))
 
 

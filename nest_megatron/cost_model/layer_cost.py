@@ -178,8 +178,7 @@ def run_unit(
         saved_bytes=saved,
         working_bytes=times.working_bytes,
     )
-    is_layer = kind not in (LayerKind.EMBEDDING, LayerKind.HEAD)
-    if recompute.granularity is RecomputeGranularity.NONE or not is_layer:
+    if recompute.granularity is RecomputeGranularity.NONE or kind.is_end:
         return nothing
     if recompute.granularity is RecomputeGranularity.FULL:
         group = recompute.num_layers or 1 if recompute.method is RecomputeMethod.UNIFORM else 1

@@ -29,7 +29,6 @@ PEAK_ERROR = 0.031
 #: The same of all public runs whose peak is known, of any framework (``docs/accuracy.md``).
 PUBLIC_PEAK_ERROR = 0.11
 
-_OUTSIDE_LAYERS = (LayerKind.EMBEDDING, LayerKind.HEAD)
 #: Parameters of Megatron-FSDP's communication unit at least.
 LEAST_UNIT_SIZE = 1_000_000_000
 
@@ -74,7 +73,7 @@ class ParameterBytes(NamedTuple):
 
     def of_unit(self, kind: LayerKind, count: ParameterCount) -> StaticBytes:
         """What a unit's parameters take, in whole bytes."""
-        dense = self.outside if kind in _OUTSIDE_LAYERS else self.dense
+        dense = self.outside if kind.is_end else self.dense
         expert, trained, frozen = self.expert, count.trained, count.frozen
         found = dense.times(trained.dense).plus(expert.times(trained.expert))
         if frozen.total:

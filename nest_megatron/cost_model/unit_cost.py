@@ -205,7 +205,7 @@ def replica_cost(
     if zero >= ZeroStage.GRADIENTS and not prices.whole:
         sent, reduce = reduce, 0.0
         copies = _copied_bytes(kind, zero, settings, is_frozen=is_frozen)
-        if zero >= ZeroStage.WEIGHTS and (_in_layer(kind) or settings.traits.torch_fsdp2):
+        if zero >= ZeroStage.WEIGHTS and (not kind.is_end or settings.traits.torch_fsdp2):
             fetch, gather = prices.traffic.of_unit(kind, count).gather, 0.0
     reduce += summed
     copy_s = prices.byte_s * count.total
@@ -229,15 +229,10 @@ def replica_cost(
             zero,
             settings,
             prices.held,
-            in_layer=_in_layer(kind),
+            in_layer=not kind.is_end,
             frozen=is_frozen,
         ),
     )
-
-
-def _in_layer(kind: LayerKind) -> bool:
-    """Whether FSDP gathers a unit and lets it go (``fsdp_unit_modules``)."""
-    return kind.is_layer or kind is LayerKind.MTP
 
 
 def _copied_bytes(
@@ -249,7 +244,7 @@ def _copied_bytes(
     not fused; weights that were gathered in 16 bits are cast to fp8, and fp8 ones transposed, for
     every micro batch. PyTorch copies what it gathered out of the buffer as well.
     """
-    traits, is_layer = settings.traits, _in_layer(kind)
+    traits, is_layer = settings.traits, not kind.is_end
     forward, backward = 0.0, float(traits.params_bytes + traits.gradient_bytes)
     if is_frozen:
         backward = 0.0

@@ -96,7 +96,12 @@ class LayerKind(Name):
     @property
     def is_layer(self) -> bool:
         """Whether it is a decoder layer."""
-        return self not in (LayerKind.EMBEDDING, LayerKind.MTP, LayerKind.HEAD)
+        return not self.is_end and self is not LayerKind.MTP
+
+    @property
+    def is_end(self) -> bool:
+        """Whether it is the embedding or the head."""
+        return self in (LayerKind.EMBEDDING, LayerKind.HEAD)
 
     @property
     def letter(self) -> str:

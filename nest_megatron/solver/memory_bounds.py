@@ -29,8 +29,6 @@ from nest_megatron.parallel.recompute import Recompute
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.grids import GridSpace
 
-_OUTSIDE_LAYERS = (LayerKind.EMBEDDING, LayerKind.HEAD)
-
 
 class _States(NamedTuple):
     """States of a pipeline: the mean of its ranks, and of each kind one unit, kept and gathered.
@@ -60,7 +58,7 @@ class MemoryBounds:
         kinds = Counter(model.spec.layer_kinds())
         self._kinds, self._counts = tuple(kinds), tuple(kinds.values())
         self._num_units = kinds.total()
-        self._num_outside = sum(kinds[kind] for kind in _OUTSIDE_LAYERS)
+        self._num_outside = sum(count for kind, count in kinds.items() if kind.is_end)
         self._states: dict[object, _States] = {}
         self._pipelines: dict[object, list[tuple[int, _States]]] = {}
         self._activations: dict[object, _Activations] = {}
@@ -163,7 +161,7 @@ class MemoryBounds:
         """
         runs = [self.model.run(kind, places, shard, recompute) for recompute in settings]
         saved = min(run.saved_bytes for run in runs)
-        if kind in _OUTSIDE_LAYERS:
+        if kind.is_end:
             return saved, 0.0
         return saved, min(run.saved_bytes + run.working_bytes for run in runs) - saved
 
@@ -183,7 +181,7 @@ class MemoryBounds:
         for kind in self._kinds:
             own = [c for k, c in distinct if k is kind]
             units.append(min(each.of_unit(kind, c).total for c in own))
-            gathered = functools.partial(unsharded_bytes, in_layer=kind not in _OUTSIDE_LAYERS)
+            gathered = functools.partial(unsharded_bytes, in_layer=not kind.is_end)
             least = min(
                 gathered(c.total, zero, settings, on_rank, frozen=c.frozen.total > 0) for c in own
             )

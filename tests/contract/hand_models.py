@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 
 LLAMA = TransformerSpec(
@@ -99,7 +101,8 @@ BERT = TransformerSpec(
     add_bias_linear=True,
     untie_embeddings_and_output_weights=False,
 )
-T5 = TransformerSpec(
+T5 = dataclasses.replace(
+    BERT,
     name="t5_220m",
     family=ModelFamily.T5,
     num_layers=12,
@@ -107,15 +110,8 @@ T5 = TransformerSpec(
     hidden_size=768,
     ffn_hidden_size=3072,
     num_attention_heads=12,
-    seq_length=512,
     decoder_seq_length=128,
     vocab_size=29098,
-    position_embedding_type="learned_absolute",
-    normalization="LayerNorm",
-    activation="gelu",
-    gated_linear_unit=False,
-    add_bias_linear=True,
-    untie_embeddings_and_output_weights=False,
 )
 
 ALL = (LLAMA, MIXTRAL, DEEPSEEK, GPT_OSS, NEMOTRON, BERT, T5)

@@ -142,7 +142,7 @@ class LayerPrices:
 
     def _recompute_time(self, kind: LayerKind, times: UnitTimes) -> Seconds:
         """A layer's forward pass where it is recomputed: by the paper's rule all of a stage is."""
-        if not self.is_paper and kind in (LayerKind.EMBEDDING, LayerKind.HEAD):
+        if not self.is_paper and kind.is_end:
             return 0.0
         return times.whole_forward.total
 
