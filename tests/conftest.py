@@ -1,4 +1,4 @@
-"""No test sees what the user of this machine has measured or extracted."""
+"""No test sees what the user of this machine has measured, extracted or run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from nest_megatron.history import store as history_store
 from nest_megatron.megatron_core import cache
 from nest_megatron.profile import store
 
@@ -25,8 +26,9 @@ def empty_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         shared = shared.parent
     os.environ[store.FOLDER_VARIABLE] = str(folder / "profiles")
     os.environ[cache.FOLDER_VARIABLE] = str(shared / "extract")
+    os.environ[history_store.VARIABLE] = str(folder / "runs.jsonl")
     yield folder
-    for name in (store.FOLDER_VARIABLE, cache.FOLDER_VARIABLE):
+    for name in (store.FOLDER_VARIABLE, cache.FOLDER_VARIABLE, history_store.VARIABLE):
         os.environ.pop(name)
         if name in before:
             os.environ[name] = before[name]

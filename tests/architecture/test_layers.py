@@ -16,7 +16,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"model", "cluster"}),
     frozenset({"parallel"}),
     frozenset({"megatron_core"}),
-    frozenset({"profile"}),
+    frozenset({"profile", "history"}),
     frozenset({"cost_model"}),
     frozenset({"solver"}),
     frozenset({"planner"}),

@@ -1,0 +1,200 @@
+"""What a run of a planned job was, what was predicted of it, and what it did."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.names import Name
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.plan_file import digest
+from nest_megatron.units import Bytes, Seconds
+
+#: Version of the records; a reader passes over newer ones, and says so.
+SCHEMA = 1
+
+
+class Outcome(Name):
+    """How a run ended, as far as is known.
+
+    ``started``: it has neither ended its watched steps nor failed. ``finished``: the watched steps
+    ended; training may have gone on.
+    """
+
+    STARTED = "started"
+    FINISHED = "finished"
+    OUT_OF_MEMORY = "out_of_memory"
+    FAILED = "failed"
+    KILLED = "killed"
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the run ended before its time."""
+        return self in (Outcome.OUT_OF_MEMORY, Outcome.FAILED, Outcome.KILLED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobKey:
+    """What all layouts of one job have in common; equal keys are the same job.
+
+    Args:
+        model_hash: of the shape, without its name and source.
+        global_batch_size, seq_length: in sequences, and in tokens.
+        framework: what it runs on (``Megatron-LM``), where the plan says so.
+    """
+
+    model: str
+    model_hash: str
+    global_batch_size: int
+    seq_length: int
+    precision: Precision
+    framework: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterKey:
+    """What a run's machines were taken for; equal keys are the same cluster."""
+
+    name: str
+    cluster_hash: str
+    accelerator: str
+    num_gpus: int
+    gpus_per_node: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What was predicted before the run.
+
+    Args:
+        low_s, high_s: 9 of 10 runs lie between them; ``None`` where the plan does not say.
+        shares: of the step by mechanism (``cost_model.mechanisms``); empty where they cannot be
+            found again: the plan was made with measured layer times that are not on this machine.
+        features: what makes the step harder to predict (``cost_model.features``).
+        busy_s: work of each pipeline rank in one step, forward and backward.
+        peak_memory_bytes: of each pipeline rank.
+    """
+
+    step_s: Seconds
+    low_s: Seconds | None
+    high_s: Seconds | None
+    shares: Mapping[str, float]
+    features: tuple[str, ...]
+    busy_s: tuple[Seconds, ...]
+    peak_memory_bytes: tuple[Bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the watched steps took; a tuple by rank has one entry for each global rank.
+
+    Args:
+        step_times_s: of every watched step, in their order, from beginning to beginning.
+        warm_up: how many of them come first and do not count.
+        busy_s: median time of a step that each rank spends in its own forward and backward passes,
+            without waiting for other pipeline ranks; ``None`` for a rank that does not say.
+        peak_memory_bytes: on each rank's device; ``None`` where there is none, or no word of it.
+    """
+
+    step_times_s: tuple[Seconds, ...]
+    warm_up: int
+    busy_s: tuple[Seconds | None, ...]
+    peak_memory_bytes: tuple[Bytes | None, ...]
+
+    @property
+    def counted_s(self) -> tuple[Seconds, ...]:
+        """The step times that count."""
+        return self.step_times_s[self.warm_up :]
+
+    @property
+    def step_s(self) -> Seconds:
+        """The median step."""
+        return statistics.median(self.counted_s)
+
+    @property
+    def spread(self) -> float:
+        """Inter-quartile range of the steps over their median; 0 for fewer than two."""
+        if len(self.counted_s) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.counted_s, n=4, method="inclusive")
+        return (high - low) / self.step_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """A run of a planned job.
+
+    Args:
+        id: of the run; every line of the file with it is of the same run.
+        start, end: ISO 8601 in UTC; ``end`` is that of the last watched step, or of the failure.
+        batch_job: the scheduler's number of the job (Slurm's), where there is one.
+        hosts: of each global rank.
+        plan: checksum of the plan that ran.
+        versions: of packages and the driver, by name.
+        grid: the layout that ran.
+        error: first line of what ended the run, and which rank said it.
+    """
+
+    schema: int = SCHEMA
+    id: str
+    outcome: Outcome
+    start: str
+    end: str | None = None
+    user: str
+    batch_job: str | None
+    hosts: tuple[str, ...]
+    plan: str
+    job: JobKey
+    cluster: ClusterKey
+    versions: Mapping[str, str]
+    grid: Grid
+    pipeline_model_parallel_layout: str | None
+    predicted: Predicted
+    measured: Measured | None = None
+    error: str | None = None
+
+    @property
+    def error_percent(self) -> float | None:
+        """The measured step over the predicted one, in per cent; ``None`` where nothing ran."""
+        if self.measured is None:
+            return None
+        return 100.0 * (self.measured.step_s / self.predicted.step_s - 1.0)
+
+    def followed_by(self, later: RunRecord) -> RunRecord:
+        """What two lines of one run say together: the later one, but the first failure counts.
+
+        Once a rank has failed, the others fail because of it.
+        """
+        measured = later.measured or self.measured
+        if self.outcome.is_failure:
+            return dataclasses.replace(self, measured=measured)
+        return dataclasses.replace(later, measured=measured)
+
+
+def job_key(plan: ParallelPlan) -> JobKey:
+    """The job that a plan is one layout of."""
+    nameless = dataclasses.replace(plan.model, name="", source="")
+    return JobKey(
+        model=plan.model.name,
+        model_hash=digest(nameless),
+        global_batch_size=plan.train.global_batch_size,
+        seq_length=plan.train.seq_length,
+        precision=plan.train.precision,
+        framework=plan.provenance.framework,
+    )
+
+
+def cluster_key(plan: ParallelPlan) -> ClusterKey:
+    """The cluster that a plan is for."""
+    cluster = plan.cluster
+    return ClusterKey(
+        name=cluster.name,
+        cluster_hash=plan.provenance.cluster_hash,
+        accelerator=cluster.accelerator.name,
+        num_gpus=cluster.num_gpus,
+        gpus_per_node=cluster.gpus_per_node,
+    )
