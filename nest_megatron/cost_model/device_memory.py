@@ -23,7 +23,7 @@ import yaml
 from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.cluster.records import Accelerator, Cluster
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.uncertainty import cumulative, quantile
+from nest_megatron.cost_model.student_t import cumulative, quantile
 from nest_megatron.documents import LOADER
 from nest_megatron.model.execution import FlexBackend, TokenDispatcher
 from nest_megatron.model.spec import TransformerSpec

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import mul, or_
 
+from nest_megatron.cost_model.cholesky import JITTER, Matrix, cholesky
 from nest_megatron.cost_model.mechanisms import Mechanism
-from nest_megatron.cost_model.uncertainty import DEVIATION, RUN_NOISE, Predictive, covariance
+from nest_megatron.cost_model.uncertainty import RUN_NOISE, Predictive, covariance, mechanism_effect
 
 #: Plans whose steps differ by less are as fast as each other: two runs of one plan differ by that.
 AS_FAST = 2 * RUN_NOISE
@@ -33,10 +34,6 @@ _OUTCOMES = (
 )
 #: Draws for each of them.
 _OUTCOME_DRAWS = 500
-#: Added to variances, so that plans that are alike leave a matrix that has a root.
-_JITTER = 1e-10
-
-Matrix = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +65,7 @@ class Measurement:
 
 def shortlist(plans: Sequence[Predictive], level: float = 0.9) -> Shortlist:
     """Few plans of which one is as fast as the fastest, but for noise, with a chance of a level."""
-    draws = _as_fast(*_moments(plans), _DRAWS)
+    draws = _as_fast(*moments(plans), _DRAWS)
     chances = tuple(each.bit_count() / _DRAWS for each in draws)
     chosen = _cover(draws, math.ceil(level * _DRAWS))
     held = functools.reduce(or_, (draws[plan] for plan in chosen), 0)
@@ -87,7 +84,7 @@ def measurements(plans: Sequence[Predictive], level: float = 0.9) -> tuple[Measu
     """
     if len(plans) < 2:
         return ()
-    logs, covariances = _moments(plans)
+    logs, covariances = moments(plans)
     effects = _effects(plans, covariances)
     found = [(_gain(logs, effect), mechanism, plan, effect) for mechanism, plan, effect in effects]
     found = sorted((each for each in found if each[0] > 0.0), key=lambda each: -each[0])
@@ -112,11 +109,10 @@ def _effects(
     """By how much one standard deviation of each measurement's outcome moves each plan."""
     mechanisms = sorted({mechanism for plan in plans for mechanism in plan.shares})
     for mechanism in mechanisms:
-        deviation = DEVIATION * plans[0].scales.mechanisms[mechanism]
         if mechanism in _PROFILABLE:
-            yield mechanism, None, [deviation * plan.shares.get(mechanism, 0.0) for plan in plans]
+            yield mechanism, None, [mechanism_effect(plan, mechanism) for plan in plans]
     for plan, row in enumerate(covariances):
-        yield None, plan, [value / math.sqrt(row[plan] + _JITTER) for value in row]
+        yield None, plan, [value / math.sqrt(row[plan] + JITTER) for value in row]
 
 
 #: Mechanisms whose price a profile or a test of the network makes known.
@@ -163,7 +159,7 @@ def _size_after(
     return math.fsum(sizes)
 
 
-def _moments(plans: Sequence[Predictive]) -> tuple[list[float], Matrix]:
+def moments(plans: Sequence[Predictive]) -> tuple[list[float], Matrix]:
     """Means and covariances of the plans' logarithms."""
     logs = [math.log(plan.median_s) for plan in plans]
     return logs, [[covariance(a, b) for b in plans] for a in plans]
@@ -171,7 +167,7 @@ def _moments(plans: Sequence[Predictive]) -> tuple[list[float], Matrix]:
 
 def _as_fast(logs: Sequence[float], covariances: Matrix, draws: int) -> list[int]:
     """Draws from a normal distribution, as bits: set where a plan is as fast as the fastest."""
-    root = _root(covariances)
+    root = cholesky(covariances)
     found = [0] * len(logs)
     for number, normals in enumerate(_drawn(len(logs), draws)):
         steps = [log + sum(map(mul, row, normals)) for log, row in zip(logs, root, strict=True)]
@@ -186,20 +182,6 @@ def _as_fast(logs: Sequence[float], covariances: Matrix, draws: int) -> list[int
 def _drawn(size: int, draws: int) -> tuple[tuple[float, ...], ...]:
     rng = random.Random(size)
     return tuple(tuple(rng.gauss(0.0, 1.0) for _ in range(size)) for _ in range(draws))
-
-
-def _root(matrix: Matrix) -> list[list[float]]:
-    """Cholesky's lower triangular root; each row ends on the diagonal."""
-    root: list[list[float]] = []
-    for i, values in enumerate(matrix):
-        row: list[float] = []
-        for j in range(i):
-            known = math.fsum(a * b for a, b in zip(row, root[j], strict=False))
-            row.append((values[j] - known) / root[j][j])
-        known = math.fsum(a * a for a in row)
-        row.append(math.sqrt(max(_JITTER, values[i] - known)))
-        root.append(row)
-    return root
 
 
 def _cover(draws: Sequence[int], wanted: int) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import mul
 from statistics import NormalDist
 from typing import Any
 
@@ -35,8 +36,9 @@ from nest_megatron.cost_model.features import (
     distance,
     features_of,
 )
-from nest_megatron.cost_model.mechanisms import Shares, shares
+from nest_megatron.cost_model.mechanisms import Mechanism, Shares, shares
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.student_t import DEGREES_OF_FREEDOM, deviation, quantile
 from nest_megatron.documents import LOADER
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
@@ -46,33 +48,8 @@ from nest_megatron.units import Seconds
 ANY = "any"
 #: Standard deviation between two runs of the same job (``validation.scores.NOISE`` apart at most).
 RUN_NOISE = 0.01
-#: Of a step's error; of 1, 1.25, 1.5, 1.75, 2 and 3 the one with which left-out runs are most
-#: probable, scales fitted anew (``validation/fit_uncertainty``).
-DEGREES_OF_FREEDOM = 2
-
-
-def cumulative(t: float) -> float:
-    """Chance of a value of at most ``t`` under Student's t with two degrees of freedom.
-
-    >>> cumulative(0.0), round(cumulative(2.919986), 4)
-    (0.5, 0.95)
-    """
-    if math.isinf(t):
-        return 1.0 if t > 0 else 0.0
-    return 0.5 + 0.5 * t / math.sqrt(2.0 + t * t)
-
-
-def quantile(share: float) -> float:
-    """The value that a share of all values is at most, above 0 and below 1; the same distribution.
-
-    >>> round(quantile(0.95), 6), quantile(0.5)
-    (2.919986, 0.0)
-    """
-    return (2.0 * share - 1.0) / math.sqrt(2.0 * share * (1.0 - share))
-
-
-#: What a standard deviation is in scales: as many runs lie within one of either.
-DEVIATION = quantile(NormalDist().cdf(1.0))
+#: What a standard deviation is in scales, of a plan of which nothing was measured.
+DEVIATION = deviation()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +68,27 @@ class Scales:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """What measured runs say of a plan's error (``posterior.Posterior.of``).
+
+    Args:
+        predicted_s: the step as predicted without them.
+        explained: what they explain of the error, along axes that all plans under one posterior
+            share: the product of two plans' is what is explained of their covariance.
+        own: factor of the variance of what belongs to the job; above 1 where its runs are off by
+            more than such jobs are.
+        degrees: of freedom of Student's t, one more with each run of the job.
+        mechanisms: what is explained of the error of each mechanism's price, along the same axes.
+    """
+
+    predicted_s: Seconds
+    explained: tuple[float, ...]
+    own: float
+    degrees: int
+    mechanisms: Mapping[Mechanism, tuple[float, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Predictive:
     """What is known of a plan's step before it runs; ``point`` is its layout (``coordinates``)."""
 
@@ -100,6 +98,12 @@ class Predictive:
     point: tuple[float, ...]
     scales: Scales
     confidence: Confidence
+    learned: Learned | None = None
+
+    @property
+    def job_scale(self) -> float:
+        """Scale of the error that all plans of the job have."""
+        return _together(self.scales.job, self.features)
 
     @property
     def layout_scale(self) -> float:
@@ -109,15 +113,25 @@ class Predictive:
     @property
     def scale(self) -> float:
         """Scale of the whole error, of one run's noise as well."""
-        by_mechanism = (
+        by_mechanism = [
             share * self.scales.mechanisms[mechanism] for mechanism, share in self.shares.items()
-        )
-        job_scale = _together(self.scales.job, self.features)
-        return math.hypot(*by_mechanism, job_scale, self.layout_scale, RUN_NOISE)
+        ]
+        known = self.learned
+        if known is None:
+            return math.hypot(*by_mechanism, self.job_scale, self.layout_scale, RUN_NOISE)
+        job = math.hypot(self.job_scale, self.layout_scale) ** 2
+        explained = math.fsum(part * part for part in known.explained)
+        left = math.hypot(*by_mechanism) ** 2 + known.own * job - explained
+        return math.sqrt(max(0.0, left) + known.own * RUN_NOISE**2)
+
+    @property
+    def degrees(self) -> int:
+        """Degrees of freedom of Student's t."""
+        return DEGREES_OF_FREEDOM if self.learned is None else self.learned.degrees
 
     def quantile_s(self, share: float) -> Seconds:
         """The step that a share of outcomes stays under."""
-        return self.median_s * math.exp(self.scale * quantile(share))
+        return self.median_s * math.exp(self.scale * quantile(share, self.degrees))
 
     def interval(self, level: float = 0.9) -> tuple[Seconds, Seconds]:
         """Between which steps a run lies with a chance of ``level``, half of the rest each side."""
@@ -130,7 +144,7 @@ class Predictive:
 
         The distribution itself has no mean, because of its tails.
         """
-        return self.median_s * (1.0 + (DEVIATION * self.scale) ** 2 / 2.0)
+        return self.median_s * (1.0 + (deviation(self.degrees) * self.scale) ** 2 / 2.0)
 
 
 def applies(name: str, features: frozenset[Feature]) -> bool:
@@ -167,13 +181,43 @@ def predictive(
 
 
 def covariance(a: Predictive, b: Predictive) -> float:
-    """Covariance of the logarithms of two plans of one job, the job's own error left out."""
-    common = math.fsum(
+    """Covariance of the logarithms of two plans of one job under one posterior.
+
+    The job's own error is left out where nothing was measured: it moves no choice.
+    """
+    error, own = shared_error(a, b), layout_error(a, b)
+    if a.learned is None or b.learned is None:
+        return DEVIATION**2 * (error + own)
+    explained = math.fsum(map(mul, a.learned.explained, b.learned.explained))
+    own = a.learned.own * (own + a.job_scale * b.job_scale)
+    return deviation(a.degrees) ** 2 * (error + own - explained)
+
+
+def mechanism_effect(plan: Predictive, mechanism: Mechanism) -> float:
+    """By how much one standard deviation of a mechanism's price moves a plan's log step."""
+    scale, share = plan.scales.mechanisms[mechanism], plan.shares.get(mechanism, 0.0)
+    if plan.learned is None:
+        return DEVIATION * scale * share
+    known = plan.learned.mechanisms[mechanism]
+    left = scale**2 - math.fsum(part * part for part in known)
+    if left <= 0.0:
+        return 0.0
+    common = share * scale**2 - math.fsum(map(mul, plan.learned.explained, known))
+    return deviation(plan.degrees) * common / math.sqrt(left)
+
+
+def shared_error(a: Predictive, b: Predictive) -> float:
+    """Product of the scales of what two plans have in common of the mechanisms' errors."""
+    return math.fsum(
         share * b.shares.get(mechanism, 0.0) * a.scales.mechanisms[mechanism] ** 2
         for mechanism, share in a.shares.items()
     )
+
+
+def layout_error(a: Predictive, b: Predictive) -> float:
+    """Product of the scales of what two layouts of one job have in common of their own errors."""
     near = math.exp(-distance(a.point, b.point) / a.scales.layout_range)
-    return DEVIATION**2 * (common + near * a.layout_scale * b.layout_scale)
+    return near * a.layout_scale * b.layout_scale
 
 
 def difference_deviation(a: Predictive, b: Predictive) -> float:

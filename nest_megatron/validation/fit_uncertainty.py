@@ -28,9 +28,9 @@ from nest_megatron.cost_model.features import (
     features_of,
 )
 from nest_megatron.cost_model.mechanisms import Mechanism, Shares, shares
+from nest_megatron.cost_model.student_t import DEGREES_OF_FREEDOM
 from nest_megatron.cost_model.uncertainty import (
     ANY,
-    DEGREES_OF_FREEDOM,
     RUN_NOISE,
     Predictive,
     Scales,

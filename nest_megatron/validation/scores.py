@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from nest_megatron.cost_model import uncertainty
+from nest_megatron.cost_model import student_t
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.shortlist import shortlist
 from nest_megatron.cost_model.uncertainty import Predictive, predictive, probability_faster
@@ -92,7 +92,7 @@ def coverage_of(errors: Sequence[float]) -> Coverage:
     """
 
     def within(level: float) -> float:
-        limit = uncertainty.quantile(0.5 + level / 2.0)
+        limit = student_t.quantile(0.5 + level / 2.0)
         return 100.0 * sum(abs(error) <= limit for error in errors) / len(errors)
 
     return Coverage(runs=len(errors), within_50_pct=within(0.5), within_90_pct=within(0.9))

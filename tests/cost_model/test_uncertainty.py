@@ -11,13 +11,12 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.features import Feature, Level, Runs, confidence_of
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.shortlist import AS_FAST, measurements, shortlist
+from nest_megatron.cost_model.student_t import DEGREES_OF_FREEDOM, quantile
 from nest_megatron.cost_model.uncertainty import (
-    DEGREES_OF_FREEDOM,
     DEVIATION,
     Predictive,
     difference_deviation,
     probability_faster,
-    quantile,
     shipped_calibration,
 )
 

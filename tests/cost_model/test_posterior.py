@@ -1,0 +1,199 @@
+"""The model of errors given runs: against numpy, against closed cases, and what it learns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from nest_megatron.cost_model.features import Feature, distance
+from nest_megatron.cost_model.mechanisms import Mechanism
+from nest_megatron.cost_model.posterior import (
+    KEPT,
+    Observation,
+    Posterior,
+    changed,
+    expected_improvement,
+)
+from nest_megatron.cost_model.shortlist import measurements, moments, shortlist
+from nest_megatron.cost_model.student_t import cumulative, deviation, quantile
+from nest_megatron.cost_model.uncertainty import DEVIATION, RUN_NOISE, Predictive, covariance
+from tests.cost_model.test_uncertainty import plan_of
+
+GEMM, TENSOR, EXPERT = Mechanism.GEMM, Mechanism.TENSOR, Mechanism.EXPERT
+
+
+def mixed(tensor: float, at: float = 0.0, median_s: float = 1.0) -> Predictive:
+    """A plan with a share of tensor-parallel traffic."""
+    return plan_of(median_s, {GEMM: 1.0 - tensor, TENSOR: tensor}, point=(at,))
+
+
+def run_of(plan: Predictive, factor: float, job: str = "a", **more: object) -> Observation:
+    """A run that took so many times what was predicted."""
+    return Observation(predictive=plan, step_s=factor * plan.median_s, job=job, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("degrees", [2, 3, 4, 5, 6, 11, 40])
+@pytest.mark.parametrize("share", [0.001, 0.05, 0.25, 0.5, 0.75, 0.95, 0.999])
+def test_student_s_distribution_of_any_degrees(degrees: int, share: float) -> None:
+    exact = stats.t(degrees)
+    assert quantile(share, degrees) == pytest.approx(exact.ppf(share), abs=1e-9)
+    assert cumulative(exact.ppf(share), degrees) == pytest.approx(share, abs=1e-12)
+
+
+def test_without_runs_nothing_changes() -> None:
+    plan = mixed(0.3)
+    assert Posterior().of(plan, "a") is plan
+    told = Posterior([run_of(plan, 1.2)]).of(plan, "a")
+    assert Posterior().of(told, "a") == plan
+    assert Posterior([run_of(plan, 1.2)]).of(told, "a") == told
+
+
+RUNS = (
+    run_of(mixed(0.1), 1.05),
+    run_of(mixed(0.4, 2.0), 1.2),
+    run_of(mixed(0.2, 1.0), 1.1, job="b"),
+    run_of(plan_of(1.0, {GEMM: 0.6, EXPERT: 0.4}, (4.0,), frozenset({Feature.EXPERTS})), 0.9, "c"),
+    run_of(mixed(0.3, 3.0), 1.4, job="d", versions={"nccl": "2.1"}),
+    run_of(mixed(0.1), 1.07, runs=4),
+)
+
+
+def by_numpy(
+    runs: Sequence[Observation], plans: Sequence[Predictive], job: str, posterior: Posterior
+) -> tuple[np.ndarray, np.ndarray]:
+    """Means and covariances of the plans' errors in scales, from one joint matrix."""
+    points = [(run.predictive, run.job, run.versions) for run in runs]
+    points += [(plan, job, runs[-1].versions) for plan in plans]
+    joint = np.zeros((len(points), len(points)))
+    for i, (a, job_a, versions_a) in enumerate(points):
+        for j, (b, job_b, versions_b) in enumerate(points):
+            kept = KEPT ** len(changed(versions_a, versions_b))
+            for mechanism, scale in a.scales.mechanisms.items():
+                both = a.shares.get(Mechanism(mechanism), 0) * b.shares.get(Mechanism(mechanism), 0)
+                joint[i, j] += kept * both * scale**2
+            if job_a == job_b:
+                near = math.exp(-distance(a.point, b.point) / a.scales.layout_range)
+                own = a.job_scale * b.job_scale + near * a.layout_scale * b.layout_scale
+                joint[i, j] += posterior.factor(job_a) * own
+    for i, run in enumerate(runs):
+        joint[i, i] += posterior.factor(run.job) * RUN_NOISE**2 / run.runs
+    n, errors = len(runs), np.array([run.error for run in runs])
+    gain = joint[n:, :n] @ np.linalg.inv(joint[:n, :n])
+    return gain @ errors, joint[n:, n:] - gain @ joint[:n, n:]
+
+
+@pytest.mark.parametrize("job", ["a", "b", "d", "new"])
+def test_it_is_what_numpy_makes_of_one_joint_matrix(job: str) -> None:
+    plans = [mixed(0.0, 1.0), mixed(0.25, 2.0), plan_of(1.0, {EXPERT: 0.3, GEMM: 0.7}, (5.0,))]
+    posterior = Posterior(RUNS)
+    told = [posterior.of(plan, job) for plan in plans]
+    means, covariances = by_numpy(RUNS, plans, job, posterior)
+    degrees = 2 + sum(run.job == job for run in RUNS)
+    assert [each.degrees for each in told] == [degrees] * 3
+    logs, found = moments(told)
+    assert logs == pytest.approx(means, abs=1e-9)
+    assert np.array(found) == pytest.approx(deviation(degrees) ** 2 * covariances, abs=1e-9)
+    noise = posterior.factor(job) * RUN_NOISE**2
+    scales = np.sqrt(np.diag(covariances) + noise)
+    assert [each.scale for each in told] == pytest.approx(scales, abs=1e-9)
+
+
+def test_factors_of_jobs_are_where_expectation_and_maximization_rest() -> None:
+    """The factor is (degrees + expected square of the job's own errors) / (degrees + runs)."""
+    posterior = Posterior(RUNS)
+    own = np.array(
+        [[0.0 if a.job != b.job else _own(a, b) for b in RUNS] for a in RUNS], dtype=float
+    )
+    factors = np.array([posterior.factor(run.job) for run in RUNS])
+    matrix = own * factors[:, None]
+    for i, a in enumerate(RUNS):
+        for j, b in enumerate(RUNS):
+            shared = covariance(a.predictive, b.predictive) / DEVIATION**2
+            near = math.exp(-distance(a.predictive.point, b.predictive.point) / 2.0)
+            shared -= near * a.predictive.layout_scale * b.predictive.layout_scale
+            matrix[i, j] += KEPT ** len(changed(a.versions, b.versions)) * shared
+    inverse, errors = np.linalg.inv(matrix), np.array([run.error for run in RUNS])
+    for job in "abcd":
+        mine = [i for i, run in enumerate(RUNS) if run.job == job]
+        block, at = own[np.ix_(mine, mine)], posterior.factor(job)
+        mean = at * block @ (inverse @ errors)[mine]
+        spread = at * block - at**2 * block @ inverse[np.ix_(mine, mine)] @ block
+        square = np.trace(np.linalg.inv(block) @ (np.outer(mean, mean) + spread))
+        assert at == pytest.approx((2 + square) / (2 + len(mine)), rel=5e-3)
+
+
+def _own(a: Observation, b: Observation) -> float:
+    first, second = a.predictive, b.predictive
+    near = math.exp(-distance(first.point, second.point) / first.scales.layout_range)
+    own = first.job_scale * second.job_scale + near * first.layout_scale * second.layout_scale
+    return own + (RUN_NOISE**2 / a.runs if a is b else 0.0)
+
+
+def test_two_runs_teach_the_price_of_a_mechanism_not_a_row() -> None:
+    """Both are slow by what their tensor-parallel traffic takes, were it 40 % dearer."""
+    runs = [run_of(mixed(share, 3.0 * share), math.exp(0.4 * share)) for share in (0.1, 0.5)]
+    posterior = Posterior(runs)
+    dearer, left = posterior.mechanism(TENSOR)
+    assert 0.2 < dearer < 0.4
+    assert left < 0.5 * DEVIATION * mixed(0.0).scales.mechanisms[TENSOR]
+    assert posterior.mechanism(EXPERT)[0] == 0.0
+    without, half, much = (posterior.of(mixed(share, 9.0), "new") for share in (0.0, 0.3, 0.6))
+    assert 1.0 < without.median_s < 1.02 < half.median_s < much.median_s
+    assert math.log(much.median_s) == pytest.approx(0.6 * dearer, abs=0.03)
+    assert much.scale < mixed(0.6, 9.0).scale
+
+
+def test_a_run_says_most_of_its_own_plan_then_of_its_job_then_of_the_site() -> None:
+    posterior = Posterior([run_of(mixed(0.2), 1.06)])
+    again = posterior.of(mixed(0.2), "a")
+    near = posterior.of(mixed(0.2, 1.0), "a")
+    elsewhere = posterior.of(mixed(0.2), "b")
+    assert again.median_s > near.median_s > elsewhere.median_s > 1.0
+    assert again.scale < near.scale < elsewhere.scale < mixed(0.2).scale
+
+
+def test_a_job_that_was_misread_says_little_of_the_site() -> None:
+    shift = [
+        math.log(Posterior([run_of(mixed(0.2), by)]).of(mixed(0.2), "b").median_s)
+        for by in (1.05, 20.0)
+    ]
+    assert 0.0 < shift[1] < shift[0]
+    near = Posterior([run_of(mixed(0.2), 20.0)]).of(mixed(0.2), "a")
+    assert near.median_s > 10.0
+
+
+def test_a_changed_version_widens_what_is_known() -> None:
+    runs = [run_of(mixed(0.4, n), 1.15, f"{n}", versions={"nccl": "2.1"}) for n in range(8)]
+    same, one, two = (
+        Posterior(runs, versions).of(mixed(0.4, 20.0), "new")
+        for versions in ({"nccl": "2.1"}, {"nccl": "2.2"}, {"nccl": "2.2", "driver": "580"})
+    )
+    assert Posterior(runs).of(mixed(0.4, 20.0), "new") == same
+    assert same.scale < one.scale < two.scale < mixed(0.4).scale
+    assert same.median_s > one.median_s > two.median_s > 1.0
+    assert math.log(one.median_s) == pytest.approx(KEPT * math.log(same.median_s))
+
+
+def test_shortlists_and_measurements_follow_the_runs() -> None:
+    plans = [mixed(0.5, 0.0), mixed(0.1, 3.0, 1.02), mixed(0.3, 6.0, 1.01)]
+    assert shortlist(plans).plans != shortlist(plans[:1]).plans
+    runs = [run_of(plan, math.exp(0.5 * plan.shares[TENSOR])) for plan in plans]
+    told = [Posterior(runs).of(plan, "a") for plan in plans]
+    assert shortlist(told).plans == (1,)
+    before, after = (
+        {each.mechanism: each.gain_percent for each in measurements(steps)}
+        for steps in (plans, [Posterior(runs[:2]).of(plan, "a") for plan in plans])
+    )
+    assert before[TENSOR] > after.get(TENSOR, 0.0)
+
+
+def test_what_a_run_may_gain_falls_with_what_is_known() -> None:
+    plan = mixed(0.3)
+    gains = [expected_improvement(plan, best_s) for best_s in (0.8, 1.0, 1.2)]
+    assert gains == sorted(gains)
+    ran = Posterior([run_of(plan, 1.0)]).of(plan, "a")
+    assert expected_improvement(ran, 1.0) < 0.3 * gains[1]
