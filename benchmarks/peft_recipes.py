@@ -15,10 +15,8 @@ import argparse
 import functools
 import importlib
 import itertools
-import logging
 import pkgutil
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,20 +24,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from nest_megatron.errors import NestError  # noqa: E402
-from nest_megatron.files import write_text  # noqa: E402
+from benchmarks.recipes import (  # noqa: E402
+    VOCABULARY,
+    Row,
+    bridge_recipes,
+    built,
+    judged,
+    write_page,
+)
 from nest_megatron.integrations import megatron_bridge, nemo  # noqa: E402
-from nest_megatron.report.failure import NothingFitsError  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
-from nest_megatron.research.comparison_run import layout_words  # noqa: E402
-from tests.nemo import bridge, hugging_face, recipes, substitutes  # noqa: E402
+from tests.nemo import bridge, recipes  # noqa: E402
 
 GPUS = 64
 COMMAND = ".venv-nemo/bin/python benchmarks/peft_recipes.py --out docs/peft_recipes.md"
 OUTCOMES = ("accepted", "nothing fits", "refused", "not built", "failed")
-#: Rows of an embedding; the tokenizers are not here.
-VOCABULARY = 152_000
-Row = tuple[str, str, str, str]
 SCHEMES = ("lora", "dora")
 
 
@@ -49,7 +48,18 @@ def nemo_rows() -> Iterator[Row]:
     for module in pkgutil.iter_modules(package.__path__):
         if hasattr(importlib.import_module(f"{package.__name__}.{module.name}"), "finetune_recipe"):
             for scheme in SCHEMES:
-                yield ("NeMo", f"{module.name}, {scheme}", *_of_nemo(module.name, scheme))
+                yield _row("NeMo", module.name, scheme, _of_nemo(module.name, scheme))
+
+
+def _row(framework: str, name: str, scheme: str, found: tuple[str, str]) -> Row:
+    return Row(
+        framework=framework,
+        kind="adapters",
+        name=f"{name}, {scheme}",
+        num_gpus=GPUS,
+        outcome=found[0],
+        told=found[1],
+    )
 
 
 def _of_nemo(name: str, scheme: str) -> tuple[str, str]:
@@ -61,31 +71,20 @@ def _of_nemo(name: str, scheme: str) -> tuple[str, str]:
     def plan() -> Any:
         return nemo.auto_recipe(source, cluster="dgx_h100", free=["all"], vocab_size=VOCABULARY)[0]
 
-    return _judged(plan, lambda: recipes.validate(source))
+    return judged(plan, lambda: recipes.validate(source))
 
 
 def bridge_rows() -> Iterator[Row]:
     """Every recipe of Megatron-Bridge with adapters."""
-    package = importlib.import_module("megatron.bridge.recipes")
-    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.", lambda _: None):
-        try:
-            module = importlib.import_module(info.name)
-        except ImportError:
-            continue
-        for name, make in vars(module).items():
-            if getattr(make, "__module__", "") != module.__name__:
-                continue
-            is_recipe = name.endswith("_peft_config") and not name.startswith("default")
-            for scheme in SCHEMES if is_recipe else ():
-                made = functools.partial(make, peft_scheme=scheme)
-                yield ("Megatron-Bridge", f"{name}, {scheme}", *_of_bridge(module, made))
+    for module, name, make in bridge_recipes(r"^(?!default).*_peft_config$"):
+        for scheme in SCHEMES:
+            made = functools.partial(make, peft_scheme=scheme)
+            yield _row("Megatron-Bridge", name, scheme, _of_bridge(module, made))
 
 
 def _of_bridge(module: Any, make: Callable[[], Any]) -> tuple[str, str]:
     try:
-        with bridge.on_hopper() as patch:
-            patch.setattr(module, "AutoBridge", hugging_face.Offline, raising=False)
-            cfg = make()
+        cfg = built(module, make)
     except Exception as error:  # noqa: BLE001 - whatever a recipe raises is an answer
         return "not built", f"{type(error).__name__}: {error}"
 
@@ -104,21 +103,7 @@ def _of_bridge(module: Any, make: Callable[[], Any]) -> tuple[str, str]:
             cfg.checkpoint.pretrained_checkpoint = "/nowhere"
         bridge.validate(cfg, GPUS)
 
-    return _judged(plan, validate)
-
-
-def _judged(plan: Callable[[], Any], validate: Callable[[], None]) -> tuple[str, str]:
-    try:
-        found = plan()
-    except NothingFitsError as error:
-        return "nothing fits", str(error)
-    except NestError as error:
-        return "refused", str(error)
-    try:
-        validate()
-    except Exception as error:  # noqa: BLE001 - whatever a framework raises is an answer
-        return "failed", f"{type(error).__name__}: {error}".splitlines()[0]
-    return "accepted", " ".join(layout_words(found))
+    return judged(plan, validate)
 
 
 def page(found: list[Row]) -> Iterator[str]:
@@ -129,12 +114,13 @@ def page(found: list[Row]) -> Iterator[str]:
     yield "and Megatron-Bridge 0.3.1 (all of `ConfigContainer` is validated)."
     yield f"[recipes.md](recipes.md) has those that train all weights. Written by `{COMMAND}`.\n"
     counts = [
-        [name, *(str(sum(r[0] == name and r[2] == o for r in found)) for o in OUTCOMES)]
-        for name in dict.fromkeys(row[0] for row in found)
+        [name, *(str(sum(r.framework == name and r.outcome == o for r in found)) for o in OUTCOMES)]
+        for name in dict.fromkeys(row.framework for row in found)
     ]
     yield table(("framework", *OUTCOMES), counts)
     yield ""
-    yield table(("framework", "recipe", "outcome", "layout, or why"), [list(row) for row in found])
+    cells = [[r.framework, r.name, r.outcome, r.told] for r in found]
+    yield table(("framework", "recipe", "outcome", "layout, or why"), cells)
 
 
 def main() -> int:
@@ -142,20 +128,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    substitutes.install()
-    importlib.import_module("nemo.collections.llm.recipes")
-    logging.disable(logging.CRITICAL)
-    found = []
-    for row in itertools.chain(nemo_rows(), bridge_rows()):
-        print(row, file=sys.stderr)
-        found.append(row)
-    text = "\n".join(page(found)) + "\n"
-    if options.out is None:
-        print(text, end="")
-    else:
-        write_text(options.out, text)
-    return int(any(row[2] == "failed" for row in found))
+    return write_page(itertools.chain(nemo_rows(), bridge_rows()), page, options.out)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def _of_nemo(make: Any, num_gpus: int, options: dict[str, Any]) -> tuple[str, st
         if options.get("packed_sequence"):  # it takes the word to say that it cannot
             return None
         return "not built", f"{type(error).__name__}: {error}".splitlines()[0]
-    return _judged(
+    return judged(
         lambda: nemo.auto_recipe(source, cluster="dgx_h100", vocab_size=VOCABULARY)[0],
         lambda: recipes.validate(source),
         lambda plan: nemo.plan_changes(source, plan),
@@ -110,30 +110,33 @@ def _of_nemo(make: Any, num_gpus: int, options: dict[str, Any]) -> tuple[str, st
 
 def bridge_rows(wanted: re.Pattern[str]) -> Iterator[Row]:
     """Every recipe of Megatron-Bridge for language models."""
+    for module, name, make in bridge_recipes(r"_(pretrain|sft)_config$"):
+        if _VISION.search(module.__name__) or not wanted.search(name):
+            continue
+        kind = "SFT" if name.endswith("_sft_config") else "pretraining"
+        row = _first(lambda gpus: _of_bridge(module, make, gpus))  # noqa: B023 - used here
+        yield Row(framework="Megatron-Bridge", kind=kind, name=name, **row)
+
+
+def bridge_recipes(pattern: str) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """Functions of Megatron-Bridge's recipes by a pattern in their names, with their modules."""
     package = importlib.import_module("megatron.bridge.recipes")
     for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.", lambda _: None):
-        if _VISION.search(info.name):
-            continue
         try:
             module = importlib.import_module(info.name)
         except ImportError:
             continue
         for name, make in list(vars(module).items()):
-            found = re.search(r"_(pretrain|sft)_config$", name)
-            if not found or make.__module__ != module.__name__ or not wanted.search(name):
-                continue
-            kind = {"pretrain": "pretraining", "sft": "SFT"}[found[1]]
-            row = _first(lambda gpus: _of_bridge(module, make, gpus))  # noqa: B023 - used here
-            yield Row(framework="Megatron-Bridge", kind=kind, name=name, **row)
+            if re.search(pattern, name) and getattr(make, "__module__", "") == module.__name__:
+                yield module, name, make
 
 
 def _of_bridge(module: Any, make: Callable[..., Any], num_gpus: int) -> tuple[str, str]:
     words = {"mixed_precision_recipe": "bf16_with_fp8_current_scaling_mixed"}
     takes = inspect.signature(make).parameters
+    options = {name: word for name, word in words.items() if name in takes}
     try:
-        with bridge.on_hopper() as patch:
-            patch.setattr(module, "AutoBridge", hugging_face.Offline, raising=False)
-            cfg = make(**{name: word for name, word in words.items() if name in takes})
+        cfg = built(module, make, **options)
     except Exception as error:  # noqa: BLE001 - whatever a recipe raises is an answer
         return "not built", f"{type(error).__name__}: {error}".splitlines()[0]
 
@@ -146,11 +149,18 @@ def _of_bridge(module: Any, make: Callable[..., Any], num_gpus: int) -> tuple[st
             environment={},
         )[0]
 
-    return _judged(
+    return judged(
         plan,
         lambda: bridge.validate(cfg, num_gpus),
         lambda found: megatron_bridge.plan_changes(cfg, found, environment={}),
     )
+
+
+def built(module: Any, make: Callable[..., Any], **options: str) -> Any:
+    """What a recipe of Megatron-Bridge returns, without a GPU and without a network."""
+    with bridge.on_hopper() as patch:
+        hugging_face.go_offline(patch, module)
+        return make(**options)
 
 
 def _first(judge: Callable[[int], tuple[str, str] | None]) -> dict[str, Any] | None:
@@ -166,9 +176,18 @@ def _first(judge: Callable[[int], tuple[str, str] | None]) -> dict[str, Any] | N
     return found
 
 
-def _judged(
-    plan: Callable[[], Any], validate: Callable[[], None], again: Callable[[Any], tuple[Any, ...]]
+def judged(
+    plan: Callable[[], Any],
+    validate: Callable[[], None],
+    again: Callable[[Any], tuple[Any, ...]] = lambda _: (),
 ) -> tuple[str, str]:
+    """What becomes of a recipe, in one word, and its layout or why there is none.
+
+    Args:
+        plan: plans the recipe and writes the plan into it.
+        validate: asks the framework, which raises for a recipe that it does not take.
+        again: what the plan would change, written once more.
+    """
     try:
         found = plan()
     except NothingFitsError as error:
@@ -235,18 +254,31 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="a pattern in the names of recipes")
     options = parser.parse_args()
+    wanted = re.compile(options.only)
+    return write_page(itertools.chain(nemo_rows(wanted), bridge_rows(wanted)), page, options.out)
+
+
+def write_page(
+    rows: Iterator[Row], page_of: Callable[[list[Row]], Iterator[str]], out: Path | None
+) -> int:
+    """Find the rows under the stand-ins of a machine without CUDA; write their page, or print it.
+
+    Returns:
+        1 if a plan was not accepted.
+    """
     warnings.filterwarnings("ignore")
     substitutes.install()
+    importlib.import_module("nemo.collections.llm.recipes")
     logging.disable(logging.CRITICAL)
-    wanted, found = re.compile(options.only), []
-    for row in itertools.chain(nemo_rows(wanted), bridge_rows(wanted)):
+    found = []
+    for row in rows:
         print(row, file=sys.stderr)
         found.append(row)
-    text = "\n".join(page(found)) + "\n"
-    if options.out is None:
+    text = "\n".join(page_of(found)) + "\n"
+    if out is None:
         print(text, end="")
     else:
-        write_text(options.out, text)
+        write_text(out, text)
     return int(any(row.outcome == "failed" for row in found))
 
 

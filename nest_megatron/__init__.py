@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING
 from nest_megatron.version import __version__
 
 if TYPE_CHECKING:
-    from nest_megatron.api import Explanation, Plan, clusters, estimate, load_plan, models, plan
+    from nest_megatron.api import (
+        Explanation,
+        Plan,
+        clusters,
+        estimate,
+        load_plan,
+        models,
+        plan,
+        plan_command,
+    )
 
 __all__ = [
     "Explanation",
@@ -29,6 +38,7 @@ __all__ = [
     "load_plan",
     "models",
     "plan",
+    "plan_command",
 ]
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import html
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from nest_megatron.config.target import read_target
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, write_text
 from nest_megatron.integrations.fields import ABSENT, find
+from nest_megatron.integrations.megatron_lm import planning
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_request, with_launch
 from nest_megatron.integrations.megatron_lm.write import parallel_argv
 from nest_megatron.model.spec import TransformerSpec
@@ -327,6 +328,61 @@ def plan(
     """
     given = {**_sizes(num_gpus, global_batch_size), **settings}
     return plan_composed(compose_keywords(model, cluster, given, config_dir), shortlist=shortlist)
+
+
+def plan_command(
+    command: str | os.PathLike[str] | Sequence[str],
+    *,
+    cluster: Source | Cluster,
+    num_gpus: int | None = None,
+    global_batch_size: int | None = None,
+    free: Collection[str] = (),
+    megatron_version: str = "0.16.1",
+    strict: bool = False,
+    shortlist: bool = False,
+    config_dir: str | os.PathLike[str] | None = None,
+    **settings: object,
+) -> Plan:
+    """Plan a Megatron-LM command of your own: what ``nest-megatron plan --from`` does.
+
+    Args:
+        command: the command as a text or as words, or the script that launches it (``train.sh``),
+            which is read and not run.
+        cluster: as for ``plan``.
+        num_gpus: size of the job; the launcher's own if not given.
+        global_batch_size: the command's own if not given.
+        free: flags of the command that may change (``tensor_model_parallel_size``), or ``["all"]``.
+        megatron_version: the release whose flags the command uses, ``0.16.1`` or ``0.20``.
+        strict: refuse flags that Megatron-LM does not have, instead of passing them on.
+        shortlist: also say which plans could be the fastest.
+        config_dir: as for ``plan``.
+        settings: as for ``plan``; they win over the command.
+
+    Returns:
+        A plan whose ``to_megatron_args`` are the command's flags, rewritten.
+
+    Raises:
+        UserInputError: for a command that cannot be read; and the errors of ``plan``.
+
+    >>> words = "torchrun pretrain_gpt.py --num-layers 32 --hidden-size 4096 --bf16 "
+    >>> words += "--num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 "
+    >>> words += "--vocab-size 32000 --tokenizer-type NullTokenizer --global-batch-size 128"
+    >>> found = plan_command(words, cluster="dgx_h100", num_gpus=16, free=["all"])
+    >>> found.parallel.data_parallel_size * found.parallel.tensor_model_parallel_size
+    16
+    """
+    given = {**_sizes(num_gpus, global_batch_size), **settings}
+    composed = compose_keywords(None, cluster, given, config_dir)
+    found = planning.plan_command(
+        [os.fspath(command)] if isinstance(command, os.PathLike) else command,
+        composed,
+        free=free,
+        version=megatron_version,
+        strict=strict,
+        begun_s=time.monotonic(),
+        shortlist=shortlist,
+    )
+    return Plan(record=found.plan, notes=found.notes)
 
 
 def estimate(

@@ -26,6 +26,11 @@ from tests.integrations.frameworks import (
 PUBLIC = ["Explanation", "Plan", "__version__", "clusters", "estimate", "load_plan", "models"]
 JOB: dict[str, Any] = {"num_gpus": 16, "global_batch_size": 128, "num_alternatives": 2}
 NAMES: dict[str, Any] = {"model": "llama3_8b", "cluster": "dgx_h100"}
+COMMAND = (
+    "pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --bf16 "
+    "--seq-length 4096 --max-position-embeddings 4096 --vocab-size 32000 --data-cache-path /tmp/x "
+    "--tokenizer-type NullTokenizer --global-batch-size 128 --micro-batch-size 1 "
+)
 WORDS = (
     "model=llama3_8b",
     "cluster=dgx_h100",
@@ -50,7 +55,7 @@ def lasting(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_public_names_are_frozen() -> None:
-    assert sorted(nest_megatron.__all__) == [*PUBLIC, "plan"]
+    assert sorted(nest_megatron.__all__) == [*PUBLIC, "plan", "plan_command"]
     for name in nest_megatron.__all__:
         assert getattr(nest_megatron, name) is not None
         assert name in dir(nest_megatron)
@@ -90,6 +95,24 @@ def test_an_estimate_is_that_of_the_command_line() -> None:
     priced = nest_megatron.estimate(**NAMES, **JOB, tensor_model_parallel_size=2)
     document = run("estimate", *WORDS, "parallel.tensor_model_parallel_size=2", "--json").json()
     assert lasting(priced.to_dict()) == lasting(document)
+
+
+def test_a_command_is_planned_as_on_the_command_line(tmp_path: Path) -> None:
+    script = tmp_path / "our train.sh"
+    script.write_text(f"GPUS=8\ntorchrun --nproc-per-node $GPUS --nnodes 2 {COMMAND}\n")
+    words = ("--free", "all", "cluster=dgx_h100", "search.num_alternatives=2", "--json")
+    freed: dict[str, Any] = {"cluster": "dgx_h100", "free": ["all"], "num_alternatives": 2}
+    found = nest_megatron.plan_command(script, **freed)
+    told = run("plan", "--from", f"bash '{script}'", *words).json()
+    assert lasting(found.to_dict()) == lasting(told)
+    assert found.placement.num_gpus == 16
+    assert "--data-cache-path" in found.to_megatron_args()
+    text = COMMAND + "--our-own 1"
+    assert nest_megatron.plan_command(text, num_gpus=16, **freed).parallel == found.parallel
+    with pytest.raises(UserInputError, match="no such flag"):
+        nest_megatron.plan_command(text, num_gpus=16, strict=True, **freed)
+    with pytest.raises(UserInputError, match="nowhere"):
+        nest_megatron.plan_command(Path("nowhere.sh"), **freed)
 
 
 def test_objects_names_paths_and_fields_are_accepted_alike(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,20 +13,16 @@ from typing import TYPE_CHECKING
 from nest_megatron.api import Plan, estimate_composed, plan_composed
 from nest_megatron.cli.command_kinds import forced
 from nest_megatron.config.compose import Composed, compose
-from nest_megatron.config.job import Job
 from nest_megatron.config.overrides import Setting, parse, refuse_sweeps, split_launcher
 from nest_megatron.cost_model.memory import within_error
 from nest_megatron.errors import NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import check_output, is_standard_output
 from nest_megatron.integrations.launched import change_rows
-from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, with_launch
-from nest_megatron.integrations.megatron_lm.planning import read_request
-from nest_megatron.integrations.megatron_lm.search_space import kept_flags
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
+from nest_megatron.integrations.megatron_lm.planning import CommandPlan, plan_command
 from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
-from nest_megatron.planner import plan as find_plan
 from nest_megatron.report.console import command_lines, say, show, show_json
-from nest_megatron.report.failure import WITHOUT_PLAN, require_plan
+from nest_megatron.report.failure import WITHOUT_PLAN
 from nest_megatron.report.terminal import changes_table
 from nest_megatron.report.words import plan_verdict
 from nest_megatron.units import Seconds, format_seconds
@@ -169,37 +164,23 @@ def _plan_command(composed: Composed, options: PlanOptions) -> tuple[Plan, list[
     """The plan of a user's command, and the command that it becomes."""
     text = sys.stdin.read() if options.from_command == "-" else options.from_command
     assert text is not None
-    names, version = [n for n in options.free.split(",") if n.strip()], options.megatron_version
-    job, request = read_request(text, composed, free=names, version=version)
-    if options.strict:
-        _refuse_unknown(job)
-    request = dataclasses.replace(request, begun_s=options.begun_s, shortlist=options.shortlist)
     with _progress() as report:
-        found = require_plan(find_plan(request, report), request.notes)
-    if job.restored is not None:
-        job.restored.check(found, job.version)
-    found = plan_file.made_for(found, MEGATRON_LM, job.version, "plan --from")
-    kept = kept_flags(job, request, composed.config)
-    found = with_launch(found, job.command, kept=kept, notes=request.notes)
-    environment = found.launch[LAUNCHER].environment
-    unset = (f"{name} must not be set." for name, value in environment.items() if value is None)
-    return Plan(record=found, notes=(*request.notes, *unset)), _command_parts(job, found, kept)
+        found = plan_command(
+            text,
+            composed,
+            free=[name for name in options.free.split(",") if name.strip()],
+            version=options.megatron_version,
+            strict=options.strict,
+            begun_s=options.begun_s,
+            shortlist=options.shortlist,
+            on_progress=report,
+        )
+    return Plan(record=found.plan, notes=found.notes), _command_parts(found)
 
 
-def _refuse_unknown(job: Job) -> None:
-    """Refuse a command with flags that Megatron-LM does not have."""
-    assert job.command is not None
-    flags = [word for word in job.passthrough if word.startswith("--")]
-    if flags:
-        limit = f"Megatron-LM {job.version} has no such flag"
-        fix = " ".join(job.command.notes) or "Correct it, or leave --strict out."
-        raise UserInputError("--from", value=" ".join(flags), limit=limit, fix=fix)
-
-
-def _command_parts(job: Job, plan: ParallelPlan, kept: frozenset[str]) -> list[RenderableType]:
-    command, launch = job.command, plan.launch[LAUNCHER]
-    assert command is not None
-    changes = change_rows(rewritten(plan, command, kept).changes)
+def _command_parts(found: CommandPlan) -> list[RenderableType]:
+    command, launch = found.command, found.plan.launch[LAUNCHER]
+    changes = change_rows(found.changes)
     changed = ["Changes to your command\n", changes_table(changes)]
     given = {**command.environment, **launch.environment}
     words = [*command.launcher, *filter(None, [command.script]), *launch.argv]

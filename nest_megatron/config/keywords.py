@@ -68,18 +68,24 @@ Source = str | os.PathLike[str] | Mapping[str, Any]
 
 
 def compose_keywords(
-    model: Source | TransformerSpec,
+    model: Source | TransformerSpec | None,
     cluster: Source | Cluster,
     settings: Mapping[str, object],
     config_dir: str | os.PathLike[str] | None = None,
 ) -> Composed:
-    """A job of records and keywords (as for ``setting_texts``), as the command line composes it."""
+    """A job of records and keywords (as for ``setting_texts``), as the command line composes it.
+
+    Args:
+        model: ``None`` where a command describes it.
+    """
     if "out" in settings:
         limit, fix = "a call writes no file", "Use Plan.save."
         raise UserInputError("out", value=settings["out"], limit=limit, fix=fix)
     named: dict[str, object] = {}
     described: dict[str, Mapping[str, Any]] = {}
     for group, source in (("model", model), ("cluster", cluster)):
+        if source is None and group == "model":
+            continue
         if isinstance(source, str):
             named[group] = source
         elif isinstance(source, os.PathLike):

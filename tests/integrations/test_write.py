@@ -105,10 +105,11 @@ def test_environment() -> None:
     assert environment(request(grid=dims(tp=2), zero=ZeroStage.WEIGHTS)) == {name: None}
 
 
-def test_null_tokenizer_adds_a_row() -> None:
-    argv = model_argv(LLAMA, tokenizer_type="NullTokenizer")
-    assert argv[argv.index("--vocab-size") + 1] == "128255"
-    assert read_job(read_command([*argv, "--bf16"])).spec.vocab_size == LLAMA.vocab_size
+@pytest.mark.parametrize(("version", "rows"), [("0.16.1", "128255"), ("0.20", "128256")])
+def test_null_tokenizer_of_0_16_adds_a_row(version: str, rows: str) -> None:
+    argv = model_argv(LLAMA, tokenizer_type="NullTokenizer", version=version)
+    assert argv[argv.index("--vocab-size") + 1] == rows
+    assert read_job(read_command([*argv, "--bf16"], version)).spec.vocab_size == LLAMA.vocab_size
 
 
 def test_activations_without_a_flag_are_refused() -> None:

@@ -23,7 +23,7 @@ def megatron_case(request: LaunchRequest) -> dict[str, Any]:
     variables = environment(request)
     return {
         "argv": [
-            *model_argv(request.spec, tokenizer_type="NullTokenizer"),
+            *model_argv(request.spec, tokenizer_type="NullTokenizer", version=request.version),
             *parallel_argv(request),
             *TRAINING,
             *_job_argv(request),

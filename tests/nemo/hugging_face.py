@@ -6,7 +6,10 @@ The sizes are those of the models' own ``config.json``.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
 
 #: (layers, hidden size, heads, key-value heads, inner size, vocabulary, tied embeddings)
 _SIZES: dict[str, tuple[str, int, int, int, int, int, int, bool]] = {
@@ -144,12 +147,13 @@ def configuration(name: str) -> Any:
     )
 
 
-class Offline:
-    """Megatron-Bridge's ``AutoBridge`` for recipes that ask the Hub for a configuration alone."""
+def go_offline(patch: pytest.MonkeyPatch, module: Any) -> None:
+    """Let a recipe's module ask no Hub for a model, until ``patch`` is undone.
 
-    @staticmethod
-    def from_hf_pretrained(name: str, *_: object, **__: object) -> Any:
-        """The bridge of a model, without its weights."""
+    The bridge of a model is made of its configuration alone, without its weights.
+    """
+
+    def bridge_of(name: str, *_: object, **__: object) -> Any:
         from megatron.bridge import AutoBridge
 
         found = AutoBridge.from_hf_config(configuration(name))
@@ -157,7 +161,14 @@ class Offline:
             import transformers
             from megatron.bridge.models.gemma import gemma3_bridge
 
-            transformers.AutoTokenizer.from_pretrained = lambda *_, **__: range(262_144)
-            gemma3_bridge.AutoConfig = SimpleNamespace(from_pretrained=configuration)
+            patch.setattr(
+                transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: range(262_144)
+            )
+            patch.setattr(
+                gemma3_bridge, "AutoConfig", SimpleNamespace(from_pretrained=configuration)
+            )
             found._config_only_pretrained._model_name_or_path = name
         return found
+
+    offline = SimpleNamespace(from_hf_pretrained=bridge_of)
+    patch.setattr(module, "AutoBridge", offline, raising=False)

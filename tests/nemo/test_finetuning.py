@@ -34,7 +34,7 @@ def _sft(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Megatron-Bridge's recipe of a model, without a network."""
     where, _, function = name.partition(":")
     module = importlib.import_module(f"megatron.bridge.recipes.{where}")
-    monkeypatch.setattr(module, "AutoBridge", hugging_face.Offline)
+    hugging_face.go_offline(monkeypatch, module)
     with bridge.on_hopper():
         return getattr(module, function)()
 

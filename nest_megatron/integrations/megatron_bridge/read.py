@@ -63,8 +63,6 @@ PATHS = ConfigPaths(
 )
 #: Both switches of Megatron-FSDP.
 FSDP_SWITCHES = ("dist.use_megatron_fsdp", "ddp.use_megatron_fsdp")
-#: Tokenizers that add a row of their own (``_NullTokenizer``: the end of a document).
-_ADDED_ROWS = {"NullTokenizer": 1}
 #: The release of Megatron-Bridge in NeMo Framework 26.06 (its ``docs/releases``).
 _SINCE_26_06 = (0, 5)
 
@@ -167,20 +165,31 @@ def _vocabulary(cfg: Any, given: int | None) -> tuple[int, bool]:
     """Rows of the embedding, and whether they are padded already.
 
     Source: ``setup._validate_and_set_vocab_size``: a size of the model's own is taken as it is,
-    that of the tokenizer is padded.
+    that of the tokenizer is padded, and replaces the model's if ``use_tokenizer_vocab_size`` is on.
     """
     preset = value_or(cfg.model, "vocab_size", None)
-    if preset is not None:
+    of_tokenizer = find(cfg, "tokenizer.use_tokenizer_vocab_size") is True
+    if preset is not None and not of_tokenizer:
         return preset, not value_or(cfg.model, "should_pad_vocab", False)
     if given is not None:
         return given, False
     kind = str(find(cfg, "tokenizer.tokenizer_type"))
     rows = find(cfg, "tokenizer.vocab_size")
-    if kind in _ADDED_ROWS and isinstance(rows, int):
-        return rows + _ADDED_ROWS[kind], False
+    if kind == "NullTokenizer" and isinstance(rows, int):
+        return rows + _adds_end_of_document(cfg), False
     limit = f"it comes from the files of {kind}, which are not read"
     fix = "Set it, or give vocab_size=."
     raise UserInputError("model.vocab_size", value=None, limit=limit, fix=fix)
+
+
+def _adds_end_of_document(cfg: Any) -> bool:
+    """Whether ``NullTokenizer`` has a row beside those that it is given, for a document's end.
+
+    Source: ``NullTokenizer.vocab_size`` of megatron-core 0.16.1 (0.20 has none), and
+    ``_NullTokenizer.vocab_size`` of Megatron-Bridge 0.3.1 with ``legacy_tokenizer``.
+    """
+    is_legacy = find(cfg, "tokenizer.legacy_tokenizer") is True
+    return installed_target().megatron_core.startswith("0.16") and not is_legacy
 
 
 def _memory_fields(cfg: Any) -> Mapping[str, Any]:

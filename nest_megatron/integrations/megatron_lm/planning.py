@@ -33,7 +33,7 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
-from nest_megatron.planner import PlanRequest
+from nest_megatron.planner import PlanRequest, Progress
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.report.failure import require_plan
@@ -141,6 +141,75 @@ def _command(text: str | Sequence[str], version: str) -> ReadCommand:
         fix = " ".join((error.fix, *launch.notes))
         raise UserInputError(error.what, value=error.value, limit=error.limit, fix=fix) from error
     return dataclasses.replace(command, notes=(*launch.notes, *command.notes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandPlan:
+    """The plan of a user's command.
+
+    Args:
+        command: as it was read.
+        changes: of its flags.
+    """
+
+    plan: ParallelPlan
+    notes: tuple[str, ...]
+    command: ReadCommand
+    changes: tuple[Change, ...]
+
+
+def plan_command(
+    text: str | Sequence[str],
+    composed: Composed,
+    *,
+    free: Collection[str],
+    version: str,
+    strict: bool = False,
+    begun_s: Seconds | None = None,
+    shortlist: bool = False,
+    on_progress: Progress | None = None,
+) -> CommandPlan:
+    """Plan a command, or the script that launches it; settings win over its flags.
+
+    Args:
+        free: parallel flags of the command that the search may change, or ``all``.
+        strict: refuse flags that Megatron-LM does not have.
+        begun_s: when ``search.max_seconds`` began (``time.monotonic``).
+
+    Raises:
+        NothingFitsError: if no plan fits in memory.
+        SearchEndedError: if time ended the search before it had a plan.
+        UserInputError: for a command that cannot be read, or a setting that cannot be kept.
+    """
+    job, request = read_request(text, composed, free=free, version=version)
+    command = job.command
+    assert command is not None
+    if strict:
+        _refuse_unknown(job, command)
+    request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
+    found = require_plan(find_plan(request, on_progress), request.notes)
+    if job.restored is not None:
+        job.restored.check(found, job.version)
+    found = plan_file.made_for(found, MEGATRON_LM, job.version, "plan --from")
+    kept = kept_flags(job, request, composed.config)
+    found = with_launch(found, command, kept=kept, notes=request.notes)
+    environment = found.launch[LAUNCHER].environment
+    unset = (f"{name} must not be set." for name, value in environment.items() if value is None)
+    return CommandPlan(
+        plan=found,
+        notes=(*request.notes, *unset),
+        command=command,
+        changes=rewritten(found, command, kept).changes,
+    )
+
+
+def _refuse_unknown(job: Job, command: ReadCommand) -> None:
+    """Refuse a command with flags that Megatron-LM does not have."""
+    flags = [word for word in job.passthrough if word.startswith("--")]
+    if flags:
+        limit = f"Megatron-LM {job.version} has no such flag"
+        fix = " ".join(command.notes) or "Correct it, or leave --strict out."
+        raise UserInputError("--from", value=" ".join(flags), limit=limit, fix=fix)
 
 
 #: Runners-up that a launch ranks, unless it is told how many; all that wait for it count seconds.

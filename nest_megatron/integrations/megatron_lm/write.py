@@ -48,13 +48,14 @@ def model_argv(
     """Flags with which Megatron-LM builds this model.
 
     Args:
-        tokenizer_type: ``NullTokenizer`` adds an end-of-document token of its own, so one row less
-            is asked for.
+        tokenizer_type: ``NullTokenizer`` of 0.16.1 adds an end-of-document token of its own, so one
+            row less is asked for.
 
     Raises:
         UnplannableModelError: if the command line cannot state the model's activation.
     """
     rope = spec.position_embedding_type == "rope"
+    adds_row = tokenizer_type == "NullTokenizer" and version.startswith("0.16")
     return _argv(
         **_layers(spec, version),
         hidden_size=spec.hidden_size,
@@ -74,7 +75,7 @@ def model_argv(
         disable_bias_linear=not spec.add_bias_linear,
         untie_embeddings_and_output_weights=spec.untie_embeddings_and_output_weights,
         tokenizer_type=tokenizer_type,
-        vocab_size=spec.vocab_size - (tokenizer_type == "NullTokenizer"),
+        vocab_size=spec.vocab_size - adds_row,
         make_vocab_size_divisible_by=spec.make_vocab_size_divisible_by,
         padded_vocab_size=spec.vocab_size if spec.vocab_is_padded else None,
         **(_experts(spec) if spec.num_experts is not None else {}),

@@ -10,12 +10,15 @@ import pytest
 import yaml
 
 from nest_megatron.config.launch import read_words
+from nest_megatron.cost_model.target_defaults import BRIDGE_0_3, BRIDGE_2026
+from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_bridge import (
     apply_plan,
     auto_recipe,
     hook,
     plan_changes,
+    read,
     read_recipe,
     to_dotlist,
     to_yaml,
@@ -47,10 +50,27 @@ def test_the_launcher_knows_the_ranks() -> None:
     assert (found.num_gpus, found.gpus_per_node) == (64, 8)
 
 
-def test_a_null_tokenizer_adds_a_row() -> None:
+@pytest.mark.parametrize(
+    ("target", "legacy", "rows"),
+    [(BRIDGE_0_3, False, 32_001), (BRIDGE_0_3, True, 32_000), (BRIDGE_2026, None, 32_000)],
+)
+def test_a_null_tokenizer_of_megatron_core_0_16_adds_a_row(
+    target: Target, legacy: bool | None, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read, "installed_target", lambda: target)
     cfg = llama()
     cfg.model.vocab_size, cfg.tokenizer.vocab_size = None, 32_000
-    assert read_recipe(cfg).spec.vocab_size == 32_001
+    if legacy is not None:
+        cfg.tokenizer.legacy_tokenizer = legacy
+    assert read_recipe(cfg).spec.vocab_size == rows
+
+
+def test_a_tokenizer_may_replace_the_vocabulary_of_a_model() -> None:
+    cfg = llama()
+    cfg.tokenizer.vocab_size, cfg.tokenizer.use_tokenizer_vocab_size = 999, True
+    assert read_recipe(cfg).spec.vocab_size == 1_000
+    cfg.tokenizer.use_tokenizer_vocab_size = False
+    assert read_recipe(cfg).spec.vocab_size == cfg.model.vocab_size
 
 
 def test_a_plan_for_another_number_of_ranks_is_refused() -> None:
