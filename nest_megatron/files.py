@@ -30,16 +30,20 @@ _KINDS = (
 )
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Write a text file as ``write_bytes`` does."""
-    write_bytes(path, text.encode("utf-8", errors="backslashreplace"))
+    write_bytes(path, text.encode("utf-8", errors="backslashreplace"), mode=mode)
 
 
-def write_bytes(path: Path, content: bytes) -> None:
+def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:
     """Write a file in one step: readers see the old file or the new one.
 
     A link is followed: the file that it names is written anew, the link stays. ``-`` is standard
     output.
+
+    Args:
+        mode: rights of a new file, less those that the umask takes; an old one keeps its own as
+            far as these go.
 
     Raises:
         UserInputError: if the folder is missing or cannot be written to, or a device or a pipe is
@@ -52,10 +56,10 @@ def write_bytes(path: Path, content: bytes) -> None:
     require_folder(path)
     temporary: str | None = None
     try:
-        descriptor, temporary = _new_file(path)
+        descriptor, temporary = _new_file(path, mode)
         with os.fdopen(descriptor, "wb") as stream:
             if path.exists():
-                os.fchmod(descriptor, stat.S_IMODE(path.stat().st_mode))
+                os.fchmod(descriptor, stat.S_IMODE(path.stat().st_mode) & ~(0o666 ^ mode))
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
@@ -255,8 +259,8 @@ def _refused(what: str, path: Path, limit: str, fix: str) -> UserInputError:
     return UserInputError(what, value=str(path), limit=limit, fix=fix)
 
 
-def _new_file(path: Path) -> tuple[int, str]:
-    """A file of a name that nobody uses, beside ``path``, with the rights of any new file.
+def _new_file(path: Path, mode: int) -> tuple[int, str]:
+    """A file of a name that nobody uses, beside ``path``, with rights as of any new file.
 
     ``tempfile`` makes private files, and what the umask is can be asked only by setting it, which
     other threads would see.
@@ -264,4 +268,4 @@ def _new_file(path: Path) -> tuple[int, str]:
     while True:
         name = str(path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp")
         with contextlib.suppress(FileExistsError):
-            return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), name
+            return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), name

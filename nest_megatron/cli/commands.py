@@ -57,6 +57,7 @@ COMMANDS: Mapping[str, Loaded] = {
     "extract": Loaded(
         "extract", "Show the work of one layer on one rank, as megatron-core's own modules do it."
     ),
+    "keygen": Loaded("signing", "Make a key that signs pinned plans, in minisign's format."),
     "models": Loaded(
         "catalogue", "List the models of the catalogue, or show one, or that of a file."
     ),
@@ -88,6 +89,10 @@ COMMANDS: Mapping[str, Loaded] = {
         "validate",
         "Compare predictions with measured runs: errors, ranking of layouts, memory.",
         "validation",
+    ),
+    "verify": Loaded(
+        "signing",
+        "Say whether a pinned plan is as it was pinned, and with --key who signed it.",
     ),
 }
 

@@ -40,6 +40,7 @@ def explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bo
 @command(
     "nest-megatron pin plan.yaml",
     "nest-megatron pin plan.yaml --out pinned.yaml --by ada --note 'reviewed for run 7'",
+    "nest-megatron pin plan.yaml --sign reviewer.key",
 )
 @click.argument("path", type=PATH, metavar="PLAN.YAML")
 @click.option("--out", type=OUTPUT, help="Write the pinned plan here instead of in its place.")
@@ -52,28 +53,54 @@ def explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bo
     metavar="RELEASE",
     help="The Megatron-LM release that it may launch (0.16.1 or 0.20); by default the plan's own.",
 )
+@click.option(
+    "--sign",
+    "key",
+    type=PATH,
+    metavar="KEY",
+    help="Sign the pinned file with this secret key; one that is pinned already is only signed.",
+)
 @json_option
 def pin(
-    path: Path, *, out: Path | None, by: str | None, note: str, release: str | None, as_json: bool
+    path: Path,
+    *,
+    out: Path | None,
+    by: str | None,
+    note: str,
+    release: str | None,
+    key: Path | None,
+    as_json: bool,
 ) -> None:
     """Freeze a reviewed plan: it launches the job that it was made for, and no other.
 
     Launch with +nest=pinned nest.plan=FILE. The file is refused once a byte of it has changed.
     """
+    from nest_megatron.cli.signing import ask_password
+    from nest_megatron.files import read_text
     from nest_megatron.integrations.plan_output import pin_plan
     from nest_megatron.plain import to_plain
-    from nest_megatron.planner.pins import pinned_for, write_pinned
+    from nest_megatron.planner.pins import is_pinned, pinned_for, read_pinned, write_pinned
+    from nest_megatron.planner.signed import sign_pinned
     from nest_megatron.report.console import say, show_json
 
-    pinned = pin_plan(path, by=by, note=note, release=release)
-    target, plan, made = out or path, pinned.plan, pinned.pin
-    write_pinned(pinned, target)
+    target = out or path
+    if key is not None and out is None and is_pinned(read_text(path, "plan")):
+        pinned = read_pinned(path)
+    else:
+        pinned = pin_plan(path, by=by, note=note, release=release)
+        write_pinned(pinned, target)
+    plan, made = pinned.plan, pinned.pin
+    signature = None if key is None else sign_pinned(target, key, ask_password)
     if as_json:
-        show_json({"pinned": str(target), **to_plain(made)})
+        show_json(
+            {"pinned": str(target), "signature": signature and str(signature), **to_plain(made)}
+        )
         return
     say(
         f"Pinned to {target}: {plan.model.name} on {plan.cluster.describe()}, global batch "
         f"{plan.train.global_batch_size}, {plan.train.precision}, "
         f"{pinned_for(plan, made.megatron_lm)}, nest-megatron {made.nest_megatron_version}."
     )
+    if signature is not None:
+        say(f"Signed: {signature}. `nest-megatron verify {target} --key PUBLIC.KEY` says by whom.")
     say(f"Launch that job with +nest=pinned nest.plan={target}; any other is refused.")

@@ -39,6 +39,18 @@ _NAMES = ("name", "source")
 _VOCAB = ("vocab_size", "vocab_is_padded", "make_vocab_size_divisible_by")
 
 
+class UnpinnedError(PlanFileError):
+    """A plan file that nobody has pinned."""
+
+    exit_code = 10
+
+
+class ChangedPinError(PlanFileError):
+    """A pinned file of which a byte was changed since."""
+
+    exit_code = 11
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
     """Who froze a plan, and for which software.
@@ -100,11 +112,12 @@ def read_pinned(path: Path) -> PinnedPlan:
     """Read a pinned file.
 
     Raises:
-        PlanFileError: if it is not pinned, or a byte of it changed since.
+        UnpinnedError: if it is not pinned.
+        ChangedPinError: if a byte of it changed since.
     """
     text = read_text(path, "nest.plan")
     if not is_pinned(text):
-        raise PlanFileError(
+        raise UnpinnedError(
             "nest.plan",
             value=str(path),
             limit="it is not pinned",
@@ -112,7 +125,7 @@ def read_pinned(path: Path) -> PinnedPlan:
         )
     head, _, body = text.partition("\n")
     if head != _HEAD + _sum(body):
-        raise PlanFileError(
+        raise ChangedPinError(
             "nest.plan",
             value=str(path),
             limit="its contents do not match its first line: it was changed after it was pinned",

@@ -1,0 +1,89 @@
+"""``nest-megatron keygen`` and ``verify``: who signed a pinned plan."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from nest_megatron.cli.command_kinds import OUTPUT, PATH, command, json_option
+
+
+@command("nest-megatron keygen --out reviewer.key")
+@click.option("--out", type=OUTPUT, required=True, help="Write the secret key here.")
+@click.option("--no-password", is_flag=True, help="Leave it unencrypted, for a robot's use.")
+@json_option
+def keygen(out: Path, *, no_password: bool, as_json: bool) -> None:
+    """Make a key that signs pinned plans, in minisign's format.
+
+    The public key goes beside it (NAME.pub): give it to those who verify.
+    """
+    from nest_megatron import minisign
+    from nest_megatron.files import check_output, write_text
+    from nest_megatron.planner.signed import PUBLIC_SUFFIX
+    from nest_megatron.report.console import say, show_json
+
+    public = out.with_suffix(PUBLIC_SUFFIX)
+    check_output("--out", public)
+    key = minisign.new_key()
+    password = "" if no_password else ask_password("Password of the new key", confirm=True)
+    write_text(out, minisign.secret_text(key, password), mode=0o600)
+    write_text(public, key.public.text)
+    if as_json:
+        show_json({"key": key.public.name, "secret": str(out), "public": str(public)})
+        return
+    say(f"Key {key.public.name}: {out} signs (keep it secret), {public} verifies.")
+    say(f"Sign a reviewed plan: nest-megatron pin plan.yaml --sign {out}")
+
+
+@command(
+    "nest-megatron verify pinned.yaml",
+    "nest-megatron verify pinned.yaml --key reviewer.pub",
+)
+@click.argument("path", type=PATH, metavar="PINNED.YAML")
+@click.option(
+    "--key",
+    "keys",
+    multiple=True,
+    metavar="KEY",
+    help="A trusted key: its file, a folder of files *.pub, or the key itself. Any one suffices.",
+)
+@click.option("--signature", type=PATH, help="The signature, if not in PINNED.YAML.minisig.")
+@json_option
+def verify(path: Path, *, keys: tuple[str, ...], signature: Path | None, as_json: bool) -> None:
+    """Say whether a pinned plan is as it was pinned, and with --key who signed it.
+
+    Nothing is looked up. Exit codes: 0 it holds, 2 bad input, 10 not pinned, 11 changed since it
+    was pinned, 12 no signature, 13 a signature that
+    cannot be read, 14 signed with a key that is not
+    trusted, 15 a signature of another file.
+    """
+    from nest_megatron.errors import UserInputError
+    from nest_megatron.plain import to_plain
+    from nest_megatron.planner.pins import read_pinned
+    from nest_megatron.planner.signed import read_signers, verify_pinned
+    from nest_megatron.report.console import say, show_json
+
+    if signature is not None and not keys:
+        limit, fix = "it is compared with trusted keys", "Add --key."
+        raise UserInputError("--signature", value=str(signature), limit=limit, fix=fix)
+    signed = verify_pinned(path, read_signers(keys), signature) if keys else None
+    pin = signed.pinned.pin if signed else read_pinned(path).pin
+    if as_json:
+        signer = signed and {"key": signed.signer.key.name, "source": signed.signer.source}
+        comment = signed and signed.comment
+        show_json({"pinned": to_plain(pin), "signer": signer, "comment": comment})
+        return
+    say(f"{path} is as {pin.by} pinned it at {pin.created}.")
+    if signed is None:
+        say("Who signed it was not asked: --key names trusted keys.")
+    else:
+        say(f"Signed by {signed.signer.describe()}.")
+
+
+def ask_password(prompt: str = "Password of the key", *, confirm: bool = False) -> str:
+    """A password from the terminal, or the first line of standard input where it is none."""
+    if not sys.stdin.isatty():
+        return sys.stdin.readline().rstrip("\n")
+    return str(click.prompt(prompt, hide_input=True, confirmation_prompt=confirm, err=True))

@@ -1,0 +1,113 @@
+"""Pinned plans that a reviewer has signed: the file, and its signature in a file beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from nest_megatron import minisign
+from nest_megatron.errors import UserInputError
+from nest_megatron.files import expanded, read_bytes, read_text, write_text
+from nest_megatron.minisign import PublicKey, Reason, SignatureError
+from nest_megatron.planner.pins import PinnedPlan, read_pinned
+
+#: Ends the name of a public key's file.
+PUBLIC_SUFFIX = ".pub"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signer:
+    """A trusted key and where it was found: a file's name, or the key itself."""
+
+    source: str
+    key: PublicKey
+
+    def describe(self) -> str:
+        """The key, and the name of its file."""
+        stem = Path(self.source).stem
+        return self.key.name if self.source == self.key.line else f"{stem} (key {self.key.name})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignedPlan:
+    """A pinned plan, who signed it, and the comment that was signed with it."""
+
+    pinned: PinnedPlan
+    signer: Signer
+    comment: str
+
+
+def signature_path(path: Path) -> Path:
+    """Where the signature of a file lies, unless another is named."""
+    return path.with_name(path.name + minisign.SUFFIX)
+
+
+def sign_pinned(path: Path, key_path: Path, ask_password: Callable[[], str]) -> Path:
+    """Sign a pinned file, and write its signature beside it.
+
+    Returns:
+        The signature's file.
+
+    Raises:
+        UserInputError: if the plan is not pinned, or the key cannot be read.
+    """
+    pinned = read_pinned(path)
+    key = minisign.read_secret(read_text(key_path, "--sign"), ask_password, str(key_path))
+    comment = (
+        f"pinned plan of {pinned.plan.model.name}\tby:{pinned.pin.by}\tat:{pinned.pin.created}"
+    )
+    signature = minisign.sign(read_bytes(path, "plan"), key, " ".join(comment.splitlines()))
+    target = signature_path(path)
+    write_text(target, signature.text)
+    return target
+
+
+def verify_pinned(
+    path: Path, signers: Iterable[Signer], signature: Path | None = None
+) -> SignedPlan:
+    """A pinned file that one of the signers has signed.
+
+    Args:
+        signature: its signature's file, if not the one beside it.
+
+    Raises:
+        SignatureError: if none of them has, or the file was changed since.
+        PlanFileError: if it is not pinned.
+    """
+    where = signature or signature_path(expanded(path, "plan"))
+    if not expanded(where, "--signature").exists():
+        limit = "there is no such file, and the plan has to be signed"
+        fix = f"Have it signed: nest-megatron pin {path} --sign KEY"
+        raise SignatureError(Reason.MISSING, value=str(where), limit=limit, fix=fix)
+    found = minisign.read_signature(read_text(where, "--signature"), str(where))
+    by_key = {signer.key: signer for signer in signers}
+    key = minisign.verify(read_bytes(path, "plan"), found, by_key)
+    return SignedPlan(pinned=read_pinned(path), signer=by_key[key], comment=found.comment)
+
+
+def read_signers(named: Iterable[str]) -> list[Signer]:
+    """Trusted keys: each a file, a folder of files ``*.pub``, or a key in one line.
+
+    Raises:
+        UserInputError: for a file that is no public key, and a folder without one.
+    """
+    found = []
+    for name in named:
+        path = expanded(Path(name), "--key")
+        if path.is_dir():
+            files = sorted(path.glob(f"*{PUBLIC_SUFFIX}"))
+            if not files:
+                limit, fix = f"it holds no key (*{PUBLIC_SUFFIX})", "Copy public keys into it."
+                raise UserInputError("--key", value=name, limit=limit, fix=fix)
+            found += [_signer(each) for each in files]
+        elif minisign.is_public_line(name) and not path.exists():
+            found.append(Signer(source=name, key=minisign.read_public(name, name)))
+        else:
+            found.append(_signer(path))
+    return found
+
+
+def _signer(path: Path) -> Signer:
+    key = minisign.read_public(read_text(path, "--key"), str(path))
+    return Signer(source=str(path), key=key)

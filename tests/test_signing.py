@@ -1,0 +1,188 @@
+"""Signatures of pinned plans: minisign's own, ours, and what does not hold."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nest_megatron import minisign
+from nest_megatron.errors import UserInputError
+from nest_megatron.planner.signed import signature_path
+from tests.cli.runs import ROOT, SMALL, Run, run
+
+#: Written by minisign 0.11: `-G -W`, `-S -t`, `-S -l`, of a file that holds "hello".
+PUBLIC = """untrusted comment: minisign public key 87C09460C7CF688F
+RWSPaM/HYJTAhw8lCWRd8LF/ON7RvD60X/kulv3gB6C3Dre982OxF8jt
+"""
+SECRET = """untrusted comment: minisign encrypted secret key
+RWQAAEIyAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAj2jPx2CUwIcQ+/FyY3fjVYMostjj\
+UcRiOLY0p3oj5z3TKTzdRAz3Qg8lCWRd8LF/ON7RvD60X/kulv3gB6C3Dre982OxF8jtAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA\
+AAAAAAA=
+"""
+SIGNATURE = """untrusted comment: signature from minisign secret key
+RUSPaM/HYJTAh35bJdeufEG3DKob9Zu7aLzuY8yCXWjsWrfvd+Wcgv4R//J39h0bBVGWag94YhIvKB/BUd5hw0IS/epv77jFfAY=
+trusted comment: timestamp:1 file:m.txt
+c/zYe0HhBSklUOJWA816h0xhZXOYFPOFoFWiT7Muxoxp0Ymv+CCC4xqUdyrO2WU6s4jDSsP3lr/wcmUFK59VBQ==
+"""
+WHOLE_SIGNATURE = (
+    "untrusted comment: signature from minisign secret key\n"
+    "RWSPaM/HYJTAh3IQdQwiW1KUHCabw7po5RUR1gaF8eUP3vzbLrICXayCCgssy7ScTeCiDjACz0swKeWRzc5BKVJAYL5O3lU6hQg=\n"
+    "trusted comment: timestamp:1795436671\tfile:m.txt\n"
+    "Q6SOgOwrweq5+enPMljS+iOptzkTrY+P63uj+Pf+0ISujvarJEdxdRcXEcF870gX1J0Ncivr0fo4tXZfodaVAA==\n"
+)
+KEY = minisign.read_public(PUBLIC, "a.pub")
+
+
+@pytest.mark.parametrize("text", [SIGNATURE, WHOLE_SIGNATURE])
+def test_signatures_of_minisign_hold(text: str) -> None:
+    signature = minisign.read_signature(text, "m.txt.minisig")
+    assert minisign.verify(b"hello\n", signature, [minisign.new_key().public, KEY]) == KEY
+    assert signature.text.splitlines()[1:] == text.splitlines()[1:]
+    with pytest.raises(minisign.SignatureError) as wrong:
+        minisign.verify(b"hallo\n", signature, [KEY])
+    assert wrong.value.reason is minisign.Reason.WRONG
+
+
+def test_keys_of_minisign_are_read_and_written() -> None:
+    secret = minisign.read_secret(SECRET, pytest.fail, "a.key")
+    assert secret.public == KEY
+    assert KEY.text == PUBLIC
+    assert minisign.secret_text(secret, "") == SECRET
+    again = minisign.sign(b"hello\n", secret, "timestamp:1 file:m.txt")
+    assert again.text.splitlines()[1:] == SIGNATURE.splitlines()[1:]  # Ed25519 draws nothing
+
+
+@pytest.mark.slow
+def test_a_password_encrypts_a_key_and_no_other_opens_it() -> None:
+    key = minisign.new_key()
+    text = minisign.secret_text(key, "correct horse")
+    assert minisign.read_secret(text, lambda: "correct horse", "b.key") == key
+    with pytest.raises(UserInputError, match="password is not this key's"):
+        minisign.read_secret(text, lambda: "battery staple", "b.key")
+
+
+@given(st.binary(max_size=200), st.integers(0, 3), st.data())
+def test_a_changed_byte_never_holds(content: bytes, line: int, data: st.DataObject) -> None:
+    key = minisign.new_key()
+    text = minisign.sign(content, key, "plan").text
+    assert minisign.verify(content, minisign.read_signature(text, "x"), [key.public])
+    lines = text.splitlines()
+    place = data.draw(st.integers(0, len(lines[line]) - 1))
+    other = data.draw(st.sampled_from("Ab1+=").filter(lambda c: c != lines[line][place]))
+    lines[line] = lines[line][:place] + other + lines[line][place + 1 :]
+    changed = "\n".join(lines) + "\n"
+    if line == 0:  # minisign's own name for it: an untrusted comment
+        assert minisign.verify(content, minisign.read_signature(changed, "x"), [key.public])
+        return
+    with pytest.raises(minisign.SignatureError):
+        minisign.verify(content, minisign.read_signature(changed, "x"), [key.public])
+
+
+@pytest.fixture(scope="module")
+def signed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A signed plan, its signer's keys and another's."""
+    folder = tmp_path_factory.mktemp("signed")
+    assert run("plan", *SMALL, f"out={folder / 'plan.yaml'}").code == 0
+    for name in ("reviewer", "other"):
+        assert run("keygen", "--out", str(folder / f"{name}.key"), "--no-password").code == 0
+    plan, key = folder / "plan.yaml", folder / "reviewer.key"
+    assert run("pin", str(plan), "--sign", str(key)).code == 0
+    return plan
+
+
+def verified(plan: Path, *keys: str) -> Run:
+    return run("verify", str(plan), *(word for key in keys for word in ("--key", key)))
+
+
+def test_a_signed_plan_holds(signed: Path) -> None:
+    public = signed.parent / "reviewer.pub"
+    for key in (str(public), public.read_text().splitlines()[1], str(signed.parent)):
+        found = verified(signed, key)
+        assert found.code == 0, found.err
+        assert "Signed by" in found.out
+    assert "was not asked" in verified(signed).out
+
+
+def test_a_secret_key_is_private_and_never_replaced(signed: Path) -> None:
+    key = signed.parent / "reviewer.key"
+    assert stat.S_IMODE(key.stat().st_mode) & 0o077 == 0
+    assert run("keygen", "--out", str(key), "--no-password").code == 2
+
+
+def test_each_reason_has_its_exit_code(signed: Path, tmp_path: Path) -> None:
+    public, other = (str(signed.parent / f"{name}.pub") for name in ("reviewer", "other"))
+    plan, unpinned = tmp_path / "plan.yaml", tmp_path / "unpinned.yaml"
+    plan.write_bytes(signed.read_bytes())
+    assert verified(plan, public).code == 12
+    signature_path(plan).write_text("nothing")
+    assert verified(plan, public).code == 13
+    signature_path(plan).write_bytes(signature_path(signed).read_bytes())
+    assert verified(plan, public).code == 0
+    assert verified(plan, other).code == 14
+    assert verified(plan, other, public).code == 0  # while one key replaces another
+    plan.write_text(plan.read_text() + "\n")
+    assert verified(plan, public).code == 15
+    assert verified(plan).code == 11
+    unpinned.write_text(plan.read_text().partition("\n")[2])
+    assert verified(unpinned).code == 10
+    assert verified(tmp_path / "none.yaml").code == 2
+    assert verified(signed, str(signed)).code == 2  # not a key
+    assert verified(signed, str(tmp_path)).code == 2  # a folder without keys
+
+
+def test_a_pinned_plan_is_signed_again_as_it_is(signed: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_bytes(signed.read_bytes())
+    assert run("pin", str(plan), "--sign", str(signed.parent / "other.key")).code == 0
+    assert plan.read_bytes() == signed.read_bytes()
+    assert verified(plan, str(signed.parent / "other.pub")).code == 0
+    assert run("pin", str(plan), "--sign", str(signed.parent / "other.pub")).code == 2
+
+
+def test_a_password_comes_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nest_megatron.cli.signing import ask_password
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("correct horse\nmore\n"))
+    assert ask_password() == "correct horse"
+
+
+def test_a_prolog_lets_only_signed_plans_through(signed: Path, tmp_path: Path) -> None:
+    script = ROOT / "recipes" / "slurm" / "verify_plan.sh"
+    program = tmp_path / "nest-megatron"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m nest_megatron "$@"\n')
+    program.chmod(0o755)
+
+    def ended(**more: str) -> subprocess.CompletedProcess[str]:
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, **more}
+        return subprocess.run(
+            ["bash", str(script)], env=environment, capture_output=True, text=True, check=False
+        )
+
+    keys = {"NEST_TRUSTED_KEYS": str(signed.parent / "reviewer.pub")}
+    assert ended().returncode == 0
+    assert ended(NEST_PLAN=str(signed), **keys).returncode == 0
+    stopped = ended(NEST_PLAN=str(signed), NEST_TRUSTED_KEYS=str(signed.parent / "other.pub"))
+    assert stopped.returncode == 14
+    assert stopped.stdout.startswith("print nest: ")
+
+
+@pytest.mark.skipif(shutil.which("minisign") is None, reason="minisign is not installed")
+def test_minisign_itself_agrees(signed: Path) -> None:
+    public = signed.parent / "reviewer.pub"
+    subprocess.run(["minisign", "-V", "-m", signed, "-p", public], check=True, capture_output=True)
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
+    with pytest.raises(UserInputError, match=r"nest-megatron\[sign\]"):
+        minisign.sign(b"", minisign.new_key(), "")
