@@ -29,7 +29,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"__main__", "profile.__main__"}),
 )
 #: Modules at the top that every package may use.
-BASE = {"boot", "deadline", "documents", "errors", "files", "names", "packages"}
+BASE = {"boot", "deadline", "documents", "errors", "files", "minisign", "names", "packages"}
 BASE |= {"plain", "units", "version"}
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
 
