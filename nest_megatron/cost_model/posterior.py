@@ -5,14 +5,11 @@ Of a run, the logarithm of measured over predicted time is (``uncertainty``)
     sum over mechanisms of (share * error of its price)  +  job  +  layout  +  noise
 
 where the error of a mechanism's price is one at a site, the job's is one for its plans, the
-layout's is alike for layouts near each other, and the noise is each run's own. All are normal, but
-what belongs to a job (job, layout, noise) has a variance of its own, by an inverse gamma factor:
-Student's t. So a job that was misread says little of the site, and much of its own plans.
-
-Plans and runs are points of one Gaussian process with that covariance. Given the factors, means and
-covariances of all plans follow in closed form (Rasmussen and Williams 2006, equation 2.19); the
-factors are found by expectation maximization (Lange, Little and Taylor 1989). Without a run of its
-own job a plan keeps two degrees of freedom, and without any run its distribution is the prior's.
+layout's is alike for layouts near each other, and the noise is each run's own. Plans and runs are
+points of one Gaussian process with that covariance: means and covariances follow in closed form
+(Rasmussen and Williams 2006, equations 2.23 and 2.24). Each job's errors together follow Student's
+t, so that its own runs also tell how far such predictions of it are off (Shah, Wilson and
+Ghahramani 2014, lemma 3). Without a run nothing changes.
 """
 
 from __future__ import annotations
@@ -40,8 +37,6 @@ from nest_megatron.units import Seconds
 #: the variance that runs explain, one half is left. No public runs of one job before and after are
 #: enough to fit it; those of Megatron-Bridge's releases moved by 5 % at most.
 KEPT = math.sqrt(0.5)
-#: The factors of jobs are found to within a share, or after so many rounds.
-_CLOSE, _ROUNDS = 1e-3, 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +60,7 @@ class Observation:
     @property
     def error(self) -> float:
         """Logarithm of measured over predicted time."""
-        return math.log(self.step_s / self.predictive.median_s)
+        return math.log(self.step_s / self.predictive.prior.median_s)
 
 
 class Posterior:
@@ -76,8 +71,8 @@ class Posterior:
         versions: of drivers and packages under which plans will run; those of the last run where
             they are not known.
 
-    Two runs of one job, whose plans differ in how much of the step is tensor-parallel traffic, both
-    slow by what that traffic takes, say so of a third plan of another job.
+    If two runs whose plans differ in how much of the step is tensor-parallel traffic are both slow
+    by what that traffic takes, a third plan of another job is as well.
     """
 
     def __init__(
@@ -86,8 +81,8 @@ class Posterior:
         self.observations = tuple(observations)
         last = self.observations[-1].versions if self.observations else {}
         self._versions = last if versions is None else versions
-        self._factors, self._root = _conditioned(self.observations)
-        self._errors = solve_lower(self._root, [each.error for each in self.observations])
+        self._root, self._errors = _conditioned(self.observations)
+        self._factors: dict[object, float] = {}
         self._mechanisms: Mapping[Mechanism, tuple[float, ...]] | None = None
 
     def of(self, plan: Predictive, job: object) -> Predictive:
@@ -96,26 +91,27 @@ class Posterior:
         Args:
             plan: what is predicted of it; what it was told by another posterior is left out.
         """
-        if plan.learned is not None:
-            plan = dataclasses.replace(plan, median_s=plan.learned.predicted_s, learned=None)
+        plan = plan.prior
         if not self.observations:
             return plan
-        explained = self._explained(plan, job)
+        explained = self._explained(
+            [
+                self._kept(run) * shared_error(plan, run.predictive)
+                + (_job_error(plan, run.predictive) if run.job == job else 0.0)
+                for run in self.observations
+            ]
+        )
         return dataclasses.replace(
             plan,
             median_s=plan.median_s * math.exp(math.fsum(map(mul, explained, self._errors))),
             learned=Learned(
                 predicted_s=plan.median_s,
                 explained=explained,
-                own=self.factor(job),
-                degrees=DEGREES_OF_FREEDOM + sum(each.job == job for each in self.observations),
+                factor=self._factor(job),
+                degrees=DEGREES_OF_FREEDOM + sum(run.job == job for run in self.observations),
                 mechanisms=self._by_mechanism(),
             ),
         )
-
-    def factor(self, job: object) -> float:
-        """Factor of the variance of what belongs to a job; 1 where none of its plans ran."""
-        return self._factors.get(job, 1.0)
 
     def mechanism(self, mechanism: Mechanism) -> tuple[float, float]:
         """Error of a mechanism's price: its mean and standard deviation, of the logarithm."""
@@ -124,27 +120,26 @@ class Posterior:
         left = max(0.0, scale**2 - math.fsum(part * part for part in known))
         return math.fsum(map(mul, known, self._errors)), deviation() * math.sqrt(left)
 
-    def _explained(self, plan: Predictive, job: object) -> tuple[float, ...]:
-        own = self.factor(job)
-        return solve_lower(
-            self._root,
-            [
-                self._kept(each) * shared_error(plan, each.predictive)
-                + (own * _job_error(plan, each.predictive) if each.job == job else 0.0)
-                for each in self.observations
-            ],
-        )
+    def _factor(self, job: object) -> float:
+        """By what a job's own runs widen the variances of its plans, or narrow them."""
+        if job not in self._factors:
+            own = [run for run in self.observations if run.job == job]
+            others = [run for run in self.observations if run.job != job]
+            errors = _conditioned([*others, *own])[1][len(others) :]
+            square = math.fsum(error * error for error in errors)
+            degrees = DEGREES_OF_FREEDOM
+            self._factors[job] = (degrees + square) / (degrees + len(own))
+        return self._factors[job]
 
     def _by_mechanism(self) -> Mapping[Mechanism, tuple[float, ...]]:
         if self._mechanisms is None:
             scales = self.observations[0].predictive.scales.mechanisms
             self._mechanisms = {
-                each: solve_lower(
-                    self._root,
+                each: self._explained(
                     [
                         self._kept(run) * run.predictive.shares.get(each, 0.0) * scales[each] ** 2
                         for run in self.observations
-                    ],
+                    ]
                 )
                 for each in Mechanism
             }
@@ -152,6 +147,9 @@ class Posterior:
 
     def _kept(self, run: Observation) -> float:
         return KEPT ** len(changed(self._versions, run.versions))
+
+    def _explained(self, covariances: Sequence[float]) -> tuple[float, ...]:
+        return solve_lower(self._root, covariances)
 
 
 def expected_improvement(plan: Predictive, best_s: Seconds) -> float:
@@ -175,71 +173,15 @@ def _job_error(a: Predictive, b: Predictive) -> float:
     return a.job_scale * b.job_scale + layout_error(a, b)
 
 
-def _shared(a: Observation, b: Observation) -> float:
-    """What two runs have in common because mechanisms are wrong."""
-    kept = KEPT ** len(changed(a.versions, b.versions))
-    return kept * shared_error(a.predictive, b.predictive)
+def _conditioned(observations: Sequence[Observation]) -> tuple[Matrix, tuple[float, ...]]:
+    """The root of the runs' covariance, and their errors over it."""
+    root = cholesky([[_covariance(a, b) for b in observations] for a in observations])
+    return root, solve_lower(root, [each.error for each in observations])
 
 
-def _conditioned(
-    observations: Sequence[Observation],
-) -> tuple[Mapping[object, float], list[list[float]]]:
-    """Of each job, the factor of the variance of its own errors; the root of the runs' covariance.
-
-    A factor is the inverse of the mean precision, given the expected square of the job's own errors
-    over their scales, which follows from the factors: both are found in turns.
-    """
-    errors = [each.error for each in observations]
-    shared = [[_shared(a, b) for b in observations] for a in observations]
-    own = [[_own(a, b) for b in observations] for a in observations]
-    jobs: dict[object, list[int]] = {}
-    for number, each in enumerate(observations):
-        jobs.setdefault(each.job, []).append(number)
-    factors = dict.fromkeys(jobs, 1.0)
-    for _ in range(_ROUNDS):
-        root = cholesky(
-            [
-                [common + factors[run.job] * alone for common, alone in zip(*rows, strict=True)]
-                for run, *rows in zip(observations, shared, own, strict=True)
-            ]
-        )
-        before = factors
-        squares = _squares(root, errors, own, jobs, factors)
-        factors = {
-            job: (DEGREES_OF_FREEDOM + squares[job]) / (DEGREES_OF_FREEDOM + len(runs))
-            for job, runs in jobs.items()
-        }
-        if all(math.isclose(factors[job], before[job], rel_tol=_CLOSE) for job in jobs):
-            break
-    return before, root
-
-
-def _own(a: Observation, b: Observation) -> float:
-    """What two runs have in common beside that: of one job, and of one run."""
-    if a.job != b.job:
-        return 0.0
-    return _job_error(a.predictive, b.predictive) + (RUN_NOISE**2 / a.runs if a is b else 0.0)
-
-
-def _squares(
-    root: Matrix,
-    errors: Sequence[float],
-    own: Matrix,
-    jobs: Mapping[object, Sequence[int]],
-    factors: Mapping[object, float],
-) -> Mapping[object, float]:
-    """Of each job, the expected square of its own errors over their scales."""
-    size = len(errors)
-    columns = [solve_lower(root, [float(i == j) for j in range(size)]) for i in range(size)]
-    whitened = solve_lower(root, errors)
-    solved = [math.fsum(map(mul, column, whitened)) for column in columns]
-    return {
-        job: factors[job] * len(runs)
-        + factors[job] ** 2
-        * math.fsum(
-            own[i][j] * (solved[i] * solved[j] - math.fsum(map(mul, columns[i], columns[j])))
-            for i in runs
-            for j in runs
-        )
-        for job, runs in jobs.items()
-    }
+def _covariance(a: Observation, b: Observation) -> float:
+    """Product of the scales of what two runs have in common."""
+    common = KEPT ** len(changed(a.versions, b.versions)) * shared_error(a.predictive, b.predictive)
+    if a.job == b.job:
+        common += _job_error(a.predictive, b.predictive)
+    return common + (RUN_NOISE**2 / a.runs if a is b else 0.0)

@@ -16,6 +16,7 @@ network): what two layouts of one job differ by is normally distributed.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -75,15 +76,14 @@ class Learned:
         predicted_s: the step as predicted without them.
         explained: what they explain of the error, along axes that all plans under one posterior
             share: the product of two plans' is what is explained of their covariance.
-        own: factor of the variance of what belongs to the job; above 1 where its runs are off by
-            more than such jobs are.
+        factor: of what is left of the variance, by how far the job's runs are off; 1 without any.
         degrees: of freedom of Student's t, one more with each run of the job.
         mechanisms: what is explained of the error of each mechanism's price, along the same axes.
     """
 
     predicted_s: Seconds
     explained: tuple[float, ...]
-    own: float
+    factor: float
     degrees: int
     mechanisms: Mapping[Mechanism, tuple[float, ...]]
 
@@ -119,10 +119,16 @@ class Predictive:
         known = self.learned
         if known is None:
             return math.hypot(*by_mechanism, self.job_scale, self.layout_scale, RUN_NOISE)
-        job = math.hypot(self.job_scale, self.layout_scale) ** 2
-        explained = math.fsum(part * part for part in known.explained)
-        left = math.hypot(*by_mechanism) ** 2 + known.own * job - explained
-        return math.sqrt(max(0.0, left) + known.own * RUN_NOISE**2)
+        error = math.hypot(*by_mechanism, self.job_scale, self.layout_scale) ** 2
+        left = max(0.0, error - math.fsum(part * part for part in known.explained))
+        return math.sqrt(known.factor * (left + RUN_NOISE**2))
+
+    @property
+    def prior(self) -> Predictive:
+        """What is known without measured runs."""
+        if self.learned is None:
+            return self
+        return dataclasses.replace(self, median_s=self.learned.predicted_s, learned=None)
 
     @property
     def degrees(self) -> int:
@@ -189,8 +195,8 @@ def covariance(a: Predictive, b: Predictive) -> float:
     if a.learned is None or b.learned is None:
         return DEVIATION**2 * (error + own)
     explained = math.fsum(map(mul, a.learned.explained, b.learned.explained))
-    own = a.learned.own * (own + a.job_scale * b.job_scale)
-    return deviation(a.degrees) ** 2 * (error + own - explained)
+    left = error + own + a.job_scale * b.job_scale - explained
+    return deviation(a.degrees) ** 2 * a.learned.factor * left
 
 
 def mechanism_effect(plan: Predictive, mechanism: Mechanism) -> float:
@@ -198,12 +204,12 @@ def mechanism_effect(plan: Predictive, mechanism: Mechanism) -> float:
     scale, share = plan.scales.mechanisms[mechanism], plan.shares.get(mechanism, 0.0)
     if plan.learned is None:
         return DEVIATION * scale * share
-    known = plan.learned.mechanisms[mechanism]
+    known, factor = plan.learned.mechanisms[mechanism], plan.learned.factor
     left = scale**2 - math.fsum(part * part for part in known)
     if left <= 0.0:
         return 0.0
     common = share * scale**2 - math.fsum(map(mul, plan.learned.explained, known))
-    return deviation(plan.degrees) * common / math.sqrt(left)
+    return deviation(plan.degrees) * math.sqrt(factor) * common / math.sqrt(left)
 
 
 def shared_error(a: Predictive, b: Predictive) -> float:
