@@ -57,6 +57,9 @@ COMMANDS: Mapping[str, Loaded] = {
     "extract": Loaded(
         "extract", "Show the work of one layer on one rank, as megatron-core's own modules do it."
     ),
+    "history": Loaded(
+        "history", "Runs of planned jobs: what was predicted, what was measured, how they ended."
+    ),
     "keygen": Loaded("signing", "Make a key that signs pinned plans, in minisign's format."),
     "models": Loaded(
         "catalogue", "List the models of the catalogue, or show one, or that of a file."

@@ -65,6 +65,7 @@ def read_words(words: Iterable[str]) -> LaunchWords:
         if equals and key == "keep":  # short for search.keep, beside free
             job.append(_job_setting(f"search.{text}"))
         elif equals and key in launch_keys():
+            key = "watch.steps" if key == "watch" else key
             launch.append(Setting(key=key, value=value))
         else:
             job.append(_job_setting(text))
@@ -126,8 +127,8 @@ def _value(setting: Setting) -> Any:
 
 
 def _check(launch: LaunchConfig) -> None:
-    for name in ("alternative", "watch"):
-        require_at_least(f"nest.{name}", getattr(launch, name), 0, "Use 0.")
+    require_at_least("nest.alternative", launch.alternative, 0, "Use 0.")
+    require_at_least("nest.watch", launch.watch.steps, 0, "Use 0.")
     for name in ("rendezvous_timeout_s", "heartbeat_timeout_s"):
         if (seconds := getattr(launch, name)) is not None:
             require_seconds(f"nest.{name}", seconds)

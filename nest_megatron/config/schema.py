@@ -160,6 +160,20 @@ class PlanConfig:
 
 
 @dataclass(kw_only=True)
+class WatchConfig:
+    """Which steps of a job are compared with the prediction, and where that is written.
+
+    Args:
+        steps: from the first; 0 is never, and keeps no record of the run. ``nest.watch=N`` is
+            short for it.
+        prometheus: file for node_exporter's textfile collector.
+    """
+
+    steps: int = 20
+    prometheus: str | None = None
+
+
+@dataclass(kw_only=True)
 class LaunchConfig:
     """What ``+nest=auto`` does with a job, besides planning it; written ``nest.KEY``.
 
@@ -171,7 +185,7 @@ class LaunchConfig:
         plan: the pinned plan of ``+nest=pinned``.
         ranks: how global ranks are given out: ``by_host`` keeps each host's together, ``launched``
             leaves them, a list names the new rank of each launched one.
-        watch: iterations after which measured time and memory are printed; 0 is never.
+        watch: what is measured of the first steps.
         port: for handing the plan to the other ranks where torchrun does not; found if not given.
         may_differ: arguments that may differ by rank, besides those that always may; of a nested
             configuration last names of fields, or dotted names.
@@ -186,7 +200,7 @@ class LaunchConfig:
     alternative: int = 0
     plan: str | None = None
     ranks: Any = "by_host"
-    watch: int = 20
+    watch: WatchConfig = field(default_factory=WatchConfig)
     port: int | None = None
     may_differ: list[str] = field(default_factory=list)
     rendezvous_timeout_s: float | None = None
@@ -215,5 +229,6 @@ def section_keys() -> tuple[str, ...]:
 
 
 def launch_keys() -> tuple[str, ...]:
-    """Every key of ``LaunchConfig``."""
-    return tuple(f.name for f in dataclasses.fields(LaunchConfig))
+    """Every key of ``LaunchConfig``, those inside ``watch`` by their dotted names."""
+    whole = (f.name for f in dataclasses.fields(LaunchConfig))
+    return (*whole, *(f"watch.{f.name}" for f in dataclasses.fields(WatchConfig)))

@@ -21,8 +21,8 @@ SCHEMA = 1
 class Outcome(Name):
     """How a run ended, as far as is known.
 
-    ``started``: it has neither ended its watched steps nor failed. ``finished``: the watched steps
-    ended; training may have gone on.
+    ``started``: neither its watched steps have ended, nor has it failed or said that it was killed.
+    ``finished``: the watched steps ended, and training may have gone on; or training ended before.
     """
 
     STARTED = "started"
@@ -125,6 +125,47 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankMeasured:
+    """What one rank measured, which it leaves for rank 0.
+
+    Args:
+        rank: its global rank.
+        step_times_s: as in ``Measured``.
+        busy_s: of each of these steps, as in ``Measured``; empty where passes were not timed.
+    """
+
+    rank: int
+    host: str
+    step_times_s: tuple[Seconds, ...]
+    warm_up: int
+    busy_s: tuple[Seconds, ...]
+    peak_memory_bytes: Bytes | None
+
+    @property
+    def step_s(self) -> Seconds:
+        """The median step of those that count."""
+        return statistics.median(self.step_times_s[self.warm_up :])
+
+    @property
+    def counted_busy_s(self) -> tuple[Seconds, ...]:
+        """Work of the steps that count."""
+        return self.busy_s[self.warm_up :]
+
+
+def measured_by_ranks(parts: Mapping[int, RankMeasured], num_ranks: int) -> Measured:
+    """What the ranks that said something measured together; steps are those of the first."""
+    busy = {r: statistics.median(p.counted_busy_s) for r, p in parts.items() if p.counted_busy_s}
+    memory = {rank: part.peak_memory_bytes for rank, part in parts.items()}
+    first = parts[min(parts)]
+    return Measured(
+        step_times_s=first.step_times_s,
+        warm_up=first.warm_up,
+        busy_s=tuple(busy.get(rank) for rank in range(num_ranks)),
+        peak_memory_bytes=tuple(memory.get(rank) for rank in range(num_ranks)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
     """A run of a planned job.
 
@@ -133,10 +174,12 @@ class RunRecord:
         start, end: ISO 8601 in UTC; ``end`` is that of the last watched step, or of the failure.
         batch_job: the scheduler's number of the job (Slurm's), where there is one.
         hosts: of each global rank.
+        device: GPU of the first rank's host in the driver's words; ``None`` where there is none.
         plan: checksum of the plan that ran.
         versions: of packages and the driver, by name.
         grid: the layout that ran.
         error: first line of what ended the run, and which rank said it.
+        warnings: what was unlike the prediction, or unlike on ranks that do the same.
     """
 
     schema: int = SCHEMA
@@ -156,6 +199,8 @@ class RunRecord:
     predicted: Predicted
     measured: Measured | None = None
     error: str | None = None
+    device: str | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def error_percent(self) -> float | None:
@@ -167,12 +212,13 @@ class RunRecord:
     def followed_by(self, later: RunRecord) -> RunRecord:
         """What two lines of one run say together: the later one, but the first failure counts.
 
-        Once a rank has failed, the others fail because of it.
+        Once a rank has failed, the others fail because of it; none runs out of memory for that.
         """
-        measured = later.measured or self.measured
-        if self.outcome.is_failure:
-            return dataclasses.replace(self, measured=measured)
-        return dataclasses.replace(later, measured=measured)
+        end = later
+        if self.outcome.is_failure and later.outcome is not Outcome.OUT_OF_MEMORY:
+            end = self
+        known = later if later.measured is not None else self
+        return dataclasses.replace(end, measured=known.measured, warnings=known.warnings)
 
 
 def job_key(plan: ParallelPlan) -> JobKey:

@@ -45,18 +45,22 @@ def pin_plan(
         raise UserInputError("plan", value=value, limit=limit, fix="Pin a plan that fits.")
     request = launch_request(plan, version=release or VERSIONS[0])
     require_launchable(request, but=("activation_flag",))
-    try:
-        reviewer = getpass.getuser()
-    except (KeyError, OSError):  # a container without a user database
-        reviewer = "unknown"
     pin = Pin(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        by=by or reviewer,
+        by=by or user_name(),
         note=note,
         nest_megatron_version=__version__,
         megatron_lm=release,
     )
     return PinnedPlan(pin=pin, plan=plan)
+
+
+def user_name() -> str:
+    """Who runs this process."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container without a user database
+        return "unknown"
 
 
 def plan_output(named: str | None, inputs: Sequence[str | None] = ()) -> Path | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.profile.clock import DeviceClock, HostClock
 from nest_megatron.profile.records import SHAPE, Timing
 from nest_megatron.profile.spread import middle_half
 from nest_megatron.units import Seconds
@@ -243,18 +243,9 @@ def _saved_bytes(unit: Unit, inputs: Sequence[Any]) -> int:
     return int(total)
 
 
-class _CpuWatch:
-    """Marks moments in the processor's work, and reads the time between them when all is done."""
-
+class _CpuWatch(HostClock):
     device = "cpu"
     fuses_adam = False
-
-    def mark(self) -> Any:
-        return time.perf_counter()
-
-    def read(self, marks: Sequence[Sequence[Any]]) -> list[tuple[Seconds, ...]]:
-        """Seconds between the marks of each pass."""
-        return [tuple(b - a for a, b in itertools.pairwise(times)) for times in marks]
 
     def start_peak(self) -> int:
         """Bytes that are allocated now; the peak counts from here."""
@@ -265,25 +256,9 @@ class _CpuWatch:
         return 0
 
 
-class _GpuWatch(_CpuWatch):
+class _GpuWatch(DeviceClock, _CpuWatch):
     device = "cuda"
     fuses_adam = True
-
-    def mark(self) -> Any:
-        import torch
-
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def read(self, marks: Sequence[Sequence[Any]]) -> list[tuple[Seconds, ...]]:
-        import torch
-
-        torch.cuda.synchronize()
-        return [
-            tuple(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
-            for events in marks
-        ]
 
     def start_peak(self) -> int:
         import torch

@@ -16,6 +16,7 @@ import pytest
 
 from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cli.commands import COMMANDS, cli
+from nest_megatron.history import store as history
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan_file import sealed
 from nest_megatron.planner import PlanRequest
@@ -25,6 +26,7 @@ from nest_megatron.report.failure import ending_on_errors, require_plan
 from tests import catalogue
 from tests.catalogue import CORE
 from tests.cli.runs import ROOT, SMALL, environment, run, spawn
+from tests.history.runs import run_record
 from tests.integrations.commands import LLAMA3_8B, MIXTRAL
 from tests.profile.profiles import whole_profile
 
@@ -95,6 +97,7 @@ def test_examples_run(command: str, named_files: Path, tmp_path: Path) -> None:
         words[words.index("--from") + 1] = MIXTRAL
     store, cache = tmp_path / "store", tmp_path / "cache"
     folders = {"NEST_MEGATRON_PROFILES": str(store), "NEST_MEGATRON_EXTRACT_CACHE": str(cache)}
+    folders["NEST_MEGATRON_HISTORY"] = str(tmp_path / "runs.jsonl")
     done = spawn(*words[1:], cwd=tmp_path, **folders)
     assert (done.code, done.err) == (0, "")
 
@@ -112,6 +115,7 @@ def write_profiles(folder: Path) -> Path:
     profile_file.write(made, folder / "profile.yaml")
     (folder / "store").mkdir()
     profile_file.write(made, folder / "store" / "llama3_8b-h100.yaml")
+    history.append(run_record(), folder / "runs.jsonl")
     return folder / "store"
 
 

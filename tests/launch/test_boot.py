@@ -143,7 +143,7 @@ def test_off_does_nothing(tmp_path: Path) -> None:
         (("+nest=atuo",), "Did you mean auto?"),
         (("+nest=auto", "nest.clusters=dgx_h100"), "Did you mean nest.cluster"),
         (("+nest=auto", "nest.search.max_second=8"), "Did you mean nest.search.max_seconds"),
-        (("+nest=auto", "nest.watch=many"), "nest.watch = many"),
+        (("+nest=auto", "nest.watch=many"), "nest.watch.steps = many"),
         (("+nest=auto", "nest.model=llama3_8b"), "the training job's own"),
         (("+nest=auto", "--yaml-cfg", "x.yaml"), "--yaml-cfg"),
         (("+nest=auto", "nest.ranks=shuffled"), "nest.ranks"),

@@ -138,21 +138,14 @@ def after_initialize(module: ModuleType) -> None:
 
 
 def after_training(module: ModuleType) -> None:
-    """Compare the first steps with the prediction, on rank 0."""
-    job = _job
-    if job is None or job.launch.watch == 0:
+    """Compare the first steps with the prediction, and keep what became of the run."""
+    if _job is None or _job.launch.watch.steps == 0:
         return
+    from nest_megatron.integrations.megatron_lm.watch import Watch
 
-    def first_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        step = original
-        if job.decision is not None and os.environ.get("RANK", "0") == "0":
-            from nest_megatron.integrations.megatron_lm.watch import expected, watched
-
-            step = watched(original, job.launch.watch, expected(job.decision.plan))
-        module.train_step = step  # type: ignore[attr-defined]
-        return step(*args, **kwargs)
-
-    _wrap(module, "train_step", first_step)
+    watch = Watch(module, _job)
+    _wrap(module, "pretrain", watch.pretrain)
+    _wrap(module, "train_step", watch.train_step)
 
 
 def after_parallel_state(module: ModuleType) -> None:

@@ -31,7 +31,7 @@ from nest_megatron.config.job import Job
 from nest_megatron.config.launch import Mode
 from nest_megatron.errors import OK, NestError, RefusedByMegatronError, UserInputError
 from nest_megatron.integrations.launched import flag_cost_report, launched_report
-from nest_megatron.integrations.megatron_lm import agreement, attach, groups, planning
+from nest_megatron.integrations.megatron_lm import agreement, attach, groups, planning, watch
 from nest_megatron.integrations.megatron_lm.measure import measure_job, planned_with
 from nest_megatron.integrations.megatron_lm.messages import Decision, from_json, to_json
 from nest_megatron.integrations.megatron_lm.namespace import (
@@ -95,6 +95,7 @@ def _run(launched: LaunchedJob, store: RendezvousStore | None) -> Any:
         sys.exit(OK)
     result = _carried_out(launched, decision)
     agreement.require_equal(store, _arguments(launched), what="arguments")
+    watch.begin(launched, store)
     return result
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from nest_megatron.config.launch import LaunchWords, read_launch
 from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.errors import exit_code_of, settings_typed_as
+from nest_megatron.history.records import RunRecord
 from nest_megatron.integrations.megatron_lm.messages import Decision
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore, connect
@@ -105,6 +106,7 @@ class LaunchedJob:
         defaults: what the script sets where the user says nothing.
         validate: Megatron's own ``validate_args``.
         decision: what rank 0 decided, once it has.
+        run: the record of the run, on the rank that planned it.
     """
 
     words: LaunchWords
@@ -116,4 +118,5 @@ class LaunchedJob:
     validate: Callable[..., Any] | None = None
     rendezvous: Rendezvous = field(default_factory=Rendezvous)
     decision: Decision | None = None
+    run: RunRecord | None = None
     groups_checked: bool = False

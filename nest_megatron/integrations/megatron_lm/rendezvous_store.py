@@ -149,6 +149,19 @@ class RendezvousStore:
             time.sleep(pause)
         raise AssertionError
 
+    def leave(self, name: str, text: str) -> None:
+        """Leave this rank's part of something that no rank has to wait for."""
+        self._append(f"left/{name}", text)
+        self.count(f"left/{name}/count")
+
+    def num_left(self, name: str) -> int:
+        """How many parts of it are there."""
+        return self.count(f"left/{name}/count", 0)
+
+    def left(self, name: str) -> dict[int, str]:
+        """Those parts, by the ranks that launched processes had."""
+        return self._by_rank(f"left/{name}") if self.num_left(name) else {}
+
     def raise_failure(self) -> None:
         """Raise what another rank has failed with, to end with the exit code that it ends with."""
         with self._writing:

@@ -1,108 +1,134 @@
-"""What the first iterations took, beside what was predicted."""
+"""The recorder inside Megatron's training loop: its steps, its passes, its end.
+
+The functions are those of core_v0.16.1 and 0.20. Megatron's own timers of passes
+(``--timing-log-level 2``: ``forward-compute``, ``backward-compute``) synchronize the device twice a
+pass and are not used; ``forward_step`` and ``backward_step`` of
+``megatron.core.pipeline_parallel.schedules``, which they surround, are timed by events instead.
+"""
 
 from __future__ import annotations
 
-import functools
-import itertools
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.units import Bytes, Seconds, format_gib, format_range, format_seconds
+from nest_megatron.history.records import RunRecord
+from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
+from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
+from nest_megatron.integrations.outlets import figures, write_prometheus
+from nest_megatron.integrations.recorder import Recorder, begin_run
+from nest_megatron.integrations.run_record import new_run
 
-Result = TypeVar("Result")
-
-#: Share of the watched iterations that come first and are left out: caches fill, kernels are tuned.
-_WARM_UP = 0.25
+#: What does a rank's own work, in ``megatron.core.pipeline_parallel.schedules``.
+_PASSES = ("forward_step", "backward_step")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
-    """The prediction to compare with: a step, and the memory of this rank.
+def begin(job: LaunchedJob, store: RendezvousStore | None) -> None:
+    """Keep the record of a job that is about to train, on the rank that planned it.
+
+    A history that cannot be written is told of, and no reason to stop.
+    """
+    if not job.launch.watch.steps or (store is not None and store.context.rank):
+        return
+    assert job.decision is not None
+    launched = [socket.gethostname()] if store is None else list(store.hosts().values())
+    order = job.decision.ranks or range(len(launched))
+    hosts = [host for _, host in sorted(zip(order, launched, strict=True))]
+    try:
+        job.run = new_run(job.decision.plan, hosts, os.environ)
+        begin_run(store, job.run)
+    except Exception as error:  # noqa: BLE001 - the job trains without a record
+        print(f"nest: no record of this run is kept: {error}", flush=True)
+
+
+class Watch:
+    """Megatron's training loop with a recorder in it.
 
     Args:
-        range_s: between which steps 9 of 10 runs lie, where the plan says it.
+        training: ``megatron.training.training``, in whose functions' places this puts its own.
     """
 
-    iteration_time_s: Seconds
-    memory_bytes: Bytes
-    range_s: tuple[Seconds, Seconds] | None = None
+    def __init__(self, training: ModuleType, job: LaunchedJob) -> None:
+        self._training, self._job = training, job
+        self._recorder: Recorder | None = None
+        self._originals: dict[str, Callable[..., Any]] = {}
+
+    def pretrain(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The whole of training; what ends it is kept."""
+        try:
+            result = original(*args, **kwargs)
+        except BaseException as error:
+            if self._job.decision is not None:
+                self._recording().end(error)
+            raise
+        if self._job.decision is not None:
+            self._recording().end()
+        return result
+
+    def train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """One step."""
+        recorder = self._recording()
+        if not self._originals:
+            self._time_passes(recorder)
+        with recorder.step():
+            if recorder.is_done:
+                self._stop(original, recorder)
+            return original(*args, **kwargs)
+
+    def _recording(self) -> Recorder:
+        """This rank's recorder; its rank is the one that the plan gave it."""
+        if self._recorder is None:
+            job = self._job
+            self._recorder = Recorder(
+                steps=job.launch.watch.steps,
+                rank=job.args.rank,
+                num_ranks=job.args.world_size,
+                store=job.rendezvous.store,
+                own_run=job.run,
+                publish=self._publish,
+            )
+        return self._recorder
+
+    def _time_passes(self, recorder: Recorder) -> None:
+        from megatron.core.pipeline_parallel import schedules
+
+        for name in _PASSES:
+            if (original := getattr(schedules, name, None)) is not None:
+                self._originals[name] = original
+                setattr(schedules, name, recorder.timed(original))
+
+    def _stop(self, train_step: Callable[..., Any], recorder: Recorder) -> None:
+        """The watched steps are over: Megatron's functions take their places again."""
+        from megatron.core.pipeline_parallel import schedules
+
+        for name, original in self._originals.items():
+            setattr(schedules, name, original)
+        self._training.train_step = train_step  # type: ignore[attr-defined]
+        if (writers := list(_writers())) and (run := recorder.run()) and recorder.measured:
+            iteration = getattr(self._job.args, "curr_iteration", 0) or 0
+            for write in writers:
+                write(figures(run, recorder.measured), iteration)
+
+    def _publish(self, run: RunRecord) -> None:
+        if (path := self._job.launch.watch.prometheus) is not None:
+            write_prometheus(run, Path(path))
 
 
-def expected(plan: ParallelPlan) -> Expected:
-    """What a plan predicts for global rank 0, which is on the first pipeline rank."""
-    known = plan.uncertainty
-    return Expected(
-        iteration_time_s=plan.predicted.iteration_time_s,
-        memory_bytes=sum(plan.predicted.stages[0].memory_bytes.values()),
-        range_s=None if known is None else (known.low_s, known.high_s),
-    )
+def _writers() -> Iterator[Callable[[Mapping[str, float], int], None]]:
+    """The job's TensorBoard and Weights & Biases, which Megatron opens on the last rank."""
+    from megatron.training import global_vars
 
+    board = getattr(global_vars, "get_tensorboard_writer", lambda: None)()
+    if board is not None:
 
-def watched(
-    train_step: Callable[..., Result], iterations: int, prediction: Expected
-) -> Callable[..., Result]:
-    """Megatron's ``train_step``, which says once how long a step takes and what it needs.
+        def write(values: Mapping[str, float], iteration: int) -> None:
+            for name, value in values.items():
+                board.add_scalar(name, value, iteration)
 
-    Only the moments at which steps begin are noted, so nothing waits for the device; an
-    evaluation or a checkpoint between two steps does not move the median.
-    """
-    begun: list[float] = []
-
-    @functools.wraps(train_step)
-    def step(*args: Any, **kwargs: Any) -> Result:
-        if len(begun) <= iterations:
-            begun.append(time.perf_counter())
-            if len(begun) == iterations + 1:
-                print(f"nest: {comparison(begun, prediction, peak_memory_bytes())}", flush=True)
-        return train_step(*args, **kwargs)
-
-    return step
-
-
-def comparison(begun: list[float], prediction: Expected, memory_bytes: Bytes | None) -> str:
-    """One line on measured and predicted figures, from when each step began, in seconds.
-
-    >>> prediction = Expected(iteration_time_s=1.0, memory_bytes=50 << 30, range_s=(0.9, 1.1))
-    >>> comparison([0.0, 3.0, 4.25, 5.5, 6.75], prediction, 60 << 30)
-    ... # doctest: +NORMALIZE_WHITESPACE
-    'measured over iterations 2 to 4: 1.250 s a step (predicted 1.000 s, +25.0 %, outside 0.90 to
-    1.10 s, where 9 of 10 runs lie), peak memory of rank 0 60.0 GiB (predicted 50.0 GiB, +20.0 %)'
-    """
-    skipped = int(_WARM_UP * (len(begun) - 1))
-    times = [after - before for before, after in itertools.pairwise(begun)][skipped:]
-    step, where = statistics.median(times), ""
-    if prediction.range_s is not None:
-        low, high = prediction.range_s
-        inside = "inside" if low <= step <= high else "outside"
-        where = f", {inside} {format_range(low, high)}, where 9 of 10 runs lie"
-    predicted, wanted = prediction.iteration_time_s, prediction.memory_bytes
-    line = (
-        f"measured over iterations {skipped + 1} to {len(begun) - 1}: {format_seconds(step)} a "
-        f"step (predicted {format_seconds(predicted)}, {_more(step, predicted)}{where})"
-    )
-    if memory_bytes is None:
-        return line
-    return (
-        f"{line}, peak memory of rank 0 {format_gib(memory_bytes)} "
-        f"(predicted {format_gib(wanted)}, {_more(memory_bytes, wanted)})"
-    )
-
-
-def _more(measured: float, predicted: float) -> str:
-    return f"{100 * (measured - predicted) / predicted:+.1f} %"
-
-
-def peak_memory_bytes() -> Bytes | None:
-    """The peak of this process on its device, also outside the allocator; ``None`` without one."""
-    import torch
-
-    try:
-        free, total = torch.cuda.mem_get_info()
-        outside = total - free - torch.cuda.memory_reserved()
-        return int(torch.cuda.max_memory_reserved() + max(0, outside))
-    except (RuntimeError, ValueError, AssertionError, AttributeError):
-        return None
+        yield write
+    wandb = getattr(global_vars, "get_wandb_writer", lambda: None)()
+    if wandb is not None:
+        yield lambda values, iteration: wandb.log(dict(values), iteration)

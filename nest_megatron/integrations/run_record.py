@@ -1,0 +1,93 @@
+"""The record of a run that begins: which plan runs where, and what is predicted of it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+
+from nest_megatron.cluster.discovery import local_gpus
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.settings import restored_settings
+from nest_megatron.cost_model.uncertainty import predictive
+from nest_megatron.history.records import (
+    Outcome,
+    Predicted,
+    RunRecord,
+    cluster_key,
+    job_key,
+)
+from nest_megatron.integrations.plan_output import user_name
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.profile.choose import times_of
+from nest_megatron.profile.installed import installed_versions
+from nest_megatron.profile.records import ANALYTIC_NAME
+from nest_megatron.version import __version__
+
+#: Variables in which schedulers tell a job its number: Slurm, Flux and LSF, PBS.
+_BATCH_JOB = ("SLURM_JOB_ID", "FLUX_JOB_ID", "LSB_JOBID", "PBS_JOBID")
+
+
+def new_run(plan: ParallelPlan, hosts: Sequence[str], environment: Mapping[str, str]) -> RunRecord:
+    """The record of a run that begins.
+
+    Args:
+        hosts: of each global rank.
+        environment: of the process, for the scheduler's number of the job.
+    """
+    gpus = local_gpus()
+    return RunRecord(
+        id=secrets.token_hex(4),
+        outcome=Outcome.STARTED,
+        start=now(),
+        user=user_name(),
+        batch_job=next((environment[v] for v in _BATCH_JOB if environment.get(v)), None),
+        hosts=tuple(hosts),
+        device=None if gpus is None else gpus.device_name,
+        plan=plan.provenance.checksum,
+        job=job_key(plan),
+        cluster=cluster_key(plan),
+        versions={**installed_versions(), **_nccl_version(), "nest_megatron": __version__},
+        grid=plan.grid(),
+        pipeline_model_parallel_layout=plan.parallel.pipeline_model_parallel_layout,
+        predicted=predicted(plan),
+    )
+
+
+def now() -> str:
+    """This moment as records have it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def predicted(plan: ParallelPlan) -> Predicted:
+    """What a plan predicts.
+
+    Shares of the step are computed again, since plan files do not hold them: with the layer times
+    that the plan was made with, or not at all.
+    """
+    times = times_of(plan.provenance.profile, plan.model)
+    settings = restored_settings(plan.provenance.settings)
+    model = CostModel(plan.model, plan.cluster, settings, times)
+    grid, step_s = plan.grid(), plan.predicted.iteration_time_s
+    known = predictive(model, grid, plan.partition(), step_s)
+    is_whole = times is not None or plan.provenance.profile == ANALYTIC_NAME
+    stages = plan.predicted.stages
+    return Predicted(
+        step_s=step_s,
+        low_s=None if plan.uncertainty is None else plan.uncertainty.low_s,
+        high_s=None if plan.uncertainty is None else plan.uncertainty.high_s,
+        shares={name.value: share for name, share in known.shares.items()} if is_whole else {},
+        features=tuple(sorted(feature.value for feature in known.features)),
+        busy_s=tuple(grid.num_microbatches * (s.forward_s + s.backward_s) for s in stages),
+        peak_memory_bytes=tuple(sum(stage.memory_bytes.values()) for stage in stages),
+    )
+
+
+def _nccl_version() -> dict[str, str]:
+    """NCCL's, where torch was built with it."""
+    import torch
+
+    try:
+        return {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    except (RuntimeError, AttributeError, ImportError, AssertionError):
+        return {}

@@ -1,0 +1,182 @@
+"""Runs of planned jobs for people: one beside its prediction, and the table of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from nest_megatron.history.records import RunRecord
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.report.tables import (
+    FittingTable,
+    figure_columns,
+    heading,
+    name_columns,
+    pairs,
+    word_columns,
+)
+from nest_megatron.units import Bytes, format_gib, format_range, format_seconds
+
+_LONGEST_ERROR = 300
+
+
+def comparison(run: RunRecord) -> str:
+    """One line on what a run measured and what was predicted."""
+    measured, predicted = run.measured, run.predicted
+    assert measured is not None
+    step, where = measured.step_s, ""
+    if predicted.low_s is not None and predicted.high_s is not None:
+        inside = "inside" if predicted.low_s <= step <= predicted.high_s else "outside"
+        known = format_range(predicted.low_s, predicted.high_s)
+        where = f", {inside} {known}, where 9 of 10 runs lie"
+    line = (
+        f"measured over iterations {measured.warm_up + 1} to {len(measured.step_times_s)}: "
+        f"{format_seconds(step)} a step (predicted {format_seconds(predicted.step_s)}, "
+        f"{_more(step, predicted.step_s)}{where})"
+    )
+    if (highest := _highest_memory(run)) is None:
+        return line
+    rank, peak, expected = highest
+    which = f"of rank {rank}" if len(run.hosts) == 1 else f"on rank {rank}, the highest,"
+    return (
+        f"{line}, peak memory {which} {format_gib(peak)} "
+        f"(predicted {format_gib(expected)}, {_more(peak, expected)})"
+    )
+
+
+def _highest_memory(run: RunRecord) -> tuple[int, Bytes, Bytes] | None:
+    """The rank with the highest peak, that peak, and the highest that was predicted."""
+    measured = run.measured
+    known = {r: b for r, b in enumerate(measured.peak_memory_bytes if measured else ()) if b}
+    if not known:
+        return None
+    rank = max(known, key=lambda each: known[each])
+    return rank, known[rank], max(run.predicted.peak_memory_bytes)
+
+
+def _more(measured: float, predicted: float) -> str:
+    return f"{100 * (measured - predicted) / predicted:+.1f} %"
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line, with its kind."""
+    text = next(iter(str(error).splitlines()), "")[:_LONGEST_ERROR]
+    return f"{type(error).__name__}: {text}".rstrip(": ")
+
+
+def runs_table(runs: Sequence[RunRecord]) -> RenderableType:
+    """Runs, one a row."""
+    return FittingTable(
+        *name_columns("Run", "Start (UTC)"),
+        *word_columns("Job", "Layout"),
+        *figure_columns("Predicted", "Measured", "Error", "Memory"),
+        *name_columns("Outcome"),
+        rows=(_row(run) for run in runs),
+    )
+
+
+def _row(run: RunRecord) -> tuple[str, ...]:
+    measured, error, memory = run.measured, run.error_percent, _highest_memory(run)
+    return (
+        run.id,
+        run.start[:16].replace("T", " "),
+        f"{run.job.model}, {run.grid.dims.world_size} {run.cluster.accelerator}",
+        layout_words(run.grid),
+        format_seconds(run.predicted.step_s),
+        "" if measured is None else format_seconds(measured.step_s),
+        "" if error is None else f"{error:+.1f} %",
+        "" if memory is None else format_gib(memory[1]),
+        run.outcome.value.replace("_", " "),
+    )
+
+
+def layout_words(grid: Grid) -> str:
+    """A layout in one line: degrees above one, the micro batch, recomputation, sharding.
+
+    >>> from nest_megatron.parallel.dims import ParallelDims
+    >>> dims = ParallelDims(tensor_model_parallel_size=2, data_parallel_size=4)
+    >>> layout_words(Grid(dims=dims, global_batch_size=8, micro_batch_size=1,
+    ...                   sequence_parallel=True))
+    'TP2 DP4, micro batch 1'
+    """
+    dims = grid.dims
+    degrees = {
+        "TP": dims.tensor_model_parallel_size,
+        "PP": dims.pipeline_model_parallel_size,
+        "VPP": dims.virtual_pipeline_model_parallel_size,
+        "CP": dims.context_parallel_size,
+        "DP": dims.data_parallel_size,
+        "EP": dims.expert_model_parallel_size,
+    }
+    words = [" ".join(f"{name}{size}" for name, size in degrees.items() if size > 1) or "one GPU"]
+    words.append(f"micro batch {grid.micro_batch_size}")
+    if (label := grid.recompute.label()) != "none":
+        words.append(f"recompute {label}")
+    if grid.zero.is_fsdp:
+        words.append("FSDP")
+    return ", ".join(words)
+
+
+def run_details(run: RunRecord) -> RenderableType:
+    """Everything that is known of a run."""
+    job, cluster = run.job, run.cluster
+    parts: list[RenderableType] = [
+        Text(f"{run.id}: {run.outcome.value.replace('_', ' ')}", style="bold"),
+        pairs(
+            [
+                ("job", f"{job.model}, {job.global_batch_size} sequences of {job.seq_length}"),
+                ("precision", job.precision.value),
+                ("cluster", f"{cluster.num_gpus} x {cluster.accelerator} ({cluster.name})"),
+                ("GPUs", run.device or "none: the driver names no GPU on the first host"),
+                ("layout", layout_words(run.grid)),
+                ("plan", run.plan),
+                ("started", _who(run)),
+                ("ended", run.end or "not known"),
+                ("hosts", ", ".join(dict.fromkeys(run.hosts))),
+                ("versions", ", ".join(f"{k} {v}" for k, v in sorted(run.versions.items()))),
+            ]
+        ),
+    ]
+    if run.error is not None:
+        parts += [heading("What ended it"), Text(run.error)]
+    if run.measured is not None:
+        parts += [heading("Measured"), Text(comparison(run)), _ranks_table(run)]
+    if run.warnings:
+        parts += [heading("Warnings"), *(Text(f"* {each}") for each in run.warnings)]
+    if run.predicted.shares:
+        parts += [heading("Predicted shares of the step"), pairs(_shares(run))]
+    return Group(*parts)
+
+
+def _who(run: RunRecord) -> str:
+    batch = f", job {run.batch_job}" if run.batch_job else ""
+    return f"{run.start} by {run.user}{batch}"
+
+
+def _ranks_table(run: RunRecord) -> RenderableType:
+    measured = run.measured
+    assert measured is not None
+    rows = zip(
+        range(len(run.hosts)), run.hosts, measured.busy_s, measured.peak_memory_bytes, strict=False
+    )
+    return FittingTable(
+        *figure_columns("Rank"),
+        *name_columns("Host"),
+        *figure_columns("Own passes", "Peak memory"),
+        rows=(
+            (
+                str(rank),
+                host,
+                "" if busy is None else format_seconds(busy),
+                "" if peak is None else format_gib(peak),
+            )
+            for rank, host, busy, peak in rows
+        ),
+    )
+
+
+def _shares(run: RunRecord) -> Iterator[tuple[str, str]]:
+    ordered = sorted(run.predicted.shares.items(), key=lambda each: -each[1])
+    yield from ((name.replace("_", " "), f"{100 * share:.1f} %") for name, share in ordered)
