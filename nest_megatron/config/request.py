@@ -12,6 +12,14 @@ from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.job import Job
 from nest_megatron.config.plausible import require_plausible
+from nest_megatron.config.policy import (
+    numeric_within,
+    offer_within,
+    policy_notes,
+    read_policy,
+    settings_within,
+    space_within,
+)
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.config.sequence_data import read_lengths
 from nest_megatron.config.space import read_backend, read_space
@@ -126,6 +134,8 @@ def request_for(
     batch, notes = _batch(config, job, cluster.num_gpus, schedule)
     space = dataclasses.replace(space, batch_unit=schedule.batch_unit if schedule else None)
     job = dataclasses.replace(job, capturable=job.capturable and schedule is None)
+    policy = read_policy()
+    space, offer = space_within(space, policy, cluster), offer_within(offer, policy, cluster)
     space = beside_frozen_weights(config, space, spec, read_target(config, job.target))
     if config.checks.plausibility:
         require_plausible(spec, cluster, batch)
@@ -134,6 +144,7 @@ def request_for(
     lengths = read_lengths(config.train, spec.seq_length, packed=job.packs)
     notes += _length_notes(config, job, lengths)
     settings = read_settings(config, job, name, lengths)
+    settings = settings_within(settings, policy)
     recipe = settings.traits.fp8_recipe.value if settings.precision.is_quantized else None
     require_recipe(name, recipe)
     choices = KnobConditions(
@@ -155,7 +166,7 @@ def request_for(
         space = dataclasses.replace(
             space, execution=always_on(execution, choices), executions=open_values(choices)
         )
-    notes += device_notes(name, recipe, space.execution)
+    notes = [*notes, *policy_notes(policy), *device_notes(name, recipe, space.execution)]
     times = _times(config, job, cluster, settings, prefix=prefix, versions=versions)
     search = config.search
     require_at_least("search.num_alternatives", search.num_alternatives, 0, "Give the runners-up.")
@@ -174,7 +185,7 @@ def request_for(
         not_modelled=job.not_modelled,
         offer=offer,
         packages=unknown_packages(choices) if choose_execution else {},
-        numeric_offers=read_numeric_offers(config, job, name, lengths),
+        numeric_offers=numeric_within(read_numeric_offers(config, job, name, lengths), policy),
         reliability=read_reliability(config, job.save_interval),
         objective=choice("search.objective", search.objective, Objective),
         tie_percent=search.tie_percent,
@@ -187,6 +198,7 @@ def request_for(
         profile_notes=times.notes,
         batch_schedule=schedule,
         sequence_lengths=lengths,
+        policy=policy,
     )
 
 

@@ -17,11 +17,12 @@ from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.integrations.megatron_lm.attach import is_blackwell
 from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.integrations.megatron_lm.search_space import CHOICES
+from nest_megatron.integrations.site_policy import read_launched
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import PlanRequest
 from nest_megatron.planner import plan as find_plan
-from nest_megatron.planner.pins import ActualJob, PinnedPlan, read_pinned, require_same_job
+from nest_megatron.planner.pins import ActualJob, PinnedPlan, require_same_job
 from nest_megatron.report.failure import require_plan
 
 #: Runners-up that are ranked unless ``search.num_alternatives`` says otherwise.
@@ -67,7 +68,7 @@ def pinned_recipe(job: Job, path: Path) -> ParallelPlan:
 
     What is not known where it is launched from (a login node has no GPUs) is not compared.
     """
-    pinned = read_pinned(path.expanduser())
+    pinned = read_launched(path)
     num_gpus = job.num_gpus or pinned.plan.placement.num_gpus
     require_pinned_for(
         pinned, job, num_gpus=num_gpus, gpus=local_gpus(), gpus_per_host=job.gpus_per_node

@@ -22,6 +22,7 @@ from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.policy import require_allowed
 from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.planner.assemble import (
     ENDED_EARLY,
@@ -105,6 +106,7 @@ def plan(
         headroom = headroom_of(found, request, searched.model, searched.compared, find)
         said = offers(found, request, find)
         found = dataclasses.replace(found, headroom=headroom, offers=said)
+        require_allowed(found, request.policy)
         return with_goodput(found, request.reliability)
     record = search_record(request, searched.result, searched.seconds)
     if record.certificate == ENDED_EARLY:

@@ -32,6 +32,7 @@ from nest_megatron.parallel.plan import (
     parallel_choice,
 )
 from nest_megatron.parallel.plan_file import digest, sealed
+from nest_megatron.parallel.policy import Policy
 from nest_megatron.parallel.rank_order import GroupKind, group_level, group_of_rank
 from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.planner.choice import Chosen
@@ -244,7 +245,7 @@ def search_record(
         stage_nodes=proof.nodes,
         seconds=round(seconds, 3),
         backend=choose(request.backend).value,
-        space=describe_space(request.space, request.cluster),
+        space=describe_space(request.space, request.cluster, request.policy),
         not_modelled=request.not_modelled,
     )
 
@@ -262,13 +263,15 @@ def _certificate(result: SearchResult, plan: SolvedGrid | None, number: int) -> 
     return "optimal" if plan.iteration == proof.lower_bound else "chosen"
 
 
-def describe_space(space: SearchSpace, cluster: Cluster) -> Mapping[str, str]:
+def describe_space(space: SearchSpace, cluster: Cluster, policy: Policy) -> Mapping[str, str]:
     """The declared space in words, for the plan file."""
     words = {name: f"= {value}" for name, value in space.fixed.items()}
     for name in (*DEFAULT_LIMITS, "tensor_model_parallel_size", "expert_tensor_parallel_size"):
         words.setdefault(name, f"<= {space.limit(name, cluster)}")
     for name, value in space.limits.items():
         words.setdefault(name, f"<= {value}")
+    for name, value in space.least.items():
+        words[name] = ", ".join(filter(None, (f">= {value}", words.get(name))))
     words["zero_stage"] = ", ".join(str(int(zero)) for zero in space.zero_stages)
     words["rank_order"] = ", ".join(order.value for order in space.rank_orders)
     words["recompute"] = "all settings" if space.recompute is None else space.recompute.label()
@@ -277,6 +280,8 @@ def describe_space(space: SearchSpace, cluster: Cluster) -> Mapping[str, str]:
     elif space.even_stages:
         words["stage_layout"] = "even"
     words["num_gpus"] = "all" if space.use_all_gpus else "any whole nodes"
+    if policy:
+        words["policy"] = "within " + ", ".join(file.path for file in policy)
     return words
 
 

@@ -19,7 +19,7 @@ from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.planner.request import PlanRequest
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.outcome import OutOfTime
-from nest_megatron.solver.space import SearchSpace, divisors
+from nest_megatron.solver.space import SearchSpace
 
 _TP, _CP = "tensor_model_parallel_size", "context_parallel_size"
 _PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
@@ -77,7 +77,7 @@ def _broken(request: PlanRequest) -> Iterator[tuple[Violation, ...]]:
     def values(name: str, number: int) -> list[int]:
         if name in space.fixed:
             return [space.fixed[name]]
-        return [d for d in divisors(number) if d <= space.limit(name, request.cluster)]
+        return space.values(name, number, request.cluster)
 
     experts = spec.num_experts or 1
     sizes = product(
@@ -136,6 +136,14 @@ def _other_limits(request: PlanRequest, dims: ParallelDims) -> Iterator[Violatio
             value=wanted,
             limit=f"the other degrees leave {dims.data_parallel_size} of the GPUs for it",
             fix="Leave it out.",
+        )
+    elif not space.allows(_DP, wanted, request.cluster):
+        least, most = space.least.get(_DP, 1), space.limit(_DP, request.cluster)
+        yield Violation(
+            what=_DP,
+            value=wanted,
+            limit=f"it is {least} to {most} here, and the other degrees leave it no other value",
+            fix=f"Widen its limits (search.max_{_DP}), or those of other degrees.",
         )
     if space.even_stages and request.spec.num_layers % dims.num_chunks:
         yield Violation(

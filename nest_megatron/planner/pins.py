@@ -115,7 +115,11 @@ def read_pinned(path: Path) -> PinnedPlan:
         UnpinnedError: if it is not pinned.
         ChangedPinError: if a byte of it changed since.
     """
-    text = read_text(path, "nest.plan")
+    return parse_pinned(read_text(path, "nest.plan"), path)
+
+
+def parse_pinned(text: str, path: Path) -> PinnedPlan:
+    """The contents of a pinned file from its text, as ``read_pinned``."""
     if not is_pinned(text):
         raise UnpinnedError(
             "nest.plan",

@@ -21,6 +21,7 @@ from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.knobs import Package
 from nest_megatron.parallel.numeric_knobs import NumericKnob
 from nest_megatron.parallel.objective import Objective
+from nest_megatron.parallel.policy import Policy
 from nest_megatron.parallel.rules import cuts_anywhere
 from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.profile.lookup import LayerTimes
@@ -116,6 +117,7 @@ class PlanRequest:
         batch_schedule: how the batch grows, for the time at each size; ``global_batch_size`` is the
             one that is searched for, ``space.batch_unit`` holds the others.
         sequence_lengths: of the data, which the traits of ``settings`` price.
+        policy: rules that plans keep to, beside those that ``space`` holds already.
     """
 
     spec: TransformerSpec
@@ -146,6 +148,7 @@ class PlanRequest:
     profile_notes: tuple[str, ...] = ()
     batch_schedule: BatchSchedule | None = None
     sequence_lengths: SequenceLengths | None = None
+    policy: Policy = ()
 
     def __post_init__(self) -> None:
         batch, seconds = self.global_batch_size, self.max_seconds

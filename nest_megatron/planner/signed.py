@@ -10,7 +10,7 @@ from nest_megatron import minisign
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import expanded, read_bytes, read_text, write_text
 from nest_megatron.minisign import PublicKey, Reason, SignatureError
-from nest_megatron.planner.pins import PinnedPlan, read_pinned
+from nest_megatron.planner.pins import PinnedPlan, parse_pinned, read_pinned
 
 #: Ends the name of a public key's file.
 PUBLIC_SUFFIX = ".pub"
@@ -82,8 +82,10 @@ def verify_pinned(
         raise SignatureError(Reason.MISSING, value=str(where), limit=limit, fix=fix)
     found = minisign.read_signature(read_text(where, "--signature"), str(where))
     by_key = {signer.key: signer for signer in signers}
-    key = minisign.verify(read_bytes(path, "plan"), found, by_key)
-    return SignedPlan(pinned=read_pinned(path), signer=by_key[key], comment=found.comment)
+    content = read_bytes(path, "plan")
+    key = minisign.verify(content, found, by_key)
+    pinned = parse_pinned(content.decode(), path)  # what was verified, whatever the file is by now
+    return SignedPlan(pinned=pinned, signer=by_key[key], comment=found.comment)
 
 
 def read_signers(named: Iterable[str]) -> list[Signer]:

@@ -181,7 +181,7 @@ class GridSpace:
                 )
 
     def _pipeline_sizes(self, shard: Grid) -> list[int]:
-        dims, fixed = shard.dims, self.space.fixed
+        dims, cluster = shard.dims, self.model.cluster
         sizes = []
         for pp in self._values("pipeline_model_parallel_size", dims.data_parallel_size):
             dp = dims.data_parallel_size // pp
@@ -199,7 +199,9 @@ class GridSpace:
                 self.illegal["an encoder goes with a pipeline or context ranks"] += 1
             elif not rules.num_microbatches(self.batch_unit, shard.micro_batch_size, dp):
                 self.illegal["micro batch * data-parallel size divides the global batch"] += 1
-            elif fixed.get("data_parallel_size", dp) == dp:
+            elif not self.space.allows("data_parallel_size", dp, cluster):
+                self.illegal["data_parallel_size is within its limits"] += 1
+            else:
                 sizes.append(pp)
         return sizes
 
@@ -250,13 +252,11 @@ class GridSpace:
         space, name = self.space, "virtual_pipeline_model_parallel_size"
         spec = self.model.spec
         if pp == 1 or spec.vision is not None or not rules.cuts_anywhere(spec, space.version):
-            return [1] if space.fixed.get(name, 1) == 1 else []
+            return [1] if space.allows(name, 1, self.model.cluster) else []
         most = (self.model.spec.num_layers + 2) // pp  # interior chunks hold a layer each
         if space.partition is not None:
             most = space.fixed[name]
-        sizes = range(1, min(most, space.limit(name, self.model.cluster)) + 1)
-        if name in space.fixed:
-            sizes = range(space.fixed[name], min(most, space.fixed[name]) + 1)
+        sizes = (v for v in range(1, most + 1) if space.allows(name, v, self.model.cluster))
         legal = [v for v in sizes if v == 1 or rules.allows_interleaving(pp, v, num_microbatches)]
         if not space.even_stages:
             return legal

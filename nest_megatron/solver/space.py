@@ -51,6 +51,7 @@ class SearchSpace:
     Args:
         fixed: degrees fixed at one value.
         limits: largest value of a degree; tensor-parallel sizes go up to one node by default.
+        least: least value of a degree.
         sharding: what divides states among replicas; ``None`` leaves it to the ZeRO stage.
         recompute: the one setting allowed, or ``None`` for all.
         execution: how layers are carried out, as the job's flags and its framework's defaults say.
@@ -71,6 +72,7 @@ class SearchSpace:
 
     fixed: Mapping[str, int] = field(default_factory=dict)
     limits: Mapping[str, int] = field(default_factory=dict)
+    least: Mapping[str, int] = field(default_factory=dict)
     rank_orders: tuple[RankOrder, ...] = tuple(RankOrder)
     zero_stages: tuple[ZeroStage, ...] = tuple(ZeroStage)
     sharding: DataParallelSharding | None = None
@@ -113,11 +115,13 @@ class SearchSpace:
 
     def values(self, name: str, divisors_of: int, cluster: Cluster) -> list[int]:
         """Values of a degree to try, rising: the divisors of a number within the limits."""
+        return [d for d in divisors(divisors_of) if self.allows(name, d, cluster)]
+
+    def allows(self, name: str, value: int, cluster: Cluster) -> bool:
+        """Whether a degree may have a value."""
         if name in self.fixed:
-            value = self.fixed[name]
-            return [value] if divisors_of % value == 0 else []
-        limit = self.limit(name, cluster)
-        return [d for d in divisors(divisors_of) if d <= limit]
+            return value == self.fixed[name]
+        return self.least.get(name, 1) <= value <= self.limit(name, cluster)
 
     def limit(self, name: str, cluster: Cluster) -> int:
         """Largest value of a degree to try."""

@@ -51,12 +51,12 @@ from nest_megatron.integrations.plan_output import (
     told_where,
 )
 from nest_megatron.integrations.plan_recipe import require_pinned_for, searched
+from nest_megatron.integrations.site_policy import read_launched, require_launch
 from nest_megatron.model.execution import Execution
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.diff import plan_values, reason
 from nest_megatron.parallel.knobs import KNOBS
 from nest_megatron.parallel.plan import ParallelChoice, ParallelPlan
-from nest_megatron.planner.pins import read_pinned
 from nest_megatron.report.console import say, show
 
 #: The application's own fields say which ZeRO stages it has (``zero_stages``).
@@ -76,6 +76,8 @@ def plan_app(view: AppView, environment: Mapping[str, str]) -> AppPlan:
     """Find the plan of an application, in a process with these variables; ``NestError`` if none."""
     view.require_places()
     size = num_gpus(view, environment)
+    if is_launched(environment):
+        require_launch(view.settings.mode)
     if view.settings.mode is Mode.PINNED:
         plan, job, notes = _pinned(view, size, environment)
     else:
@@ -115,7 +117,7 @@ def _place(view: AppView, size: int, environment: Mapping[str, str]) -> JobClust
 def _pinned(
     view: AppView, size: int, environment: Mapping[str, str]
 ) -> tuple[ParallelPlan, Job, tuple[str, ...]]:
-    pinned = read_pinned(pinned_file(view.settings.plan))
+    pinned = read_launched(pinned_file(view.settings.plan))
     job = read_app(view, compose(view.settings.settings(None)))
     named, here = view.settings.cluster is not None, is_launched(environment)
     require_pinned_for(

@@ -36,6 +36,7 @@ from nest_megatron.integrations.megatron_lm.same_job import fields, versions
 from nest_megatron.integrations.plan_output import pinned_file, plan_output
 from nest_megatron.integrations.plan_recipe import free_parameters, pinned_recipe, plan_recipe
 from nest_megatron.integrations.recipe import RECOMPUTE
+from nest_megatron.integrations.site_policy import require_launch
 from nest_megatron.integrations.slurm import rank_variables
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
@@ -108,6 +109,8 @@ def run(
         store = (rendezvous or Rendezvous()).join(rank, num_ranks, words, _PATIENCE_S)
 
     def solve(_: object) -> str:
+        if not launch.dry_run:
+            require_launch(words.mode, launch.free)
         return plan_file.dump(_find(recipe, words, launch, keep))
 
     with propagating_errors(store):

@@ -46,9 +46,10 @@ from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.integrations.megatron_lm.same_job import arguments, comparable, versions
 from nest_megatron.integrations.plan_output import pinned_by, pinned_file, plan_output, told_where
+from nest_megatron.integrations.site_policy import read_launched, require_launch
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner.pins import ActualJob, read_pinned, require_same_job
+from nest_megatron.planner.pins import ActualJob, require_same_job
 from nest_megatron.profile.mode import ProfileMode
 from nest_megatron.report.console import command_lines, say, show
 
@@ -80,6 +81,7 @@ def _run(launched: LaunchedJob, store: RendezvousStore | None) -> Any:
     measured = _measured(launched, store) if measures and words.mode is Mode.AUTO else None
 
     def solve(hosts: agreement.Hosts) -> str:
+        require_launch(words.mode, launched.launch.free, _release())
         found = _find(launched) if measured is None else _decided(launched, *measured)
         outcome = _with_ranks(launched, found, hosts)
         show(launched_report(outcome.decision.plan, outcome.changes, outcome.notes))
@@ -239,7 +241,7 @@ def _measured(
 
 
 def _pinned(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
-    pinned = read_pinned(pinned_file(launched.launch.plan))
+    pinned = read_launched(pinned_file(launched.launch.plan))
     dry_run, world_size = launched.launch.dry_run, launched.args.world_size
     cluster = _place(launched).cluster if names_cluster(launched.words.job) else None
     if cluster is not None:

@@ -1,0 +1,222 @@
+"""Policies: the operators' files, read before anything is planned, and the space that they leave.
+
+Three places are asked in turn, and each only restricts: ``/etc/nest-megatron/policy.yaml``, the
+file that ``NEST_MEGATRON_POLICY`` names, and the user's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import grp
+import os
+import pwd
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import platformdirs
+import yaml
+
+from nest_megatron.cluster.records import Cluster
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.documents import DESCRIPTION, parse_yaml
+from nest_megatron.errors import PROGRAM, UserInputError, require_known
+from nest_megatron.files import read_text
+from nest_megatron.parallel.policy import LaunchRules, PlanRules, Policy, PolicyError, PolicyFile
+from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeModule
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.plain import Source, from_plain
+from nest_megatron.planner.request import NumericOffer, Offer
+from nest_megatron.solver.space import DEGREES, SearchSpace
+
+#: The operators' folder, which no user can write to.
+SYSTEM_FOLDER: Final = Path("/etc/nest-megatron")
+#: Names another policy, beside the operators' and the user's own.
+VARIABLE: Final = "NEST_MEGATRON_POLICY"
+_NAME: Final = "policy.yaml"
+_TYPED: Final = Source(correct="Correct the policy.", add="Add it to the policy.")
+
+
+def read_policy(environment: Mapping[str, str] = os.environ) -> Policy:
+    """The files of rules that hold here, the operators' first.
+
+    Raises:
+        UserInputError: for a file that cannot be read or says something unknown: nothing is planned
+            under a policy that is not understood.
+    """
+    return tuple(_read(path) for path in _paths(environment))
+
+
+def _paths(environment: Mapping[str, str]) -> Iterator[Path]:
+    named = environment.get(VARIABLE)
+    user = platformdirs.user_config_path(PROGRAM, appauthor=False)
+    for folder in (SYSTEM_FOLDER, user):
+        if named and folder is user:
+            yield Path(named).expanduser()
+        if os.path.lexists(folder / _NAME):  # one that cannot be followed is refused, not missed
+            yield folder / _NAME
+
+
+def _read(path: Path) -> PolicyFile:
+    text = read_text(path, "policy", most=DESCRIPTION.num_bytes)
+    fields = parse_yaml(text, "policy", name=str(path)) or {}
+    if not isinstance(fields, Mapping):
+        fix = "Write plan: and launch: with rules below."
+        raise UserInputError("policy", value=str(path), limit="it is no mapping", fix=fix)
+    for name in fields:
+        require_known(f"{path}: policy", str(name), ("plan", "launch"))
+    found = PolicyFile(
+        path=str(path),
+        plan=from_plain(PlanRules, fields.get("plan") or {}, f"{path}: plan", _TYPED),
+        launch=from_plain(LaunchRules, fields.get("launch") or {}, f"{path}: launch", _TYPED),
+        lines=dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader))),
+    )
+    for name, (least, most) in found.plan.ranges.items():
+        require_known(f"{path}: plan.ranges", name, DEGREES)
+        if not 1 <= least <= most:
+            limit, fix = "a range is [least, most], of at least 1", "Correct the policy."
+            raise UserInputError(f"{path}: {name}", value=[least, most], limit=limit, fix=fix)
+    return found
+
+
+def _lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """The line of every key, by its dotted name."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        name = f"{prefix}{key.value}"
+        yield name, key.start_mark.line + 1
+        yield from _lines(value, f"{name}.")
+
+
+def space_within(space: SearchSpace, policy: Policy, cluster: Cluster) -> SearchSpace:
+    """What a policy leaves of a search space.
+
+    Raises:
+        PolicyError: for a fixed value that a rule does not allow, or where nothing is left.
+    """
+    for file in policy:
+        for name, (least, most) in file.plan.ranges.items():
+            space = _in_range(space, file, f"plan.ranges.{name}", name, (least, most))
+        if file.plan.tensor_parallel_inside_node:
+            rule, name = "plan.tensor_parallel_inside_node", "tensor_model_parallel_size"
+            space = _in_range(space, file, rule, name, (1, cluster.gpus_per_node))
+        space = _without_recompute(space, file)
+        space = _without_sharding(space, file)
+    return space
+
+
+def _in_range(
+    space: SearchSpace, file: PolicyFile, rule: str, name: str, allowed: tuple[int, int]
+) -> SearchSpace:
+    least, most = allowed
+    words = f"it is {least} to {most}"
+    fixed = space.fixed.get(name)
+    if fixed is not None:
+        if not least <= fixed <= most:
+            raise file.broken(rule, name, fixed, words)
+        return space
+    least = max(least, space.least.get(name, 1))
+    most = min(most, space.limits.get(name, most))
+    if least > most:
+        raise file.broken(rule, f"search.max_{name}", most, words)
+    limits, lowest = {**space.limits, name: most}, {**space.least, name: least}
+    return dataclasses.replace(space, limits=limits, least=lowest)
+
+
+def _without_recompute(space: SearchSpace, file: PolicyFile) -> SearchSpace:
+    forbidden, rule = file.plan.forbidden_recompute, "plan.forbidden_recompute"
+    if space.recompute is not None and space.recompute.granularity in forbidden:
+        value = space.recompute.granularity.value
+        raise file.broken(rule, "recompute_granularity", value, "it is forbidden")
+    if RecomputeGranularity.SELECTIVE in forbidden:
+        space = dataclasses.replace(space, without_modules=frozenset(RecomputeModule))
+    if RecomputeGranularity.FULL in forbidden:
+        space = dataclasses.replace(space, full_recompute=False)
+    return space
+
+
+def _without_sharding(space: SearchSpace, file: PolicyFile) -> SearchSpace:
+    forbidden, rule = file.plan.forbidden_sharding, "plan.forbidden_sharding"
+
+    def is_allowed(zero: ZeroStage) -> bool:
+        return (space.sharding or zero.sharding) not in forbidden
+
+    left = tuple(filter(is_allowed, space.zero_stages))
+    if not left:
+        value = ", ".join(sorted({(space.sharding or z.sharding).value for z in space.zero_stages}))
+        raise file.broken(rule, "sharding", value, "it is forbidden")
+    return dataclasses.replace(space, zero_stages=left)
+
+
+def settings_within(settings: CostSettings, policy: Policy) -> CostSettings:
+    """Settings whose plans leave as much memory free as a policy demands.
+
+    Raises:
+        PolicyError: for a number format that a rule forbids.
+    """
+    for file in policy:
+        if settings.precision in file.plan.forbidden_precision:
+            value, rule = settings.precision.value, "plan.forbidden_precision"
+            raise file.broken(rule, "precision", value, "it is forbidden")
+        margin = max(settings.memory_margin, file.plan.least_memory_free)
+        settings = dataclasses.replace(settings, memory_margin=margin)
+    return settings
+
+
+def offer_within(offer: Offer | None, policy: Policy, cluster: Cluster) -> Offer | None:
+    """Another sharding that is priced beside the plan, if a policy leaves any of it."""
+    if offer is None:
+        return None
+    with contextlib.suppress(PolicyError):
+        return dataclasses.replace(offer, space=space_within(offer.space, policy, cluster))
+    return None
+
+
+def numeric_within(offers: Iterable[NumericOffer], policy: Policy) -> tuple[NumericOffer, ...]:
+    """Choices that change numbers, without those that a policy forbids."""
+    left = []
+    for offer in offers:
+        with contextlib.suppress(PolicyError):
+            settings = settings_within(offer.settings, policy)
+            left.append(dataclasses.replace(offer, settings=settings))
+    return tuple(left)
+
+
+def require_may_free(names: Collection[str], policy: Policy) -> None:
+    """Refuse that this user frees a flag that no rule lets them free.
+
+    Raises:
+        PolicyError: naming the flag.
+    """
+    for file in policy if names else ():
+        rules = file.launch.may_free
+        if rules is None:
+            continue
+        allowed = {name for who in _identities() for name in rules.get(who, ())}
+        for name in sorted(names):
+            if name not in allowed and "all" not in allowed:
+                words = f"you may free {', '.join(sorted(allowed)) or 'nothing'}"
+                raise file.broken("launch.may_free", "nest.free", name, words)
+
+
+def _identities() -> Iterator[str]:
+    """This user, by the account (not by what the environment says), their groups, and everybody."""
+    yield "*"
+    try:
+        user = pwd.getpwuid(os.getuid())
+    except KeyError:  # a container without a user database
+        return
+    yield user.pw_name
+    for number in os.getgrouplist(user.pw_name, user.pw_gid):
+        try:
+            yield f"@{grp.getgrgid(number).gr_name}"
+        except KeyError:
+            continue
+
+
+def policy_notes(policy: Policy) -> tuple[str, ...]:
+    """What a plan says of the policy that it was made under."""
+    if not policy:
+        return ()
+    files = ", ".join(file.path for file in policy)
+    return (f"Searched within the policy of {files}: what it forbids is not part of the space.",)

@@ -1,0 +1,60 @@
+"""What a policy says of a launch: which plans may be launched, and who has signed them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from nest_megatron.config.launch import Mode
+from nest_megatron.config.policy import read_policy, require_may_free
+from nest_megatron.files import expanded
+from nest_megatron.parallel.policy import PolicyFile, require_allowed
+from nest_megatron.planner.pins import PinnedPlan, read_pinned
+from nest_megatron.planner.signed import read_signers, verify_pinned
+
+
+def require_launch(mode: Mode, free: Collection[str] = (), release: str | None = None) -> None:
+    """Refuse a launch that a policy forbids, before anything is planned.
+
+    Args:
+        free: names that the user frees.
+        release: of Megatron-LM, where the job runs on it.
+
+    Raises:
+        PolicyError: naming the rule.
+    """
+    policy = read_policy()
+    require_may_free(free, policy)
+    for file in policy:
+        rules = file.launch
+        if rules.pinned_only and mode is Mode.AUTO:
+            limit = "only pinned plans are launched here"
+            raise file.broken("launch.pinned_only", "+nest", mode.value, limit)
+        if release is not None and rules.megatron_lm and release not in rules.megatron_lm:
+            limit = f"it is {' or '.join(rules.megatron_lm)}"
+            raise file.broken("launch.megatron_lm", "Megatron-LM", release, limit)
+
+
+def read_launched(path: Path) -> PinnedPlan:
+    """A pinned file that is about to be launched.
+
+    Raises:
+        UserInputError: if it is not as it was pinned, or a policy does not let it be launched: a
+            ``PolicyError``, or a ``SignatureError`` where a signature is asked for.
+    """
+    path = expanded(path, "nest.plan")
+    pinned, policy = None, read_policy()
+    for file in policy:
+        _require_folder(path, file)
+        if file.launch.signers:
+            pinned = verify_pinned(path, read_signers(file.launch.signers)).pinned
+    pinned = pinned or read_pinned(path)
+    require_allowed(pinned.plan, policy)
+    return pinned
+
+
+def _require_folder(path: Path, file: PolicyFile) -> None:
+    folders = [expanded(Path(each), "policy").resolve() for each in file.launch.plan_folders]
+    if folders and not any(path.resolve().is_relative_to(folder) for folder in folders):
+        limit = f"plans are launched from {' or '.join(map(str, folders))}"
+        raise file.broken("launch.plan_folders", "nest.plan", str(path), limit)

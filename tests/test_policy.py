@@ -1,0 +1,256 @@
+"""Policies: what they leave of the search, what they refuse to launch, and where it is written."""
+
+from __future__ import annotations
+
+import getpass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nest_megatron.config import policy as policies
+from nest_megatron.config.launch import Mode
+from nest_megatron.config.policy import VARIABLE, read_policy
+from nest_megatron.integrations.site_policy import read_launched, require_launch
+from nest_megatron.minisign import SignatureError
+from nest_megatron.parallel.policy import PolicyError, violations
+from nest_megatron.planner.pins import read_pinned
+from tests.cli.runs import ROOT, SMALL, run
+
+
+@pytest.fixture(autouse=True)
+def no_other_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operators' folder, and the user's, are of this test alone."""
+    monkeypatch.setattr(policies, "SYSTEM_FOLDER", tmp_path / "etc")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def write(path: Path, **rules: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(rules, sort_keys=False))
+    return path
+
+
+def of_operators(tmp_path: Path, **rules: Any) -> Path:
+    return write(tmp_path / "etc" / "policy.yaml", **rules)
+
+
+@pytest.fixture(scope="module")
+def pinned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pinned") / "plan.yaml"
+    assert run("plan", *SMALL, f"out={path}").code == 0
+    assert run("pin", str(path)).code == 0
+    return path
+
+
+RULES: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
+    (
+        {"ranges": {"tensor_model_parallel_size": [1, 2]}},
+        ("tensor_model_parallel_size=8",),
+        "1 to 2",
+    ),
+    ({"ranges": {"data_parallel_size": [2, 8]}}, ("data_parallel_size=1",), "2 to 8"),
+    ({"forbidden_sharding": ["megatron_fsdp"]}, ("zero_stage=3",), "forbidden"),
+    (
+        {"forbidden_recompute": ["full"]},
+        ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1"),
+        "forbidden",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rules", "settings", "words"), RULES)
+def test_a_setting_that_a_rule_forbids_is_refused(
+    tmp_path: Path, rules: dict[str, Any], settings: tuple[str, ...], words: str
+) -> None:
+    typed = [f"parallel.{setting}" for setting in settings]
+    assert run("plan", *SMALL, *typed).code in (0, 1)
+    path = of_operators(tmp_path, plan=rules)
+    refused = run("plan", *SMALL, *typed)
+    assert refused.code == 16
+    assert words in refused.err
+    (rule,) = rules
+    assert f"plan.{rule}" in refused.err
+    assert f"{path}:" in refused.err.replace("\n       ", " ")
+
+
+def test_the_search_stays_within_the_policy_and_says_so(tmp_path: Path) -> None:
+    free = run("plan", *SMALL, "--json").json()
+    path = of_operators(
+        tmp_path,
+        plan={
+            "ranges": {"pipeline_model_parallel_size": [2, 8], "micro_batch_size": [1, 1]},
+            "least_memory_free": 0.3,
+            "forbidden_precision": ["fp8"],
+        },
+    )
+    held = run("plan", *SMALL, "--json").json()
+    assert free["parallel"]["pipeline_model_parallel_size"] == 1
+    assert held["parallel"]["pipeline_model_parallel_size"] >= 2
+    assert held["train"]["micro_batch_size"] == 1
+    found = held["predicted"]
+    assert found["peak_memory_bytes"] <= 0.7 * held["cluster"]["accelerator"]["memory_bytes"]
+    assert held["search"]["certificate"] in ("optimal", "chosen")
+    assert held["search"]["space"]["policy"] == f"within {path}"
+    assert ">= 2" in held["search"]["space"]["pipeline_model_parallel_size"]
+    assert any("fp8-format" in offer for offer in free["offers"])
+    assert not any("fp8-format" in offer for offer in held["offers"])
+
+
+def test_no_file_lifts_what_another_forbids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "tensor_model_parallel_size"
+    of_operators(tmp_path, plan={"ranges": {name: [1, 2]}})
+    own = write(tmp_path / "own.yaml", plan={"ranges": {name: [1, 8]}})
+    monkeypatch.setenv(VARIABLE, str(own))
+    assert run("plan", *SMALL, f"parallel.{name}=4").code == 16
+    write(own, plan={"ranges": {name: [1, 1]}})
+    assert run("plan", *SMALL, f"parallel.{name}=2").code == 16
+    assert [file.path for file in read_policy()] == [str(tmp_path / "etc/policy.yaml"), str(own)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plan: {ranges: {tensor_size: [1, 2]}}",
+        "plan: {ranges: {tensor_model_parallel_size: [4, 2]}}",
+        "plan: {least_mfu: high}",
+        "plan: {forbidden_sharding: [zero]}",
+        "launch: {pinned: true}",
+        "rules: {}",
+        "- plan",
+        "plan: [",
+    ],
+)
+def test_nothing_is_planned_under_a_policy_that_is_not_understood(
+    tmp_path: Path, text: str
+) -> None:
+    path = tmp_path / "etc" / "policy.yaml"
+    path.parent.mkdir()
+    path.write_text(text)
+    refused = run("plan", *SMALL)
+    assert refused.code == 2
+    assert "policy" in refused.err
+
+
+def test_a_policy_that_cannot_be_followed_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = tmp_path / "etc" / "policy.yaml"
+    link.parent.mkdir()
+    link.symlink_to(tmp_path / "gone.yaml")
+    assert run("plan", *SMALL).code == 2
+    link.unlink()
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "gone.yaml"))
+    assert run("plan", *SMALL).code == 2
+
+
+def test_what_is_planned_breaks_no_rule_or_is_refused(tmp_path: Path) -> None:
+    of_operators(tmp_path, plan={"least_mfu": 0.99})
+    refused = run("plan", *SMALL)
+    assert refused.code == 16
+    assert "MFU" in refused.err
+
+
+def test_every_broken_rule_of_a_plan_is_named(tmp_path: Path, pinned: Path) -> None:
+    of_operators(
+        tmp_path,
+        plan={
+            "ranges": {"pipeline_model_parallel_size": [4, 8], "micro_batch_size": [16, 16]},
+            "least_memory_free": 0.9,
+            "least_mfu": 0.9,
+            "forbidden_sharding": ["ddp"],
+            "forbidden_precision": ["bf16"],
+            "tensor_parallel_inside_node": True,
+        },
+    )
+    (file,) = read_policy()
+    broken = [error.what for error in violations(read_pinned(pinned).plan, file)]
+    assert broken == [
+        "pipeline_model_parallel_size",
+        "micro_batch_size",
+        "sharding",
+        "precision",
+        "free memory",
+        "MFU",
+    ]
+
+
+def test_only_pinned_plans_of_trusted_signers_and_folders_are_launched(
+    tmp_path: Path, pinned: Path
+) -> None:
+    require_launch(Mode.AUTO)
+    assert read_launched(pinned).plan.model.name == "llama3_8b"
+    rules: dict[str, Any] = {"pinned_only": True}
+    of_operators(tmp_path, launch=rules)
+    with pytest.raises(PolicyError, match="pinned_only"):
+        require_launch(Mode.AUTO)
+    require_launch(Mode.PINNED)
+
+    rules["plan_folders"] = [str(tmp_path / "plans")]
+    of_operators(tmp_path, launch=rules)
+    with pytest.raises(PolicyError, match="plan_folders"):
+        read_launched(pinned)
+    (tmp_path / "plans").mkdir()
+    (tmp_path / "plans" / "link.yaml").symlink_to(pinned)
+    with pytest.raises(PolicyError, match="plan_folders"):  # a link leads out of the folder
+        read_launched(tmp_path / "plans" / "link.yaml")
+    plan = tmp_path / "plans" / "plan.yaml"
+    plan.write_bytes(pinned.read_bytes())
+    read_launched(plan)
+
+    key = tmp_path / "ada.key"
+    assert run("keygen", "--out", str(key), "--no-password").code == 0
+    rules["signers"] = [str(key.with_suffix(".pub"))]
+    of_operators(tmp_path, launch=rules)
+    with pytest.raises(SignatureError):
+        read_launched(plan)
+    assert run("pin", str(plan), "--sign", str(key)).code == 0
+    read_launched(plan)
+
+    of_operators(tmp_path, launch=rules, plan={"forbidden_precision": ["bf16"]})
+    with pytest.raises(PolicyError, match="forbidden_precision"):
+        read_launched(plan)
+
+
+def test_releases_and_freed_flags(tmp_path: Path) -> None:
+    of_operators(
+        tmp_path,
+        launch={
+            "megatron_lm": ["0.20"],
+            "may_free": {
+                "*": ["recompute"],
+                getpass.getuser(): ["micro_batch_size"],
+                "nobody": ["all"],
+            },
+        },
+    )
+    require_launch(Mode.AUTO, ["recompute", "micro_batch_size"], "0.20")
+    require_launch(Mode.AUTO)
+    with pytest.raises(PolicyError, match="megatron_lm"):
+        require_launch(Mode.AUTO, release="0.16.1")
+    with pytest.raises(PolicyError, match="you may free micro_batch_size, recompute"):
+        require_launch(Mode.AUTO, ["stage_layout"])
+    with pytest.raises(PolicyError):
+        require_launch(Mode.AUTO, ["all"])
+
+
+def test_the_largest_number_of_replicas_is_kept() -> None:
+    found = run("plan", *SMALL, "search.max_data_parallel_size=2", "--json").json()
+    assert found["parallel"]["data_parallel_size"] <= 2
+    limits = [f"search.max_{name}_parallel_size=1" for name in ("tensor_model", "pipeline_model")]
+    limits += ["search.max_context_parallel_size=1", "search.max_data_parallel_size=2"]
+    refused = run("plan", *SMALL, *limits)
+    assert refused.code == 2
+    assert "data_parallel_size" in refused.err
+    assert "Widen" in refused.err
+
+
+def test_the_example_is_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(ROOT / "recipes" / "slurm" / "policy.yaml"))
+    (file,) = read_policy()
+    assert file.launch.pinned_only
+    assert file.lines["launch.pinned_only"] == 6
