@@ -7,6 +7,21 @@ from dataclasses import dataclass
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.spec import TransformerSpec
 
+_LARGEST_FUSED_HEAD = 256
+
+
+def fits_fused_attention(spec: TransformerSpec) -> bool:
+    """Whether fused kernels take the heads: sizes are multiples of 8 up to 256.
+
+    Transformer Engine runs its unfused attention otherwise, without a word. Source:
+    ``transformer_engine.pytorch.attention.dot_product_attention.utils.get_attention_backend``
+    (FlashAttention 2), ``nvte_get_fused_attn_backend`` (cuDNN).
+    """
+    sizes = [spec.head_dim]
+    if spec.multi_latent_attention:
+        sizes = [spec.qk_head_dim + spec.qk_pos_emb_head_dim, spec.v_head_dim]
+    return all(size % 8 == 0 and size <= _LARGEST_FUSED_HEAD for size in sizes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShard:
@@ -56,6 +71,15 @@ class LayerShard:
     def cast_bytes(self) -> float:
         """The same where another operator keeps the element as it is anyway."""
         return 0 if self.input_bytes == self.activation_bytes else self.input_bytes
+
+    def keeps_scores(self, spec: TransformerSpec) -> bool:
+        """Whether attention keeps the square of scores.
+
+        Capped scores are not fused: NeMo's and Megatron-Bridge's ``Gemma2DotProductAttention``,
+        the ones that cap them, is not.
+        """
+        capped = spec.variant.attn_logit_softcapping is not None
+        return capped or not (self.flash_attention and fits_fused_attention(spec))
 
     def hidden_bytes(self, spec: TransformerSpec) -> float:
         """Bytes of the hidden states that one rank holds between blocks."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.shard import fits_fused_attention
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel import rules
 from nest_megatron.parallel.dims import ParallelDims
@@ -130,6 +131,11 @@ def _context_parallel(request: LaunchRequest) -> Violation | None:
         "softmax have no kernel with the ring exchange of keys and values"
     )
     fix = "Use 1."
+    if not fits_fused_attention(request.spec):
+        limit = (
+            "the ring exchange of keys and values needs fused attention, whose heads have sizes "
+            "that are multiples of 8 up to 256"
+        )
     if rules.allows_context_parallel(request.spec, cp):
         limit = (
             "the ring exchange of keys and values needs fused attention; single precision, "

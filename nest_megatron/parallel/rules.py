@@ -13,6 +13,7 @@ from typing import Any
 from nest_megatron.cluster.records import Precision
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.layer_pattern import LayerBlock
+from nest_megatron.model.shard import fits_fused_attention
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
@@ -201,6 +202,7 @@ def divides_sequence(spec: TransformerSpec, tp: int, cp: int, sequence_parallel:
 def allows_context_parallel(spec: TransformerSpec, cp: int, *, fused: bool = True) -> bool:
     """Attention splits the sequence if it runs ``fused``, in a kernel of 16-bit numbers."""
     plain = spec.softmax_type == "vanilla" and spec.window_size is None
+    fused = fused and fits_fused_attention(spec)
     return cp == 1 or (fused and plain and spec.family is ModelFamily.GPT)
 
 

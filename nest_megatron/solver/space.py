@@ -12,6 +12,7 @@ from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.layer_pattern import LayerBlock
+from nest_megatron.model.shard import fits_fused_attention
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.partition import StagePartition
@@ -224,7 +225,7 @@ def _useful_modules(
     """
     delayed = precision is Precision.FP8
     useful = {
-        RecomputeModule.CORE_ATTN: not flash_attention,
+        RecomputeModule.CORE_ATTN: not (flash_attention and fits_fused_attention(spec)),
         RecomputeModule.MOE_ACT: spec.is_moe and not delayed,
         RecomputeModule.LAYERNORM: (spec.is_moe or spec.multi_latent_attention) and not delayed,
         RecomputeModule.MLA_UP_PROJ: spec.multi_latent_attention,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from nest_megatron.cluster.records import Precision
@@ -21,12 +23,14 @@ from nest_megatron.model.graph import Part
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.operators.ends import embedding_graph, head_graph
-from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.shard import LayerShard, fits_fused_attention
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import uniform_partition
-from nest_megatron.parallel.recompute import FULL_RECOMPUTE
+from nest_megatron.parallel.recompute import FULL_RECOMPUTE, RecomputeModule
+from nest_megatron.parallel.rules import allows_context_parallel
 from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.solver.space import recompute_settings
 from tests import catalogue
 
 TRAITS = {
@@ -265,6 +269,37 @@ def test_unfused_attention_moves_its_scores_as_well() -> None:
     scores = kept.saved_by_part()[Part.CORE_ATTENTION]
     assert moved.saved_by_part()[Part.CORE_ATTENTION] == 0
     assert moved.offloaded_bytes > scores > 0
+
+
+@pytest.mark.parametrize(
+    ("heads", "seq_length", "bytes_a_score"),
+    [
+        (12, 1601, 4 + 2),  # the language model of multimodal_llava_mcore_te_tp1_pp1
+        (12, 1600, 2),
+        (13, 1601, 0),  # of size 48
+    ],
+)
+def test_heads_that_no_fused_kernel_takes_keep_their_scores(
+    heads: int, seq_length: int, bytes_a_score: int
+) -> None:
+    """That test's golden peak is 15.8 GB, of which 9 GB are these scores, kept by 12 layers."""
+    spec = dataclasses.replace(
+        catalogue.model("gpt3_175b"),
+        hidden_size=624,
+        num_attention_heads=heads,
+        num_query_groups=None,
+        kv_channels=624 // heads,
+        seq_length=seq_length,
+        attention_dropout=0.0,
+    )
+    graph = layer_graph(spec, LayerKind.DENSE, LayerShard(micro_batch_size=4))
+    scores = 4 * heads * seq_length**2
+    kept = graph.saved_by_part()[Part.CORE_ATTENTION] / scores
+    assert kept == pytest.approx(bytes_a_score, abs=0.01)
+    assert fits_fused_attention(spec) is (bytes_a_score == 0)
+    assert allows_context_parallel(spec, 2) is (bytes_a_score == 0)
+    recomputed = {m for r in recompute_settings(spec, Precision.BF16, 1) for m in r.modules}
+    assert (RecomputeModule.CORE_ATTN in recomputed) is (bytes_a_score > 0)
 
 
 @pytest.mark.parametrize(

@@ -94,13 +94,12 @@ def core_attention(
 ) -> LayerGraph:
     """Attention over ``span`` keys a query, and what context-parallel ranks send each other for it.
 
-    There are as many keys as queries, if not ``keys`` a sequence. Capped scores are not fused:
-    NeMo's and Megatron-Bridge's ``Gemma2DotProductAttention``, the ones that cap them, is not.
+    There are as many keys as queries, if not ``keys`` a sequence.
 
     Flash attention saves no scores and recomputes them in the backward pass: five GEMMs to
     the forward pass's two.
     """
-    if not shard.flash_attention or spec.variant.attn_logit_softcapping is not None:
+    if shard.keeps_scores(spec):
         return _unfused_attention(spec, shard, query_dim, value_dim, keys or spec.seq_length)
     act, tokens = shard.activation_bytes, shard.tokens(spec)
     heads = spec.num_attention_heads / shard.tensor_model_parallel_size
@@ -182,7 +181,8 @@ def _unfused_attention(
     softmax, and read by the second; dropout reads and writes it again with a byte of mask. The
     backward pass makes two gradients for each GEMM and goes through dropout and softmax once.
     Saved for it: probabilities, and with dropout the mask and the dropped-out probabilities (the
-    five bytes a score of arXiv 2205.05198, section 4.1).
+    five bytes a score of arXiv 2205.05198, section 4.1). PyTorch's softmax keeps its own output in
+    32 bits, beside what is cast for the second GEMM, and its gradient is as wide.
     """
     act, part, tokens = shard.activation_bytes, Part.CORE_ATTENTION, shard.tokens(spec)
     heads = spec.num_attention_heads / shard.tensor_model_parallel_size
@@ -208,29 +208,38 @@ def _unfused_attention(
     moved = scores * (2 * act + (2 * act + 1 if dropout else 0))
     back = scores * (3 * act + (2 * act + 1 if dropout else 0))
     kernels = 2 + dropout
-    if not _softmax_is_fused(spec, heads * shard.micro_batch_size, keys):
+    matrices = heads * shard.micro_batch_size
+    if not _softmax_is_fused(spec, matrices, keys):
         moved += scores * (2 * act + 8 * FP32)
         back += scores * (2 * act + 6 * FP32)
         kernels += 8
     softmax = streaming("softmax", part, moved, backward=back / moved, kernels=kernels)
-    saved = scores * (2 * act + 1 if dropout else act)
-    if (
-        spec.variant.attn_logit_softcapping is not None
-    ):  # a division, a tanh that is kept, a product
-        cap = streaming("softcap", part, scores * 6 * act, backward=7 / 6, kernels=3)
-        return LayerGraph(
-            operators=(gemms, cap, softmax), saved_bytes=((part, saved + scores * act),)
-        )
-    return LayerGraph(operators=(gemms, softmax), saved_bytes=((part, saved),))
+    operators = [gemms, softmax]
+    if _softmax_is_fused(spec, matrices, keys, most=_ENGINE_KEYS):
+        saved, working = scores * (2 * act + 1 if dropout else act), 0.0
+    else:
+        saved, working = scores * (FP32 + act + dropout), scores * (2 * FP32 + act)
+    if spec.variant.attn_logit_softcapping is not None:  # a division, a tanh kept, a product
+        operators.insert(1, streaming("softcap", part, scores * 6 * act, backward=7 / 6, kernels=3))
+        saved += scores * act
+    return LayerGraph(
+        operators=tuple(operators), saved_bytes=((part, saved),), working_bytes=working
+    )
 
 
-def _softmax_is_fused(spec: TransformerSpec, matrices: float, keys: int) -> bool:
+#: Most keys whose softmax one kernel takes: Megatron's, and Transformer Engine's.
+_MEGATRON_KEYS, _ENGINE_KEYS = 4096, 16_383
+
+
+def _softmax_is_fused(
+    spec: TransformerSpec, matrices: float, keys: int, most: int = _MEGATRON_KEYS
+) -> bool:
     """Whether one kernel scales, masks and takes the softmax of so many matrices of scores.
 
     Else PyTorch's own do, in 32 bits: a cast, the scaling, the mask, its filling, the softmax and a
     cast back (``FusedScaleMaskSoftmax.is_kernel_available``, ``forward_torch_softmax``).
     """
-    return matrices % 4 == 0 and spec.seq_length % 4 == 0 and 16 < keys <= 4096
+    return matrices % 4 == 0 and spec.seq_length % 4 == 0 and 16 < keys <= most
 
 
 def _attention(spec: TransformerSpec, shard: LayerShard, span: float) -> LayerGraph:

@@ -29,7 +29,7 @@ def offloaded_attention(graph: LayerGraph, spec: TransformerSpec, shard: LayerSh
     if "core_attn" in modules:
         part, num_bytes = _queries(spec, shard)
         moved[part] = num_bytes
-        if not shard.flash_attention:  # whose scores are saved inside the module as well
+        if shard.keeps_scores(spec):  # whose scores are saved inside the module as well
             moved[Part.CORE_ATTENTION] = saved[Part.CORE_ATTENTION]
     if "attn_proj" in modules:
         moved[Part.PROJECTION] = saved[Part.PROJECTION]
