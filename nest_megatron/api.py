@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.buildable import require_buildable
+from nest_megatron.config.buildable import buildable_space, require_buildable
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.keywords import Source, cluster_entry, compose_keywords, model_entry
 from nest_megatron.config.layout import estimate_layout
@@ -445,8 +445,10 @@ def plan_composed(
     """
     begun_s = time.monotonic() if begun_s is None else begun_s
     request = request_of(composed, choose_execution=True)
-    require_buildable(request.spec, read_target(composed.config))
-    request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
+    target = read_target(composed.config)
+    require_buildable(request.spec, target)
+    space = buildable_space(request.spec, target, request.space)
+    request = dataclasses.replace(request, space=space, begun_s=begun_s, shortlist=shortlist)
     found = require_plan(find_plan(request, on_progress), request.notes)
     return Plan(record=with_launch(found, notes=request.notes), notes=request.notes)
 

@@ -12,6 +12,7 @@ from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.catalogue import CHOICES, known_keys, spec_from_mapping
 from nest_megatron.model.layer_pattern import LayerKind, moe_layer_pattern
+from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 
 CONFIGS = Path(__file__).parents[2] / "hydra_configs"
@@ -117,6 +118,15 @@ def test_gpt_oss_slides_on_every_other_layer() -> None:
     spec = load("gpt_oss_120b")
     assert (spec.window_size, spec.window_attn_skip_freq) == (128, 2)
     assert (spec.softmax_type, spec.activation) == ("learnable", "quick_gelu")
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [("gemma2_2b", 2_614_341_888), ("gemma2_9b", 9_241_705_984), ("gemma2_27b", 27_227_128_320)],
+)
+def test_gemma_has_norms_behind_its_blocks(name: str, published: int) -> None:
+    """Parameters as of the published weights."""
+    assert total_parameters(load(name)) == published
 
 
 def test_unknown_key_names_the_nearest() -> None:
