@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.megatron_core.stage import Where, staged
+from nest_megatron.megatron_core.stage import Where, is_installed, staged
 from nest_megatron.megatron_core.units import build
 from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.model.graph import (
@@ -121,8 +121,8 @@ def recompute_settings(spec: TransformerSpec, kind: LayerKind) -> tuple[Recomput
     return (*(selective_recompute([module]) for module in modules), FULL_RECOMPUTE)
 
 
-#: Blocks that need kernels, or Transformer Engine, to be built at all.
-_NOT_BUILT = frozenset({LayerBlock.GATED_DELTA_NET, LayerBlock.CHUNKED_ATTENTION})
+#: Blocks whose kernels are not megatron-core's own (``scans``).
+_SCANS = frozenset({LayerBlock.GATED_DELTA_NET, LayerBlock.MAMBA})
 
 
 def _refusals(
@@ -140,16 +140,24 @@ def _refusals(
         limit = "only layers of GPT- and T5-like models are built from megatron-core's here"
         fix = "Use --closed-form, or --module for a model of your own."
         yield "model", spec.name, limit, fix
-    missing = sorted(_NOT_BUILT.intersection(kind.blocks))
-    if missing or spec.experimental_attention_variant == "dsa" or spec.moe_latent_size:
-        limit = "gated delta nets, chunked and sparse attention and latent experts are not built"
-        yield "layer", kind.value, f"{limit} here", "Use --closed-form."
-    if groups < tp and not spec.multi_latent_attention and kind is not LayerKind.MAMBA:
+    kinds = spec.mtp_layer_kinds if kind is LayerKind.MTP else (kind,)
+    blocks = {block for each in kinds for block in each.blocks}
+    scans = bool(_SCANS.intersection(blocks))
+    if spec.experimental_attention_variant == "dsa" or LayerBlock.CHUNKED_ATTENTION in blocks:
+        limit = "chunked and sparse attention are not built here"
+        yield "layer", kind.value, limit, "Use --closed-form."
+    if kind is LayerKind.MAMBA and not is_installed("einops"):
+        limit = "megatron-core's Mamba layers import einops, which is not installed"
+        yield "layer", kind.value, limit, "Run pip install einops, or use --closed-form."
+    if kind is LayerKind.MTP and scans:
+        limit = "MTP layers of Mamba layers or gated delta nets are not built here"
+        yield "layer", kind.value, limit, "Use --closed-form."
+    if groups < tp and not spec.multi_latent_attention and not scans:
         limit = "megatron-core's local attention needs a query group for each rank "
         fix = f"Use at most {groups}, or --closed-form."
         yield "parallel.tensor_model_parallel_size", tp, f"{limit}({groups} groups)", fix
-    if kind is LayerKind.MAMBA and cp > 1:
-        limit = "a Mamba layer is built for one context rank here"
+    if scans and cp > 1:
+        limit = "Mamba layers and gated delta nets are built for one context rank here"
         yield "parallel.context_parallel_size", cp, limit, "Use 1, or --closed-form."
     if cp > 1 and not shard.flash_attention:
         limit = "megatron-core runs context parallelism with fused attention alone"
@@ -284,11 +292,13 @@ _LAYER: tuple[tuple[str, Part], ...] = (
     (r"pre_mlp_layernorm", Part.MLP_NORM),
     (r"mlp\.router", Part.ROUTER),
     (r"mlp\.shared_experts", Part.SHARED_EXPERTS),
+    (r"mlp\.fc[12]_latent_proj", Part.ROUTER),
     (r"mlp\.experts\.local_experts\.\d+$", Part.EXPERT_ACTIVATION),
     (r"mlp\.experts\.activation", Part.EXPERT_ACTIVATION),
     (r"mlp\.experts", Part.EXPERTS),
 )
 _PATTERNS = tuple((re.compile(pattern), part) for pattern, part in _LAYER)
+_MIXER = re.compile(r"input_layernorm|self_attention")
 _INSIDE_MTP = "transformer_layer"
 
 
@@ -304,7 +314,9 @@ def part_of(path: str, kind: LayerKind, *, latent_attention: bool) -> Part:
         return Part.EMBEDDING
     if kind is LayerKind.HEAD:
         return Part.HEAD
-    if kind is LayerKind.MAMBA:
+    if kind in (LayerKind.MAMBA, LayerKind.LINEAR):
+        return Part.SSM
+    if LayerBlock.GATED_DELTA_NET in kind.blocks and _MIXER.match(path):
         return Part.SSM
     if kind is LayerKind.MTP:
         if not path.startswith(_INSIDE_MTP):

@@ -1,9 +1,10 @@
-"""Mamba-2 layers of megatron-core where mamba_ssm is not installed and only shapes are known.
+"""Mamba-2 layers and gated delta nets of megatron-core where only shapes are known.
 
-The module is megatron-core's own; what stands in for is the one function of mamba_ssm that it calls
-in training, and the norm behind it. The stand-in runs the chunked scan of arXiv 2405.21060 as
-products of whole chunks, so that torch counts its operations, and keeps what the kernel's autograd
-function keeps (``MambaSplitConv1dScanCombinedFn``: its input, and the output before the gate).
+The modules are megatron-core's own. Stand-ins are the kernels that they call in training, of
+mamba_ssm, causal_conv1d and flash-linear-attention, which need not be installed. They run a scan as
+products of whole chunks, so that torch counts its operations, and keep what the autograd functions
+of the kernels keep: ``MambaSplitConv1dScanCombinedFn`` its input, and the output before the gate;
+``ChunkGatedDeltaRuleFunction`` its inputs, the decay summed inside a chunk, and a product of each.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+
+from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
+from nest_megatron.model.operators.linear_attention import CHUNK
 
 
 def mamba_layer(config: Any, norm: Any) -> Any:
@@ -31,18 +35,27 @@ def mamba_layer(config: Any, norm: Any) -> Any:
         mixer=ModuleSpec(module=MambaMixer, submodules=projections),
         mamba_bda=get_bias_dropout_add,
     )
-    with stand_ins():
-        return build_module(
-            ModuleSpec(module=MambaLayer, submodules=submodules),
-            config=config,
-            layer_number=1,
-            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-        )
+    return build_module(
+        ModuleSpec(module=MambaLayer, submodules=submodules),
+        config=config,
+        layer_number=1,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
 
 
 @contextlib.contextmanager
-def stand_ins() -> Iterator[None]:
-    """mamba_ssm's function and norm, for the time that a layer is built or run."""
+def kernels(kind: LayerKind) -> Iterator[None]:
+    """What a layer of this kind calls, for the time that it is built and run."""
+    with contextlib.ExitStack() as stack:
+        if LayerBlock.MAMBA in kind.blocks:
+            stack.enter_context(_mamba_kernels())
+        if LayerBlock.GATED_DELTA_NET in kind.blocks:
+            stack.enter_context(_delta_rule_kernels())
+        yield
+
+
+@contextlib.contextmanager
+def _mamba_kernels() -> Iterator[None]:
     import megatron.core.ssm.mamba_mixer as mixer
 
     replaced: dict[str, Any] = {
@@ -117,3 +130,118 @@ class _Scan(torch.autograd.Function):
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         projected, weight, _before_gate = ctx.saved_tensors
         return torch.empty_like(projected), torch.empty_like(weight), None, None, None
+
+
+def gated_delta_net() -> Any:
+    """The ``ModuleSpec`` of a gated delta net of local modules."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    submodules = GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
+    )
+    return ModuleSpec(module=GatedDeltaNet, submodules=submodules)
+
+
+@contextlib.contextmanager
+def _delta_rule_kernels() -> Iterator[None]:
+    import megatron.core.ssm.gated_delta_net as module
+
+    def gated_norm(self: Any, values: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        normed = self.out_norm(values.reshape(-1, values.shape[-1]))
+        product: torch.Tensor = _Gated.apply(normed, gate.reshape(normed.shape))
+        return product
+
+    def rule(*given: torch.Tensor, g: Any, beta: Any, **_: object) -> tuple[torch.Tensor, None]:
+        return _DeltaRule.apply(*given, g, beta), None
+
+    replaced: dict[str, Any] = {
+        "HAVE_FLA": True,
+        "l2norm": _UnitLength.apply,
+        "causal_conv1d_fn": lambda x, weight, **_: _Convolution.apply(x, weight),
+        "chunk_gated_delta_rule": rule,
+    }
+    with (
+        mock.patch.multiple(module, create=True, **replaced),
+        mock.patch.object(module.GatedDeltaNet, "_apply_gated_norm", gated_norm),
+    ):
+        yield
+
+
+class _Convolution(torch.autograd.Function):
+    """``causal_conv1d_fn`` keeps its input; with its activation it is one kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, weight = ctx.saved_tensors
+        return torch.ops.aten.mul.Tensor(gradient, hidden), torch.empty_like(weight)
+
+
+class _UnitLength(torch.autograd.Function):
+    """``l2norm`` keeps its output and a figure of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        row = hidden.new_empty((*hidden.shape[:-1], 1), dtype=torch.float32)
+        output = torch.ops.aten.mul.Tensor(hidden, hidden)
+        ctx.save_for_backward(output, row)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        output, _ = ctx.saved_tensors
+        return torch.ops.aten.mul.Tensor(gradient, output)
+
+
+class _Gated(torch.autograd.Function):
+    """A normed output times its gate's activation, which ``jit_fuser`` makes one kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, normed: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(normed, gate)
+        return torch.ops.aten.mul.Tensor(normed, gate)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, gate = ctx.saved_tensors
+        return tuple(torch.ops.aten.mul.Tensor(gradient, other) for other in (gate, normed))
+
+
+class _DeltaRule(torch.autograd.Function):
+    """The gated delta rule as products of whole chunks; of its gradient the shapes alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        decay: torch.Tensor,
+        strength: torch.Tensor,
+    ) -> torch.Tensor:
+        q, k, v = (_in_chunks(each) for each in (query, key, value))
+        inside = torch.bmm(k, k.transpose(1, 2))
+        w, u = torch.bmm(inside, k), torch.bmm(inside, v)
+        states = torch.bmm(k.transpose(1, 2), u)
+        torch.bmm(w, states)
+        torch.bmm(q, states)
+        torch.bmm(torch.bmm(q, k.transpose(1, 2)), u)
+        ctx.save_for_backward(query, key, value, torch.empty_like(decay), strength, inside)
+        return torch.empty_like(value)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.empty_like(each) for each in ctx.saved_tensors[:5])
+
+
+def _in_chunks(vectors: torch.Tensor) -> torch.Tensor:
+    """``[batch, tokens, heads, width]`` as a matrix for each head and chunk."""
+    batch, tokens, heads, width = vectors.shape
+    return vectors.new_empty((batch * heads * tokens // CHUNK, CHUNK, width))

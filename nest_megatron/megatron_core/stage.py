@@ -79,8 +79,11 @@ def staged(
         if implementation is Implementation.LOCAL:
             stack.enter_context(without_transformer_engine(shapes_only=shapes_only))
         if shapes_only:
+            from nest_megatron.megatron_core import scans  # which imports torch
+
             ranks = shard.context_parallel_size
             stack.enter_context(fused_kernels(flash=shard.flash_attention, context_ranks=ranks))
+            stack.enter_context(scans.kernels(kind))
         stack.enter_context(balanced_routing())
         stack.enter_context(as_rank(spec, dims, 0))
         model_parallel_cuda_manual_seed(1)
@@ -162,8 +165,15 @@ _SAME_FIELDS = (
     *("qk_layernorm", "softmax_type", "window_attn_skip_freq", "mtp_num_layers"),
     "attention_output_gate",
 )
-_MAMBA_FIELDS = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
-_EXPERT_FIELDS = (*("moe_router_topk", "moe_router_enable_expert_bias", "moe_shared_expert_gate"),)
+_SCAN_FIELDS = (
+    *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
+)
+_EXPERT_FIELDS = (
+    *("moe_router_topk", "moe_router_enable_expert_bias", "moe_shared_expert_gate"),
+    "moe_latent_size",
+)
 _LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
@@ -225,7 +235,7 @@ def _shape_fields(spec: TransformerSpec) -> dict[str, Any]:
         "quick_gelu": quick_gelu,
     }
     return {
-        **{name: getattr(spec, name) for name in (*_SAME_FIELDS, *_MAMBA_FIELDS)},
+        **{name: getattr(spec, name) for name in (*_SAME_FIELDS, *_SCAN_FIELDS)},
         "num_query_groups": None if spec.multi_latent_attention else spec.num_query_groups,
         "activation_func": functions[spec.activation],
         "add_qkv_bias": spec.add_qkv_bias or spec.add_bias_linear,
@@ -295,14 +305,15 @@ def require_megatron(command: str = "extract") -> None:
         UserInputError: naming what to install, and what works without.
     """
     for name, package in (("torch", "torch"), ("megatron.core", "megatron-core")):
-        if not _is_installed(name):
+        if not is_installed(name):
             limit = f"layers are built by megatron-core, and {package} is not installed"
             other = ", or add --closed-form to see the formulas that the planner uses"
             fix = f"{install_command('megatron')}{other if command == 'extract' else ''}."
             raise UserInputError(command, value=None, limit=limit, fix=fix)
 
 
-def _is_installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
+    """Whether a module can be imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):  # its parent is missing, or its import is blocked

@@ -88,7 +88,7 @@ def without_transformer_engine(*, shapes_only: bool) -> Iterator[None]:
     import megatron.core.tensor_parallel.random as megatron_random
     import megatron.core.transformer.multi_latent_attention as latent
     from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_layer, moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     class NoState:
@@ -110,6 +110,7 @@ def without_transformer_engine(*, shapes_only: bool) -> Iterator[None]:
         _replaced(WrappedTorchNorm, {"__new__": _norm(shapes_only)}),
         _replaced(DotProductAttention, {"__init__": _tolerant(DotProductAttention)}),
         _replaced(latent, {"HAVE_TE": False}),
+        _replaced(moe_layer, {"HAVE_TE": True, "TELinear": _whole_linear}),
     ):
         yield
 
@@ -313,6 +314,17 @@ def _norm(shapes_only: bool) -> Callable[..., Any]:
         return module
 
     return build
+
+
+def _whole_linear(inputs: int, outputs: int, *, config: Any, bias: bool, **_: object) -> Any:
+    """A linear layer that is whole on every rank, and gives its bias beside its output."""
+    import torch
+
+    class Whole(torch.nn.Linear):
+        def forward(self, hidden: Any) -> Any:
+            return super().forward(hidden), None
+
+    return Whole(inputs, outputs, bias=bias, dtype=config.params_dtype)
 
 
 def _tolerant(attention: type) -> Callable[..., None]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.implementation import Implementation
-from nest_megatron.model.layer_pattern import LayerKind
+from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.names import Name
@@ -101,12 +101,15 @@ def build(
         return _mamba_layer(layers)
     if kind in (LayerKind.ENCODER, LayerKind.CROSS):
         return _stack_layer(layers, kind, recompute)
+    if LayerBlock.GATED_DELTA_NET in kind.blocks:
+        layers = _with_delta_net(layers)
     return _decoder_layer(layers, _HALVES.get(kind, stretch), recompute)
 
 
 #: Layers of a hybrid model that are half of a decoder layer.
 _HALVES = {
     LayerKind.ATTENTION: Stretch.ATTENTION,
+    LayerKind.LINEAR: Stretch.ATTENTION,
     LayerKind.MLP: Stretch.FEED_FORWARD,
     LayerKind.EXPERTS: Stretch.FEED_FORWARD,
 }
@@ -192,15 +195,17 @@ def _decoder_layer(layers: Layers, stretch: Stretch, recompute: Recompute | None
 
 
 def _mamba_layer(layers: Layers) -> Unit:
-    from nest_megatron.megatron_core.scans import mamba_layer, stand_ins
+    from nest_megatron.megatron_core.scans import mamba_layer
 
     layer = mamba_layer(layers.config, layers.norm)
+    return Unit(layer, lambda: (_hidden(layers),), layer)
 
-    def forward(hidden: Any) -> Any:
-        with stand_ins():
-            return layer(hidden)
 
-    return Unit(layer, lambda: (_hidden(layers),), forward)
+def _with_delta_net(layers: Layers) -> Layers:
+    """Decoder layers with a gated delta net where attention would be."""
+    from nest_megatron.megatron_core.scans import gated_delta_net
+
+    return dataclasses.replace(layers, layer=_with(layers.layer, self_attention=gated_delta_net()))
 
 
 def _stack_layer(layers: Layers, kind: LayerKind, recompute: Recompute | None) -> Unit:
