@@ -118,6 +118,10 @@ def _variant(values: Mapping[str, Any], spelled: Callable[[str], str]) -> dict[s
     if variant:
         if str(variant) not in _VARIANTS:
             limit = f"of the variants {', '.join(_VARIANTS)} are supported"
+            if variant == "dsa":
+                limit = (
+                    "Megatron-LM 0.16.1 builds no such layers, and the work of 0.20's is not known"
+                )
             what, fix = spelled("experimental_attention_variant"), "Launch this job without nest."
             raise UnplannableModelError(what, value=variant, limit=limit, fix=fix)
         found["experimental_attention_variant"] = _VARIANTS[str(variant)]

@@ -132,7 +132,22 @@ def _latent_attention(spec: TransformerSpec, tp: int) -> int:
     if spec.qk_layernorm:
         count += norm(spec, latent) + norm(spec, query_rank)
     count += latent * heads * (spec.qk_head_dim + spec.v_head_dim) // tp
-    return count + heads * spec.v_head_dim // tp * hidden
+    return count + heads * spec.v_head_dim // tp * hidden + _indexer(spec)
+
+
+def _indexer(spec: TransformerSpec) -> int:
+    """What chooses the tokens that sparse attention sees, whole on every rank.
+
+    Source: ``experimental_attention_variant.dsa.DSAIndexer``: projections of queries, of the one
+    key and of a weight for each head, and the key's LayerNorm.
+    """
+    if spec.experimental_attention_variant != "dsa":
+        return 0
+    heads, width = spec.dsa_indexer_n_heads, spec.dsa_indexer_head_dim
+    assert heads is not None
+    assert width is not None
+    queries = (spec.q_lora_rank or spec.hidden_size) * heads * width
+    return queries + spec.hidden_size * (width + heads) + 2 * width
 
 
 def _mamba(spec: TransformerSpec, tp: int) -> int:

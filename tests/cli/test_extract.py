@@ -146,8 +146,8 @@ def test_without_the_framework_the_fix_is_named(
     missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = {"torch": "torch", "megatron": "megatron.core"}[missing]
-    is_installed = stage._is_installed
-    monkeypatch.setattr(stage, "_is_installed", lambda n: n != name and is_installed(n))
+    is_installed = stage.is_installed
+    monkeypatch.setattr(stage, "is_installed", lambda n: n != name and is_installed(n))
     refused(run(*LLAMA), "pip install 'megatron-core", "--closed-form", missing)
     assert run(*LLAMA, "--closed-form").code == 0
 

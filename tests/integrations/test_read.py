@@ -126,7 +126,6 @@ def test_fsdp_defaults_differ_by_release() -> None:
         "--hybrid-override-pattern M-M-",
         "--heterogeneous-layers-config-path x.json",
         "--yaml-cfg x.yaml",
-        "--experimental-attention-variant dsa",
         "--export-kd-teacher-load /teacher",
         "--flextron",
         "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
@@ -135,6 +134,11 @@ def test_fsdp_defaults_differ_by_release() -> None:
 def test_models_that_are_not_described_are_refused_by_name(extra: str) -> None:
     with pytest.raises(UnplannableModelError):
         read_job(read_command(BASE + extra))
+
+
+def test_sparse_attention_is_refused_with_what_is_known_of_it() -> None:
+    with pytest.raises(UnplannableModelError, match=r"0\.16\.1 builds no such layers"):
+        read_job(read_command(BASE + "--experimental-attention-variant dsa"))
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from nest_megatron.model.parameters import active_parameters, total_parameters, unit_parameters
+from nest_megatron.errors import UnplannableModelError
+from nest_megatron.model.layer_pattern import LayerKind
+from nest_megatron.model.operators import layer_graph
+from nest_megatron.model.parameters import (
+    active_parameters,
+    model_parameters,
+    total_parameters,
+    unit_parameters,
+)
+from nest_megatron.model.shard import LayerShard
 from tests import catalogue
 
 #: Billions, as the model cards state them; vocabulary padding and MTP are inside the tolerance.
@@ -49,3 +60,20 @@ def test_vocabulary_padding_follows_tensor_parallelism() -> None:
     spec = catalogue.model("llama2_7b")
     assert spec.padded_vocab_size(1) == 32_000
     assert spec.padded_vocab_size(8) == 32_768
+
+
+def test_sparse_attention_is_counted_and_not_priced() -> None:
+    """The indexers of DeepSeek-V3.2 add 13,959,424 parameters to each layer of V3."""
+    plain = catalogue.model("deepseek_v3")
+    sparse = dataclasses.replace(
+        plain,
+        experimental_attention_variant="dsa",
+        dsa_indexer_n_heads=64,
+        dsa_indexer_head_dim=128,
+        dsa_indexer_topk=2048,
+    )
+    indexer = 1536 * 64 * 128 + 7168 * 128 + 7168 * 64 + 2 * 128
+    added = model_parameters(sparse) - model_parameters(plain)
+    assert added == 61 * indexer == 61 * 13_959_424
+    with pytest.raises(UnplannableModelError, match="its work is not known"):
+        layer_graph(sparse, LayerKind.MOE, LayerShard())

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
+from nest_megatron.errors import UnplannableModelError
 from nest_megatron.model.execution import OF_LAYERS, ContextTraffic
 from nest_megatron.model.graph import (
     Group,
@@ -43,7 +44,15 @@ _OF_ROUTER = 1
 def attention_graph(
     spec: TransformerSpec, shard: LayerShard, block: LayerBlock = LayerBlock.ATTENTION
 ) -> LayerGraph:
-    """The first half of a decoder layer: norm, self-attention, residual."""
+    """The first half of a decoder layer: norm, self-attention, residual.
+
+    Raises:
+        UnplannableModelError: for sparse attention.
+    """
+    if spec.experimental_attention_variant == "dsa" or "D" in spec.hybrid_layer_pattern:
+        what, limit = f"model {spec.name}: experimental_attention_variant", "its work is not known"
+        fix = "nest-megatron models counts its parameters."
+        raise UnplannableModelError(what, value="dsa", limit=limit, fix=fix)
     layer = _latent_attention if spec.multi_latent_attention else _attention
     graph = layer(spec, shard, _attention_span(spec, shard, block))
     graph = dataclasses.replace(graph, input_bytes=shard.hidden_bytes(spec))
