@@ -107,6 +107,30 @@ def _build_and_stop() -> None:
     GPTModel.__init__ = __init__
 
 
+def _befall(what: str, rank: str) -> None:
+    """One rank is slow in its forward passes, or runs out of memory in one of them.
+
+    Asked for with ``NEST_TEST_FAULT``: ``slow:RANK`` or ``out_of_memory:RANK``.
+    """
+    import itertools
+    import time
+
+    import torch
+    from megatron.core.models.gpt import GPTModel
+
+    forward, passes = GPTModel.forward, itertools.count()
+
+    def faulty(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if os.environ.get("RANK") == rank:
+            if what == "slow":
+                time.sleep(1.0)
+            elif next(passes) == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return forward(self, *args, **kwargs)
+
+    GPTModel.forward = faulty
+
+
 def _latent_attention_without_engine() -> None:
     """Latent attention's small projections are whole on every tensor rank, as the engine's are."""
     import torch
@@ -172,6 +196,8 @@ def _install() -> None:
     _latent_attention_without_engine()
     if os.environ.get("NEST_TEST_BUILD"):
         _build_and_stop()
+    if fault := os.environ.get("NEST_TEST_FAULT"):
+        _befall(*fault.split(":"))
 
 
 if _TRAINS and not _LAUNCHES:
