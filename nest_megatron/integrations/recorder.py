@@ -52,6 +52,10 @@ class Recorder:
         store: where the ranks met; ``None`` for a single one.
         own_run: the record of the run on the rank that planned it.
         publish: called with the measured record, on rank 0.
+
+    Attributes:
+        is_done: the watched steps are over.
+        measured: what this rank measured, then.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Recorder:
         publish: Callable[[RunRecord], None] = lambda _: None,
     ) -> None:
         self.steps, self.rank, self.num_ranks = steps, rank, num_ranks
+        self.is_done = False
         self.measured: RankMeasured | None = None
         self._store, self._own_run, self._publish = store, own_run, publish
         self._clock: HostClock = HostClock()
@@ -72,11 +77,6 @@ class Recorder:
         self._passes: list[list[tuple[Any, Any]]] = []
         self._in_step = False
         self._gathering: threading.Thread | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the watched steps are over."""
-        return self.measured is not None
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -118,14 +118,17 @@ class Recorder:
         """End the watched steps, with those there are; rank 0 collects what all measured."""
         if self.is_done or len(self._begun) < 2:
             return
-        self.measured = self._read()
-        self._passes = []
-        with self._telling("kept"):
+        self.is_done = True
+        with self.telling("completed"):
+            self.measured = self._read()
+            self._passes = []
             if self._store is not None:
                 self._store.leave(_MEASURED, json.dumps(to_plain(self.measured)))
-        if self.rank == 0 and self._store is None:
+        if self.measured is None or self.rank != 0:
+            return
+        if self._store is None:
             self._record({0: self.measured})
-        elif self.rank == 0:
+        else:
             self._gathering = threading.Thread(target=self._gather, daemon=True)
             self._gathering.start()
 
@@ -138,7 +141,7 @@ class Recorder:
             elif self.rank == 0 and not self.is_done:
                 self._record({})  # it was too short
             return
-        with self._telling("completed"):
+        with self.telling("completed"):
             self._record_failure(error)
 
     def run(self) -> RunRecord | None:
@@ -167,7 +170,7 @@ class Recorder:
         assert self.measured is not None
         ended = time.monotonic() + _GATHER_S + 2 * max(self.measured.step_times_s)
         parts = {0: self.measured}
-        with self._telling("completed"):
+        with self.telling("completed"):
             while self._store.num_left(_MEASURED) < self.num_ranks and time.monotonic() < ended:
                 time.sleep(_PAUSE_S)
             found = [json.loads(text) for text in self._store.left(_MEASURED).values()]
@@ -176,7 +179,7 @@ class Recorder:
 
     def _record(self, parts: Mapping[int, RankMeasured]) -> None:
         """Print and keep the measured run."""
-        with self._telling("kept"):
+        with self.telling("kept"):
             if (run := self.run()) is None:
                 return
             run = dataclasses.replace(run, outcome=Outcome.FINISHED, end=now())
@@ -200,7 +203,7 @@ class Recorder:
             history.append(dataclasses.replace(run, outcome=outcome, end=now(), error=said))
 
     @contextlib.contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
+    def telling(self, what: str) -> Iterator[None]:
         """A record that cannot be kept is told of, and ends nothing."""
         try:
             yield

@@ -56,7 +56,7 @@ def _memory(run: RunRecord, hosts: Mapping[int, str]) -> Iterator[str]:
         worst = max(over, key=lambda rank: over[rank])
         peak = run.measured.peak_memory_bytes[worst]
         assert peak is not None
-        others = f"; {len(over) - 1} more ranks are above theirs" if len(over) > 1 else ""
+        others = f"; so are {len(over)} ranks in all" if len(over) > 1 else ""
         yield (
             f"peak memory of {named([worst], hosts)} is {_percent(over[worst])} above the "
             f"prediction ({format_gib(peak)}, predicted {format_gib(peak / over[worst])}){others}"
@@ -97,9 +97,10 @@ def _groups(run: RunRecord, parts: Mapping[int, RankMeasured]) -> list[_Group]:
             continue
         ranks = _waiting_for(dims, rank)
         seen |= ranks
-        busy = [each for r in ranks if r in parts for each in parts[r].counted_busy_s]
+        known = [parts[r].counted_busy_s for r in sorted(ranks) if r in parts]
+        busy = [each for of_rank in known for each in of_rank]
         stage = pipeline_rank(dims, rank)
-        if len(busy) >= _FEWEST_STEPS and run.predicted.busy_s[stage] > 0:
+        if max(map(len, known), default=0) >= _FEWEST_STEPS and run.predicted.busy_s[stage] > 0:
             least, middle, most = statistics.quantiles(busy, n=4, method="inclusive")
             found.append(
                 _Group(

@@ -32,7 +32,7 @@ def comparison(run: RunRecord) -> str:
         known = format_range(predicted.low_s, predicted.high_s)
         where = f", {inside} {known}, where 9 of 10 runs lie"
     line = (
-        f"measured over iterations {measured.warm_up + 1} to {len(measured.step_times_s)}: "
+        f"measured over watched steps {measured.warm_up + 1} to {len(measured.step_times_s)}: "
         f"{format_seconds(step)} a step (predicted {format_seconds(predicted.step_s)}, "
         f"{_more(step, predicted.step_s)}{where})"
     )

@@ -80,7 +80,7 @@ def test_one_record_after_the_watched_steps(runs: Path, capsys: pytest.CaptureFi
     published: list[RunRecord] = []
     take_steps(alone(4, publish=published.append), 9)
     assert capsys.readouterr().out.splitlines()[0] == (
-        "nest: measured over iterations 2 to 4: 1.500 s a step (predicted 2.000 s, -25.0 %), "
+        "nest: measured over watched steps 2 to 4: 1.500 s a step (predicted 2.000 s, -25.0 %), "
         "peak memory of rank 0 11.0 GiB (predicted 10.0 GiB, +10.0 %)"
     )
     (run,) = history.read(runs)
@@ -144,7 +144,7 @@ def test_a_history_that_cannot_be_written_stops_nothing(
     take_steps(recorder, 5)
     recorder.end(RuntimeError("x"))
     said = capsys.readouterr().out
-    assert "nest: measured over iterations" in said
+    assert "nest: measured over watched steps" in said
     assert said.count("nest: the record of this run could not be") == 2
     assert history.VARIABLE in said
 

@@ -80,7 +80,7 @@ def test_it_trains_as_planned(name: str, tmp_path: Path) -> None:
     assert len(trained.losses) == 3
     assert trained.losses[-1] < trained.losses[0]
     assert trained.out.count("nest: this job runs as") == 1
-    assert trained.out.count("nest: measured over iterations") == 1
+    assert trained.out.count("nest: measured over watched steps") == 1
     plan = plan_file.read(path)
     assert plan.placement.num_gpus == max(1, JOBS[name][0])
     assert trained.parameters == predicted_parameters(plan)

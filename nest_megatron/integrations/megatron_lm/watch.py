@@ -21,6 +21,7 @@ from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousSt
 from nest_megatron.integrations.outlets import figures, write_prometheus
 from nest_megatron.integrations.recorder import Recorder, begin_run
 from nest_megatron.integrations.run_record import new_run
+from nest_megatron.parallel.plan import ParallelPlan
 
 #: What does a rank's own work, in ``megatron.core.pipeline_parallel.schedules``.
 _PASSES = ("forward_step", "backward_step")
@@ -55,6 +56,7 @@ class Watch:
         self._training, self._job = training, job
         self._recorder: Recorder | None = None
         self._originals: dict[str, Callable[..., Any]] = {}
+        self._begun = False
 
     def pretrain(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The whole of training; what ends it is kept."""
@@ -69,10 +71,14 @@ class Watch:
         return result
 
     def train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """One step."""
+        """One step; of a batch that grows, one of the size that the plan is for."""
+        decision = self._job.decision
+        if decision is None or not _has_planned_batch(decision.plan):
+            return original(*args, **kwargs)
         recorder = self._recording()
-        if not self._originals:
-            self._time_passes(recorder)
+        if not self._begun:
+            self._begun = True
+            self._time_passes(recorder, decision.plan)
         with recorder.step():
             if recorder.is_done:
                 self._stop(original, recorder)
@@ -92,9 +98,11 @@ class Watch:
             )
         return self._recorder
 
-    def _time_passes(self, recorder: Recorder) -> None:
+    def _time_passes(self, recorder: Recorder, plan: ParallelPlan) -> None:
         from megatron.core.pipeline_parallel import schedules
 
+        if plan.execution.overlap_moe_expert_parallel_comm:
+            return  # passes of two micro batches are one then
         for name in _PASSES:
             if (original := getattr(schedules, name, None)) is not None:
                 self._originals[name] = original
@@ -107,14 +115,23 @@ class Watch:
         for name, original in self._originals.items():
             setattr(schedules, name, original)
         self._training.train_step = train_step  # type: ignore[attr-defined]
-        if (writers := list(_writers())) and (run := recorder.run()) and recorder.measured:
-            iteration = getattr(self._job.args, "curr_iteration", 0) or 0
-            for write in writers:
-                write(figures(run, recorder.measured), iteration)
+        with recorder.telling("logged"):
+            measured, iteration = recorder.measured, getattr(self._job.args, "curr_iteration", 0)
+            if measured and (writers := list(_writers())) and (run := recorder.run()):
+                for write in writers:
+                    write(figures(run, measured), iteration)
 
     def _publish(self, run: RunRecord) -> None:
         if (path := self._job.launch.watch.prometheus) is not None:
             write_prometheus(run, Path(path))
+
+
+def _has_planned_batch(plan: ParallelPlan) -> bool:
+    if plan.train.batch_schedule is None:
+        return True
+    from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+
+    return bool(get_current_global_batch_size() == plan.train.global_batch_size)
 
 
 def _writers() -> Iterator[Callable[[Mapping[str, float], int], None]]:
