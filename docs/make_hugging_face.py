@@ -29,7 +29,7 @@ transformers is installed).
 * A field that the file does not have is the default of transformers' configuration class, with a
   note; `null` is none.
 * Of a model of text and images (`text_config`, or the flat files of Qwen 2 and 2.5 VL) the text
-  model is read, with a note.
+  model is read, with a note; of Qwen2.5-VL and Qwen3-VL the encoder (`vision_config`) too.
 * A key that by its name describes a part of the model and is not read is refused.
 * Multipliers, rotary scaling, router scaling and the like weigh nothing and are not kept.
 * "Not Megatron-LM's" are parts of published models that its command line cannot build. `models` and

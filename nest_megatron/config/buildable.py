@@ -23,6 +23,8 @@ def require_buildable(spec: TransformerSpec, target: Target) -> None:
     parts = {f"variant.{name}": value for name, value in differences if name not in target.builds}
     if spec.position_embedding_type == "alibi":
         parts["position_embedding_type"] = "alibi"
+    if spec.vision is not None and not spec.has_split_encoder and "vision" not in target.builds:
+        parts["vision"] = f"of {spec.vision.num_layers} layers"
     for name, value in parts.items():
         limit = f"{target.framework} cannot build such a model"
         raise UnplannableModelError(

@@ -21,7 +21,7 @@ from nest_megatron.config.policy import (
     space_within,
 )
 from nest_megatron.config.schema import PlanConfig
-from nest_megatron.config.sequence_data import read_lengths
+from nest_megatron.config.sequence_data import read_lengths, with_images
 from nest_megatron.config.space import read_backend, read_space
 from nest_megatron.config.target import (
     adapter_notes,
@@ -41,7 +41,12 @@ from nest_megatron.cost_model.goodput import Reliability
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM
 from nest_megatron.cost_model.targets import Target
-from nest_megatron.errors import UserInputError, require_at_least, require_seconds
+from nest_megatron.errors import (
+    UnplannableModelError,
+    UserInputError,
+    require_at_least,
+    require_seconds,
+)
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.model.spec import TransformerSpec
@@ -125,7 +130,7 @@ def request_for(
             GPUs or the batch.
     """
     config = composed.config
-    spec = with_seq_length(job.spec, config.train.seq_length)
+    spec = with_images(with_seq_length(job.spec, config.train.seq_length), config.train)
     if job.target is not None and read_adapters(config) is not None:
         limit, fix = "the job says itself what it trains", "Leave it out."
         raise UserInputError("peft.scheme", value=config.peft.scheme, limit=limit, fix=fix)
@@ -145,6 +150,9 @@ def request_for(
     notes += _length_notes(config, job, lengths)
     settings = read_settings(config, job, name, lengths)
     settings = settings_within(settings, policy)
+    if spec.vision is not None and settings.precision.is_quantized:
+        value, limit = settings.precision.value, "an encoder of images is priced in 16 bits"
+        raise UnplannableModelError("train.precision", value=value, limit=limit, fix="Use bf16.")
     recipe = settings.traits.fp8_recipe.value if settings.precision.is_quantized else None
     require_recipe(name, recipe)
     choices = KnobConditions(
@@ -194,7 +202,7 @@ def request_for(
         own={name: value for name, value in own.items() if value is not None},
         headroom=headroom,
         priced_headroom=read_priced_headroom(config, headroom),
-        notes=(*notes, *adapter_notes(spec), *_scan_notes(spec), *times.notes),
+        notes=(*notes, *adapter_notes(spec), *_scan_notes(spec), *_image_notes(spec), *times.notes),
         profile_notes=times.notes,
         batch_schedule=schedule,
         sequence_lengths=lengths,
@@ -210,6 +218,19 @@ def _scan_notes(spec: TransformerSpec) -> tuple[str, ...]:
         "The scan of Mamba layers and gated delta nets is priced by its arithmetic and its memory "
         "traffic, times a share that is fitted to whole steps of hybrid models on Hopper and "
         "Blackwell (docs/hybrid.md); no public measurement of its kernels is known.",
+    )
+
+
+def _image_notes(spec: TransformerSpec) -> tuple[str, ...]:
+    """What is assumed of a sequence's images, where an encoder of transformers' sees them."""
+    vision = spec.vision
+    if vision is None or vision.is_split:
+        return ()
+    images = "one image has" if vision.num_images == 1 else f"{vision.num_images} images have each"
+    return (
+        f"Of the {spec.seq_length:,} tokens of a sequence {images} {vision.num_projected_tokens:,} "
+        "(train.image_tokens, train.images). Transformers' encoder is priced by megatron-core's "
+        "operators, whole on each rank of the first stage; no public measurement of it is known.",
     )
 
 

@@ -24,6 +24,8 @@ class TrainConfig:
     sequence_lengths: str | None = None
     sequence_length_mean: float | None = None
     sequence_length_std: float | None = None
+    image_tokens: int | None = None
+    images: int | None = None
     precision: str | None = None
 
 

@@ -1,8 +1,9 @@
-"""What is said of the lengths of a job's sequences: settings, or a file of lengths."""
+"""What is said of a job's sequences: their lengths, and how much of them is images."""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -17,12 +18,13 @@ from nest_megatron.model.sequence_lengths import (
     lengths_from_counts,
     lengths_from_moments,
 )
+from nest_megatron.model.spec import TransformerSpec
 
 _FILE, _MEAN, _STD = "sequence_lengths", "sequence_length_mean", "sequence_length_std"
 #: Largest file of lengths.
 _MAX_BYTES = 1 << 30
 #: Settings that say it.
-LENGTH_SETTINGS = (_FILE, _MEAN, _STD, "sequence_packing")
+LENGTH_SETTINGS = (_FILE, _MEAN, _STD, "sequence_packing", "image_tokens", "images")
 #: Fields of a JSON line that hold a length, or the tokens themselves.
 _FIELDS = ("length", "seq_length", "num_tokens", "input_ids", "tokens")
 
@@ -54,6 +56,38 @@ def read_lengths(train: TrainConfig, longest: int, *, packed: bool) -> SequenceL
     assert mean is not None
     assert deviation is not None
     return lengths_from_moments(mean, deviation, longest, packed=packs)
+
+
+def with_images(spec: TransformerSpec, train: TrainConfig) -> TransformerSpec:
+    """The model on sequences with as many tokens of images as the settings say.
+
+    Raises:
+        UserInputError: if they say none for a model whose description does not, more than a
+            sequence has, or some for a model that sees no images.
+    """
+    tokens, images, vision = train.image_tokens, train.images, spec.vision
+    for name, value in (("image_tokens", tokens), ("images", images)):
+        if value is not None and vision is None:
+            raise _wrong(name, value, f"{spec.name} sees no images", "Leave it out.")
+    if vision is None or (tokens is None and images is None and vision.num_images):
+        return spec
+    if tokens is None:
+        limit = "no field of the model says how many tokens of images a sequence has"
+        raise _wrong(
+            "image_tokens", None, limit, "Give their mean, for example train.image_tokens=1024."
+        )
+    if not 1 <= tokens <= spec.seq_length:
+        limit = f"a sequence has {spec.seq_length} tokens"
+        raise _wrong("image_tokens", tokens, limit, "Give the mean of those of images.")
+    if images is None:
+        images = 1 if vision.has_any_size else -(-tokens // vision.num_projected_tokens)
+    elif not vision.has_any_size:
+        limit = f"each image has {vision.num_projected_tokens} tokens"
+        raise _wrong("images", images, limit, "Give train.image_tokens alone.")
+    if not 1 <= images <= tokens:
+        limit = f"each has at least one of the {tokens} tokens (train.image_tokens)"
+        raise _wrong("images", images, limit, "Give their mean, rounded up.")
+    return dataclasses.replace(spec, vision=vision.with_images(tokens, images))
 
 
 def _wrong(name: str, value: object, limit: str, fix: str) -> UserInputError:

@@ -128,9 +128,11 @@ def read_settings(
 
 def read_execution(config: PlanConfig, job: Job, accelerator: str) -> Execution:
     """How layers are carried out: the job's flags over its target's defaults."""
-    precision = read_precision(config, job.precision)
+    precision, said = read_precision(config, job.precision), job.memory_flags
+    if job.spec.vision is not None:  # samples have lengths for which no buffers are made
+        said = {"tp_comm_overlap": False, **said}
     return read_target(config, job.target).execution(
-        accelerator, precision, job.memory_flags, has_experts=job.spec.is_moe
+        accelerator, precision, said, has_experts=job.spec.is_moe
     )
 
 
@@ -148,6 +150,8 @@ def read_numeric_offers(
     found = []
     for knob in NUMERIC_KNOBS:
         words = fields.get(knob.flags)
+        if knob.precision is not None and job.spec.vision is not None:
+            continue  # an encoder of images is priced in 16 bits
         if words is None or not knob.is_for(own, precision, accelerator, has_experts=has_experts):
             continue
         flags = {**job.memory_flags, **dict.fromkeys(knob.instead_of, False), **knob.values}

@@ -35,6 +35,7 @@ class Feature(Name):
     FP8 = "fp8", "fp8"
     LORA = "lora", "LoRA"
     SCAN = "scan", "layers of a scan"
+    IMAGES = "images", "an encoder of images"
     LONG_CONTEXT = "long_context", "long sequences"
     OTHER_FRAMEWORK = "other_framework", "kernels that are not Megatron's"
     LEGACY = "legacy", "Megatron of 2022 and before"
@@ -72,6 +73,7 @@ def features_of(
         Feature.FP8: settings.precision.is_quantized,
         Feature.LORA: spec.adapters is not None,
         Feature.SCAN: not SCANNED.isdisjoint(spec.blocks),
+        Feature.IMAGES: spec.vision is not None,
         Feature.LONG_CONTEXT: spec.seq_length >= LONG_SEQUENCE,
         Feature.OTHER_FRAMEWORK: not (settings.target or "megatron").startswith(_MEGATRON),
         Feature.LEGACY: settings.target == _LEGACY,
@@ -141,6 +143,7 @@ _KINDS = frozenset(
         Feature.FP8,
         Feature.LORA,
         Feature.SCAN,
+        Feature.IMAGES,
         Feature.FSDP,
         Feature.SMALL_STEP,
         Feature.OTHER_FRAMEWORK,

@@ -174,7 +174,7 @@ class CostModel:
     def _run_with_encoder(
         self, places: GroupPlaces, shard: LayerShard, recompute: Recompute
     ) -> UnitRun:
-        """The embedding with an encoder of images, whose layers are recomputed as others are."""
+        """The embedding with an encoder of images, whose layers megatron-core recomputes."""
         vision = self.spec.vision
         assert vision is not None
         kind = LayerKind.EMBEDDING
@@ -182,7 +182,7 @@ class CostModel:
             functools.partial(run_unit, times, recompute=recompute, latent_attention=False)
             for times in self._blocks.of_unit(kind, places, shard)
         )
-        layers = kind if vision.frozen else LayerKind.DENSE
+        layers = LayerKind.DENSE if vision.is_split and not vision.frozen else kind
         return lookup(kind) + encoder(layers, num_layers=vision.num_layers) + projector(kind)
 
     def least_time(

@@ -81,7 +81,7 @@ class Target:
             ``CostSettings``; one that is not there has the cost model's own.
         defaults: the first that holds counts.
         megatron_core: the recorded release whose rules it has, ``0.16.1`` or ``0.20``.
-        builds: fields of ``ModelVariant`` that its own models have.
+        builds: fields of ``ModelVariant`` that its own models have, and ``vision``.
         cost: fields of ``CostSettings`` and ``ExecutionTraits`` that no argument of Megatron says.
     """
 

@@ -42,7 +42,8 @@ def refuse_unplannable(config: Any, *wrappers: Any) -> None:
         config: a built configuration, a provider, or the Fiddle ``Config`` that would build one.
         wrappers: what holds the config, such as NeMo's model class; looked at by name.
     """
-    for name in (name for each in (*wrappers, config) for name in class_names(each)):
+    names = (name for each in (*wrappers, config) for name in class_names(each))
+    for name in (name for name in names if name not in _TABLE["supported_classes"]):
         for pattern, lacking in _TABLE["refused_classes"].items():
             if re.search(pattern, name):
                 raise unplannable("model", name, lacking)

@@ -14,6 +14,8 @@ from nest_megatron.config.job import Requirement
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.architecture import unplannable
 from nest_megatron.integrations.fields import class_names, value_or
+from nest_megatron.model.encoder import EncoderSpec
+from nest_megatron.model.hugging_face_vision import read_vision_config
 from nest_megatron.model.layer_pattern import pattern_from_ratios
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.model.variant import ModelVariant, NormPlacement
@@ -150,6 +152,30 @@ def _olmoe(_: Any, __: int) -> dict[str, Any]:
     return {"variant": ModelVariant(qk_norm_full_width=True)}
 
 
+def _qwen_vl(config: Any, _: int) -> dict[str, Any]:
+    """An encoder of transformers' own, whole on every rank of the first stage.
+
+    Rotations over time, height and width are as many as those of a text.
+
+    Source: ``Qwen25VLModel`` and ``Qwen3VLModel`` of Megatron-Bridge.
+    """
+    if value_or(config, "freeze_language_model", False):
+        lacking = "only its encoder or projector would be trained"
+        raise unplannable("model.freeze_language_model", True, lacking)
+    vision = config.vision_config
+    fields = vision.to_dict() if hasattr(vision, "to_dict") else vars(vision)
+    shape = read_vision_config(fields, class_names(config)[0], str(fields.get("model_type")))
+    if shape is None:
+        lacking = "no such encoder of images is known"
+        raise unplannable("model.vision_config", fields.get("model_type"), lacking)
+    encoder = EncoderSpec(
+        **shape,
+        frozen=value_or(config, "freeze_vision_model", False),
+        projector_frozen=value_or(config, "freeze_vision_projection", False),
+    )
+    return {"position_embedding_type": "rope", "vision": encoder}
+
+
 _SQUARE = {_CONTEXT: "its attention keeps all scores and splits no sequence"}
 _OF_NEMO_GEMMA3 = {
     _CONTEXT: "its configure_model refuses context parallelism",
@@ -157,6 +183,9 @@ _OF_NEMO_GEMMA3 = {
 }
 _GEMMA2 = Family(fields=_gemma2, ones=lambda _: _SQUARE, packs=False)
 _WHOLE_NORMS = {_TENSOR: "its norms of queries and keys are as wide as all heads on every rank"}
+
+_WHOLE_SEQUENCES = {_CONTEXT: "its forward pass splits no sequence"}
+_OF_QWEN3_VL = {**_WHOLE_SEQUENCES, _VIRTUAL: "its layers are not told their virtual stage"}
 
 #: Base class of a family's configurations in NeMo or Megatron-Bridge -> the family.
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -170,6 +199,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         # its rotary embedding is a pair of tensors, which CheckpointFunction does not save
         "Gemma3ModelProvider": Family(fields=_gemma3, recomputes_layers=False),
         "OlMoEModelProvider": Family(fields=_olmoe, ones=lambda _: _WHOLE_NORMS),
+        "Qwen25VLModelProvider": Family(fields=_qwen_vl, ones=lambda _: _WHOLE_SEQUENCES),
+        "Qwen3VLModelProvider": Family(fields=_qwen_vl, ones=lambda _: _OF_QWEN3_VL),
+        "Qwen3VLMoEModelProvider": Family(fields=_qwen_vl, ones=lambda _: _OF_QWEN3_VL),
         "Llama4Config": Family(fields=_llama4, ones=_uncut),
     }
 )

@@ -14,6 +14,7 @@ from nest_megatron.model import hugging_face_hybrids as hybrids
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.hugging_face_fields import ConfigFields, model_types
 from nest_megatron.model.hugging_face_parts import Shape
+from nest_megatron.model.hugging_face_vision import read_vision_config
 from nest_megatron.model.spec import TransformerSpec
 
 Config = Mapping[str, object]
@@ -107,6 +108,8 @@ def read_hf_model(mapping: Config, name: str, *, seq_length: int | None = None) 
     shape = {"name": name, **_READERS[model_type](fields)}
     longest = shape.pop("longest", None) or shape["max_position_embeddings"]
     shape["seq_length"] = seq_length or min(longest, DEFAULT_SEQ_LENGTH)
+    if (vision := _encoder(mapping, name)) is not None:
+        shape["vision"] = vision
     shape["source"] = f"Hugging Face config.json, model_type {model_type}"
     unread = fields.unread()
     if fields.assumed:
@@ -139,10 +142,20 @@ def _text_model(mapping: Config, name: str) -> tuple[dict[str, object], tuple[st
         text["model_type"] = _plain_type(whole)
     elif _plain_type(text.get("model_type")) != text.get("model_type"):
         text.setdefault("tie_word_embeddings", False)
+    if _encoder(mapping, name) is not None:
+        return text, ()
     if not any(mapping.get(key) is not None for key in _OF_ENCODERS):
         return text, ()
     note = f"{name}: the text model alone is read; the encoder of model_type {whole} is not."
     return text, (note,)
+
+
+def _encoder(mapping: Config, name: str) -> Shape | None:
+    """What its encoder of images is, where the file describes one that is known."""
+    vision, model_type = mapping.get("vision_config"), mapping.get("model_type")
+    if not isinstance(vision, Mapping) or not vision:
+        return None
+    return read_vision_config(vision, name, str(model_type))
 
 
 def _model_type(mapping: Config, name: str) -> str:

@@ -43,25 +43,30 @@ def _norm_is_of_last_layer(spec: TransformerSpec) -> bool:
 
 
 def _images(spec: TransformerSpec, tp: int) -> ParameterCount:
-    """An encoder of images with its projector, which is trained."""
-    assert spec.vision is not None
+    """An encoder of images with its projectors."""
+    vision = spec.vision
+    assert vision is not None
     encoder = _vision(spec, tp)
-    return ParameterCount(
-        encoder + _projector(spec, tp), frozen_dense=encoder if spec.vision.frozen else 0
-    )
+    merges = vision.spatial_merge_size is not None
+    projector = _mergers(spec) if merges else _projector(spec, tp)
+    frozen = vision.frozen * encoder + vision.projector_frozen * projector
+    return ParameterCount(encoder + projector, frozen_dense=frozen)
 
 
 def _vision(spec: TransformerSpec, tp: int) -> int:
     """An encoder's patch embedding, positions and class tokens, whole, and its layers.
 
     Source: ``megatron.core.models.vision.clip_vit_model.CLIPViTModel``: no norm at the end, and
-    where there is one in front, no bias in the patch embedding.
+    where there is one in front, no bias in the patch embedding. transformers'
+    ``Qwen2_5_VisionTransformerPretrainedModel`` and ``Qwen3VLVisionModel``: rotations or learned
+    positions, no norm at either end.
     """
     vision, inner = spec.vision, spec.encoder
     assert vision is not None
     hidden, shards = vision.hidden_size, tp if vision.is_split else 1
-    rows = vision.patch_features + vision.num_tokens + vision.num_class_tokens
-    ends = rows * hidden + (norm(inner, hidden) if vision.norm_before else hidden)
+    rows = vision.patch_features + vision.num_positions + vision.num_class_tokens
+    bias = hidden if vision.patch_bias else 0
+    ends = rows * hidden + (norm(inner, hidden) if vision.norm_before else bias)
     layer = layer_parameters(inner, LayerKind.DENSE, shards, 1, 1)
     return ends + vision.num_layers * layer.dense
 
@@ -77,6 +82,22 @@ def _projector(spec: TransformerSpec, tp: int) -> int:
     ffn, gates = vision.projector_ffn_hidden_size // shards, 2 if spec.gated_linear_unit else 1
     count = norm(spec, vision.hidden_size) + (gates * vision.hidden_size + spec.hidden_size) * ffn
     return count + (gates * ffn + spec.hidden_size if spec.add_bias_linear else 0)
+
+
+def _mergers(spec: TransformerSpec) -> int:
+    """Norm and two layers that make a token of the patches of a square, whole on every rank.
+
+    Source: transformers' ``Qwen2_5_VLPatchMerger`` and ``Qwen3VLVisionPatchMerger``, of which those
+    of deepstack have their norm behind the merge.
+    """
+    vision, inner = spec.vision, spec.encoder
+    assert vision is not None
+    assert vision.spatial_merge_size is not None
+    wide = vision.hidden_size * vision.spatial_merge_size**2
+    ffn, given = vision.projector_ffn_hidden_size, spec.hidden_size
+    layers = (wide + 1) * ffn + (ffn + 1) * given
+    deepstack = vision.deepstack_layers * (norm(inner, wide) + layers)
+    return norm(inner, vision.hidden_size) + layers + deepstack
 
 
 def _head(spec: TransformerSpec, tp: int, *, holds_embedding: bool) -> int:

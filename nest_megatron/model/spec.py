@@ -357,6 +357,11 @@ class TransformerSpec:
         )
 
     @property
+    def has_split_encoder(self) -> bool:
+        """Whether it sees images with megatron-core's encoder, as ``pretrain_vlm.py`` does."""
+        return self.vision is not None and self.vision.is_split
+
+    @property
     def num_mamba_heads(self) -> int:
         """Heads of a Mamba layer."""
         return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim

@@ -191,7 +191,7 @@ def divides_sequence(spec: TransformerSpec, tp: int, cp: int, sequence_parallel:
 
     One with images is padded until it does (``multimodal.context_parallel.get_padding``).
     """
-    if spec.vision is not None:
+    if spec.has_split_encoder:
         return True
     pieces = cp * 2 if cp > 1 else 1
     shards = tp if sequence_parallel else 1
@@ -213,13 +213,13 @@ def allows_pipeline(spec: TransformerSpec, pp: int) -> bool:
 
 def allows_blocks(spec: TransformerSpec) -> bool:
     """``block`` recomputation counts the layers of each stack; with an encoder there are two."""
-    return spec.family is not ModelFamily.T5 and spec.vision is None
+    return spec.family is not ModelFamily.T5 and not spec.has_split_encoder
 
 
 def allows_encoder(spec: TransformerSpec, dims: ParallelDims) -> bool:
-    """An encoder of images goes with a pipeline or context ranks, without virtual stages."""
+    """Megatron-core's encoder goes with a pipeline or context ranks, without virtual stages."""
     pp, vpp = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
-    return spec.vision is None or (vpp == 1 and min(pp, dims.context_parallel_size) == 1)
+    return not spec.has_split_encoder or (vpp == 1 and min(pp, dims.context_parallel_size) == 1)
 
 
 def allows_rank_order(spec: TransformerSpec, dims: ParallelDims) -> bool:

@@ -208,6 +208,8 @@ def require_same_job(pinned: PinnedPlan, job: ActualJob) -> None:
 
 
 def _model_rows(pinned: TransformerSpec, spec: TransformerSpec, tp: int) -> Iterator[Row]:
+    if spec.vision is not None:  # no framework's field says how many images there are
+        spec = dataclasses.replace(spec, vision=spec.vision.with_images_of(pinned.vision))
     for field in dataclasses.fields(TransformerSpec):
         if field.name not in (*_NAMES, *_VOCAB):
             yield field.name, _resolved(pinned, field.name), _resolved(spec, field.name)

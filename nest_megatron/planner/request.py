@@ -14,6 +14,7 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.encoder import EncoderSpec
 from nest_megatron.model.execution import FlexBackend
 from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.model.spec import TransformerSpec
@@ -68,6 +69,25 @@ class NumericOffer:
     knob: NumericKnob
     settings: CostSettings
     words: str
+
+
+def _beside_images(spec: TransformerSpec, vision: EncoderSpec, space: SearchSpace) -> SearchSpace:
+    """Stages that an encoder of images leaves.
+
+    ``pretrain_vlm.py`` copies a layout to its encoder; the layers that deepstack adds features to
+    lie on the first stage (``Qwen3VLModel``).
+    """
+    name, needed = "pipeline_model_parallel_size", vision.deepstack_layers
+    if needed:
+        most = spec.num_layers // needed
+        if (stated := space.fixed.get(name, 1)) > most:
+            limit = f"its first stage must hold {needed} layers, so it is at most {most}"
+            raise UserInputError(f"parallel.{name}", value=stated, limit=limit, fix="Give less.")
+        limits = {**space.limits, name: min(most, space.limits.get(name, most))}
+        space = dataclasses.replace(space, limits=limits)
+    return dataclasses.replace(
+        space, even_stages=space.even_stages or vision.is_split or needed > 0
+    )
 
 
 def _refuse(what: str, value: object, limit: str) -> None:
@@ -165,9 +185,9 @@ class PlanRequest:
         if not cuts_anywhere(self.spec, self.space.version):
             even = dataclasses.replace(self.space, even_stages=True, full_recompute=False)
             object.__setattr__(self, "space", even)
-        if self.spec.vision is not None:  # pretrain_vlm.py copies a layout to its encoder
-            even = dataclasses.replace(self.space, even_stages=True)
-            object.__setattr__(self, "space", even)
+        if self.spec.vision is not None:
+            space = _beside_images(self.spec, self.spec.vision, self.space)
+            object.__setattr__(self, "space", space)
 
     def cost_model(self, settings: CostSettings | None = None) -> CostModel:
         """What the job costs, under other settings than its own if they are given."""

@@ -251,7 +251,7 @@ class GridSpace:
     def _sizes_of(self, pp: int, num_microbatches: int) -> list[int]:
         space, name = self.space, "virtual_pipeline_model_parallel_size"
         spec = self.model.spec
-        if pp == 1 or spec.vision is not None or not rules.cuts_anywhere(spec, space.version):
+        if pp == 1 or spec.has_split_encoder or not rules.cuts_anywhere(spec, space.version):
             return [1] if space.allows(name, 1, self.model.cluster) else []
         most = (self.model.spec.num_layers + 2) // pp  # interior chunks hold a layer each
         if space.partition is not None:

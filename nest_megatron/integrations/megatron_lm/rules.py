@@ -182,7 +182,7 @@ def _has_shape(request: LaunchRequest) -> bool:
 @_rule("encoder_stages", "pretrain_vlm.py model_provider")
 def _encoder_stages(request: LaunchRequest) -> Iterator[Violation]:
     partition = request.partition
-    if request.spec.vision is None or partition is None or not _has_shape(request):
+    if not request.spec.has_split_encoder or partition is None or not _has_shape(request):
         return
     if not is_uniform(request.spec, partition):
         limit = "a layout would reach the encoder's configuration, which is a copy"

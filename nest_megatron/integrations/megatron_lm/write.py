@@ -198,7 +198,7 @@ def parallel_argv(request: LaunchRequest) -> list[str]:
     if pp > 1:
         assert request.partition is not None, "a pipeline needs a stage partition"
         layout = layout_string(spec, request.partition)
-    if spec.vision is not None:  # a copy of it would reach the encoder; the stages are even
+    if spec.has_split_encoder:  # a copy of it would reach the encoder; the stages are even
         layout = None
     pattern = None
     if spec.hybrid_layer_pattern:

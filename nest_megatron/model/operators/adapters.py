@@ -150,7 +150,7 @@ def adapted(
     has_backward = block is not LayerBlock.EMBEDDING
     frozen = dataclasses.replace(
         graph,
-        operators=tuple(_frozen(op, has_backward=has_backward) for op in graph.operators),
+        operators=tuple(frozen_operator(op, has_backward=has_backward) for op in graph.operators),
         collectives=tuple(_without_weight_gradients(graph, has_backward=has_backward)),
     )
     adapters = (
@@ -164,7 +164,8 @@ def _is_trained(op: Operator) -> bool:
     return op.has_weight and op.kind in (OperatorKind.GEMM, OperatorKind.GROUPED_GEMM)
 
 
-def _frozen(op: Operator, *, has_backward: bool) -> Operator:
+def frozen_operator(op: Operator, *, has_backward: bool) -> Operator:
+    """An operator whose weight is not trained; ``has_backward`` if its input has a gradient."""
     if not has_backward:
         return dataclasses.replace(op, backward_flops=0.0, backward_bytes_moved=0.0, frozen=True)
     if not _is_trained(op):

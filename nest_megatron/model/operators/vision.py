@@ -6,6 +6,7 @@ import dataclasses
 
 from nest_megatron.model.encoder import EncoderSpec
 from nest_megatron.model.graph import LayerGraph, Part
+from nest_megatron.model.operators.adapters import frozen_operator
 from nest_megatron.model.operators.attention import attention_graph
 from nest_megatron.model.operators.common import column_parallel, gemm, row_parallel, streaming
 from nest_megatron.model.operators.feed_forward import mlp_graph
@@ -18,7 +19,8 @@ def encoder_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
 
     Frozen, it has a forward pass only, and keeps nothing.
 
-    Source: ``megatron.core.models.vision.clip_vit_model.CLIPViTModel``.
+    Source: ``megatron.core.models.vision.clip_vit_model.CLIPViTModel``; transformers' encoders of
+    Qwen-VL are priced by the same operators.
     """
     vision, inner, own = _parts(spec, shard)
     tokens, hidden_bytes = own.tokens(inner), own.hidden_bytes(inner)
@@ -41,26 +43,42 @@ def encoder_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
             (Part.EMBEDDING, hidden_bytes if vision.norm_before else 0.0),
         ),
     )
-    layers = vision.num_layers * (attention_graph(inner, own) + mlp_graph(inner, own))
-    graph = embedding + layers
+    graph = embedding + _attention(vision, inner, own) + vision.num_layers * mlp_graph(inner, own)
     return _forward_only(graph) if vision.frozen else graph
+
+
+def _attention(vision: EncoderSpec, inner: TransformerSpec, own: LayerShard) -> LayerGraph:
+    """Attention of all layers, of some of them inside windows, each as a sequence of its own."""
+    window = vision.window_patches
+    if window is None or window >= inner.seq_length:
+        return vision.num_layers * attention_graph(inner, own)
+    full = vision.num_full_attention_layers or 0
+    windows = own.micro_batch_size * -(-inner.seq_length // window)
+    inside = attention_graph(
+        dataclasses.replace(inner, seq_length=window),
+        dataclasses.replace(own, micro_batch_size=windows),
+    )
+    return full * attention_graph(inner, own) + (vision.num_layers - full) * inside
 
 
 def projector_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """An MLP with a norm that makes the language model's tokens of the encoder's.
 
-    Source: ``megatron.core.models.vision.multimodal_projector.MultimodalProjector``.
+    Source: ``megatron.core.models.vision.multimodal_projector.MultimodalProjector``; a merger of
+    transformers has no gate.
     """
     vision, inner, own = _parts(spec, shard)
-    act, gates = own.activation_bytes, 2 if spec.gated_linear_unit else 1
-    tokens = own.micro_batch_size * vision.num_projected_tokens
+    merged = (vision.spatial_merge_size or 1) ** 2
+    is_gated = spec.gated_linear_unit and vision.spatial_merge_size is None
+    act, gates, width = own.activation_bytes, 2 if is_gated else 1, merged * inner.hidden_size
+    tokens = own.micro_batch_size * vision.num_projected_tokens * (1 + vision.deepstack_layers)
     ffn = vision.projector_ffn_hidden_size / own.tensor_model_parallel_size
-    taken, given = tokens * inner.hidden_size, tokens * spec.hidden_size
+    taken, given = tokens * width, tokens * spec.hidden_size
     part = Part.EMBEDDING
-    return LayerGraph(
+    graph = LayerGraph(
         operators=(
             streaming("projector_norm", part, 2 * taken * act),
-            gemm(own, "projector_fc1", part, tokens, inner.hidden_size, gates * ffn),
+            gemm(own, "projector_fc1", part, tokens, width, gates * ffn),
             streaming("projector_activation", part, tokens * (gates + 1) * ffn * act),
             gemm(own, "projector_fc2", part, tokens, ffn, spec.hidden_size),
             streaming("projected", part, 2 * given * act, backward=1.0),
@@ -72,6 +90,12 @@ def projector_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
         saved_bytes=((part, taken * (act + own.input_bytes) + tokens * (gates + 1) * ffn * act),),
         working_bytes=(taken + given + tokens * (gates + 1) * ffn) * act,
     )
+    if not vision.projector_frozen:
+        return graph
+    if vision.frozen:
+        return _forward_only(graph)
+    operators = tuple(frozen_operator(op, has_backward=True) for op in graph.operators)
+    return dataclasses.replace(graph, operators=operators)
 
 
 def _parts(
@@ -84,15 +108,13 @@ def _parts(
         tensor_model_parallel_size=shard.tensor_model_parallel_size if spec.vision.is_split else 1,
         context_parallel_size=1,
         sequence_parallel=False,
+        attended_tokens=None,
         micro_batch_size=shard.micro_batch_size * spec.vision.num_images,
     )
     return spec.vision, spec.encoder, own
 
 
 def _forward_only(graph: LayerGraph) -> LayerGraph:
-    operators = tuple(
-        dataclasses.replace(op, backward_flops=0.0, backward_bytes_moved=0.0, frozen=True)
-        for op in graph.operators
-    )
+    operators = tuple(frozen_operator(op, has_backward=False) for op in graph.operators)
     calls = tuple(call for call in graph.collectives if not call.backward)
     return LayerGraph(operators=operators, collectives=calls)
