@@ -53,7 +53,7 @@ def append(record: RunRecord, path: Path | None = None) -> Path:
     line = json.dumps(to_plain(record), separators=(",", ":"), ensure_ascii=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock", timeout=LOCK_TIMEOUT_S):
+        with FileLock(f"{path}.lock", timeout=LOCK_TIMEOUT_S, mode=0o666):
             _write_line(path, line.encode("utf-8", errors="backslashreplace"))
     except Timeout as error:
         limit = f"another process has held its lock for {LOCK_TIMEOUT_S:g} s"

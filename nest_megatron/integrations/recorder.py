@@ -81,14 +81,14 @@ class Recorder:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around each step."""
-        self.begin_step()
+        self._begin_step()
         self._in_step = not self.is_done
         try:
             yield
         finally:
             self._in_step = False
 
-    def begin_step(self) -> None:
+    def _begin_step(self) -> None:
         """Note that a step begins; the first one behind the watched ones ends the last of them."""
         if self.is_done:
             return

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from nest_megatron.errors import exit_code_of
 from nest_megatron.history.records import RunRecord
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.report.tables import (
@@ -20,6 +21,8 @@ from nest_megatron.report.tables import (
 from nest_megatron.units import Bytes, format_gib, format_range, format_seconds
 
 _LONGEST_ERROR = 300
+#: Of a run on a host whose driver names none, whatever it was planned for.
+_NO_GPU = "no NVIDIA GPU"
 
 
 def comparison(run: RunRecord) -> str:
@@ -62,6 +65,8 @@ def _more(measured: float, predicted: float) -> str:
 
 def first_line(error: BaseException) -> str:
     """An error in one line, with its kind."""
+    if isinstance(error, SystemExit):
+        return f"the process ended itself with code {exit_code_of(error)}"
     text = next(iter(str(error).splitlines()), "")[:_LONGEST_ERROR]
     return f"{type(error).__name__}: {text}".rstrip(": ")
 
@@ -82,7 +87,7 @@ def _row(run: RunRecord) -> tuple[str, ...]:
     return (
         run.id,
         run.start[:16].replace("T", " "),
-        f"{run.job.model}, {run.grid.dims.world_size} {run.cluster.accelerator}",
+        f"{run.job.model}, {_gpus(run)}",
         layout_words(run.grid),
         format_seconds(run.predicted.step_s),
         "" if measured is None else format_seconds(measured.step_s),
@@ -90,6 +95,11 @@ def _row(run: RunRecord) -> tuple[str, ...]:
         "" if memory is None else format_gib(memory[1]),
         run.outcome.value.replace("_", " "),
     )
+
+
+def _gpus(run: RunRecord) -> str:
+    num_ranks = run.grid.dims.world_size
+    return f"{num_ranks} x {run.cluster.accelerator}" if run.device else f"{num_ranks}, {_NO_GPU}"
 
 
 def layout_words(grid: Grid) -> str:
@@ -110,7 +120,7 @@ def layout_words(grid: Grid) -> str:
         "DP": dims.data_parallel_size,
         "EP": dims.expert_model_parallel_size,
     }
-    words = [" ".join(f"{name}{size}" for name, size in degrees.items() if size > 1) or "one GPU"]
+    words = [" ".join(f"{name}{size}" for name, size in degrees.items() if size > 1) or "one rank"]
     words.append(f"micro batch {grid.micro_batch_size}")
     if (label := grid.recompute.label()) != "none":
         words.append(f"recompute {label}")
@@ -128,7 +138,8 @@ def run_details(run: RunRecord) -> RenderableType:
             [
                 ("job", f"{job.model}, {job.global_batch_size} sequences of {job.seq_length}"),
                 ("precision", job.precision.value),
-                ("cluster", f"{cluster.num_gpus} x {cluster.accelerator} ({cluster.name})"),
+                ("planned for", f"{cluster.num_gpus} x {cluster.accelerator} ({cluster.name})"),
+                ("ran on", run.device or _NO_GPU),
                 ("GPUs", run.device or "none: the driver names no GPU on the first host"),
                 ("layout", layout_words(run.grid)),
                 ("plan", run.plan),

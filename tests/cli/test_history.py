@@ -54,9 +54,24 @@ def test_runs_are_chosen_by_what_they_are() -> None:
 @pytest.mark.usefixtures("runs")
 def test_one_run_is_shown_whole() -> None:
     out = run("history", "show", "0123").out
-    for word in ("0123abcd: finished", "rank 3 (b): slow", "torch 2.13.0", "70.0 %", "job 1234"):
+    for word in (
+        "NVIDIA H100 80GB HBM3",
+        "0123abcd: finished",
+        "rank 3 (b): slow",
+        "torch 2.13.0",
+        "70.0 %",
+        "job 1234",
+    ):
         assert word in out
     assert "CUDA out of memory" in run("history", "show", "ffff0000").out
+
+
+def test_a_run_on_a_cpu_is_not_called_one_on_gpus(runs: Path) -> None:
+    store.append(run_record(id="cccc0000", device=None), runs)
+    row = next(line for line in run("history").out.splitlines() if "cccc0000" in line)
+    assert "no NVIDIA GPU" in row
+    assert "h100" not in row
+    assert "no NVIDIA GPU" in run("history", "show", "cccc").out
 
 
 def test_a_program_reads_what_people_see(runs: Path) -> None:

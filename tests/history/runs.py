@@ -36,6 +36,7 @@ def run_record(**fields: Any) -> RunRecord:
         user="ada",
         batch_job="1234",
         hosts=("a", "a", "b", "b"),
+        device="NVIDIA H100 80GB HBM3",
         plan="0123456789abcdef",
         job=JobKey(
             model="llama3_8b",

@@ -56,7 +56,7 @@ class Watch:
         self._training, self._job = training, job
         self._recorder: Recorder | None = None
         self._originals: dict[str, Callable[..., Any]] = {}
-        self._begun = False
+        self._has_begun = self._is_over = False
 
     def pretrain(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The whole of training; what ends it is kept."""
@@ -73,11 +73,11 @@ class Watch:
     def train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """One step; of a batch that grows, one of the size that the plan is for."""
         decision = self._job.decision
-        if decision is None or not _has_planned_batch(decision.plan):
+        if self._is_over or decision is None or not _has_planned_batch(decision.plan):
             return original(*args, **kwargs)
         recorder = self._recording()
-        if not self._begun:
-            self._begun = True
+        if not self._has_begun:
+            self._has_begun = True
             self._time_passes(recorder, decision.plan)
         with recorder.step():
             if recorder.is_done:
@@ -114,6 +114,7 @@ class Watch:
 
         for name, original in self._originals.items():
             setattr(schedules, name, original)
+        self._is_over = True  # for a loop that has bound the function before
         self._training.train_step = train_step  # type: ignore[attr-defined]
         with recorder.telling("logged"):
             measured, iteration = recorder.measured, getattr(self._job.args, "curr_iteration", 0)
