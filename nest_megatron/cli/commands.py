@@ -88,6 +88,11 @@ COMMANDS: Mapping[str, Loaded] = {
         "Time a model's layers on the devices that are here, and the network between them.",
     ),
     "profiles": Loaded("profiles", "Measured layer times: list, show, export, import, verify."),
+    "tune": Loaded(
+        "tune",
+        "Run the few plans that could be the fastest for some steps, and choose after what they "
+        "took.",
+    ),
     "validate": Loaded(
         "validate",
         "Compare predictions with measured runs: errors, ranking of layouts, memory.",

@@ -78,7 +78,7 @@ def run_plan(options: PlanOptions) -> int:
     for setting in launcher:
         limit = "a launcher runs the jobs of a sweep, and one job is planned"
         raise UserInputError(setting.key, value=setting.value, limit=limit, fix="Add --multirun.")
-    composed = _composed(settings, options.config_dir)
+    composed = composed_settings(settings, options.config_dir)
     try:
         if options.from_command is None:
             found = plan_with_progress(composed, options.begun_s, shortlist=options.shortlist)
@@ -97,7 +97,7 @@ def run_plan(options: PlanOptions) -> int:
 
 def run_estimate(*, overrides: Sequence[str], config_dir: Path | None, as_json: bool) -> int:
     """Price one layout and print the prediction."""
-    composed = _composed(parse(overrides, config_dir), config_dir)
+    composed = composed_settings(parse(overrides, config_dir), config_dir)
     found = estimate_composed(composed)
     _tell(found, composed, as_json=as_json)
     predicted = found.predicted
@@ -105,7 +105,7 @@ def run_estimate(*, overrides: Sequence[str], config_dir: Path | None, as_json: 
     return OK if predicted.fits or may_fit else NOTHING_FITS
 
 
-def _composed(settings: Sequence[Setting], config_dir: Path | None) -> Composed:
+def composed_settings(settings: Sequence[Setting], config_dir: Path | None) -> Composed:
     """One job, whose ``out`` may be written.
 
     The command has checked the text that was typed; other settings may complete it.
@@ -121,12 +121,12 @@ def plan_with_progress(
     composed: Composed, begun_s: Seconds | None = None, *, shortlist: bool = False
 ) -> Plan:
     """Plan a composed job as ``api.plan_composed`` does, and say how far the search is."""
-    with _progress() as report:
+    with progress() as report:
         return plan_composed(composed, begun_s=begun_s, shortlist=shortlist, on_progress=report)
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Progress | None]:
+def progress() -> Iterator[Progress | None]:
     """A callback that writes a line, on a terminal and only if the search takes a while.
 
     A thread of its own writes it, so that a search that never calls back costs nothing.
@@ -164,7 +164,7 @@ def _plan_command(composed: Composed, options: PlanOptions) -> tuple[Plan, list[
     """The plan of a user's command, and the command that it becomes."""
     text = sys.stdin.read() if options.from_command == "-" else options.from_command
     assert text is not None
-    with _progress() as report:
+    with progress() as report:
         found = plan_command(
             text,
             composed,

@@ -27,6 +27,12 @@ from nest_megatron.names import Name
 TOKEN = re.compile(r"^(\+\+?nest=|\+{0,2}nest\.)")
 
 
+_TUNE = (
+    "In the place of this command type nest-megatron tune --from '<this command without +nest>'; "
+    "in an allocation of Slurm its runs are steps of it."
+)
+
+
 class Mode(Name):
     """What ``+nest=`` asks for."""
 
@@ -57,6 +63,9 @@ def read_words(words: Iterable[str]) -> LaunchWords:
         text = word.lstrip("+")
         if text.startswith("nest="):
             name = text.removeprefix("nest=")
+            if name == "tune":
+                limit = "a rank of a job that has started cannot start others on its GPUs"
+                raise UserInputError("+nest", value=name, limit=limit, fix=_TUNE)
             require_known("+nest", name, [mode.value for mode in Mode])
             mode = Mode(name)
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from nest_megatron.parallel.degree_rules import require_legal
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.plan import ParallelPlan, SearchRecord
 from nest_megatron.parallel.policy import require_allowed
 from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.planner.assemble import (
@@ -33,6 +34,7 @@ from nest_megatron.planner.assemble import (
     with_goodput,
 )
 from nest_megatron.planner.choice import (
+    Candidate,
     Comparison,
     Peaks,
     choose_plan,
@@ -52,6 +54,7 @@ from nest_megatron.planner.shortage import (
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.neighbours import peak_of
 from nest_megatron.solver.one_partition import as_built
 from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.solver.ranking import SearchResult, SolvedGrid
@@ -77,6 +80,8 @@ _ANALYSIS_SHARE, _ANALYSIS_S = 1 / 30, 2.0
 _ROOMY_LAYOUTS = 4
 #: Share of the time after which a search without a plan looks for any.
 _SHORT_OF_TIME = 0.25
+#: Micro batches that are compared before some plans run.
+_MICRO_BATCHES = (1, 2, 4, 8)
 #: Called with (candidates solved, best time so far in seconds or None, proven bound in seconds).
 Progress = Callable[[int, float | None, float], None]
 
@@ -312,6 +317,80 @@ def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> Pa
         schedule=request.batch_schedule,
         lengths=request.sequence_lengths,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """The plan of a request and others that could be faster, before any of them has run.
+
+    Args:
+        candidates: what is expected of each, the plan first, then the fastest predicted first.
+    """
+
+    request: PlanRequest
+    model: CostModel
+    candidates: tuple[Candidate, ...]
+    record: SearchRecord
+
+    def plan(self, candidate: Candidate) -> ParallelPlan:
+        """The plan file of one of the candidates, without runners-up."""
+        request = self.request
+        return assemble(
+            self.model,
+            request.settings,
+            candidate.solved,
+            (),
+            self.record,
+            request.space.sharding,
+            schedule=request.batch_schedule,
+            lengths=request.sequence_lengths,
+        )
+
+
+def ranked(
+    request: PlanRequest, on_progress: Progress | None = None
+) -> Ranked | NoPlan | EndedEarly:
+    """What ``plan`` chooses among: the plan, and all that were compared with it.
+
+    Raises:
+        UserInputError: as ``plan`` does.
+    """
+    request = dataclasses.replace(request, shortlist=True)
+    searched = _search(request, request.deadline(), on_progress)
+    if not searched.result.plans:
+        found = plan(request)  # why there is none
+        assert not isinstance(found, ParallelPlan)
+        return found
+    model, peaks = searched.model, {**searched.compared, **_other_micro_batches(request, searched)}
+    chosen = choose_plan(request, model, searched.result, searched.compared).plan
+    fastest = sorted(peaks, key=lambda plan: plan.rank)[: request.num_alternatives]
+    known = Comparison(request, model, peaks).candidates([*fastest, chosen])
+    first_then_fastest = sorted(known, key=lambda each: (each.solved != chosen, each.solved.rank))
+    return Ranked(
+        request=request,
+        model=model,
+        candidates=tuple(first_then_fastest[: request.num_alternatives + 1]),
+        record=search_record(request, searched.result, searched.seconds, chosen),
+    )
+
+
+def _other_micro_batches(request: PlanRequest, searched: _Searched) -> Peaks:
+    """The best plan of each layout with each small micro batch, where it is free.
+
+    A search keeps one plan of each layout, and it is a plan's price that runs may correct.
+    """
+    name, space, found = "micro_batch_size", request.space, {}
+    most = 0 if name in space.fixed else space.limits.get(name, max(_MICRO_BATCHES))
+    for size in (size for size in _MICRO_BATCHES if size <= most):
+        narrow = dataclasses.replace(space, fixed={**space.fixed, name: size})
+        more = _search_within(
+            dataclasses.replace(request, space=narrow),
+            request.deadline(),
+            model=searched.model,
+            num_layouts=request.num_alternatives + 1,
+        )
+        found.update({plan: peak_of(more.grids, plan) for plan in more.result.plans})
+    return found
 
 
 def _best(request: PlanRequest, deadline: Deadline) -> ParallelPlan | None:

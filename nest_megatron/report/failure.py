@@ -13,7 +13,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from nest_megatron.errors import (
     BAD_INPUT,
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from nest_megatron.parallel.plan import ParallelPlan
-    from nest_megatron.planner import EndedEarly, NoPlan
+    from nest_megatron.planner import EndedEarly, NoPlan, Ranked
+
+    Found = TypeVar("Found", ParallelPlan, Ranked)
 
 #: Set to 1, faults of ours are printed with their traceback.
 DEBUG_VARIABLE = "NEST_MEGATRON_DEBUG"
@@ -92,9 +94,7 @@ class SearchEndedError(NestError):
 WITHOUT_PLAN = (NothingFitsError, SearchEndedError)
 
 
-def require_plan(
-    found: ParallelPlan | NoPlan | EndedEarly, notes: Sequence[str] = ()
-) -> ParallelPlan:
+def require_plan(found: Found | NoPlan | EndedEarly, notes: Sequence[str] = ()) -> Found:
     """The planner's answer where only a plan will do.
 
     Raises:

@@ -24,6 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"report"}),
     frozenset({"integrations"}),
     frozenset({"api"}),
+    frozenset({"tuning"}),
     frozenset({"research", "validation"}),
     frozenset({"cli"}),
     frozenset({"__main__", "profile.__main__"}),

@@ -182,12 +182,23 @@ def plan_command(
         UserInputError: for a command that cannot be read, or a setting that cannot be kept.
     """
     job, request = read_request(text, composed, free=free, version=version)
-    command = job.command
-    assert command is not None
     if strict:
-        _refuse_unknown(job, command)
+        _refuse_unknown(job)
     request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
     found = require_plan(find_plan(request, on_progress), request.notes)
+    return command_of_plan(job, request, composed, found)
+
+
+def command_of_plan(
+    job: Job, request: PlanRequest, composed: Composed, found: ParallelPlan
+) -> CommandPlan:
+    """A plan of a command with the command that it becomes.
+
+    Raises:
+        UserInputError: if Megatron, or the checkpoint that the job restores, would refuse it.
+    """
+    command = job.command
+    assert command is not None
     if job.restored is not None:
         job.restored.check(found, job.version)
     found = plan_file.made_for(found, MEGATRON_LM, job.version, "plan --from")
@@ -203,12 +214,13 @@ def plan_command(
     )
 
 
-def _refuse_unknown(job: Job, command: ReadCommand) -> None:
+def _refuse_unknown(job: Job) -> None:
     """Refuse a command with flags that Megatron-LM does not have."""
+    assert job.command is not None
     flags = [word for word in job.passthrough if word.startswith("--")]
     if flags:
         limit = f"Megatron-LM {job.version} has no such flag"
-        fix = " ".join(command.notes) or "Correct it, or leave --strict out."
+        fix = " ".join(job.command.notes) or "Correct it, or leave --strict out."
         raise UserInputError("--from", value=" ".join(flags), limit=limit, fix=fix)
 
 

@@ -69,16 +69,20 @@ class Rewrite:
 
 
 @dataclass(frozen=True, slots=True)
-class _Option:
+class Option:
+    """A flag with its values, as they were typed; ``dest`` is ``None`` for what Megatron lacks."""
+
     dest: str | None
     tokens: tuple[str, ...]
 
     @property
     def flag(self) -> str:
+        """The flag alone."""
         return self.tokens[0].partition("=")[0]
 
     @property
     def value(self) -> str:
+        """Its values as one text."""
         _, equals, inline = self.tokens[0].partition("=")
         return inline if equals else " ".join(self.tokens[1:])
 
@@ -93,13 +97,13 @@ def rewrite(
         kept: destinations whose flags stay as the user wrote them; the plan was searched under
             them, so it says nothing else.
     """
-    given = _options(command.argv, command.version)
+    given = options_of(command.argv, command.version)
     stated = {dest for flags in _STATEMENTS if set(flags) & set(kept) for dest in flags}
     refused = contradicted(plan, command.values, command.version)
     settled = stated.union(kept).difference(refused.keys() & EXECUTION_FIELDS.keys())
     wanted = {
         option.dest: option
-        for option in _options(layout, command.version)
+        for option in options_of(layout, command.version)
         if option.dest is not None and option.dest not in settled and _sets(option.dest, command)
     }
     owned = {
@@ -137,7 +141,7 @@ def _sets(dest: str, command: ReadCommand) -> bool:
     return dest in (*PARALLEL_ARGUMENTS, *_WITH_LAYOUT)
 
 
-def _owns(dest: str | None, wanted: Mapping[str, _Option], plan: ParallelPlan) -> bool:
+def _owns(dest: str | None, wanted: Mapping[str, Option], plan: ParallelPlan) -> bool:
     """Whether the user's own flag gives way to the plan (or to its silence)."""
     if dest in (None, _IF_ABSENT):
         return False
@@ -149,9 +153,9 @@ def _owns(dest: str | None, wanted: Mapping[str, _Option], plan: ParallelPlan) -
 
 
 def _changes(
-    given: Sequence[_Option],
+    given: Sequence[Option],
     owned: set[str | None],
-    wanted: Mapping[str, _Option],
+    wanted: Mapping[str, Option],
     plan: ParallelPlan,
     refused: Mapping[str, str],
 ) -> Iterator[Change]:
@@ -176,7 +180,7 @@ def _is_default(dest: str, value: str, plan: ParallelPlan) -> bool:
     return dest.endswith("_parallel_size") and value == "1"
 
 
-def _options(argv: Sequence[str], version: str) -> list[_Option]:
+def options_of(argv: Sequence[str], version: str) -> list[Option]:
     """An argument vector as options; a word of an unknown flag has no destination."""
     table = {flag: a for a in load_arguments(version) for flag in a.flags}
     options, at = [], 0
@@ -185,7 +189,7 @@ def _options(argv: Sequence[str], version: str) -> list[_Option]:
         argument = table.get(flag)
         count = 1 if argument is None or equals else 1 + _num_values(argument, argv[at + 1 :])
         dest = None if argument is None else argument.dest
-        options.append(_Option(dest, tuple(argv[at : at + count])))
+        options.append(Option(dest, tuple(argv[at : at + count])))
         at += count
     return options
 

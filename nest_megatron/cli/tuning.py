@@ -1,0 +1,168 @@
+"""The work of ``tune``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from nest_megatron.cli.planning import composed_settings, progress
+from nest_megatron.config.overrides import parse
+from nest_megatron.errors import NOTHING_FITS, OK, UserInputError
+from nest_megatron.parallel import plan_file
+from nest_megatron.report.console import say, show, show_json
+from nest_megatron.report.failure import WITHOUT_PLAN
+from nest_megatron.tuning.job import TunedJob, read_tuned
+from nest_megatron.tuning.launchers import launcher_named
+from nest_megatron.tuning.report import (
+    dry_run_document,
+    plan_words,
+    runs_table,
+    tuned_document,
+    tuned_report,
+)
+from nest_megatron.tuning.selection import Known, chosen, expected_runs
+from nest_megatron.tuning.session import Asked, Session, new_session, resumed_session
+from nest_megatron.tuning.tuner import Tuned, Tuner
+from nest_megatron.units import Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneOptions:
+    """What ``tune`` was told; each field is an option.
+
+    Args:
+        begun_s: when the command began (``time.monotonic``), for ``search.max_seconds``.
+    """
+
+    overrides: Sequence[str]
+    config_dir: Path | None
+    from_command: str | None
+    free: str
+    megatron_version: str
+    budget: int
+    iterations: int
+    run_timeout: float
+    launcher: str
+    launcher_options: tuple[str, ...]
+    out: Path | None
+    resume: Path | None
+    dry_run: bool
+    as_json: bool
+    begun_s: Seconds | None
+
+    def asked(self) -> Asked:
+        """What a new tuning is to do.
+
+        Raises:
+            UserInputError: without a command.
+        """
+        if not self.from_command or self.from_command == "-":
+            limit = "the command is kept in the folder, so that a tuning can go on"
+            fix = "Give it in quotes, or the script that launches it; --resume FOLDER goes on."
+            raise UserInputError("--from", value=self.from_command, limit=limit, fix=fix)
+        return Asked(
+            command=self.from_command,
+            overrides=tuple(self.overrides),
+            config_dir=None if self.config_dir is None else str(self.config_dir),
+            free="" if self.free == "none" else self.free,
+            megatron_version=self.megatron_version,
+            budget=self.budget,
+            iterations=self.iterations,
+            run_timeout_s=60.0 * self.run_timeout,
+            launcher=self.launcher,
+            launcher_options=self.launcher_options,
+            folder=str(Path.cwd()),
+        )
+
+
+def run_tune(options: TuneOptions) -> int:
+    """Tune a job, or say what that would take."""
+    try:
+        with _session(options) as session:
+            return _tuned(session, options)
+    except WITHOUT_PLAN as error:
+        show_json(error.document()) if options.as_json else show(*error.report())
+        return error.exit_code
+
+
+def _tuned(session: Session | Asked, options: TuneOptions) -> int:
+    asked = session if isinstance(session, Asked) else session.asked
+    job = _read(asked, options.begun_s)
+    say_all = _told(as_json=options.as_json)
+    first = Known(ranked=job.ranked, iterations=asked.iterations, num_steps=job.num_steps)
+    if isinstance(session, Asked):
+        return _dry_run(first, asked, as_json=options.as_json)
+    tuner = Tuner(
+        session=session,
+        job=job,
+        launcher_of=lambda command: launcher_named(asked.launcher, asked.launcher_options, command),
+        tell=say_all,
+    )
+    known = tuner.known()
+    left = asked.budget - sum(trial.counts for trial in session.trials)
+    runs, _ = expected_runs(known, left)
+    say_all(plan_words(known, runs, left, asked.run_timeout_s))
+    say_all(f"Runs are kept in {session.folder}; --resume {session.folder} goes on after a stop.")
+    return _told_end(tuner.run(), session, job, as_json=options.as_json)
+
+
+def _read(asked: Asked, begun_s: Seconds | None) -> TunedJob:
+    if asked.folder != str(Path.cwd()):
+        limit = f"it was begun in {asked.folder}, and names in its command are relative to that"
+        raise UserInputError("--resume", value=None, limit=limit, fix=f"cd {asked.folder}")
+    folder = None if asked.config_dir is None else Path(asked.config_dir)
+    composed = composed_settings(parse(asked.overrides, folder), folder)
+    with progress() as report:
+        return read_tuned(asked, composed, begun_s, report)
+
+
+def _dry_run(known: Known, asked: Asked, *, as_json: bool) -> int:
+    runs, stop = expected_runs(known, asked.budget)
+    said = plan_words(known, runs, asked.budget, asked.run_timeout_s)
+    if as_json:
+        show_json(dry_run_document(known, runs, stop))
+        return OK
+    head = "The runs, if each measures what is predicted of it"
+    show(head, runs_table(runs), f"They end because {stop.reason}.", "", said)
+    return OK
+
+
+def _told_end(tuned: Tuned, session: Session, job: TunedJob, *, as_json: bool) -> int:
+    taken = chosen(tuned.known) if tuned.known.steps_s else None
+    path = None
+    if taken is not None:
+        path = session.folder / "plan.yaml"
+        plan_file.write(job.plan(taken), path)
+    if as_json:
+        show_json(tuned_document(tuned, session.trials, path, session.folder))
+    else:
+        show(*tuned_report(tuned, session.trials, path))
+    return NOTHING_FITS if taken is None else OK
+
+
+def _told(*, as_json: bool) -> Callable[[str], None]:
+    """Where sentences go: beside the document, where one is printed."""
+    if not as_json:
+        return say
+    return lambda text: print(text, file=sys.stderr, flush=True)
+
+
+def _session(options: TuneOptions) -> AbstractContextManager[Session | Asked]:
+    """The folder; what is asked alone, where nothing is to run."""
+    if options.resume is not None:
+        given = {"--from": options.from_command, "--out": options.out}
+        for name, value in given.items():
+            if value is not None:
+                limit = "a tuning goes on with what it was begun with"
+                raise UserInputError(name, value=str(value), limit=limit, fix="Leave it out.")
+        return resumed_session(options.resume.absolute())
+    if options.dry_run:
+        return contextlib.nullcontext(options.asked())
+    folder = options.out or Path(f"nest-tune-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    return new_session(folder.absolute(), options.asked())

@@ -1,0 +1,274 @@
+"""How runs are started: on this host, as steps of a Slurm allocation, by submitit.
+
+Each waits for the end of one run, and ends all of its processes when time is up, on an error, and
+when this program is interrupted or killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from nest_megatron.errors import UserInputError, require_known
+from nest_megatron.integrations.slurm import first_host
+from nest_megatron.tuning import LAUNCHERS
+from nest_megatron.tuning.command import RunCommand, meets
+from nest_megatron.tuning.session import open_locked
+from nest_megatron.tuning.trial import Ended
+from nest_megatron.units import Seconds
+
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+#: Time that a launcher has to end its ranks before they are killed.
+GRACE_S = 15.0
+#: Ports for torchrun's agents: below Linux's ephemeral range, one for each of many jobs.
+_FIRST_PORT, _NUM_PORTS = 25_000, 5_000
+
+
+class Launcher(Protocol):
+    """Starts a run and waits for its end."""
+
+    @property
+    def name(self) -> str:
+        """As the user names it."""
+
+    def run(self, command: RunCommand, timeout_s: Seconds, output: Path) -> Ended:
+        """Run a command to its end; what it prints goes into ``output``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """A child process on this host: torchrun of one host, or ``srun`` and its like."""
+
+    name: str = "local"
+
+    def run(self, command: RunCommand, timeout_s: Seconds, output: Path) -> Ended:
+        """Run a command in a process group of its own."""
+        if command.num_nodes > 1 and not command.starts_ranks:
+            hosts = command.num_nodes
+            limit = f"the command starts ranks on this host alone, and the job has {hosts} hosts"
+            fix = "Inside a Slurm allocation give --launcher srun; elsewhere --launcher submitit."
+            raise UserInputError("--launcher", value="local", limit=limit, fix=fix)
+        launcher = command.launcher
+        if command.is_torchrun and not meets(launcher):
+            launcher = (*launcher, "--standalone")  # two jobs on one host do not meet
+        return run_process(
+            [*launcher, *command.script, *command.argv], command.variables(), timeout_s, output
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Srun:
+    """A step of the Slurm allocation that this process runs in."""
+
+    name: str = "srun"
+
+    def run(self, command: RunCommand, timeout_s: Seconds, output: Path) -> Ended:
+        """Run a command as one step."""
+        words = step_words(command, os.environ)
+        return run_process(words, command.variables(), timeout_s, output)
+
+
+def step_words(command: RunCommand, environment: Mapping[str, str]) -> list[str]:
+    """A run as a step of an allocation: ``srun`` starts torchrun on each host, or each rank.
+
+    Args:
+        environment: of a process in the allocation.
+
+    Raises:
+        UserInputError: outside an allocation.
+    """
+    if "SLURM_JOB_ID" not in environment:
+        limit = "this process runs in no Slurm allocation (SLURM_JOB_ID is not set)"
+        fix = "Run it inside sbatch or salloc, or give --launcher submitit."
+        raise UserInputError("--launcher", value="srun", limit=limit, fix=fix)
+    if command.starts_ranks:  # the user's own srun
+        return command.words()
+    tasks = 1 if command.is_torchrun else command.gpus_per_node
+    sizes = [f"--nodes={command.num_nodes}", f"--ntasks-per-node={tasks}"]
+    step = ["srun", *sizes, "--kill-on-bad-exit=1"]
+    meeting: list[str] = []
+    if command.is_torchrun and not meets(command.launcher):
+        host = first_host(environment.get("SLURM_JOB_NODELIST", "")) or "localhost"
+        job = environment["SLURM_JOB_ID"]
+        port = _FIRST_PORT + int("".join(filter(str.isdigit, job)) or 0) % _NUM_PORTS
+        meeting = ["--rdzv-backend=c10d", f"--rdzv-id=nest-{job}", f"--rdzv-endpoint={host}:{port}"]
+    return [*step, *command.launcher, *meeting, *command.script, *command.argv]
+
+
+@dataclass(frozen=True, slots=True)
+class Submitit:
+    """A Slurm job for each run, submitted by submitit.
+
+    Args:
+        options: of ``AutoExecutor.update_parameters`` (``slurm_partition=h100``).
+    """
+
+    options: Mapping[str, Any]
+    cluster: str | None = None
+    name: str = "submitit"
+
+    def run(self, command: RunCommand, timeout_s: Seconds, output: Path) -> Ended:
+        """Submit one job, and wait for it."""
+        import submitit
+
+        begun = time.monotonic()
+        executor = submitit.AutoExecutor(folder=output.parent / "submitit", cluster=self.cluster)
+        sizes = {"nodes": command.num_nodes, "tasks_per_node": 1}
+        if self.cluster != "local":
+            sizes["slurm_gpus_per_node"] = command.gpus_per_node
+        minutes = {"timeout_min": max(1, int(timeout_s // 60) + 1)}
+        executor.update_parameters(**{**sizes, **minutes, **self.options})
+        job = executor.submit(run_on_host, command, timeout_s, output)
+        try:
+            code = job.result()
+        except submitit.core.utils.UncompletedJobError:
+            code = 1  # its own log, beside the output, says why
+        except BaseException:
+            job.cancel()
+            raise
+        return Ended(code=code, seconds=time.monotonic() - begun)
+
+
+def run_on_host(command: RunCommand, timeout_s: Seconds, output: Path) -> int | None:
+    """A host's part of a submitted run: its torchrun, which meets those of the other hosts."""
+    if command.starts_ranks or "SLURM_JOB_ID" not in os.environ:
+        return Local().run(command, timeout_s, output).code
+    words = step_words(command, os.environ)
+    own = words[words.index("--kill-on-bad-exit=1") + 1 :]
+    first = os.environ.get("SLURM_NODEID", "0") == "0"
+    path = output if first else output.with_suffix(f".{os.environ['SLURM_NODEID']}.txt")
+    return run_process(own, command.variables(), timeout_s, path).code
+
+
+def launcher_named(name: str, options: Sequence[str], command: RunCommand) -> Launcher:
+    """A launcher by its name; ``auto`` takes what fits the command and where this process runs.
+
+    Args:
+        options: ``key=value``, for submitit.
+
+    Raises:
+        UserInputError: for an unknown one, or one whose package is not installed.
+    """
+    require_known("--launcher", name, LAUNCHERS)
+    given = _pairs(options)
+    if given and name != "submitit":
+        limit, fix = "options are those of submitit", "Leave them out, or add --launcher submitit."
+        raise UserInputError("--launcher-option", value=options[0], limit=limit, fix=fix)
+    if name == "auto":
+        in_allocation = "SLURM_JOB_ID" in os.environ and command.num_nodes > 1
+        name = "srun" if in_allocation and not command.starts_ranks else "local"
+    if name == "submitit":
+        cluster = given.pop("cluster", None)
+        return Submitit(options=given, cluster=cluster)
+    return Srun() if name == "srun" else Local()
+
+
+def _pairs(options: Iterable[str]) -> dict[str, Any]:
+    import yaml
+
+    found: dict[str, Any] = {}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not equals:
+            fix = "Write --launcher-option slurm_partition=h100."
+            limit = "it must be KEY=VALUE"
+            raise UserInputError("--launcher-option", value=option, limit=limit, fix=fix)
+        found[key] = yaml.safe_load(value)
+    return found
+
+
+def run_process(
+    words: Sequence[str], variables: Mapping[str, str], timeout_s: Seconds, output: Path
+) -> Ended:
+    """Run a command with all that it starts, and leave none of it behind.
+
+    Raises:
+        UserInputError: if there is no such program.
+    """
+    begun = time.monotonic()
+    with output.open("wb") as stream, open_locked(running_file(output.parent)) as lock:
+        assert lock is not None, "a run's folder is its own"
+        try:
+            child = subprocess.Popen(
+                words,
+                env=dict(variables),
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=[lock],  # held until the launcher is gone, even if this program is killed
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 - one call into libc
+            )
+        except OSError as error:
+            limit = f"it cannot be started: {error.strerror or error}"
+            fix = "Start it by hand once, in this folder and environment."
+            raise UserInputError("--from", value=words[0], limit=limit, fix=fix) from error
+        code: int | None = None
+        try:
+            code = child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if child.poll() is None:
+                _end(child)
+    return Ended(code=code, seconds=time.monotonic() - begun)
+
+
+def running_file(folder: Path) -> Path:
+    """The file that is locked as long as a run's launcher lives."""
+    return folder / "running"
+
+
+def _end_with_parent() -> None:
+    """Have Linux end a launcher when this program is gone; torchrun then ends its ranks."""
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a launcher and all that it has started, in other process groups, too."""
+    known = {child.pid, *_descendants(child.pid)}
+    child.terminate()
+    try:
+        child.wait(GRACE_S)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        known |= set(_descendants(child.pid))
+    for pid in known & _alive():
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    child.wait()
+
+
+def _descendants(pid: int) -> Iterable[int]:
+    parents = _parents()
+    found, ahead = [], [pid]
+    while ahead:
+        parent = ahead.pop()
+        children = [child for child, own in parents.items() if own == parent]
+        found += children
+        ahead += children
+    return found
+
+
+def _alive() -> set[int]:
+    return set(_parents())
+
+
+def _parents() -> dict[int, int]:
+    """The parent of each process of this host, which is one with ``/proc``."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except (OSError, UnicodeDecodeError):
+            continue
+        found[int(folder.name)] = int(fields[1])
+    return found

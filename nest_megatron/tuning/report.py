@@ -1,0 +1,249 @@
+"""What a tuning did and found, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nest_megatron.cost_model.mechanisms import Mechanism
+from nest_megatron.cost_model.uncertainty import DEVIATION
+from nest_megatron.plain import to_plain
+from nest_megatron.planner import describe_grid
+from nest_megatron.planner.choice import Candidate
+from nest_megatron.report.tables import (
+    FittingTable,
+    figure_columns,
+    heading,
+    indented,
+    name_columns,
+    word_columns,
+)
+from nest_megatron.tuning.selection import Known, NextRun, Stop, chosen
+from nest_megatron.tuning.trial import State, Trial
+from nest_megatron.tuning.tuner import Tuned, outcome_words
+from nest_megatron.units import Seconds, format_duration, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+#: A mechanism is told of where its error is known better by this share, or has moved by this share
+#: of its standard deviation.
+_BETTER, _MOVED = 0.05, 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """What runs say of a mechanism's price.
+
+    Args:
+        percent: by how much it takes longer than predicted.
+        deviation_percent, before_percent: standard deviation of that, after and before the runs.
+    """
+
+    mechanism: Mechanism
+    percent: float
+    deviation_percent: float
+    before_percent: float
+
+
+def lessons(known: Known) -> list[Lesson]:
+    """The mechanisms of which the runs say something, the best known first."""
+    if not known.steps_s:
+        return []
+    posterior, scales = known.posterior, known.ranked.candidates[0].step.scales.mechanisms
+    ran = [each for each in known.ranked.candidates if each.solved in known.steps_s]
+    found = []
+    for mechanism in sorted({name for each in ran for name in each.step.shares}):
+        mean, deviation = posterior.mechanism(mechanism)
+        before = DEVIATION * scales[mechanism]
+        if abs(mean) >= _MOVED * deviation or deviation < (1 - _BETTER) * before:
+            found.append(
+                Lesson(
+                    mechanism=mechanism,
+                    percent=100 * mean,
+                    deviation_percent=100 * deviation,
+                    before_percent=100 * before,
+                )
+            )
+    return sorted(found, key=lambda lesson: lesson.deviation_percent / lesson.before_percent)
+
+
+def lost_percent(known: Known, taken: Candidate) -> float | None:
+    """How much slower the plan without runs is than the one taken; ``None`` if it does not run."""
+    first = known.ranked.candidates[0].solved
+    now = {each.solved: each for each in known.candidates()}
+    if first not in now:
+        return None
+    step_s = {each: known.steps_s.get(each, now[each].step.median_s) for each in now}
+    return 100 * (step_s[first] / step_s[taken.solved] - 1)
+
+
+def plan_words(known: Known, runs: Sequence[NextRun], budget: int, timeout_s: Seconds) -> str:
+    """How long it all takes, before it starts."""
+    seconds = sum(run.seconds for run in runs)
+    longest = max((run.seconds for run in runs), default=0.0) * budget
+    gpus = known.ranked.model.cluster.num_gpus
+    start = "as timed" if known.starts_s else "assumed until the first run is timed"
+    return (
+        f"At most {budget} runs of {known.iterations + 1} steps on {gpus} GPUs: about "
+        f"{_cost(seconds, gpus)} if each measures what is predicted, {_cost(longest, gpus)} for "
+        f"the whole budget, with {format_duration(known.start_s)} to start each ({start}). No run "
+        f"takes longer than {format_duration(timeout_s)}."
+    )
+
+
+def _cost(seconds: Seconds, gpus: int) -> str:
+    return f"{format_duration(seconds)} ({gpus * seconds / 3600:.2g} GPU-hours)"
+
+
+def dry_run_document(known: Known, runs: Sequence[NextRun], stop: Stop) -> Mapping[str, Any]:
+    """What ``--dry-run --json`` prints."""
+    seconds = sum(run.seconds for run in runs)
+    return {
+        "runs": [
+            {
+                "layout": describe_grid(run.candidate.solved.grid),
+                "predicted_s": run.candidate.step.median_s,
+                "gain_percent": 100 * run.gain,
+                "seconds": run.seconds,
+            }
+            for run in runs
+        ],
+        "seconds": seconds,
+        "gpu_hours": known.ranked.model.cluster.num_gpus * seconds / 3600,
+        "stop": stop.reason,
+    }
+
+
+def runs_table(runs: Sequence[NextRun]) -> RenderableType:
+    """The runs that are expected."""
+    table = FittingTable(
+        *name_columns("Run"), *figure_columns("Step", "Gain", "Time"), *word_columns("Layout")
+    )
+    for number, run in enumerate(runs, 1):
+        gain = f"{100 * run.gain:.2f} %" if number > 1 else "-"
+        step, time = format_seconds(run.candidate.step.median_s), format_duration(run.seconds)
+        table.add_row(str(number), step, gain, time, describe_grid(run.candidate.solved.grid))
+    return table
+
+
+def tuned_report(tuned: Tuned, trials: Sequence[Trial], plan: Path | None) -> Iterator[Any]:
+    """Everything that is told at the end."""
+    known, taken = tuned.known, chosen(tuned.known)
+    yield from (heading("Runs"), _trials_table(known, trials), "")
+    yield indented(f"The runs end because {tuned.stop.reason}.")
+    yield from _lessons_report(known)
+    yield heading("The plan")
+    if taken is None or plan is None:
+        yield indented("No plan ran, and none is chosen.")
+        return
+    yield indented(_taken_words(known, taken))
+    yield indented(_lost_words(known, taken))
+    yield indented(
+        f"Written to {plan}; `nest-megatron explain {plan}` prints its command, and "
+        f"`nest-megatron pin {plan}` freezes it for +nest=pinned."
+    )
+
+
+def _trials_table(known: Known, trials: Sequence[Trial]) -> RenderableType:
+    table = FittingTable(
+        *name_columns("Run"),
+        *figure_columns("Predicted", "Measured", "Error"),
+        *word_columns("Layout", "Outcome"),
+    )
+    predicted = {
+        describe_grid(each.solved.grid): each.step.median_s for each in known.ranked.candidates
+    }
+    for trial in trials:
+        step, error = predicted.get(trial.layout), ""
+        if trial.step_s is not None and step is not None:
+            error = f"{100 * (trial.step_s / step - 1):+.1f} %"
+        table.add_row(
+            str(trial.number),
+            "" if step is None else format_seconds(step),
+            "" if trial.step_s is None else format_seconds(trial.step_s),
+            error,
+            trial.layout,
+            "measured" if trial.state is State.MEASURED else outcome_words(trial),
+        )
+    return table
+
+
+def _lessons_report(known: Known) -> Iterator[Any]:
+    found = lessons(known)
+    if not known.steps_s:
+        return
+    yield from ("", heading("What was learnt"))
+    yield indented(_off_words(known))
+    if not found:
+        return
+    yield indented("How much longer than predicted each mechanism takes, by these runs alone:")
+    table = FittingTable(
+        *name_columns("Mechanism"), *figure_columns("Longer by", "Sure to", "Before")
+    )
+    for each in found:
+        name = each.mechanism.value.replace("_", " ")
+        after, before = f"{each.deviation_percent:.1f} %", f"{each.before_percent:.1f} %"
+        table.add_row(name, f"{each.percent:+.1f} %", f"± {after}", f"± {before}")
+    yield table
+    yield ""
+
+
+def _off_words(known: Known) -> str:
+    """How far all runs were off: what they have in common is learnt of the job, not of a part."""
+    predicted = {each.solved: each.step.median_s for each in known.ranked.candidates}
+    errors = [100 * (step_s / predicted[plan] - 1) for plan, step_s in known.steps_s.items()]
+    if len(errors) == 1:
+        return f"The run took {errors[0]:+.1f} % longer than predicted."
+    return f"Runs took between {min(errors):+.1f} % and {max(errors):+.1f} % longer than predicted."
+
+
+def _taken_words(known: Known, taken: Candidate) -> str:
+    layout = describe_grid(taken.solved.grid)
+    if taken.solved in known.steps_s:
+        return f"{layout}: measured {format_seconds(known.steps_s[taken.solved])} a step."
+    low_s, high_s = taken.step.interval(0.9)
+    return (
+        f"{layout}: it has not run; {format_seconds(taken.step.median_s)} a step is expected, "
+        f"between {format_seconds(low_s)} and {format_seconds(high_s)} with a chance of 90 %."
+    )
+
+
+def _lost_words(known: Known, taken: Candidate) -> str:
+    first, lost = known.ranked.candidates[0], lost_percent(known, taken)
+    if first.solved == taken.solved:
+        return "It is the plan that would have been launched without runs."
+    if lost is None:
+        return "The plan that would have been launched without runs does not run."
+    how = "measured" if {first.solved, taken.solved} <= known.steps_s.keys() else "expected"
+    return f"The plan that would have been launched without runs is {lost:.1f} % slower ({how})."
+
+
+def tuned_document(
+    tuned: Tuned, trials: Sequence[Trial], plan: Path | None, folder: Path
+) -> Mapping[str, Any]:
+    """What ``--json`` prints."""
+    known, taken = tuned.known, chosen(tuned.known)
+    return {
+        "folder": str(folder),
+        "stop": tuned.stop.reason,
+        "plan": None if plan is None else str(plan),
+        "chosen": None if taken is None else _candidate_document(known, taken),
+        "without_runs": _candidate_document(known, known.ranked.candidates[0]),
+        "without_runs_slower_percent": None if taken is None else lost_percent(known, taken),
+        "learned": to_plain(lessons(known)),
+        "runs": to_plain(list(trials)),
+    }
+
+
+def _candidate_document(known: Known, candidate: Candidate) -> Mapping[str, Any]:
+    now = {each.solved: each.step for each in known.candidates()}.get(candidate.solved)
+    prior = known.ranked.candidates
+    return {
+        "layout": describe_grid(candidate.solved.grid),
+        "predicted_s": next(e.step.median_s for e in prior if e.solved == candidate.solved),
+        "expected_s": None if now is None else now.median_s,
+        "measured_s": known.steps_s.get(candidate.solved),
+    }

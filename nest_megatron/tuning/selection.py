@@ -1,0 +1,177 @@
+"""Which plan to run next, when to stop, and which plan to take.
+
+A run's expected gain is by how much the choice after it is expected to be faster than the choice
+without (the knowledge gradient of Frazier, Powell and Dayanik, 2009); it is weighed by the chance
+that the plan starts at all, and compared per predicted minute of the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nest_megatron.cost_model.posterior import Observation, Posterior
+from nest_megatron.cost_model.shortlist import run_gains, shortlist
+from nest_megatron.parallel.objective import SURE
+from nest_megatron.planner import Ranked
+from nest_megatron.planner.choice import Candidate, values_of
+from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.units import Seconds
+
+#: Start of a run, until one has been timed: processes, libraries, groups of ranks, data.
+START_S: Seconds = 90.0
+_JOB = "tuned"
+
+
+class NextRun(NamedTuple):
+    """A plan to run, and what is expected of it; a gain is a share of the step."""
+
+    candidate: Candidate
+    gain: float
+    seconds: Seconds
+
+
+class Stop(NamedTuple):
+    """Why there is no next run."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is thought of a job's plans after some runs.
+
+    Args:
+        steps_s: of the plans that were measured.
+        failed: plans that failed, and whether for want of memory.
+        starts_s: how long each run took beside its steps.
+        num_steps: of the whole job, which a faster plan is worth; ``None`` where it does not say.
+    """
+
+    ranked: Ranked
+    iterations: int
+    num_steps: int | None
+    steps_s: Mapping[SolvedGrid, Seconds] = field(default_factory=dict)
+    failed: Mapping[SolvedGrid, bool] = field(default_factory=dict)
+    starts_s: tuple[Seconds, ...] = ()
+
+    def measured(self, plan: SolvedGrid, step_s: Seconds, seconds: Seconds | None) -> Known:
+        """With one more plan measured, in a run of so long."""
+        start = [] if seconds is None else [max(0.0, seconds - (self.iterations + 1) * step_s)]
+        return dataclasses.replace(
+            self, steps_s={**self.steps_s, plan: step_s}, starts_s=(*self.starts_s, *start)
+        )
+
+    def without(self, plan: SolvedGrid, *, out_of_memory: bool) -> Known:
+        """With one more plan that failed."""
+        return dataclasses.replace(self, failed={**self.failed, plan: out_of_memory})
+
+    @property
+    def start_s(self) -> Seconds:
+        """Expected start of a run: the mean of those timed."""
+        return sum(self.starts_s) / len(self.starts_s) if self.starts_s else START_S
+
+    @property
+    def posterior(self) -> Posterior:
+        """The errors of predictions, given the runs."""
+        steps = {each.solved: each.step for each in self.ranked.candidates}
+        return Posterior(
+            [
+                Observation(predictive=steps[plan], step_s=step_s, job=_JOB)
+                for plan, step_s in self.steps_s.items()
+            ]
+        )
+
+    def candidates(self) -> list[Candidate]:
+        """Plans that may be taken, with what is expected of them now, the plan without runs first.
+
+        A plan that is predicted to need at least as much memory as one that ran out is none.
+        """
+        posterior, plans = self.posterior, self.ranked.candidates
+        return [self._now(each, posterior) for each in plans if self._may_run(each)]
+
+    def _may_run(self, candidate: Candidate) -> bool:
+        if candidate.solved in self.steps_s:
+            return True
+        peaks = {each.solved: each.peak_memory_bytes for each in self.ranked.candidates}
+        short = (peaks[plan] for plan, out_of_memory in self.failed.items() if out_of_memory)
+        return candidate.solved not in self.failed and not any(
+            candidate.peak_memory_bytes >= peak for peak in short
+        )
+
+    def _now(self, candidate: Candidate, posterior: Posterior) -> Candidate:
+        starts = candidate.solved in self.steps_s
+        return dataclasses.replace(
+            candidate,
+            step=posterior.of(candidate.step, _JOB),
+            out_of_memory=0.0 if starts else candidate.out_of_memory,
+        )
+
+    def run_s(self, candidate: Candidate) -> Seconds:
+        """Predicted time of a run."""
+        return self.start_s + (self.iterations + 1) * candidate.step.median_s
+
+
+def chosen(known: Known) -> Candidate | None:
+    """The plan to take: that of least value under the objective; of equals, one that was measured.
+
+    The value is the planner's own (``planner.choice``).
+    """
+    candidates, request = known.candidates(), known.ranked.request
+    if not candidates:
+        return None
+    values = values_of(candidates, request.objective, request.failed_start_percent)
+    most = min(values) * (1 + request.tie_percent / 100)
+    ties = [each for each in zip(candidates, values, strict=True) if each[1] <= most]
+    return min(ties, key=lambda tie: (tie[0].solved not in known.steps_s, tie[1]))[0]
+
+
+def next_run(known: Known, budget: int) -> NextRun | Stop:
+    """The run that promises most per minute, or why none does.
+
+    The first is of the plan that would be launched without runs, so that what they change is known
+    from a measurement.
+
+    Args:
+        budget: runs that are left.
+    """
+    plans = known.candidates()
+    ran = {*known.steps_s, *known.failed}
+    if budget < 1:
+        return Stop("the budget is spent")
+    if not plans:
+        return Stop("no plan is left that could run")
+    if not ran:
+        return NextRun(plans[0], 0.0, known.run_s(plans[0]))
+    if known.steps_s and len(shortlist([each.step for each in plans], SURE).plans) == 1:
+        return Stop(f"one plan is as fast as the fastest with a chance of {SURE:.0%}")
+    runs = [
+        NextRun(each, (1 - each.out_of_memory) * gain, known.run_s(each))
+        for each, gain in zip(plans, run_gains([each.step for each in plans]), strict=True)
+        if each.solved not in ran
+    ]
+    if not runs:
+        return Stop("every plan that could be the fastest has run")
+    best = max(runs, key=lambda run: run.gain / run.seconds)
+    if known.steps_s and not _is_worth(known, best):
+        return Stop("no run is expected to save the job more time than it takes")
+    return best
+
+
+def _is_worth(known: Known, run: NextRun) -> bool:
+    """Whether a run is expected to save at least its own time in the whole job."""
+    if known.num_steps is None:
+        return run.gain > 0.0
+    step_s = min(known.steps_s.values())
+    return run.gain * known.num_steps * step_s > run.seconds
+
+
+def expected_runs(known: Known, budget: int) -> tuple[list[NextRun], Stop]:
+    """The runs that follow if each measures what is predicted of it, and what ends them."""
+    runs: list[NextRun] = []
+    while not isinstance(found := next_run(known, budget - len(runs)), Stop):
+        runs.append(found)
+        known = known.measured(found.candidate.solved, found.candidate.step.median_s, None)
+    return runs, found

@@ -1,0 +1,197 @@
+"""Run, learn, choose again: from a session's runs so far to the plan that is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from nest_megatron.errors import NestError, UserInputError
+from nest_megatron.files import write_text
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner import describe_grid
+from nest_megatron.planner.choice import Candidate
+from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.tuning.command import RunCommand
+from nest_megatron.tuning.job import TunedJob
+from nest_megatron.tuning.launchers import Launcher, running_file
+from nest_megatron.tuning.selection import Known, NextRun, Stop, next_run
+from nest_megatron.tuning.session import Session, open_locked
+from nest_megatron.tuning.trial import (
+    Ended,
+    Failure,
+    State,
+    Trial,
+    judged,
+    measured,
+    record_of,
+)
+from nest_megatron.units import format_duration, format_gib, format_seconds
+
+#: A run whose program was killed is ended with it, which takes some seconds.
+_ENDING_S = 120.0
+#: Runs that fail for another reason than memory before any succeeds: the job itself fails.
+_HOPELESS = 2
+
+_HISTORY, _OUTPUT, _PLAN = "record.jsonl", "output.txt", "plan.yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """How a tuning ended."""
+
+    known: Known
+    stop: Stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuner:
+    """A tuning at work.
+
+    Args:
+        launcher_of: the launcher for a command.
+        tell: told what happens, one sentence at a time.
+    """
+
+    session: Session
+    job: TunedJob
+    launcher_of: Callable[[RunCommand], Launcher]
+    tell: Callable[[str], None]
+
+    def run(self) -> Tuned:
+        """Run until the budget is spent or nothing is left to learn that is worth its time."""
+        self._settle()
+        while True:
+            known = self.known()
+            found = self._next(known)
+            if isinstance(found, Stop):
+                return Tuned(known=known, stop=found)
+            self._run(found)
+
+    def known(self) -> Known:
+        """What the runs so far say."""
+        known = Known(
+            ranked=self.job.ranked,
+            iterations=self.session.asked.iterations,
+            num_steps=self.job.num_steps,
+        )
+        for trial in self.session.trials:
+            if trial.state is State.MEASURED:
+                assert trial.step_s is not None
+                known = known.measured(self._solved(trial), trial.step_s, trial.seconds)
+            elif trial.state is State.FAILED:
+                short = trial.failure is Failure.OUT_OF_MEMORY
+                known = known.without(self._solved(trial), out_of_memory=short)
+        return known
+
+    def _next(self, known: Known) -> NextRun | Stop:
+        counted = [trial for trial in self.session.trials if trial.counts]
+        failed = [
+            trial
+            for trial in counted
+            if trial.state is State.FAILED and trial.failure is not Failure.OUT_OF_MEMORY
+        ]
+        if not known.steps_s and len(failed) >= _HOPELESS:
+            where = self.session.path(failed[-1], _OUTPUT)
+            return Stop(f"the job itself fails: {failed[-1].reason} ({where})")
+        return next_run(known, self.session.asked.budget - len(counted))
+
+    def _run(self, run: NextRun) -> None:
+        number, candidate = len(self.session.trials) + 1, run.candidate
+        layout = describe_grid(candidate.solved.grid)
+        trial = Trial(number=number, plan="", layout=layout, state=State.STARTED)
+        self.session.folder.joinpath(trial.folder).mkdir(exist_ok=True)
+        plan_file.write(self.job.ranked.plan(candidate), self.session.path(trial, _PLAN))
+        try:
+            plan = self.job.plan(candidate)
+        except NestError as error:
+            failed = dataclasses.replace(trial, state=State.FAILED, failure=Failure.REFUSED)
+            self._ended(dataclasses.replace(failed, reason=str(error)))
+            return
+        plan_file.write(plan, self.session.path(trial, _PLAN))
+        trial = dataclasses.replace(trial, plan=plan.provenance.checksum)
+        self.tell(
+            f"Run {number}: {layout}; expected {format_seconds(candidate.step.median_s)} a step, "
+            f"{format_duration(run.seconds)} in all."
+        )
+        self.session.note(trial)
+        self._ended(self._launched(trial, plan))
+
+    def _launched(self, trial: Trial, plan: ParallelPlan) -> Trial:
+        asked, path = self.session.asked, self.session.path
+        history, output = path(trial, _HISTORY), path(trial, _OUTPUT)
+        command = self.job.command(plan, path(trial, "pinned.yaml"), asked.iterations, history)
+        write_text(path(trial, "command.txt"), f"{shlex.join(command.words())}\n")
+        ended = self.launcher_of(command).run(command, asked.run_timeout_s, output)
+        return judged(trial, record_of(history), ended, output)
+
+    def _ended(self, trial: Trial) -> None:
+        self.session.note(trial)
+        self.tell(f"Run {trial.number}: {outcome_words(trial)}.")
+
+    def _settle(self) -> None:
+        """Say of runs whose program was killed how they ended, from what they recorded.
+
+        Raises:
+            UserInputError: if one of them still runs.
+        """
+        for trial in self.session.trials:
+            if trial.state is not State.STARTED:
+                continue
+            running = running_file(self.session.folder / trial.folder)
+            with open_locked(running, _ENDING_S) as lock:
+                if lock is None:
+                    limit, fix = "it still runs", "End it, or wait for its end."
+                    raise UserInputError("tune", value=trial.folder, limit=limit, fix=fix)
+            history, output = (self.session.path(trial, name) for name in (_HISTORY, _OUTPUT))
+            self._ended(interrupted(trial, history, output))
+
+    def _solved(self, trial: Trial) -> SolvedGrid:
+        """The candidate that a run was of."""
+        plan = plan_file.read(self.session.path(trial, _PLAN))
+        return self._candidate(plan).solved
+
+    def _candidate(self, plan: ParallelPlan) -> Candidate:
+        own = plan.grid(), plan.partition()
+        for each in self.job.ranked.candidates:
+            if (each.solved.grid, each.solved.partition()) == own:
+                return each
+        limit = "planned again, this job has no such plan"
+        fix = "Begin anew, with the command, settings and profiles of now."
+        raise UserInputError("tune", value=describe_grid(own[0]), limit=limit, fix=fix)
+
+
+def interrupted(trial: Trial, history: Path, output: Path) -> Trial:
+    """A run that was ended together with this program: measured, failed, or to be repeated."""
+    record = record_of(history)
+    if record is not None and record.measured is not None and not record.outcome.is_failure:
+        return measured(trial, record)
+    found = judged(trial, record, Ended(code=1, seconds=0.0), output)
+    if found.failure is Failure.OUT_OF_MEMORY:
+        return dataclasses.replace(found, seconds=None)
+    return dataclasses.replace(trial, state=State.REPEATED)
+
+
+def outcome_words(trial: Trial) -> str:
+    """How a run ended, in words."""
+    if trial.state is State.MEASURED:
+        assert trial.step_s is not None
+        words = f"{format_seconds(trial.step_s)} a step"
+        peak = trial.peak_memory_bytes
+        return words if peak is None else f"{words}, peak memory {format_gib(peak)}"
+    if trial.state is State.FAILED:
+        named = {
+            Failure.OUT_OF_MEMORY: "out of memory",
+            Failure.NCCL: "communication failed",
+            Failure.REFUSED: "refused",
+            Failure.TIMEOUT: "took too long",
+            Failure.OTHER: "failed",
+        }
+        assert trial.failure is not None
+        return f"{named[trial.failure]}: {trial.reason}"
+    if trial.state is State.REPEATED:
+        return "it was killed before it had measured anything, and is repeated"
+    return "it has started"

@@ -1,0 +1,179 @@
+"""Starting runs: words, real processes and their end, failures by what they print."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.tuning.command import RunCommand, run_command
+from nest_megatron.tuning.launchers import (
+    Local,
+    Submitit,
+    launcher_named,
+    run_process,
+    running_file,
+    step_words,
+)
+from nest_megatron.tuning.session import open_locked
+from nest_megatron.tuning.trial import Ended, Failure, State, Trial, judged
+from tests.tuning.stand_in import job
+
+COMMAND = RunCommand(
+    launcher=("torchrun", "--nnodes", "2", "--nproc-per-node", "8"),
+    script=("pretrain_gpt.py",),
+    argv=("--bf16",),
+    environment={"A": "1", "HOME": None},
+    num_nodes=2,
+    gpus_per_node=8,
+)
+ALLOCATION = {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "gpu[07-08]"}
+TRIAL = Trial(number=1, plan="", layout="", state=State.STARTED)
+#: A launcher whose child, in a session of its own, outlives a SIGTERM of the launcher's group.
+PARENT = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print("started", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_command_is_the_users_own_with_a_plan(tmp_path: Path) -> None:
+    found, candidate = job(), job().ranked.candidates[1]
+    plan = found.plan(candidate)
+    pinned, history = tmp_path / "pinned.yaml", tmp_path / "record.jsonl"
+    command = found.command(plan, pinned, 20, history)
+    words = command.words()
+    assert words[:3] == ["torchrun", "--nproc_per_node", "8"]
+    tp = plan.parallel.tensor_model_parallel_size
+    assert words[words.index("--tensor-model-parallel-size") + 1] == str(tp)
+    assert words[-3:] == ["+nest=pinned", f"nest.plan={pinned}", "nest.watch=20"]
+    assert words[words.index("--exit-interval") + 1] == "21"
+    assert command.variables()["NEST_MEGATRON_HISTORY"] == str(history)
+    assert pinned.is_file()
+
+
+def test_flags_without_a_script_cannot_be_started(tmp_path: Path) -> None:
+    found = job()
+    plan = found.plan(found.ranked.candidates[0])
+    assert found.job.command is not None
+    bare = dataclasses.replace(found.job.command, script="", launcher=())
+    with pytest.raises(UserInputError, match="no training script"):
+        run_command(bare, plan, tmp_path, 20, tmp_path)
+
+
+def test_a_step_of_an_allocation_is_torchrun_on_each_host() -> None:
+    words = step_words(COMMAND, ALLOCATION)
+    assert words[:4] == ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    assert "--rdzv-endpoint=gpu07:25123" in words
+    assert words[-2:] == ["pretrain_gpt.py", "--bf16"]
+
+
+def test_a_step_without_torchrun_has_a_task_for_each_rank() -> None:
+    words = step_words(dataclasses.replace(COMMAND, launcher=("python",)), ALLOCATION)
+    assert "--ntasks-per-node=8" in words
+    assert not [word for word in words if word.startswith("--rdzv")]
+
+
+def test_the_users_own_srun_stays() -> None:
+    own = dataclasses.replace(COMMAND, launcher=("srun", "-N", "2", "torchrun"))
+    assert step_words(own, ALLOCATION) == own.words()
+
+
+def test_no_step_outside_an_allocation() -> None:
+    with pytest.raises(UserInputError, match="no Slurm allocation"):
+        step_words(COMMAND, {})
+
+
+def test_several_hosts_are_not_started_from_one(tmp_path: Path) -> None:
+    with pytest.raises(UserInputError, match="2 hosts"):
+        Local().run(COMMAND, 10.0, tmp_path / "output.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("local", ["a=1"]), ("mpi", []), ("submitit", ["slurm_partition"])]
+)
+def test_a_wrong_launcher_is_refused(name: str, options: list[str]) -> None:
+    with pytest.raises(UserInputError):
+        launcher_named(name, options, COMMAND)
+
+
+def test_options_reach_submitit() -> None:
+    found = launcher_named("submitit", ["slurm_partition=h100", "cpus_per_task=8"], COMMAND)
+    assert isinstance(found, Submitit)
+    assert found.options == {"slurm_partition": "h100", "cpus_per_task": 8}
+
+
+def test_a_run_takes_all_its_processes_with_it(tmp_path: Path) -> None:
+    output = tmp_path / "output.txt"
+    ended = run_process([sys.executable, "-c", PARENT], os.environ, 5.0, output)
+    assert ended.code is None
+    assert output.read_text() == "started\n"
+    assert not processes_with("time.sleep(600)")
+
+
+def test_a_killed_tuner_ends_its_run(tmp_path: Path) -> None:
+    output = tmp_path / "output.txt"
+    code = (
+        "import os, sys; from pathlib import Path;"
+        "from nest_megatron.tuning.launchers import run_process;"
+        "run_process([sys.executable, '-c', 'import time; time.sleep(601)'], os.environ, 600.0,"
+        f" Path({str(output)!r}))"
+    )
+    tuner = subprocess.Popen([sys.executable, "-c", code])
+    while not processes_with("time.sleep(601)", but=tuner.pid):
+        time.sleep(0.1)
+    with open_locked(running_file(tmp_path)) as lock:
+        assert lock is None, "the run holds the lock of its folder"
+    tuner.send_signal(signal.SIGKILL)
+    tuner.wait()
+    with open_locked(running_file(tmp_path), 60.0) as lock:
+        assert lock is not None, "the run ends with the tuner"
+
+
+def processes_with(text: str, but: int = 0) -> list[int]:
+    """Processes whose command holds a text."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"import time; " + text.encode() in words and int(path.parent.name) != but:
+            found.append(int(path.parent.name))
+    return found
+
+
+def test_a_program_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserInputError, match="cannot be started"):
+        run_process(["/no/such/torchrun"], os.environ, 5.0, tmp_path / "output.txt")
+
+
+@pytest.mark.parametrize(
+    ("text", "failure"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB", Failure.OUT_OF_MEMORY),
+        ("RuntimeError: NCCL error in: ProcessGroupNCCL.cpp", Failure.NCCL),
+        ("pretrain_gpt.py: error: unrecognized arguments: --no-such", Failure.REFUSED),
+        ("ValueError: something else", Failure.OTHER),
+        ("", Failure.OTHER),
+    ],
+)
+def test_failures_are_told_apart(text: str, failure: Failure, tmp_path: Path) -> None:
+    output = tmp_path / "output.txt"
+    output.write_text(f"W1123 torchrun: closing\n{text}\nChildFailedError:\n")
+    found = judged(TRIAL, None, Ended(code=1, seconds=3.0), output)
+    assert (found.state, found.failure) == (State.FAILED, failure)
+    assert text.rstrip() in (found.reason or "")
+
+
+def test_time_is_a_failure_of_its_own(tmp_path: Path) -> None:
+    found = judged(TRIAL, None, Ended(code=None, seconds=60.0), tmp_path / "output.txt")
+    assert found.failure is Failure.TIMEOUT

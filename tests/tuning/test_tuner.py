@@ -1,0 +1,199 @@
+"""The loop, with runs that a table answers: what runs, what is chosen, what a kill leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+
+from nest_megatron.cost_model.mechanisms import Mechanism
+from nest_megatron.errors import UserInputError
+from nest_megatron.planner.choice import Candidate
+from nest_megatron.tuning.report import lessons, lost_percent, tuned_document, tuned_report
+from nest_megatron.tuning.selection import Stop, chosen
+from nest_megatron.tuning.session import new_session, resumed_session
+from nest_megatron.tuning.trial import Failure, State
+from nest_megatron.tuning.tuner import Tuned
+from tests.tuning.stand_in import ASKED, START_S, Answered, job, tuner
+
+
+def as_predicted(candidate: Candidate) -> float:
+    return candidate.step.median_s
+
+
+def off_by(**errors: float) -> Answered:
+    """Runs whose mechanisms take longer than predicted, each by a logarithm."""
+
+    def step_s(candidate: Candidate) -> float:
+        shares = candidate.step.shares
+        off = sum(shares.get(Mechanism(name), 0.0) * error for name, error in errors.items())
+        return candidate.step.median_s * math.exp(off)
+
+    return Answered(step_s)
+
+
+def tuned(folder: Path, launcher: Answered, **asked: object) -> Tuned:
+    with new_session(folder, ASKED) as session:
+        return tuner(session, launcher, **asked).run()
+
+
+def test_the_first_run_is_of_the_plan_without_runs(tmp_path: Path) -> None:
+    launcher = Answered(as_predicted)
+    found = tuned(tmp_path, launcher)
+    assert launcher.ran[0] == job().ranked.candidates[0]
+    assert len(launcher.ran) == len({each.solved for each in launcher.ran}) <= ASKED.budget
+    assert isinstance(found.stop, Stop)
+
+
+def test_the_chosen_plan_is_the_fastest_where_a_mechanism_was_mispriced(tmp_path: Path) -> None:
+    launcher = off_by(pipeline=1.0, replicas=0.5)
+    found = tuned(tmp_path, launcher, budget=6)
+    taken = chosen(found.known)
+    assert taken is not None
+    best = min(job().ranked.candidates, key=launcher.step_s)
+    assert launcher.step_s(taken) <= 1.02 * launcher.step_s(best)
+
+
+def test_runs_end_with_the_budget(tmp_path: Path) -> None:
+    launcher = off_by(pipeline=1.0)
+    found = tuned(tmp_path, launcher, budget=2)
+    assert len(launcher.ran) <= 2
+    assert found.stop.reason
+
+
+def test_a_short_job_is_worth_one_run(tmp_path: Path) -> None:
+    launcher = Answered(as_predicted)
+    short = dataclasses.replace(job(), job=job().job)
+    assert short.num_steps is not None
+    with new_session(tmp_path, ASKED) as session:
+        work = tuner(session, launcher)
+        known = dataclasses.replace(work.known(), num_steps=10)
+        first = known.ranked.candidates[0]
+        known = known.measured(first.solved, first.step.median_s, START_S)
+        found = work._next(known)
+    assert isinstance(found, Stop)
+    assert "save the job more time" in found.reason
+
+
+def test_what_needs_as_much_memory_as_a_plan_that_ran_out_is_not_run(tmp_path: Path) -> None:
+    first = job().ranked.candidates[0]
+
+    def step_s(candidate: Candidate) -> float | None:
+        short = candidate.peak_memory_bytes >= first.peak_memory_bytes
+        return None if short else candidate.step.median_s
+
+    launcher = Answered(step_s)
+    found = tuned(tmp_path, launcher)
+    ran_out = [each for each in launcher.ran if step_s(each) is None]
+    assert ran_out == [first]
+    taken = chosen(found.known)
+    assert taken is not None
+    assert taken.peak_memory_bytes < first.peak_memory_bytes
+
+
+def test_a_job_that_fails_by_itself_is_given_up(tmp_path: Path) -> None:
+    class Broken(Answered):
+        def record(self, *_: object) -> None:
+            """A job that dies before it says anything."""
+
+    launcher = Broken(as_predicted)
+    found = tuned(tmp_path, launcher)
+    assert len(launcher.ran) == 2
+    assert "the job itself fails" in found.stop.reason
+
+
+def test_a_resumed_tuning_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    folder, launcher = tmp_path / "runs", off_by(pipeline=1.0, replicas=0.5)
+    whole = tuned(tmp_path / "whole", off_by(pipeline=1.0, replicas=0.5))
+
+    class Killed(Exception):
+        pass
+
+    class Kills(Answered):
+        def run(self, *arguments: object) -> object:  # type: ignore[override]
+            if len(self.ran) == 1:
+                raise Killed
+            return super().run(*arguments)  # type: ignore[arg-type]
+
+    dying = Kills(launcher.step_s)
+    with pytest.raises(Killed), new_session(folder, ASKED) as session:
+        tuner(session, dying).run()
+    with resumed_session(folder) as session:
+        assert [trial.state for trial in session.trials] == [State.MEASURED, State.STARTED]
+        found = tuner(session, launcher).run()
+        assert session.trials[1].state is State.REPEATED
+        assert sum(trial.counts for trial in session.trials) == len(dying.ran) + len(launcher.ran)
+    assert found.known.steps_s == whole.known.steps_s
+    assert found.stop == whole.stop
+
+
+def test_a_killed_run_that_had_measured_is_not_repeated(tmp_path: Path) -> None:
+    class Kills(Answered):
+        def run(self, *arguments: object) -> object:  # type: ignore[override]
+            super().run(*arguments)  # type: ignore[arg-type]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), new_session(tmp_path / "a", ASKED) as session:
+        tuner(session, Kills(as_predicted)).run()
+    with resumed_session(tmp_path / "a") as session:
+        tuner(session, Answered(as_predicted)).run()
+        assert session.trials[0].state is State.MEASURED
+
+
+def test_a_killed_run_that_had_run_out_of_memory_is_not_repeated(tmp_path: Path) -> None:
+    class Kills(Answered):
+        def run(self, *arguments: object) -> object:  # type: ignore[override]
+            super().run(*arguments)  # type: ignore[arg-type]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), new_session(tmp_path / "a", ASKED) as session:
+        tuner(session, Kills(lambda _: None)).run()
+    with resumed_session(tmp_path / "a") as session:
+        tuner(session, Answered(as_predicted)).run()
+        assert session.trials[0].failure is Failure.OUT_OF_MEMORY
+
+
+def test_a_folder_is_held_by_one_tuning(tmp_path: Path) -> None:
+    with (
+        new_session(tmp_path / "a", ASKED),
+        pytest.raises(UserInputError, match=r"process .* tunes in it"),
+        resumed_session(tmp_path / "a"),
+    ):
+        pass
+
+
+def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    with new_session(folder, ASKED) as session:
+        tuner(session, Answered(as_predicted), budget=1).run()
+    journal = folder / "journal.jsonl"
+    journal.write_bytes(journal.read_bytes() + b'{"number":2,"pl')
+    with resumed_session(folder) as session:
+        assert [trial.number for trial in session.trials] == [1]
+        tuner(session, Answered(as_predicted)).run()
+    with resumed_session(folder) as session:
+        assert len(session.trials) > 1
+
+
+@pytest.mark.parametrize("name", ["nothing", "other"])
+def test_only_a_folder_of_runs_is_resumed(name: str, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    with pytest.raises(UserInputError, match="holds no tuning"), resumed_session(tmp_path / name):
+        pass
+
+
+def test_what_was_learnt_is_told(tmp_path: Path) -> None:
+    found = tuned(tmp_path, off_by(pipeline=1.0, replicas=0.5))
+    taken = chosen(found.known)
+    assert taken is not None
+    told = lessons(found.known)
+    assert all(lesson.deviation_percent < 1.01 * lesson.before_percent for lesson in told)
+    assert any(lesson.percent > 0 for lesson in told)
+    lost = lost_percent(found.known, taken)
+    assert lost is not None
+    with resumed_session(tmp_path) as session:
+        document = tuned_document(found, session.trials, tmp_path / "plan.yaml", tmp_path)
+        assert document["without_runs_slower_percent"] == lost
+        assert [*tuned_report(found, session.trials, tmp_path / "plan.yaml")]
