@@ -90,6 +90,7 @@ def staged(
         if make_layers is not None:
             yield make_layers(spec, shard)
             return
+        has_engine = implementation is Implementation.TRANSFORMER_ENGINE
         selective = recompute.granularity is RecomputeGranularity.SELECTIVE
         config = transformer_config(
             spec,
@@ -97,7 +98,12 @@ def staged(
             None,
             sequence_parallel=shard.sequence_parallel,
             recompute=recompute if selective else NO_RECOMPUTE,
-            **{**_defaults(spec), **changes},
+            **{
+                **_defaults(spec),
+                "use_cpu_initialization": where is not Where.GPU,
+                "moe_grouped_gemm": spec.is_moe and has_engine,  # as plans launch them
+                **changes,
+            },
         )
         yield described_layers(spec, shard, config, implementation)
 

@@ -229,7 +229,9 @@ def _attention(
 def _balanced_counts(dispatcher: Any, routing_map: Any) -> Any:
     """What ``MoEAlltoAllTokenDispatcher.preprocess`` works out, for balanced routing."""
     import numpy
+    import torch
 
+    is_fused = dispatcher.config.moe_permute_fusion  # then a kernel reads them on the device
     ep, etp, local = dispatcher.ep_size, dispatcher.tp_size, dispatcher.num_local_experts
     sent = routing_map.size(0) * dispatcher.config.moe_router_topk
     dispatcher.num_out_tokens = sent
@@ -237,18 +239,18 @@ def _balanced_counts(dispatcher: Any, routing_map: Any) -> Any:
     each[: sent % (ep * local)] += 1
     by_rank = each.reshape(ep, local)
     here = by_rank[0]  # what each rank sends to the experts of this one
-    dispatcher.sort_input_by_local_experts = (
-        numpy.arange(ep * etp * local).reshape(-1, local).T.ravel()
-    )
-    dispatcher.restore_output_by_local_experts = (
-        numpy.arange(ep * etp * local).reshape(local, -1).T.ravel()
-    )
+    chunks = numpy.arange(ep * etp * local)
+    if not is_fused:
+        dispatcher.sort_input_by_local_experts = chunks.reshape(-1, local).T.ravel()
+        dispatcher.restore_output_by_local_experts = chunks.reshape(local, -1).T.ravel()
     if ep > 1 or etp > 1:
         dispatcher.input_splits = by_rank.sum(axis=1).tolist()
         dispatcher.output_splits = numpy.full(ep, here.sum()).tolist()
         dispatcher.output_splits_tp = numpy.full(etp, ep * here.sum())
     if local > 1:
-        dispatcher.num_global_tokens_per_local_expert = numpy.tile(here, (ep * etp, 1))
+        each_rank = numpy.tile(here, (ep * etp, 1))
+        on_device = torch.as_tensor(each_rank, device="cuda") if is_fused else each_rank
+        dispatcher.num_global_tokens_per_local_expert = on_device
     return ep * etp * here
 
 

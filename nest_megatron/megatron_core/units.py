@@ -120,14 +120,18 @@ def _sequence(layers: Layers) -> int:
 
 
 def _hidden(layers: Layers) -> Any:
-    """Hidden states ``[tokens, micro batch, hidden]`` between the blocks of a rank."""
+    """Hidden states ``[tokens, micro batch, hidden]`` between the blocks of a rank.
+
+    They are random: on zeros a GPU's matrix units draw less power, so that it clocks higher and
+    a timing is too short.
+    """
     import torch
 
     spec, micro_batch = layers.spec, layers.shard.micro_batch_size
     tokens = round(layers.shard.tokens_between_blocks(spec)) // micro_batch
     dtype, device = layers.config.params_dtype, torch.cuda.current_device()
     shape = (tokens, micro_batch, spec.hidden_size)
-    return torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+    return torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
 
 
 def _mask_and_angles(layers: Layers) -> tuple[Any, Any]:
@@ -253,18 +257,25 @@ def _stack_layer(layers: Layers, kind: LayerKind, recompute: Recompute | None) -
     return Unit(layer, inputs, recomputed if is_full else whole)
 
 
-def _in_format(config: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's forward pass in the 8-bit numbers that a job asks for.
+def _in_format(config: Any, forward: Callable[..., Any], *, fp4: bool = True) -> Callable[..., Any]:
+    """A forward pass in the 8-bit or 4-bit numbers that a job asks for.
+
+    Args:
+        fp4: 4-bit numbers, too, which Megatron leaves out of MTP layers.
 
     Source: ``TransformerBlock.forward``, which sets them around its layers.
     """
-    if not config.fp8:
+    in_fp4 = fp4 and bool(getattr(config, "fp4", None))  # since 0.15
+    if not config.fp8 and not in_fp4:
         return forward
 
     def in_format(*given: Any) -> Any:
-        from megatron.core.fp8_utils import get_fp8_context
+        if in_fp4:
+            from megatron.core.fp4_utils import get_fp4_context as context
+        else:
+            from megatron.core.fp8_utils import get_fp8_context as context
 
-        with get_fp8_context(config):
+        with context(config):
             return forward(*given)
 
     return in_format
@@ -307,18 +318,24 @@ def _mtp(layers: Layers, stretch: Stretch) -> Unit:
     def around(hidden: Any, embedded: Any, *_: Any) -> Any:
         return layer._postprocess(layer._concat_embeddings(hidden, embedded))
 
-    chosen = _in_format(layers.config, around) if stretch is Stretch.AROUND else whole
+    chosen = _in_format(layers.config, around, fp4=False) if stretch is Stretch.AROUND else whole
     return Unit(layer, inputs, chosen)
 
 
 def _tokens(layers: Layers) -> Any:
+    """Tokens ``[micro batch, tokens]`` of the whole vocabulary.
+
+    Were they all the same, the gradients of one row would be summed one after the other.
+    """
     import torch
 
     shape = (layers.shard.micro_batch_size, _sequence(layers))
-    return torch.zeros(shape, dtype=torch.long, device=torch.cuda.current_device())
+    rows = layers.spec.padded_vocab_size(layers.shard.tensor_model_parallel_size)
+    return torch.randint(rows, shape, device=torch.cuda.current_device())
 
 
 def _embedding(layers: Layers) -> Unit:
+    import torch
     from megatron.core.models.common.embeddings.language_model_embedding import (
         LanguageModelEmbedding,
     )
@@ -334,7 +351,8 @@ def _embedding(layers: Layers) -> Unit:
 
     def inputs() -> tuple[Any, ...]:
         tokens = _tokens(layers)
-        return tokens, tokens if learned else None
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return tokens, positions if learned else None
 
     return Unit(module, inputs, module)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -129,12 +130,13 @@ def _timed(
     import torch
 
     inputs = unit.inputs()
-    before = watch.start_peak()
     output = unit.forward(*inputs)
-    gradient = torch.ones_like(output)
-    output.backward(gradient)
-    peak = watch.peak() - before
+    gradient = torch.randn_like(output)
+    output.backward(gradient)  # libraries have made their workspaces, which are no block's
     del output
+    before = watch.start_peak()
+    unit.forward(*inputs).backward(gradient)
+    peak = watch.peak() - before
 
     def once() -> list[Any]:
         marks = [watch.mark()]
@@ -234,7 +236,7 @@ def _saved_bytes(unit: Unit, inputs: Sequence[Any]) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             kept[storage.data_ptr()] = storage
-        return tensor
+        return tensor.detach()  # the tensor itself would hold its graph, and all memory, for good
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = unit.forward(*inputs)
@@ -274,14 +276,19 @@ class _GpuWatch(DeviceClock, _CpuWatch):
         return int(torch.cuda.max_memory_allocated())
 
 
+#: What says that memory is short, in the words of torch, CUDA (which libraries ask, too), cuBLAS
+#: and cuDNN.
+_TOO_LITTLE = re.compile(r"can't allocate memory|out of memory|_STATUS_ALLOC_FAILED", re.IGNORECASE)
+
+
 @contextlib.contextmanager
 def _memory_errors() -> Iterator[None]:
     import torch
 
     try:
         yield
-    except (torch.OutOfMemoryError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        if _TOO_LITTLE.search(str(error)):
             raise MemoryError(str(error)) from error
         raise
     finally:

@@ -53,6 +53,11 @@ def measured(orders: Orders, num_threads: int) -> Answer:
     from nest_megatron.integrations.megatron_lm.own_layers import JobLayers
 
     if orders.where is not Where.GPU:
+        if torch.cuda.is_available():
+            raise RuntimeError(
+                "CUDA has a GPU, but NVML, which was asked before, has none: nothing is timed on "
+                "the CPU in its place. In a container add utility to NVIDIA_DRIVER_CAPABILITIES."
+            )
         torch.set_num_threads(num_threads)
     measuring = Measuring(
         where=orders.where,
@@ -81,7 +86,7 @@ def _one(orders: Orders, task: Task, measuring: Measuring, until: float) -> list
     try:
         done += run(orders.spec, [task], measuring, until=until, on_skip=skip)
     except Exception as error:  # whatever Megatron has against this shape
-        if "CUDA error" in str(error):
+        if "cuda error" in str(error).lower():  # "CUDA Error" is Transformer Engine's
             raise
         words = str(error).strip().splitlines() or [type(error).__name__]
         skip(task, words[0], is_too_large=False)
