@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from nest_megatron.cli.command_kinds import (
     json_option,
     settings_argument,
 )
+from nest_megatron.cli.profile_device import measuring_here
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.layout import LAYER_DEGREES
@@ -30,7 +30,7 @@ from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.request import read_spec, request_of
 from nest_megatron.config.target import read_precision
 from nest_megatron.errors import UserInputError
-from nest_megatron.megatron_core.stage import Where, require_megatron
+from nest_megatron.megatron_core.stage import require_megatron
 from nest_megatron.megatron_core.substitutes import quiet
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.shard import LayerShard
@@ -39,7 +39,6 @@ from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import plan
 from nest_megatron.profile import network, store
-from nest_megatron.profile.installed import installed_versions
 from nest_megatron.profile.network import NetworkProfile
 from nest_megatron.profile.ranks import Ranks, leave, measure_network, meet, ranks
 from nest_megatron.profile.records import (
@@ -145,7 +144,7 @@ def _run(options: _Options) -> None:
     here = ranks()
     times_network = options.collectives and here.size > 1
     budget = options.max_seconds * (1 - _NETWORK_SHARE if times_network else 1.0)
-    measuring = _measuring(here, options.implementation, on_cpu=options.on_cpu)
+    measuring = measuring_here(here, options.implementation, on_cpu=options.on_cpu)
     tasks = tasks_of_rank(composed, spec, here, measuring, again=options.again)
     timings, skipped = _time(tasks, measuring, started + budget)
     measured = None
@@ -161,29 +160,6 @@ def _run(options: _Options) -> None:
         seconds = time.monotonic() - started
         found = Timed(timings=timings, skipped=skipped, network=measured, seconds=seconds)
         _tell(tasks, found, options.network_out, as_json=options.as_json)
-
-
-def _measuring(here: Ranks, implementation: str | None, *, on_cpu: bool) -> Measuring:
-    """Where and how this process measures; its device is chosen here."""
-    import torch
-
-    with quiet():
-        from nest_megatron.profile.layer_timer import Measuring
-
-    where = Where.GPU if torch.cuda.is_available() and not on_cpu else Where.CPU
-    if where is Where.GPU:
-        torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
-    else:
-        cores = len(os.sched_getaffinity(0))  # more threads than these wait for one another
-        torch.set_num_threads(max(1, cores // here.local_size))
-    has_engine = where is Where.GPU and "transformer_engine" in installed_versions()
-    chosen = Implementation.TRANSFORMER_ENGINE if has_engine else Implementation.LOCAL
-    if implementation is not None:
-        chosen = Implementation(implementation)
-    if chosen is Implementation.TRANSFORMER_ENGINE and not has_engine:
-        limit = "it needs a GPU and the package transformer-engine"
-        raise UserInputError("--implementation", value=chosen.value, limit=limit, fix="Use local.")
-    return Measuring(where=where, implementation=chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from nest_megatron.cluster.records import Accelerator, Cluster
 from nest_megatron.errors import UserInputError
@@ -32,36 +34,72 @@ class LocalGpus:
         return f"{self.count} x {self.device_name} ({format_gib(self.memory_bytes)})"
 
 
+@contextlib.contextmanager
+def open_nvml() -> Iterator[Any]:
+    """NVIDIA's management library, while it is open; ``pynvml.NVMLError`` without a driver."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        yield pynvml
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
 def local_gpus() -> LocalGpus | None:
     """The GPUs of this host, or ``None`` where there is no NVIDIA driver.
 
     NVML is asked, not CUDA: a CUDA context would fix settings that Megatron's arguments decide.
 
     Raises:
-        UserInputError: if the host mixes kinds of GPU.
+        UserInputError: if the host mixes kinds of GPU, divides one, or cannot tell them.
     """
     import pynvml
 
+    no_driver = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
+        with open_nvml() as nvml:
+            found = [_device(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError as error:
+        if error.value in no_driver:
+            return None
+        limit = "the driver does not tell what they are (nvidia-smi says more)"
+        raise _bad_gpus(str(error), limit, "Repair it") from error
+    if not found:
         return None
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        given = [pynvml.nvmlDeviceGetName(handle) for handle in handles]
-        names = [name.decode() if isinstance(name, bytes) else name for name in given]
-        memory = [int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles]
-    except pynvml.NVMLError:
-        return None
-    finally:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
-    if not names:
-        return None
+    names, memory, is_divided = zip(*found, strict=True)
+    if any(is_divided):
+        limit = "a job is planned for whole GPUs, and MIG divides them"
+        raise _bad_gpus(sorted(set(names)), limit, "Turn MIG off (nvidia-smi -mig 0)")
     if len(set(names)) > 1:
-        limit, fix = "a job is planned for equal GPUs", "Name the cluster with nest.cluster."
-        raise UserInputError("GPUs of this host", value=sorted(set(names)), limit=limit, fix=fix)
+        limit = "a job is planned for equal GPUs"
+        raise _bad_gpus(sorted(set(names)), limit, "Run on equal ones")
     return LocalGpus(device_name=names[0], memory_bytes=min(memory), count=len(names))
+
+
+def known_gpus() -> LocalGpus | None:
+    """The GPUs of this host as far as a plan can be compared with them."""
+    with contextlib.suppress(UserInputError):
+        return local_gpus()
+    return None
+
+
+def _device(nvml: Any, index: int) -> tuple[str, int, bool]:
+    """Name, memory in bytes, and whether MIG divides the device."""
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    name = nvml.nvmlDeviceGetName(handle)
+    try:
+        is_divided = nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE
+    except nvml.NVMLError:  # kinds of GPU that have no MIG
+        is_divided = False
+    memory = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    return name.decode() if isinstance(name, bytes) else name, memory, is_divided
+
+
+def _bad_gpus(value: object, limit: str, fix: str) -> UserInputError:
+    fix = f"{fix}, or name the cluster with nest.cluster."
+    return UserInputError("GPUs of this host", value=value, limit=limit, fix=fix)
 
 
 def is_same_device(accelerator: Accelerator, gpus: LocalGpus) -> bool:
@@ -75,10 +113,12 @@ def is_same_device(accelerator: Accelerator, gpus: LocalGpus) -> bool:
     >>> is_same_device(h100, LocalGpus(device_name="NVIDIA H100 PCIe",
     ...                                memory_bytes=85520809984, count=8))
     False
+
+    An NVL is a card for PCIe, too, with links between two or four.
     """
     words = re.split(r"[^A-Za-z0-9]+", gpus.device_name.upper())
     product, *form = accelerator.name.upper().split("-")
-    if product not in words or ("PCIE" in words and "PCIE" not in form):
+    if product not in words or not {"PCIE", "NVL"}.intersection(words) <= set(form):
         return False
     difference = abs(gpus.memory_bytes - accelerator.memory_bytes)
     return difference <= _MEMORY_TOLERANCE * accelerator.memory_bytes

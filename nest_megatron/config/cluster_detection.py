@@ -64,9 +64,7 @@ def find_cluster(
         return _discovered(settings, world_size, environment, dry_run=dry_run)
     composed = compose(settings)
     cluster = _sized(composed, world_size, environment, dry_run=dry_run)
-    gpus, notes = local_gpus(), []
-    if gpus is not None and not dry_run:
-        require_same_device(cluster, gpus)
+    notes = [] if dry_run else _compared(cluster)
     per_host, hosts = processes_per_host(environment), cluster.launch_gpus_per_host
     if per_host not in (None, hosts) and not dry_run:
         notes.append(
@@ -74,6 +72,18 @@ def find_cluster(
             "GPUs on each; groups may lie on more hosts than was planned."
         )
     return JobCluster(cluster=cluster, composed=composed, notes=tuple(notes))
+
+
+def _compared(cluster: Cluster) -> list[str]:
+    """Refuse a named cluster of other GPUs than this host's; a note where they are not known."""
+    try:
+        gpus = local_gpus()
+    except UserInputError as error:
+        said = f"{error.what} ({error.value}) were not compared with {cluster.name}: {error.limit}."
+        return [said]
+    if gpus is not None:
+        require_same_device(cluster, gpus)
+    return []
 
 
 def _discovered(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from nest_megatron.cluster.discovery import LocalGpus, local_gpus
+from nest_megatron.cluster.discovery import LocalGpus, known_gpus, local_gpus
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.cluster_detection import JobCluster, find_cluster, names_cluster
 from nest_megatron.config.compose import Composed, compose
@@ -71,7 +71,7 @@ def pinned_recipe(job: Job, path: Path) -> ParallelPlan:
     pinned = read_launched(path)
     num_gpus = job.num_gpus or pinned.plan.placement.num_gpus
     require_pinned_for(
-        pinned, job, num_gpus=num_gpus, gpus=local_gpus(), gpus_per_host=job.gpus_per_node
+        pinned, job, num_gpus=num_gpus, gpus=known_gpus(), gpus_per_host=job.gpus_per_node
     )
     return pinned.plan
 

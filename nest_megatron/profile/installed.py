@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from importlib import metadata
+
+from nest_megatron.cluster.discovery import open_nvml
 
 _PACKAGES = {
     "torch": ("torch", "torch"),
@@ -25,16 +26,10 @@ def driver_version() -> str | None:
     import pynvml
 
     try:
-        pynvml.nvmlInit()
+        with open_nvml() as nvml:
+            version = nvml.nvmlSystemGetDriverVersion()
     except pynvml.NVMLError:
         return None
-    try:
-        version = pynvml.nvmlSystemGetDriverVersion()
-    except pynvml.NVMLError:
-        return None
-    finally:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
     return version.decode() if isinstance(version, bytes) else str(version)
 
 

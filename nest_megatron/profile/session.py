@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from nest_megatron.cluster.discovery import open_nvml
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock
@@ -133,7 +134,7 @@ def this_machine(where: Where, implementation: Implementation) -> Machine:
     if machine.is_cpu:
         return machine
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
-    graphics_mhz, memory_mhz = _clocks(torch.cuda.current_device())
+    graphics_mhz, memory_mhz = _clocks(device.uuid)
     return dataclasses.replace(
         machine,
         device_name=device.name,
@@ -163,15 +164,18 @@ def _host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _clocks(index: int) -> tuple[int | None, int | None]:
-    """Clocks of graphics and memory in MHz, as the driver finds them now."""
+def _clocks(uuid: object) -> tuple[int | None, int | None]:
+    """Clocks of graphics and memory in MHz, as the driver finds them now.
+
+    A process that is shown some GPUs alone counts them otherwise than the driver does.
+    """
     import pynvml
 
     try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        kinds = (pynvml.NVML_CLOCK_GRAPHICS, pynvml.NVML_CLOCK_MEM)
-        graphics, memory = (int(pynvml.nvmlDeviceGetClockInfo(handle, kind)) for kind in kinds)
+        with open_nvml() as nvml:
+            handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            kinds = (nvml.NVML_CLOCK_GRAPHICS, nvml.NVML_CLOCK_MEM)
+            graphics, memory = (int(nvml.nvmlDeviceGetClockInfo(handle, kind)) for kind in kinds)
     except pynvml.NVMLError:
         return None, None
     return graphics, memory

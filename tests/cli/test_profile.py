@@ -17,6 +17,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from nest_megatron.cli import profile as command
+from nest_megatron.cli.profile_device import measuring_here
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import read_spec
@@ -96,7 +97,7 @@ def test_no_more_threads_than_cores_that_the_process_may_use() -> None:
 
     before = torch.get_num_threads()
     try:
-        command._measuring(Ranks(0, 1, 0, 1), None, on_cpu=True)
+        measuring_here(Ranks(0, 1, 0, 1), None, on_cpu=True)
         assert torch.get_num_threads() == 1  # of the one core of these tests
     finally:
         torch.set_num_threads(before)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
+import functools
 from typing import Any
 
+import pynvml
 import pytest
 
-from nest_megatron.cluster.discovery import LocalGpus, local_gpus, with_hosts_of
+from nest_megatron.cluster.discovery import LocalGpus, known_gpus, local_gpus, with_hosts_of
 from nest_megatron.config import cluster_detection as rooms
 from nest_megatron.config.cluster_detection import find_cluster
 from nest_megatron.config.overrides import Setting
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_lm import measure_store
+from nest_megatron.model.implementation import Implementation
 from tests import catalogue
 
 MIB = 2**20
@@ -29,7 +31,7 @@ DEVICES = {
 
 
 def gpus(name: str, count: int = 8) -> LocalGpus:
-    memory = DEVICES[name][0] if name in DEVICES else 81_559
+    memory = DEVICES.get(name.removesuffix(" NVL"), (81_559,))[0]
     return LocalGpus(device_name=name, memory_bytes=memory * MIB, count=count)
 
 
@@ -48,7 +50,9 @@ def test_each_device_is_known(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "is assumed" in place.notes[0]
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA GeForce RTX 4090", "NVIDIA L40S"])
+@pytest.mark.parametrize(
+    "name", ["NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090"]
+)
 def test_other_devices_are_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found(monkeypatch, gpus(name))
     with pytest.raises(UserInputError, match=name):
@@ -88,52 +92,139 @@ def test_hosts_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [level.num_devices for level in with_hosts_of(cluster, 4).levels] == [4, 128, None]
 
 
-class FakeNvml(SimpleNamespace):
-    """The few functions of pynvml that are used."""
+class Nvml:
+    """The few functions of NVML that are used, in place of the driver's; the rest is pynvml's.
 
-    class NVMLError(Exception):
-        pass
+    Args:
+        devices: name, total memory in MiB, and whether MIG is on (``None``: the kind has none).
+        fails: what a function answers with, by its name.
+    """
 
-    def __init__(self, names: list[str], *, works: bool = True) -> None:
-        super().__init__(names=names, works=works, open=0)
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *devices: tuple[str | bytes, int, bool | None],
+        fails: dict[str, int] | None = None,
+    ) -> None:
+        self.devices, self.fails, self.open = devices, fails or {}, 0
+        for name in (
+            *("nvmlInit", "nvmlShutdown", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"),
+            *("nvmlDeviceGetName", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMigMode"),
+        ):
+            monkeypatch.setattr(pynvml, name, functools.partial(self.call, name))
+
+    def call(self, name: str, *args: Any) -> Any:
+        if name in self.fails:
+            raise pynvml.NVMLError(self.fails[name])
+        return getattr(self, name)(*args)
 
     def nvmlInit(self) -> None:
-        if not self.works:
-            raise self.NVMLError
         self.open += 1
 
     def nvmlShutdown(self) -> None:
         self.open -= 1
 
     def nvmlDeviceGetCount(self) -> int:
-        return len(self.names)
+        return len(self.devices)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         return index
 
-    def nvmlDeviceGetName(self, index: int) -> Any:
-        return self.names[index].encode() if index % 2 else self.names[index]
+    def nvmlDeviceGetName(self, index: int) -> str | bytes:
+        return self.devices[index][0]
 
     def nvmlDeviceGetMemoryInfo(self, index: int) -> Any:
-        return SimpleNamespace(total=81_559 * MIB)
+        memory = pynvml.c_nvmlMemory_t()
+        memory.total = self.devices[index][1] * MIB
+        return memory
+
+    def nvmlDeviceGetMigMode(self, index: int) -> list[int]:
+        is_on = self.devices[index][2]
+        if is_on is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return [int(is_on), int(is_on)]
 
 
-def test_nvml_is_asked_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml(["NVIDIA H200"] * 4)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+H200 = ("NVIDIA H200", 143_771, False)
+NAMED = [Setting(key="cluster", value="h200")]
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", b"NVIDIA H200"], ids=["text", "bytes"])
+def test_nvml_is_asked_and_closed(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = Nvml(monkeypatch, *[(name, 143_771, False)] * 4)
     here = local_gpus()
-    assert here == LocalGpus(device_name="NVIDIA H200", memory_bytes=81_559 * MIB, count=4)
+    assert here == LocalGpus(device_name="NVIDIA H200", memory_bytes=143_771 * MIB, count=4)
     assert nvml.open == 0
 
 
-def test_no_driver_and_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    for nvml in (FakeNvml([], works=False), FakeNvml([])):
-        monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        assert local_gpus() is None
+def test_a_gpu_without_mig_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    Nvml(monkeypatch, ("Tesla V100-SXM2-32GB", 32_768, None))
+    here = local_gpus()
+    assert here is not None
+    assert here.count == 1
 
 
-def test_mixed_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml(["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    with pytest.raises(UserInputError, match="equal GPUs"):
-        local_gpus()
+@pytest.mark.parametrize(
+    "error", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED]
+)
+def test_no_driver_and_no_device(error: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    Nvml(monkeypatch, fails={"nvmlInit": error})
+    assert local_gpus() is None
+    Nvml(monkeypatch)
+    assert local_gpus() is None
+
+
+#: What a host answers that has GPUs which no job can be planned for, and the words for it.
+_BAD = {
+    "mixed": ((H200, ("NVIDIA H100 80GB HBM3", 81_559, False)), {}, "equal GPUs"),
+    "divided": (((*H200[:2], True),) * 2, {}, "MIG"),
+    "one lost": (
+        (H200,) * 8,
+        {"nvmlDeviceGetHandleByIndex": pynvml.NVML_ERROR_GPU_IS_LOST},
+        "GPU is lost",
+    ),
+    "not permitted": ((), {"nvmlInit": pynvml.NVML_ERROR_NO_PERMISSION}, "Permissions"),
+    "another driver": (
+        (),
+        {"nvmlInit": pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH},
+        "version mismatch",
+    ),
+    "no memory of its own": (
+        (("NVIDIA GB10", 0, None),),
+        {"nvmlDeviceGetMemoryInfo": pynvml.NVML_ERROR_NOT_SUPPORTED},
+        "Not Supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _BAD)
+def test_gpus_that_cannot_be_told_are_no_host_without_gpus(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices, fails, words = _BAD[name]
+    nvml = Nvml(monkeypatch, *devices, fails=fails)
+    with pytest.raises(UserInputError, match=words):
+        find_cluster([], 8, {}, dry_run=False)
+    assert known_gpus() is None
+    assert nvml.open == 0
+
+
+@pytest.mark.parametrize("name", _BAD)
+def test_the_fix_helps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster that is named is taken, and what could not be compared is said."""
+    devices, fails, words = _BAD[name]
+    Nvml(monkeypatch, *devices, fails=fails)
+    place = find_cluster(NAMED, 8, {}, dry_run=False)
+    assert place.cluster.name == "h200"
+    assert words in place.notes[0]
+    assert "not compared" in place.notes[0]
+
+
+@pytest.mark.parametrize("name", _BAD)
+def test_nothing_is_measured_on_the_processor_in_their_place(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices, fails, words = _BAD[name]
+    Nvml(monkeypatch, *devices, fails=fails)
+    with pytest.raises(UserInputError, match=f"measure.*{words}"):
+        measure_store.here(Implementation.LOCAL)

@@ -18,7 +18,7 @@ from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.documents import read_json
-from nest_megatron.errors import ProfileError
+from nest_megatron.errors import ProfileError, UserInputError
 from nest_megatron.integrations.megatron_lm.messages import Answer, Orders, Skipped
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
@@ -143,7 +143,13 @@ class Here:
 
 def here(implementation: Implementation) -> Here:
     """This machine: its GPU as the driver names it, or its processor."""
-    gpus, on_cpu = local_gpus(), Where.CPU
+    on_cpu = Where.CPU
+    try:
+        gpus = local_gpus()
+    except UserInputError as error:
+        limit = f"{error.what} = {error.value}: {error.limit}"
+        fix = "Leave nest.profile.mode=measure out."
+        raise UserInputError("nest.profile.mode", value="measure", limit=limit, fix=fix) from error
     device = this_machine(on_cpu, implementation) if gpus is None else gpus
     return Here(
         device_name=device.device_name,
