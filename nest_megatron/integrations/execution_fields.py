@@ -215,7 +215,7 @@ def framework_table() -> str:
         nemo = NEMO_LACKS.get(knob.name)
         own, bridge = f"`model.config.{knob.name}`", f"`model.{knob.name}`"
         if knob.name == "tp_comm_overlap":
-            own = f"`{knob.name}` of `MegatronCommOverlapCallback`; not without it"
+            own = f"`{knob.name}` of `MegatronCommOverlapCallback`, which a plan adds"
         if knob.name in OVERLAPPED:
             bridge = f"`comm_overlap.{knob.name}`, without that object {bridge}"
         if knob.name == _LEVELS:

@@ -99,6 +99,31 @@ def test_the_callback_sets_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.tp_comm_overlap == plan.execution.tp_comm_overlap
 
 
+def test_a_plain_recipe_gets_the_callback_that_makes_user_buffers() -> None:
+    from nemo.collections.llm.recipes import llama3_8b
+
+    import nest_megatron
+
+    source = llama3_8b.pretrain_recipe(
+        name="nest", dir="/nowhere", num_nodes=8, num_gpus_per_node=8
+    )
+    assert not any(hasattr(each, "tp_comm_overlap") for each in source.trainer.callbacks)
+    plan = nest_megatron.plan(
+        model="llama3_8b",
+        cluster="dgx_h100",
+        num_gpus=64,
+        target="nemo_2.7",
+        num_alternatives=0,
+        tensor_model_parallel_size=2,
+    )
+    assert plan.record.execution.tp_comm_overlap
+    changed = plan.apply(source)
+    assert "trainer.callbacks" in [change.field for change in changed]
+    assert source.trainer.callbacks[-1].tp_comm_overlap
+    assert plan.apply(source) == ()
+    recipes.validate(source)
+
+
 def test_experts_of_deepseek_travel_as_planned() -> None:
     from nemo.collections.llm.recipes import deepseek_v3
 

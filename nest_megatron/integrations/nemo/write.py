@@ -31,6 +31,8 @@ from nest_megatron.integrations.restore import packed_sequence_size
 from nest_megatron.parallel.diff import Change, reason
 from nest_megatron.parallel.plan import ParallelPlan
 
+_OVERLAP = "tp_comm_overlap"
+
 
 def apply_plan(recipe: Any, plan: ParallelPlan, *, free: Sequence[str] = ()) -> tuple[Change, ...]:
     """Write a plan into a recipe, in place; nothing is changed if any of it cannot be.
@@ -116,7 +118,7 @@ def _ddp_config(recipe: Any, plan: ParallelPlan) -> Any:
     from megatron.core.distributed import DistributedDataParallelConfig
 
     chosen, config_kind = plan.parallel, type(recipe.trainer.strategy)
-    if not hasattr(recipe.trainer.strategy, "__fn_or_cls__"):
+    if not _is_unbuilt(recipe):
         limit = "a strategy that is built already cannot take another DDP configuration"
         fix = "Give the recipe itself, before it is built."
         raise UserInputError(PATHS.ddp, value="megatron", limit=limit, fix=fix)
@@ -134,7 +136,14 @@ def _ddp_config(recipe: Any, plan: ParallelPlan) -> Any:
 def _execution(recipe: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     """How layers are carried out, without the callback that would change it as training starts."""
     places = execution_places(recipe)
-    found = tuple(execution_fields(recipe, plan, places))
+    if plan.execution.tp_comm_overlap and not places.overlap and _is_unbuilt(recipe):
+        yield _overlap_callback(recipe, plan)
+        able = {name: why for name, why in places.lacks.items() if name != _OVERLAP}
+        places = dataclasses.replace(places, lacks=able)
+        own = f"{places.model}.{_OVERLAP}"  # the callback sets it as training starts
+        found = tuple(row for row in execution_fields(recipe, plan, places) if row[0] != own)
+    else:
+        found = tuple(execution_fields(recipe, plan, places))
     works = not is_blackwell(plan.cluster.accelerator.name)
     if not places.forced or not plan.model.is_moe or (works and not changes(recipe, found)):
         yield from found
@@ -143,3 +152,25 @@ def _execution(recipe: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     others = [each for each in recipe.trainer.callbacks if not turns_on_deepep(each)]
     why = "the plan states the dispatcher itself, which this callback would replace"
     yield "trainer.callbacks", others, why
+
+
+def _is_unbuilt(recipe: Any) -> bool:
+    return hasattr(recipe.trainer.strategy, "__fn_or_cls__")
+
+
+def _overlap_callback(recipe: Any, plan: ParallelPlan) -> FieldValue:
+    """The callbacks with the one that makes user buffers, which a plain recipe does not have.
+
+    It exchanges between stages as plans do, and would overlap gradients and weights by itself
+    (``MegatronCommOverlapCallback``).
+    """
+    from nemo.lightning.pytorch.callbacks.megatron_comm_overlap import MegatronCommOverlapCallback
+
+    callback = type(recipe.trainer.strategy)(
+        MegatronCommOverlapCallback,
+        tp_comm_overlap=True,
+        overlap_grad_reduce=plan.parallel.overlap_grad_reduce,
+        overlap_param_gather=plan.parallel.overlap_param_gather,
+    )
+    why = "it makes the user buffers of tp_comm_overlap"
+    return "trainer.callbacks", [*(value_or(recipe.trainer, "callbacks", [])), callback], why
