@@ -274,6 +274,8 @@ def test_grouped_experts_have_other_names(tmp_path: Path) -> None:
     assert refusal(dist, {}, **EXPERTS) == "loads"
 
 
+OF_0_20 = {"pp": 2, "num_layers": None, "hybrid_layer_pattern": "M*|MMEM*-", "num_experts": 4}
+OF_0_16 = {"pp": 2, "hybrid_override_pattern": "M*MM-M*-", "is_hybrid_model": True}
 #: State, saved arguments, plan, the run's values, release, what is refused.
 TRIED: list[tuple[Any, ...]] = [
     ("fully", {"tp": 2}, {"dp": 2}, {}, OLD, "loads"),
@@ -304,6 +306,10 @@ TRIED: list[tuple[Any, ...]] = [
     ("legacy", WHOLE, {**WHOLE, "vpp": 2, "layout": INTERLEAVED}, WEIGHTS, OLD, "virtual_pipeline"),
     ("legacy", WHOLE, {**WHOLE, "layout": UNEVEN}, WEIGHTS, NEW, "pipeline_model_parallel_layout"),
     # read in the code, not run:
+    ("dp", OF_0_20, {"pp": 2, "layout": "M*|MMEM*-"}, {}, NEW, "loads"),
+    ("dp", OF_0_20, {"pp": 2, "layout": "M*MM|EM*-"}, {}, NEW, "pipeline_model_parallel_layout"),
+    ("dp", OF_0_16, {"pp": 2, "layout": "M*MM|-M*-"}, {}, OLD, "loads"),
+    ("dp", OF_0_16, {"pp": 2, "layout": "M*|MM-M*-"}, {}, OLD, "pipeline_model_parallel_layout"),
     ("dp", {"tp": 2, "no_save_optim": True}, {}, {}, OLD, "loads"),
     ("dp", {"dp": 40}, {"dp": 41}, {}, OLD, "--ddp-bucket-size = 41000000"),
     ("dp", {"dp": 40, "ddp_num_buckets": 5}, {"dp": 80}, {}, OLD, "loads"),

@@ -21,7 +21,9 @@ from nest_megatron.config.job import Requirement
 from nest_megatron.documents import read_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_bytes
+from nest_megatron.integrations.megatron_lm.hybrid import saved_pattern
 from nest_megatron.integrations.megatron_lm.stage_options import user_partition
+from nest_megatron.model.layer_pattern import hybrid_kinds
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.layout import expand_layout, layout_string, uniform_partition
 from nest_megatron.parallel.plan import ParallelChoice
@@ -189,7 +191,7 @@ def check_loadable(
     for name, need in required(saved, values, version).items():
         planned, value = getattr(plan_choice, name), need.value
         same = (planned or (1 if name == _VPP else False)) == value
-        if name == _LAYOUT and planned and value:
+        if name == _LAYOUT and planned and value and not saved_pattern(saved.arguments):
             same = expand_layout(planned) == expand_layout(str(value))
         if not same:
             said = f"{saved.directory} needs {'an unreadable value' if value is None else value}"
@@ -341,8 +343,18 @@ def _layout(arguments: _Values) -> str | None:
     """The stages that saved arguments make, as ``--pipeline-model-parallel-layout`` takes them."""
     pp, vpp = arguments.get(_PP) or 1, arguments.get(_VPP) or 1
     try:
-        depth, mtp = arguments["num_layers"], arguments.get("mtp_num_layers") or None
-        spec = replace(_MODEL, num_layers=depth, mtp_num_layers=mtp)
+        if pattern := saved_pattern(arguments):
+            layers, _, depths = hybrid_kinds(pattern)
+            spec = replace(
+                _MODEL,
+                num_layers=len(layers),
+                mtp_num_layers=depths or None,
+                hybrid_layer_pattern=pattern,
+                num_experts=2 if "E" in pattern else None,
+            )
+        else:
+            depth, mtp = arguments["num_layers"], arguments.get("mtp_num_layers") or None
+            spec = replace(_MODEL, num_layers=depth, mtp_num_layers=mtp)
         partition = user_partition(spec, arguments, pp) or uniform_partition(spec, pp, vpp)
     except (UserInputError, LookupError, TypeError):
         return None

@@ -71,6 +71,15 @@ def hybrid_pattern(values: Mapping[str, Any], script: str, version: str) -> str:
     return pattern
 
 
+def saved_pattern(arguments: Mapping[str, Any]) -> str:
+    """The layers of the hybrid model that a checkpoint's arguments describe; empty for others.
+
+    Raises: as ``hybrid_pattern``.
+    """
+    version = "0.20" if "hybrid_layer_pattern" in arguments else "0.16.1"
+    return hybrid_pattern(arguments, "", version).replace("|", "")
+
+
 def _pattern(values: Mapping[str, Any]) -> str:
     """Source: 0.20 arguments.py:743-786."""
     new, old = values.get("hybrid_layer_pattern"), values.get("hybrid_override_pattern")
