@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from nest_megatron.cost_model import site_file
 from nest_megatron.history import store as history_store
 from nest_megatron.megatron_core import cache
 from nest_megatron.profile import store
@@ -27,8 +28,14 @@ def empty_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.environ[store.FOLDER_VARIABLE] = str(folder / "profiles")
     os.environ[cache.FOLDER_VARIABLE] = str(shared / "extract")
     os.environ[history_store.VARIABLE] = str(folder / "runs.jsonl")
+    os.environ[site_file.VARIABLE] = str(folder / "sites")
     yield folder
-    for name in (store.FOLDER_VARIABLE, cache.FOLDER_VARIABLE, history_store.VARIABLE):
+    for name in (
+        store.FOLDER_VARIABLE,
+        cache.FOLDER_VARIABLE,
+        history_store.VARIABLE,
+        site_file.VARIABLE,
+    ):
         os.environ.pop(name)
         if name in before:
             os.environ[name] = before[name]

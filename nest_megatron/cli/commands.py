@@ -37,7 +37,6 @@ COMMANDS: Mapping[str, Loaded] = {
     "calibrate": Loaded(
         "validate",
         "Fit the cost model's constants to measured runs, and those of links to collectives.",
-        "validation",
     ),
     "clusters": Loaded(
         "catalogue", "List the clusters of the catalogue, or show one, or that of a file."

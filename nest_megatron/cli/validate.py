@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
 
 from nest_megatron.cli.command_kinds import FOLDER, OUTPUT, PATH, command, forced, json_option
+from nest_megatron.errors import UserInputError
 
 _paths = click.argument("paths", nargs=-1, required=True, type=PATH, metavar="FILE.CSV...")
 
@@ -45,11 +47,19 @@ def validate(paths: tuple[Path, ...], **options: Any) -> int:
 
 
 @command(
+    "nest-megatron calibrate --site",
     "nest-megatron calibrate throughput.csv memory_peak.csv --out hydra_configs",
     "nest-megatron calibrate comm_collectives.csv --no-cross-validation",
 )
-@_paths
-@click.option("--out", type=FOLDER, help="Write the constants into this catalogue (hydra_configs).")
+@click.argument("paths", nargs=-1, type=PATH, metavar="[FILE.CSV]...")
+@click.option(
+    "--site", is_flag=True, help="Learn from this site's own runs (`nest-megatron history`)."
+)
+@click.option(
+    "--out",
+    type=PATH,
+    help="Write the constants into this catalogue (hydra_configs), or with --site the file here.",
+)
 @click.option(
     "--cross-validation/--no-cross-validation",
     "validate",
@@ -57,11 +67,26 @@ def validate(paths: tuple[Path, ...], **options: Any) -> int:
     help="Leave out each source and each model in turn.",
 )
 @json_option
-def calibrate(paths: tuple[Path, ...], **options: Any) -> int:
+def calibrate(
+    paths: tuple[Path, ...], *, site: bool, out: Path | None, validate: bool, as_json: bool
+) -> int:
     """Fit the cost model's constants to measured runs, and those of links to collectives.
 
-    Prints the constants, the errors, and those of sources and models that a fit has not seen.
+    Prints the constants, the errors, and those of sources and models that a fit has not seen. With
+    --site, runs of planned jobs teach the predictions of this site, with the constants as prior:
+    plans on a cluster of the same kind use the file from then on (docs/uncertainty.md).
     """
+    if site == bool(paths):
+        limit = "--site reads the history, and no tables" if site else "no table is given"
+        fix = "Leave one of the two out." if site else "Name tables of measured runs, or --site."
+        raise UserInputError("calibrate", value=[*map(str, paths)], limit=limit, fix=fix)
+    if site:
+        from nest_megatron.cli.site import calibrate_site
+
+        return calibrate_site(out, force=forced(), as_json=as_json)
+    if find_spec("nest_megatron.validation") is None:
+        lacks = "needs nest_megatron.validation, which this installation leaves out"
+        raise click.UsageError(f"calibrate {lacks}; calibrate --site does not.")
     from nest_megatron.validation.commands import run_calibrate
 
-    return run_calibrate(paths, **options)
+    return run_calibrate(paths, out=out, validate=validate, as_json=as_json)

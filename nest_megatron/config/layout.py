@@ -67,6 +67,7 @@ def _priced(request: PlanRequest, grid: Grid, partition: StagePartition) -> Para
         request.reliability,
         schedule=request.batch_schedule,
         lengths=request.sequence_lengths,
+        site=request.site,
     )
 
 

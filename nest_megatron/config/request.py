@@ -22,6 +22,7 @@ from nest_megatron.config.policy import (
 )
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.config.sequence_data import read_lengths, with_images
+from nest_megatron.config.site import choose_site
 from nest_megatron.config.space import read_backend, read_space
 from nest_megatron.config.target import (
     adapter_notes,
@@ -176,6 +177,8 @@ def request_for(
         )
     notes = [*notes, *policy_notes(policy), *device_notes(name, recipe, space.execution)]
     times = _times(config, job, cluster, settings, prefix=prefix, versions=versions)
+    site, site_notes = choose_site(config, cluster, versions)
+    notes = [*notes, *site_notes]
     search = config.search
     require_at_least("search.num_alternatives", search.num_alternatives, 0, "Give the runners-up.")
     own = {**job.fixed, "micro_batch_size": job.micro_batch_size}
@@ -207,6 +210,7 @@ def request_for(
         batch_schedule=schedule,
         sequence_lengths=lengths,
         policy=policy,
+        site=site,
     )
 
 

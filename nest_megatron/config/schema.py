@@ -133,6 +133,7 @@ class ProfileConfig:
     mode: str = _IN_FILE
     name: str | None = None
     max_seconds: float = _IN_FILE
+    site: bool = _IN_FILE
 
 
 @dataclass(kw_only=True)

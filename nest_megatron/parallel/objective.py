@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nest_megatron.names import Name
-from nest_megatron.plain import written_as
+from nest_megatron.plain import added, written_as
 from nest_megatron.units import Seconds
 
 #: Chance from which one of two plans counts as the faster one; below it they tie.
@@ -35,6 +35,8 @@ class Uncertainty:
         runs: their number.
         error_percent: mean error of those predictions.
         out_of_memory: chance that the job runs out of memory.
+        median_s: the step that half of the runs stay below, where a site's calibration makes it
+            another than the predicted one.
     """
 
     mean_s: Seconds
@@ -46,6 +48,51 @@ class Uncertainty:
     runs: int
     error_percent: float
     out_of_memory: float
+    median_s: Seconds | None = added(None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MechanismChange:
+    """What runs of a site say of one mechanism.
+
+    Args:
+        price_percent, deviation_percent: by how much it is dearer than predicted, and the standard
+            deviation of that.
+        step_percent: what that adds to the plan's step.
+    """
+
+    mechanism: str
+    price_percent: float
+    deviation_percent: float
+    step_percent: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteChange:
+    """What a site's calibration changes of a plan's prediction.
+
+    Args:
+        name, digest: of its file, and of what it holds.
+        runs, jobs: that it rests on.
+        own_runs: plans of this very job among them.
+        first, last: dates of the runs.
+        without_s, without_low_s, without_high_s: the step without it, and its range.
+        changed_versions: names of versions that are not those of its last run.
+        mechanisms: what adds or takes most first.
+    """
+
+    name: str
+    digest: str
+    runs: int
+    jobs: int
+    own_runs: int
+    first: str
+    last: str
+    without_s: Seconds
+    without_low_s: Seconds
+    without_high_s: Seconds
+    changed_versions: tuple[str, ...]
+    mechanisms: tuple[MechanismChange, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from nest_megatron.parallel.batch_schedule import PredictedBatch, TrainChoice
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import layout_string, parse_layout
-from nest_megatron.parallel.objective import Choice, Shortlist, Uncertainty
+from nest_megatron.parallel.objective import Choice, Shortlist, SiteChange, Uncertainty
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import (
     Recompute,
@@ -199,6 +199,7 @@ class Provenance:
         framework: what the planned job runs on; ``None`` for a plan that was made for none.
         framework_version: its release; Megatron-LM's as recorded (``0.16.1`` or ``0.20``).
         made_by: the command or the call that planned it.
+        site: the calibration of the site, where one was used.
     """
 
     nest_megatron_version: str
@@ -211,6 +212,7 @@ class Provenance:
     framework: str | None = added(None)
     framework_version: str | None = added(None)
     made_by: str | None = added(None)
+    site: SiteChange | None = added(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.goodput import Reliability
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.site import Site
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.sequence_lengths import SequenceLengths
@@ -148,6 +149,7 @@ def estimate_plan(
     *,
     schedule: BatchSchedule | None = None,
     lengths: SequenceLengths | None = None,
+    site: Site | None = None,
 ) -> ParallelPlan:
     """A plan for a layout that the user chose, with its prediction; nothing is searched.
 
@@ -156,6 +158,7 @@ def estimate_plan(
         reliability: how often the job fails.
         schedule: how the batch grows, by which the layout is checked and priced at each size.
         lengths: of the data's sequences, which the traits of ``settings`` price.
+        site: the site's calibration.
 
     Raises:
         UserInputError: if Megatron would refuse the layout, or it is not of the cluster's size.
@@ -170,8 +173,9 @@ def estimate_plan(
     check_launchable(spec, settings, grid, partition, schedule)
     model = CostModel(spec, cluster, settings, times)
     solved = SolvedGrid(grid=grid, boundaries=partition.boundaries, iteration=0)
+    record = nothing_searched()
     found = assemble(
-        model, settings, solved, (), nothing_searched(), schedule=schedule, lengths=lengths
+        model, settings, solved, (), record, schedule=schedule, lengths=lengths, site=site
     )
     return with_goodput(found, reliability)
 
@@ -316,6 +320,7 @@ def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> Pa
         shortlist=chosen.shortlist() if request.shortlist else None,
         schedule=request.batch_schedule,
         lengths=request.sequence_lengths,
+        site=request.site,
     )
 
 

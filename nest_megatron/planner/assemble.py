@@ -12,7 +12,8 @@ from nest_megatron.cost_model.estimate import Estimate, estimate
 from nest_megatron.cost_model.goodput import Reliability, goodput
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings, stored_settings
-from nest_megatron.cost_model.uncertainty import predictive, probability_faster
+from nest_megatron.cost_model.site import Site, expected
+from nest_megatron.cost_model.uncertainty import probability_faster
 from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.batch_schedule import BatchSchedule, PredictedBatch, TrainChoice
@@ -61,17 +62,20 @@ def assemble(
     shortlist: Shortlist | None = None,
     schedule: BatchSchedule | None = None,
     lengths: SequenceLengths | None = None,
+    site: Site | None = None,
 ) -> ParallelPlan:
     """The plan file of a solved grid, sealed.
 
     Args:
         schedule: how the batch grows.
         lengths: of the data's sequences.
+        site: the site's calibration.
     """
     spec, cluster, grid = model.spec, model.cluster, best.grid
     partition = best.partition()
     predicted = estimate(model, grid, partition)
     prediction = _prediction(predicted)
+    known = expected(site, model, grid, partition, predicted.iteration_time_s)
     plan = ParallelPlan(
         model=spec,
         cluster=cluster,
@@ -95,10 +99,11 @@ def assemble(
             cluster_hash=digest(cluster),
             model_hash=digest(spec),
             settings=stored_settings(settings),
+            site=None if site is None else site.change(known),
         ),
         execution=grid.execution,
         uncertainty=described(
-            predictive(model, grid, partition, predicted.iteration_time_s),
+            known,
             out_of_memory(model, grid, prediction.peak_memory_bytes),
         ),
         choice=choice,

@@ -10,7 +10,8 @@ from itertools import groupby
 
 from nest_megatron.cost_model.memory import PEAK_ERROR
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.uncertainty import Predictive, predictive
+from nest_megatron.cost_model.site import expected
+from nest_megatron.cost_model.uncertainty import Predictive
 from nest_megatron.errors import UserInputError, typed_setting
 from nest_megatron.parallel.layout import is_uniform
 from nest_megatron.parallel.objective import SURE, Choice, Objective, Shortlist
@@ -19,7 +20,7 @@ from nest_megatron.plain import to_plain
 from nest_megatron.planner.request import PlanRequest
 from nest_megatron.planner.uncertain import (
     bytes_with_risk,
-    least_ratio,
+    least_s,
     out_of_memory,
     shortlisted,
 )
@@ -149,8 +150,12 @@ class Comparison:
         return not any(is_uniform(spec, plan.partition()) for plan in self.ties())
 
     def candidates(self, listed: Sequence[SolvedGrid]) -> Iterator[Candidate]:
-        """Those that may be chosen or are listed: the rest is not looked at any closer."""
+        """Those that may be chosen or are listed: the rest is not looked at any closer.
+
+        A site's calibration may move any of them to the front.
+        """
         most, model = min(self.values) * (1 + _CLOSE), self.model
+        most = most if self.request.site is None else math.inf
         for (plan, peak), chance in zip(self.peaks.items(), self.chances, strict=True):
             if plan.iteration <= most or plan in listed:
                 partition, step_s = plan.partition(), to_seconds(plan.iteration)
@@ -158,7 +163,7 @@ class Comparison:
                     solved=plan,
                     peak_memory_bytes=peak,
                     capacity_bytes=model.capacity_bytes,
-                    step=predictive(model, plan.grid, partition, step_s),
+                    step=expected(self.request.site, model, plan.grid, partition, step_s),
                     out_of_memory=chance,
                     is_custom=not is_uniform(model.spec, partition),
                     changes=_changes(self.request, plan),
@@ -227,7 +232,7 @@ def choose_plan(
         num_layouts=num_layouts,
         num_neighbours=len(peaks) - num_layouts,
         value_s=values[number],
-        bound_s=to_seconds(result.certificate.lower_bound) * least_ratio(taken.step, objective),
+        bound_s=least_s(request, to_seconds(result.certificate.lower_bound), taken.step),
         slower_percent=100.0 * (taken.solved.iteration / fastest.solved.iteration - 1.0),
         separates=tuple(_separates(request, taken, fastest)),
         max_out_of_memory_percent=most if missed else None,

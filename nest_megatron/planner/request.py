@@ -12,6 +12,7 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.goodput import Reliability
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.site import Site
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.encoder import EncoderSpec
@@ -138,6 +139,7 @@ class PlanRequest:
             one that is searched for, ``space.batch_unit`` holds the others.
         sequence_lengths: of the data, which the traits of ``settings`` price.
         policy: rules that plans keep to, beside those that ``space`` holds already.
+        site: the site's calibration, by which plans are chosen; ``None`` for the catalogue's alone.
     """
 
     spec: TransformerSpec
@@ -169,6 +171,7 @@ class PlanRequest:
     batch_schedule: BatchSchedule | None = None
     sequence_lengths: SequenceLengths | None = None
     policy: Policy = ()
+    site: Site | None = None
 
     def __post_init__(self) -> None:
         batch, seconds = self.global_batch_size, self.max_seconds

@@ -18,7 +18,8 @@ from nest_megatron.cost_model.shortlist import Measurement, measurements, shortl
 from nest_megatron.cost_model.uncertainty import Predictive
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.objective import SURE, Objective, Shortlist, Uncertainty
-from nest_megatron.units import Bytes
+from nest_megatron.planner.request import PlanRequest
+from nest_megatron.units import Bytes, Seconds
 
 #: Chance with which a plan as fast as the fastest is on a shortlist.
 LEVEL = SURE
@@ -37,6 +38,7 @@ def described(known: Predictive, out_of_memory: float) -> Uncertainty:
         runs=known.confidence.runs,
         error_percent=known.confidence.error_pct,
         out_of_memory=out_of_memory,
+        median_s=None if known.learned is None else known.median_s,
     )
 
 
@@ -57,13 +59,20 @@ def _allocatable(model: CostModel, grid: Grid) -> Bytes:
     return allocatable_bytes(model.cluster.accelerator, model.settings, outside)
 
 
-def least_ratio(known: Predictive, objective: Objective) -> float:
-    """No plan of a job has less under an objective than this times its predicted step.
+def least_s(request: PlanRequest, bound_s: Seconds, known: Predictive) -> Seconds:
+    """No plan of a job is worth less under the objective, where none has a shorter predicted step.
 
     Args:
         known: any plan of the job; what widens the errors of all of them alike is the least that
             widens the error of one.
     """
+    moved = 1.0 if request.site is None else request.site.least_factor(known)
+    return moved * bound_s * _least_ratio(known, request.objective)
+
+
+def _least_ratio(known: Predictive, objective: Objective) -> float:
+    """No plan of a job has less under an objective than this times its median step."""
+    known = known.prior
     least = dataclasses.replace(known, shares={}, features=known.features & {*known.scales.job})
     value_s = least.expected_s if objective is Objective.EXPECTED else least.quantile_s(0.9)
     return value_s / least.median_s

@@ -19,6 +19,7 @@ from nest_megatron.parallel.plan import ParallelPlan, PredictedStage, sharding
 from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.planner import EndedEarly, NoPlan, describe_grid
 from nest_megatron.report.runners_up import alternatives_table, shortlist_report
+from nest_megatron.report.site import site_rows, site_words
 from nest_megatron.report.tables import (
     FittingTable,
     figure_columns,
@@ -81,6 +82,9 @@ def explain_report(
         parts.append(_difference_lines(differences))
     if plan.shortlist is not None:
         parts.append(shortlist_report(plan))
+    if plan.provenance.site is not None:
+        parts.append(heading("What this site's calibration changes"))
+        parts.append(pairs(site_rows(plan.provenance.site)))
     parts += [heading("Certificate"), indented(proof(plan))]
     space = plan.search.space
     parts += [heading("The space that was searched"), pairs(space.items())] if space else [Text()]
@@ -126,6 +130,8 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
             ("Range", f"{range_words(plan.uncertainty)} in 9 of 10 runs"),
             ("Confidence", confidence_words(plan.uncertainty)),
         ]
+    if plan.provenance.site is not None and plan.uncertainty is not None:
+        rows.insert(1, ("This site", site_words(plan.provenance.site, plan.uncertainty)))
     if train.sequence_lengths is not None:
         rows.insert(1, ("Sequences", sequence_words(plan)))
     if plan.batches:

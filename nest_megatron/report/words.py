@@ -77,6 +77,9 @@ def proof(plan: ParallelPlan) -> str:
     said = certificate(plan.search)
     if plan.choice is not None:
         said = f"{said} {_choice_words(plan.choice)}"
+        if plan.provenance.site is not None:
+            said += " The search ordered plans by the catalogue's constants; those compared are "
+            said += "chosen by this site's calibration."
     margin = float(plan.provenance.settings.get("memory_margin", 0.0))
     if margin > FRAGMENTATION:
         said = (
@@ -112,6 +115,8 @@ def _choice_words(choice: Choice) -> str:
     value, bound = format_seconds(choice.value_s), format_seconds(choice.bound_s)
     if choice.is_proven:
         return f"{said} Proven: no plan of the space has less than {bound}, this one has {value}."
+    if not choice.bound_s:
+        return f"{said} It has {value}; of plans that were not compared nothing is proven."
     return (
         f"{said} It has {value}; of plans that were not compared only that none has less than "
         f"{bound} is proven."
@@ -372,10 +377,11 @@ def _counts(record: SearchRecord) -> str:
 
 def basis(plan: ParallelPlan) -> str:
     """What stands behind a plan's times."""
-    profile = plan.provenance.profile
-    if profile == ANALYTIC_NAME:
-        return UNMEASURED
-    return f"layer times of {profile}; the rest from published measurements of other clusters"
+    profile, site = plan.provenance.profile, plan.provenance.site
+    said = UNMEASURED
+    if profile != ANALYTIC_NAME:
+        said = f"layer times of {profile}; the rest from published measurements of other clusters"
+    return said if site is None else f"{said}; then the runs of this site ({site.name})"
 
 
 def term_words(differences: Mapping[str, float], *, most: int = 4) -> str:

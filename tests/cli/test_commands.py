@@ -96,8 +96,12 @@ def test_examples_run(command: str, named_files: Path, tmp_path: Path) -> None:
     if "--from" in words:
         words[words.index("--from") + 1] = MIXTRAL
     store, cache = tmp_path / "store", tmp_path / "cache"
-    folders = {"NEST_MEGATRON_PROFILES": str(store), "NEST_MEGATRON_EXTRACT_CACHE": str(cache)}
-    folders["NEST_MEGATRON_HISTORY"] = str(tmp_path / "runs.jsonl")
+    folders = {
+        "NEST_MEGATRON_PROFILES": str(store),
+        "NEST_MEGATRON_EXTRACT_CACHE": str(cache),
+        "NEST_MEGATRON_SITES": str(tmp_path / "sites"),
+        "NEST_MEGATRON_HISTORY": str(tmp_path / "runs.jsonl"),
+    }
     done = spawn(*words[1:], cwd=tmp_path, **folders)
     assert (done.code, done.err) == (0, "")
 

@@ -1,0 +1,87 @@
+"""Where calibrations of a site are kept: one file for each kind of cluster."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import yaml
+
+from nest_megatron.cluster.records import Cluster
+from nest_megatron.cost_model.site import FORMAT, SiteCalibration
+from nest_megatron.documents import parse_yaml
+from nest_megatron.errors import UserInputError
+from nest_megatron.files import expanded, read_text, write_text
+from nest_megatron.plain import from_plain, to_plain
+
+#: Names another folder than the user's; jobs on many hosts share one on a shared disk.
+VARIABLE = "NEST_MEGATRON_SITES"
+_WIDTH = 100
+_HEAD = """\
+# Written by nest-megatron calibrate --site.
+# What runs on one kind of cluster say of predictions (docs/uncertainty.md): plans on a cluster of
+# this name, accelerator and GPUs in a node use it. runs: of each plan, its step as predicted by the
+# catalogue's constants and as measured, and the shares of the predicted step by mechanism.
+"""
+
+
+def sites_folder() -> Path:
+    """The folder of calibrations; it need not exist."""
+    asked = os.environ.get(VARIABLE)
+    if asked:
+        return expanded(Path(asked), VARIABLE)
+    from platformdirs import user_config_path
+
+    return user_config_path("nest-megatron") / "sites"
+
+
+def site_path(name: str, accelerator: str) -> Path:
+    """The file of the calibration of a kind of cluster."""
+    return sites_folder() / (re.sub(r"[^\w.-]+", "_", f"{name}-{accelerator}") + ".yaml")
+
+
+def write_site(calibration: SiteCalibration, path: Path) -> None:
+    """Write a calibration, whole or not at all.
+
+    Raises:
+        UserInputError: if it cannot be written there.
+    """
+    text = yaml.safe_dump(
+        to_plain(calibration), sort_keys=False, width=_WIDTH, default_flow_style=None
+    )
+    write_text(path, _HEAD + text)
+
+
+def read_site(path: Path) -> SiteCalibration:
+    """Read a calibration.
+
+    Raises:
+        UserInputError: if it is none, or holds no run.
+    """
+    what = "site calibration"
+    fields = parse_yaml(read_text(path, what), what, name=str(path))
+    found = from_plain(SiteCalibration, fields, f"{path}:")
+    if not found.runs or found.format != FORMAT:
+        limit = "it holds no run" if not found.runs else f"it has format {found.format}"
+        raise UserInputError(what, value=str(path), limit=limit, fix=_AGAIN)
+    return found
+
+
+_AGAIN = "Write it again with nest-megatron calibrate --site, or remove it."
+
+
+def find_site(cluster: Cluster) -> tuple[Path, SiteCalibration] | None:
+    """The calibration for a cluster, if the folder has one.
+
+    Raises:
+        UserInputError: if its file cannot be read, or is of another kind of cluster.
+    """
+    path = site_path(cluster.name, cluster.accelerator.name)
+    if not path.exists():
+        return None
+    found = read_site(path)
+    if differences := found.differences(cluster):
+        limit = f"it is of {', '.join(differences)}"
+        raise UserInputError("site calibration", value=str(path), limit=limit, fix=_AGAIN)
+    return path, found

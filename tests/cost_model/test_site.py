@@ -1,0 +1,252 @@
+"""A site's own calibration: from its history to a file, to plans, and to what is said of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
+from nest_megatron.config.request import request_of
+from nest_megatron.cost_model import site_file
+from nest_megatron.cost_model.mechanisms import Mechanism
+from nest_megatron.cost_model.site import (
+    FORMAT,
+    Site,
+    SiteCalibration,
+    calibrations,
+    job_of,
+    unseen_errors,
+)
+from nest_megatron.cost_model.uncertainty import predictive
+from nest_megatron.errors import UserInputError
+from nest_megatron.history import store
+from nest_megatron.history.records import Outcome, RunRecord, cluster_key, job_key
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner import PlanRequest, plan
+from nest_megatron.report.terminal import plan_report
+from tests.cli.runs import run
+from tests.history.runs import MEASURED, run_record
+
+TODAY = "2026-11-23"
+JOB = ("model=llama3_8b", "cluster=dgx_h100", "search.num_alternatives=2")
+
+
+def request(*overrides: str) -> PlanRequest:
+    """A small job."""
+    return request_of(compose(parse([*JOB, *overrides])))
+
+
+def planned(*overrides: str) -> ParallelPlan:
+    """The plan of a small job."""
+    found = plan(request(*overrides))
+    assert isinstance(found, ParallelPlan)
+    return found
+
+
+def ran(found: ParallelPlan, factor: float, **fields: object) -> RunRecord:
+    """A run of a plan whose steps take so many times what was predicted."""
+    asked = request(f"cluster.num_gpus={found.cluster.num_gpus}")
+    model = asked.cost_model()
+    step_s = found.predicted.iteration_time_s
+    known = predictive(model, found.grid(), found.partition(), step_s)
+    record = run_record(
+        plan=found.provenance.checksum,
+        job=job_key(found),
+        cluster=cluster_key(found),
+        grid=found.grid(),
+        predicted=dataclasses.replace(
+            run_record().predicted,
+            step_s=step_s,
+            shares={name.value: share for name, share in known.shares.items()},
+            features=tuple(feature.value for feature in known.features),
+        ),
+        measured=dataclasses.replace(MEASURED, step_times_s=(9.0, *(factor * step_s,) * 3)),
+    )
+    return dataclasses.replace(record, **fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def plans() -> list[ParallelPlan]:
+    """Plans of jobs that spend different shares on tensor-parallel traffic."""
+    return [
+        planned(f"cluster.num_gpus={gpus}", f"parallel.tensor_model_parallel_size={tensor}")
+        for gpus, tensor in ((16, 4), (16, 8), (32, 4), (8, 8))
+    ]
+
+
+def slow_traffic(plans: Iterable[ParallelPlan]) -> list[RunRecord]:
+    """Runs whose tensor-parallel traffic takes half as long again."""
+    found = []
+    for number, each in enumerate(plans):
+        record = ran(each, 1.0, id=f"{number}", start=f"2026-11-{10 + number}T12:00:00+00:00")
+        share = record.predicted.shares.get("tensor_parallel", 0.0)
+        found.append(ran(each, math.exp(0.4 * share), id=record.id, start=record.start))
+    return found
+
+
+@pytest.fixture(scope="module")
+def calibration(plans: list[ParallelPlan]) -> SiteCalibration:
+    (found,) = calibrations(slow_traffic(plans[:3]), TODAY)
+    return found
+
+
+def test_runs_of_a_site_teach_its_mechanisms(calibration: SiteCalibration) -> None:
+    assert (calibration.cluster, calibration.num_runs, calibration.unusual) == ("dgx_h100", 3, 0)
+    learned = {each.mechanism: each for each in Site(calibration, "site").mechanisms()}
+    tensor = learned[Mechanism.TENSOR]
+    assert 10.0 < tensor.price_percent < 50.0
+    assert tensor.deviation_percent < tensor.prior_percent
+    others = [abs(each.price_percent) for name, each in learned.items() if name != Mechanism.TENSOR]
+    assert max(others) < 5.0
+    errors = unseen_errors(calibration)
+    assert errors is not None
+    assert errors.after_percent < errors.before_percent
+
+
+def test_what_teaches_nothing_is_left_out(plans: list[ParallelPlan]) -> None:
+    good = ran(plans[0], 1.1)
+    bare = dataclasses.replace(good.predicted, shares={})
+    records = [
+        good,
+        ran(plans[0], 1.2, id="again"),
+        ran(plans[1], 9.0, id="broken"),
+        ran(plans[1], 1.0, id="failed", outcome=Outcome.FAILED),
+        ran(plans[1], 1.0, id="short", measured=None),
+        ran(plans[2], 1.0, id="unknown", predicted=bare),
+    ]
+    (found,) = calibrations(records, TODAY)
+    assert [each.runs for each in found.runs] == [2]
+    assert found.runs[0].step_s == pytest.approx(good.predicted.step_s * math.sqrt(1.1 * 1.2))
+    assert found.unusual == 1
+
+
+def test_the_file_holds_it_all(calibration: SiteCalibration, tmp_path: Path) -> None:
+    path = tmp_path / "site.yaml"
+    site_file.write_site(calibration, path)
+    assert site_file.read_site(path) == calibration
+    whole = path.read_text()
+    for text, words in (
+        ("runs: 1", "incomplete"),
+        (whole.replace(f"format: {FORMAT}", "format: 99"), "format 99"),
+        (yaml.safe_dump({**yaml.safe_load(whole), "runs": []}), "no run"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserInputError, match=words):
+            site_file.read_site(path)
+
+
+@pytest.fixture
+def sites(
+    calibration: SiteCalibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> SiteCalibration:
+    """A folder that holds the calibration."""
+    monkeypatch.setenv(site_file.VARIABLE, str(tmp_path))
+    path = site_file.site_path(calibration.cluster, calibration.accelerator)
+    site_file.write_site(calibration, path)
+    return calibration
+
+
+def text_of(found: ParallelPlan) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=200).print(plan_report(found))
+    return " ".join(stream.getvalue().split())
+
+
+def test_plans_of_the_same_kind_of_cluster_use_it_and_say_so(
+    sites: SiteCalibration, plans: list[ParallelPlan]
+) -> None:
+    fixed = ("cluster.num_gpus=8", "parallel.tensor_model_parallel_size=8")
+    found, without = planned(*fixed), planned(*fixed, "profile.site=false")
+    assert without.provenance.site is None
+    assert without.uncertainty == plans[3].uncertainty
+    site, known = found.provenance.site, found.uncertainty
+    assert site is not None
+    assert known is not None
+    assert without.uncertainty is not None
+    assert found.predicted == without.predicted
+    assert known.median_s is not None
+    assert known.median_s > without.predicted.iteration_time_s
+    assert site.without_s == without.predicted.iteration_time_s
+    assert site.without_low_s == without.uncertainty.low_s
+    ratio = without.uncertainty.high_s / without.uncertainty.low_s
+    assert known.high_s / known.low_s < ratio
+    assert site.mechanisms[0].mechanism == "tensor_parallel"
+    said = text_of(found)
+    assert f"{known.median_s:.3f}"[:4] in said
+    assert "3 runs of 3 jobs" in said or "3 runs of 2 jobs" in said
+    assert "chosen by this site's calibration" in said
+    elsewhere = planned("cluster=dgx_a100", "cluster.num_gpus=8")
+    assert elsewhere.provenance.site is None
+
+
+def test_a_plan_knows_of_its_own_runs(sites: SiteCalibration) -> None:
+    found = planned("cluster.num_gpus=16")
+    assert found.provenance.site is not None
+    assert found.provenance.site.own_runs == 2
+    assert found.choice is not None
+    assert found.choice.bound_s == 0.0
+    assert "of plans that were not compared nothing is proven" in text_of(found)
+
+
+def test_a_job_of_a_plan_is_that_of_its_run(plans: list[ParallelPlan]) -> None:
+    (found,) = calibrations([ran(plans[0], 1.0)], TODAY)
+    asked = request("cluster.num_gpus=16")
+    assert job_of(asked.cost_model(), plans[0].grid()) == found.runs[0].job
+
+
+def test_no_plan_is_worth_less_than_the_bound(sites: SiteCalibration) -> None:
+    """Against every plan that was compared, each as the site knows it."""
+    found = planned("cluster.num_gpus=64")
+    assert found.choice is not None
+    assert found.choice.bound_s > 0.0
+    for each in (found.uncertainty, *(other.uncertainty for other in found.alternatives)):
+        assert each is not None
+        assert each.mean_s >= found.choice.bound_s
+
+
+def test_changed_versions_are_named_and_widen(calibration: SiteCalibration) -> None:
+    same, other = (
+        Site(calibration, "site", {"torch": version, "nest_megatron": "x"})
+        for version in ("2.13.0", "2.14.0")
+    )
+    assert "torch" not in same.changed_versions
+    assert "torch" in other.changed_versions
+    deviations = [
+        {each.mechanism: each.deviation_percent for each in site.mechanisms()}[Mechanism.TENSOR]
+        for site in (same, other)
+    ]
+    assert deviations[0] < deviations[1]
+
+
+def test_a_file_that_cannot_be_read_is_told_and_not_used(sites: SiteCalibration) -> None:
+    path = site_file.site_path(sites.cluster, sites.accelerator)
+    path.write_text("format: [")
+    asked = request("cluster.num_gpus=8")
+    assert asked.site is None
+    assert any("No calibration of the site is used" in note for note in asked.notes)
+
+
+def test_the_command_writes_it_and_says_what_it_learnt(
+    plans: list[ParallelPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "runs.jsonl"))
+    monkeypatch.setenv(site_file.VARIABLE, str(tmp_path / "sites"))
+    done = run("calibrate", "--site")
+    assert (done.code, "no finished run" in done.err) == (2, True)
+    for record in slow_traffic(plans[:3]):
+        store.append(record)
+    done = run("calibrate", "--site")
+    assert done.code == 0, done.err
+    assert "tensor parallel" in done.out
+    assert "Each job left out in turn" in done.out
+    assert len(list((tmp_path / "sites").iterdir())) == 1
+    done = run("calibrate", "--site", "rows.csv")
+    assert (done.code, "--site reads the history" in done.err) == (2, True)
