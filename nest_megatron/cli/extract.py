@@ -57,10 +57,10 @@ from nest_megatron.report.console import show, show_json
 @settings_argument
 @click.option(
     "--layer",
-    type=click.Choice(["all", "embedding", "dense", "moe", "mtp", "head"]),
     default="all",
+    metavar="KIND",
     show_default=True,
-    help="Which layer of the model; all is one of each kind.",
+    help="Which layer of the model (dense, moe, mamba, ...); all is one of each kind.",
 )
 @click.option(
     "--implementation",

@@ -248,10 +248,11 @@ def one_layer(spec: TransformerSpec, kind: LayerKind) -> TransformerSpec:
     has = set(inner.blocks)
     encoder = None if spec.encoder_num_layers is None else 1
     is_linear, has_experts = LayerBlock.GATED_DELTA_NET in has, LayerBlock.EXPERTS in has
-    sparse = spec.experimental_attention_variant if LayerBlock.ATTENTION in has else None
+    is_sparse = spec.experimental_attention_variant == "dsa" and LayerBlock.ATTENTION in has
     chunked, slides = LayerBlock.CHUNKED_ATTENTION in has, LayerBlock.WINDOW_ATTENTION in has
     is_hybrid = bool(spec.hybrid_layer_pattern) and len(inner.blocks) == 1
     hybrid = _hybrid_layer(spec, inner, kind) if is_hybrid else ""
+    linear = "gated_delta_net" if is_linear and not hybrid else None
     return dataclasses.replace(
         spec,
         num_layers=1,
@@ -263,8 +264,8 @@ def one_layer(spec: TransformerSpec, kind: LayerKind) -> TransformerSpec:
         window_attn_skip_freq=None,
         attention_chunk_size=spec.attention_chunk_size if chunked else None,
         no_rope_freq=None,
-        experimental_attention_variant="gated_delta_net" if is_linear and not hybrid else sparse,
-        linear_attention_freq=(1,) if is_linear and not hybrid else None,
+        experimental_attention_variant="dsa" if is_sparse else linear,
+        linear_attention_freq=(1,) if linear else None,
         hybrid_layer_pattern=hybrid,
     )
 

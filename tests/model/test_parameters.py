@@ -12,6 +12,7 @@ from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.parameters import (
     active_parameters,
     model_parameters,
+    one_layer,
     total_parameters,
     unit_parameters,
 )
@@ -77,3 +78,12 @@ def test_sparse_attention_is_counted_and_not_priced() -> None:
     assert added == 61 * indexer == 61 * 13_959_424
     with pytest.raises(UnplannableModelError, match="its work is not known"):
         layer_graph(sparse, LayerKind.MOE, LayerShard())
+
+
+@pytest.mark.parametrize("name", ["qwen3_next_80b_a3b", "deepseek_v3", "nemotron3_super"])
+def test_a_model_of_one_layer_has_that_layer(name: str) -> None:
+    spec = catalogue.model(name)
+    for kind in dict.fromkeys(spec.layer_kinds()):
+        one = one_layer(spec, kind)
+        assert not kind.is_layer or one.layer_kinds()[1] is kind
+        assert one.num_mtp_layers == (kind is LayerKind.MTP)
