@@ -29,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare_streams()
         return _run(arguments, begun_s)
     except KeyboardInterrupt:
+        # after one that left exec (a class was made), python -m would end by the signal
+        exec("")
         print("Interrupted; nothing was written.", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - no user should see a traceback

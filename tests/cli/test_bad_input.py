@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -203,12 +204,27 @@ def test_an_old_file_outlives_a_failed_plan(tmp_path: Path) -> None:
     assert path.read_text() == "mine"
 
 
-def test_ctrl_c_ends_a_search_without_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "plan.yaml"
-    job = ("model=deepseek_v3", "cluster=h100_spine_leaf", "cluster.num_gpus=1024")
-    slow = (*job, "search.backend=reference", f"out={path}")
+LARGE = ("cluster=h100_spine_leaf", "cluster.num_gpus=1024", "search.backend=reference")
+SLOW: dict[str, tuple[str, ...]] = {
+    "search": ("plan", "model=deepseek_v3", *LARGE),
+    "command": ("plan", "--from", JOB, *LARGE, "--free", "all"),
+    "endless script": ("plan", "--from", "bash endless.sh", *LARGE),
+    "standard input": ("plan", "--from", "-", *LARGE),
+    "file that waits": ("models", "waiting.json"),
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_ctrl_c_ends_a_command_without_a_file(name: str, tmp_path: Path) -> None:
+    words = SLOW[name]
+    (tmp_path / "endless.sh").write_text(f"while true; do x=1; done\n{JOB}\n")
+    os.mkfifo(tmp_path / "waiting.json")
+    before = sorted(tmp_path.iterdir())
+    out_file = () if words[0] == "models" else (f"out={tmp_path / 'plan.yaml'}",)
     with subprocess.Popen(
-        [sys.executable, "-m", "nest_megatron", "plan", *slow],
+        [sys.executable, "-m", "nest_megatron", *words, *out_file],
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -221,7 +237,7 @@ def test_ctrl_c_ends_a_search_without_a_file(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=600)
     assert (process.returncode, out) == (130, "")
     assert err.strip() == "Interrupted; nothing was written."
-    assert list(tmp_path.iterdir()) == []
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_misspelt_flag_is_told_apart_from_the_users_own() -> None:

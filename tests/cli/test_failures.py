@@ -228,6 +228,24 @@ def test_an_interrupt_during_imports_is_no_traceback() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_an_interrupt_while_a_class_is_made_has_the_same_code(tmp_path: Path) -> None:
+    """CPython remembers one that leaves ``exec``, as dataclasses call it, to the end of ``-m``."""
+    (tmp_path / "interrupted.py").write_text(
+        "import sys, nest_megatron.cli as cli\n"
+        "cli._run = lambda *_: exec('raise KeyboardInterrupt')\n"
+        "sys.exit(cli.main(['models']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "interrupted"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (INTERRUPTED, "")
+
+
 def test_a_reader_that_goes_away() -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "nest_megatron", "models"],
