@@ -251,40 +251,36 @@ def test_candidates_follow_more_than_one_alias() -> None:
     ]
 
 
-#: Parameters in billions that each model's card states.
+#: Parameters in billions, and the page that states them.
 CARDS = {
-    "Nemotron-H 8B": 8.1,
-    "Nemotron-H 47B": 46.8,
-    "Nemotron-H 56B": 56.3,
-    "Nemotron Nano 9B v2": 8.89,
-    "Nemotron Nano 12B v2": 12.3,
-    "Nemotron 3 Nano 30B-A3B": 31.6,
-    "Nemotron 3 Super 120B-A12B": 120.6,
-    "Mamba-2-Hybrid 8B": 8.66,
-    "Qwen3-Next-80B-A3B": 80,
-    "InternLM-7B": 7.32,
-    "internlm2.5-20b": 19.9,
-    "Yi-34B": 34.4,
-    "Phi-4": 14.7,
-    "Mistral-Small-24B-Instruct": 23.6,
-    "OLMo-2-1124-13B": 13.7,
-    "OLMo-2-0325-32B": 32.2,
-    "OLMoE-1B-7B": 6.92,
-    "Qwen1.5-MoE-A2.7B": 14.3,
-    "Qwen2-57B-A14B": 57.4,
-    "Qwen3-Coder-480B-A35B": 480,
-    "Qwen3-30B-A3B-Instruct-2507": 30.5,
-    "qwen2.5 7b math": 7.62,
-    "QwQ-32B LoRA": 32.8,
-    "DeepSeek-R1-Distill-Llama-70B": 70.6,
-    "Moonlight-16B-A3B": 16.0,
-    "DeepSeek-V3 16B": 15.7,
-    "GLM-4.5-Air LoRA": 106.9,
-    "GLM-4.6": 352.8,
+    "Nemotron-H 47B": (47, "https://huggingface.co/nvidia/Nemotron-H-47B-Base-8K"),
+    "Nemotron-H 56B": (56, "https://huggingface.co/nvidia/Nemotron-H-56B-Base-8K"),
+    "Nemotron 3 Nano 30B-A3B": (31.6, "https://www.open-source-ai.tech/models/nemotron-3-nano"),
+    "Nemotron 3 Super 120B-A12B": (
+        120,
+        "https://llmtree.kevinbytes.com/models/model-nemotron3-super",
+    ),
+    "Qwen3-Coder-480B-A35B": (
+        480,
+        "https://docs.api.nvidia.com/nim/reference/qwen-qwen3-coder-480b-a35b-instruct",
+    ),
+    "Qwen3-30B-A3B-Instruct-2507": (
+        30.5,
+        "https://huggingface.co/Qwen/Qwen3-30B-A3B-Instruct-2507",
+    ),
+    "QwQ-32B LoRA": (32.5, "https://epium.com/news/qwen-qwq-32b-reasoning-model-overview"),
+    "Moonlight-16B-A3B": (
+        16,
+        "https://docs.nvidia.com/nemo/automodel/latest/model-coverage/llm/moonshotai/moonlight.html",
+    ),
+    # of DeepSeek-V2-Lite, which has its shape
+    "DeepSeek-V3 16B": (15.7, "https://huggingface.co/mzwing/DeepSeek-V2-Lite-Chat-GGUF"),
 }
 
 
-@pytest.mark.parametrize(("text", "billions"), CARDS.items())
+@pytest.mark.parametrize(
+    ("text", "billions"), [(text, billions) for text, (billions, _) in CARDS.items()]
+)
 def test_models_known_by_name_have_the_parameters_of_their_cards(
     text: str, billions: float
 ) -> None:
