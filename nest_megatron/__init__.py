@@ -21,17 +21,20 @@ if TYPE_CHECKING:
     from nest_megatron.api import (
         Explanation,
         Plan,
+        PlanTable,
         clusters,
         estimate,
         load_plan,
         models,
         plan,
         plan_command,
+        plan_table,
     )
 
 __all__ = [
     "Explanation",
     "Plan",
+    "PlanTable",
     "__version__",
     "clusters",
     "estimate",
@@ -39,6 +42,7 @@ __all__ = [
     "models",
     "plan",
     "plan_command",
+    "plan_table",
 ]
 
 

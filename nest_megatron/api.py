@@ -10,7 +10,7 @@ import dataclasses
 import html
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from nest_megatron.files import check_output, write_text
 from nest_megatron.integrations.fields import ABSENT, find
 from nest_megatron.integrations.megatron_lm import planning
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_request, with_launch
+from nest_megatron.integrations.megatron_lm.node_counts import TableJob, plan_for_nodes, sized
 from nest_megatron.integrations.megatron_lm.write import parallel_argv
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel import plan_file
@@ -43,6 +44,7 @@ from nest_megatron.parallel.plan import (
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import Progress
 from nest_megatron.planner import plan as find_plan
+from nest_megatron.planner import plan_table as planner_table
 from nest_megatron.planner.pins import Pin, read_plan
 from nest_megatron.report.catalogue import Catalogue
 from nest_megatron.report.console import Shown
@@ -207,6 +209,49 @@ class Plan(Shown):
         job = f"{self.model.name} on {self.cluster.describe()}"
         batch = f"batch {self.train.global_batch_size}"
         return f"<Plan of {job}: {' '.join(words)}, {batch}, {format_seconds(step_s)} a step>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PlanTable(Shown):
+    """Plans of one job, one for each number of nodes that has any.
+
+    Attributes:
+        record: the whole table, as in its file.
+        notes: what was assumed, one sentence each.
+    """
+
+    record: planner_table.PlanTable
+    notes: tuple[str, ...] = ()
+
+    def plans(self) -> dict[int, Plan]:
+        """The plans by number of nodes."""
+        found = self.record.planned()
+        return {entry.num_nodes: Plan(record=each, notes=self.notes) for entry, each in found}
+
+    def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Write the file that ``nest-megatron pin`` freezes; arguments as of ``Plan.save``."""
+        check_output("path", Path(path), force=force)
+        write_text(Path(path), planner_table.dump(self.record))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The table as numbers, text, lists and dicts: what ``--json`` prints."""
+        entries = [
+            {**to_plain(entry), "plan": to_plain(self.record.plan_of(entry))}
+            for entry in self.record.entries
+        ]
+        return {"plan_table": entries}
+
+    def report(self) -> Iterator[RenderableType]:
+        """The table that ``nest-megatron plan --for-nodes`` prints."""
+        from nest_megatron.report.plan_table import plan_table_report
+        from nest_megatron.report.terminal import notes_report
+
+        yield from plan_table_report(self.record)
+        yield notes_report(self.notes)
+
+    def __repr__(self) -> str:
+        numbers = ", ".join(map(str, self.plans()))
+        return f"<PlanTable for {numbers} nodes>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -415,6 +460,49 @@ def estimate(
 def _sizes(num_gpus: int | None, global_batch_size: int | None) -> dict[str, object]:
     sizes = {"cluster.num_gpus": num_gpus, "train.global_batch_size": global_batch_size}
     return {key: value for key, value in sizes.items() if value is not None}
+
+
+def plan_table(
+    *,
+    model: Source | TransformerSpec,
+    cluster: Source | Cluster,
+    nodes: Iterable[int],
+    global_batch_size: int | None = None,
+    config_dir: str | os.PathLike[str] | None = None,
+    **settings: object,
+) -> PlanTable:
+    """Find a plan for each of several numbers of nodes, which load each other's checkpoints.
+
+    Args:
+        nodes: numbers of nodes.
+
+    Raises:
+        UserInputError: if there is no plan for any of them, or a setting is wrong.
+
+    >>> table = plan_table(
+    ...     model="llama3_8b", cluster="dgx_h100", nodes=[2, 3], global_batch_size=96
+    ... )
+    >>> {number: found.placement.num_gpus for number, found in table.plans().items()}
+    {2: 16, 3: 24}
+    """
+    counts = tuple(nodes)
+    if not counts or min(counts) < 1:
+        limit, fix = "it holds numbers of at least 1", "Give for example range(15, 17)."
+        raise UserInputError("nodes", value=counts, limit=limit, fix=fix)
+    given = {**_sizes(None, global_batch_size), **settings}
+    job = table_job(sized(compose_keywords(model, cluster, given, config_dir), counts))
+    return PlanTable(record=plan_for_nodes(job, counts), notes=job.request.notes)
+
+
+def table_job(composed: Composed) -> TableJob:
+    """A composed job, to be planned for several numbers of nodes."""
+    request = request_of(composed, choose_execution=True)
+    require_buildable(request.spec, read_target(composed.config))
+    return TableJob(
+        request=request,
+        version=request.space.version,
+        finished=lambda found: with_launch(found, notes=request.notes),
+    )
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from nest_megatron.cli.command_kinds import OUTPUT, PATH, command, json_option
+from nest_megatron.errors import UserInputError
+
+if TYPE_CHECKING:
+    from nest_megatron.api import PlanTable
 
 
 @command(
@@ -26,6 +31,9 @@ def explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bo
     from nest_megatron.api import load_plan
     from nest_megatron.report.console import show, show_json
 
+    if (table := _table(path, html, timeline)) is not None:
+        show_json(table.to_dict()) if as_json else show(*table.report())
+        return
     explained = load_plan(path).explain()
     if html is not None:
         explained.write_html(html)
@@ -35,6 +43,23 @@ def explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bo
         show_json(explained.to_dict())
     else:
         show(*explained.report())
+
+
+def _table(path: Path, html: Path | None, timeline: Path | None) -> PlanTable | None:
+    """The table of plans that a file holds, if it is one; it has no page and no timeline."""
+    from nest_megatron.api import PlanTable
+    from nest_megatron.integrations.plan_output import pinned_by
+    from nest_megatron.planner.pins import read_table
+
+    if (found := read_table(path)) is None:
+        return None
+    for option, value in (("--html", html), ("--timeline", timeline)):
+        if value is not None:
+            limit, fix = f"{path} is a table of plans", "Plan for one number of nodes."
+            raise UserInputError(option, value=str(value), limit=limit, fix=fix)
+    table, pin = found
+    said = () if pin is None else (pinned_by(pin),)
+    return PlanTable(record=table, notes=said)
 
 
 @command(
@@ -79,25 +104,35 @@ def pin(
     from nest_megatron.files import read_text
     from nest_megatron.integrations.plan_output import pin_plan
     from nest_megatron.plain import to_plain
-    from nest_megatron.planner.pins import is_pinned, pinned_for, read_pinned, write_pinned
+    from nest_megatron.planner.pins import (
+        PinnedPlan,
+        PinnedTable,
+        is_pinned,
+        pinned_for,
+        read_pinned,
+        write_pinned,
+    )
     from nest_megatron.planner.signed import sign_pinned
     from nest_megatron.report.console import say, show_json
 
     target = out or path
     if key is not None and out is None and is_pinned(read_text(path, "plan")):
-        pinned = read_pinned(path)
+        pinned: PinnedPlan | PinnedTable = read_pinned(path)
     else:
         pinned = pin_plan(path, by=by, note=note, release=release)
         write_pinned(pinned, target)
-    plan, made = pinned.plan, pinned.pin
+    made = pinned.pin
     signature = None if key is None else sign_pinned(target, key, ask_password)
     if as_json:
         show_json(
             {"pinned": str(target), "signature": signature and str(signature), **to_plain(made)}
         )
         return
+    plans = [pinned.plan] if isinstance(pinned, PinnedPlan) else [*pinned.table.plans.values()]
+    sizes = " or ".join(plan.cluster.describe() for plan in plans)
+    plan = plans[0]
     say(
-        f"Pinned to {target}: {plan.model.name} on {plan.cluster.describe()}, global batch "
+        f"Pinned to {target}: {plan.model.name} on {sizes}, global batch "
         f"{plan.train.global_batch_size}, {plan.train.precision}, "
         f"{pinned_for(plan, made.megatron_lm)}, nest-megatron {made.nest_megatron_version}."
     )

@@ -23,6 +23,8 @@ from nest_megatron.cli.complete import completing, freed_names
     "nest-megatron plan model=./config.json cluster=./mine.yaml parallel.zero_stage=1",
     "nest-megatron plan model=mixtral_8x7b cluster=dgx_h100 search.max_seconds=10 --json",
     "nest-megatron plan --from 'pretrain_gpt.py <your flags>' cluster=dgx_h100 --free all",
+    f"nest-megatron plan model=llama3_8b cluster=dgx_h100 train.global_batch_size=480{NEXT}"
+    "--for-nodes 3..5",
     "nest-megatron plan -m model=llama3_8b cluster=dgx_h100 train.global_batch_size=256,512",
 )
 @config_dir_option
@@ -53,16 +55,24 @@ from nest_megatron.cli.complete import completing, freed_names
     is_flag=True,
     help="Say which plans could be the fastest, and what to measure to know more.",
 )
+@click.option(
+    "--for-nodes",
+    metavar="RANGE",
+    help="Plan for each of these numbers of nodes, 120..128 or 96..128:8, in one table.",
+)
 @json_option
 def plan(**options: Any) -> int:
     """Find the plan that is expected to be the fastest and to fit in memory.
 
     Settings are key=value; what is not given is searched. hydra_configs/plan.yaml explains each.
     """
+    from nest_megatron.cli.plan_table import run_plan_table
     from nest_megatron.cli.planning import PlanOptions, run_plan
     from nest_megatron.cli.sweep import run_sweep
 
     given = PlanOptions(**options, begun_s=click.get_current_context().obj)
+    if given.for_nodes is not None:
+        return run_plan_table(given)
     return run_sweep(given) if given.multirun else run_plan(given)
 
 

@@ -51,8 +51,18 @@ class PlanOptions:
     strict: bool
     multirun: bool
     shortlist: bool
+    for_nodes: str | None
     as_json: bool
     begun_s: Seconds | None
+
+    @property
+    def freed(self) -> list[str]:
+        """Names that the user frees."""
+        return [name for name in self.free.split(",") if name.strip()]
+
+    def command(self) -> str | None:
+        """The user's command, which may come from standard input."""
+        return sys.stdin.read() if self.from_command == "-" else self.from_command
 
     def settings(self) -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
         """Settings of the job, or of the sweep, and of the launcher that runs it."""
@@ -162,13 +172,13 @@ def progress() -> Iterator[Progress | None]:
 
 def _plan_command(composed: Composed, options: PlanOptions) -> tuple[Plan, list[RenderableType]]:
     """The plan of a user's command, and the command that it becomes."""
-    text = sys.stdin.read() if options.from_command == "-" else options.from_command
+    text = options.command()
     assert text is not None
     with progress() as report:
         found = plan_command(
             text,
             composed,
-            free=[name for name in options.free.split(",") if name.strip()],
+            free=options.freed,
             version=options.megatron_version,
             strict=options.strict,
             begun_s=options.begun_s,

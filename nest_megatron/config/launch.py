@@ -41,6 +41,14 @@ class Mode(Name):
     OFF = "off"
 
 
+class OnMismatch(Name):
+    """What ``+nest=pinned`` does where the machines or the software are not the plan's."""
+
+    REFUSE = "refuse"
+    NEAREST = "nearest"
+    REPLAN = "replan"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchWords:
     """The ``nest`` words of a command: settings of the planning job and of ``LaunchConfig``."""
@@ -141,6 +149,7 @@ def _check(launch: LaunchConfig) -> None:
     for name in ("rendezvous_timeout_s", "heartbeat_timeout_s"):
         if (seconds := getattr(launch, name)) is not None:
             require_seconds(f"nest.{name}", seconds)
+    require_known("nest.on_mismatch", launch.on_mismatch, [each.value for each in OnMismatch])
     ranks = launch.ranks
     is_list = isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks)
     if ranks not in ("by_host", "launched") and not is_list:

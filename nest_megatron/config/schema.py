@@ -185,7 +185,10 @@ class LaunchConfig:
         dry_run: print what would be launched, and stop before a GPU is touched.
         stop_before_training: plan on the machines of the job, measure if asked to, then stop.
         alternative: launch this runner-up instead of the best plan; 0 is the best.
-        plan: the pinned plan of ``+nest=pinned``.
+        plan: the pinned plan of ``+nest=pinned``, or a pinned table of plans.
+        on_mismatch: what happens where the machines or the software are not the pinned plan's:
+            ``refuse`` ends the job, ``nearest`` keeps the degrees and the stages of the plan,
+            ``replan`` searches as ``+nest=auto`` does.
         ranks: how global ranks are given out: ``by_host`` keeps each host's together, ``launched``
             leaves them, a list names the new rank of each launched one.
         watch: what is measured of the first steps.
@@ -202,6 +205,7 @@ class LaunchConfig:
     stop_before_training: bool = False
     alternative: int = 0
     plan: str | None = None
+    on_mismatch: str = "refuse"
     ranks: Any = "by_host"
     watch: WatchConfig = field(default_factory=WatchConfig)
     port: int | None = None

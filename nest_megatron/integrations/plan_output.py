@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import getpass
 import os
 from collections.abc import Sequence
@@ -14,17 +15,19 @@ from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, load_arguments
 from nest_megatron.integrations.megatron_lm.rules import require_launchable
 from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import MEGATRON_LM
-from nest_megatron.planner.pins import Pin, PinnedPlan, is_pinned
+from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
+from nest_megatron.planner.pins import Pin, PinnedPlan, PinnedTable, is_pinned
+from nest_megatron.planner.plan_table import TableText, is_table
 from nest_megatron.version import __version__
 
 
 def pin_plan(
     path: Path, *, by: str | None = None, note: str = "", release: str | None = None
-) -> PinnedPlan:
-    """The contents of a pinned file, of a plan file that fits and that Megatron launches.
+) -> PinnedPlan | PinnedTable:
+    """The contents of a pinned file, of plans that fit and that Megatron launches.
 
     Args:
+        path: a plan file, or a table of plans, each of which is checked.
         by: who has reviewed it; the user's name if not given.
         note: kept in the file.
         release: of Megatron-LM, which alone it may launch; the plan's own if not given.
@@ -33,18 +36,8 @@ def pin_plan(
     if is_pinned(text):
         fix = "Plan again for a new one; `nest-megatron explain` shows who pinned it."
         raise PlanFileError("plan", value=str(path), limit="it is pinned already", fix=fix)
-    plan = plan_file.load(text, str(path))
-    made = plan.provenance
     if release is not None:
         load_arguments(release)  # refuses a release that is not recorded
-    elif made.framework == MEGATRON_LM:
-        release = made.framework_version
-    if not plan.predicted.fits:
-        limit = "it is not predicted to fit in memory"
-        value = plan.predicted.binding_constraint
-        raise UserInputError("plan", value=value, limit=limit, fix="Pin a plan that fits.")
-    request = launch_request(plan, version=release or VERSIONS[0])
-    require_launchable(request, but=("activation_flag",))
     pin = Pin(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         by=by or user_name(),
@@ -52,7 +45,26 @@ def pin_plan(
         nest_megatron_version=__version__,
         megatron_lm=release,
     )
-    return PinnedPlan(pin=pin, plan=plan)
+    if is_table(text):
+        table = TableText.of(text, str(path)).table()
+        pins = [_reviewed(pin, plan) for _, plan in table.planned()]
+        return PinnedTable(pin=pins[0], table=table)
+    plan = plan_file.load(text, str(path))
+    return PinnedPlan(pin=_reviewed(pin, plan), plan=plan)
+
+
+def _reviewed(pin: Pin, plan: ParallelPlan) -> Pin:
+    """The pin with the release of a plan that may be pinned."""
+    release, made = pin.megatron_lm, plan.provenance
+    if release is None and made.framework == MEGATRON_LM:
+        release = made.framework_version
+    if not plan.predicted.fits:
+        limit = "it is not predicted to fit in memory"
+        value = plan.predicted.binding_constraint
+        raise UserInputError("plan", value=value, limit=limit, fix="Pin a plan that fits.")
+    request = launch_request(plan, version=release or VERSIONS[0])
+    require_launchable(request, but=("activation_flag",))
+    return dataclasses.replace(pin, megatron_lm=release)
 
 
 def user_name() -> str:

@@ -22,7 +22,8 @@ from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import PlanRequest
 from nest_megatron.planner import plan as find_plan
-from nest_megatron.planner.pins import ActualJob, PinnedPlan, require_same_job
+from nest_megatron.planner.pinned_job import ActualJob, require_same_job
+from nest_megatron.planner.pins import PinnedPlan
 from nest_megatron.report.failure import require_plan
 
 #: Runners-up that are ranked unless ``search.num_alternatives`` says otherwise.
@@ -68,7 +69,7 @@ def pinned_recipe(job: Job, path: Path) -> ParallelPlan:
 
     What is not known where it is launched from (a login node has no GPUs) is not compared.
     """
-    pinned = read_launched(path)
+    pinned = read_launched(path, job.num_gpus)
     num_gpus = job.num_gpus or pinned.plan.placement.num_gpus
     require_pinned_for(
         pinned, job, num_gpus=num_gpus, gpus=known_gpus(), gpus_per_host=job.gpus_per_node

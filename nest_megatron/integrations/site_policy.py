@@ -35,8 +35,23 @@ def require_launch(mode: Mode, free: Collection[str] = (), release: str | None =
             raise file.broken("launch.megatron_lm", "Megatron-LM", release, limit)
 
 
-def read_launched(path: Path) -> PinnedPlan:
+def require_may_replace(on_mismatch: str) -> None:
+    """Refuse another plan in the place of a pinned one where only pinned plans are launched.
+
+    Raises:
+        PolicyError: naming the rule.
+    """
+    for file in read_policy():
+        if file.launch.pinned_only:
+            limit = "only pinned plans are launched here"
+            raise file.broken("launch.pinned_only", "nest.on_mismatch", on_mismatch, limit)
+
+
+def read_launched(path: Path, num_gpus: int | None = None) -> PinnedPlan:
     """A pinned file that is about to be launched.
+
+    Args:
+        num_gpus: as of ``read_pinned``.
 
     Raises:
         UserInputError: if it is not as it was pinned, or a policy does not let it be launched: a
@@ -47,8 +62,10 @@ def read_launched(path: Path) -> PinnedPlan:
     for file in policy:
         _require_folder(path, file)
         if file.launch.signers:
-            pinned = verify_pinned(path, read_signers(file.launch.signers)).pinned
-    pinned = pinned or read_pinned(path)
+            pinned = verify_pinned(
+                path, read_signers(file.launch.signers), num_gpus=num_gpus
+            ).pinned
+    pinned = pinned or read_pinned(path, num_gpus)
     require_allowed(pinned.plan, policy)
     return pinned
 

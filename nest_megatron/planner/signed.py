@@ -64,12 +64,16 @@ def sign_pinned(path: Path, key_path: Path, ask_password: Callable[[], str]) -> 
 
 
 def verify_pinned(
-    path: Path, signers: Iterable[Signer], signature: Path | None = None
+    path: Path,
+    signers: Iterable[Signer],
+    signature: Path | None = None,
+    num_gpus: int | None = None,
 ) -> SignedPlan:
     """A pinned file that one of the signers has signed.
 
     Args:
         signature: its signature's file, if not the one beside it.
+        num_gpus: as of ``read_pinned``.
 
     Raises:
         SignatureError: if none of them has, or the file was changed since.
@@ -84,7 +88,8 @@ def verify_pinned(
     by_key = {signer.key: signer for signer in signers}
     content = read_bytes(path, "plan")
     key = minisign.verify(content, found, by_key)
-    pinned = parse_pinned(content.decode(), path)  # what was verified, whatever the file is by now
+    # what was verified, whatever the file is by now
+    pinned = parse_pinned(content.decode(), path, num_gpus)
     return SignedPlan(pinned=pinned, signer=by_key[key], comment=found.comment)
 
 

@@ -51,7 +51,7 @@ class SweepRow:
         job = "\n".join(_words(self.settings))
         cells = {"#": str(self.number), "Job": job, "Iteration": "-"}
         if self.plan is not None:
-            return cells | _cells(self.plan)
+            return cells | plan_cells(self.plan)
         if self.missing_bytes is None:
             return cells | {"Iteration": self.status, "Layout": self.told}
         missing = f"{self.told} {format_gib(self.missing_bytes)}".lstrip()
@@ -74,7 +74,8 @@ def _words(settings: Mapping[str, str], but: str | None = None) -> list[str]:
     return [f"{key.rpartition('.')[2]}={value}" for key, value in settings.items() if key != but]
 
 
-def _cells(plan: ParallelPlan) -> dict[str, str]:
+def plan_cells(plan: ParallelPlan) -> dict[str, str]:
+    """Cells of a plan, by the heads of their columns."""
     predicted, virtual = plan.predicted, plan.parallel.virtual_pipeline_model_parallel_size
     sizes: dict[str, object] = {**degrees(plan.parallel)}
     sizes["PP"] = f"{sizes['PP']}x{virtual}" if virtual else sizes["PP"]

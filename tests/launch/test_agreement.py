@@ -322,6 +322,22 @@ def test_ports_are_the_same_on_all_ranks_and_never_the_master_s() -> None:
     assert ports(context(0, port=4242)) == (4242,)
 
 
+def test_an_agent_that_joined_late_counts_fewer_restarts() -> None:
+    """Only where one store serves several attempts does the count tell them apart."""
+    keys = {
+        (own, count): context(0, environment={**HERE, **agents_store(own, count)}).key
+        for own in ("False", "True")
+        for count in ("0", "1")
+    }
+    assert keys["False", "0"] == keys["False", "1"]
+    assert keys["True", "0"] != keys["True", "1"]
+
+
+def agents_store(is_there: str, restarts: str) -> dict[str, str]:
+    names = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
+    return dict(zip(names, (is_there, restarts), strict=True))
+
+
 def test_no_free_port_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "ports", lambda _: (24_201,))
     kept = connect(context(0))

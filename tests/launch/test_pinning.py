@@ -12,13 +12,8 @@ from nest_megatron.cluster.discovery import LocalGpus
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.parallel import plan_file
-from nest_megatron.planner.pins import (
-    ActualJob,
-    PinnedPlan,
-    read_pinned,
-    read_plan,
-    require_same_job,
-)
+from nest_megatron.planner.pinned_job import ActualJob, require_same_job
+from nest_megatron.planner.pins import PinnedPlan, read_pinned, read_plan
 from tests.cli.runs import SMALL, run
 
 

@@ -117,7 +117,7 @@ def _place(view: AppView, size: int, environment: Mapping[str, str]) -> JobClust
 def _pinned(
     view: AppView, size: int, environment: Mapping[str, str]
 ) -> tuple[ParallelPlan, Job, tuple[str, ...]]:
-    pinned = read_launched(pinned_file(view.settings.plan))
+    pinned = read_launched(pinned_file(view.settings.plan), size)
     job = read_app(view, compose(view.settings.settings(None)))
     named, here = view.settings.cluster is not None, is_launched(environment)
     require_pinned_for(

@@ -20,13 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nest_megatron.cluster.discovery import local_gpus
-from nest_megatron.config.cluster_detection import (
-    JobCluster,
-    find_cluster,
-    names_cluster,
-    processes_per_host,
-)
+from nest_megatron.config.cluster_detection import JobCluster, find_cluster
 from nest_megatron.config.job import Job
 from nest_megatron.config.launch import Mode
 from nest_megatron.errors import OK, NestError, RefusedByMegatronError, UserInputError
@@ -41,15 +35,15 @@ from nest_megatron.integrations.megatron_lm.namespace import (
     write,
 )
 from nest_megatron.integrations.megatron_lm.own_layers import stand_in_device
+from nest_megatron.integrations.megatron_lm.pinned import pinned_plan
 from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob, last_value, words_of
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.integrations.megatron_lm.same_job import arguments, comparable, versions
-from nest_megatron.integrations.plan_output import pinned_by, pinned_file, plan_output, told_where
-from nest_megatron.integrations.site_policy import read_launched, require_launch
+from nest_megatron.integrations.plan_output import plan_output, told_where
+from nest_megatron.integrations.site_policy import require_launch
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner.pins import ActualJob, require_same_job
 from nest_megatron.profile.mode import ProfileMode
 from nest_megatron.report.console import command_lines, say, show
 
@@ -205,7 +199,7 @@ def _release() -> str:
 def _find(launched: LaunchedJob) -> planning.LaunchPlan:
     job = _read(launched)
     if launched.words.mode is Mode.PINNED:
-        return _pinned(launched, job)
+        return pinned_plan(launched, job)
     return _decided(launched, job, _place(launched))
 
 
@@ -238,37 +232,6 @@ def _measured(
     free, defaults = launched.launch.free, launched.defaults
     measured = measure_job(job, store=store, defaults=defaults, free=free)
     return next(((found, planned_with(place, measured)) for found, place in read), None)
-
-
-def _pinned(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
-    pinned = read_launched(pinned_file(launched.launch.plan))
-    dry_run, world_size = launched.launch.dry_run, launched.args.world_size
-    cluster = _place(launched).cluster if names_cluster(launched.words.job) else None
-    if cluster is not None:
-        world_size = cluster.num_gpus
-    elif dry_run and "WORLD_SIZE" not in os.environ:
-        world_size = pinned.plan.placement.num_gpus
-    assert job.command is not None
-    found = ActualJob(
-        spec=job.spec,
-        num_gpus=world_size,
-        cluster=cluster,
-        gpus=None if cluster is not None or dry_run else local_gpus(),
-        gpus_per_host=None if dry_run else processes_per_host(os.environ),
-        global_batch_size=job.final_batch_size,
-        batch_schedule=job.batch_schedule,
-        precision=job.precision,
-        tensor_model_parallel_size=job.command.values["tensor_model_parallel_size"],
-        megatron_lm=job.version,
-        memory_flags=job.memory_flags,
-    )
-    require_same_job(pinned, found)
-    plan, rows = pinned.plan, job.spec.vocab_size
-    if job.spec.vocab_is_padded and rows % plan.parallel.tensor_model_parallel_size == 0:
-        # the embedding has the rows that the job gives it by itself
-        model = dataclasses.replace(plan.model, vocab_size=rows, vocab_is_padded=True)
-        plan = dataclasses.replace(plan, model=model)
-    return planning.carry_out(plan, job.command, (pinned_by(pinned.pin),))
 
 
 def _with_ranks(

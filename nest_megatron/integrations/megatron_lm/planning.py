@@ -41,12 +41,18 @@ from nest_megatron.units import Seconds
 
 
 def read_request(
-    text: str | Sequence[str], composed: Composed, *, free: Collection[str], version: str
+    text: str | Sequence[str],
+    composed: Composed,
+    *,
+    free: Collection[str],
+    version: str,
+    strict: bool = False,
 ) -> tuple[Job, PlanRequest]:
     """Read a command; settings on our own command line win over it.
 
     Args:
         free: parallel flags of the command that the search may change, or ``all``.
+        strict: refuse flags that Megatron-LM does not have.
 
     Raises:
         UserInputError: for a command that cannot be read, or a setting that cannot be kept.
@@ -54,6 +60,8 @@ def read_request(
     job = _read(composed, text, version)
     command = job.command
     assert command is not None
+    if strict:
+        _refuse_unknown(job)
     # as large as the launcher says, unless a size is given
     num_gpus = None if "cluster.num_gpus" in composed.given else job.num_gpus
     cluster = read_cluster(composed.config, num_gpus)
@@ -181,9 +189,7 @@ def plan_command(
         SearchEndedError: if time ended the search before it had a plan.
         UserInputError: for a command that cannot be read, or a setting that cannot be kept.
     """
-    job, request = read_request(text, composed, free=free, version=version)
-    if strict:
-        _refuse_unknown(job)
+    job, request = read_request(text, composed, free=free, version=version, strict=strict)
     request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
     found = require_plan(find_plan(request, on_progress), request.notes)
     return command_of_plan(job, request, composed, found)
@@ -276,12 +282,20 @@ def read_running_job(
     return job_of(command, values)
 
 
-def decide(job: Job, place: JobCluster, *, free: Sequence[str], alternative: int) -> LaunchPlan:
+def decide(
+    job: Job,
+    place: JobCluster,
+    *,
+    free: Sequence[str],
+    alternative: int,
+    made_by: str = "+nest=auto",
+) -> LaunchPlan:
     """Plan a running job.
 
     Args:
         free: the user's flags that may change.
         alternative: the runner-up to take; 0 is the best plan.
+        made_by: the words that asked for it, which the plan keeps.
 
     Raises:
         NothingFitsError: if no plan fits in memory.
@@ -306,7 +320,7 @@ def decide(job: Job, place: JobCluster, *, free: Sequence[str], alternative: int
     if saved is not None:
         checkpoint.check_loadable(saved, found.parallel, values, version)
     searched = Searched(job=job, place=place, request=request, best_s=found.shortest_step_s)
-    found = plan_file.made_for(found, MEGATRON_LM, version, "+nest=auto")
+    found = plan_file.made_for(found, MEGATRON_LM, version, made_by)
     kept = kept_flags(job, request, place.composed.config)
     outcome = carry_out(found, command, request.notes, kept=kept)
     return dataclasses.replace(outcome, searched=searched)

@@ -34,8 +34,10 @@ _OF_ATTEMPT = (
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",
     "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
 )
+#: Tells attempts apart that share a store. Each agent counts for itself: one that joined late
+#: counts fewer restarts than the others.
+_OF_AGENTS_STORE = "TORCHELASTIC_RESTART_COUNT"
 
 
 class NoAgreementError(NestError):
@@ -80,7 +82,8 @@ class RankContext:
     @property
     def key(self) -> str:
         """A name for this attempt of this job, the same on all its ranks."""
-        words = [self.environment.get(name, "") for name in _OF_ATTEMPT]
+        names = (*_OF_ATTEMPT, *([_OF_AGENTS_STORE] if self.agent_hosts_store else []))
+        words = [self.environment.get(name, "") for name in names]
         return hashlib.sha256("|".join([*words, str(self.world_size)]).encode()).hexdigest()[:16]
 
 

@@ -119,7 +119,7 @@ def job_space(job: Job, config: PlanConfig) -> tuple[SearchSpace, Offer | None]:
         space, offer = sharding.with_own_sharding(space, job, freed)
         if sharding.IMPLEMENTATION[0] in job.required:
             offer = None  # a checkpoint's sharding is not to be changed
-    return _with_required(space, job.spec, job.required), offer
+    return with_required(space, job.spec, job.required), offer
 
 
 def fixed_choices(job: Job) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ def _stated(job: Job, freed: frozenset[str]) -> dict[str, Any]:
     return {name: value for name, value in job.fixed.items() if name not in freed}
 
 
-def _with_required(
+def with_required(
     space: SearchSpace, spec: TransformerSpec, required: Mapping[str, Requirement]
 ) -> SearchSpace:
     """The space as far as a checkpoint can follow; what it leaves unsaid is checked afterwards."""

@@ -1,0 +1,291 @@
+"""A plan of one job for each of several numbers of nodes, so that it can go on on any of them.
+
+The batch stays as it is. Every plan loads the checkpoints that one of them saves, by the rules of
+``checkpoint.py``: those hold the search for all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nest_megatron.cluster.records import Cluster
+from nest_megatron.config.compose import Composed
+from nest_megatron.config.job import Requirement
+from nest_megatron.config.request import check_quotients, read_cluster
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_lm import checkpoint
+from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint
+from nest_megatron.integrations.megatron_lm.saved_by_plan import saved_by
+from nest_megatron.integrations.megatron_lm.search_space import with_required
+from nest_megatron.parallel.degree_rules import Violation
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner import PlanRequest, Progress
+from nest_megatron.planner import plan as find_plan
+from nest_megatron.planner.conflict import binding
+from nest_megatron.planner.plan_table import PlanTable, TableEntry
+from nest_megatron.report.failure import WITHOUT_PLAN, require_plan
+from nest_megatron.solver.space import DEGREES
+from nest_megatron.units import Seconds, format_seconds
+
+_WHAT = "--for-nodes"
+#: An entry with its plan, if it has one.
+Planned = tuple[TableEntry, ParallelPlan | None]
+
+
+def gpus_per_host(cluster: Cluster) -> int:
+    """GPUs that one more host brings.
+
+    Raises:
+        UserInputError: for a cluster whose description has no hosts.
+    """
+    size = cluster.gpus_per_host or cluster.levels[0].num_devices
+    if size is None:
+        limit = "its description does not say how many GPUs a host has"
+        fix = "Describe a level of the node, or give gpus_per_host."
+        raise UserInputError(f"cluster {cluster.name}", value=None, limit=limit, fix=fix)
+    return size
+
+
+def sized(composed: Composed, counts: Sequence[int]) -> Composed:
+    """A configuration with the cluster at the size of the most nodes.
+
+    Raises:
+        UserInputError: if there is no cluster, or its ``cluster.num_gpus`` is less.
+    """
+    cluster = read_cluster(composed.config)
+    size, most = gpus_per_host(cluster), max(counts) * gpus_per_host(cluster)
+    if "cluster.num_gpus" in composed.given and cluster.num_gpus < most:
+        limit = f"{max(counts)} nodes have {most} GPUs, and cluster.num_gpus={cluster.num_gpus}"
+        fix = f"End at {cluster.num_gpus // size}, or leave cluster.num_gpus out."
+        raise UserInputError(_WHAT, value=_words(counts), limit=limit, fix=fix)
+    fields = {**(composed.config.cluster or {}), "num_gpus": most}
+    config = dataclasses.replace(composed.config, cluster=fields)
+    return dataclasses.replace(composed, config=config, given=composed.given | {"cluster.num_gpus"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resharding:
+    """A checkpoint that plans for other numbers of nodes load.
+
+    Args:
+        needed: flags, besides the job's own, without which it loads on no other number of
+            replicas: destination, value and reason.
+    """
+
+    saved: SavedCheckpoint
+    needed: tuple[tuple[str, int | bool, str], ...] = ()
+
+    def values(self) -> dict[str, int | bool]:
+        """The needed flags by destination."""
+        return {name: value for name, value, _ in self.needed}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableJob:
+    """A job to plan for several numbers of nodes.
+
+    Args:
+        request: of the largest one.
+        values: the job's arguments by destination; Megatron's defaults where there is no command.
+        version: of Megatron-LM, whose rules say what a checkpoint can be loaded into.
+        finished: makes a plan that is found one that is launched, and may refuse it.
+    """
+
+    request: PlanRequest
+    version: str
+    finished: Callable[[ParallelPlan], ParallelPlan]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    on_progress: Progress | None = None
+
+    def asked(self, num_gpus: int, loads: Resharding | None) -> PlanRequest:
+        """What to plan for so many GPUs; an error if what is fixed does not divide them."""
+        request, space = self.request, self.request.space
+        if loads is not None:
+            space = with_required(space, request.spec, self.required(loads))
+        cluster = request.cluster.resized(num_gpus)
+        check_quotients(space, num_gpus, request.global_batch_size)
+        return dataclasses.replace(request, cluster=cluster, space=space, begun_s=None)
+
+    def required(self, loads: Resharding) -> Mapping[str, Requirement]:
+        """What a plan that loads a checkpoint must keep."""
+        needs = checkpoint.required(loads.saved, self.loading(loads), self.version)
+        who = str(loads.saved.directory)
+        return {name: dataclasses.replace(need, who=who) for name, need in needs.items()}
+
+    def plan(self, asked: PlanRequest, loads: Resharding | None) -> ParallelPlan:
+        """The plan that is asked for."""
+        found = require_plan(find_plan(asked, self.on_progress), asked.notes)
+        if loads is not None:
+            values = self.loading(loads)
+            checkpoint.check_loadable(loads.saved, found.parallel, values, self.version)
+        return self.finished(found)
+
+    def loads(self, plan: ParallelPlan, loads: Resharding) -> bool:
+        """Whether a plan loads a checkpoint."""
+        try:
+            values = self.loading(loads)
+            checkpoint.check_loadable(loads.saved, plan.parallel, values, self.version)
+        except UserInputError:
+            return False
+        return True
+
+    def saves(self, plan: ParallelPlan, num_nodes: int) -> Resharding:
+        """What the plan for so many nodes saves.
+
+        Source of the flags: ``_check_buckets`` and ``_check_rng`` of ``checkpoint.py``.
+        """
+        name, needed = f"the checkpoint of the plan for {num_nodes} nodes", []
+        saved = saved_by(plan, self.loading(), self.version, name)
+        choice, own = plan.parallel, saved.arguments
+        bucket = 1_000_000 * choice.data_parallel_size * choice.context_parallel_size
+        is_bucketed = saved.distrib_optim_sharding_type == "dp_reshardable"
+        is_fixed = own["ddp_bucket_size"] or own["ddp_num_buckets"]
+        if is_bucketed and choice.overlap_grad_reduce and bucket > 40_000_000 and not is_fixed:
+            why = "the optimizer's state lies by bucket, and their size follows the replicas"
+            needed.append(("ddp_bucket_size", bucket, why))
+        if len(saved.rng_shape or ()) > 2 and not self.values.get("no_load_rng"):
+            why = "beside experts, random states are saved by replica"
+            needed.append(("no_load_rng", True, why))
+        flags = {name: value for name, value, _ in needed}
+        saved = dataclasses.replace(saved, arguments={**own, **flags})
+        return Resharding(saved=saved, needed=tuple(needed))
+
+    def loading(self, loads: Resharding | None = None) -> dict[str, Any]:
+        """The job's arguments, with what loading a checkpoint needs."""
+        experts = self.request.spec.num_experts
+        own = {"num_experts": experts, "moe_grouped_gemm": bool(experts), **self.values}
+        return own if loads is None else {**own, **loads.values()}
+
+
+def plan_for_nodes(job: TableJob, counts: Sequence[int]) -> PlanTable:
+    """A plan for each number of nodes, and why where there is none.
+
+    Each number is planned by itself first. What one of these plans saves then holds the plans for
+    the others: of those with which the job goes on with the most numbers of nodes, some of them
+    idle, the one with the shortest step with the most nodes.
+
+    Raises:
+        UserInputError: if there is no plan for any of them.
+    """
+    size = gpus_per_host(job.request.cluster)
+    entries = [
+        TableEntry(num_nodes=nodes, num_gpus=nodes * size) for nodes in sorted(counts, reverse=True)
+    ]
+    alone = [_planned(job, entry, None) for entry in entries]
+    tables = [(loads, _loading(job, alone, loads)) for loads in _candidates(job, alone)]
+    if not tables:
+        entry, _ = alone[0]
+        fix = "Give numbers of nodes that the batch divides over and the model fits on."
+        limit = f"there is no plan for any of them; for {entry.num_nodes}: {entry.told}"
+        raise UserInputError(_WHAT, value=_words(counts), limit=limit, fix=fix)
+    loads, found = max(tables, key=lambda each: _worth(each[1]))
+    return PlanTable(
+        entries=_advised(found, _fewer(job, found, loads)),
+        plans={plan.provenance.checksum: plan for _, plan in found if plan is not None},
+        notes=tuple(_notes(job, loads)),
+    )
+
+
+def _candidates(job: TableJob, alone: Sequence[Planned]) -> list[Resharding]:
+    """Checkpoints that all plans may load: one of each layout, that of the most nodes first."""
+    found: dict[tuple[object, ...], Resharding] = {}
+    for entry, plan in alone:
+        if plan is not None:
+            loads = job.saves(plan, entry.num_nodes)
+            found.setdefault(tuple(need.value for need in job.required(loads).values()), loads)
+    return list(found.values())
+
+
+def _loading(job: TableJob, alone: Sequence[Planned], loads: Resharding) -> list[Planned]:
+    """The plans that load a checkpoint, most nodes first: those found alone, where they do."""
+    found = []
+    for entry, plan in alone:
+        bare = dataclasses.replace(entry, checksum=None, told="")
+        is_loaded = plan is None or job.loads(plan, loads)
+        found.append((entry, plan) if is_loaded else _planned(job, bare, loads))
+    return found
+
+
+def _worth(found: Sequence[Planned]) -> tuple[float, ...]:
+    """With how many numbers of nodes the job goes on, then how fast, with the most nodes first.
+
+    Where a number has no plan, or a slow one, some of its nodes stay idle.
+    """
+    best, steps_per_s = 0.0, []
+    for _, plan in reversed(found):
+        best = max(best, 0.0 if plan is None else 1.0 / plan.predicted.iteration_time_s)
+        steps_per_s.append(best)
+    return sum(each > 0 for each in steps_per_s), *reversed(steps_per_s)
+
+
+def _planned(job: TableJob, entry: TableEntry, loads: Resharding | None) -> Planned:
+    """An entry with its plan, or with the reason why it has none."""
+    rules: Sequence[Violation] = ()
+    try:
+        asked = job.asked(entry.num_gpus, loads)
+        try:
+            plan = job.plan(asked, loads)
+        except UserInputError:
+            rules = binding(asked)
+            raise
+    except UserInputError as error:
+        broken = next(iter(rules), error)
+        told = f"no layout is legal ({broken.what} = {broken.value}: {broken.limit})."
+        return dataclasses.replace(entry, told=told), None
+    except WITHOUT_PLAN as error:
+        return dataclasses.replace(entry, told=f"{error}."), None
+    return dataclasses.replace(entry, checksum=plan.provenance.checksum), plan
+
+
+def _fewer(
+    job: TableJob, found: Sequence[Planned], loads: Resharding
+) -> tuple[int, Seconds] | None:
+    """Nodes and step of the plan for the most nodes below all, where the fewest have no plan."""
+    least, plan = found[-1]
+    size = least.num_gpus // least.num_nodes
+    for nodes in range(least.num_nodes - 1, 0, -1) if plan is None else ():
+        with contextlib.suppress(UserInputError):
+            try:
+                smaller = job.plan(job.asked(nodes * size, loads), loads)
+            except WITHOUT_PLAN:
+                return None  # fewer nodes have less memory
+            return nodes, smaller.predicted.iteration_time_s
+    return None
+
+
+def _notes(job: TableJob, loads: Resharding) -> Iterator[str]:
+    """What holds all plans but the first, and what their command needs."""
+    layout = [need for name, need in job.required(loads).items() if name in DEGREES]
+    for reason in dict.fromkeys(need.reason for need in layout):
+        yield f"All plans load {loads.saved.directory}, and keep its layout: {reason}."
+    for name, value, why in loads.needed:
+        flag = f"--{name.replace('_', '-')}{'' if value is True else f' {value}'}"
+        yield f"Launch all of them with {flag}: {why}; without it no other number loads."
+
+
+def _words(counts: Sequence[int]) -> str:
+    return f"{min(counts)}..{max(counts)}" if len(counts) > 1 else str(counts[0])
+
+
+def _advised(found: Sequence[Planned], best: tuple[int, Seconds] | None) -> tuple[TableEntry, ...]:
+    """The entries, fewest nodes first, with what fewer nodes do better.
+
+    Args:
+        best: the best number of nodes below all entries, and its step.
+    """
+    advised = []
+    for entry, plan in sorted(found, key=lambda each: each[0].num_nodes):
+        step = None if plan is None else plan.predicted.iteration_time_s
+        told = entry.told
+        if best is not None and (step is None or step > best[1]):
+            nodes, shorter = best
+            idle = f"with {entry.num_nodes - nodes} of them idle"
+            told = f"{told} {nodes} nodes, {idle}, take {format_seconds(shorter)} a step.".lstrip()
+        elif step is not None:
+            best = entry.num_nodes, step
+        advised.append(dataclasses.replace(entry, told=told))
+    return tuple(advised)

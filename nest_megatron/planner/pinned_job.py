@@ -1,0 +1,231 @@
+"""The job that is about to run, held against the one that a plan was pinned for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nest_megatron.cluster.discovery import LocalGpus, is_same_device
+from nest_megatron.cluster.records import Cluster, Precision
+from nest_megatron.cost_model.execution_flags import execution_traits
+from nest_megatron.cost_model.memory import parameter_bytes
+from nest_megatron.cost_model.settings import CostSettings, restored_settings
+from nest_megatron.cost_model.target_defaults import target_named
+from nest_megatron.cost_model.traits import ExecutionTraits
+from nest_megatron.cost_model.unit_cost import replicas
+from nest_megatron.errors import UserInputError
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.batch_schedule import BatchSchedule
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner.pins import Pin, PinnedPlan
+from nest_megatron.version import __version__
+
+#: Fields of a model that name it and change nothing.
+_NAMES = ("name", "source")
+#: Compared by the padded size.
+_VOCAB = ("vocab_size", "vocab_is_padded", "make_vocab_size_divisible_by")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActualJob:
+    """The job that is about to run.
+
+    Args:
+        cluster: as the user names it; otherwise what is known of this host is compared.
+        gpus: what the driver says of this host.
+        gpus_per_host: processes that the launcher starts on each host, where it says so.
+        tensor_model_parallel_size: the user's own, by which the job pads its vocabulary.
+        megatron_lm: the recorded release that stands for the installed one.
+        global_batch_size: at the end of the run.
+        memory_flags: what the job says of its memory, by Megatron's names; ``None`` compares none.
+    """
+
+    spec: TransformerSpec
+    num_gpus: int
+    cluster: Cluster | None
+    gpus: LocalGpus | None
+    gpus_per_host: int | None
+    global_batch_size: int | None
+    precision: Precision
+    tensor_model_parallel_size: int
+    megatron_lm: str | None
+    memory_flags: Mapping[str, Any] | None = None
+    batch_schedule: BatchSchedule | None = None
+
+
+#: What is compared, as it is pinned and as it is in the job.
+Row = tuple[str, object, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What a pinned plan and the job that is about to run do not share.
+
+    Args:
+        is_of_moment: the machines or the software, which another plan of the same job may suit; not
+            the job itself.
+    """
+
+    what: str
+    pinned: object
+    found: object
+    is_of_moment: bool
+
+    def __str__(self) -> str:
+        return f"{self.what} is {self.found}, pinned {self.pinned}"
+
+
+def differences(pinned: PinnedPlan, job: ActualJob) -> tuple[Difference, ...]:
+    """What the pinned plan was made for and the job is not."""
+    of_job = (
+        *_model_rows(pinned.plan.model, job.spec, job.tensor_model_parallel_size),
+        *_batch_rows(pinned.plan, job),
+    )
+    of_moment = (
+        *_software_rows(pinned.pin, job),
+        *_memory_rows(pinned.plan, job),
+        *_cluster_rows(pinned, job),
+    )
+    return tuple(
+        Difference(what=what, pinned=wanted, found=found, is_of_moment=is_of_moment)
+        for rows, is_of_moment in ((of_job, False), (of_moment, True))
+        for what, wanted, found in rows
+        if wanted != found
+    )
+
+
+def refusal(
+    found: Sequence[Difference], fix: str = "Launch the pinned job, or plan and pin this one."
+) -> UserInputError:
+    """The error that names every difference."""
+    return UserInputError(
+        "nest.plan",
+        value=", ".join(each.what for each in found),
+        limit="the job is not the one that this plan was pinned for: " + "; ".join(map(str, found)),
+        fix=fix,
+    )
+
+
+def require_same_job(pinned: PinnedPlan, job: ActualJob) -> None:
+    """Refuse a job that the pinned plan was not made for.
+
+    Raises:
+        UserInputError: naming every difference.
+    """
+    if found := differences(pinned, job):
+        raise refusal(found)
+
+
+def _model_rows(pinned: TransformerSpec, spec: TransformerSpec, tp: int) -> Iterator[Row]:
+    if spec.vision is not None:  # no framework's field says how many images there are
+        spec = dataclasses.replace(spec, vision=spec.vision.with_images_of(pinned.vision))
+    for field in dataclasses.fields(TransformerSpec):
+        if field.name not in (*_NAMES, *_VOCAB):
+            yield field.name, _resolved(pinned, field.name), _resolved(spec, field.name)
+    yield "padded_vocab_size", pinned.padded_vocab_size(tp), spec.padded_vocab_size(tp)
+
+
+def _resolved(spec: TransformerSpec, name: str) -> Any:
+    """A field with Megatron's default in the place of ``None``."""
+    defaults = {
+        "num_query_groups": spec.query_groups,
+        "kv_channels": spec.head_dim,
+        "max_position_embeddings": spec.max_position_embeddings or spec.seq_length,
+        "moe_ffn_hidden_size": spec.expert_ffn_hidden_size,
+        "mtp_num_layers": spec.num_mtp_layers,
+    }
+    if name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
+        return getattr(spec, name) if spec.multi_latent_attention else None
+    if name.startswith("moe_") and spec.num_experts is None:
+        return None
+    return defaults.get(name, getattr(spec, name))
+
+
+def _batch_rows(plan: ParallelPlan, job: ActualJob) -> Iterator[Row]:
+    train = plan.train
+    yield "global_batch_size", train.final_batch_size, job.global_batch_size
+    planned, found = train.batch_schedule, job.batch_schedule
+    yield "batch sizes", planned and planned.sizes, found and found.sizes
+    yield "precision", train.precision.value, job.precision.value
+
+
+def _software_rows(pin: Pin, job: ActualJob) -> Iterator[Row]:
+    if pin.megatron_lm:
+        yield "Megatron-LM release", pin.megatron_lm, job.megatron_lm
+    yield "nest-megatron version", pin.nest_megatron_version, __version__
+
+
+#: Traits that say how much memory a parameter takes; what a logit takes is compared by itself.
+_PER_PARAMETER = (
+    "params_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "matrix_optimizer_bytes",
+    "optimizer_instances",
+    "layer_wise_optimizer",
+    "fp8_weights",
+    "fp8_gather",
+    "fp8_weight_copies",
+    "fp8_transpose_cache",
+    "keep_fp8_transpose_cache",
+)
+#: Traits that keep an activation narrower than it is without them.
+_NARROWER = ("fused_activation", "fp8_activation_input", "fp8_inputs")
+
+
+def _memory_rows(plan: ParallelPlan, job: ActualJob) -> Iterator[Row]:
+    """What makes the job need more memory than the plan was made for."""
+    if job.memory_flags is None or job.precision is not plan.train.precision:
+        return
+    settings = restored_settings(plan.provenance.settings)
+    planned, has = settings.traits, _traits_of(plan, settings.target, job.memory_flags)
+    names = ["loss_bytes"] if has.loss_bytes > planned.loss_bytes else []
+    names += [each for each in _NARROWER if getattr(planned, each) and not getattr(has, each)]
+    before = _totals(plan, settings)
+    now = _totals(plan, dataclasses.replace(settings, traits=has))
+    if any(more > less for more, less in zip(now, before, strict=True)):
+        names += _PER_PARAMETER
+    yield from ((name, getattr(planned, name), getattr(has, name)) for name in names)
+
+
+def _traits_of(plan: ParallelPlan, target: str | None, flags: Mapping[str, Any]) -> ExecutionTraits:
+    """A job's own traits, with the defaults that the plan was made with."""
+    precision, device = plan.train.precision, plan.cluster.accelerator.name
+    if target is None:  # a plan of a version that knew no targets
+        return execution_traits(flags, precision)
+    made_for = target_named(target)
+    return made_for.settings(device, precision, flags, has_experts=plan.model.is_moe).traits
+
+
+def _totals(plan: ParallelPlan, settings: CostSettings) -> tuple[float, ...]:
+    """Bytes of a parameter of each kind, as the plan lays it out."""
+    grid = plan.grid()
+    kinds = parameter_bytes(grid.zero, *replicas(grid.dims), settings)
+    return tuple(kind.total for kind in kinds)
+
+
+def _cluster_rows(pinned: PinnedPlan, job: ActualJob) -> Iterator[Row]:
+    wanted = pinned.plan.cluster
+    if job.num_gpus != wanted.num_gpus:
+        sizes = ", ".join(map(str, pinned.sizes or (wanted.num_gpus,)))
+        yield "number of GPUs", f"{sizes} ({pinned.told})" if pinned.told else sizes, job.num_gpus
+    mine, named = wanted.accelerator, job.cluster
+    if named is None:
+        if job.gpus is not None and not is_same_device(mine, job.gpus):
+            yield "GPU", mine.name, job.gpus.describe()
+        if job.gpus_per_host is not None:
+            yield "GPUs of a host", wanted.launch_gpus_per_host, job.gpus_per_host
+        return
+    rows = (
+        ("GPU", mine.name, named.accelerator.name),
+        ("GPUs per node", wanted.gpus_per_node, named.gpus_per_node),
+        ("GPU memory", mine.memory_bytes, named.accelerator.memory_bytes),
+    )
+    yield from rows
+    if all(pinned == found for _, pinned, found in rows):
+        mine_levels, levels = plan_file.digest(wanted.levels), plan_file.digest(named.levels)
+        if mine_levels != levels:
+            yield "network", f"{wanted.name} ({mine_levels})", f"{named.name} ({levels})"

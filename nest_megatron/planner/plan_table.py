@@ -1,0 +1,175 @@
+"""A table of plans of one job, one for each number of nodes that it may find itself on.
+
+Its file is a stream of YAML documents: first what it holds for each number of nodes, then the
+plans, each as in a file of its own. A launch reads the first document and the plan that it takes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import yaml
+
+from nest_megatron.errors import PlanFileError
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.plain import from_plain, to_plain
+
+_SCHEMA = 1
+_KEY, _NOTES = "plan_table", "notes"
+_HEAD = re.compile(rf"schema: \d+\n{_KEY}:")
+_NEXT = "\n---\n"
+_AGAIN = "Write it again with nest-megatron plan --for-nodes."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableEntry:
+    """What a table holds for one number of nodes.
+
+    Args:
+        checksum: of the plan; ``None`` where there is none.
+        told: why there is no plan, or what is better than it.
+    """
+
+    num_nodes: int
+    num_gpus: int
+    checksum: str | None = None
+    told: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanTable:
+    """Plans of one job by the number of its nodes.
+
+    Args:
+        entries: fewest nodes first.
+        plans: by the checksum that the entries name.
+        notes: what every launch of the table needs.
+    """
+
+    entries: tuple[TableEntry, ...]
+    plans: Mapping[str, ParallelPlan]
+    notes: tuple[str, ...] = ()
+
+    def plan_of(self, entry: TableEntry) -> ParallelPlan | None:
+        """The plan of an entry, if it has one."""
+        return None if entry.checksum is None else self.plans[entry.checksum]
+
+    def planned(self) -> Iterator[tuple[TableEntry, ParallelPlan]]:
+        """Entries that have a plan, with it."""
+        for entry in self.entries:
+            if entry.checksum is not None:
+                yield entry, self.plans[entry.checksum]
+
+
+def dump(table: PlanTable, more: Mapping[str, Any] | None = None) -> str:
+    """The text of a plan table; ``more`` is written into its first document."""
+    head = {"schema": _SCHEMA, _KEY: to_plain(table.entries), _NOTES: list(table.notes)}
+    head |= more or {}
+    first = yaml.safe_dump(head, sort_keys=False, width=100, allow_unicode=True)
+    return _NEXT.join([first.rstrip("\n"), *(plan_file.dump(p) for _, p in table.planned())])
+
+
+def is_table(text: str) -> bool:
+    """Whether a plan file's text is a table."""
+    return _HEAD.match(text) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableText:
+    """A table's text whose plans are read when they are asked for.
+
+    Args:
+        name: of the file, for errors.
+        notes: as of ``PlanTable``.
+        head: further fields of the first document.
+    """
+
+    name: str
+    entries: tuple[TableEntry, ...]
+    notes: tuple[str, ...]
+    head: Mapping[str, Any]
+    documents: tuple[str, ...]
+
+    @classmethod
+    def of(cls, text: str, name: str) -> TableText:
+        """Read the first document.
+
+        Raises:
+            PlanFileError: if it is no sound table.
+        """
+        first, *documents = text.split(_NEXT)
+        fields = plan_file.parse(first, name)
+        if (schema := fields.pop("schema")) != _SCHEMA:
+            limit, fix = f"this version reads tables of schema {_SCHEMA}", "Upgrade nest-megatron."
+            raise PlanFileError(f"{name}: schema", value=schema, limit=limit, fix=fix)
+        found = cls(
+            name=name,
+            entries=_listed(fields.pop(_KEY), name),
+            notes=tuple(map(str, fields.pop(_NOTES, ()))),
+            head=fields,
+            documents=tuple(documents),
+        )
+        found._check()
+        return found
+
+    def _check(self) -> None:
+        sizes, planned = [each.num_gpus for each in self.entries], self._planned()
+        limit = None
+        if not planned or len(planned) != len(self.documents):
+            limit = f"it lists {len(planned)} plans and holds {len(self.documents)}"
+        elif any(less >= more for less, more in pairwise(sizes)):
+            limit = "its entries are not in the order of their sizes"
+        if limit is not None:
+            raise PlanFileError(self.name, value=None, limit=limit, fix=_AGAIN)
+
+    def _planned(self) -> list[TableEntry]:
+        return [each for each in self.entries if each.checksum is not None]
+
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of GPUs that have a plan."""
+        return tuple(each.num_gpus for each in self._planned())
+
+    def plan_for(self, num_gpus: int) -> ParallelPlan:
+        """The plan for so many GPUs, else for the most below, else for the fewest.
+
+        Raises:
+            PlanFileError: if it is not the plan that the table lists.
+        """
+        sizes = self.sizes()
+        at = max((i for i, size in enumerate(sizes) if size <= num_gpus), default=0)
+        return self._read(at)
+
+    def _read(self, at: int) -> ParallelPlan:
+        entry, name = self._planned()[at], f"{self.name}: {self._planned()[at].num_nodes} nodes"
+        plan = plan_file.load(self.documents[at], name)
+        value = plan.provenance.checksum, plan.placement.num_gpus
+        if value != (entry.checksum, entry.num_gpus):
+            limit = f"the table lists {entry.checksum} for {entry.num_gpus} GPUs"
+            raise PlanFileError(name, value=value, limit=limit, fix=_AGAIN)
+        return plan
+
+    def told_of(self, num_gpus: int) -> str:
+        """What the table says of so many GPUs."""
+        return next((each.told for each in self.entries if each.num_gpus == num_gpus), "")
+
+    def table(self) -> PlanTable:
+        """All plans.
+
+        Raises:
+            PlanFileError: as ``plan_for``.
+        """
+        plans = [self._read(at) for at in range(len(self.documents))]
+        by_checksum = {plan.provenance.checksum: plan for plan in plans}
+        return PlanTable(entries=self.entries, plans=by_checksum, notes=self.notes)
+
+
+def _listed(fields: Any, name: str) -> tuple[TableEntry, ...]:
+    if not isinstance(fields, list):
+        limit = "it is a list, an entry for each number of nodes"
+        raise PlanFileError(f"{name}: {_KEY}", value=fields, limit=limit, fix=_AGAIN)
+    return tuple(from_plain(TableEntry, each, f"{name}: {_KEY}") for each in fields)
