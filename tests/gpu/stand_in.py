@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pynvml
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -28,6 +29,7 @@ MEMORY_BYTES_PER_S = 1e12
 BYTES_PER_S = 1e9  # of a link
 H100 = "NVIDIA H100 80GB HBM3"
 H100_BYTES = 85_029_158_912
+DRIVER, GRAPHICS_MHZ, MEMORY_MHZ = "570.86.15", 1980, 2619
 UUID = "11111111-2222-3333-4444-555555555555"
 CUDA = torch.device("cuda", 0)
 #: What torch's own C++ takes the device for: a build for the CPU can be told of no other.
@@ -360,9 +362,6 @@ _SENT: dict[str, Callable[[int], float]] = {
     "all_gather_single": lambda size: (size - 1) / size,
     "reduce_scatter_tensor": lambda size: size - 1,
     "reduce_scatter_single": lambda size: size - 1,
-    "broadcast": lambda size: 1,
-    "isend": lambda size: 1,
-    "irecv": lambda size: 0,
 }
 
 
@@ -406,14 +405,42 @@ def _nccl(gpu: Gpu) -> dict[str, Any]:
         real = _get_backend(group)
         return "nccl" if real == "gloo" and names else real
 
+    def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Any]:
+        """Sending and receiving go at the same time."""
+        gpu.works(max(op.tensor.nbytes for op in p2p_op_list) / BYTES_PER_S)
+        return [op.op(op.tensor.inner, op.peer, op.group, op.tag) for op in p2p_op_list]
+
     _get_backend = dist.get_backend
     calls = {name: collective(name) for name in _SENT}
     calls |= {name: renamed(getattr(dist, name)) for name in ("init_process_group", "new_group")}
     calls["get_backend"] = get_backend
-    calls["batch_isend_irecv"] = lambda p2p_op_list: [
-        op.op(op.tensor, op.peer, op.group, op.tag) for op in p2p_op_list
-    ]
+    calls["batch_isend_irecv"] = batch_isend_irecv
     return {name: call for name, call in calls.items() if call is not None}
+
+
+def _nvml(name: str, devices: int) -> dict[str, Any]:
+    """The driver's answers; a device is found by its UUID."""
+
+    def by_uuid(uuid: str) -> int:
+        if uuid != f"GPU-{UUID}":
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return 0
+
+    memory = pynvml.c_nvmlMemory_t()
+    memory.total = H100_BYTES
+    clocks = {pynvml.NVML_CLOCK_GRAPHICS: GRAPHICS_MHZ, pynvml.NVML_CLOCK_MEM: MEMORY_MHZ}
+    return {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlSystemGetDriverVersion": lambda: DRIVER,
+        "nvmlDeviceGetCount": lambda: devices,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetHandleByUUID": by_uuid,
+        "nvmlDeviceGetName": lambda handle: name,
+        "nvmlDeviceGetMemoryInfo": lambda handle: memory,
+        "nvmlDeviceGetMigMode": lambda handle: [pynvml.NVML_DEVICE_MIG_DISABLE] * 2,
+        "nvmlDeviceGetClockInfo": lambda handle, type: clocks[type],
+    }
 
 
 @functools.cache
@@ -437,6 +464,7 @@ def stand_in_gpu(name: str = H100, devices: int = 1) -> Iterator[Gpu]:
                 torch.cuda.random,
                 {"get_rng_state": lambda device="cuda": torch.cuda.get_rng_state()},
             ),
+            (pynvml, _nvml(name, devices)),
             (torch.cuda.nccl, {"version": lambda: (2, 27, 5)}),
             (torch.version, {"cuda": "12.8"}),
         ):
