@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from nest_megatron import minisign
 from nest_megatron.errors import UserInputError
-from nest_megatron.planner.signed import signature_path
+from nest_megatron.planner.signed import read_signers, signature_path, verify_pinned
 from tests.cli.runs import ROOT, SMALL, Run, run
 
 #: Written by minisign 0.11: `-G -W`, `-S -t`, `-S -l`, of a file that holds "hello".
@@ -186,3 +187,22 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
     with pytest.raises(UserInputError, match=r"nest-megatron\[sign\]"):
         minisign.sign(b"", minisign.new_key(), "")
+
+
+def test_what_was_verified_is_what_is_launched(
+    signed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another file in the place of the signed one, just after its bytes were read."""
+    plan = tmp_path / "plan.yaml"
+    plan.write_bytes(signed.read_bytes())
+    signature_path(plan).write_bytes(signature_path(signed).read_bytes())
+    verify = minisign.verify
+
+    def swapping(*args: Any, **options: Any) -> Any:
+        plan.write_text("another\n")
+        return verify(*args, **options)
+
+    monkeypatch.setattr(minisign, "verify", swapping)
+    found = verify_pinned(plan, read_signers([str(signed.parent / "reviewer.pub")]))
+    assert found.pinned.plan.model.name == "llama3_8b"
+    assert plan.read_text() == "another\n"

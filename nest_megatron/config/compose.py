@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.resources
+import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,8 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
 
 _OWN_ENTRY = "_described"
+#: OmegaConf's call of a function, such as one that reads a variable of the environment.
+_RESOLVER = re.compile(r"\$\{.*:", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,9 +205,22 @@ def read_mapping(group: str, path: Path) -> Mapping[str, Any]:
         raise _bad_file(group, path, "a name of a field is no text")
     if not isinstance(loaded.get("defaults", []), Sequence):
         raise _bad_file(group, path, "defaults must be a list")
+    for value in _texts(OmegaConf.to_container(loaded, resolve=False)):
+        if _RESOLVER.search(value):
+            raise _bad_file(group, path, f"{value!r} calls a resolver, and a file is only data")
     if "schema" in loaded:
         return _of_own_file(group, path, loaded)
     return loaded
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every text inside plain data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from itertools.chain.from_iterable(map(_texts, (*value, *value.values())))
+    elif isinstance(value, list):
+        yield from itertools.chain.from_iterable(map(_texts, value))
 
 
 def _of_own_file(group: str, path: Path, loaded: Mapping[str, Any]) -> Mapping[str, Any]:
