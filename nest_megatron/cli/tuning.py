@@ -104,6 +104,7 @@ def _tuned(session: Session | Asked, options: TuneOptions) -> int:
         launcher_of=lambda command: launcher_named(asked.launcher, asked.launcher_options, command),
         tell=say_all,
     )
+    tuner.settle()
     known = tuner.known()
     left = asked.budget - sum(trial.counts for trial in session.trials)
     runs, _ = expected_runs(known, left)

@@ -326,11 +326,7 @@ def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> Pa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
-    """The plan of a request and others that could be faster, before any of them has run.
-
-    Args:
-        candidates: what is expected of each, the plan first, then the fastest predicted first.
-    """
+    """The plan of a request, and others that could be faster, the fastest predicted first."""
 
     request: PlanRequest
     model: CostModel
@@ -349,17 +345,14 @@ class Ranked:
             request.space.sharding,
             schedule=request.batch_schedule,
             lengths=request.sequence_lengths,
+            site=request.site,
         )
 
 
 def ranked(
     request: PlanRequest, on_progress: Progress | None = None
 ) -> Ranked | NoPlan | EndedEarly:
-    """What ``plan`` chooses among: the plan, and all that were compared with it.
-
-    Raises:
-        UserInputError: as ``plan`` does.
-    """
+    """What ``plan`` chooses among: the plan, and all that were compared with it."""
     request = dataclasses.replace(request, shortlist=True)
     searched = _search(request, request.deadline(), on_progress)
     if not searched.result.plans:
@@ -369,21 +362,20 @@ def ranked(
     model, peaks = searched.model, {**searched.compared, **_other_micro_batches(request, searched)}
     chosen = choose_plan(request, model, searched.result, searched.compared).plan
     fastest = sorted(peaks, key=lambda plan: plan.rank)[: request.num_alternatives]
-    known = Comparison(request, model, peaks).candidates([*fastest, chosen])
-    first_then_fastest = sorted(known, key=lambda each: (each.solved != chosen, each.solved.rank))
+    known = sorted(
+        Comparison(request, model, peaks).candidates([*fastest, chosen]),
+        key=lambda each: (each.solved != chosen, each.solved.rank),
+    )
     return Ranked(
         request=request,
         model=model,
-        candidates=tuple(first_then_fastest[: request.num_alternatives + 1]),
+        candidates=tuple(known[: request.num_alternatives + 1]),
         record=search_record(request, searched.result, searched.seconds, chosen),
     )
 
 
 def _other_micro_batches(request: PlanRequest, searched: _Searched) -> Peaks:
-    """The best plan of each layout with each small micro batch, where it is free.
-
-    A search keeps one plan of each layout, and it is a plan's price that runs may correct.
-    """
+    """The best plan of each layout with each small micro batch; a search keeps one of a layout."""
     name, space, found = "micro_batch_size", request.space, {}
     most = 0 if name in space.fixed else space.limits.get(name, max(_MICRO_BATCHES))
     for size in (size for size in _MICRO_BATCHES if size <= most):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.uncertainty import DEVIATION
 from nest_megatron.plain import to_plain
-from nest_megatron.planner import describe_grid
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.report.tables import (
     FittingTable,
@@ -20,7 +20,7 @@ from nest_megatron.report.tables import (
     name_columns,
     word_columns,
 )
-from nest_megatron.tuning.selection import Known, NextRun, Stop, chosen
+from nest_megatron.tuning.selection import Known, NextRun, Stop, chosen, layout_words
 from nest_megatron.tuning.trial import State, Trial
 from nest_megatron.tuning.tuner import Tuned, outcome_words
 from nest_megatron.units import Seconds, format_duration, format_seconds
@@ -39,13 +39,15 @@ class Lesson:
 
     Args:
         percent: by how much it takes longer than predicted.
-        deviation_percent, before_percent: standard deviation of that, after and before the runs.
+        low_percent, high_percent: the same, a standard deviation less and more.
+        left: standard deviation, as a share of what it was before.
     """
 
     mechanism: Mechanism
     percent: float
-    deviation_percent: float
-    before_percent: float
+    low_percent: float
+    high_percent: float
+    left: float
 
 
 def lessons(known: Known) -> list[Lesson]:
@@ -62,12 +64,13 @@ def lessons(known: Known) -> list[Lesson]:
             found.append(
                 Lesson(
                     mechanism=mechanism,
-                    percent=100 * mean,
-                    deviation_percent=100 * deviation,
-                    before_percent=100 * before,
+                    percent=100 * math.expm1(mean),
+                    low_percent=100 * math.expm1(mean - deviation),
+                    high_percent=100 * math.expm1(mean + deviation),
+                    left=deviation / before,
                 )
             )
-    return sorted(found, key=lambda lesson: lesson.deviation_percent / lesson.before_percent)
+    return sorted(found, key=lambda lesson: lesson.left)
 
 
 def lost_percent(known: Known, taken: Candidate) -> float | None:
@@ -86,8 +89,9 @@ def plan_words(known: Known, runs: Sequence[NextRun], budget: int, timeout_s: Se
     longest = max((run.seconds for run in runs), default=0.0) * budget
     gpus = known.ranked.model.cluster.num_gpus
     start = "as timed" if known.starts_s else "assumed until the first run is timed"
+    runs_of = "runs of" if budget != 1 else "run of"
     return (
-        f"At most {budget} runs of {known.iterations + 1} steps on {gpus} GPUs: about "
+        f"At most {budget} {runs_of} {known.iterations + 1} steps on {gpus} GPUs: about "
         f"{_cost(seconds, gpus)} if each measures what is predicted, {_cost(longest, gpus)} for "
         f"the whole budget, with {format_duration(known.start_s)} to start each ({start}). No run "
         f"takes longer than {format_duration(timeout_s)}."
@@ -104,7 +108,7 @@ def dry_run_document(known: Known, runs: Sequence[NextRun], stop: Stop) -> Mappi
     return {
         "runs": [
             {
-                "layout": describe_grid(run.candidate.solved.grid),
+                "layout": layout_words(run.candidate),
                 "predicted_s": run.candidate.step.median_s,
                 "gain_percent": 100 * run.gain,
                 "seconds": run.seconds,
@@ -125,14 +129,14 @@ def runs_table(runs: Sequence[NextRun]) -> RenderableType:
     for number, run in enumerate(runs, 1):
         gain = f"{100 * run.gain:.2f} %" if number > 1 else "-"
         step, time = format_seconds(run.candidate.step.median_s), format_duration(run.seconds)
-        table.add_row(str(number), step, gain, time, describe_grid(run.candidate.solved.grid))
+        table.add_row(str(number), step, gain, time, layout_words(run.candidate))
     return table
 
 
 def tuned_report(tuned: Tuned, trials: Sequence[Trial], plan: Path | None) -> Iterator[Any]:
     """Everything that is told at the end."""
     known, taken = tuned.known, chosen(tuned.known)
-    yield from (heading("Runs"), _trials_table(known, trials), "")
+    yield from (heading("Runs"), _trials_table(trials), "")
     yield indented(f"The runs end because {tuned.stop.reason}.")
     yield from _lessons_report(known)
     yield heading("The plan")
@@ -147,23 +151,20 @@ def tuned_report(tuned: Tuned, trials: Sequence[Trial], plan: Path | None) -> It
     )
 
 
-def _trials_table(known: Known, trials: Sequence[Trial]) -> RenderableType:
+def _trials_table(trials: Sequence[Trial]) -> RenderableType:
     table = FittingTable(
         *name_columns("Run"),
         *figure_columns("Predicted", "Measured", "Error"),
         *word_columns("Layout", "Outcome"),
     )
-    predicted = {
-        describe_grid(each.solved.grid): each.step.median_s for each in known.ranked.candidates
-    }
     for trial in trials:
-        step, error = predicted.get(trial.layout), ""
-        if trial.step_s is not None and step is not None:
-            error = f"{100 * (trial.step_s / step - 1):+.1f} %"
+        step, error = trial.step_s, ""
+        if step is not None:
+            error = f"{100 * (step / trial.predicted_s - 1):+.1f} %"
         table.add_row(
             str(trial.number),
+            format_seconds(trial.predicted_s),
             "" if step is None else format_seconds(step),
-            "" if trial.step_s is None else format_seconds(trial.step_s),
             error,
             trial.layout,
             "measured" if trial.state is State.MEASURED else outcome_words(trial),
@@ -179,14 +180,13 @@ def _lessons_report(known: Known) -> Iterator[Any]:
     yield indented(_off_words(known))
     if not found:
         return
-    yield indented("How much longer than predicted each mechanism takes, by these runs alone:")
-    table = FittingTable(
-        *name_columns("Mechanism"), *figure_columns("Longer by", "Sure to", "Before")
-    )
+    yield indented("How much longer than predicted each mechanism takes:")
+    heads = ("Longer by", "Two of three chances", "Unsure left")
+    table = FittingTable(*name_columns("Mechanism"), *figure_columns(*heads))
     for each in found:
         name = each.mechanism.value.replace("_", " ")
-        after, before = f"{each.deviation_percent:.1f} %", f"{each.before_percent:.1f} %"
-        table.add_row(name, f"{each.percent:+.1f} %", f"± {after}", f"± {before}")
+        between = f"{each.low_percent:+.0f} to {each.high_percent:+.0f} %"
+        table.add_row(name, f"{each.percent:+.0f} %", between, f"{100 * each.left:.0f} %")
     yield table
     yield ""
 
@@ -196,12 +196,12 @@ def _off_words(known: Known) -> str:
     predicted = {each.solved: each.step.median_s for each in known.ranked.candidates}
     errors = [100 * (step_s / predicted[plan] - 1) for plan, step_s in known.steps_s.items()]
     if len(errors) == 1:
-        return f"The run took {errors[0]:+.1f} % longer than predicted."
-    return f"Runs took between {min(errors):+.1f} % and {max(errors):+.1f} % longer than predicted."
+        return f"Measured over predicted step: {errors[0]:+.1f} %."
+    return f"Measured over predicted steps: {min(errors):+.1f} % to {max(errors):+.1f} %."
 
 
 def _taken_words(known: Known, taken: Candidate) -> str:
-    layout = describe_grid(taken.solved.grid)
+    layout = layout_words(taken)
     if taken.solved in known.steps_s:
         return f"{layout}: measured {format_seconds(known.steps_s[taken.solved])} a step."
     low_s, high_s = taken.step.interval(0.9)
@@ -242,7 +242,7 @@ def _candidate_document(known: Known, candidate: Candidate) -> Mapping[str, Any]
     now = {each.solved: each.step for each in known.candidates()}.get(candidate.solved)
     prior = known.ranked.candidates
     return {
-        "layout": describe_grid(candidate.solved.grid),
+        "layout": layout_words(candidate),
         "predicted_s": next(e.step.median_s for e in prior if e.solved == candidate.solved),
         "expected_s": None if now is None else now.median_s,
         "measured_s": known.steps_s.get(candidate.solved),

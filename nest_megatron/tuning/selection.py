@@ -14,15 +14,21 @@ from typing import NamedTuple
 
 from nest_megatron.cost_model.posterior import Observation, Posterior
 from nest_megatron.cost_model.shortlist import run_gains, shortlist
+from nest_megatron.cost_model.site import job_of
 from nest_megatron.parallel.objective import SURE
-from nest_megatron.planner import Ranked
+from nest_megatron.planner import Ranked, describe_grid
 from nest_megatron.planner.choice import Candidate, values_of
 from nest_megatron.solver.ranking import SolvedGrid
 from nest_megatron.units import Seconds
 
 #: Start of a run, until one has been timed: processes, libraries, groups of ranks, data.
 START_S: Seconds = 90.0
-_JOB = "tuned"
+
+
+def layout_words(candidate: Candidate) -> str:
+    """A plan in one line."""
+    words = describe_grid(candidate.solved.grid)
+    return words if candidate.virtual == 1 else f"VPP {candidate.virtual}, {words}"
 
 
 class NextRun(NamedTuple):
@@ -75,14 +81,21 @@ class Known:
 
     @property
     def posterior(self) -> Posterior:
-        """The errors of predictions, given the runs."""
-        steps = {each.solved: each.step for each in self.ranked.candidates}
-        return Posterior(
-            [
-                Observation(predictive=steps[plan], step_s=step_s, job=_JOB)
-                for plan, step_s in self.steps_s.items()
-            ]
+        """The errors of predictions, given these runs and those of the site's calibration."""
+        steps = {each.solved: each.step.prior for each in self.ranked.candidates}
+        site = self.ranked.request.site
+        before = () if site is None else site.posterior.observations
+        versions = before[-1].versions if before else {}
+        own = (
+            Observation(predictive=steps[plan], step_s=step_s, job=self.job, versions=versions)
+            for plan, step_s in self.steps_s.items()
         )
+        return Posterior([*before, *own])
+
+    @property
+    def job(self) -> str:
+        """What all plans of the job have in common, with each other and with runs of the site."""
+        return job_of(self.ranked.model, self.ranked.candidates[0].solved.grid)
 
     def candidates(self) -> list[Candidate]:
         """Plans that may be taken, with what is expected of them now, the plan without runs first.
@@ -105,7 +118,7 @@ class Known:
         starts = candidate.solved in self.steps_s
         return dataclasses.replace(
             candidate,
-            step=posterior.of(candidate.step, _JOB),
+            step=posterior.of(candidate.step.prior, self.job),
             out_of_memory=0.0 if starts else candidate.out_of_memory,
         )
 

@@ -74,6 +74,7 @@ class Trial:
         number: from 1 on; its files are in the folder ``run-NUMBER``.
         plan: checksum of the plan.
         layout: the plan in few words.
+        predicted_s: its step as predicted without runs.
         seconds: of the whole run, its start included.
         step_s: median of the watched steps.
         peak_memory_bytes: the highest of all ranks.
@@ -83,6 +84,7 @@ class Trial:
     number: int
     plan: str
     layout: str
+    predicted_s: Seconds
     state: State
     seconds: Seconds | None = None
     step_s: Seconds | None = None

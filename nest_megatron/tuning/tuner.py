@@ -18,7 +18,7 @@ from nest_megatron.solver.ranking import SolvedGrid
 from nest_megatron.tuning.command import RunCommand
 from nest_megatron.tuning.job import TunedJob
 from nest_megatron.tuning.launchers import Launcher, running_file
-from nest_megatron.tuning.selection import Known, NextRun, Stop, next_run
+from nest_megatron.tuning.selection import Known, NextRun, Stop, layout_words, next_run
 from nest_megatron.tuning.session import Session, open_locked
 from nest_megatron.tuning.trial import (
     Ended,
@@ -63,7 +63,7 @@ class Tuner:
 
     def run(self) -> Tuned:
         """Run until the budget is spent or nothing is left to learn that is worth its time."""
-        self._settle()
+        self.settle()
         while True:
             known = self.known()
             found = self._next(known)
@@ -101,8 +101,15 @@ class Tuner:
 
     def _run(self, run: NextRun) -> None:
         number, candidate = len(self.session.trials) + 1, run.candidate
-        layout = describe_grid(candidate.solved.grid)
-        trial = Trial(number=number, plan="", layout=layout, state=State.STARTED)
+        layout = layout_words(candidate)
+        prior = next(e for e in self.job.ranked.candidates if e.solved == candidate.solved)
+        trial = Trial(
+            number=number,
+            plan="",
+            layout=layout,
+            predicted_s=prior.step.median_s,
+            state=State.STARTED,
+        )
         self.session.folder.joinpath(trial.folder).mkdir(exist_ok=True)
         plan_file.write(self.job.ranked.plan(candidate), self.session.path(trial, _PLAN))
         try:
@@ -132,7 +139,7 @@ class Tuner:
         self.session.note(trial)
         self.tell(f"Run {trial.number}: {outcome_words(trial)}.")
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Say of runs whose program was killed how they ended, from what they recorded.
 
         Raises:

@@ -6,6 +6,7 @@ import shlex
 
 import pytest
 
+from nest_megatron.config.launch import read_words
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm import short_run as module
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, load_arguments, read_argv
@@ -58,6 +59,11 @@ def test_a_model_from_a_checkpoint_is_loaded_without_its_iteration(version: str)
 def test_a_growing_batch_is_refused(version: str) -> None:
     with pytest.raises(UserInputError, match="another batch"):
         short_run(["--rampup-batch-size", "8", "8", "1000"], version, 21)
+
+
+def test_a_rank_starts_no_runs() -> None:
+    with pytest.raises(UserInputError, match="nest-megatron tune --from"):
+        read_words(["+nest=tune"])
 
 
 def test_what_is_left_out_are_arguments_of_a_release() -> None:

@@ -35,7 +35,7 @@ COMMAND = RunCommand(
     gpus_per_node=8,
 )
 ALLOCATION = {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "gpu[07-08]"}
-TRIAL = Trial(number=1, plan="", layout="", state=State.STARTED)
+TRIAL = Trial(number=1, plan="", layout="", predicted_s=1.0, state=State.STARTED)
 #: A launcher whose child, in a session of its own, outlives a SIGTERM of the launcher's group.
 PARENT = """
 import subprocess, sys, time
@@ -109,6 +109,23 @@ def test_options_reach_submitit() -> None:
     found = launcher_named("submitit", ["slurm_partition=h100", "cpus_per_task=8"], COMMAND)
     assert isinstance(found, Submitit)
     assert found.options == {"slurm_partition": "h100", "cpus_per_task": 8}
+
+
+@pytest.mark.slow
+def test_a_job_of_submitit_is_waited_for(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys; print('ran', os.environ['A']); sys.exit(3)\n")
+    command = RunCommand(
+        launcher=(sys.executable,),
+        script=(str(script),),
+        argv=(),
+        environment={"A": "1"},
+        num_nodes=1,
+        gpus_per_node=1,
+    )
+    ended = Submitit(options={}, cluster="local").run(command, 60.0, tmp_path / "output.txt")
+    assert ended.code == 3
+    assert (tmp_path / "output.txt").read_text() == "ran 1\n"
 
 
 def test_a_run_takes_all_its_processes_with_it(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_what_was_learnt_is_told(tmp_path: Path) -> None:
     taken = chosen(found.known)
     assert taken is not None
     told = lessons(found.known)
-    assert all(lesson.deviation_percent < 1.01 * lesson.before_percent for lesson in told)
+    assert all(lesson.left < 1.01 for lesson in told)
     assert any(lesson.percent > 0 for lesson in told)
     lost = lost_percent(found.known, taken)
     assert lost is not None
