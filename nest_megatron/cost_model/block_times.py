@@ -75,8 +75,7 @@ class BlockTimes:
     ) -> tuple[UnitTimes, ...]:
         """The blocks of a unit."""
         blocks = self._units[kind]
-        before = (None, *blocks[:-1])
-        pairs = zip(blocks, before, strict=True)
+        pairs = zip(blocks, (None, *blocks), strict=False)
         return tuple(self.of_block(block, places, shard, other) for block, other in pairs)
 
     def of_unit_outside_experts(
@@ -100,7 +99,7 @@ class BlockTimes:
         """
         execution, beside_s = shard.execution, 0.0
         way: _Way = execution.outside_experts
-        if block in (LayerBlock.DENSE, LayerBlock.EXPERTS):
+        if block.base in (LayerBlock.DENSE, LayerBlock.EXPERTS):
             tp, tokens = shard.tensor_model_parallel_size, shard.tokens(self.spec)
             shape: _Shape = (block, tokens, tp, shard.sequence_parallel, places[0])
         else:

@@ -14,7 +14,6 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import Fp8Recipe
 from nest_megatron.model.execution import Execution
-from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
 
@@ -137,8 +136,7 @@ def uneven_sides(
     """Sides of a rank's matrices that the format does not divide (``assert_dim_for_fp8_exec``)."""
     tp, etp = dims.tensor_model_parallel_size, dims.expert_tensor_parallel_size
     sides = {spec.hidden_size, spec.num_attention_heads * spec.head_dim // tp}
-    if LayerBlock.DENSE in spec.blocks:
-        sides.add(spec.ffn_hidden_size // tp)
+    sides.update(size // tp for size in spec.ffn_hidden_sizes)
     if spec.is_moe:
         sides.add(spec.expert_ffn_hidden_size // etp)
     return tuple(sorted(side for side in sides if side % number_format.sides))

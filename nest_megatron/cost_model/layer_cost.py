@@ -89,6 +89,26 @@ class UnitTimes:
             offloaded_bytes=self.offloaded_bytes + other.offloaded_bytes,
         )
 
+    def with_input(self, num_bytes: float) -> UnitTimes:
+        """Those of a unit that begins with an MLP: what its residual saves is its input."""
+        kept = self.saved_bytes[Part.RESIDUAL] - num_bytes
+        return dataclasses.replace(
+            self,
+            input_bytes=self.input_bytes + num_bytes,
+            saved_bytes={**self.saved_bytes, Part.RESIDUAL: kept},
+        )
+
+
+#: Of a unit that does nothing: a layer whose halves are both left out.
+NO_WORK = UnitTimes(
+    forward={},
+    whole_forward=PassTime(),
+    backward=PassTime(),
+    input_bytes=0.0,
+    saved_bytes={},
+    working_bytes=0.0,
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitRun:

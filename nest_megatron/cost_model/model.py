@@ -26,6 +26,7 @@ from nest_megatron.cost_model.keys import (
     unit_key,
 )
 from nest_megatron.cost_model.layer_cost import (
+    NO_WORK,
     UnitRun,
     UnitTimes,
     norm_stays,
@@ -147,7 +148,9 @@ class CostModel:
         if key not in self._times:
             blocks = self._blocks.of_unit(kind, places, shard)
             layers, device = self.spec.num_layers, self.cluster.accelerator
-            times = sum(blocks[1:], blocks[0])
+            times = sum(blocks[1:], blocks[0]) if blocks else NO_WORK
+            if kind.begins_with_mlp:
+                times = times.with_input(shard.hidden_bytes(self.spec))
             self._times[key] = beside_copies(times, kind, shard.execution, layers, device)
         return self._times[key]
 

@@ -97,7 +97,7 @@ def _refused_fields(config: Any) -> Iterator[tuple[str, Any, str]]:
     for name, (described, lacking) in _TABLE["refused_otherwise"].items():
         if (value := value_or(config, name, described)) != described:
             yield name, value, lacking
-    builder = _layer_builder(value_or(config, "transformer_layer_spec", None))
+    builder = layer_builder(value_or(config, "transformer_layer_spec", None))
     for name, families in _TABLE["of_families"].items():
         if (value := value_or(config, name, None)) and not {*families} & {*class_names(config)}:
             yield name, value, f"of the supported models only {', '.join(families)} has it"
@@ -109,7 +109,7 @@ def _refused_fields(config: Any) -> Iterator[tuple[str, Any, str]]:
         yield "transformer_layer_spec", builder, "these layers are not megatron-core's own"
     stack = value_or(config, "mamba_stack_spec", None)
     if stack is not None and not _is_standard_stack(stack):
-        yield "mamba_stack_spec", _layer_builder(stack), "these layers are not megatron-core's own"
+        yield "mamba_stack_spec", layer_builder(stack), "these layers are not megatron-core's own"
     for name, value in _unknown(config):
         yield name, value, "this field is set, and what it does to a model is not known here"
 
@@ -144,7 +144,7 @@ def _overridden(kind: type, bases: tuple[type, ...]) -> str | None:
     return next((name for name in made_here if any(name in vars(base) for base in bases)), None)
 
 
-def _layer_builder(spec: Any) -> str | None:
+def layer_builder(spec: Any) -> str | None:
     """The name of what makes a model's layers; ``None`` where the configuration says nothing."""
     if spec is None:
         return None
@@ -155,7 +155,7 @@ def _layer_builder(spec: Any) -> str | None:
 
 def _is_standard_stack(stack: Any) -> bool:
     """Whether a hybrid model's layers are megatron-core's: named so, or all modules from there."""
-    if _layer_builder(stack) in _TABLE["standard_stacks"]:
+    if layer_builder(stack) in _TABLE["standard_stacks"]:
         return True
     inside = getattr(getattr(stack, "submodules", None), "__dict__", {})
     modules = (getattr(each, "module", None) for each in (stack, *inside.values()))

@@ -12,9 +12,10 @@ from typing import Any
 
 from nest_megatron.config.job import Requirement
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.architecture import unplannable
+from nest_megatron.integrations.architecture import layer_builder, unplannable
 from nest_megatron.integrations.fields import class_names, value_or
 from nest_megatron.model.encoder import EncoderSpec
+from nest_megatron.model.heterogeneous import read_heterogeneous_layers
 from nest_megatron.model.hugging_face_vision import read_vision_config
 from nest_megatron.model.layer_pattern import pattern_from_ratios
 from nest_megatron.model.spec import TransformerSpec
@@ -118,6 +119,27 @@ def _nemotron_h(config: Any, seq_length: int) -> dict[str, Any]:
     return _hybrid(config, seq_length) | ({"activation": "squared_relu"} if own else {})
 
 
+def _heterogeneous(config: Any, _: int) -> dict[str, Any]:
+    """The layers of ``block_configs``, which the text in a configuration or its file holds."""
+    builder = layer_builder(value_or(config, "transformer_layer_spec", None))
+    if builder not in _HETEROGENEOUS_LAYERS:
+        lacking = f"only {' and '.join(_HETEROGENEOUS_LAYERS)} build heterogeneous layers"
+        raise unplannable("model.transformer_layer_spec", builder, lacking)
+    names = ("heterogeneous_layers_config_encoded_json", "heterogeneous_layers_config_path")
+    text, path = (value_or(config, name, None) for name in names)
+    heads = config.num_attention_heads
+    layers = read_heterogeneous_layers(
+        text,
+        path,
+        "model.{}".format,
+        hidden_size=config.hidden_size,
+        num_attention_heads=heads,
+        num_query_groups=value_or(config, "num_query_groups", None) or heads,
+        ffn_hidden_size=value_or(config, "ffn_hidden_size", None) or 4 * config.hidden_size,
+    )
+    return {"heterogeneous_layers": layers}
+
+
 def _gemma2(config: Any, _: int) -> dict[str, Any]:
     """Windows are masks over the whole square of scores, and save nothing."""
     variant = ModelVariant(
@@ -181,6 +203,8 @@ _OF_NEMO_GEMMA3 = {
     _CONTEXT: "its configure_model refuses context parallelism",
     _VIRTUAL: "its configure_model refuses virtual stages",
 }
+_ONE_STAGE = {_VIRTUAL: "its layers are built for one stage a rank"}
+_HETEROGENEOUS_LAYERS = ("heterogeneous_layer_spec", "get_gpt_heterogeneous_layer_spec")
 _GEMMA2 = Family(fields=_gemma2, ones=lambda _: _SQUARE, packs=False)
 _WHOLE_NORMS = {_TENSOR: "its norms of queries and keys are as wide as all heads on every rank"}
 
@@ -193,6 +217,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "MambaModelProvider": Family(fields=_hybrid),
         "NemotronHConfigBase": Family(fields=_nemotron_h),
         "SSMConfig": Family(fields=_hybrid),
+        "HeterogeneousTransformerConfig": Family(fields=_heterogeneous, ones=lambda _: _ONE_STAGE),
         "Gemma2Config": _GEMMA2,
         "Gemma2ModelProvider": _GEMMA2,
         "Gemma3Config": Family(fields=_gemma3, ones=lambda _: _OF_NEMO_GEMMA3),

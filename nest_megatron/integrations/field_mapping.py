@@ -74,6 +74,7 @@ _SHAPE = (
     "multi_latent_attention",
     "num_mtp_layers",
     "hybrid_layer_pattern",
+    "heterogeneous_layers",
     "linear_attention_freq",
     "variant",
 )

@@ -130,7 +130,10 @@ def _refusals(
 ) -> Iterator[tuple[str, object, str, str]]:
     """What these modules cannot be built for: the setting, its value, the limit, the fix."""
     tp, cp = shard.tensor_model_parallel_size, shard.context_parallel_size
-    groups = spec.query_groups
+    groups = min(
+        (b.size for b in kind.blocks if b.base is LayerBlock.ATTENTION and b.size),
+        default=spec.query_groups,
+    )
     if kind.has_experts and not spec.is_moe:
         yield "layer", kind.value, f"{spec.name} has no experts", "Use dense."
     if kind is LayerKind.MTP and not spec.num_mtp_layers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from nest_megatron.megatron_core.substitutes import (
     without_transformer_engine,
 )
 from nest_megatron.megatron_core.units import Layers, described_layers
+from nest_megatron.model.heterogeneous import block_configs
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.parameters import one_layer
@@ -220,6 +222,15 @@ def transformer_config(
         **_recompute_fields(recompute),
         **changes,
     }
+    if spec.heterogeneous_layers:
+        from megatron.core.transformer.heterogeneous.heterogeneous_config import (
+            HeterogeneousTransformerConfig,
+        )
+
+        layers = json.dumps(block_configs(spec.heterogeneous_layers))
+        return HeterogeneousTransformerConfig(
+            **fields, heterogeneous_layers_config_encoded_json=layers
+        )
     if not spec.multi_latent_attention:
         return TransformerConfig(**fields)
     return MLATransformerConfig(

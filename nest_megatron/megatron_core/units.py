@@ -56,9 +56,17 @@ def described_layers(
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
     engine = implementation is Implementation.TRANSFORMER_ENGINE
-    block = specs.get_gpt_decoder_block_spec(
-        config, use_transformer_engine=engine, normalization=spec.normalization
-    )
+    if spec.heterogeneous_layers:
+        from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
+            get_gpt_heterogeneous_layer_spec,
+        )
+
+        block = get_gpt_heterogeneous_layer_spec(config, use_te=engine)
+        config = config.get_config_for_layer(len(config.per_block_parameters))
+    else:
+        block = specs.get_gpt_decoder_block_spec(
+            config, use_transformer_engine=engine, normalization=spec.normalization
+        )
     mtp = None
     if spec.num_mtp_layers:
         layer = block.layer_specs[-1]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nest_megatron.errors import UnplannableModelError
-from nest_megatron.model.layer_pattern import moe_layer_pattern, read_frequency
+from nest_megatron.model.frequency import moe_layer_pattern, read_frequency
 from nest_megatron.model.spec import TransformerSpec
 
 #: Megatron's defaults where a ``TransformerSpec`` has others.

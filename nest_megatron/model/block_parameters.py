@@ -225,12 +225,23 @@ def _dense(spec: TransformerSpec, tp: int) -> int:
     return _norms_around(spec, of_mlp=True) + mlp(spec, spec.ffn_hidden_size, tp)
 
 
+def _linear(spec: TransformerSpec, tp: int) -> int:
+    """A linear layer in the place of attention or MLP, with its norm.
+
+    Source: ``megatron.core.transformer.heterogeneous.linear_replacements``.
+    """
+    outputs, bias = spec.hidden_size // tp, bool(spec.add_bias_linear)
+    return norm(spec, spec.hidden_size) + (spec.hidden_size + bias) * outputs
+
+
 _COUNTS: Mapping[LayerBlock, Callable[[TransformerSpec, int], int]] = {
     LayerBlock.CROSS_ATTENTION: _cross_attention,
     LayerBlock.GATED_DELTA_NET: _gated_delta_net,
     LayerBlock.MAMBA: _mamba,
     LayerBlock.DENSE: _dense,
     LayerBlock.ENCODER_DENSE: _dense,
+    LayerBlock.LINEAR_FOR_ATTENTION: _linear,
+    LayerBlock.LINEAR_FOR_MLP: _linear,
 }
 
 
@@ -240,4 +251,4 @@ def block_parameters(
     """One block of a decoder layer."""
     if block is LayerBlock.EXPERTS:
         return _experts(spec, tp, ep, etp)
-    return ParameterCount(_COUNTS.get(block, _attention)(spec, tp))
+    return ParameterCount(_COUNTS.get(block.base, _attention)(spec.sized(block), tp))

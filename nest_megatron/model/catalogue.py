@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.model.layer_pattern import moe_layer_pattern
+from nest_megatron.model.frequency import moe_layer_pattern
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.plain import Source, from_plain
 

@@ -9,7 +9,7 @@ import functools
 import math
 import operator
 from collections import defaultdict
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 from nest_megatron.names import Name
 
@@ -155,6 +155,11 @@ class LayerGraph:
 
     def __rmul__(self, count: int) -> LayerGraph:
         return functools.reduce(operator.add, count * [self], LayerGraph(operators=()))
+
+    def with_input(self, num_bytes: float) -> LayerGraph:
+        """The graph of a unit that begins with an MLP: what its residual saves is its input."""
+        saved = (*self.saved_bytes, (Part.RESIDUAL, -num_bytes))
+        return replace(self, input_bytes=self.input_bytes + num_bytes, saved_bytes=saved)
 
     def flops(self) -> float:
         """Forward floating-point operations."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nest_megatron.errors import UnplannableModelError, UserInputError
-from nest_megatron.model.layer_pattern import MAX_LAYERS
+from nest_megatron.model.frequency import MAX_LAYERS
 
 #: Likeness from which one name is taken for another that is misspelt.
 _NEARLY = 0.85

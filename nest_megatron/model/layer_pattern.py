@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import ast
 import functools
+import re
+from typing import Any, TypeVar
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.frequency import MAX_LAYERS, rhythm
 from nest_megatron.names import Name
 
-#: Most layers that are planned for: the deepest published transformer has 1,000, and a misprint
-#: must not fill memory and time.
-MAX_LAYERS = 2_000
-_MAX_TEXT = 10_000
+_Named = TypeVar("_Named", bound=Name)
+
+
+def _new(names: type[_Named], *values: Any) -> _Named:
+    """A value of an enumeration that is no member, made as its members are."""
+    made: _Named = names.__dict__["_new_member_"](names, *values)
+    return made
 
 
 class LayerBlock(Name):
@@ -20,7 +25,30 @@ class LayerBlock(Name):
     A decoder layer is a block that mixes tokens (attention and its kin), one that works on each
     token (an MLP or experts), or both, norm and residual included. ``MTP`` is what all MTP layers
     of the model do around their decoder layers.
+
+    Besides the members there are blocks of a size of their own, for heterogeneous layers:
+    ``attention[8]`` has 8 query groups, ``dense[1024]`` a ``ffn_hidden_size`` of 1,024. They equal
+    each other by their text.
+
+    Attributes:
+        size: of such a block, else ``None``.
+
+    >>> LayerBlock("dense[1024]").base, LayerBlock("dense[1024]").size
+    (<LayerBlock.DENSE: 'dense'>, 1024)
     """
+
+    size: int | None
+
+    def __new__(cls, value: str, size: int | None = None) -> LayerBlock:
+        block = str.__new__(cls, value)
+        block._name_ = block._value_ = value
+        block.size = size
+        return block
+
+    @classmethod
+    def _missing_(cls, value: object) -> LayerBlock | None:
+        found = _SIZED.fullmatch(str(value))
+        return _new(cls, found[0], int(found[2])) if found else None
 
     ATTENTION = "attention"
     WINDOW_ATTENTION = "window_attention"
@@ -29,8 +57,10 @@ class LayerBlock(Name):
     MAMBA = "mamba"
     CROSS_ATTENTION = "cross_attention"
     ENCODER_ATTENTION = "encoder_attention"
+    LINEAR_FOR_ATTENTION = "linear_for_attention"
     DENSE = "dense"
     ENCODER_DENSE = "encoder_dense"
+    LINEAR_FOR_MLP = "linear_for_mlp"
     EXPERTS = "experts"
     EMBEDDING = "embedding"
     ENCODER = "encoder"
@@ -39,11 +69,19 @@ class LayerBlock(Name):
     HEAD = "head"
 
     @property
+    def base(self) -> LayerBlock:
+        """The member of which this is a size."""
+        return self if self.size is None else LayerBlock(self.partition("[")[0])
+
+    @property
     def mixes_tokens(self) -> bool:
         """Whether tokens of a sequence meet in it, which context parallelism divides."""
-        return self in _MIXERS
+        return self.base in _MIXERS
 
 
+#: Blocks of a size of their own: query groups of attention, ``ffn_hidden_size`` of an MLP.
+_SIZE = "[1-9][0-9]{0,8}"
+_SIZED = re.compile(rf"(attention|dense)\[({_SIZE})\]")
 _MIXERS = frozenset(
     {
         LayerBlock.ATTENTION,
@@ -55,24 +93,39 @@ _MIXERS = frozenset(
         LayerBlock.ENCODER_ATTENTION,
     }
 )
-_MLPS = frozenset({LayerBlock.DENSE, LayerBlock.ENCODER_DENSE})
+_MLPS = frozenset({LayerBlock.DENSE, LayerBlock.ENCODER_DENSE, LayerBlock.LINEAR_FOR_MLP})
+_OF_EACH_TOKEN = _MLPS | {LayerBlock.EXPERTS}
 
 
 class LayerKind(Name):
     """A distinct kind of unit in the layer sequence; the stage partition cuts between units.
 
+    Besides the members there are the kinds of heterogeneous layers, each half of which has a size
+    of its own, is a linear layer instead, or is left out (Megatron's ``num_query_groups`` and
+    ``ffn_hidden_size`` of a layer, ``replace_with_linear`` and ``no_op``); ``NO_OP`` has neither.
+
     Attributes:
         blocks: what a unit is made of, in order; those of ``MTP`` depend on the model
             (``TransformerSpec.unit_blocks``).
+
+    >>> LayerKind("attention[8]+dense[1024]").blocks
+    (<LayerBlock.attention[8]: 'attention[8]'>, <LayerBlock.dense[1024]: 'dense[1024]'>)
     """
 
     blocks: tuple[LayerBlock, ...]
 
     def __new__(cls, value: str, *blocks: LayerBlock) -> LayerKind:
         kind = str.__new__(cls, value)
+        kind._name_ = value
         kind._value_ = value
         kind.blocks = blocks
         return kind
+
+    @classmethod
+    def _missing_(cls, value: object) -> LayerKind | None:
+        if not _HETEROGENEOUS.fullmatch(str(value)):
+            return None
+        return _new(cls, str(value), *map(LayerBlock, str(value).split("+")))
 
     EMBEDDING = "embedding", LayerBlock.EMBEDDING
     DENSE = "dense", LayerBlock.ATTENTION, LayerBlock.DENSE
@@ -90,6 +143,7 @@ class LayerKind(Name):
     EXPERTS = "experts", LayerBlock.EXPERTS
     ENCODER = "encoder", LayerBlock.ENCODER_ATTENTION, LayerBlock.ENCODER_DENSE
     CROSS = "cross", LayerBlock.ATTENTION, LayerBlock.CROSS_ATTENTION, LayerBlock.DENSE
+    NO_OP = ("no_op",)
     MTP = "mtp", LayerBlock.MTP
     HEAD = "head", LayerBlock.HEAD
 
@@ -115,10 +169,23 @@ class LayerKind(Name):
 
     @property
     def has_mlp(self) -> bool:
-        """Whether it has a dense MLP."""
-        return not _MLPS.isdisjoint(self.blocks)
+        """Whether it has a dense MLP, or a linear layer in its place."""
+        return any(block.base in _MLPS for block in self.blocks)
+
+    @property
+    def begins_with_mlp(self) -> bool:
+        """Whether nothing mixes tokens before its MLP or experts."""
+        return bool(self.blocks) and self.blocks[0].base in _OF_EACH_TOKEN
+
+    @property
+    def is_heterogeneous(self) -> bool:
+        """Whether it is a layer of a heterogeneous model."""
+        return self is LayerKind.NO_OP or _HETEROGENEOUS.fullmatch(self) is not None
 
 
+_FIRST = rf"(attention\[{_SIZE}\]|linear_for_attention)"
+_SECOND = rf"(dense\[{_SIZE}\]|linear_for_mlp)"
+_HETEROGENEOUS = re.compile(rf"{_FIRST}\+{_SECOND}|{_FIRST}|{_SECOND}")
 _BY_BLOCKS = {kind.blocks: kind for kind in LayerKind}
 #: Layers of a hybrid model by Megatron's symbols; which attention is meant, the model's fields say.
 #: Source: ``hybrid_layer_allocation.Symbols`` of Megatron-LM 0.20, and 0.16.1's, which has four.
@@ -212,131 +279,12 @@ def pattern_from_ratios(num_layers: int, attention: float, mlp: float) -> str:
     return "".join(symbols)
 
 
-def rhythm(what: str, value: int | tuple[int, ...] | None, num_layers: int) -> tuple[bool, ...]:
-    """Which layers a rhythm marks: of every N all but the N-th, or those that a list marks.
-
-    Megatron's ``window_attn_skip_freq`` marks the sliding layers by it, ``linear_attention_freq``
-    the linear ones and ``no_rope_freq``, other way around, those that are rotated. ``None`` marks
-    all.
-
-    Raises:
-        UserInputError: for a number below 1, or a list of another length.
-
-    >>> rhythm("window_attn_skip_freq", 3, 4)
-    (True, True, False, True)
-    """
-    if value is None:
-        return (True,) * num_layers
-    if isinstance(value, int):
-        if value < 1:
-            limit, fix = "a period must be at least 1", "Write for example 4, or a list of 0 and 1."
-            raise UserInputError(what, value=value, limit=limit, fix=fix)
-        return tuple((layer + 1) % value != 0 for layer in range(num_layers))
-    if len(value) != num_layers or any(flag not in (0, 1) for flag in value):
-        limit = f"it must give one 0 or 1 for each of the {num_layers} layers"
-        raise UserInputError(what, value=value, limit=limit, fix="Give one number for each layer.")
-    return tuple(map(bool, value))
-
-
-def read_frequency(text: str) -> int | list[int]:
-    """A frequency in Megatron's notation: a whole number, or a list made by ``+`` and ``*``.
-
-    Raises:
-        UserInputError: if it is neither.
-    """
-    if len(text) > _MAX_TEXT:
-        raise _refused(text[:40] + "...", f"the text may have at most {_MAX_TEXT} characters")
-    try:
-        return _evaluate(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise _refused(text, f"it cannot be read ({error})") from error
-
-
-class _MalformedError(ValueError):
-    """The text is not in Megatron's notation."""
-
-
-def moe_layer_pattern(moe_layer_freq: object, num_layers: int) -> tuple[int, ...]:
-    """Expand Megatron's ``moe_layer_freq`` to one flag for each layer.
-
-    Args:
-        moe_layer_freq: an integer N (layers 0, N, 2N, ... route), a list of a 1 for each
-            mixture-of-experts layer and a 0 for a dense one, or such a list in Megatron's notation.
-
-    Raises:
-        UserInputError: if the value is none of these, or has another length.
-
-    Source: ``megatron.core.models.gpt.gpt_layer_specs`` and Megatron's ``moe_freq_type``.
-
-    >>> moe_layer_pattern("([0]*2+[1]*3)", 5)
-    (0, 0, 1, 1, 1)
-    >>> moe_layer_pattern(2, 5)
-    (1, 0, 1, 0, 1)
-    """
-    if num_layers > MAX_LAYERS:
-        limit, fix = f"it must be at most {MAX_LAYERS:,}", "Correct the model's description."
-        raise UserInputError("num_layers", value=num_layers, limit=limit, fix=fix)
-    value = read_frequency(moe_layer_freq) if isinstance(moe_layer_freq, str) else moe_layer_freq
-    if isinstance(value, list | tuple) and all(type(flag) is int for flag in value):
-        flags = tuple(value)
-    elif isinstance(value, int) and not isinstance(value, bool):
-        if value < 1:
-            raise _refused(value, "a period must be at least 1")
-        flags = tuple(int(layer % value == 0) for layer in range(num_layers))
-    else:
-        limit = "it must be a whole number, a list of 0 and 1, or such a list as text"
-        raise _refused(moe_layer_freq, limit)
-    if len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
-        limit = f"it must give one 0 or 1 for each of the {num_layers} layers"
-        raise _refused(moe_layer_freq, limit)
-    return flags
-
-
-def _evaluate(node: ast.expr) -> int | list[int]:
-    """Value of an expression made of whole numbers, lists of them, ``+`` and ``*``."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.List):
-        items = [_evaluate(item) for item in node.elts]
-        if any(isinstance(item, list) for item in items):
-            raise _MalformedError("lists may not be nested")
-        return [item for item in items if isinstance(item, int)]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-        left, right = _evaluate(node.left), _evaluate(node.right)
-        return _repeat(left, right) if isinstance(node.op, ast.Mult) else _join(left, right)
-    raise _MalformedError("only lists of 0 and 1, + and * are allowed")
-
-
-def _repeat(left: int | list[int], right: int | list[int]) -> list[int]:
-    flags, count = (right, left) if isinstance(left, int) else (left, right)
-    if isinstance(flags, int) or not isinstance(count, int):
-        raise _MalformedError("* needs a list and a whole number")
-    _require_length(len(flags) * count)
-    return flags * count
-
-
-def _join(left: int | list[int], right: int | list[int]) -> list[int]:
-    if isinstance(left, int) or isinstance(right, int):
-        raise _MalformedError("+ needs two lists")
-    _require_length(len(left) + len(right))
-    return left + right
-
-
-def _require_length(num_layers: int) -> None:
-    if num_layers > MAX_LAYERS:
-        raise _MalformedError(f"it has more than {MAX_LAYERS} layers")
-
-
-def _refused(value: object, limit: str) -> UserInputError:
-    fix = "Write for example 1 (all layers), 2 (every other) or ([0]*3+[1]*58)."
-    return UserInputError("moe_layer_freq", value=value, limit=limit, fix=fix)
-
-
 @functools.lru_cache(maxsize=256)
 def blocks_of(kinds: tuple[LayerKind, ...]) -> tuple[LayerBlock, ...]:
-    """The blocks that some kinds are made of, each once."""
+    """The blocks that some kinds are made of, each once, those of one member by size."""
     found = {block for kind in kinds for block in kind.blocks}
-    return tuple(block for block in LayerBlock if block in found)
+    order = {block: place for place, block in enumerate(LayerBlock)}
+    return tuple(sorted(found, key=lambda block: (order[block.base], block.size or 0)))
 
 
 #: Whether the model has a sort of attention, and the rhythm of the layers that have it.

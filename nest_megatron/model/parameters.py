@@ -251,6 +251,7 @@ def one_layer(spec: TransformerSpec, kind: LayerKind) -> TransformerSpec:
     is_sparse = spec.experimental_attention_variant == "dsa" and LayerBlock.ATTENTION in has
     chunked, slides = LayerBlock.CHUNKED_ATTENTION in has, LayerBlock.WINDOW_ATTENTION in has
     is_hybrid = bool(spec.hybrid_layer_pattern) and len(inner.blocks) == 1
+    heterogeneous = (inner,) if spec.heterogeneous_layers and kind.is_layer else ()
     hybrid = _hybrid_layer(spec, inner, kind) if is_hybrid else ""
     linear = "gated_delta_net" if is_linear and not hybrid else None
     return dataclasses.replace(
@@ -266,6 +267,7 @@ def one_layer(spec: TransformerSpec, kind: LayerKind) -> TransformerSpec:
         no_rope_freq=None,
         experimental_attention_variant="dsa" if is_sparse else linear,
         linear_attention_freq=(1,) if linear else None,
+        heterogeneous_layers=heterogeneous,
         hybrid_layer_pattern=hybrid,
     )
 

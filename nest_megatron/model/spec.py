@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.adapters import EXPERTS, Adapters, PeftScheme
 from nest_megatron.model.encoder import EncoderSpec
+from nest_megatron.model.frequency import MAX_LAYERS
+from nest_megatron.model.heterogeneous import require_layers
 from nest_megatron.model.layer_pattern import (
-    MAX_LAYERS,
     LayerBlock,
     LayerKind,
     blocks_of,
@@ -44,8 +46,14 @@ _POSITIVE_IF_GIVEN = (
 #: What a model of two stacks has only at its default.
 _NOT_IN_T5 = (
     *("window_size", "attention_chunk_size", "experimental_attention_variant", "num_experts"),
-    *("hybrid_layer_pattern", "multi_latent_attention", "mtp_num_layers", "qk_layernorm"),
-    *("attention_output_gate", "softmax_type"),
+    *("hybrid_layer_pattern", "heterogeneous_layers", "multi_latent_attention", "mtp_num_layers"),
+    *("qk_layernorm", "attention_output_gate", "softmax_type"),
+)
+#: What a heterogeneous model has only at its default.
+_NOT_HETEROGENEOUS = (
+    *("family", "window_size", "attention_chunk_size", "experimental_attention_variant"),
+    *("num_experts", "hybrid_layer_pattern", "multi_latent_attention", "mtp_num_layers"),
+    *("attention_output_gate", "softmax_type", "qk_l2_norm", "variant", "vision"),
 )
 _OF_SPARSE_ATTENTION = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 _MOST = {"num_layers": MAX_LAYERS, "mtp_num_layers": MAX_LAYERS, "num_experts": 100_000}
@@ -77,6 +85,9 @@ class TransformerSpec:
         attention_output_gate: a sigmoid gate, as wide as the queries, on what attention puts out.
         experimental_attention_variant: ``gated_delta_net`` on the layers that
             ``linear_attention_freq`` marks (all but every n-th, or a 1 for each), or ``dsa``.
+        heterogeneous_layers: the kind of each layer of a heterogeneous model (``LayerKind``), such
+            as ``attention[8]+dense[1024]``, ``dense[512]`` or ``no_op``; ``num_query_groups`` and
+            ``ffn_hidden_size`` then say nothing of a layer.
         hybrid_layer_pattern: a symbol for each layer of a hybrid model, and behind each ``/`` the
             layers of one MTP depth; empty for layers of attention and MLP or experts.
         encoder_num_layers, decoder_seq_length: of a T5-like model, whose decoder has ``num_layers``
@@ -155,6 +166,8 @@ class TransformerSpec:
     linear_value_head_dim: int = added(128)
     linear_num_key_heads: int = added(16)
     linear_num_value_heads: int = added(32)
+    # Heterogeneous layers
+    heterogeneous_layers: tuple[LayerKind, ...] = added(())
     # Hybrid models
     hybrid_layer_pattern: str = added("")
     mamba_state_dim: int = added(128)
@@ -186,6 +199,11 @@ class TransformerSpec:
             raise self._wrong("num_query_groups", limit, fix)
         self._check_stacks()
         self._check_pattern()
+        if self.heterogeneous_layers:
+            layers, heads = self.heterogeneous_layers, self.num_attention_heads
+            require_layers(self.name, layers, self.num_layers, heads)
+            limit = "megatron-core builds heterogeneous layers without it"
+            self._require_default(_NOT_HETEROGENEOUS, limit)
         self._check_experts()
         self._check_adapters()
         self.layer_kinds()
@@ -209,10 +227,12 @@ class TransformerSpec:
         if self.query_groups != self.num_attention_heads:
             limit = "cross attention has a key/value head for each query head"
             raise self._wrong("num_query_groups", limit, "Leave it out.")
-        plain = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in _NOT_IN_T5:
-            if getattr(self, name) != plain[name]:
-                raise self._wrong(name, "Megatron-core's T5 has no such layers", "Leave it out.")
+        self._require_default(_NOT_IN_T5, "Megatron-core's T5 has no such layers")
+
+    def _require_default(self, names: Collection[str], limit: str) -> None:
+        for field in dataclasses.fields(self):
+            if field.name in names and getattr(self, field.name) != field.default:
+                raise self._wrong(field.name, limit, "Leave it out.")
 
     def _check_pattern(self) -> None:
         if self.hybrid_layer_pattern:
@@ -297,6 +317,23 @@ class TransformerSpec:
     def head_dim(self) -> int:
         """Size of one attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_group_counts(self) -> tuple[int, ...]:
+        """Numbers of key/value heads of all layers that have some, each once."""
+        if not self.heterogeneous_layers:
+            return (self.query_groups,)
+        return tuple(b.size for b in self.blocks if b.base is LayerBlock.ATTENTION and b.size)
+
+    @property
+    def ffn_hidden_sizes(self) -> tuple[int, ...]:
+        """Inner sizes of all dense MLPs, each once."""
+        dense = (block for block in self.blocks if block.base is LayerBlock.DENSE)
+        return tuple(block.size or self.ffn_hidden_size for block in dense)
+
+    def sized(self, block: LayerBlock) -> TransformerSpec:
+        """The model whose layers all have the size that a block has for itself."""
+        return self if block.size is None else _sized(self, block)
 
     @property
     def expert_ffn_hidden_size(self) -> int:
@@ -415,6 +452,14 @@ class TransformerSpec:
 
 
 @functools.lru_cache(maxsize=256)
+def _sized(spec: TransformerSpec, block: LayerBlock) -> TransformerSpec:
+    assert block.size is not None
+    if block.base is LayerBlock.DENSE:
+        return dataclasses.replace(spec, ffn_hidden_size=block.size, heterogeneous_layers=())
+    return dataclasses.replace(spec, num_query_groups=block.size, heterogeneous_layers=())
+
+
+@functools.lru_cache(maxsize=256)
 def _image_encoder(name: str, vision: EncoderSpec) -> TransformerSpec:
     same = {field.name for field in dataclasses.fields(TransformerSpec)} - {"vision"}
     shared = {
@@ -438,6 +483,8 @@ def _decoder_kinds(spec: TransformerSpec) -> tuple[LayerKind, ...]:
         return (LayerKind.ENCODER,) * spec.encoder_num_layers + (LayerKind.CROSS,) * spec.num_layers
     if spec.hybrid_layer_pattern:
         return hybrid_kinds(spec.hybrid_layer_pattern)[0]
+    if spec.heterogeneous_layers:
+        return spec.heterogeneous_layers
     return two_block_kinds(
         spec.num_layers,
         spec.moe_layer_pattern,

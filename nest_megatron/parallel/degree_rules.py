@@ -208,6 +208,30 @@ DEGREE_RULES: tuple[Rule, ...] = (
         fix="Use powers of two no larger than the groups.",
     ),
     rule(
+        "linear_replacements",
+        "transformer/heterogeneous/linear_replacements.py (run)",
+        lambda job: rules.allows_linear_for_tp(
+            job.spec,
+            job.dims.tensor_model_parallel_size,
+            sequence_parallel=job.sequence_parallel,
+        ),
+        what="tensor_model_parallel_size",
+        limit="a linear layer in the place of attention or an MLP does not run with sequence "
+        "parallelism",
+        fix="Use 1.",
+    ),
+    rule(
+        "heterogeneous_virtual_stages",
+        "transformer_layer.py:97, 0.20 transformer_layer.py (at build)",
+        lambda job: rules.allows_virtual_stages(
+            job.spec, job.dims.virtual_pipeline_model_parallel_size
+        ),
+        what="virtual_pipeline_model_parallel_size",
+        value=lambda job: job.dims.virtual_pipeline_model_parallel_size,
+        limit="heterogeneous layers are built for one stage a rank",
+        fix="Use 1.",
+    ),
+    rule(
         "linear_over_tp_and_cp",
         "tc:964-980",
         lambda job: rules.divides_linear(

@@ -223,8 +223,8 @@ def _context_heads(request: LaunchRequest) -> Iterator[str]:
         levels = how.hierarchical_context_parallel_sizes
         size = levels[0] if levels else 1
     heads = request.spec.num_attention_heads // tp
-    groups = max(1, request.spec.query_groups // tp)
-    if heads % size or groups % size:
+    groups = (max(1, count // tp) for count in request.spec.query_group_counts)
+    if heads % size or any(count % size for count in groups):
         yield "ranks that exchange heads get whole heads and whole query groups each"
 
 

@@ -19,7 +19,6 @@ from nest_megatron.model.execution import (
     GraphImpl,
     TokenDispatcher,
 )
-from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.names import Name
 from nest_megatron.parallel.device_rules import closed_on
@@ -282,7 +281,7 @@ def open_values(conditions: KnobConditions) -> dict[str, tuple[Any, ...]]:
             found[knob.name] = tuple(values)
     spec = conditions.spec
     if "cuda_graph_scope" in found:  # modules whose shapes are fixed (0.16.1 tc:1747-1778)
-        dense = ("mlp",) if LayerBlock.DENSE in spec.blocks else ()
+        dense = ("mlp",) if spec.ffn_hidden_sizes else ()
         prepared = () if conditions.counts_on_host else ("moe_preprocess",)
         found["cuda_graph_scope"] = (("attn", *dense, "moe_router", *prepared), ())
     if _OFFLOADED in found.get("offload_modules", ()) and not spec.is_moe:
@@ -328,6 +327,7 @@ def _is_open(knob: Knob, conditions: KnobConditions) -> bool:
     alone = spec.family is ModelFamily.GPT and spec.vision is None
     images, stacks = spec.vision is not None, spec.family is ModelFamily.T5
     no_buffers = conditions.fp8_recipe in _WITHOUT_BUFFERS
+    capturable = conditions.capturable and not spec.heterogeneous_layers
     missing = {
         "moe_flex_dispatcher_backend": _FLEX_DEVICE.match(conditions.accelerator) is None,
         "moe_shared_expert_overlap": not spec.moe_shared_expert_intermediate_size,
@@ -336,9 +336,9 @@ def _is_open(knob: Knob, conditions: KnobConditions) -> bool:
         "cp_comm_type": spec.multi_latent_attention or images,
         "hierarchical_context_parallel_sizes": spec.multi_latent_attention,
         "offload_modules": not conditions.has_fast_link or not alone,
-        "cuda_graph_impl": not conditions.capturable or not alone,
+        "cuda_graph_impl": not capturable or not alone,
         # the whole layer, where nothing in it has shapes of its own
-        "cuda_graph_scope": not conditions.capturable or not spec.is_moe,
+        "cuda_graph_scope": not capturable or not spec.is_moe,
     }
     return (
         conditions.has_engine

@@ -23,6 +23,8 @@ from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
+_LINEAR = frozenset({LayerBlock.LINEAR_FOR_ATTENTION, LayerBlock.LINEAR_FOR_MLP})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
@@ -101,11 +103,10 @@ class LaunchRequest:
 
 def divides_heads(spec: TransformerSpec, tp: int) -> bool:
     """Attention heads split over tp; query groups are a multiple or a divisor of tp."""
-    groups = spec.query_groups
-    return (
-        spec.num_attention_heads % tp == 0
-        and (groups % tp == 0 or tp % groups == 0)
+    return spec.num_attention_heads % tp == 0 and all(
+        (groups % tp == 0 or tp % groups == 0)
         and 2 * groups * spec.head_dim % tp == 0  # the packed query-key-value projection
+        for groups in spec.query_group_counts
     )
 
 
@@ -117,11 +118,13 @@ def divides_vocab(spec: TransformerSpec, tp: int) -> bool:
 def divides_dense_mlp(spec: TransformerSpec, tp: int) -> bool:
     """The MLPs that tensor parallelism splits (dense layers, shared experts) come out whole."""
     shared = spec.moe_shared_expert_intermediate_size or 0
-    has_dense = LayerBlock.DENSE in spec.blocks
-    splits_hidden = spec.num_mtp_layers > 0  # the projection that joins embedding and hidden state
+    splits_hidden = (
+        spec.num_mtp_layers > 0  # the projection that joins embedding and hidden state
+        or not _LINEAR.isdisjoint(spec.blocks)
+    )
     return (
         shared % tp == 0
-        and not (has_dense and spec.ffn_hidden_size % tp)
+        and not any(size % tp for size in spec.ffn_hidden_sizes)
         and not (splits_hidden and spec.hidden_size % tp)
     )
 
@@ -154,6 +157,23 @@ def cuts_anywhere(spec: TransformerSpec, version: str) -> bool:
     (``MambaStack._select_layers_for_pipeline_parallel``, ``forward``).
     """
     return not (spec.hybrid_layer_pattern and version.startswith("0.16"))
+
+
+def allows_linear_for_tp(spec: TransformerSpec, tp: int, *, sequence_parallel: bool) -> bool:
+    """A linear layer in the place of another does not run with sequence parallelism.
+
+    ``linear_replacements._gather_from_tensor_parallel_region`` pads the sequence there where it
+    means the hidden size (0.16.1 and 0.20).
+    """
+    return tp == 1 or not sequence_parallel or _LINEAR.isdisjoint(spec.blocks)
+
+
+def allows_virtual_stages(spec: TransformerSpec, vpp: int) -> bool:
+    """Heterogeneous layers are built for one stage a rank.
+
+    No framework tells ``get_gpt_heterogeneous_layer_spec`` which virtual stage it builds.
+    """
+    return vpp == 1 or not spec.heterogeneous_layers
 
 
 def divides_adapters(spec: TransformerSpec, tp: int, etp: int = 1) -> bool:

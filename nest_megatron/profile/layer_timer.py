@@ -40,7 +40,7 @@ _UNITS = {
 
 def can_time(block: LayerBlock) -> bool:
     """Whether megatron-core's layers of a block are built here: its scans need more packages."""
-    return block in _UNITS
+    return block.base in _UNITS
 
 
 #: Passes that are made however long they take: a spread needs two.
@@ -74,9 +74,9 @@ def time_block(
     spec: TransformerSpec, block: LayerBlock, shard: LayerShard, measuring: Measuring
 ) -> Timing:
     """Time one block in one shape on one rank; one that does not fit here is a ``MemoryError``."""
-    kind, stretch = _UNITS[block]
+    kind, stretch = _UNITS[block.base]
     inside = staged(
-        spec,
+        spec.sized(block),
         kind,
         shard,
         where=measuring.where,

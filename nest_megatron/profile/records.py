@@ -240,7 +240,9 @@ def _given_later(spec: TransformerSpec) -> Iterator[tuple[str, object]]:
 
 
 #: Of those, what says where layers stand and not what they do.
-_NOT_SHAPING = frozenset({"no_rope_freq", "linear_attention_freq", "hybrid_layer_pattern"})
+_NOT_SHAPING = frozenset(
+    {"no_rope_freq", "linear_attention_freq", "hybrid_layer_pattern", "heterogeneous_layers"}
+)
 _SHAPING = (
     "family",
     "hidden_size",

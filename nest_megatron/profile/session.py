@@ -61,8 +61,9 @@ def usual_shards(
 
 def divides(spec: TransformerSpec, tp: int) -> bool:
     """Whether megatron-core's layers can be built for so many tensor ranks."""
-    groups = spec.num_attention_heads if spec.multi_latent_attention else spec.query_groups
-    wide = (spec.num_attention_heads, groups, spec.ffn_hidden_size, spec.seq_length)
+    groups = () if spec.multi_latent_attention else spec.query_group_counts
+    inner = spec.ffn_hidden_sizes or (spec.ffn_hidden_size,)
+    wide = (spec.num_attention_heads, *groups, *inner, spec.seq_length)
     return all(size % tp == 0 for size in wide)
 
 

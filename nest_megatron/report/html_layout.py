@@ -31,10 +31,16 @@ _NAMES = {
     LayerBlock.CROSS_ATTENTION: "cross attention",
     LayerBlock.ENCODER_ATTENTION: "attention of the encoder",
     LayerBlock.DENSE: "MLP",
+    LayerBlock.LINEAR_FOR_ATTENTION: "linear layer for attention",
+    LayerBlock.LINEAR_FOR_MLP: "linear layer for an MLP",
     LayerBlock.ENCODER_DENSE: "MLP of the encoder",
     LayerBlock.EXPERTS: "experts",
     LayerBlock.MTP: "multi-token prediction",
     LayerBlock.HEAD: "loss head",
+}
+_SIZES = {
+    LayerBlock.ATTENTION: "{} query groups",
+    LayerBlock.DENSE: "ffn_hidden_size {:,}",
 }
 _GROUPS = (
     ("tp", "tensor", GroupKind.TP),
@@ -104,10 +110,16 @@ def _stage(plan: ParallelPlan, rank: int) -> Mapping[str, Any]:
 
 def _run(plan: ParallelPlan, kind: LayerKind, count: int) -> Mapping[str, Any]:
     """Neighbouring layers of one kind."""
-    letter, name = kind.letter, " and ".join(_NAMES[block] for block in kind.blocks)
+    letter, name = kind.letter, " and ".join(map(_name, kind.blocks)) or "nothing"
     count *= plan.model.num_mtp_layers if kind is LayerKind.MTP else 1
-    classes = " ".join(f"u-{block}" for block in kind.blocks)
+    classes = " ".join(f"u-{block.base}" for block in kind.blocks)
     return {"classes": classes, "letter": letter, "name": name, "count": count}
+
+
+def _name(block: LayerBlock) -> str:
+    """What a block is, and the size that it has for itself."""
+    size = "" if block.size is None else f" ({_SIZES[block.base].format(block.size)})"
+    return _NAMES[block.base] + size
 
 
 def groups(plan: ParallelPlan) -> Mapping[str, Any]:

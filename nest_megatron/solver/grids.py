@@ -77,7 +77,8 @@ class GridSpace:
             if not rules.divides_vocab(spec, tp):
                 self.illegal["tensor_model_parallel_size divides the padded vocabulary"] += 1
                 continue
-            if not (rules.divides_heads(spec, tp) and rules.divides_dense_mlp(spec, tp)):
+            runs = rules.allows_linear_for_tp(spec, tp, sequence_parallel=tp > 1)
+            if not (runs and rules.divides_heads(spec, tp) and rules.divides_dense_mlp(spec, tp)):
                 self.illegal["tensor_model_parallel_size divides heads and MLP"] += 1
                 continue
             if not rules.divides_adapters(spec, tp):
@@ -251,7 +252,8 @@ class GridSpace:
     def _sizes_of(self, pp: int, num_microbatches: int) -> list[int]:
         space, name = self.space, "virtual_pipeline_model_parallel_size"
         spec = self.model.spec
-        if pp == 1 or spec.has_split_encoder or not rules.cuts_anywhere(spec, space.version):
+        virtual = not spec.has_split_encoder and rules.allows_virtual_stages(spec, 2)
+        if pp == 1 or not (virtual and rules.cuts_anywhere(spec, space.version)):
             return [1] if space.allows(name, 1, self.model.cluster) else []
         most = (self.model.spec.num_layers + 2) // pp  # interior chunks hold a layer each
         if space.partition is not None:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.model.execution import PLAIN, Execution
-from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.shard import fits_fused_attention
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
@@ -229,7 +228,7 @@ def _useful_modules(
         RecomputeModule.MOE_ACT: spec.is_moe and not delayed,
         RecomputeModule.LAYERNORM: (spec.is_moe or spec.multi_latent_attention) and not delayed,
         RecomputeModule.MLA_UP_PROJ: spec.multi_latent_attention,
-        RecomputeModule.MLP: LayerBlock.DENSE in spec.blocks,
+        RecomputeModule.MLP: bool(spec.ffn_hidden_sizes),
         RecomputeModule.MOE: spec.is_moe,
         RecomputeModule.SHARED_EXPERTS: bool(spec.moe_shared_expert_intermediate_size),
     }

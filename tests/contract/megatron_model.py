@@ -150,6 +150,13 @@ def _gpt(spec: TransformerSpec, config: Any, common: dict[str, Any]) -> Any:
 
     options = {"use_transformer_engine": False, "normalization": spec.normalization}
     vp_stage = common["vp_stage"]
+    if spec.heterogeneous_layers:
+        from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
+            get_gpt_heterogeneous_layer_spec,
+        )
+
+        layers = get_gpt_heterogeneous_layer_spec(config, use_te=False)
+        return GPTModel(transformer_layer_spec=layers, **common)
     block = specs.get_gpt_decoder_block_spec(config, vp_stage=vp_stage, **options)
     mtp = None
     if spec.num_mtp_layers:

@@ -63,6 +63,8 @@ JOBS: tuple[tuple[str, str, int, int, dict[str, int]], ...] = (
     ("mpt_7b", "dgx_h100", 16, 256, {"pipeline_model_parallel_size": 4}),
     ("qwen2_5_7b", "dgx_h100", 32, 256, {}),
     ("qwen2_5_7b", "dgx_a100", 32, 256, {"tensor_model_parallel_size": 4}),
+    ("llama33_nemotron_super_49b", "dgx_h100", 64, 256, {"pipeline_model_parallel_size": 4}),
+    ("llama31_nemotron_ultra_253b", "dgx_h100", 256, 256, {}),
     ("deepseek_v2_lite", "dgx_h100", 16, 256, {}),
     ("deepseek_v2_lite", "dgx_a100", 32, 256, {"context_parallel_size": 1}),
 )

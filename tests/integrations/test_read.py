@@ -124,7 +124,7 @@ def test_fsdp_defaults_differ_by_release() -> None:
     [
         "--is-hybrid-model",
         "--hybrid-override-pattern M-M-",
-        "--heterogeneous-layers-config-path x.json",
+        "--heterogeneous-layers-config-encoded-json {}",
         "--yaml-cfg x.yaml",
         "--export-kd-teacher-load /teacher",
         "--flextron",

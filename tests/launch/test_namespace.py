@@ -157,7 +157,7 @@ def test_options_without_room_are_dropped_with_a_reason() -> None:
     "words",
     [
         ("--hybrid-override-pattern", "M-M*"),
-        ("--heterogeneous-layers-config-path", "layers.json"),
+        ("--heterogeneous-layers-config-encoded-json", "{}"),
         ("--spec", "megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"),
     ],
 )

@@ -58,7 +58,7 @@ def local_layer(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) -> Lo
     """
     graph = layer_graph(spec, kind, shard)
     less = _duplicated_flops(spec, shard)
-    attention = _latent_attention if spec.multi_latent_attention else _attention
+    attention = _latent_attention if spec.multi_latent_attention else local_attention
     feed_forward = _experts if kind is LayerKind.MOE else _mlp
     return LocalLayer(
         parameters=_parameters(spec, kind, shard),
@@ -106,7 +106,7 @@ def _rotary(spec: TransformerSpec, shard: LayerShard, width: float) -> float:
     return 4 * shard.tokens(spec) / shard.micro_batch_size * width * ACT
 
 
-def _attention(spec: TransformerSpec, shard: LayerShard) -> Kept:
+def local_attention(spec: TransformerSpec, shard: LayerShard) -> Kept:
     """Grouped-query attention.
 
     Values are a view of the joint projection's output, which is kept as a whole for their sake;

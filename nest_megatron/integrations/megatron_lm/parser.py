@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.model.layer_pattern import read_frequency
+from nest_megatron.model.frequency import read_frequency
 
 _DATA_FILES = {"0.16.1": "megatron_0_16_1.json", "0.20": "megatron_0_20.json"}
 VERSIONS = tuple(_DATA_FILES)

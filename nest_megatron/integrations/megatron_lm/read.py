@@ -26,6 +26,7 @@ from nest_megatron.integrations.megatron_lm.checkpoint_arguments import (
     with_checkpoint_arguments,
 )
 from nest_megatron.integrations.megatron_lm.growing_batch import schedule_notes, stated_schedule
+from nest_megatron.integrations.megatron_lm.heterogeneous import heterogeneous_kinds
 from nest_megatron.integrations.megatron_lm.hybrid import (
     HYBRID_ARGUMENTS,
     hybrid_pattern,
@@ -282,6 +283,7 @@ def _spec(
         **(_stacks(values, notes) if family is ModelFamily.T5 else {}),
         num_layers=len(kinds) or _required(values, "num_layers", "encoder_num_layers"),
         hybrid_layer_pattern=pattern,
+        heterogeneous_layers=heterogeneous_kinds(values),
         hidden_size=_required(values, "hidden_size"),
         num_attention_heads=_required(values, "num_attention_heads"),
         seq_length=_required(values, "seq_length", "encoder_seq_length"),

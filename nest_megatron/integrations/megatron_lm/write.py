@@ -52,8 +52,15 @@ def model_argv(
             row less is asked for.
 
     Raises:
-        UnplannableModelError: if the command line cannot state the model's activation.
+        UnplannableModelError: if the command line cannot state the model's activation or layers.
     """
+    if spec.heterogeneous_layers:
+        raise UnplannableModelError(
+            f"model {spec.name}: heterogeneous_layers",
+            value=f"{spec.num_layers} layers",
+            limit="Megatron-LM reads them from a file of yours",
+            fix="Plan your own command, with --heterogeneous-layers-config-path, by --from.",
+        )
     rope = spec.position_embedding_type == "rope"
     adds_row = tokenizer_type == "NullTokenizer" and version.startswith("0.16")
     return _argv(

@@ -19,6 +19,10 @@ from nest_megatron.model.operators.common import ACT
 from nest_megatron.model.operators.cross_attention import cross_attention_graph
 from nest_megatron.model.operators.ends import around_mtp_graph, embedding_graph, head_graph
 from nest_megatron.model.operators.feed_forward import experts_graph, mlp_graph
+from nest_megatron.model.operators.heterogeneous import (
+    linear_for_attention_graph,
+    linear_for_mlp_graph,
+)
 from nest_megatron.model.operators.linear_attention import gated_delta_net_graph
 from nest_megatron.model.operators.mamba import mamba_graph
 from nest_megatron.model.operators.variant import with_variant
@@ -35,6 +39,8 @@ _GRAPHS: Mapping[LayerBlock, Callable[[TransformerSpec, LayerShard], LayerGraph]
     LayerBlock.ENCODER_ATTENTION: lambda spec, shard: attention_graph(spec.encoder, shard),
     LayerBlock.ENCODER_DENSE: lambda spec, shard: mlp_graph(spec.encoder, shard),
     LayerBlock.DENSE: lambda spec, shard: mlp_graph(spec.decoder, shard),
+    LayerBlock.LINEAR_FOR_ATTENTION: linear_for_attention_graph,
+    LayerBlock.LINEAR_FOR_MLP: linear_for_mlp_graph,
     LayerBlock.EXPERTS: experts_graph,
     LayerBlock.EMBEDDING: embedding_graph,
     LayerBlock.ENCODER: encoder_graph,
@@ -49,10 +55,11 @@ def block_graph(spec: TransformerSpec, block: LayerBlock, shard: LayerShard) -> 
     if spec.adapters is None:
         return _trained_graph(spec, block, shard)
     graph = _trained_graph(spec, block, dataclasses.replace(shard, saved_input_bytes=0.0))
-    return adapted(graph, spec, shard, block)
+    return adapted(graph, spec.sized(block), shard, block)
 
 
 def _trained_graph(spec: TransformerSpec, block: LayerBlock, shard: LayerShard) -> LayerGraph:
+    spec, block = spec.sized(block), block.base
     if block in _GRAPHS:
         graph = _GRAPHS[block](spec, shard)
     else:
@@ -63,4 +70,5 @@ def _trained_graph(spec: TransformerSpec, block: LayerBlock, shard: LayerShard) 
 def layer_graph(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) -> LayerGraph:
     """The work of one unit; ``MTP`` is all its layers together."""
     blocks = (block_graph(spec, block, shard) for block in spec.unit_blocks(kind))
-    return sum(blocks, LayerGraph(operators=()))
+    graph = sum(blocks, LayerGraph(operators=()))
+    return graph.with_input(shard.hidden_bytes(spec)) if kind.begins_with_mlp else graph
