@@ -134,6 +134,8 @@ def calibrations(records: Iterable[RunRecord], created: str) -> tuple[SiteCalibr
     """
     kinds: dict[tuple[str, str, int], dict[object, list[RunRecord]]] = defaultdict(dict)
     for record in records:
+        if record.device is None:  # a CPU in the place of the GPUs that it was planned for
+            continue
         if record.outcome is Outcome.FINISHED and record.measured and record.predicted.shares:
             at = record.cluster
             plans = kinds[at.name, at.accelerator, at.gpus_per_node]

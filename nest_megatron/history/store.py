@@ -96,13 +96,16 @@ def _records(path: Path) -> Iterator[RunRecord]:
     broken: list[str] = []
     newer = 0
     for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
         try:
             fields = json.loads(line)
             if isinstance(fields, dict) and fields.get("schema", 0) > SCHEMA:
                 newer += 1
                 continue
             record = from_plain(RunRecord, fields, f"line {number}:", _LATER)
-            datetime.fromisoformat(record.start)
+            if datetime.fromisoformat(record.start).tzinfo is None:
+                raise ValueError(record.start)
         except (ValueError, TypeError, RecursionError):
             broken.append(str(number))
             continue
@@ -120,7 +123,7 @@ def _lines(path: Path) -> Iterator[bytes]:
         raise _unusable(path, "it is no regular file")
     try:
         with path.open("rb") as stream:
-            yield from (line for line in stream if line.strip())
+            yield from stream
     except FileNotFoundError:
         return
     except OSError as error:

@@ -121,6 +121,7 @@ def test_what_teaches_nothing_is_left_out(plans: list[ParallelPlan]) -> None:
         ran(plans[1], 1.0, id="failed", outcome=Outcome.FAILED),
         ran(plans[1], 1.0, id="short", measured=None),
         ran(plans[2], 1.0, id="unknown", predicted=bare),
+        ran(plans[3], 1.0, id="on a CPU", device=None),
     ]
     (found,) = calibrations(records, TODAY)
     assert [each.runs for each in found.runs] == [2]

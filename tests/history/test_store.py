@@ -80,6 +80,16 @@ def test_later_versions_fields_are_passed_over_and_stay(
     assert "1 records of a later nest-megatron" in capsys.readouterr().err
 
 
+def test_a_start_without_a_zone_is_no_moment(
+    history: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history.write_text("\n")
+    store.append(run_record(), history)
+    store.append(run_record(id="ffff", start="2026-11-23T12:00:00"), history)
+    assert store.read(history) == (run_record(),)
+    assert "no whole record on line 3" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("line", ["[]", "{}", "1", '{"schema": "x"}', "[" * 100_000])
 def test_what_is_no_record_is_told_of(
     history: Path, line: str, capsys: pytest.CaptureFixture[str]
