@@ -25,6 +25,8 @@ _TABLE: Mapping[str, Any] = tomllib.loads(
 REFUSED: Mapping[str, str] = MappingProxyType(_TABLE["refused"])
 #: Field that is planned for as if it were off -> what the plan then leaves out.
 UNPRICED: Mapping[str, str] = MappingProxyType(_TABLE["unpriced"])
+#: Fields that only the code of some families looks at.
+OF_FAMILIES = frozenset(_TABLE["of_families"])
 #: Every field whose part in a plan is known.
 CLASSIFIED = frozenset(
     name

@@ -17,11 +17,11 @@ from nest_megatron.config.job import Job
 from nest_megatron.config.request import read_spec, with_seq_length
 from nest_megatron.cost_model.memory_flags import READ
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.integrations.architecture import CLASSIFIED, REFUSED, unplannable
+from nest_megatron.integrations.architecture import CLASSIFIED, OF_FAMILIES, REFUSED, unplannable
 from nest_megatron.integrations.hydra.view import SPELLINGS, AppView, has_path, raw_value
 from nest_megatron.integrations.megatron_lm.read import job_from_values
 from nest_megatron.integrations.recipe import lightning_precision
-from nest_megatron.model.arguments import EXPERT_NAMES, SAME_NAMES
+from nest_megatron.model.arguments import EXPERT_NAMES, LINEAR_NAMES, SAME_NAMES
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.plan import ParallelChoice
 
@@ -46,6 +46,14 @@ _NAMES = (
     "num_experts",
     "moe_layer_freq",
     "mtp_num_layers",
+    *LINEAR_NAMES,
+    "experimental_attention_variant",
+    "linear_attention_freq",
+    "no_rope_freq",
+    "is_hybrid_model",
+    "hybrid_override_pattern",
+    "hybrid_attention_ratio",
+    "hybrid_mlp_ratio",
     "global_batch_size",
     "rampup_batch_size",
     *READ,
@@ -81,6 +89,7 @@ _REFUSED: Mapping[str, str] = {
     "encoder": "encoder-decoder models have two stacks",
     "decoder": "encoder-decoder models have two stacks",
     "hyena": "convolution layers are not supported",
+    "step_batch_size_schedule": "a schedule of batch sizes is not read of an application",
 }
 #: What is read of an application whose model is named.
 _OF_THE_JOB = ("global_batch_size", "rampup_batch_size", *READ)
@@ -219,13 +228,27 @@ def _activation(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def _refuse_unplannable(view: AppView) -> None:
-    for name, reason in {**REFUSED, **_REFUSED}.items():
+    mapped = view.settings.fields.values()
+    unread = (n for n in OF_FAMILIES - {*_NAMES} if view.own_path(n) not in mapped)
+    of_families = dict.fromkeys(sorted(unread), "it is not read of an application")
+    for name, reason in {**of_families, **REFUSED, **_REFUSED}.items():
         if value := view.value(name):
             shown = value if isinstance(value, int | str) else name
             raise unplannable(f"{view.settings.root}.{name}", shown, reason)
+    for path in ("peft", view.own_path("peft")):
+        if (value := view.at(path)) and _scheme(value) not in (None, "none"):
+            raise unplannable(path, _scheme(value), "adapters of an application are not read")
     if view.value("mcore_gpt") is False:
         lacking = "NeMo's own layers are not supported, only megatron-core's"
         raise unplannable(f"{view.settings.root}.mcore_gpt", False, lacking)
+
+
+def _scheme(peft: Any) -> Any:
+    """What an application calls its adapters: NeMo 1 and Megatron-Bridge each in their own way."""
+    if not isinstance(peft, Mapping):
+        return peft
+    names = ("peft_scheme", "scheme", "_target_")
+    return next((peft[name] for name in names if peft.get(name) is not None), None)
 
 
 def _require(values: Mapping[str, Any], name: str, view: AppView) -> None:

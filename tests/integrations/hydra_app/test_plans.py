@@ -393,3 +393,50 @@ def test_a_plan_with_choices_that_the_application_does_not_make_is_refused(
     job = read_app(silent, compose(silent.settings.settings(None)))
     with pytest.raises(UserInputError, match="priced with True"):
         require_expressible(plan, silent, job)
+
+
+#: A field of the model's node -> what the model that is read has.
+READ = {
+    "hybrid_override_pattern": ("M*-M*-M*-M*-", {"hybrid_layer_pattern": "M*-M*-M*-M*-"}),
+    "linear_num_value_heads": (48, {"linear_num_value_heads": 48}),
+    "attention_output_gate": (True, {"attention_output_gate": True}),
+    "no_rope_freq": (4, {"no_rope_freq": 4}),
+    "window_size": ([1023, 0], {"window_size": 1024}),
+    "kv_channels": (256, {"kv_channels": 256}),
+}
+#: A field that changes a model or a job and that is not read.
+UNREAD = {
+    "model__attention_chunk_size": 8192,
+    "model__interleaved_attn_pattern": [5, 1],
+    "model__attn_logit_softcapping": 50.0,
+    "model__vision_config": {"depth": 32},
+    "model__mrope_section": [16, 24, 24],
+    "model__step_batch_size_schedule": "0:768 250B:1536",
+    "model__peft": {"peft_scheme": "lora"},
+    "peft": {"_target_": "megatron.bridge.peft.lora.LoRA", "dim": 16},
+}
+
+
+def app_with(**more: Any) -> Any:
+    config = composed(**more)
+    view = view_of(config)
+    return read_app(view, compose(view.settings.settings(None)))
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_field_of_the_model_is_read(name: str) -> None:
+    value, wanted = READ[name]
+    more = {"model__num_layers": 12} if name.startswith("hybrid") else {}
+    spec = app_with(**{f"model__{name}": value, **more}).spec
+    assert {field: getattr(spec, field) for field in wanted} == wanted
+
+
+@pytest.mark.parametrize("path", UNREAD)
+def test_a_field_that_would_change_the_plan_is_refused(path: str) -> None:
+    with pytest.raises(UserInputError, match=path.rpartition("__")[2]):
+        app_with(**{path: UNREAD[path]})
+
+
+def test_an_unread_field_may_stand_for_one_that_is_read() -> None:
+    fields = {"nest__fields": {"kv_channels": "model.head_dim"}, "model__head_dim": 256}
+    assert app_with(**fields).spec.kv_channels == 256
