@@ -37,6 +37,11 @@ WHOLE = {
         "megatron_lm",
         "python $ROOT/benchmarks/functional_tests.py --out $PAGE $CHECKOUTS",
     ),
+    "tuning_published.md": (
+        "measurements",
+        "python $ROOT/benchmarks/tuning.py $MEASUREMENTS/throughput.csv"
+        " $MEASUREMENTS/throughput_2.csv $MEASUREMENTS/throughput_vtrain_a100.csv --out $PAGE",
+    ),
     "published_choices.md": (
         "measurements",
         "python $ROOT/benchmarks/choice.py $MEASUREMENTS/throughput.csv --every 5 --worlds 4"

@@ -85,6 +85,11 @@ class Posterior:
         self._factors: dict[object, float] = {}
         self._mechanisms: Mapping[Mechanism, tuple[float, ...]] | None = None
 
+    def with_runs(self, observations: Sequence[Observation]) -> Posterior:
+        """What is known after more runs, under the versions that plans will run with."""
+        now = [dataclasses.replace(run, versions=self._versions) for run in observations]
+        return Posterior([*self.observations, *now], self._versions)
+
     def of(self, plan: Predictive, job: object) -> Predictive:
         """What is known of a plan of a job then; the plan itself where nothing was measured.
 

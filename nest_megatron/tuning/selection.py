@@ -82,15 +82,15 @@ class Known:
     @property
     def posterior(self) -> Posterior:
         """The errors of predictions, given these runs and those of the site's calibration."""
-        steps = {each.solved: each.step.prior for each in self.ranked.candidates}
+        steps = {each.solved: each.step for each in self.ranked.candidates}
         site = self.ranked.request.site
-        before = () if site is None else site.posterior.observations
-        versions = before[-1].versions if before else {}
-        own = (
-            Observation(predictive=steps[plan], step_s=step_s, job=self.job, versions=versions)
-            for plan, step_s in self.steps_s.items()
+        before = Posterior() if site is None else site.posterior
+        return before.with_runs(
+            [
+                Observation(predictive=steps[plan], step_s=step_s, job=self.job)
+                for plan, step_s in self.steps_s.items()
+            ]
         )
-        return Posterior([*before, *own])
 
     @property
     def job(self) -> str:

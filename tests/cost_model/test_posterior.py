@@ -190,3 +190,11 @@ def test_what_a_run_may_gain_falls_with_what_is_known() -> None:
     assert gains == sorted(gains)
     ran = Posterior([run_of(plan, 1.0)]).of(plan, "a")
     assert expected_improvement(ran, 1.0) < 0.3 * gains[1]
+
+
+def test_more_runs_are_those_of_the_versions_that_plans_run_with() -> None:
+    before = Posterior(RUNS[:1], {"nccl": "2.2"})
+    after, run = before.with_runs([run_of(mixed(0.4), 1.2, "new")]), mixed(0.5, 3.0)
+    assert after.observations[-1].versions == {"nccl": "2.2"}
+    assert after.of(run, "new").scale < before.of(run, "new").scale
+    assert Posterior().with_runs(RUNS[:1]).of(run, "a") == Posterior(RUNS[:1], {}).of(run, "a")

@@ -1,0 +1,323 @@
+"""How many measured runs it takes to find a fast layout, and what a site's runs teach it.
+
+Run from the project's root with files of measured runs (``nest-megatron validate --help``)::
+
+    python benchmarks/tuning.py throughput.csv throughput_2.csv throughput_vtrain_a100.csv
+
+Constants are those that were fitted without the row's source (``nest-megatron validate
+--left-out``). Measured layouts of one job stand for all that a search found; a run of one tells its
+measured step. The next run is chosen by expected improvement given the runs so far
+(``cost_model/posterior.py``), or in an order that needs no run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from nest_megatron.cost_model.posterior import Observation, Posterior, expected_improvement
+from nest_megatron.files import write_text
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.planner.choice import Candidate
+from nest_megatron.report.markdown import table
+from nest_megatron.research.baselines.autoconfigurator import row_for
+from nest_megatron.units import Seconds
+from nest_megatron.validation.assess import Assessor
+from nest_megatron.validation.calibration import shipped_left_out
+from nest_megatron.validation.job import job_of
+from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.outcome import Basis, RowOutcome
+from nest_megatron.validation.report import measured_jobs
+from nest_megatron.validation.rows import read_rows
+from nest_megatron.validation.scores import coverage_of
+
+#: Regret that ends a search, measured layouts that a job needs, and shuffles of a random order.
+REGRET, LAYOUTS, SHUFFLES = 0.01, 8, 200
+#: Of a site: runs of each job, runs in all, and jobs that are left out in turn.
+RUNS_OF_JOB, RUNS, JOBS = 3, 60, 12
+
+
+class Layout(NamedTuple):
+    """A measured layout of a job."""
+
+    candidate: Candidate
+    step_s: Seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The measured layouts of one job."""
+
+    source: str
+    name: str
+    spec: TransformerSpec
+    memory_bytes: int
+    layouts: tuple[Layout, ...]
+
+
+def jobs_of(outcomes: Sequence[RowOutcome], book: ModelBook) -> Iterator[Job]:
+    """Jobs that were measured in enough layouts."""
+    for measured in measured_jobs(outcomes):
+        if len(measured.candidates) >= LAYOUTS:
+            row = measured.row.row
+            job = job_of(row, book)
+            yield Job(
+                source=row.get("source", ""),
+                name=f"{row.get('model', '')} on {job.cluster.num_gpus}",
+                spec=job.spec,
+                memory_bytes=job.cluster.accelerator.memory_bytes,
+                layouts=tuple(Layout(*each) for each in measured.candidates),
+            )
+
+
+def runs_until(job: Job, order: Sequence[Layout]) -> int:
+    """Runs in an order until one is within the regret of the fastest."""
+    enough = (1 + REGRET) * min(each.step_s for each in job.layouts)
+    return next(n for n, each in enumerate(order, 1) if each.step_s <= enough)
+
+
+def by_posterior(job: Job) -> int:
+    """Runs chosen by expected improvement, the first by the prediction alone."""
+    enough = (1 + REGRET) * min(each.step_s for each in job.layouts)
+    left = list(job.layouts)
+    runs: list[Layout] = []
+    while True:
+        posterior = Posterior(
+            [Observation(predictive=r.candidate.step, step_s=r.step_s, job="") for r in runs]
+        )
+        steps = [posterior.of(each.candidate.step, "") for each in left]
+        best_s = min((run.step_s for run in runs), default=None)
+        values = [
+            -step.median_s if best_s is None else expected_improvement(step, best_s)
+            for step in steps
+        ]
+        runs.append(left.pop(values.index(max(values))))
+        if runs[-1].step_s <= enough:
+            return len(runs)
+
+
+def by_prediction(job: Job) -> int:
+    """Runs in the order of predicted steps."""
+    return runs_until(job, sorted(job.layouts, key=lambda each: each.candidate.step.median_s))
+
+
+def by_chance(job: Job) -> float:
+    """Mean runs in a random order."""
+    draw = random.Random(0)
+    orders = (draw.sample(job.layouts, len(job.layouts)) for _ in range(SHUFFLES))
+    return statistics.fmean(runs_until(job, order) for order in orders)
+
+
+def by_grid(job: Job) -> int:
+    """Runs by degrees and micro batch, from small to large."""
+    return runs_until(job, sorted(job.layouts, key=lambda each: _degrees(each.candidate)))
+
+
+def by_table(job: Job) -> int:
+    """The same, those first that NeMo's AutoConfigurator has in its table."""
+    row = row_for(job.spec, job.memory_bytes)
+
+    def in_table(grid: Grid) -> bool:
+        tensor, pipeline = _degrees_of(grid)[:2]
+        low, high = row.pipeline
+        least, most = row.model_parallel
+        return (
+            tensor in row.tensor
+            and low <= pipeline <= high
+            and least <= tensor * pipeline <= most
+            and grid.micro_batch_size in row.micro_batch
+        )
+
+    key = sorted(
+        job.layouts,
+        key=lambda each: (not in_table(each.candidate.solved.grid), *_degrees(each.candidate)),
+    )
+    return runs_until(job, key)
+
+
+def _degrees(candidate: Candidate) -> tuple[int, ...]:
+    return _degrees_of(candidate.solved.grid)
+
+
+def _degrees_of(grid: Grid) -> tuple[int, ...]:
+    dims = grid.dims
+    return (
+        dims.tensor_model_parallel_size,
+        dims.pipeline_model_parallel_size,
+        dims.context_parallel_size,
+        dims.expert_model_parallel_size,
+        dims.virtual_pipeline_model_parallel_size,
+        grid.micro_batch_size,
+    )
+
+
+ORDERS: Mapping[str, Callable[[Job], float]] = {
+    "expected improvement": by_posterior,
+    "prediction alone": by_prediction,
+    "AutoConfigurator's table": by_table,
+    "grid": by_grid,
+    "random": by_chance,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SiteResult:
+    """Mean errors of the plans of jobs that were left out of a site, and their intervals."""
+
+    site: str
+    jobs: int
+    before_pct: float
+    after_pct: float
+    inside_before_pct: float
+    inside_after_pct: float
+
+
+def sites(outcomes: Sequence[RowOutcome]) -> Iterator[SiteResult]:
+    """Each source on one device as a site, each job predicted by the site's other jobs."""
+    runs: dict[tuple[str, str], dict[object, list[Observation]]] = defaultdict(dict)
+    for each in outcomes:
+        if each.time and each.candidate:
+            row, grid = each.row, each.candidate.solved.grid
+            names = ("model", "n_gpus", "seq", "precision")
+            job = (*(row.get(name, "") for name in names), grid.global_batch_size)
+            found = Observation(predictive=each.candidate.step, step_s=each.time[1], job=job)
+            site = (row.get("source", ""), row.get("gpu", ""))
+            runs[site].setdefault(job, []).append(found)
+    for (source, device), jobs in runs.items():
+        if len(jobs) >= LAYOUTS // 2:
+            yield _site(f"{source}, {device}", jobs)
+
+
+def _site(name: str, jobs: Mapping[object, list[Observation]]) -> SiteResult:
+    draw = random.Random(0)
+    some = [run for own in jobs.values() for run in draw.sample(own, min(len(own), RUNS_OF_JOB))]
+    some = draw.sample(some, min(len(some), RUNS))
+    kept = list(dict.fromkeys(run.job for run in some))
+    before, after, scaled_before, scaled_after = [], [], [], []
+    for job in draw.sample(kept, min(len(kept), JOBS)):
+        posterior = Posterior([run for run in some if run.job != job])
+        for run in (each for each in some if each.job == job):
+            told = posterior.of(run.predictive, job)
+            before.append(abs(run.predictive.median_s / run.step_s - 1))
+            after.append(abs(told.median_s / run.step_s - 1))
+            scaled_before.append(run.error / run.predictive.scale)
+            scaled_after.append(math.log(run.step_s / told.median_s) / told.scale)
+    return SiteResult(
+        site=name,
+        jobs=len(jobs),
+        before_pct=100 * statistics.fmean(before),
+        after_pct=100 * statistics.fmean(after),
+        inside_before_pct=coverage_of(scaled_before).within_90_pct,
+        inside_after_pct=coverage_of(scaled_after).within_90_pct,
+    )
+
+
+_HEAD = """\
+# Measured runs until a layout is fast
+
+`python benchmarks/tuning.py {files} --out docs/{page}`
+writes this page. Constants are those of a fit without the row's source; scales of errors are the
+catalogue's.
+
+## One job
+
+{jobs} jobs of the public tables were measured in {layouts} layouts and more. These stand for all
+layouts, and a run tells the measured step. Counted are the runs until one of them is within
+{regret:g} % of the fastest; none but the first row learns from runs.
+
+"""
+_SITES = """
+## One site
+
+Each source on one device is taken as a site, if it has {least} jobs and more: of at most {runs} of
+its runs, {of_job} of a job, up to {left_out} jobs are left out in turn, and predicted by the runs
+of the others. `error` is without them, `after` with them; then the share inside 90 % intervals.
+
+"""
+
+
+def document(jobs: Sequence[Job], found: Sequence[SiteResult], files: str, page: str) -> str:
+    """The page."""
+    counts = {name: [order(job) for job in jobs] for name, order in ORDERS.items()}
+    rows = []
+    for name, runs in counts.items():
+        at = sorted(runs)
+        # A random order's are means over orders already.
+        first, three = (
+            ""
+            if name == "random"
+            else f"{100 * sum(each <= most for each in runs) / len(runs):.0f}"
+            for most in (1, 3)
+        )
+        ninth = at[math.ceil(0.9 * len(at)) - 1]
+        mean = statistics.fmean(runs)
+        rows.append(
+            (
+                *(name, f"{mean:.1f}", f"{statistics.median(runs):.1f}", f"{ninth:.1f}"),
+                *(first, three),
+            )
+        )
+    heads = ("next run by", "mean runs", "median", "90 % of jobs", "1 run, %", "3 runs, %")
+    text = _HEAD.format(
+        files=files, page=page, jobs=len(jobs), layouts=LAYOUTS, regret=100 * REGRET
+    )
+    text += table(heads, rows, numeric=5)
+    by_source: dict[str, list[int]] = defaultdict(list)
+    for number, job in enumerate(jobs):
+        by_source[job.source].append(number)
+    lines = [
+        (
+            *(source, str(len(numbers))),
+            *(f"{statistics.fmean(runs[n] for n in numbers):.1f}" for runs in counts.values()),
+        )
+        for source, numbers in by_source.items()
+    ]
+    text += "\n\nMean runs by source:\n\n"
+    text += table(("source", "jobs", *counts), lines, numeric=6)
+    text += "\n" + _SITES.format(least=LAYOUTS // 2, runs=RUNS, of_job=RUNS_OF_JOB, left_out=JOBS)
+    means = (
+        f"{statistics.fmean(getattr(each, name) for each in found):.1f}"
+        for name in ("before_pct", "after_pct", "inside_before_pct", "inside_after_pct")
+    )
+    site_rows = [
+        (
+            *(each.site, str(each.jobs), f"{each.before_pct:.1f}", f"{each.after_pct:.1f}"),
+            *(f"{each.inside_before_pct:.0f}", f"{each.inside_after_pct:.0f}"),
+        )
+        for each in found
+    ]
+    site_heads = ("site", "jobs", "error %", "after %", "in 90 %", "after")
+    return text + table(site_heads, [*site_rows, ("**mean**", "", *means)], numeric=5) + "\n"
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path, metavar="THROUGHPUT.CSV")
+    parser.add_argument("--out", type=Path, metavar="FILE.md", help="write the page here")
+    options = parser.parse_args()
+    book = ModelBook.load()
+    assessor = Assessor(book, left_out=shipped_left_out())
+    outcomes = [
+        each
+        for path in options.files
+        for each in assessor.outcomes(read_rows(path), Basis.AS_STATED)
+    ]
+    names = " ".join(path.name for path in options.files)
+    page = options.out.name if options.out else "tuning_published.md"
+    text = document([*jobs_of(outcomes, book)], [*sites(outcomes)], names, page)
+    print(text)
+    if options.out:
+        write_text(options.out, text)
+
+
+if __name__ == "__main__":
+    main()
