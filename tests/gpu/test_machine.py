@@ -125,7 +125,7 @@ def test_an_engine_that_does_not_load_is_said(
             measuring_here(ALONE, None, on_cpu=False)
         assert measuring_here(ALONE, "local", on_cpu=False).implementation is Implementation.LOCAL
     for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]
 
 
 @pytest.mark.slow
