@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from nest_megatron import load_plan
 from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.integrations.megatron_lm import checkpoint
 from nest_megatron.integrations.megatron_lm.saved_by_plan import saved_by
@@ -128,8 +129,6 @@ def test_a_broken_entry_leaves_the_others_alone(path: Path) -> None:
 
 
 def test_a_table_is_no_plan(path: Path) -> None:
-    from nest_megatron import load_plan
-
     with pytest.raises(UserInputError, match="it is a table of plans"):
         load_plan(path)
     done = run("explain", str(path), "--html", "page.html")
