@@ -11,11 +11,10 @@ validated.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
-import itertools
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,10 +41,12 @@ OUTCOMES = ("accepted", "nothing fits", "refused", "not built", "failed")
 SCHEMES = ("lora", "dora")
 
 
-def nemo_rows() -> Iterator[Row]:
+def nemo_rows(wanted: re.Pattern[str]) -> Iterator[Row]:
     """Every recipe of NeMo that takes adapters."""
     package = importlib.import_module("nemo.collections.llm.recipes")
     for module in pkgutil.iter_modules(package.__path__):
+        if not wanted.search(module.name):
+            continue
         if hasattr(importlib.import_module(f"{package.__name__}.{module.name}"), "finetune_recipe"):
             for scheme in SCHEMES:
                 yield _row("NeMo", module.name, scheme, _of_nemo(module.name, scheme))
@@ -74,9 +75,11 @@ def _of_nemo(name: str, scheme: str) -> tuple[str, str]:
     return judged(plan, lambda: recipes.validate(source))
 
 
-def bridge_rows() -> Iterator[Row]:
+def bridge_rows(wanted: re.Pattern[str]) -> Iterator[Row]:
     """Every recipe of Megatron-Bridge with adapters."""
     for module, name, make in bridge_recipes(r"^(?!default).*_peft_config$"):
+        if not wanted.search(name):
+            continue
         for scheme in SCHEMES:
             made = functools.partial(make, peft_scheme=scheme)
             yield _row("Megatron-Bridge", name, scheme, _of_bridge(module, made))
@@ -125,10 +128,7 @@ def page(found: list[Row]) -> Iterator[str]:
 
 def main() -> int:
     """Write the page, or print it; 1 if a plan was not accepted."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    return write_page(itertools.chain(nemo_rows(), bridge_rows()), page, options.out)
+    return write_page(__doc__, (nemo_rows, bridge_rows), page)
 
 
 if __name__ == "__main__":

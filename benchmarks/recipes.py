@@ -21,7 +21,7 @@ import pkgutil
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,11 @@ class Row:
     num_gpus: int = 0
     outcome: str
     told: str
+
+    @property
+    def recipe(self) -> tuple[str, str, str]:
+        """What it is a row of."""
+        return self.framework, self.kind, self.name
 
 
 def nemo_rows(wanted: re.Pattern[str]) -> Iterator[Row]:
@@ -250,36 +255,58 @@ def _reason(told: str) -> str:
 
 def main() -> int:
     """Write the page, or print it; 1 if a plan was not accepted."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="", help="a pattern in the names of recipes")
-    options = parser.parse_args()
-    wanted = re.compile(options.only)
-    return write_page(itertools.chain(nemo_rows(wanted), bridge_rows(wanted)), page, options.out)
+    return write_page(__doc__, (nemo_rows, bridge_rows), page)
 
 
 def write_page(
-    rows: Iterator[Row], page_of: Callable[[list[Row]], Iterator[str]], out: Path | None
+    about: str | None,
+    kinds: Sequence[Callable[[re.Pattern[str]], Iterator[Row]]],
+    page_of: Callable[[list[Row]], Iterator[str]],
 ) -> int:
-    """Find the rows under the stand-ins of a machine without CUDA; write their page, or print it.
+    """Judge recipes under the stand-ins of a machine without CUDA; write their page, or print it.
 
     Returns:
         1 if a plan was not accepted.
     """
+    parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--only", default="", help="a pattern in names: others stay as they are on the page"
+    )
+    options = parser.parse_args()
+    wanted = re.compile(options.only)
     warnings.filterwarnings("ignore")
     substitutes.install()
     importlib.import_module("nemo.collections.llm.recipes")
     logging.disable(logging.CRITICAL)
-    found = []
-    for row in rows:
+    found = {}
+    if options.only and options.out is not None:
+        found = {row.recipe: row for row in rows_on(options.out.read_text(encoding="utf-8"))}
+    for row in itertools.chain.from_iterable(kind(wanted) for kind in kinds):
         print(row, file=sys.stderr)
-        found.append(row)
-    text = "\n".join(page_of(found)) + "\n"
-    if out is None:
+        found[row.recipe] = row
+    text = "\n".join(page_of([*found.values()])) + "\n"
+    if options.out is None:
         print(text, end="")
     else:
-        write_text(out, text)
-    return int(any(row.outcome == "failed" for row in found))
+        write_text(options.out, text)
+    return int(any(row.outcome == "failed" for row in found.values()))
+
+
+def rows_on(text: str) -> Iterator[Row]:
+    """The rows of a page's last table, whose header says which fields it has."""
+    *_, last = text.strip().split("\n\n")
+    header, _, *lines = [line.strip("| ").split(" | ") for line in last.splitlines()]
+    for line in lines:
+        cells = dict(zip(header, line, strict=True))
+        yield Row(
+            framework=cells["framework"],
+            kind=cells.get("kind", "adapters"),
+            name=cells["recipe"],
+            num_gpus=int(cells.get("GPUs", "0").replace(",", "")),
+            outcome=cells["outcome"],
+            told=cells["layout, or why"],
+        )
 
 
 if __name__ == "__main__":

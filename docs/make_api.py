@@ -26,7 +26,7 @@ first used, and never torch.
 [recipes/plan_from_python.ipynb](../recipes/plan_from_python.ipynb) shows each of them at work.
 
 ```python
->>> from nest_megatron import clusters, estimate, load_plan, models, plan
+>>> from nest_megatron import clusters, estimate, load_plan, models, plan, plan_command, plan_table
 
 ```
 

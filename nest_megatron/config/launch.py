@@ -127,6 +127,9 @@ def read_launch(words: LaunchWords) -> LaunchConfig:
     launch = OmegaConf.to_object(config)
     assert isinstance(launch, LaunchConfig)
     _check(launch)
+    if words.mode is Mode.AUTO and any(s.key == "on_mismatch" for s in words.launch):
+        limit, fix = "+nest=auto plans for the machines that are there", "Leave it out."
+        raise UserInputError("nest.on_mismatch", value=launch.on_mismatch, limit=limit, fix=fix)
     return launch
 
 

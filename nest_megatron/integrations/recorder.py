@@ -29,7 +29,7 @@ from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousSt
 from nest_megatron.integrations.run_record import now
 from nest_megatron.integrations.run_warnings import run_warnings
 from nest_megatron.plain import from_plain, to_plain
-from nest_megatron.profile.clock import HostClock, job_clock
+from nest_megatron.profile.clock import OUT_OF_MEMORY, HostClock, job_clock
 from nest_megatron.report.runs import comparison, first_line
 from nest_megatron.units import Bytes
 
@@ -224,9 +224,8 @@ def outcome_of(error: BaseException) -> Outcome:
 
     if isinstance(error, KeyboardInterrupt):
         return Outcome.KILLED
-    text = str(error).lower()
     # NCCL and CUDA libraries run out of memory outside torch's allocator
-    of_cuda = isinstance(error, RuntimeError) and "out of memory" in text
+    of_cuda = isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
     if isinstance(error, torch.OutOfMemoryError) or of_cuda:
         return Outcome.OUT_OF_MEMORY
     return Outcome.FAILED

@@ -1,13 +1,20 @@
-"""Moments in a device's work, and the time between them once all is done."""
+"""What a device says: moments in its work, the time between them, and that its memory is short."""
 
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from nest_megatron.units import Seconds
+
+#: What says that memory is short, in the words of torch, CUDA (which libraries ask, too), NCCL,
+#: cuBLAS and cuDNN.
+OUT_OF_MEMORY = re.compile(
+    r"can't allocate memory|out of memory|_STATUS_ALLOC_FAILED", re.IGNORECASE
+)
 
 
 class HostClock:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.profile.clock import DeviceClock, HostClock
+from nest_megatron.profile.clock import OUT_OF_MEMORY, DeviceClock, HostClock
 from nest_megatron.profile.records import SHAPE, Timing
 from nest_megatron.profile.spread import middle_half
 from nest_megatron.units import Seconds
@@ -276,11 +275,6 @@ class _GpuWatch(DeviceClock, _CpuWatch):
         return int(torch.cuda.max_memory_allocated())
 
 
-#: What says that memory is short, in the words of torch, CUDA (which libraries ask, too), cuBLAS
-#: and cuDNN.
-_TOO_LITTLE = re.compile(r"can't allocate memory|out of memory|_STATUS_ALLOC_FAILED", re.IGNORECASE)
-
-
 @contextlib.contextmanager
 def _memory_errors() -> Iterator[None]:
     import torch
@@ -288,7 +282,7 @@ def _memory_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch.OutOfMemoryError is one
-        if _TOO_LITTLE.search(str(error)):
+        if OUT_OF_MEMORY.search(str(error)):
             raise MemoryError(str(error)) from error
         raise
     finally:

@@ -10,7 +10,11 @@ from pathlib import Path
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.errors import UserInputError
 from nest_megatron.history.store import VARIABLE
-from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_words
+from nest_megatron.integrations.megatron_lm.attach import (
+    LAUNCHER,
+    script_words,
+    torchrun_words,
+)
 from nest_megatron.integrations.megatron_lm.short_run import short_run
 from nest_megatron.parallel.plan import ParallelPlan
 
@@ -79,10 +83,10 @@ def run_command(
     ours = ("+nest=pinned", f"nest.plan={pinned}", f"nest.watch={iterations}")
     gpus = plan.placement.num_gpus
     per_node = min(plan.cluster.launch_gpus_per_host, gpus)
-    launcher = command.launcher or tuple(launch_words(plan, "", ()))[:-1]
+    launcher = command.launcher or tuple(torchrun_words(plan))
     return RunCommand(
         launcher=_once(launcher) if is_torchrun(launcher) else launcher,
-        script=(command.script,) if command.script.endswith(".py") else ("-m", command.script),
+        script=script_words(command.script),
         argv=(*short_run(launch.argv, command.version, iterations + 1), *ours),
         environment={**command.environment, **launch.environment, VARIABLE: str(history)},
         num_nodes=gpus // per_node,

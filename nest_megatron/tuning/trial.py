@@ -12,6 +12,7 @@ from nest_megatron.files import MAX_BYTES, read_bytes
 from nest_megatron.history.records import Outcome, RunRecord
 from nest_megatron.history.store import read
 from nest_megatron.names import Name
+from nest_megatron.profile.clock import OUT_OF_MEMORY
 from nest_megatron.units import Bytes, Seconds
 
 
@@ -38,8 +39,7 @@ class Failure(Name):
 _SIGNS = (
     (
         Failure.OUT_OF_MEMORY,
-        r"out of memory|OutOfMemoryError|MemoryError|std::bad_alloc|can't allocate memory"
-        r"|CUBLAS_STATUS_ALLOC_FAILED|not enough memory",
+        rf"{OUT_OF_MEMORY.pattern}|OutOfMemoryError|MemoryError|std::bad_alloc|not enough memory",
     ),
     (
         Failure.NCCL,
@@ -154,7 +154,7 @@ def _failure(lines: Iterable[str]) -> tuple[Failure, str | None]:
     """
     told = [line.strip() for line in lines if not _CONSEQUENCES.search(line)]
     for failure, sign in _SIGNS:
-        found = next((line for line in told if re.search(sign, line)), None)
+        found = next((line for line in told if re.search(sign, line, re.IGNORECASE)), None)
         if found is not None:
             return failure, found[:300]
     errors = [line for line in told if re.search(r"\w(Error|Exception)\b|^error: ", line)]

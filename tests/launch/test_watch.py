@@ -124,6 +124,7 @@ def test_what_fails_later_keeps_its_steps(runs: Path) -> None:
     ("error", "outcome"),
     [
         (RuntimeError("NCCL error: Cuda failure 2 'out of memory'"), Outcome.OUT_OF_MEMORY),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), Outcome.OUT_OF_MEMORY),
         (RuntimeError("NCCL communicator was aborted"), Outcome.FAILED),
         (ValueError("out of memory"), Outcome.FAILED),
         (SystemExit(1), Outcome.FAILED),

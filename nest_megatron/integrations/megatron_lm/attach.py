@@ -136,12 +136,25 @@ def with_launch(
     return sealed(dataclasses.replace(plan, launch={**plan.launch, LAUNCHER: launch}))
 
 
-def launch_words(plan: ParallelPlan, script: str, argv: Sequence[str]) -> list[str]:
-    """A ``torchrun`` command of the plan's size."""
+def script_words(script: str) -> tuple[str, ...]:
+    """A script as launchers take it: a file, or a module behind ``-m``.
+
+    >>> script_words("pretrain_gpt.py"), script_words("site.train")
+    (('pretrain_gpt.py',), ('-m', 'site.train'))
+    """
+    return (script,) if script.endswith(".py") else ("-m", script)
+
+
+def torchrun_words(plan: ParallelPlan) -> list[str]:
+    """The launcher of a plan, of its size."""
     gpus = plan.placement.num_gpus
     per_node = min(plan.cluster.launch_gpus_per_host, gpus)
-    sizes = ["--nproc-per-node", str(per_node), "--nnodes", str(gpus // per_node)]
-    return ["torchrun", *sizes, script, *argv]
+    return ["torchrun", "--nproc-per-node", str(per_node), "--nnodes", str(gpus // per_node)]
+
+
+def launch_words(plan: ParallelPlan, script: str, argv: Sequence[str]) -> list[str]:
+    """A ``torchrun`` command of the plan's size."""
+    return [*torchrun_words(plan), *script_words(script), *argv]
 
 
 def _release(plan: ParallelPlan) -> str | None:
