@@ -240,7 +240,7 @@ _SITES = """
 Each source on one device is taken as a site, if it has {least} jobs and more: of at most {runs} of
 its runs, {of_job} of a job, up to {left_out} jobs are left out in turn, and predicted by the runs
 of the others. `error` is without them, `after` with them; then the share inside 90 % intervals.
-That all runs weigh alike was chosen, of five ways, on these same tables: the gain is flattered by it.
+That all runs weigh alike was chosen, of five ways, on these same tables, which flatters the gain.
 
 """
 
