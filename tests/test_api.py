@@ -23,7 +23,10 @@ from tests.integrations.frameworks import (
     nemo_recipe,
 )
 
-PUBLIC = ["Explanation", "Plan", "__version__", "clusters", "estimate", "load_plan", "models"]
+PUBLIC = [
+    *("Explanation", "Plan", "PlanTable", "__version__", "clusters", "estimate", "load_plan"),
+    *("models", "plan", "plan_command", "plan_table"),
+]
 JOB: dict[str, Any] = {"num_gpus": 16, "global_batch_size": 128, "num_alternatives": 2}
 NAMES: dict[str, Any] = {"model": "llama3_8b", "cluster": "dgx_h100"}
 COMMAND = (
@@ -55,7 +58,7 @@ def lasting(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_public_names_are_frozen() -> None:
-    assert sorted(nest_megatron.__all__) == [*PUBLIC, "plan", "plan_command"]
+    assert sorted(nest_megatron.__all__) == PUBLIC
     for name in nest_megatron.__all__:
         assert getattr(nest_megatron, name) is not None
         assert name in dir(nest_megatron)

@@ -149,11 +149,17 @@ def test_a_pinned_plan_is_signed_again_as_it_is(signed: Path, tmp_path: Path) ->
     assert run("pin", str(plan), "--sign", str(signed.parent / "other.pub")).code == 2
 
 
-def test_a_password_comes_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_password_comes_from_standard_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from nest_megatron.cli.signing import ask_password
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("correct horse\nmore\n"))
     assert ask_password() == "correct horse"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    key = tmp_path / "a.key"
+    assert run("keygen", "--out", str(key)).code == 2  # not an unencrypted key by mistake
+    assert not key.exists()
 
 
 def test_a_prolog_lets_only_signed_plans_through(signed: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import click
 from nest_megatron.cli.command_kinds import OUTPUT, PATH, command, json_option
 
 
-@command("nest-megatron keygen --out reviewer.key")
+@command("nest-megatron keygen --out robot.key --no-password")
 @click.option("--out", type=OUTPUT, required=True, help="Write the secret key here.")
 @click.option("--no-password", is_flag=True, help="Leave it unencrypted, for a robot's use.")
 @json_option
@@ -20,6 +20,7 @@ def keygen(out: Path, *, no_password: bool, as_json: bool) -> None:
     The public key goes beside it (NAME.pub): give it to those who verify.
     """
     from nest_megatron import minisign
+    from nest_megatron.errors import UserInputError
     from nest_megatron.files import check_output, write_text
     from nest_megatron.planner.signed import PUBLIC_SUFFIX
     from nest_megatron.report.console import say, show_json
@@ -28,6 +29,10 @@ def keygen(out: Path, *, no_password: bool, as_json: bool) -> None:
     check_output("--out", public)
     key = minisign.new_key()
     password = "" if no_password else ask_password("Password of the new key", confirm=True)
+    if not (password or no_password):
+        limit = "an empty password would leave the key unencrypted"
+        fix = "Type one, or add --no-password."
+        raise UserInputError("password", value="", limit=limit, fix=fix)
     write_text(out, minisign.secret_text(key, password), mode=0o600)
     write_text(public, key.public.text)
     if as_json:

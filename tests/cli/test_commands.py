@@ -78,6 +78,7 @@ def named_files(small_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         '{"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 8, "vocab_size": 32000,'
         ' "num_attention_heads": 8, "intermediate_size": 4096, "max_position_embeddings": 2048}'
     )
+    write_signed(folder)
     write_measurements(folder)
     write_networks(folder)
     write_module(folder)
@@ -104,6 +105,14 @@ def test_examples_run(command: str, named_files: Path, tmp_path: Path) -> None:
     }
     done = spawn(*words[1:], cwd=tmp_path, **folders)
     assert (done.code, done.err) == (0, "")
+
+
+def write_signed(folder: Path) -> None:
+    """The key and the signed plan that examples name."""
+    key, pinned = folder / "reviewer.key", folder / "pinned.yaml"
+    shutil.copy(folder / "plan.yaml", pinned)
+    assert run("keygen", "--out", str(key), "--no-password").code == 0
+    assert run("pin", str(pinned), "--sign", str(key)).code == 0
 
 
 def write_module(folder: Path) -> None:

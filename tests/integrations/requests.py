@@ -15,6 +15,7 @@ from nest_megatron.model.execution import (
     GraphImpl,
     TokenDispatcher,
 )
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.model.variant import ModelVariant
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
@@ -247,6 +248,14 @@ BROKEN = {
     "ffn_over_tp": request(changed(LLAMA, ffn_hidden_size=28671), dims(tp=8)),
     "mamba_over_tp_and_cp": request(changed(HYBRID, mamba_num_groups=2), dims(tp=4)),
     "linear_over_tp_and_cp": request(changed(LINEAR, linear_num_key_heads=4), dims(tp=8)),
+    "linear_replacements": request(
+        changed(LLAMA, heterogeneous_layers=(LayerKind("linear_for_mlp"),) * LLAMA.num_layers),
+        dims(tp=2),
+    ),
+    "heterogeneous_virtual_stages": request(
+        changed(LLAMA, heterogeneous_layers=(LayerKind.NO_OP,) * LLAMA.num_layers),
+        dims(pp=2, vpp=2),
+    ),
     "adapters_over_tp": request(changed(LLAMA, adapters=Adapters(dim=6)), dims(tp=4)),
     "hybrid_virtual_stages": request(HYBRID, dims(pp=2, vpp=2)),
     "hybrid_stages": request(

@@ -60,4 +60,4 @@ def test_no_cut_is_uneven() -> None:
 
 
 def test_it_is_said_in_the_plan() -> None:
-    assert describe_space(EVEN, small_cluster(random.Random(0)))["stage_layout"] == "even"
+    assert describe_space(EVEN, small_cluster(random.Random(0)), ())["stage_layout"] == "even"

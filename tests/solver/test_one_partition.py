@@ -312,10 +312,10 @@ def test_its_degrees_are_fixed() -> None:
         "virtual_pipeline_model_parallel_size": 2,
     }
     assert dataclasses.replace(space, batch_unit=2).fixed == space.fixed
-    words = describe_space(space, small_cluster(random.Random(0)))
+    words = describe_space(space, small_cluster(random.Random(0)), ())
     assert words["stage_layout"] == "as given"
     assert words["virtual_pipeline_model_parallel_size"] == "= 2"
-    assert "stage_layout" not in describe_space(SearchSpace(), small_cluster(random.Random(0)))
+    assert "stage_layout" not in describe_space(SearchSpace(), small_cluster(random.Random(0)), ())
 
 
 @pytest.mark.parametrize("name", ["pipeline_model_parallel_size", "virtual_pipeline"])
