@@ -139,10 +139,11 @@ def with_launch(
 def script_words(script: str) -> tuple[str, ...]:
     """A script as launchers take it: a file, or a module behind ``-m``.
 
-    >>> script_words("pretrain_gpt.py"), script_words("site.train")
-    (('pretrain_gpt.py',), ('-m', 'site.train'))
+    >>> script_words("pretrain_gpt.py"), script_words("site.train"), script_words("./train")
+    (('pretrain_gpt.py',), ('-m', 'site.train'), ('./train',))
     """
-    return (script,) if script.endswith(".py") else ("-m", script)
+    is_file = script.endswith(".py") or not script.replace(".", "_").isidentifier()
+    return (script,) if is_file or script.startswith(".") else ("-m", script)
 
 
 def torchrun_words(plan: ParallelPlan) -> list[str]:
