@@ -25,15 +25,19 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def answers() -> list[dict[str, Any]]:
-    requests = [launch_request(planned(index)) for index in range(len(JOBS))]
-    said = ask_megatron([megatron_case(request) for request in requests])
-    return list(said["answers"])
+def answers() -> dict[int, dict[str, Any]]:
+    """What Megatron says of each plan whose model its command line can state."""
+    plans = {index: planned(index) for index in range(len(JOBS))}
+    stated = {i: plan for i, plan in plans.items() if not plan.model.heterogeneous_layers}
+    said = ask_megatron([megatron_case(launch_request(plan)) for plan in stated.values()])
+    return dict(zip(stated, said["answers"], strict=True))
 
 
 @every_job
-def test_megatron_accepts_the_plan(index: int, answers: list[dict[str, Any]]) -> None:
+def test_megatron_accepts_the_plan(index: int, answers: dict[int, dict[str, Any]]) -> None:
     plan = planned(index)
+    if plan.model.heterogeneous_layers:
+        pytest.skip("Megatron-LM reads such layers from a file of the user's")
     assert "accepted" in answers[index], answers[index]
     answer, chosen = answers[index]["accepted"], plan.parallel
     for field in (

@@ -58,6 +58,8 @@ LATER = {
     "tensor_overlap",
     "delayed_wgrad",
     "expert_overlap_fsdp",
+    "linear_replacements",
+    "heterogeneous_virtual_stages",
 }
 
 
