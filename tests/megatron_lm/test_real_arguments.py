@@ -60,6 +60,14 @@ LATER = {
     "expert_overlap_fsdp",
     "linear_replacements",
     "heterogeneous_virtual_stages",
+    "adapters_over_tp",
+    "encoder",
+    "encoder_stages",
+    "encoder_zero",
+    "hybrid_recompute",
+    "hybrid_stages",
+    "hybrid_virtual_stages",
+    "mamba_over_tp_and_cp",
 }
 
 
