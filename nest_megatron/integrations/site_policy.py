@@ -8,7 +8,7 @@ from pathlib import Path
 from nest_megatron.config.launch import Mode
 from nest_megatron.config.policy import read_policy, require_may_free
 from nest_megatron.files import expanded
-from nest_megatron.parallel.policy import PolicyFile, require_allowed
+from nest_megatron.parallel.policy import Policy, PolicyFile, require_allowed
 from nest_megatron.planner.pins import PinnedPlan, read_pinned
 from nest_megatron.planner.signed import read_signers, verify_pinned
 
@@ -25,11 +25,10 @@ def require_launch(mode: Mode, free: Collection[str] = (), release: str | None =
     """
     policy = read_policy()
     require_may_free(free, policy)
+    if mode is Mode.AUTO:
+        _refuse_unpinned("+nest", mode.value, policy)
     for file in policy:
         rules = file.launch
-        if rules.pinned_only and mode is Mode.AUTO:
-            limit = "only pinned plans are launched here"
-            raise file.broken("launch.pinned_only", "+nest", mode.value, limit)
         if release is not None and rules.megatron_lm and release not in rules.megatron_lm:
             limit = f"it is {' or '.join(rules.megatron_lm)}"
             raise file.broken("launch.megatron_lm", "Megatron-LM", release, limit)
@@ -41,10 +40,14 @@ def require_may_replace(on_mismatch: str) -> None:
     Raises:
         PolicyError: naming the rule.
     """
-    for file in read_policy():
+    _refuse_unpinned("nest.on_mismatch", on_mismatch, read_policy())
+
+
+def _refuse_unpinned(what: str, value: str, policy: Policy) -> None:
+    for file in policy:
         if file.launch.pinned_only:
             limit = "only pinned plans are launched here"
-            raise file.broken("launch.pinned_only", "nest.on_mismatch", on_mismatch, limit)
+            raise file.broken("launch.pinned_only", what, value, limit)
 
 
 def read_launched(path: Path, num_gpus: int | None = None) -> PinnedPlan:
