@@ -21,6 +21,7 @@ from nest_megatron.integrations.launched import change_rows
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.planning import CommandPlan, plan_command
 from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.plan import script_words
 from nest_megatron.report.console import command_lines, say, show, show_json
 from nest_megatron.report.failure import WITHOUT_PLAN
 from nest_megatron.report.terminal import changes_table
@@ -193,7 +194,7 @@ def _command_parts(found: CommandPlan) -> list[RenderableType]:
     changes = change_rows(found.changes)
     changed = ["Changes to your command\n", changes_table(changes)]
     given = {**command.environment, **launch.environment}
-    words = [*command.launcher, *filter(None, [command.script]), *launch.argv]
+    words = [*command.launcher, *script_words(command.script), *launch.argv]
     return [
         *(changed if changes else ["Your command is already the plan."]),
         "\nThe command\n",

@@ -11,7 +11,7 @@ from typing import Any
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.parameters import active_parameters, total_parameters
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan, SearchRecord
+from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan, SearchRecord, script_words
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.charts import (
     MEMORY_COLOURS,
@@ -203,7 +203,8 @@ def _command(plan: ParallelPlan, command: LaunchCommand) -> str:
         f"unset {name}" if value is None else f"export {name}={shlex.quote(value)}"
         for name, value in sorted(command.environment.items(), key=lambda pair: pair[1] is not None)
     ]
-    start = f"torchrun --nnodes {nodes} --nproc-per-node {processes} {shlex.quote(command.script)}"
+    script = shlex.join(script_words(command.script))
+    start = f"torchrun --nnodes {nodes} --nproc-per-node {processes} {script}"
     return "\n".join([*given, " \\\n  ".join([start, *_lines(command.argv)])])
 
 

@@ -12,11 +12,10 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.history.store import VARIABLE
 from nest_megatron.integrations.megatron_lm.attach import (
     LAUNCHER,
-    script_words,
     torchrun_words,
 )
 from nest_megatron.integrations.megatron_lm.short_run import short_run
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.plan import ParallelPlan, script_words
 
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 #: Options of torchrun that say where its agents meet.

@@ -374,3 +374,10 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
             check=False,
         )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_module_is_launched_as_a_module() -> None:
+    script = next(word for word in LLAMA3_8B.split() if word.endswith(".py"))
+    done = run("plan", "--from", LLAMA3_8B.replace(script, "-m site.train"), "cluster=dgx_h100")
+    assert done.code == 0, done.err
+    assert " -m site.train" in done.out

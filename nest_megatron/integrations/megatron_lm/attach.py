@@ -31,7 +31,7 @@ from nest_megatron.integrations.megatron_lm.write import (
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
 from nest_megatron.parallel.device_rules import has_multicast
 from nest_megatron.parallel.execution_rules import allowed_execution
-from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan, sharding
+from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan, script_words, sharding
 from nest_megatron.parallel.plan_file import sealed
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.parallel.rules import LaunchRequest
@@ -134,16 +134,6 @@ def with_launch(
         notes=notes,
     )
     return sealed(dataclasses.replace(plan, launch={**plan.launch, LAUNCHER: launch}))
-
-
-def script_words(script: str) -> tuple[str, ...]:
-    """A script as launchers take it: a file, or a module behind ``-m``.
-
-    >>> script_words("pretrain_gpt.py"), script_words("site.train"), script_words("./train")
-    (('pretrain_gpt.py',), ('-m', 'site.train'), ('./train',))
-    """
-    is_file = script.endswith(".py") or not script.replace(".", "_").isidentifier()
-    return (script,) if is_file or script.startswith(".") else ("-m", script)
 
 
 def torchrun_words(plan: ParallelPlan) -> list[str]:
