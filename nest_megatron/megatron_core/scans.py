@@ -10,6 +10,8 @@ of the kernels keep: ``MambaSplitConv1dScanCombinedFn`` its input, and the outpu
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -56,8 +58,8 @@ def kernels(kind: LayerKind) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _mamba_kernels() -> Iterator[None]:
-    import megatron.core.ssm.mamba_mixer as mixer
-
+    with _triton():
+        import megatron.core.ssm.mamba_mixer as mixer
     replaced: dict[str, Any] = {
         "HAVE_MAMBA_SSM": True,
         "ExtendedRMSNorm": _GroupNorm,
@@ -65,6 +67,19 @@ def _mamba_kernels() -> Iterator[None]:
     }
     with mock.patch.multiple(mixer, create=True, **replaced):
         yield
+
+
+@contextlib.contextmanager
+def _triton() -> Iterator[None]:
+    """The mixer imports triton for kernels of inference, which are never called here."""
+    absent = importlib.util.find_spec("triton") is None
+    if absent:
+        sys.modules.update({"triton": mock.MagicMock(), "triton.language": mock.MagicMock()})
+    try:
+        yield
+    finally:
+        if absent:
+            del sys.modules["triton"], sys.modules["triton.language"]
 
 
 class _GroupNorm(torch.nn.Module):

@@ -170,7 +170,7 @@ def test_rank_0_that_falls_silent_is_given_up() -> None:
             release.wait(10)
             return "too late"
 
-        store = join(rank, 2, heartbeat_timeout_s=1.5)
+        store = join(rank, 2, heartbeat_timeout_s=3.0)
         if rank == 0:
             store.stop_heartbeat()
         try:
@@ -184,7 +184,7 @@ def test_rank_0_that_falls_silent_is_given_up() -> None:
 
 def test_a_rank_that_falls_silent_after_it_came_is_given_up() -> None:
     def act(rank: int) -> str:
-        store = join(rank, heartbeat_timeout_s=1.5)
+        store = join(rank, heartbeat_timeout_s=3.0)
         require_equal(store, {"--lr": "0.1"}, what="command")
         if rank == 1:
             store.stop_heartbeat()
@@ -270,9 +270,9 @@ def test_a_rank_that_waits_calls_the_store_once_for_each_entry() -> None:
         return store
 
     def act(rank: int) -> str:
-        store = join(rank, 2, heartbeat_timeout_s=1.0)
+        store = join(rank, 2, heartbeat_timeout_s=3.0)
         if rank == 0:
-            return broadcast(store, lambda _: time.sleep(2.0) or "the plan")  # type: ignore[func-returns-value]
+            return broadcast(store, lambda _: time.sleep(4.0) or "the plan")  # type: ignore[func-returns-value]
         store.stop_heartbeat()  # it would send none, but for the time before it waits
         answer = broadcast(counted(store), lambda _: "never asked")
         assert len(calls) == 2 + store._entry, "two for its part, and one for each entry"
@@ -291,8 +291,8 @@ def test_rank_0_may_come_later_than_a_heartbeat() -> None:
 
     def act(rank: int) -> str:
         if rank == 0:
-            time.sleep(2.0)
-        store = join(rank, 2, environment=here, heartbeat_timeout_s=0.5)
+            time.sleep(5.0)
+        store = join(rank, 2, environment=here, heartbeat_timeout_s=3.0)
         return broadcast(store, lambda _: "the plan")
 
     assert on_all_ranks(act, 2) == ["the plan"] * 2

@@ -102,7 +102,7 @@ def test_a_rank_that_falls_silent_is_given_up() -> None:
     release = threading.Event()
 
     def act(rank: int) -> object:
-        store = join(rank, heartbeat_timeout_s=1.0)
+        store = join(rank, heartbeat_timeout_s=3.0)
         broadcast(store, lambda _: "orders", what="orders")
         if rank == 2:
             store.stop_heartbeat()
