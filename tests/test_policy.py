@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import getpass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import yaml
 from nest_megatron.config import policy as policies
 from nest_megatron.config.launch import Mode
 from nest_megatron.config.policy import VARIABLE, read_policy
-from nest_megatron.integrations.site_policy import read_launched, require_launch
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.site_policy import read_launched, require_launch, require_tune
 from nest_megatron.minisign import SignatureError
 from nest_megatron.parallel.policy import PolicyError, violations
-from nest_megatron.planner.pins import read_pinned
+from nest_megatron.planner.pins import TUNE, read_pinned, write_pinned
 from tests.cli.runs import ROOT, SMALL, run
 
 
@@ -214,6 +216,62 @@ def test_only_pinned_plans_of_trusted_signers_and_folders_are_launched(
     of_operators(tmp_path, launch=rules, plan={"forbidden_precision": ["bf16"]})
     with pytest.raises(PolicyError, match="forbidden_precision"):
         read_launched(plan)
+
+
+def pinned_by(plan: Path, by: str, target: Path) -> Path:
+    found = read_pinned(plan)
+    pin = dataclasses.replace(found.pin, by=by)
+    write_pinned(dataclasses.replace(found, pin=pin), target)
+    return target
+
+
+@pytest.mark.parametrize("rule", ["pinned_only", "signers", "plan_folders"])
+def test_tuning_needs_the_operators_leave_where_plans_are_reviewed(
+    tmp_path: Path, pinned: Path, rule: str
+) -> None:
+    key = tmp_path / "ada.key"
+    assert run("keygen", "--out", str(key), "--no-password").code == 0
+    rules: dict[str, Any] = {
+        "pinned_only": True,
+        "signers": [str(key.with_suffix(".pub"))],
+        "plan_folders": [str(tmp_path / "plans")],
+    }
+    launch = {rule: rules[rule]}
+    path = of_operators(tmp_path, launch=launch)
+    words = ("tune", "--from", "torchrun pretrain_gpt.py --num-layers 2", "cluster=dgx_h100")
+    refused = run(*words, "--out", str(tmp_path / "runs"))
+    assert refused.code == 16
+    said = " ".join(refused.err.split())
+    assert f"(launch.{rule}, {path}:2)" in said
+    assert f"launch.may_tune: [{getpass.getuser()}] in {path}" in said
+    assert not (tmp_path / "runs").exists()
+    assert run("tune", "--resume", str(tmp_path / "runs")).code == 16
+    assert run(*words, "--dry-run").code != 16
+
+    trial = pinned_by(pinned, TUNE, tmp_path / "trial.yaml")
+    if rule != "pinned_only":
+        with pytest.raises(UserInputError):
+            read_launched(trial)
+    of_operators(tmp_path, launch={**launch, "may_tune": [getpass.getuser()]})
+    require_tune(tmp_path)
+    assert read_launched(trial).pin.by == TUNE
+    if rule != "pinned_only":  # nobody else's plan
+        with pytest.raises(UserInputError):
+            read_launched(pinned)
+    of_operators(tmp_path, launch={**launch, "may_tune": ["somebody"]})
+    with pytest.raises(PolicyError):
+        require_tune(tmp_path)
+
+
+def test_a_launch_knows_the_key_that_signed_its_plan(tmp_path: Path, pinned: Path) -> None:
+    key, plan = tmp_path / "ada.key", tmp_path / "plan.yaml"
+    plan.write_bytes(pinned.read_bytes())
+    assert run("keygen", "--out", str(key), "--no-password").code == 0
+    assert run("pin", str(plan), "--sign", str(key)).code == 0
+    assert read_launched(plan).signer is None  # nobody asked whether it holds
+    public = key.with_suffix(".pub")
+    of_operators(tmp_path, launch={"signers": [str(public)]})
+    assert read_launched(plan).signer in public.read_text()
 
 
 def test_releases_and_freed_flags(tmp_path: Path) -> None:

@@ -17,7 +17,12 @@ from hypothesis import strategies as st
 
 from nest_megatron import minisign
 from nest_megatron.errors import UserInputError
-from nest_megatron.planner.signed import read_signers, signature_path, verify_pinned
+from nest_megatron.planner.signed import (
+    read_signers,
+    sign_pinned,
+    signature_path,
+    verify_pinned,
+)
 from tests.cli.runs import ROOT, SMALL, Run, run
 
 #: Written by minisign 0.11: `-G -W`, `-S -t`, `-S -l`, of a file that holds "hello".
@@ -212,3 +217,22 @@ def test_what_was_verified_is_what_is_launched(
     found = verify_pinned(plan, read_signers([str(signed.parent / "reviewer.pub")]))
     assert found.pinned.plan.model.name == "llama3_8b"
     assert plan.read_text() == "another\n"
+
+
+def test_what_was_reviewed_is_what_is_signed(
+    signed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another file in the place of the plan while its reviewer types a password."""
+    plan, content = tmp_path / "plan.yaml", signed.read_bytes()
+    plan.write_bytes(content)
+    read = minisign.read_secret
+
+    def swapping(*args: Any) -> Any:
+        plan.write_text("another\n")
+        return read(*args)
+
+    monkeypatch.setattr(minisign, "read_secret", swapping)
+    sign_pinned(plan, signed.parent / "reviewer.key", pytest.fail)
+    assert verified(plan, str(signed.parent / "reviewer.pub")).code == 15
+    plan.write_bytes(content)
+    assert verified(plan, str(signed.parent / "reviewer.pub")).code == 0

@@ -14,6 +14,7 @@ from pathlib import Path
 from nest_megatron.cli.planning import composed_settings, progress
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import NOTHING_FITS, OK, UserInputError
+from nest_megatron.integrations.site_policy import require_tune
 from nest_megatron.parallel import plan_file
 from nest_megatron.report.console import say, show, show_json
 from nest_megatron.report.failure import WITHOUT_PLAN
@@ -162,8 +163,11 @@ def _session(options: TuneOptions) -> AbstractContextManager[Session | Asked]:
             if value is not None:
                 limit = "a tuning goes on with what it was begun with"
                 raise UserInputError(name, value=str(value), limit=limit, fix="Leave it out.")
+        require_tune(options.resume.absolute())
         return resumed_session(options.resume.absolute())
     if options.dry_run:
         return contextlib.nullcontext(options.asked())
     folder = options.out or Path(f"nest-tune-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-    return new_session(folder.absolute(), options.asked())
+    asked = options.asked()
+    require_tune(folder.absolute())
+    return new_session(folder.absolute(), asked)

@@ -199,6 +199,11 @@ def require_may_free(names: Collection[str], policy: Policy) -> None:
                 raise file.broken("launch.may_free", "nest.free", name, words)
 
 
+def may_tune(file: PolicyFile) -> bool:
+    """Whether a file lets this user launch short runs of ``tune`` with plans of their own."""
+    return not {*file.launch.may_tune}.isdisjoint(_identities())
+
+
 def _identities() -> Iterator[str]:
     """This user, by the account (not by what the environment says), their groups, and everybody."""
     yield "*"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import getpass
 import os
+import pwd
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -68,11 +68,11 @@ def _reviewed(pin: Pin, plan: ParallelPlan) -> Pin:
 
 
 def user_name() -> str:
-    """Who runs this process."""
+    """Who runs this process, by its account and not by what the environment says."""
     try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container without a user database
-        return "unknown"
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a container without a user database
+        return f"uid {os.getuid()}"
 
 
 def plan_output(named: str | None, inputs: Sequence[str | None] = ()) -> Path | None:

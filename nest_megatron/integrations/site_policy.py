@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 from pathlib import Path
 
 from nest_megatron.config.launch import Mode
-from nest_megatron.config.policy import read_policy, require_may_free
+from nest_megatron.config.policy import may_tune, read_policy, require_may_free
 from nest_megatron.files import expanded
-from nest_megatron.parallel.policy import Policy, PolicyFile, require_allowed
-from nest_megatron.planner.pins import PinnedPlan, read_pinned
+from nest_megatron.integrations.plan_output import user_name
+from nest_megatron.parallel.policy import Policy, PolicyError, PolicyFile, require_allowed
+from nest_megatron.planner.pins import TUNE, PinnedPlan, read_pinned
 from nest_megatron.planner.signed import read_signers, verify_pinned
 
 
@@ -50,6 +52,31 @@ def _refuse_unpinned(what: str, value: str, policy: Policy) -> None:
             raise file.broken("launch.pinned_only", what, value, limit)
 
 
+def require_tune(folder: Path) -> None:
+    """Refuse to tune where the plans of its runs, which nobody reviews, are not launched.
+
+    Args:
+        folder: of the runs.
+
+    Raises:
+        PolicyError: naming the rule, and what the operators may write to allow it.
+    """
+    for file in read_policy():
+        if may_tune(file):
+            continue
+        rules = file.launch
+        rule = "pinned_only" if rules.pinned_only else "signers" if rules.signers else None
+        if rule is None and not _is_outside(folder, file):
+            continue
+        limit = "its runs launch plans that nobody has reviewed"
+        fix = (
+            "--dry-run shows the runs and starts none; the operators of the cluster may allow them "
+            f"with launch.may_tune: [{user_name()}] in {file.path}."
+        )
+        where = file.where(f"launch.{rule or 'plan_folders'}")
+        raise PolicyError("tune", value=None, limit=f"{limit} ({where})", fix=fix)
+
+
 def read_launched(path: Path, num_gpus: int | None = None) -> PinnedPlan:
     """A pinned file that is about to be launched.
 
@@ -62,19 +89,27 @@ def read_launched(path: Path, num_gpus: int | None = None) -> PinnedPlan:
     """
     path = expanded(path, "nest.plan")
     pinned, policy = None, read_policy()
-    for file in policy:
-        _require_folder(path, file)
+    for file in _asking_for_review(policy, path, num_gpus):
+        if _is_outside(path, file):
+            limit = f"plans are launched from {' or '.join(file.launch.plan_folders)}"
+            raise file.broken("launch.plan_folders", "nest.plan", str(path), limit)
         if file.launch.signers:
-            pinned = verify_pinned(
-                path, read_signers(file.launch.signers), num_gpus=num_gpus
-            ).pinned
+            signed = verify_pinned(path, read_signers(file.launch.signers), num_gpus=num_gpus)
+            pinned = dataclasses.replace(signed.pinned, signer=signed.signer.key.name)
     pinned = pinned or read_pinned(path, num_gpus)
     require_allowed(pinned.plan, policy)
     return pinned
 
 
-def _require_folder(path: Path, file: PolicyFile) -> None:
+def _asking_for_review(policy: Policy, path: Path, num_gpus: int | None) -> Policy:
+    """The files whose signers and folders a plan needs: of a run of ``tune`` not all."""
+    others = tuple(file for file in policy if not may_tune(file))
+    if others != policy and read_pinned(path, num_gpus).pin.by == TUNE:
+        return others
+    return policy
+
+
+def _is_outside(path: Path, file: PolicyFile) -> bool:
+    """Whether a path, links followed, is in none of the folders that plans are launched from."""
     folders = [expanded(Path(each), "policy").resolve() for each in file.launch.plan_folders]
-    if folders and not any(path.resolve().is_relative_to(folder) for folder in folders):
-        limit = f"plans are launched from {' or '.join(map(str, folders))}"
-        raise file.broken("launch.plan_folders", "nest.plan", str(path), limit)
+    return bool(folders) and not any(path.resolve().is_relative_to(each) for each in folders)

@@ -51,6 +51,8 @@ class LaunchRules:
         plan_folders: where launched plans lie.
         megatron_lm: releases that are launched.
         may_free: names that a user (``ada``), a group (``@ml``) or everybody (``*``) may free.
+        may_tune: users, groups or everybody whose short runs of ``tune`` need no signature and no
+            folder of ``plan_folders``.
     """
 
     pinned_only: bool = False
@@ -58,6 +60,7 @@ class LaunchRules:
     plan_folders: tuple[str, ...] = ()
     megatron_lm: tuple[str, ...] = ()
     may_free: Mapping[str, tuple[str, ...]] | None = None
+    may_tune: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,8 @@ from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.planner import plan_table
 from nest_megatron.planner.plan_table import PlanTable, TableText
 
+#: Who pins the plan of a short run of ``tune``, which nobody has reviewed.
+TUNE = "nest-megatron tune"
 _HEAD = "# nest-megatron pinned plan, sha256 of all below: "
 
 
@@ -58,12 +60,14 @@ class PinnedPlan:
     Args:
         sizes: numbers of GPUs that the table has plans for; none without a table.
         told: what the table says of the number of GPUs that was asked for.
+        signer: id of the trusted key that signed it, where a policy asked for one.
     """
 
     pin: Pin
     plan: ParallelPlan
     sizes: tuple[int, ...] = ()
     told: str = ""
+    signer: str | None = None
 
 
 def pinned_for(plan: ParallelPlan, release: str | None) -> str:

@@ -10,7 +10,7 @@ from nest_megatron import minisign
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import expanded, read_bytes, read_text, write_text
 from nest_megatron.minisign import PublicKey, Reason, SignatureError
-from nest_megatron.planner.pins import PinnedPlan, parse_pinned, read_pinned
+from nest_megatron.planner.pins import PinnedPlan, parse_pinned
 
 #: Ends the name of a public key's file.
 PUBLIC_SUFFIX = ".pub"
@@ -52,12 +52,13 @@ def sign_pinned(path: Path, key_path: Path, ask_password: Callable[[], str]) -> 
     Raises:
         UserInputError: if the plan is not pinned, or the key cannot be read.
     """
-    pinned = read_pinned(path)
+    content = read_bytes(path, "plan")
+    pinned = _contents(content, path)
     key = minisign.read_secret(read_text(key_path, "--sign"), ask_password, str(key_path))
     comment = (
         f"pinned plan of {pinned.plan.model.name}\tby:{pinned.pin.by}\tat:{pinned.pin.created}"
     )
-    signature = minisign.sign(read_bytes(path, "plan"), key, " ".join(comment.splitlines()))
+    signature = minisign.sign(content, key, " ".join(comment.splitlines()))
     target = signature_path(path)
     write_text(target, signature.text)
     return target
@@ -73,7 +74,7 @@ def verify_pinned(
 
     Args:
         signature: its signature's file, if not the one beside it.
-        num_gpus: as of ``read_pinned``.
+        num_gpus: as of ``parse_pinned``.
 
     Raises:
         SignatureError: if none of them has, or the file was changed since.
@@ -89,8 +90,13 @@ def verify_pinned(
     content = read_bytes(path, "plan")
     key = minisign.verify(content, found, by_key)
     # what was verified, whatever the file is by now
-    pinned = parse_pinned(content.decode(), path, num_gpus)
+    pinned = _contents(content, path, num_gpus)
     return SignedPlan(pinned=pinned, signer=by_key[key], comment=found.comment)
+
+
+def _contents(content: bytes, path: Path, num_gpus: int | None = None) -> PinnedPlan:
+    """The plan of a file's bytes; what is no UTF-8 matches no checksum."""
+    return parse_pinned(content.decode(errors="replace"), path, num_gpus)
 
 
 def read_signers(named: Iterable[str]) -> list[Signer]:

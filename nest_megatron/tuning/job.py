@@ -15,7 +15,7 @@ from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.policy import require_allowed
 from nest_megatron.planner import Progress, Ranked, ranked
 from nest_megatron.planner.choice import Candidate
-from nest_megatron.planner.pins import Pin, PinnedPlan, write_pinned
+from nest_megatron.planner.pins import TUNE, Pin, PinnedPlan, write_pinned
 from nest_megatron.report.failure import require_plan
 from nest_megatron.tuning.command import RunCommand, run_command
 from nest_megatron.tuning.session import Asked
@@ -61,7 +61,7 @@ class TunedJob:
         assert self.job.command is not None
         made = Pin(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            by="nest-megatron tune",
+            by=TUNE,
             note="a short run",
             nest_megatron_version=__version__,
             megatron_lm=self.job.version,
