@@ -113,13 +113,13 @@ def _choice_words(choice: Choice) -> str:
             "with the least chance is taken."
         )
     value, bound = format_seconds(choice.value_s), format_seconds(choice.bound_s)
+    said += f" By that measure it takes {value}"
     if choice.is_proven:
-        return f"{said} Proven: no plan of the space has less than {bound}, this one has {value}."
+        return f"{said}; that no plan of the space takes less than {bound} is proven."
     if not choice.bound_s:
-        return f"{said} It has {value}; of plans that were not compared nothing is proven."
+        return f"{said}; of plans that were not compared nothing is proven."
     return (
-        f"{said} It has {value}; of plans that were not compared only that none has less than "
-        f"{bound} is proven."
+        f"{said}; of plans that were not compared only that none takes less than {bound} is proven."
     )
 
 
