@@ -17,7 +17,7 @@ from nest_megatron import api
 
 PAGE = Path(__file__).with_name("api.md")
 HEAD = """\
-<!-- Written by `python docs/make_api.py` from the docstrings of nest_megatron/api.py. -->
+<!-- Written by `python docs/make_api.py` from the docstrings of nest_megatron/api/. -->
 # The Python API
 
 For notebooks and scripts: plans, settings and errors are those of the command line, which calls

@@ -1,0 +1,280 @@
+"""The Python API: what notebooks and scripts use, and the command line with them.
+
+Its names are those of ``nest_megatron``, which loads them when they are first used. Settings,
+results and errors are those of the command line; ``docs/api.md`` is made of the docstrings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+from nest_megatron.api.results import Explanation, Plan, PlanTable
+from nest_megatron.cluster.records import Cluster
+from nest_megatron.config.buildable import buildable_space, require_buildable
+from nest_megatron.config.compose import Composed
+from nest_megatron.config.keywords import Source, cluster_entry, compose_keywords, model_entry
+from nest_megatron.config.layout import estimate_layout
+from nest_megatron.config.request import request_of
+from nest_megatron.config.target import read_target
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_lm import planning
+from nest_megatron.integrations.megatron_lm.attach import with_launch
+from nest_megatron.integrations.megatron_lm.node_counts import TableJob, plan_for_nodes, sized
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.planner import Progress
+from nest_megatron.planner import plan as find_plan
+from nest_megatron.planner.pins import read_plan
+from nest_megatron.report.catalogue import Catalogue
+from nest_megatron.report.failure import require_plan
+from nest_megatron.units import Seconds
+
+__all__ = [
+    "Explanation",
+    "Plan",
+    "PlanTable",
+    "clusters",
+    "estimate",
+    "estimate_composed",
+    "load_plan",
+    "models",
+    "plan",
+    "plan_command",
+    "plan_composed",
+    "plan_table",
+    "table_job",
+]
+
+
+def models() -> Catalogue[TransformerSpec]:
+    """The models of the catalogue by name.
+
+    >>> models()["llama3_8b"].hidden_size
+    4096
+    """
+    from nest_megatron.report.catalogue_tables import models_table
+
+    return Catalogue("model", model_entry, lambda found: models_table(list(found.values())))
+
+
+def clusters() -> Catalogue[Cluster]:
+    """The clusters of the catalogue by name, at the sizes that their files give.
+
+    >>> "dgx_h100" in clusters()
+    True
+    """
+    from nest_megatron.report.catalogue_tables import clusters_table
+
+    return Catalogue("cluster", cluster_entry, lambda found: clusters_table(list(found.items())))
+
+
+def plan(
+    *,
+    model: Source | TransformerSpec,
+    cluster: Source | Cluster,
+    num_gpus: int | None = None,
+    global_batch_size: int | None = None,
+    shortlist: bool = False,
+    config_dir: str | os.PathLike[str] | None = None,
+    **settings: object,
+) -> Plan:
+    """Find the plan that is expected to be the fastest and to fit in memory.
+
+    Args:
+        model: a name of ``models()``, the path of a YAML file or of a Hugging Face
+            ``config.json``, a record, or the fields of such a file.
+        cluster: a name of ``clusters()``, the path of a YAML file, a record, or its fields.
+        num_gpus: size of the job; the cluster's own if not given.
+        global_batch_size: sequences of one optimizer step; 512 if not given.
+        shortlist: also say which plans could be the fastest.
+        config_dir: a folder with ``model/``, ``cluster/`` or ``accelerator/`` files of yours.
+        settings: as ``nest-megatron plan`` takes them: by name where only one section has it
+            (``tensor_model_parallel_size=8``), or by section (``search={"max_seconds": 5}``).
+
+    Raises:
+        NothingFitsError: if no plan is predicted to fit in memory; ``error.refusal`` says what
+            lacks, and the nearest change that fits.
+        SearchEndedError: if time ended the search before it had a plan.
+        UserInputError: for a wrong setting, with the error that the command line prints.
+
+    >>> found = plan(model="llama3_8b", cluster="dgx_h100", num_gpus=16, global_batch_size=128)
+    >>> found.predicted.fits, found.train.global_batch_size
+    (True, 128)
+    """
+    given = {**_sizes(num_gpus, global_batch_size), **settings}
+    return plan_composed(compose_keywords(model, cluster, given, config_dir), shortlist=shortlist)
+
+
+def plan_command(
+    command: str | os.PathLike[str] | Sequence[str],
+    *,
+    cluster: Source | Cluster,
+    num_gpus: int | None = None,
+    global_batch_size: int | None = None,
+    free: Collection[str] = (),
+    megatron_version: str = "0.16.1",
+    strict: bool = False,
+    shortlist: bool = False,
+    config_dir: str | os.PathLike[str] | None = None,
+    **settings: object,
+) -> Plan:
+    """Plan a Megatron-LM command of your own: what ``nest-megatron plan --from`` does.
+
+    Args:
+        command: the command as a text or as words, or the script that launches it (``train.sh``),
+            which is read and not run.
+        cluster: as for ``plan``.
+        num_gpus: size of the job; the launcher's own if not given.
+        global_batch_size: the command's own if not given.
+        free: flags of the command that may change (``tensor_model_parallel_size``), or ``["all"]``.
+        megatron_version: the release whose flags the command uses, ``0.16.1`` or ``0.20``.
+        strict: refuse flags that Megatron-LM does not have, instead of passing them on.
+        shortlist: also say which plans could be the fastest.
+        config_dir: as for ``plan``.
+        settings: as for ``plan``; they win over the command.
+
+    Returns:
+        A plan whose ``to_megatron_args`` are the command's flags, rewritten.
+
+    Raises:
+        UserInputError: for a command that cannot be read; and the errors of ``plan``.
+
+    >>> words = "torchrun pretrain_gpt.py --num-layers 32 --hidden-size 4096 --bf16 "
+    >>> words += "--num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 "
+    >>> words += "--vocab-size 32000 --tokenizer-type NullTokenizer --global-batch-size 128"
+    >>> found = plan_command(words, cluster="dgx_h100", num_gpus=16, free=["all"])
+    >>> found.parallel.data_parallel_size * found.parallel.tensor_model_parallel_size
+    16
+    """
+    given = {**_sizes(num_gpus, global_batch_size), **settings}
+    composed = compose_keywords(None, cluster, given, config_dir)
+    found = planning.plan_command(
+        [os.fspath(command)] if isinstance(command, os.PathLike) else command,
+        composed,
+        free=free,
+        version=megatron_version,
+        strict=strict,
+        begun_s=time.monotonic(),
+        shortlist=shortlist,
+    )
+    return Plan(record=found.plan, notes=found.notes)
+
+
+def estimate(
+    *,
+    model: Source | TransformerSpec,
+    cluster: Source | Cluster,
+    num_gpus: int | None = None,
+    global_batch_size: int | None = None,
+    config_dir: str | os.PathLike[str] | None = None,
+    **settings: object,
+) -> Plan:
+    """Price one layout: as ``plan``, but nothing is searched, and defaults are Megatron's.
+
+    Returns:
+        The layout as a plan; ``predicted.fits`` says whether it is predicted to fit in memory.
+
+    Raises:
+        UserInputError: for a layout that Megatron refuses, or a wrong setting.
+
+    >>> priced = estimate(
+    ...     model="llama3_8b", cluster="dgx_h100", num_gpus=16, tensor_model_parallel_size=2
+    ... )
+    >>> priced.parallel.data_parallel_size
+    8
+    """
+    given = {**_sizes(num_gpus, global_batch_size), **settings}
+    return estimate_composed(compose_keywords(model, cluster, given, config_dir))
+
+
+def _sizes(num_gpus: int | None, global_batch_size: int | None) -> dict[str, object]:
+    sizes = {"cluster.num_gpus": num_gpus, "train.global_batch_size": global_batch_size}
+    return {key: value for key, value in sizes.items() if value is not None}
+
+
+def plan_table(
+    *,
+    model: Source | TransformerSpec,
+    cluster: Source | Cluster,
+    nodes: Iterable[int],
+    global_batch_size: int | None = None,
+    config_dir: str | os.PathLike[str] | None = None,
+    **settings: object,
+) -> PlanTable:
+    """Find a plan for each of several numbers of nodes, which load each other's checkpoints.
+
+    Args:
+        nodes: numbers of nodes.
+
+    Raises:
+        UserInputError: if there is no plan for any of them, or a setting is wrong.
+
+    >>> table = plan_table(
+    ...     model="llama3_8b", cluster="dgx_h100", nodes=[2, 3], global_batch_size=96
+    ... )
+    >>> {number: found.placement.num_gpus for number, found in table.plans().items()}
+    {2: 16, 3: 24}
+    """
+    counts = tuple(nodes)
+    if not counts or min(counts) < 1:
+        limit, fix = "it holds numbers of at least 1", "Give for example range(15, 17)."
+        raise UserInputError("nodes", value=counts, limit=limit, fix=fix)
+    given = {**_sizes(None, global_batch_size), **settings}
+    job = table_job(sized(compose_keywords(model, cluster, given, config_dir), counts))
+    return PlanTable(record=plan_for_nodes(job, counts), notes=job.request.notes)
+
+
+def table_job(composed: Composed) -> TableJob:
+    """A composed job, to be planned for several numbers of nodes."""
+    request = request_of(composed, choose_execution=True)
+    require_buildable(request.spec, read_target(composed.config))
+    return TableJob(
+        request=request,
+        version=request.space.version,
+        finished=lambda found: with_launch(found, notes=request.notes),
+    )
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan file, pinned or not.
+
+    Raises:
+        PlanFileError: if it cannot be read, or was changed by hand.
+
+    >>> load_plan("recipes/mixtral_8x7b_dgx_h100_64.yaml").placement.num_gpus
+    64
+    """
+    record, pin = read_plan(Path(path))
+    return Plan(record=record, pin=pin)
+
+
+def plan_composed(
+    composed: Composed,
+    *,
+    begun_s: Seconds | None = None,
+    shortlist: bool = False,
+    on_progress: Progress | None = None,
+) -> Plan:
+    """Plan a composed job: what ``plan`` does, here and on the command line.
+
+    Args:
+        begun_s: when its ``search.max_seconds`` began (``time.monotonic``); ``None`` is now.
+        on_progress: called while the search runs.
+    """
+    begun_s = time.monotonic() if begun_s is None else begun_s
+    request = request_of(composed, choose_execution=True)
+    target = read_target(composed.config)
+    require_buildable(request.spec, target)
+    space = buildable_space(request.spec, target, request.space)
+    request = dataclasses.replace(request, space=space, begun_s=begun_s, shortlist=shortlist)
+    found = require_plan(find_plan(request, on_progress), request.notes)
+    return Plan(record=with_launch(found, notes=request.notes), notes=request.notes)
+
+
+def estimate_composed(composed: Composed) -> Plan:
+    """Price a composed layout: what ``estimate`` does, here and on the command line."""
+    found, notes = estimate_layout(composed)
+    return Plan(record=with_launch(found, notes=notes), notes=notes)
