@@ -23,6 +23,7 @@ from nest_megatron.errors import (
     require_seconds,
 )
 from nest_megatron.names import Name
+from nest_megatron.parallel.policy import OnMismatch
 
 TOKEN = re.compile(r"^(\+\+?nest=|\+{0,2}nest\.)")
 
@@ -39,14 +40,6 @@ class Mode(Name):
     AUTO = "auto"
     PINNED = "pinned"
     OFF = "off"
-
-
-class OnMismatch(Name):
-    """What ``+nest=pinned`` does where the machines or the software are not the plan's."""
-
-    REFUSE = "refuse"
-    NEAREST = "nearest"
-    REPLAN = "replan"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +145,8 @@ def _check(launch: LaunchConfig) -> None:
     for name in ("rendezvous_timeout_s", "heartbeat_timeout_s"):
         if (seconds := getattr(launch, name)) is not None:
             require_seconds(f"nest.{name}", seconds)
-    require_known("nest.on_mismatch", launch.on_mismatch, [each.value for each in OnMismatch])
+    if launch.on_mismatch is not None:
+        require_known("nest.on_mismatch", launch.on_mismatch, [each.value for each in OnMismatch])
     ranks = launch.ranks
     is_list = isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks)
     if ranks not in ("by_host", "launched") and not is_list:

@@ -188,7 +188,8 @@ class LaunchConfig:
         plan: the pinned plan of ``+nest=pinned``, or a pinned table of plans.
         on_mismatch: what happens where the machines or the software are not the pinned plan's:
             ``refuse`` ends the job, ``nearest`` keeps the degrees and the stages of the plan,
-            ``replan`` searches as ``+nest=auto`` does.
+            ``replan`` searches as ``+nest=auto`` does; if not given what a policy says, else
+            ``refuse``.
         ranks: how global ranks are given out: ``by_host`` keeps each host's together, ``launched``
             leaves them, a list names the new rank of each launched one.
         watch: what is measured of the first steps.
@@ -205,7 +206,7 @@ class LaunchConfig:
     stop_before_training: bool = False
     alternative: int = 0
     plan: str | None = None
-    on_mismatch: str = "refuse"
+    on_mismatch: str | None = None
     ranks: Any = "by_host"
     watch: WatchConfig = field(default_factory=WatchConfig)
     port: int | None = None

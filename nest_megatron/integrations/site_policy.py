@@ -10,7 +10,13 @@ from nest_megatron.config.launch import Mode
 from nest_megatron.config.policy import may_tune, read_policy, require_may_free
 from nest_megatron.files import expanded
 from nest_megatron.integrations.plan_output import user_name
-from nest_megatron.parallel.policy import Policy, PolicyError, PolicyFile, require_allowed
+from nest_megatron.parallel.policy import (
+    OnMismatch,
+    Policy,
+    PolicyError,
+    PolicyFile,
+    require_allowed,
+)
 from nest_megatron.planner.pins import TUNE, PinnedPlan, read_pinned
 from nest_megatron.planner.signed import read_signers, verify_pinned
 
@@ -27,29 +33,40 @@ def require_launch(mode: Mode, free: Collection[str] = (), release: str | None =
     """
     policy = read_policy()
     require_may_free(free, policy)
-    if mode is Mode.AUTO:
-        _refuse_unpinned("+nest", mode.value, policy)
     for file in policy:
         rules = file.launch
+        if mode is Mode.AUTO and rules.pinned_only:
+            limit = "only pinned plans are launched here"
+            raise file.broken("launch.pinned_only", "+nest", mode.value, limit)
         if release is not None and rules.megatron_lm and release not in rules.megatron_lm:
             limit = f"it is {' or '.join(rules.megatron_lm)}"
             raise file.broken("launch.megatron_lm", "Megatron-LM", release, limit)
 
 
-def require_may_replace(on_mismatch: str) -> None:
-    """Refuse another plan in the place of a pinned one where only pinned plans are launched.
+def allowed_on_mismatch(asked: str | None) -> tuple[OnMismatch, ...]:
+    """Values of ``nest.on_mismatch`` that a policy allows, the one that holds for the job first.
+
+    Args:
+        asked: the job's own value, if it has one.
 
     Raises:
-        PolicyError: naming the rule.
+        PolicyError: naming the rule that does not allow it, or leaves none.
     """
-    _refuse_unpinned("nest.on_mismatch", on_mismatch, read_policy())
-
-
-def _refuse_unpinned(what: str, value: str, policy: Policy) -> None:
-    for file in policy:
-        if file.launch.pinned_only:
-            limit = "only pinned plans are launched here"
-            raise file.broken("launch.pinned_only", what, value, limit)
+    left = tuple(OnMismatch)
+    for file in read_policy():
+        rules = file.launch
+        for rule, allowed in (
+            ("launch.pinned_only", (OnMismatch.REFUSE,) if rules.pinned_only else ()),
+            ("launch.on_mismatch", rules.on_mismatch),
+        ):
+            words, before = " or ".join(allowed), left
+            left = tuple(each for each in allowed or left if each in left)
+            if not left:
+                limit = f"other rules allow {' or '.join(before)} alone"
+                raise file.broken(rule, "nest.on_mismatch", words, limit)
+            if asked is not None and asked not in left:
+                raise file.broken(rule, "nest.on_mismatch", asked, f"it is {words}")
+    return tuple(sorted(left, key=lambda each: each != asked))
 
 
 def require_tune(folder: Path) -> None:

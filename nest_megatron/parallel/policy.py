@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UserInputError
+from nest_megatron.names import Name
 from nest_megatron.parallel.plan import ParallelPlan, sharding
 from nest_megatron.parallel.recompute import RecomputeGranularity
 from nest_megatron.parallel.zero import DataParallelSharding
@@ -19,6 +20,14 @@ class PolicyError(UserInputError):
     """A plan, a setting or a launch that a policy forbids."""
 
     exit_code = 16
+
+
+class OnMismatch(Name):
+    """What ``+nest=pinned`` does where the machines or the software are not the plan's."""
+
+    REFUSE = "refuse"
+    NEAREST = "nearest"
+    REPLAN = "replan"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +56,7 @@ class LaunchRules:
 
     Args:
         pinned_only: only pinned plans are launched.
+        on_mismatch: values of ``nest.on_mismatch``, that of jobs which name none first.
         signers: keys of which one has signed a plan: files, folders or keys in one line.
         plan_folders: where launched plans lie.
         megatron_lm: releases that are launched.
@@ -56,6 +66,7 @@ class LaunchRules:
     """
 
     pinned_only: bool = False
+    on_mismatch: tuple[OnMismatch, ...] = ()
     signers: tuple[str, ...] = ()
     plan_folders: tuple[str, ...] = ()
     megatron_lm: tuple[str, ...] = ()

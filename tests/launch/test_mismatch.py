@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from nest_megatron.cluster.discovery import LocalGpus
-from nest_megatron.config.launch import OnMismatch, read_launch, read_words
+from nest_megatron.config import policy as policies
+from nest_megatron.config.launch import read_launch, read_words
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.integrations.megatron_lm import pinned as pinning
 from nest_megatron.integrations.megatron_lm.pinned import pinned_plan
@@ -20,6 +22,7 @@ from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.policy import OnMismatch, PolicyError
 from nest_megatron.planner.pins import Pin, PinnedPlan, read_pinned, write_pinned
 from nest_megatron.report.failure import NothingFitsError
 from nest_megatron.version import __version__
@@ -117,7 +120,7 @@ def pinned_file(plan: ParallelPlan, folder: Path, case: Case) -> Path:
 
 
 def launch(
-    path: Path, case: Case, policy: str, patch: pytest.MonkeyPatch, *argv: str
+    path: Path, case: Case, policy: str | None, patch: pytest.MonkeyPatch, *argv: str
 ) -> LaunchPlan:
     pad_like_megatron(patch)
     patch.setenv("LOCAL_WORLD_SIZE", str(case.per_host))
@@ -185,6 +188,84 @@ def test_an_error_names_what_differs_and_both_ways_out(
     with pytest.raises(UserInputError) as caught:
         launch(path, CASES["the batch"], "replan", monkeypatch)
     assert "nest.on_mismatch" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rules", "asked", "outcome"),
+    [
+        ([{}], None, "ends"),
+        ([{"on_mismatch": ["nearest"]}], None, "kept"),
+        ([{"on_mismatch": ["replan", "refuse"]}], None, "searched"),
+        ([{"on_mismatch": ["replan", "refuse"]}], "refuse", "ends"),
+        ([{"on_mismatch": ["nearest", "refuse"]}, {"on_mismatch": ["refuse"]}], None, "ends"),
+        ([{"pinned_only": True}], None, "ends"),
+    ],
+)
+def test_a_policy_says_what_happens_where_a_job_does_not(
+    rules: list[dict[str, Any]],
+    asked: str | None,
+    outcome: str,
+    plan: ParallelPlan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy_files(tmp_path, monkeypatch, *rules)
+    path = pinned_file(plan, tmp_path, Case())
+    try:
+        found = outcome_of(launch(path, Case(world_size=8), asked, monkeypatch), plan)
+    except UserInputError:
+        found = "ends"
+    assert found == outcome
+
+
+@pytest.mark.parametrize(
+    ("rules", "asked", "said"),
+    [
+        ([{"on_mismatch": ["refuse", "nearest"]}], "replan", "it is refuse or nearest"),
+        ([{"pinned_only": True}], "nearest", "it is refuse (launch.pinned_only"),
+        (
+            [{"on_mismatch": ["nearest"]}, {"on_mismatch": ["replan"]}],
+            None,
+            "other rules allow nearest alone",
+        ),
+    ],
+)
+def test_what_a_policy_forbids_ends_the_job_although_nothing_differs(
+    rules: list[dict[str, Any]],
+    asked: str | None,
+    said: str,
+    plan: ParallelPlan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy_files(tmp_path, monkeypatch, *rules)
+    with pytest.raises(PolicyError, match=re.escape(said)):
+        launch(pinned_file(plan, tmp_path, Case()), Case(), asked, monkeypatch)
+
+
+def test_no_error_proposes_what_a_policy_forbids(
+    plan: ParallelPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy_files(tmp_path, monkeypatch, {"on_mismatch": ["refuse", "nearest"]})
+    path = pinned_file(plan, tmp_path, Case())
+    with pytest.raises(UserInputError, match=r"on_mismatch=nearest has another") as caught:
+        launch(path, Case(world_size=8), None, monkeypatch)
+    assert "replan" not in str(caught.value)
+    with pytest.raises(UserInputError, match=r"or pin a plan for these machines") as caught:
+        launch(path, Case(world_size=40), "nearest", monkeypatch)
+    assert "replan" not in str(caught.value)
+
+
+def policy_files(folder: Path, patch: pytest.MonkeyPatch, *rules: Mapping[str, Any]) -> None:
+    """The operators' rules of launches, and those of another file."""
+    patch.setattr(policies, "SYSTEM_FOLDER", folder / "etc")
+    for path, launches in zip(
+        (folder / "etc" / "policy.yaml", folder / "more.yaml"), rules, strict=False
+    ):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(yaml.safe_dump({"launch": dict(launches)}), encoding="utf-8")
+        if path.name == "more.yaml":
+            patch.setenv(policies.VARIABLE, str(path))
 
 
 def test_where_replicas_do_not_spread_the_most_ranks_below_are_named(

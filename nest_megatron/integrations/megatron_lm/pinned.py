@@ -22,14 +22,14 @@ from nest_megatron.config.cluster_detection import (
 )
 from nest_megatron.config.compose import compose
 from nest_megatron.config.job import FreeParameters, Job, Requirement
-from nest_megatron.config.launch import OnMismatch
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm import checkpoint, planning
 from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
 from nest_megatron.integrations.plan_output import pinned_by, pinned_file
-from nest_megatron.integrations.site_policy import read_launched, require_may_replace
+from nest_megatron.integrations.site_policy import allowed_on_mismatch, read_launched
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.plan import ParallelChoice, ParallelPlan
+from nest_megatron.parallel.policy import OnMismatch
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.planner.pinned_job import ActualJob, Difference, differences, refusal
 from nest_megatron.planner.pins import PinnedPlan
@@ -60,6 +60,7 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
         NothingFitsError: if what could take its place does not fit in memory.
     """
     path, dry_run = pinned_file(launched.launch.plan), launched.launch.dry_run
+    allowed = allowed_on_mismatch(launched.launch.on_mismatch)
     cluster, world_size = _named_cluster(launched), launched.args.world_size
     unsized = dry_run and "WORLD_SIZE" not in os.environ
     if cluster is not None:
@@ -69,18 +70,16 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
         world_size = pinned.plan.placement.num_gpus
     actual = _actual(job, cluster, world_size, dry_run=dry_run)
     found = differences(pinned, actual)
-    policy = OnMismatch(launched.launch.on_mismatch)
     if not found:
         return _as_pinned(job, pinned)
     if not all(each.is_of_moment for each in found):
         raise refusal(found)
-    if policy is OnMismatch.REFUSE:
-        raise refusal(
-            found,
-            "Launch the pinned job, plan and pin this one, or have another plan take its place "
-            "with nest.on_mismatch=nearest or replan.",
-        )
-    return _in_its_place(launched, job, pinned, actual, found)
+    if allowed[0] is OnMismatch.REFUSE:
+        fix, others = "Launch the pinned job, or plan and pin this one", " or ".join(allowed[1:])
+        if others:
+            fix += f"; nest.on_mismatch={others} has another plan take its place"
+        raise refusal(found, f"{fix}.")
+    return _in_its_place(launched, job, pinned, actual, found, allowed)
 
 
 def _named_cluster(launched: LaunchedJob) -> Cluster | None:
@@ -130,10 +129,10 @@ def _in_its_place(
     pinned: PinnedPlan,
     actual: ActualJob,
     found: Sequence[Difference],
+    allowed: Sequence[OnMismatch],
 ) -> planning.LaunchPlan:
     """The plan that the machines of the moment get, with the reason in its notes."""
-    policy, free = launched.launch.on_mismatch, launched.launch.free
-    require_may_replace(policy)
+    policy, free = allowed[0], launched.launch.free
     note = (
         f"{pinned_by(pinned.pin)} Another plan takes its place (nest.on_mismatch={policy}): "
         f"{'; '.join(map(str, found))}."
@@ -141,9 +140,14 @@ def _in_its_place(
     place = _place(launched, pinned.plan.cluster, actual)
     job = dataclasses.replace(job, notes=(*job.notes, note))
     made_by = f"+nest=pinned nest.on_mismatch={policy}"
-    if policy == OnMismatch.REPLAN:
+    if policy is OnMismatch.REPLAN:
         return planning.decide(job, place, free=free, alternative=0, made_by=made_by)
-    kept = _kept(pinned.plan.parallel, has_experts=job.spec.is_moe)
+    way_out = (
+        "search anew with nest.on_mismatch=replan"
+        if OnMismatch.REPLAN in allowed
+        else "pin a plan for these machines"
+    )
+    kept = _kept(pinned.plan.parallel, way_out, has_experts=job.spec.is_moe)
     job = dataclasses.replace(job, required={**job.required, **kept})
     try:
         return planning.decide(job, place, free=_ALL, alternative=0, made_by=made_by)
@@ -151,7 +155,7 @@ def _in_its_place(
         if (smaller := _largest_below(job, place, pinned.plan.grid().dims)) is None:
             raise
         fix = f"Start {smaller} ranks, the most below {actual.num_gpus} that the pinned plan's "
-        fix += "degrees and stages can be used on, or search anew with nest.on_mismatch=replan."
+        fix += f"degrees and stages can be used on, or {way_out}."
         raise UserInputError(error.what, value=error.value, limit=error.limit, fix=fix) from error
 
 
@@ -186,14 +190,14 @@ def _place(launched: LaunchedJob, planned: Cluster, actual: ActualJob) -> JobClu
     return JobCluster(cluster=cluster, composed=compose(words), notes=(note,))
 
 
-def _kept(choice: ParallelChoice, *, has_experts: bool) -> Mapping[str, Requirement]:
+def _kept(choice: ParallelChoice, way_out: str, *, has_experts: bool) -> Mapping[str, Requirement]:
     """What ``nearest`` keeps of a plan; a virtual size of 1 stands for none."""
     names = [name for name in _KEPT if has_experts or not name.startswith("expert")]
     return {
         name: Requirement(
             value=1 if value is None and name.startswith("virtual") else value,
             reason="nest.on_mismatch=nearest keeps its degrees and stages",
-            fix="search anew with nest.on_mismatch=replan",
+            fix=way_out,
             who="the pinned plan",
         )
         for name in names
