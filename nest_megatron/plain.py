@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 import sys
 import types
 import typing
@@ -18,6 +19,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NewType, TypeVar
 
 from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.units import is_quantity, read_quantity
 
 if TYPE_CHECKING:
     from cattrs import Converter
@@ -43,12 +45,14 @@ class Source:
         whole_floats: 8e10 is taken as the whole number that it is.
         is_foreign: another program's, which writes more fields than are read here, and 0 and 1 for
             truth values.
+        has_units: a number may have a unit behind it ("100GB/s"); the field's name says of what.
     """
 
     correct: str = "Correct it or write the file again."
     add: str = "The file is incomplete; write it again."
     whole_floats: bool = False
     is_foreign: bool = False
+    has_units: bool = False
 
 
 #: Files that this package writes.
@@ -202,9 +206,38 @@ def _record_hook(source: Source, converter: Converter, kind: Any) -> Hook:
             if name not in value and field.default is field.default_factory:  # both are missing
                 limit, fix = "it is missing, and has no default", source.add.format(name=name)
                 raise _WrongError(None, limit, name=name, fix=fix)
+        if source.has_units:
+            value = {key: _plain_number(item, fields[key]) for key, item in value.items()}
         return build(value, kind)
 
     return structure
+
+
+def is_number(field: dataclasses.Field[Any]) -> bool:
+    """Whether a field holds a number, or numbers in a list or a mapping."""
+    return re.search(r"\b(int|float)\b", str(field.type)) is not None
+
+
+def without_unit(value: Any, name: str, what: str = "") -> Any:
+    """Numbers of a field that are written with a unit as plain ones, all else as it is.
+
+    Raises:
+        UserInputError: for a unit of something else than the field's name says.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_unit(item, name, what) for key, item in value.items()}
+    if isinstance(value, str) and is_quantity(value):
+        return read_quantity(value, name, what)
+    return value
+
+
+def _plain_number(value: Any, field: dataclasses.Field[Any]) -> Any:
+    if not is_number(field):
+        return value
+    try:
+        return without_unit(value, field.name)
+    except UserInputError as error:
+        raise _WrongError(error.value, error.limit, name=_key(field), fix=error.fix) from None
 
 
 def _tuple_hook(converter: Converter, hint: Any) -> Hook:

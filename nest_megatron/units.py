@@ -8,8 +8,12 @@ compiled kernel and its Python twin agree to the last bit (``docs/decisions/002-
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
 
-from nest_megatron.errors import ProfileError
+from nest_megatron.errors import ProfileError, UserInputError
 
 Seconds = float
 Bytes = int
@@ -109,3 +113,121 @@ def format_chance(share: float) -> str:
         return "above 99.9 %"
     digits = 0 if 0.01 <= share <= 0.99 else 1
     return f"{100 * share:.{digits}f} %"
+
+
+#: Numbers with a unit behind them. A longer text, or a larger exponent, is no figure of a machine.
+_QUANTITY = re.compile(
+    r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,2})?)\s*([A-Za-zµμ][A-Za-zµμ/]*)"
+)
+_LONGEST = 40
+_DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
+_BINARY = {f"{name}i": 1024**power for power, name in enumerate("KMGTPE", 1)}
+_TIMES = {
+    **{"ns": Fraction(1, 10**9), "us": Fraction(1, 10**6), "ms": Fraction(1, 10**3)},
+    **{"s": Fraction(1), "min": Fraction(60), "h": Fraction(3600), "d": Fraction(86_400)},
+}
+_TIMES |= {"µs": _TIMES["us"], "μs": _TIMES["us"]}  # the micro sign, and the Greek letter
+
+
+def _prefixed(
+    *units: str, each: Fraction = Fraction(1), binary: bool = True
+) -> dict[str, Fraction]:
+    prefixes = {**_DECIMAL, **_BINARY} if binary else _DECIMAL
+    return {f"{name}{unit}": size * each for name, size in prefixes.items() for unit in units}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dimension:
+    """What a field measures, by the end of its name.
+
+    Args:
+        words: what it is, and the unit of a plain number.
+        units: what one of each is in that unit.
+    """
+
+    words: str
+    units: Mapping[str, Fraction]
+    example: str
+
+
+_COUNT = Dimension(
+    words="a number",
+    units={**{name: Fraction(size) for name, size in {**_DECIMAL, **_BINARY}.items() if name}}
+    | {"B": Fraction(10**9)},
+    example="128k (128,000), 128Ki (131,072) or 15T",
+)
+_DIMENSIONS: Mapping[str, Dimension] = {
+    "_bytes_per_s": Dimension(
+        words="a data rate in bytes/s",
+        units={**_prefixed("B/s"), **_prefixed("b/s", "bit/s", "bps", each=Fraction(1, 8))},
+        example="100GB/s, or 400Gb/s",
+    ),
+    "_flops_per_s": Dimension(
+        words="a rate in FLOP/s",
+        units=_prefixed("FLOP/s", "FLOPS", binary=False),
+        example="989TFLOP/s",
+    ),
+    "_bytes": Dimension(words="a size in bytes", units=_prefixed("B"), example="80GB, or 141GiB"),
+    "_watts": Dimension(
+        words="a power in watts", units=_prefixed("W", binary=False), example="1.2kW"
+    ),
+    "_hours": Dimension(
+        words="a time in hours",
+        units={name: size / 3600 for name, size in _TIMES.items()},
+        example="50000h",
+    ),
+    "_seconds": Dimension(words="a time in seconds", units=_TIMES, example="90s, or 2min"),
+    "_s": Dimension(words="a time in seconds", units=_TIMES, example="2us, or 1.5ms"),
+}
+
+
+def dimension_of(field: str) -> Dimension:
+    """What a field measures; of a name without a unit, a number of something."""
+    return next((each for end, each in _DIMENSIONS.items() if field.endswith(end)), _COUNT)
+
+
+def without_suffix(field: str) -> str:
+    """The name of a field without its unit.
+
+    >>> without_suffix("bandwidth_bytes_per_s"), without_suffix("seq_length")
+    ('bandwidth', 'seq_length')
+    """
+    return next((field.removesuffix(end) for end in _DIMENSIONS if field.endswith(end)), field)
+
+
+def is_quantity(text: str) -> bool:
+    """Whether a text is a number with a unit.
+
+    >>> is_quantity("100GB/s"), is_quantity("2 us"), is_quantity("1e5"), is_quantity("fp8")
+    (True, True, False, False)
+    """
+    return len(text) <= _LONGEST and _QUANTITY.fullmatch(text.strip()) is not None
+
+
+def read_quantity(text: str, field: str, what: str = "") -> int | float:
+    """A number with a unit, in the unit that the name of its field says; exact.
+
+    Prefixes are those of the SI (k is 1,000) and of IEC 80000-13 (Ki is 1,024); B is a byte, b and
+    bit are an eighth of one; of a plain number B is a billion.
+
+    Args:
+        field: name of the field, whose end says what it measures (``latency_s``).
+        what: the field in the user's words, for the error.
+
+    Raises:
+        UserInputError: for a unit of something else, or one that is not known.
+
+    >>> read_quantity("400Gb/s", "bandwidth_bytes_per_s"), read_quantity("141GiB", "memory_bytes")
+    (50000000000, 151397597184)
+    >>> read_quantity("1.5ms", "latency_s"), read_quantity("128Ki", "seq_length")
+    (0.0015, 131072)
+    """
+    dimension = dimension_of(field)
+    match = _QUANTITY.fullmatch(text.strip()) if len(text) <= _LONGEST else None
+    unit = None if match is None else match[2]
+    if match is None or unit not in dimension.units:
+        limit = f"it is {dimension.words}, and {unit or 'this'} is no unit of that"
+        fix = f"Write for example {dimension.example}, or the plain number."
+        raise UserInputError(what or field, value=text, limit=limit, fix=fix)
+    found = Fraction(match[1]) * dimension.units[match[2]]
+    return found.numerator if found.denominator == 1 else float(found)

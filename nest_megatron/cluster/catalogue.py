@@ -8,12 +8,13 @@ from typing import Any
 
 from nest_megatron.cluster.records import Accelerator, Cluster
 from nest_megatron.errors import UserInputError
-from nest_megatron.plain import Source, from_plain
+from nest_megatron.plain import Source, from_plain, without_unit
 
 _SOURCE = Source(
     correct="Correct the cluster's description.",
     add="Add {name}; cluster=custom is a template that explains each field.",
     whole_floats=True,
+    has_units=True,
 )
 
 
@@ -22,17 +23,19 @@ def cluster_from_mapping(mapping: Mapping[str, object], *, num_gpus: int | None 
 
     Args:
         mapping: fields of ``Cluster``, levels from the node outwards; null is the same as absent.
-            ``oversubscription`` divides the bandwidth of the outermost level: how many times more
-            the devices can send than it carries.
+            Numbers may have a unit (``100GB/s``). ``oversubscription`` divides the bandwidth of the
+            outermost level: how many times more the devices can send than it carries.
         num_gpus: size of the job; the mapping's own ``num_gpus`` if not given.
 
     Raises:
         UserInputError: for an unknown or missing key, a value of the wrong type (numbers written as
-            text included), a number that is NaN, infinite or not positive, or an impossible shape.
+            text without a unit included), a unit of something else, a number that is NaN, infinite
+            or not positive, or an impossible shape.
     """
     fields = _without_nulls(mapping)
     what = f"cluster {fields.get('name', '(no name)')}:"
     size = fields.get("num_gpus") if num_gpus is None else num_gpus
+    size = without_unit(size, "num_gpus", "cluster.num_gpus")
     fields["num_gpus"] = from_plain(int, size, "cluster.num_gpus", _SOURCE)
     name = f"{what} oversubscription"
     oversubscription = from_plain(float, fields.pop("oversubscription", 1.0), name, _SOURCE)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
-from nest_megatron.plain import added
+from nest_megatron.plain import added, is_number
 from nest_megatron.units import format_gib
 
 
@@ -246,7 +245,7 @@ _MAY_BE_ZERO = (
 def _check_numbers(record: Accelerator | NetworkLevel | Cluster, what: str) -> None:
     """Refuse a number that is none, or lies outside of what its field means."""
     for each in dataclasses.fields(record):
-        if re.search("int|float", str(each.type)):
+        if is_number(each):
             for place, value in _numbers(getattr(record, each.name)):
                 _check_number(f"{what} {record.name}: {each.name}{place}", value, each.name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.resources
 import itertools
 import re
@@ -23,12 +24,14 @@ from nest_megatron.config.overrides import (
 )
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.documents import DESCRIPTION, check_yaml, read_json
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.files import read_text
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
 
 _OWN_ENTRY = "_described"
+_LEVELS = "cluster.levels."
+_LEVEL = re.compile(r"cluster\.levels\.([^.]+)\.")
 #: OmegaConf's call of a function, such as one that reads a variable of the environment.
 _RESOLVER = re.compile(r"\$\{.*:", re.DOTALL)
 
@@ -57,7 +60,8 @@ def compose(
     Raises:
         UserInputError: for a value of the wrong type, an unknown name or an unreadable file.
     """
-    notes: list[str] = []
+    notes = list(_length_notes(settings))
+    settings = _with_numbered_levels(settings, config_dir, described)
     overrides = [_described(group, fields) for group, fields in described.items()]
     overrides += [_named(setting, config_dir, notes) for setting in settings]
     if config_dir is not None:
@@ -73,6 +77,42 @@ def compose(
         config = _compose(str(catalogue.resolve()), overrides)
     given = frozenset((*described, *(setting.key for setting in settings)))
     return Composed(config=config, given=given, notes=tuple(notes))
+
+
+def _length_notes(settings: Sequence[Setting]) -> Iterator[str]:
+    """What a decimal prefix of a sequence length means, where a power of two may be meant."""
+    for setting in settings:
+        key, value = setting.key, setting.value or ""
+        if key == "train.seq_length" and value[:-1].isdecimal() and value.endswith("k"):
+            size = int(value[:-1])
+            yield f"{setting} is {1000 * size:,} tokens; {size}Ki is {1024 * size:,}."
+
+
+def _with_numbered_levels(
+    settings: Sequence[Setting],
+    config_dir: Path | None,
+    described: Mapping[str, Mapping[str, Any]],
+) -> Sequence[Setting]:
+    """Settings of network levels that are named (``cluster.levels.leaf.latency_s``), by number.
+
+    Raises:
+        UserInputError: for a name that no level of the cluster has.
+    """
+    named = [s for s in settings if (found := _LEVEL.match(s.key)) and not found[1].isdecimal()]
+    if not named:
+        return settings
+    others = [setting for setting in settings if setting not in named]
+    levels = (compose(others, config_dir, described=described).config.cluster or {}).get("levels")
+    names = [str(level.get("name")) for level in levels or () if isinstance(level, Mapping)]
+
+    def numbered(setting: Setting) -> Setting:
+        if setting not in named:
+            return setting
+        name, rest = setting.key.removeprefix(_LEVELS).split(".", 1)
+        require_known(setting.key, name, names, "the cluster has no such network level")
+        return dataclasses.replace(setting, key=f"{_LEVELS}{names.index(name)}.{rest}")
+
+    return [numbered(setting) for setting in settings]
 
 
 def _check_own(folder: Path, group: str, name: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from nest_megatron.catalogue_files import catalogue_names
-from nest_megatron.config.schema import SECTIONS, section_keys
+from nest_megatron.cluster.records import Accelerator, NetworkLevel
+from nest_megatron.config.schema import SECTIONS, is_numeric, section_keys
 from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.units import is_quantity, read_quantity, without_suffix
 
 #: Groups of the catalogue that a job chooses from.
 GROUPS = ("model", "cluster")
@@ -74,7 +77,25 @@ def _setting(text: str) -> Setting:
     key = key.lstrip("+").strip()
     if key == "model.hf":
         key = "model"
-    return Setting(key=key, value=value.strip())
+    return Setting(key=_whole_key(key), value=value.strip())
+
+
+def _whole_key(key: str) -> str:
+    """A key of the cluster whose last name lacks the unit that the field's own name ends with.
+
+    >>> _whole_key("cluster.levels.leaf.bandwidth"), _whole_key("cluster.accelerator.memory")
+    ('cluster.levels.leaf.bandwidth_bytes_per_s', 'cluster.accelerator.memory_bytes')
+    """
+    for prefix, record in (
+        ("cluster.levels.", NetworkLevel),
+        ("cluster.accelerator.", Accelerator),
+    ):
+        if key.startswith(prefix):
+            before, dot, last = key.rpartition(".")
+            names = (each.name for each in dataclasses.fields(record))
+            whole = (name for name in names if name != last and without_suffix(name) == last)
+            return f"{before}{dot}{next(whole, last)}"
+    return key
 
 
 def _require_readable(text: str) -> None:
@@ -148,6 +169,8 @@ def hydra_form(setting: Setting, config_dir: Path | None) -> str:
         return f"{key}={value}"
     if key in _TEXT_KEYS:
         return f"{key}={_quoted(value)}"
+    if is_numeric(key) and is_quantity(value):
+        value = str(read_quantity(value, key.rpartition(".")[2], key))
     return f"++{key}={value}" if key.partition(".")[0] in GROUPS else f"{key}={value}"
 
 

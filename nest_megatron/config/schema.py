@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from nest_megatron.plain import is_number
+
 #: How OmegaConf spells "the file gives it"; written out so that this module imports nothing slow.
 _IN_FILE: Any = "???"
 
@@ -234,6 +236,14 @@ def section_keys() -> tuple[str, ...]:
         f"{name}.{f.name}" for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)
     )
     return (*inside, "target", "out")
+
+
+def is_numeric(key: str) -> bool:
+    """Whether a setting of a section is a number."""
+    section, _, name = key.partition(".")
+    kind = SECTIONS.get(section)
+    fields = () if kind is None else dataclasses.fields(kind)
+    return any(each.name == name and is_number(each) for each in fields)
 
 
 def launch_keys() -> tuple[str, ...]:
