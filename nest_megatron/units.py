@@ -101,6 +101,18 @@ def format_gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
 
 
+def format_count(number: float) -> str:
+    """A number of tokens or dollars for people, to four figures.
+
+    >>> format_count(950), format_count(1_234_567), format_count(15 * 10**12)
+    ('950', '1.235 M', '15 T')
+    """
+    for name, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
+        if number >= size:
+            return f"{number / size:,.4g} {name}"
+    return f"{number:,.0f}"
+
+
 def format_chance(share: float) -> str:
     """A chance for people, which is never quite 0 and never quite 1.
 

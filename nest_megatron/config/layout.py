@@ -68,6 +68,7 @@ def _priced(request: PlanRequest, grid: Grid, partition: StagePartition) -> Para
         schedule=request.batch_schedule,
         lengths=request.sequence_lengths,
         site=request.site,
+        rates=request.rates,
     )
 
 

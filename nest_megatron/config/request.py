@@ -55,6 +55,7 @@ from nest_megatron.parallel.batch_schedule import RAMPUP, STEPS, BatchSchedule, 
 from nest_megatron.parallel.device_rules import device_notes, require_recipe
 from nest_megatron.parallel.knobs import KnobConditions, always_on, open_values, unknown_packages
 from nest_megatron.parallel.objective import Objective
+from nest_megatron.parallel.price import Rates
 from nest_megatron.planner import PlanRequest
 from nest_megatron.planner.headroom import MOST_HEADROOM
 from nest_megatron.planner.request import DEFAULT_HEADROOM, Offer
@@ -198,6 +199,7 @@ def request_for(
         packages=unknown_packages(choices) if choose_execution else {},
         numeric_offers=numeric_within(read_numeric_offers(config, job, name, lengths), policy),
         reliability=read_reliability(config, job.save_interval),
+        rates=read_rates(config, spec.seq_length, schedule),
         objective=choice("search.objective", search.objective, Objective),
         tie_percent=search.tie_percent,
         max_out_of_memory_percent=search.max_out_of_memory_percent,
@@ -403,6 +405,22 @@ def read_reliability(config: PlanConfig, save_interval: int | None = None) -> Re
     if save_interval is not None:
         said.setdefault("save_interval", save_interval)
     return Reliability(**said)
+
+
+def read_rates(
+    config: PlanConfig, seq_length: int, schedule: BatchSchedule | None = None
+) -> Rates | None:
+    """What a GPU costs and how long the run is, where the configuration says one of them."""
+    cost, train = config.cost, config.train
+    tokens = train.tokens
+    if tokens is not None and (schedule is not None or train.train_samples is not None):
+        limit, fix = "the run's samples say how long it is", "Give train.train_samples alone."
+        raise UserInputError("train.tokens", value=tokens, limit=limit, fix=fix)
+    if train.train_samples is not None:
+        tokens = train.train_samples * seq_length
+    if (cost.gpu_hour, cost.gpu_watts, train.tokens) == (None, None, None):
+        return None
+    return Rates(gpu_hour=cost.gpu_hour, gpu_watts=cost.gpu_watts, tokens=tokens)
 
 
 def read_priced_headroom(config: PlanConfig, headroom: float) -> float | None:

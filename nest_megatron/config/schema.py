@@ -20,6 +20,7 @@ class TrainConfig:
     rampup_batch_size: list[int] | None = None
     step_batch_size_schedule: str | None = None
     train_samples: int | None = None
+    tokens: int | None = None
     micro_batch_size: int | None = None
     seq_length: int | None = None
     sequence_packing: bool | None = None
@@ -90,7 +91,7 @@ class SearchConfig:
 
 @dataclass(kw_only=True)
 class CostConfig:
-    """Assumptions of the cost model."""
+    """Assumptions of the cost model, and what a GPU costs."""
 
     expert_imbalance: float | None = None
     compute_slowdown: float | None = None
@@ -107,6 +108,8 @@ class CostConfig:
     optimizer_bytes_per_parameter: float | None = None
     straggler_delay_s: float | None = None
     iteration_floor_s: float | None = None
+    gpu_hour: float | None = None
+    gpu_watts: float | None = None
 
 
 @dataclass(kw_only=True)

@@ -108,7 +108,8 @@ def read_settings(
     Args:
         lengths: of the data's sequences, which count where they are packed.
     """
-    given = dataclasses.asdict(config.cost)
+    own = {field.name for field in dataclasses.fields(CostSettings)}
+    given = {k: value for k, value in dataclasses.asdict(config.cost).items() if k in own}
     given["memory_margin"] = config.memory.margin
     given["memory_reserve_bytes"] = config.memory.reserve_bytes
     said = {name: value for name, value in given.items() if value is not None}

@@ -15,6 +15,7 @@ from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import layout_string, parse_layout
 from nest_megatron.parallel.objective import Choice, Shortlist, SiteChange, Uncertainty
 from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.price import Price
 from nest_megatron.parallel.recompute import (
     Recompute,
     RecomputeGranularity,
@@ -291,6 +292,7 @@ class ParallelPlan:
         choice: what the plan was chosen for and between, where not for its predicted step alone.
         shortlist: which of the plan and its runners-up could be the fastest, where that is asked.
         batches: what is expected at each size of a batch that grows.
+        price: where the price or the power of a GPU, or the length of the run, is given.
     """
 
     schema: int = SCHEMA
@@ -312,6 +314,7 @@ class ParallelPlan:
     shortlist: Shortlist | None = added(None)
     headroom: Headroom | None = added(None)
     batches: tuple[PredictedBatch, ...] = added(())
+    price: Price | None = added(None)
 
     @property
     def shortest_step_s(self) -> Seconds:

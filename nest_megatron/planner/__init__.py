@@ -25,6 +25,7 @@ from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import ParallelPlan, SearchRecord
 from nest_megatron.parallel.policy import require_allowed
+from nest_megatron.parallel.price import Rates
 from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.planner.assemble import (
     ENDED_EARLY,
@@ -113,7 +114,7 @@ def plan(
         said = offers(found, request, find)
         found = dataclasses.replace(found, headroom=headroom, offers=said)
         require_allowed(found, request.policy)
-        return with_goodput(found, request.reliability)
+        return with_goodput(found, request.reliability, request.rates)
     record = search_record(request, searched.result, searched.seconds)
     if record.certificate == ENDED_EARLY:
         return EndedEarly(
@@ -150,6 +151,7 @@ def estimate_plan(
     schedule: BatchSchedule | None = None,
     lengths: SequenceLengths | None = None,
     site: Site | None = None,
+    rates: Rates | None = None,
 ) -> ParallelPlan:
     """A plan for a layout that the user chose, with its prediction; nothing is searched.
 
@@ -159,6 +161,7 @@ def estimate_plan(
         schedule: how the batch grows, by which the layout is checked and priced at each size.
         lengths: of the data's sequences, which the traits of ``settings`` price.
         site: the site's calibration.
+        rates: what a GPU costs, and the length of the run.
 
     Raises:
         UserInputError: if Megatron would refuse the layout, or it is not of the cluster's size.
@@ -177,7 +180,7 @@ def estimate_plan(
     found = assemble(
         model, settings, solved, (), record, schedule=schedule, lengths=lengths, site=site
     )
-    return with_goodput(found, reliability)
+    return with_goodput(found, reliability, rates)
 
 
 def check_launchable(

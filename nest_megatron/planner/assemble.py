@@ -34,6 +34,7 @@ from nest_megatron.parallel.plan import (
 )
 from nest_megatron.parallel.plan_file import digest, sealed
 from nest_megatron.parallel.policy import Policy
+from nest_megatron.parallel.price import Price, Rates, price
 from nest_megatron.parallel.rank_order import GroupKind, group_level, group_of_rank
 from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.planner.choice import Chosen
@@ -128,12 +129,26 @@ def _batches(
         )
 
 
-def with_goodput(plan: ParallelPlan, reliability: Reliability | None) -> ParallelPlan:
-    """The plan with what failures leave of its time, sealed again."""
-    found = None
-    if reliability is not None:
-        found = goodput(reliability, plan.predicted.iteration_time_s, plan.placement.num_gpus)
-    return sealed(dataclasses.replace(plan, goodput=found))
+def with_goodput(
+    plan: ParallelPlan, reliability: Reliability | None, rates: Rates | None
+) -> ParallelPlan:
+    """The plan with what failures leave of its time, and what it costs; sealed again."""
+    step_s, num_gpus = plan.predicted.iteration_time_s, plan.placement.num_gpus
+    found = None if reliability is None else goodput(reliability, step_s, num_gpus)
+    plan = dataclasses.replace(plan, goodput=found)
+    return sealed(dataclasses.replace(plan, price=None if rates is None else priced(plan, rates)))
+
+
+def priced(plan: ParallelPlan, rates: Rates) -> Price:
+    """What a plan costs."""
+    return price(
+        rates,
+        num_gpus=plan.placement.num_gpus,
+        train=plan.train,
+        step_s=plan.predicted.iteration_time_s,
+        kept=1.0 if plan.goodput is None else plan.goodput.share,
+        batches=plan.batches,
+    )
 
 
 def describe_times(model: CostModel, grid: Grid) -> str:

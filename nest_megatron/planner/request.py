@@ -24,6 +24,7 @@ from nest_megatron.parallel.knobs import Package
 from nest_megatron.parallel.numeric_knobs import NumericKnob
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.policy import Policy
+from nest_megatron.parallel.price import Rates
 from nest_megatron.parallel.rules import cuts_anywhere
 from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.profile.lookup import LayerTimes
@@ -140,6 +141,7 @@ class PlanRequest:
         sequence_lengths: of the data, which the traits of ``settings`` price.
         policy: rules that plans keep to, beside those that ``space`` holds already.
         site: the site's calibration, by which plans are chosen; ``None`` for the catalogue's alone.
+        rates: what a GPU costs, and the length of the run; ``None`` says nothing of prices.
     """
 
     spec: TransformerSpec
@@ -172,6 +174,7 @@ class PlanRequest:
     sequence_lengths: SequenceLengths | None = None
     policy: Policy = ()
     site: Site | None = None
+    rates: Rates | None = None
 
     def __post_init__(self) -> None:
         batch, seconds = self.global_batch_size, self.max_seconds

@@ -97,6 +97,10 @@ def _term(name: str) -> Callable[[ParallelPlan], float]:
     return lambda plan: plan.predicted.terms.get(name, 0.0)
 
 
+def _price(name: str) -> Callable[[ParallelPlan], float | None]:
+    return lambda plan: getattr(plan.price, name, None)
+
+
 _TERMS = (
     *("compute", "recompute", "tp_communication", "cp_communication", "ep_communication"),
     *("pp_communication", "dp_communication", "pipeline_bubble", "optimizer"),
@@ -110,6 +114,7 @@ _COLUMNS: Mapping[str, Callable[[ParallelPlan], Any]] = {
     **_below("train", "global_batch_size", "seq_length"),
     **_below("predicted", "iteration_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu"),
     **_below("predicted", "mfu", "peak_memory_bytes", "capacity_bytes"),
+    **{name: _price(name) for name in ("tokens_per_dollar", "run_s", "run_dollars", "run_mwh")},
     "low_s": lambda plan: plan.uncertainty and plan.uncertainty.low_s,
     "high_s": lambda plan: plan.uncertainty and plan.uncertainty.high_s,
     "out_of_memory": lambda plan: plan.uncertainty and plan.uncertainty.out_of_memory,
@@ -129,6 +134,7 @@ _COLUMNS: Mapping[str, Callable[[ParallelPlan], Any]] = {
 #: Columns that may hold nothing in every row, and their types.
 _OFTEN_EMPTY = {
     "missing_bytes": "int64",
+    **dict.fromkeys(("tokens_per_dollar", "run_s", "run_dollars", "run_mwh"), "float64"),
     "virtual_pipeline_model_parallel_size": "int64",
     "pipeline_model_parallel_layout": "string",
 }

@@ -18,6 +18,7 @@ from nest_megatron.errors import typed_setting
 from nest_megatron.parallel.plan import ParallelPlan, PredictedStage, sharding
 from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.planner import EndedEarly, NoPlan, describe_grid
+from nest_megatron.report.price import price_rows
 from nest_megatron.report.runners_up import alternatives_table, shortlist_report
 from nest_megatron.report.site import site_rows, site_words
 from nest_megatron.report.tables import (
@@ -139,6 +140,7 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
     if plan.goodput is not None:
         gpus, step_s = plan.placement.num_gpus, predicted.iteration_time_s
         rows.insert(1, ("Goodput", goodput_words(plan.goodput, gpus, step_s)))
+    rows[1:1] = price_rows(plan)
     if plan.headroom is not None:
         style = "yellow" if plan.headroom.is_tight else ""
         rows.append(("Left free", Text(headroom_words(plan.headroom), style=style)))

@@ -17,8 +17,10 @@ from nest_megatron.config.request import request_of
 from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import require_folder, write_text
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.price import Rates
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import PlanRequest
+from nest_megatron.planner.assemble import priced
 from nest_megatron.report.charts import SOFT, SUFFIXES, TERM_COLOURS, ink_on, write_chart
 from nest_megatron.report.console import say, show, show_json
 from nest_megatron.report.page import render_page
@@ -33,7 +35,7 @@ from nest_megatron.report.tables import (
 from nest_megatron.report.terminal import notes_report
 from nest_megatron.report.words import TERM_WORDS
 from nest_megatron.research.comparison import NEST, PLANNERS, Compared, compare
-from nest_megatron.units import GIB, Seconds, format_seconds
+from nest_megatron.units import GIB, Seconds, format_count, format_seconds
 
 
 def run_compare(
@@ -62,7 +64,7 @@ def run_compare(
     if as_json:
         show_json(_plain(request, rows))
     else:
-        show(Text(title), comparison_report(rows), "")
+        show(Text(title), comparison_report(rows, request.rates), "")
         if request.notes:
             show(notes_report(request.notes))
         if chart is not None:
@@ -112,12 +114,12 @@ def _plain(request: PlanRequest, rows: Sequence[Compared]) -> dict[str, Any]:
         "cluster": request.cluster.name,
         "num_gpus": request.cluster.num_gpus,
         "global_batch_size": request.global_batch_size,
-        "planners": [_plain_row(row) for row in rows],
+        "planners": [_plain_row(row, request.rates) for row in rows],
         "notes": list(request.notes),
     }
 
 
-def _plain_row(row: Compared) -> dict[str, Any]:
+def _plain_row(row: Compared, rates: Rates | None) -> dict[str, Any]:
     """One planner for programs; what it has no plan for is null."""
     found, worst = row.plan, row.worst_term
     return {
@@ -125,6 +127,7 @@ def _plain_row(row: Compared) -> dict[str, Any]:
         "title": row.title,
         "iteration_time_s": found and found.predicted.iteration_time_s,
         "tokens_per_s": found and tokens_per_s(found),
+        "price": found and rates and to_plain(priced(found, rates)),
         "relative_throughput": row.relative_throughput,
         "chance_slower": row.chance_slower,
         "tie": None if row.chance_slower is None else row.is_tie,
@@ -151,18 +154,20 @@ _SEEN = 0.002
 _WIDTH, _BAR, _ROW, _CHARACTER = 11.0, 7.2, 0.5, 0.065
 
 
-def comparison_report(rows: Sequence[Compared]) -> RenderableType:
+def comparison_report(rows: Sequence[Compared], rates: Rates | None = None) -> RenderableType:
     """What ``compare`` prints: the table, a row a planner, and why each lost."""
+    has_price = rates is not None and rates.gpu_hour is not None
     ordered = fastest_first(rows)
     table = FittingTable(
         *name_columns("Planner"),
         *figure_columns("Step", "Tokens/s", "Of nest"),
         *word_columns("Layout"),
-        *figure_columns("GiB", "Search"),
+        *figure_columns("GiB", "Search", *(["Tokens/$"] if has_price else [])),
         pad_edge=False,
     )
     for row in ordered:
-        table.add_row(*_cells(row), style="bold" if row.name == NEST else "")
+        dollar = [_tokens_per_dollar(row, rates)] if rates is not None and has_price else []
+        table.add_row(*_cells(row), *dollar, style="bold" if row.name == NEST else "")
     reasons = pairs((row.name, why(row)) for row in ordered)
     return Group(table, heading("Why each is where it is"), reasons)
 
@@ -175,6 +180,11 @@ def fastest_first(rows: Sequence[Compared]) -> list[Compared]:
         return row.plan is None, step, row.name != NEST
 
     return sorted(rows, key=place)
+
+
+def _tokens_per_dollar(row: Compared, rates: Rates) -> str:
+    found = None if row.plan is None else priced(row.plan, rates).tokens_per_dollar
+    return "-" if found is None else format_count(found)
 
 
 def _cells(row: Compared) -> list[str]:
