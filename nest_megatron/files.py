@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import re
@@ -73,6 +74,45 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:
         if temporary is not None:
             with contextlib.suppress(OSError):
                 Path(temporary).unlink()
+
+
+def append_line(path: Path, line: bytes, *, mode: int | None = None) -> None:
+    """Append a line in one write, behind whole lines: a writer before may have been killed.
+
+    The file is opened by its name each time, so that it may be moved away at any moment.
+
+    Args:
+        line: with its end.
+        mode: rights of a new file, whatever the umask; those of any new file if not given.
+
+    Raises:
+        OSError: if the line is not there as a whole.
+    """
+    flags = os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags | os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:  # of a file to write to and not to read, or that another user made
+        descriptor = os.open(path, flags | os.O_WRONLY)
+    try:
+        state = os.fstat(descriptor)
+        if (kind := _kind_of(state.st_mode)) is not None:
+            raise OSError(errno.EINVAL, f"it is {kind}, not a regular file")
+        if mode is not None and not state.st_size and state.st_uid == os.geteuid():
+            os.fchmod(descriptor, mode)
+        if state.st_size and not _is_readable_end(descriptor, state.st_size):
+            line = b"\n" + line
+        if os.write(descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finally:
+        os.close(descriptor)
+
+
+def _is_readable_end(descriptor: int, size: int) -> bool:
+    """Whether a file is known to end with a whole line."""
+    try:
+        return os.pread(descriptor, 1, size - 1) == b"\n"
+    except OSError:
+        return False
 
 
 #: Says in a file that this program has written it, where a format has a place to say so.

@@ -34,6 +34,10 @@ class Loaded(NamedTuple):
 
 
 COMMANDS: Mapping[str, Loaded] = {
+    "audit": Loaded(
+        "audit",
+        "Who launched what, with which plan, and what it took beside its prediction.",
+    ),
     "calibrate": Loaded(
         "validate",
         "Fit the cost model's constants to measured runs, and those of links to collectives.",

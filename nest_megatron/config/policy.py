@@ -23,7 +23,14 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.documents import DESCRIPTION, parse_yaml
 from nest_megatron.errors import PROGRAM, UserInputError, require_known
 from nest_megatron.files import read_text
-from nest_megatron.parallel.policy import LaunchRules, PlanRules, Policy, PolicyError, PolicyFile
+from nest_megatron.parallel.policy import (
+    AuditRules,
+    LaunchRules,
+    PlanRules,
+    Policy,
+    PolicyError,
+    PolicyFile,
+)
 from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeModule
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.plain import Source, from_plain
@@ -65,11 +72,12 @@ def _read(path: Path) -> PolicyFile:
         fix = "Write plan: and launch: with rules below."
         raise UserInputError("policy", value=str(path), limit="it is no mapping", fix=fix)
     for name in fields:
-        require_known(f"{path}: policy", str(name), ("plan", "launch"))
+        require_known(f"{path}: policy", str(name), ("plan", "launch", "audit"))
     found = PolicyFile(
         path=str(path),
         plan=from_plain(PlanRules, fields.get("plan") or {}, f"{path}: plan", _TYPED),
         launch=from_plain(LaunchRules, fields.get("launch") or {}, f"{path}: launch", _TYPED),
+        audit=_read_audit(fields.get("audit"), path),
         lines=dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader))),
     )
     for name, (least, most) in found.plan.ranges.items():
@@ -78,6 +86,19 @@ def _read(path: Path) -> PolicyFile:
             limit, fix = "a range is [least, most], of at least 1", "Correct the policy."
             raise UserInputError(f"{path}: {name}", value=[least, most], limit=limit, fix=fix)
     return found
+
+
+def _read_audit(fields: Any, path: Path) -> AuditRules | None:
+    if fields is None:
+        return None
+    rules = from_plain(AuditRules, fields, f"{path}: audit", _TYPED)
+    if not Path(rules.file).is_absolute():
+        limit, fix = "jobs start in many folders", "Name it from / on."
+        raise UserInputError(f"{path}: audit.file", value=rules.file, limit=limit, fix=fix)
+    if not 0 < rules.mode <= 0o777:
+        limit, fix = "it is a file's rights, in octal with a 0 before it", "For example 0622."
+        raise UserInputError(f"{path}: audit.mode", value=rules.mode, limit=limit, fix=fix)
+    return rules
 
 
 def _lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:

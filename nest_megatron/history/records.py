@@ -87,6 +87,10 @@ class Predicted:
     busy_s: tuple[Seconds, ...]
     peak_memory_bytes: tuple[Bytes, ...]
 
+    def __post_init__(self) -> None:
+        if self.step_s <= 0 or not self.peak_memory_bytes:
+            raise ValueError("a prediction has a step and a peak")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
@@ -104,6 +108,10 @@ class Measured:
     warm_up: int
     busy_s: tuple[Seconds | None, ...]
     peak_memory_bytes: tuple[Bytes | None, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.warm_up < len(self.step_times_s) or min(self.step_times_s) <= 0:
+            raise ValueError("of the measured steps one counts")
 
     @property
     def counted_s(self) -> tuple[Seconds, ...]:
@@ -166,6 +174,30 @@ def measured_by_ranks(parts: Mapping[int, RankMeasured], num_ranks: int) -> Meas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FlagChange:
+    """A flag, or a field, that a launch rewrote; ``None`` is one that is left out."""
+
+    name: str
+    before: str | None
+    after: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How a run was launched.
+
+    Args:
+        mode: of ``+nest=``.
+        signer: id of the trusted key that signed the plan; ``None`` where no policy asks for one.
+        changes: what the plan changed of the job's own flags or fields.
+    """
+
+    mode: str
+    signer: str | None
+    changes: tuple[FlagChange, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
     """A run of a planned job.
 
@@ -201,6 +233,7 @@ class RunRecord:
     error: str | None = None
     device: str | None = None
     warnings: tuple[str, ...] = ()
+    launch: Launch | None = None
 
     @property
     def error_percent(self) -> float | None:
@@ -210,15 +243,25 @@ class RunRecord:
         return 100.0 * (self.measured.step_s / self.predicted.step_s - 1.0)
 
     def followed_by(self, later: RunRecord) -> RunRecord:
-        """What two lines of one run say together: the later one, but the first failure counts.
+        """What two lines of one run say together: the first, and how it ended by the later.
 
-        Once a rank has failed, the others fail because of it; none runs out of memory for that.
+        The first failure counts: once a rank has failed, the others fail because of it; none runs
+        out of memory for that.
         """
+        if later.outcome is Outcome.STARTED and self.outcome is not Outcome.STARTED:
+            return later.followed_by(self)  # their files were read in another order
         end = later
         if self.outcome.is_failure and later.outcome is not Outcome.OUT_OF_MEMORY:
             end = self
         known = later if later.measured is not None else self
-        return dataclasses.replace(end, measured=known.measured, warnings=known.warnings)
+        return dataclasses.replace(
+            self,
+            outcome=end.outcome,
+            end=end.end,
+            error=end.error,
+            measured=known.measured,
+            warnings=known.warnings,
+        )
 
 
 def job_key(plan: ParallelPlan) -> JobKey:

@@ -7,14 +7,17 @@ it starts and one for each thing that becomes known of it, and the lines togethe
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.files import expanded, warn_once
+from nest_megatron.files import MAX_BYTES, append_line, expanded, warn_once
 from nest_megatron.history.records import SCHEMA, Outcome, RunRecord
 from nest_megatron.plain import Source, from_plain, to_plain
 
@@ -23,6 +26,10 @@ VARIABLE = "NEST_MEGATRON_HISTORY"
 _NAME = "runs.jsonl"
 #: An append takes milliseconds; a training job does not wait longer for one that hangs.
 LOCK_TIMEOUT_S = 10.0
+#: Characters that move a terminal's cursor or change its colours.
+_CONTROLS = dict.fromkeys((*range(32), *range(127, 160)), "?")
+#: What is read in the place of a line that is longer than any record.
+_PASSED_OVER = b"{"
 #: Later versions write more fields, which are passed over.
 _LATER = Source(is_foreign=True)
 
@@ -50,11 +57,10 @@ def append(record: RunRecord, path: Path | None = None) -> Path:
     from filelock import FileLock, Timeout
 
     path = path or history_file()
-    line = json.dumps(to_plain(record), separators=(",", ":"), ensure_ascii=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock", timeout=LOCK_TIMEOUT_S, mode=0o666):
-            _write_line(path, line.encode("utf-8", errors="backslashreplace"))
+            append_line(path, line_of(record))
     except Timeout as error:
         limit = f"another process has held its lock for {LOCK_TIMEOUT_S:g} s"
         raise _unusable(path, limit) from error
@@ -64,31 +70,29 @@ def append(record: RunRecord, path: Path | None = None) -> Path:
     return path
 
 
-def _write_line(path: Path, line: bytes) -> None:
-    """Append a line, on a line of its own where a writer before was killed within its own."""
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o666)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            line = b"\n" + line
-        while line:  # a write may be short, on a full disk
-            line = line[os.write(descriptor, line) :]
-    finally:
-        os.close(descriptor)
+def line_of(record: RunRecord) -> bytes:
+    """A record as a line of a file."""
+    text = json.dumps(to_plain(record), separators=(",", ":"), ensure_ascii=False)
+    return f"{text}\n".encode(errors="backslashreplace")
 
 
-def read(path: Path | None = None) -> tuple[RunRecord, ...]:
-    """Every run of the file, by when it started; lines that cannot be read are told of.
+def read(*paths: Path) -> tuple[RunRecord, ...]:
+    """Every run of the files (the history if none is named), by when it started.
+
+    Lines that cannot be read are told of; a file that is not there has none.
+
+    Args:
+        paths: also rotated ones, in any order, and compressed ones (``.gz``).
 
     Raises:
-        UserInputError: if the file is there and cannot be read.
+        UserInputError: if a file is there and cannot be read.
     """
-    path = path or history_file()
-    runs: dict[str, RunRecord] = {}
-    for record in _records(path):
-        before = runs.get(record.id)
-        runs[record.id] = record if before is None else before.followed_by(record)
+    runs: dict[tuple[str, str, str], RunRecord] = {}
+    for path in paths or (history_file(),):
+        for record in _records(path):
+            key = (record.id, record.user, record.start)
+            before = runs.get(key)
+            runs[key] = record if before is None else before.followed_by(record)
     return tuple(sorted(runs.values(), key=lambda run: datetime.fromisoformat(run.start)))
 
 
@@ -99,7 +103,7 @@ def _records(path: Path) -> Iterator[RunRecord]:
         if not line.strip():
             continue
         try:
-            fields = json.loads(line)
+            fields = _shown(json.loads(line))
             if isinstance(fields, dict) and fields.get("schema", 0) > SCHEMA:
                 newer += 1
                 continue
@@ -117,15 +121,34 @@ def _records(path: Path) -> Iterator[RunRecord]:
         warn_once(f"{path}: {newer} records of a later nest-megatron are passed over.")
 
 
+def _shown(value: Any) -> Any:
+    """Fields of a line without characters that a terminal would act on: others wrote them."""
+    if isinstance(value, str):
+        return value.translate(_CONTROLS)
+    if isinstance(value, list):
+        return [_shown(each) for each in value]
+    if isinstance(value, dict):
+        return {_shown(key): _shown(each) for key, each in value.items()}
+    return value
+
+
 def _lines(path: Path) -> Iterator[bytes]:
     """The lines of the file, one at a time: a site's history outgrows other files."""
     if path.exists() and not path.is_file():
         raise _unusable(path, "it is no regular file")
+    number = 0
     try:
-        with path.open("rb") as stream:
-            yield from stream
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+            while line := stream.readline(MAX_BYTES):
+                number += 1
+                is_whole = len(line) < MAX_BYTES or line.endswith(b"\n")
+                yield line if is_whole else _PASSED_OVER
+                while not is_whole and (rest := stream.readline(MAX_BYTES)):
+                    is_whole = rest.endswith(b"\n")
     except FileNotFoundError:
         return
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        warn_once(f"{path}: its compression is damaged behind line {number}.")
     except OSError as error:
         raise _unusable(path, f"it cannot be read: {error.strerror or error}") from error
 
@@ -134,17 +157,23 @@ def selected(
     records: Iterable[RunRecord],
     *,
     model: str | None = None,
+    user: str | None = None,
     since: datetime | None = None,
     plan: str | None = None,
     outcome: Outcome | None = None,
 ) -> tuple[RunRecord, ...]:
-    """The records with a model, a start at or after a moment, a plan's checksum or an outcome."""
+    """The records with a model, a user, a start at or after a moment, a plan or an outcome.
+
+    Args:
+        plan: the checksum of a plan, or the start of it.
+    """
     return tuple(
         each
         for each in records
         if model in (None, each.job.model)
         and (since is None or datetime.fromisoformat(each.start) >= since)
-        and plan in (None, each.plan)
+        and user in (None, each.user)
+        and each.plan.startswith(plan or "")
         and outcome in (None, each.outcome)
     )
 

@@ -64,8 +64,8 @@ def _choices(what: str, given: Sequence[str] | str) -> tuple[str, ...]:
     return names
 
 
-def pinned_recipe(job: Job, path: Path) -> ParallelPlan:
-    """The plan of a pinned file, for the job that it was made for and no other.
+def pinned_recipe(job: Job, path: Path) -> PinnedPlan:
+    """A pinned file, for the job that it was made for and no other.
 
     What is not known where it is launched from (a login node has no GPUs) is not compared.
     """
@@ -74,7 +74,7 @@ def pinned_recipe(job: Job, path: Path) -> ParallelPlan:
     require_pinned_for(
         pinned, job, num_gpus=num_gpus, gpus=known_gpus(), gpus_per_host=job.gpus_per_node
     )
-    return pinned.plan
+    return pinned
 
 
 def require_pinned_for(

@@ -25,6 +25,7 @@ from nest_megatron.history.records import (
     RunRecord,
     measured_by_ranks,
 )
+from nest_megatron.integrations import audit
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.integrations.run_record import now
 from nest_megatron.integrations.run_warnings import run_warnings
@@ -47,7 +48,7 @@ class Recorder:
     """One rank's part in the record of a run.
 
     Args:
-        steps: how many to watch.
+        steps: how many to watch; with 0 there is no record but that of an audit.
         rank, num_ranks: this process's global rank, and how many there are.
         store: where the ranks met; ``None`` for a single one.
         own_run: the record of the run on the rank that planned it.
@@ -140,6 +141,9 @@ class Recorder:
                 self._gathering.join()
             elif self.rank == 0 and not self.is_done:
                 self._record({})  # it was too short
+            with self.telling("completed"):
+                if self.rank == 0 and (run := self.run()) is not None:
+                    audit.follow(dataclasses.replace(run, outcome=Outcome.FINISHED, end=now()))
             return
         with self.telling("completed"):
             self._record_failure(error)
@@ -182,15 +186,19 @@ class Recorder:
         with self.telling("kept"):
             if (run := self.run()) is None:
                 return
-            run = dataclasses.replace(run, outcome=Outcome.FINISHED, end=now())
             if parts:
                 measured = measured_by_ranks(parts, self.num_ranks)
                 run = dataclasses.replace(run, measured=measured)
                 run = dataclasses.replace(run, warnings=run_warnings(run, parts))
                 lines = [comparison(run), *(f"warning: {each}" for each in run.warnings)]
                 print("\n".join(f"nest: {line}" for line in lines), flush=True)
-                self._publish(run)
-            history.append(run)
+            ended = dataclasses.replace(run, outcome=Outcome.FINISHED, end=now())
+            if parts:
+                self._publish(ended)
+            self._keep(ended)
+            if parts:
+                self._own_run = run
+                audit.follow(run)  # training goes on
 
     def _record_failure(self, error: BaseException) -> None:
         """Only the first rank says why, or one that ran out of memory, which is always a cause."""
@@ -200,7 +208,15 @@ class Recorder:
         is_first = self._store is None or self._store.count(_FAILED) == 1
         if is_first or outcome is Outcome.OUT_OF_MEMORY:
             said = f"rank {self.rank} ({socket.gethostname()}): {first_line(error)}"
-            history.append(dataclasses.replace(run, outcome=outcome, end=now(), error=said))
+            run = dataclasses.replace(run, outcome=outcome, end=now(), error=said)
+            self._keep(run)
+            audit.follow(run)
+
+    def _keep(self, run: RunRecord) -> None:
+        """Add to the history; an audit is the operators', and needs none."""
+        with self.telling("kept"):
+            if self.steps:
+                history.append(run)
 
     @contextlib.contextmanager
     def telling(self, what: str) -> Iterator[None]:
@@ -211,11 +227,12 @@ class Recorder:
             print(f"nest: the record of this run could not be {what}: {error}", flush=True)
 
 
-def begin_run(store: RendezvousStore | None, run: RunRecord) -> None:
+def begin_run(store: RendezvousStore | None, run: RunRecord, *, is_watched: bool = True) -> None:
     """Keep the record of a run that begins, on the rank that planned it, and show it to others."""
     if store is not None:
         store.leave(_RUN, json.dumps(to_plain(run)))
-    history.append(run)
+    if is_watched:
+        history.append(run)
 
 
 def outcome_of(error: BaseException) -> Outcome:

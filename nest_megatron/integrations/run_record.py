@@ -11,6 +11,7 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.cost_model.uncertainty import predictive
 from nest_megatron.history.records import (
+    Launch,
     Outcome,
     Predicted,
     RunRecord,
@@ -28,12 +29,18 @@ from nest_megatron.version import __version__
 _BATCH_JOB = ("SLURM_JOB_ID", "FLUX_JOB_ID", "LSB_JOBID", "PBS_JOBID")
 
 
-def new_run(plan: ParallelPlan, hosts: Sequence[str], environment: Mapping[str, str]) -> RunRecord:
+def new_run(
+    plan: ParallelPlan,
+    hosts: Sequence[str],
+    environment: Mapping[str, str],
+    launch: Launch | None = None,
+) -> RunRecord:
     """The record of a run that begins.
 
     Args:
         hosts: of each global rank.
         environment: of the process, for the scheduler's number of the job.
+        launch: how it was launched.
     """
     gpus = local_gpus()
     return RunRecord(
@@ -51,6 +58,7 @@ def new_run(plan: ParallelPlan, hosts: Sequence[str], environment: Mapping[str, 
         grid=plan.grid(),
         pipeline_model_parallel_layout=plan.parallel.pipeline_model_parallel_layout,
         predicted=predicted(plan),
+        launch=launch,
     )
 
 

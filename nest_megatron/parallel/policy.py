@@ -75,6 +75,21 @@ class LaunchRules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AuditRules:
+    """Where launches are written down.
+
+    Args:
+        file: which lines are appended to.
+        mode: rights of a new file.
+        required: a launch that cannot be written down is refused.
+    """
+
+    file: str
+    mode: int = 0o622
+    required: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFile:
     """One file of rules.
 
@@ -85,6 +100,7 @@ class PolicyFile:
     path: str
     plan: PlanRules = field(default_factory=PlanRules)
     launch: LaunchRules = field(default_factory=LaunchRules)
+    audit: AuditRules | None = None
     lines: Mapping[str, int] = field(default_factory=dict)
 
     def where(self, rule: str) -> str:

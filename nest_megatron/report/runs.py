@@ -97,6 +97,26 @@ def _row(run: RunRecord) -> tuple[str, ...]:
     )
 
 
+def audit_table(runs: Sequence[RunRecord]) -> RenderableType:
+    """Launches for operators, one a row: who, which plan, signed with which key, what it took."""
+    return FittingTable(
+        *name_columns("Run", "Start (UTC)", "User", "Batch job", "Plan", "Signer"),
+        *word_columns("Job"),
+        *figure_columns("Predicted", "9 of 10 runs", "Measured", "Error", "Memory"),
+        *name_columns("Outcome"),
+        rows=(_audit_row(run) for run in runs),
+    )
+
+
+def _audit_row(run: RunRecord) -> tuple[str, ...]:
+    name, start, job, _, predicted, *others = _row(run)
+    low, high = run.predicted.low_s, run.predicted.high_s
+    known = "" if low is None or high is None else format_range(low, high)
+    signer = "" if run.launch is None else run.launch.signer or "none"
+    who = (run.user, run.batch_job or "", run.plan, signer)
+    return (name, start, *who, job, predicted, known, *others)
+
+
 def _gpus(run: RunRecord) -> str:
     num_ranks = run.grid.dims.world_size
     return f"{num_ranks} x {run.cluster.accelerator}" if run.device else f"{num_ranks}, {_NO_GPU}"
@@ -142,7 +162,7 @@ def run_details(run: RunRecord) -> RenderableType:
                 ("ran on", run.device or _NO_GPU),
                 ("GPUs", run.device or "none: the driver names no GPU on the first host"),
                 ("layout", layout_words(run.grid)),
-                ("plan", run.plan),
+                ("plan", run.plan + _signed(run)),
                 ("started", _who(run)),
                 ("ended", run.end or "not known"),
                 ("hosts", ", ".join(dict.fromkeys(run.hosts))),
@@ -150,6 +170,12 @@ def run_details(run: RunRecord) -> RenderableType:
             ]
         ),
     ]
+    if run.launch is not None and run.launch.changes:
+        rows = [
+            (each.name, f"{each.before or 'not set'} -> {each.after or 'left out'}")
+            for each in run.launch.changes
+        ]
+        parts += [heading("What the plan rewrote"), pairs(rows)]
     if run.error is not None:
         parts += [heading("What ended it"), Text(run.error)]
     if run.measured is not None:
@@ -159,6 +185,13 @@ def run_details(run: RunRecord) -> RenderableType:
     if run.predicted.shares:
         parts += [heading("Predicted shares of the step"), pairs(_shares(run))]
     return Group(*parts)
+
+
+def _signed(run: RunRecord) -> str:
+    if run.launch is None:
+        return ""
+    key = run.launch.signer
+    return f" ({run.launch.mode}{'' if key is None else f', signed with key {key}'})"
 
 
 def _who(run: RunRecord) -> str:

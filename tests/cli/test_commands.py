@@ -129,6 +129,7 @@ def write_profiles(folder: Path) -> Path:
     (folder / "store").mkdir()
     profile_file.write(made, folder / "store" / "llama3_8b-h100.yaml")
     history.append(run_record(), folder / "runs.jsonl")
+    history.append(run_record(), folder / "audit.jsonl")
     return folder / "store"
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from nest_megatron.history import store
+from nest_megatron.history.records import Outcome
 from tests.cli.runs import ROOT, environment
 
 OVERRIDES = """
@@ -43,13 +45,13 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def run(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run(script: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
     paths = f"{script.parent}:{ROOT}"
     return subprocess.run(
         [sys.executable, "-m", "nest_megatron", str(script), *words],
         capture_output=True,
         text=True,
-        env={**environment(), "PYTHONPATH": paths},
+        env={**environment(), "PYTHONPATH": paths, **more},
         check=False,
     )
 
@@ -106,3 +108,17 @@ def test_advice_names_settings_as_they_are_typed(script: Path) -> None:
     done = run(script, "+nest=auto", "nest.cluster=dgx_h100", "nest.cluster.num_gpus=100000000")
     assert done.returncode == 2
     assert "add nest.checks.plausibility=off" in done.stderr
+
+
+def test_an_audit_has_how_it_began(script: Path, tmp_path: Path) -> None:
+    policy, path = tmp_path / "policy.yaml", tmp_path / "audit.jsonl"
+    policy.write_text(f"audit: {{file: {path}, required: true}}\n")
+    size = ("nest.cluster=dgx_h100", "nest.cluster.num_gpus=16")
+    done = run(script, "+nest=auto", *size, NEST_MEGATRON_POLICY=str(policy))
+    assert done.returncode == 0, done.stderr
+    (record,) = store.read(path)
+    assert record.outcome is Outcome.STARTED
+    assert record.launch is not None
+    assert record.launch.changes
+    policy.write_text(f"audit: {{file: {tmp_path}, required: true}}\n")
+    assert run(script, "+nest=auto", *size, NEST_MEGATRON_POLICY=str(policy)).returncode == 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
@@ -12,12 +13,17 @@ from typing import Any
 import pytest
 
 import nest_megatron
+from nest_megatron.config import policy as policies
+from nest_megatron.config.launch import LaunchWords, Mode
 from nest_megatron.config.schema import LaunchConfig, WatchConfig
 from nest_megatron.history import store as history
 from nest_megatron.history.records import Outcome
+from nest_megatron.integrations import audit
 from nest_megatron.integrations.megatron_lm.ranks import Rendezvous
 from nest_megatron.integrations.megatron_lm.watch import Watch, begin
+from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.policy import PolicyError
 
 schedules = pytest.importorskip(
     "megatron.core.pipeline_parallel.schedules", reason="megatron-core is not installed"
@@ -68,6 +74,9 @@ def job(plan: ParallelPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         args=Namespace(rank=0, world_size=1, curr_iteration=7),
         rendezvous=Rendezvous(),
         decision=SimpleNamespace(plan=plan, ranks=None),
+        words=LaunchWords(mode=Mode.AUTO, job=(), launch=()),
+        changes=(Change(field="micro_batch_size", before=4, after=1, reason="memory"),),
+        signer=None,
         run=None,
     )
 
@@ -129,6 +138,75 @@ def test_an_error_is_kept_and_goes_on(job: Any, board: Board) -> None:
     assert run.error is not None
     assert run.error.endswith(": RuntimeError: NCCL error: remote process exited")
     assert run.measured is not None
+
+
+@pytest.fixture
+def audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that a policy, which must have it, names for its audit."""
+    policy, path = tmp_path / "policy.yaml", tmp_path / "audit.jsonl"
+    policy.write_text(f"audit:\n  file: {path}\n  required: true\n")
+    monkeypatch.setenv(policies.VARIABLE, str(policy))
+    return path
+
+
+@pytest.mark.usefixtures("board")
+@pytest.mark.parametrize("steps", [3, 0])
+def test_an_audit_has_the_launch_the_steps_and_the_end(job: Any, audited: Path, steps: int) -> None:
+    job.launch.watch.steps, job.signer = steps, "87C09460C7CF688F"
+    module = training_module(job)
+    if steps == 0:  # as the hook leaves it
+        module.train_step = lambda number: number  # type: ignore[attr-defined]
+    module.pretrain()
+    lines = [json.loads(line) for line in audited.read_text().splitlines()]
+    assert [line["outcome"] for line in lines] == ["started"] * (2 if steps else 1) + ["finished"]
+    (run,) = history.read(audited)
+    assert run.launch is not None
+    assert run.launch.signer == "87C09460C7CF688F"
+    (change,) = run.launch.changes
+    assert (change.name, change.before, change.after) == ("micro_batch_size", "4", "1")
+    assert (run.measured is None) == (steps == 0)
+    assert len(history.read()) == (1 if steps else 0)  # that is the user's to choose
+
+
+@pytest.mark.usefixtures("board")
+def test_an_audit_knows_what_ended_a_run(job: Any, audited: Path) -> None:
+    with pytest.raises(RuntimeError, match="NCCL"):
+        training_module(job, fail_at=6).pretrain()
+    (run,) = history.read(audited)
+    assert run.outcome is Outcome.FAILED
+    assert run.measured is not None
+    assert "NCCL error" in (run.error or "")
+
+
+def test_a_run_without_a_record_is_refused_where_an_audit_is_required(
+    job: Any, audited: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nest_megatron.integrations.megatron_lm.watch.new_run", lambda *_: 1 / 0)
+    with pytest.raises(PolicyError, match=r"audit\.required"):
+        begin(job, None)
+    assert not audited.exists()
+
+
+@pytest.mark.usefixtures("board")
+def test_an_audit_that_cannot_be_completed_stops_no_training(
+    job: Any, audited: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, append = training_module(job), audit.append_line
+    lines: list[bytes] = []
+
+    def fails_later(path: Path, line: bytes, **options: Any) -> None:
+        lines.append(line)
+        if len(lines) > 1:
+            raise OSError(28, "No space left on device")
+        append(path, line, **options)
+
+    monkeypatch.setattr(audit, "append_line", fails_later)
+    assert module.pretrain() == list(range(8))
+    said = capsys.readouterr().out
+    assert said.count(f"what became of this launch is not in the audit {audited}") == 2
+    assert "No space left on device" in said
+    (run,) = history.read(audited)
+    assert run.outcome is Outcome.STARTED
 
 
 def test_nothing_is_kept_of_what_is_not_watched(job: Any) -> None:

@@ -6,9 +6,10 @@ import dataclasses
 import hashlib
 import json
 import os
+import socket
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +25,7 @@ from nest_megatron.config.job import FreeParameters, Job
 from nest_megatron.config.launch import Mode
 from nest_megatron.config.request import request_for
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations import audit
 from nest_megatron.integrations.execution_fields import execution_items
 from nest_megatron.integrations.field_mapping import planned_items
 from nest_megatron.integrations.hydra.expressible_space import (
@@ -54,7 +56,7 @@ from nest_megatron.integrations.plan_recipe import require_pinned_for, searched
 from nest_megatron.integrations.site_policy import read_launched, require_launch
 from nest_megatron.model.execution import Execution
 from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.diff import plan_values, reason
+from nest_megatron.parallel.diff import Change, plan_values, reason
 from nest_megatron.parallel.knobs import KNOBS
 from nest_megatron.parallel.plan import ParallelChoice, ParallelPlan
 from nest_megatron.report.console import say, show
@@ -65,11 +67,16 @@ _FREE = FreeParameters(names=("use_megatron_fsdp",))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppPlan:
-    """An application's plan, the values of its ``${nest:NAME}``, and what was assumed."""
+    """An application's plan, the values of its ``${nest:NAME}``, and what was assumed.
+
+    Args:
+        signer: id of the trusted key that signed the plan.
+    """
 
     plan: ParallelPlan
     values: Mapping[str, Any]
     notes: tuple[str, ...]
+    signer: str | None = None
 
 
 def plan_app(view: AppView, environment: Mapping[str, str]) -> AppPlan:
@@ -79,9 +86,10 @@ def plan_app(view: AppView, environment: Mapping[str, str]) -> AppPlan:
     if is_launched(environment):
         require_launch(view.settings.mode)
     if view.settings.mode is Mode.PINNED:
-        plan, job, notes = _pinned(view, size, environment)
+        plan, job, notes, signer = _pinned(view, size, environment)
     else:
         plan, job, notes = _searched(view, size, environment)
+        signer = None
     require_expressible(plan, view, job)
     values = {
         **planned_items(plan),
@@ -89,7 +97,7 @@ def plan_app(view: AppView, environment: Mapping[str, str]) -> AppPlan:
         "data_parallel_size": plan.parallel.data_parallel_size,
         "num_gpus": plan.placement.num_gpus,
     }
-    return AppPlan(plan=plan, values=MappingProxyType(values), notes=notes)
+    return AppPlan(plan=plan, values=MappingProxyType(values), notes=notes, signer=signer)
 
 
 def _searched(
@@ -116,7 +124,7 @@ def _place(view: AppView, size: int, environment: Mapping[str, str]) -> JobClust
 
 def _pinned(
     view: AppView, size: int, environment: Mapping[str, str]
-) -> tuple[ParallelPlan, Job, tuple[str, ...]]:
+) -> tuple[ParallelPlan, Job, tuple[str, ...], str | None]:
     pinned = read_launched(pinned_file(view.settings.plan), size)
     job = read_app(view, compose(view.settings.settings(None)))
     named, here = view.settings.cluster is not None, is_launched(environment)
@@ -128,7 +136,7 @@ def _pinned(
         gpus=local_gpus() if here and not named else None,
         gpus_per_host=processes_per_host(environment) if here else None,
     )
-    return pinned.plan, job, (pinned_by(pinned.pin),)
+    return pinned.plan, job, (pinned_by(pinned.pin),), pinned.signer
 
 
 def plan_job(config: Any) -> None:
@@ -145,18 +153,30 @@ def plan_job(config: Any) -> None:
     show(_report(found, view))
     plan_file.write(found.plan, path)
     say(told_where(path))
+    if is_launched(environment):
+        changes = [
+            Change(field=p, before=None, after=v, reason=w) for p, v, w in _rows(found, view)
+        ]
+        mode = view.settings.mode.value
+        audit.begin_unwatched(found.plan, [socket.gethostname()], mode, found.signer, changes)
 
 
 def _report(found: AppPlan, view: AppView) -> RenderableType:
+    rows = [
+        (path, "null" if value is None else str(value), why)
+        for path, value, why in _rows(found, view)
+    ]
+    return values_report(found.plan, rows, found.notes)
+
+
+def _rows(found: AppPlan, view: AppView) -> Iterator[tuple[str, object, str]]:
+    """Path, value and reason of each field that asks for the plan."""
     plan = found.plan
     reasons = {item: reason(plan, item) for item in plan_values(plan)}
     reasons |= {knob.name: knob.reason for knob in KNOBS}
-    rows = [
-        (path, "null" if (value := found.values[item]) is None else str(value), why)
-        for item, why in reasons.items()
-        if view.is_planned(item) and (path := view.place(item)) is not None
-    ]
-    return values_report(plan, rows, found.notes)
+    for item, why in reasons.items():
+        if view.is_planned(item) and (path := view.place(item)) is not None:
+            yield path, found.values[item], why
 
 
 #: Choices that an application may have a field for.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.config.target import installed_packages
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import OK, UserInputError
+from nest_megatron.integrations import audit
 from nest_megatron.integrations.field_mapping import STAGE_FIELDS
 from nest_megatron.integrations.launched import fields_report
 from nest_megatron.integrations.megatron_bridge.read import PATHS, read_recipe
@@ -108,10 +110,22 @@ def run(
         rank = int(os.environ["RANK"])
         store = (rendezvous or Rendezvous()).join(rank, num_ranks, words, _PATIENCE_S)
 
+    signer: str | None = None
+
     def solve(_: object) -> str:
+        nonlocal signer
         if not launch.dry_run:
             require_launch(words.mode, launch.free)
+        if words.mode is Mode.PINNED:
+            pinned = pinned_recipe(recipe, pinned_file(launch.plan))
+            signer = pinned.signer
+            return plan_file.dump(pinned.plan)
         return plan_file.dump(_find(recipe, words, launch, keep))
+
+    def begin(_: object) -> str:
+        hosts = [socket.gethostname()] if store is None else [*store.hosts().values()]
+        audit.begin_unwatched(plan, hosts, words.mode.value, signer, changes)
+        return ""
 
     with propagating_errors(store):
         own = fields(cfg, "", launch.may_differ)
@@ -124,6 +138,7 @@ def run(
         if launch.dry_run:
             sys.exit(OK)
         require_equal(store, fields(cfg, "", launch.may_differ), what="configuration")
+        broadcast(store, begin, what="word that the run may begin")
 
 
 def connections(plan: ParallelPlan, variables: MutableMapping[str, str]) -> tuple[str, ...]:
@@ -167,8 +182,6 @@ def stated_choices(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...
 def _find(
     recipe: Job, words: LaunchWords, launch: LaunchConfig, keep: tuple[str, ...]
 ) -> ParallelPlan:
-    if words.mode is Mode.PINNED:
-        return pinned_recipe(recipe, pinned_file(launch.plan))
     settings = tuple(setting for setting in words.job if setting.key != "out")
     given = [s.value for s in words.job if s.key == "out"]
     out = plan_output(given[-1] if given else None)

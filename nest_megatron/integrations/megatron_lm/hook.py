@@ -139,13 +139,14 @@ def after_initialize(module: ModuleType) -> None:
 
 def after_training(module: ModuleType) -> None:
     """Compare the first steps with the prediction, and keep what became of the run."""
-    if _job is None or _job.launch.watch.steps == 0:
+    if _job is None:
         return
     from nest_megatron.integrations.megatron_lm.watch import Watch
 
     watch = Watch(module, _job)
     _wrap(module, "pretrain", watch.pretrain)
-    _wrap(module, "train_step", watch.train_step)
+    if _job.launch.watch.steps:
+        _wrap(module, "train_step", watch.train_step)
 
 
 def after_parallel_state(module: ModuleType) -> None:

@@ -78,6 +78,7 @@ def _run(launched: LaunchedJob, store: RendezvousStore | None) -> Any:
         require_launch(words.mode, launched.launch.free, _release())
         found = _find(launched) if measured is None else _decided(launched, *measured)
         outcome = _with_ranks(launched, found, hosts)
+        launched.changes = tuple(outcome.changes)
         show(launched_report(outcome.decision.plan, outcome.changes, outcome.notes))
         say(_write_plan(launched, outcome.decision.plan))
         if outcome.searched is not None and outcome.searched.kept:
@@ -91,7 +92,12 @@ def _run(launched: LaunchedJob, store: RendezvousStore | None) -> Any:
         sys.exit(OK)
     result = _carried_out(launched, decision)
     agreement.require_equal(store, _arguments(launched), what="arguments")
-    watch.begin(launched, store)
+
+    def begin(_: agreement.Hosts) -> str:
+        watch.begin(launched, store)
+        return ""
+
+    agreement.broadcast(store, begin, what="word that the run may begin")
     return result
 
 

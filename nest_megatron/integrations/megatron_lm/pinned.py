@@ -71,6 +71,7 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
     actual = _actual(job, cluster, world_size, dry_run=dry_run)
     found = differences(pinned, actual)
     if not found:
+        launched.signer = pinned.signer
         return _as_pinned(job, pinned)
     if not all(each.is_of_moment for each in found):
         raise refusal(found)

@@ -17,6 +17,7 @@ from nest_megatron.history.records import RunRecord
 from nest_megatron.integrations.megatron_lm.messages import Decision
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore, connect
+from nest_megatron.parallel.diff import Change
 from nest_megatron.report.failure import ending_on_errors, is_first_of_host
 from nest_megatron.units import Seconds
 
@@ -106,7 +107,9 @@ class LaunchedJob:
         defaults: what the script sets where the user says nothing.
         validate: Megatron's own ``validate_args``.
         decision: what rank 0 decided, once it has.
-        run: the record of the run, on the rank that planned it.
+        changes: what the plan changed of the job's flags, on the rank that planned it.
+        signer: id of the trusted key that signed the plan, there.
+        run: the record of the run, there.
     """
 
     words: LaunchWords
@@ -118,5 +121,7 @@ class LaunchedJob:
     validate: Callable[..., Any] | None = None
     rendezvous: Rendezvous = field(default_factory=Rendezvous)
     decision: Decision | None = None
+    changes: tuple[Change, ...] = ()
+    signer: str | None = None
     run: RunRecord | None = None
     groups_checked: bool = False

@@ -15,7 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nest_megatron.history.records import RunRecord
+from nest_megatron.history.records import Launch, RunRecord
+from nest_megatron.integrations import audit
 from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.integrations.outlets import figures, write_prometheus
@@ -31,18 +32,34 @@ def begin(job: LaunchedJob, store: RendezvousStore | None) -> None:
     """Keep the record of a job that is about to train, on the rank that planned it.
 
     A history that cannot be written is told of, and no reason to stop.
+
+    Raises:
+        PolicyError: where a policy has to have an audit, and it cannot be written.
     """
-    if not job.launch.watch.steps or (store is not None and store.context.rank):
+    is_watched = job.launch.watch.steps > 0
+    if not is_watched and not audit.audits():
         return
+    try:
+        job.run = _run(job, store)
+    except Exception as error:  # noqa: BLE001 - the job trains without a record
+        print(f"nest: no record of this run is kept: {error}", flush=True)
+        audit.refuse(f"no record of the run can be made: {error}")
+        return
+    try:
+        begin_run(store, job.run, is_watched=is_watched)
+    except Exception as error:  # noqa: BLE001 - as above
+        print(f"nest: no record of this run is kept: {error}", flush=True)
+    audit.begin(job.run)
+
+
+def _run(job: LaunchedJob, store: RendezvousStore | None) -> RunRecord:
     assert job.decision is not None
     launched = [socket.gethostname()] if store is None else list(store.hosts().values())
     order = job.decision.ranks or range(len(launched))
     hosts = [host for _, host in sorted(zip(order, launched, strict=True))]
-    try:
-        job.run = new_run(job.decision.plan, hosts, os.environ)
-        begin_run(store, job.run)
-    except Exception as error:  # noqa: BLE001 - the job trains without a record
-        print(f"nest: no record of this run is kept: {error}", flush=True)
+    changes = audit.changed_flags(job.changes)
+    launch = Launch(mode=job.words.mode.value, signer=job.signer, changes=changes)
+    return new_run(job.decision.plan, hosts, os.environ, launch)
 
 
 class Watch:

@@ -159,7 +159,7 @@ def plan_recipe(
         fix = f"Give the recipe num_nodes={nodes} and {per_node} devices, or change the executor."
         raise _wrong("trainer.num_nodes * trainer.devices", job.num_gpus, limit, fix)
     if options.mode == Mode.PINNED:
-        plan = pinned_recipe(job, Path(str(options.plan)))
+        plan = pinned_recipe(job, Path(str(options.plan))).plan
         return plan, apply_plan(recipe, plan)
     return auto_recipe(
         recipe,

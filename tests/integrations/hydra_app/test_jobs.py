@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from nest_megatron.cli import main
+from nest_megatron.history import store
+from nest_megatron.history.records import Outcome
 from nest_megatron.parallel import plan_file
 from tests.integrations.hydra_app.apps import AUTO, GPT, MAIN, make_app, run_app, trained
 
@@ -113,6 +115,18 @@ def test_a_launcher_s_ranks_must_be_the_trainer_s(tmp_path: Path) -> None:
     assert "this job runs as" not in alike.out  # the first rank speaks for all
     assert "WORLD_SIZE" in other.err
     assert not trained(other)
+
+
+def test_an_audit_has_how_it_began(tmp_path: Path) -> None:
+    policy, path = tmp_path / "policy.yaml", tmp_path / "audit.jsonl"
+    policy.write_text(f"audit: {{file: {path}, required: true}}\n")
+    ranks = {"RANK": "0", "WORLD_SIZE": "64", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
+    run = run_app(make_app(tmp_path), *AUTO, NEST_MEGATRON_POLICY=str(policy), **ranks)
+    assert trained(run), run.err
+    (record,) = store.read(path)
+    assert record.outcome is Outcome.STARTED
+    assert record.launch is not None
+    assert "model.tensor_model_parallel_size" in {each.name for each in record.launch.changes}
 
 
 def test_the_boot_line_leaves_the_application_alone(tmp_path: Path) -> None:
