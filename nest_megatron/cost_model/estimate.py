@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nest_megatron.cost_model.compute import sixteen_bit
+from nest_megatron.cost_model.layer_cost import PassTime, UnitRun
 from nest_megatron.cost_model.memory import StaticBytes
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import Evaluation, PipelineProblem, chunk_cost, evaluate
@@ -214,17 +215,14 @@ def _rank_terms(found: _Evaluated, rank: int) -> dict[str, Seconds]:
     terms = dict.fromkeys(TERMS, 0.0)
     units = 0
     for index in range(rank, problem.num_chunks, problem.num_stages):
-        chunk = found.partition.chunk(index)
-        covered = [u for u in chunk if 1 <= u <= problem.num_layers][: problem.block_num_layers]
-        for unit in chunk:
-            kind = found.kinds[problem.unit_kinds[unit]]
-            run = (kind.block if unit in covered else kind.own).run
+        runs = _runs(problem, found.partition, found.kinds, index)
+        for run in runs:
             terms["recompute"] += m * run.recompute.total
             for name in ("tp", "cp", "ep"):
                 spent = getattr(run.forward, name) + getattr(run.backward, name)
                 terms[f"{name}_communication"] += m * spent
             terms["compute"] += m * (run.forward.compute + run.backward.compute)
-        units += len(chunk)
+        units += len(runs)
         if not problem.overlap_p2p:
             sent = problem.send_forward[index] + problem.send_backward[index]
             terms["pp_communication"] += m * to_seconds(sent)
@@ -235,6 +233,52 @@ def _rank_terms(found: _Evaluated, rank: int) -> dict[str, Seconds]:
     terms["compute" if rounded else "dp_communication"] += unhidden
     terms["dp_communication"] += to_seconds(evaluation.gathers[rank] + evaluation.reductions[rank])
     return terms
+
+
+def _runs(
+    problem: PipelineProblem, partition: StagePartition, kinds: Sequence[UnitKind], index: int
+) -> list[UnitRun]:
+    """The units of a chunk as they run."""
+    chunk = partition.chunk(index)
+    covered = [u for u in chunk if 1 <= u <= problem.num_layers][: problem.block_num_layers]
+    found = ((kinds[problem.unit_kinds[unit]], unit in covered) for unit in chunk)
+    return [(kind.block if is_covered else kind.own).run for kind, is_covered in found]
+
+
+def exposed_communication(
+    model: CostModel, grid: Grid, partition: StagePartition, problem: PipelineProblem
+) -> tuple[tuple[dict[str, Seconds], dict[str, Seconds]], ...]:
+    """What one pass forward and one backward of each chunk spend on communication, by term.
+
+    Only what nothing hides. What recomputation repeats of it counts as recomputation.
+    """
+    kinds, found = model.unit_kinds(grid)[1], []
+    for index in range(problem.num_chunks):
+        chunk = partition.chunk(index)
+        cost = chunk_cost(problem, chunk.start, chunk.stop)
+        runs = _runs(problem, partition, kinds, index)
+        again = sum(run.recompute.total for run in runs)
+        forward = _exposed([run.forward for run in runs], to_seconds(cost.forward))
+        backward = _exposed([run.backward for run in runs], to_seconds(cost.backward) - again)
+        if not problem.overlap_p2p:
+            forward["pp_communication"] = to_seconds(problem.send_forward[index])
+            backward["pp_communication"] = to_seconds(problem.send_backward[index])
+        found.append((forward, backward))
+    return tuple(found)
+
+
+def _exposed(passes: Sequence[PassTime], spent: Seconds) -> dict[str, Seconds]:
+    """Communication of a chunk's passes, of which the sharding of replicas is what else was spent.
+
+    Less than two ticks a unit are rounding, as in ``_rank_terms``.
+    """
+    shards = spent - sum(each.total for each in passes)
+    return {
+        "tp_communication": sum(each.tp for each in passes),
+        "cp_communication": sum(each.cp for each in passes),
+        "ep_communication": sum(each.ep for each in passes),
+        "dp_communication": 0.0 if abs(shards) < to_seconds(2 * len(passes)) else shards,
+    }
 
 
 def _after_schedule(found: _Evaluated) -> dict[str, Seconds]:

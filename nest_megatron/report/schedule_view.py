@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from nest_megatron.cost_model.estimate import exposed_communication
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import Evaluation, PipelineProblem, evaluate, timeline
 from nest_megatron.cost_model.schedule import TimedOp
@@ -63,6 +64,8 @@ class ScheduleView:
     Args:
         ranks: for each pipeline rank its spans, in order of time.
         num_virtual, num_microbatches: chunks on each rank, micro batches of a step.
+        exposed: for each chunk, of a pass forward and of one backward, the seconds of each term of
+            communication that nothing hides.
         iteration_time_s: of this schedule. It is the plan's own prediction unless the cost model
             has changed since the plan was made.
     """
@@ -70,14 +73,24 @@ class ScheduleView:
     ranks: tuple[tuple[Span, ...], ...]
     num_virtual: int
     num_microbatches: int
+    exposed: tuple[tuple[Mapping[str, Seconds], Mapping[str, Seconds]], ...]
     iteration_time_s: Seconds
+
+    def communication(self, span: Span) -> Mapping[str, Seconds]:
+        """What a span spends on communication that nothing hides, by term of the step."""
+        if span.chunk >= 0:
+            return self.exposed[span.chunk][span.kind is SpanKind.BACKWARD]
+        if span.kind in (SpanKind.PARAMETER_GATHER, SpanKind.GRADIENT_REDUCTION):
+            return {"dp_communication": span.end - span.start}
+        return {}
 
 
 def schedule_view(plan: ParallelPlan, times: LayerTimes | None = None) -> ScheduleView:
     """Simulate a plan's schedule again, under the settings and times that it was made with."""
     model = CostModel(plan.model, plan.cluster, restored_settings(plan.provenance.settings), times)
-    problem = stage_problem(model, plan.grid())
-    evaluation = evaluate(problem, plan.partition().boundaries)
+    grid, partition = plan.grid(), plan.partition()
+    problem = stage_problem(model, grid)
+    evaluation = evaluate(problem, partition.boundaries)
     return ScheduleView(
         ranks=tuple(
             _spans(problem, evaluation, rank, passes)
@@ -85,6 +98,7 @@ def schedule_view(plan: ParallelPlan, times: LayerTimes | None = None) -> Schedu
         ),
         num_virtual=problem.num_virtual,
         num_microbatches=problem.num_microbatches,
+        exposed=exposed_communication(model, grid, partition, problem),
         iteration_time_s=to_seconds(evaluation.iteration),
     )
 

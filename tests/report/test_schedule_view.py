@@ -61,3 +61,18 @@ def test_warm_up_shows_the_first_backward_pass_of_every_rank() -> None:
     for spans in view.ranks:
         first = next(span for span in spans if span.kind is SpanKind.BACKWARD)
         assert first.end <= warm.end
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_exposed_communication_is_that_of_the_prediction(shape: str) -> None:
+    """Summed over the passes of the rank that the terms are about."""
+    plan = SHAPES[shape]()
+    view, terms = schedule_view(plan), plan.predicted.terms
+    rank = view.ranks[plan.predicted.critical_rank]
+    for name in ("tp_communication", "cp_communication", "ep_communication"):
+        drawn = sum(view.communication(span).get(name, 0.0) for span in rank)
+        assert drawn == pytest.approx(terms[name], abs=1e-12), name
+    for spans in view.ranks:
+        for span in spans:
+            spent = sum(view.communication(span).values())
+            assert 0.0 <= spent <= span.end - span.start + 1e-12
