@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 DATA = tuple(
     path.relative_to(ROOT).as_posix()
     for path in (ROOT / "nest_megatron").rglob("*")
-    if path.suffix in {".toml", ".yaml", ".json", ".html", ".css", ".j2", ".pyi", ".typed"}
+    if path.suffix in {".toml", ".yaml", ".json", ".html", ".css", ".js", ".j2", ".pyi", ".typed"}
 )
 SDIST_HOLDS = (
     "cython_ext/_recurrence.pyx",

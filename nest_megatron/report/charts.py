@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import MARK, write_bytes
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
 
 #: Formats of a chart, by suffix.
 SUFFIXES = (".png", ".svg")
@@ -48,8 +44,6 @@ _SETTINGS = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # names are text, whatever they hold
 }
-#: Colours that follow the page's light or dark scheme.
-PAGE_COLOURS = {INK: "var(--ink)", SOFT: "var(--soft)", IDLE: "var(--idle)"}
 
 
 def check_suffix(path: Path, what: str) -> None:
@@ -110,24 +104,6 @@ def write_chart(
     write_bytes(path, render(draw, size, path.suffix, what=what))
 
 
-def inline_svg(draw: Callable[[Any], None], size: tuple[float, float], title: str) -> Markup:
-    """A chart as an ``svg`` element of a page: as wide as its place, in the page's colours."""
-    from markupsafe import Markup, escape
-
-    def transparent(figure: Any) -> None:
-        draw(figure)
-        figure.patch.set_visible(False)
-
-    text = render(transparent, size, ".svg", what="--html").decode("utf-8")
-    box = re.search(r'viewBox="[^"]*"', text)
-    assert box is not None, "matplotlib writes it"
-    drawn = text[text.index('<g id="figure_1">') :]
-    for colour, name in PAGE_COLOURS.items():
-        drawn = drawn.replace(colour, name)
-    drawn = re.sub(r"(\d\.\d)\d+|(?<=\d) \n(?=[A-Z])", r"\1", drawn)  # half the size
-    return Markup(f'<svg {box[0]} role="img" aria-label="{escape(title)}">{drawn}')
-
-
 def write_title(figure: Any, title: str) -> None:
     """The title of a chart of work, at the left."""
     figure.set_layout_engine("constrained")
@@ -146,10 +122,14 @@ def write_legend(
 
 
 def ink_on(colour: str) -> str:
-    """Black or white, whichever reads better on a colour.
+    """Black or white, whichever has the greater contrast with a colour (WCAG 2.2).
 
     >>> ink_on("#ffffff"), ink_on("#1d4f8c")
     ('#000000', '#ffffff')
     """
-    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#ffffff"
+    parts = [part / 255 for part in bytes.fromhex(colour[1:])]
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return "#000000" if (luminance + 0.05) ** 2 > 0.05 * 1.05 else "#ffffff"

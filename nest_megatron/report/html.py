@@ -16,24 +16,24 @@ from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.charts import (
     MEMORY_COLOURS,
     OTHER_COLOUR,
-    PAGE_COLOURS,
     TERM_COLOURS,
     ink_on,
 )
 from nest_megatron.report.html_layout import choices, groups, runners_up, stages
+from nest_megatron.report.html_schedule import schedule
 from nest_megatron.report.page import render_page
-from nest_megatron.report.schedule_view import ScheduleView, schedule_view, windows
+from nest_megatron.report.schedule_view import schedule_view
 from nest_megatron.report.terminal import summary_rows
-from nest_megatron.report.timeline import legend, timeline_svg
 from nest_megatron.report.words import (
     MEMORY_WORDS,
     TERM_WORDS,
     certificate,
+    confidence_words,
     plan_verdict,
     proof,
     range_words,
 )
-from nest_megatron.units import GIB, format_gib, format_seconds, to_ticks
+from nest_megatron.units import GIB, format_chance, format_gib, format_seconds, to_ticks
 
 #: Of the summary, what the page shows as figures at its top.
 _FIGURES = ("Iteration", "Range")
@@ -50,25 +50,38 @@ def html_report(
         times: the measured layer times that the plan was made with.
         flags: Megatron-LM's for the layout, shown where the plan holds no launch command.
     """
-    verdict = plan_verdict(plan)
+    verdict, rows = plan_verdict(plan), summary_rows(plan)
     return render_page(
         "plan.html",
         f"{plan.model.name} on {plan.cluster.describe()}",
+        script="copy.js",
         plan=plan,
+        headline=_headline(plan, dict(rows)["Layout"]),
         model=_model_words(plan.model),
         range=plan.uncertainty and range_words(plan.uncertainty),
         verdict=f"In memory this layout {verdict}. {proof(plan)}" if verdict else proof(plan),
-        facts=[row for row in summary_rows(plan) if row[0] not in _FIGURES],
+        facts=[row for row in rows if row[0] not in _FIGURES],
         stages=stages(plan),
         terms=_terms(plan),
         memory=_memory(plan),
-        timeline=_timeline(plan, schedule_view(plan, times)),
+        schedule=schedule(plan, schedule_view(plan, times)),
         groups=groups(plan),
         choices=choices(plan),
         runners_up=runners_up(plan, times),
         search=_search(plan.search),
         launches=_launches(plan, flags),
         settings=_settings(plan),
+    )
+
+
+def _headline(plan: ParallelPlan, layout: object) -> str:
+    """The plan and how sure its step is, in one line."""
+    step, known = format_seconds(plan.predicted.iteration_time_s), plan.uncertainty
+    if known is None:
+        return f"{layout}: {step} a step."
+    return (
+        f"{layout}: {step} a step, {range_words(known)} in 9 of 10 runs. Confidence "
+        f"{confidence_words(known)}."
     )
 
 
@@ -99,11 +112,12 @@ def _terms(plan: ParallelPlan) -> Sequence[Mapping[str, Any]]:
 
 
 def _memory(plan: ParallelPlan) -> Mapping[str, Any]:
-    """Bars of all pipeline ranks on one scale, and the table of the one with the highest peak."""
-    capacity = plan.predicted.capacity_bytes
+    """Bars of all pipeline ranks on one scale, and a table of them."""
+    capacity, known = plan.predicted.capacity_bytes, plan.uncertainty
     by_rank = [stage.memory_bytes for stage in plan.predicted.stages]
     peaks = [sum(each.values()) for each in by_rank]
-    highest, scale = peaks.index(max(peaks)), 100 / max(capacity, *peaks)
+    names = list(dict.fromkeys(name for each in by_rank for name in each))
+    scale = 100 / max(capacity, *peaks)
     ranks = [
         {
             "total": format_gib(peak),
@@ -114,13 +128,18 @@ def _memory(plan: ParallelPlan) -> Mapping[str, Any]:
         }
         for each, peak in zip(by_rank, peaks, strict=True)
     ]
-    table = [(MEMORY_WORDS.get(name, name), _gib(size)) for name, size in by_rank[highest].items()]
+    rows = [
+        (str(rank), *(_gib(each.get(name, 0)) for name in names), _gib(peak))
+        for rank, (each, peak) in enumerate(zip(by_rank, peaks, strict=True))
+    ]
+    chance = known and f"A run needs more with a chance of {format_chance(known.out_of_memory)}."
     return {
         "ranks": ranks,
-        "legend": [_memory_part(name) for name in dict.fromkeys(n for r in by_rank for n in r)],
+        "legend": [_memory_part(name) for name in names],
         "limit_percent": scale * capacity,
-        "highest": highest,
-        "table": [*table, ("together", _gib(peaks[highest])), ("capacity", _gib(capacity))],
+        "chance": chance,
+        "head": ("rank", *(MEMORY_WORDS.get(name, name) for name in names), "together", "free"),
+        "rows": [(*row, _gib(capacity - peak)) for row, peak in zip(rows, peaks, strict=True)],
     }
 
 
@@ -131,25 +150,6 @@ def _memory_part(name: str) -> Mapping[str, str]:
 
 def _gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
-
-
-def _timeline(plan: ParallelPlan, view: ScheduleView) -> Mapping[str, Any]:
-    words = (
-        f"{view.num_microbatches} micro batches; a number in a bar is that of its micro batch. "
-        "A pass holds the transfers that its rank waits for."
-    )
-    if len(windows(view)) > 1:
-        words += (
-            " The step is long, so its beginning, a stretch of its middle and its end are drawn."
-        )
-    if abs(view.iteration_time_s / plan.predicted.iteration_time_s - 1) > 1e-6:
-        words += (
-            f" This version's cost model says {format_seconds(view.iteration_time_s)} a step; the "
-            f"plan was made by version {plan.provenance.nest_megatron_version} with another result."
-        )
-    named = [(name, PAGE_COLOURS.get(colour, colour)) for name, colour in legend(view)]
-    title = f"Predicted schedule of {len(view.ranks)} pipeline ranks"
-    return {"picture": timeline_svg(view, title), "legend": named, "words": words}
 
 
 def _search(search: SearchRecord) -> Mapping[str, Any]:

@@ -15,8 +15,8 @@ from nest_megatron.parallel.rank_order import GroupKind, group_of_rank, group_sh
 from nest_megatron.plain import to_plain
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.runners_up import as_alternative, degree_cells, term_differences
-from nest_megatron.report.words import incomplete_ranking, term_words, ties
-from nest_megatron.units import GB, format_gib, format_seconds
+from nest_megatron.report.words import incomplete_ranking, range_words, term_words, ties
+from nest_megatron.units import GB, Seconds, format_gib, format_seconds
 
 #: Letter and name of each kind of layer.
 _NAMES = {
@@ -127,19 +127,33 @@ def groups(plan: ParallelPlan) -> Mapping[str, Any]:
     dims, cluster = plan.grid().dims, plan.cluster
     levels, sizes = cluster.levels, cluster.group_sizes()
     reached = [i for i, size in enumerate(sizes) if i == 0 or size > sizes[i - 1]]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, words, kind in _GROUPS:
         if "expert" in words and plan.model.num_experts is None:
             continue
         shape, size = group_shape(dims, kind, sizes), len(group_of_rank(dims, kind, 0))
         far = plan.placement.group_levels[name] if size > 1 else "no communication"
         reach = [_reach(level, shape) for level in reached]
-        rows.append({"name": words, "size": size, "levels": reach, "farthest": far})
-    columns = (
-        f"{levels[i].name}: {sizes[i]} GPUs, {levels[i].bandwidth_bytes_per_s / GB:g} GB/s per GPU"
-        for i in reached
-    )
+        links = [level for level in reached if shape[level] > 1]
+        rows.append({"name": words, "size": size, "levels": reach, "links": links, "farthest": far})
+    rates = [
+        f"{sizes[i]:,} GPUs, {levels[i].bandwidth_bytes_per_s / GB:g} GB/s per GPU" for i in reached
+    ]
+    columns = [f"{levels[i].name}: {said}" for i, said in zip(reached, rates, strict=True)]
+    drawn = [
+        {
+            "name": levels[i].name,
+            "words": rates[place],
+            "gpus": sizes[i],
+            "inside": f"{sizes[i] // sizes[reached[place - 1]]:,}" if place else "",
+            "groups": [
+                f"{row['name']} {row['levels'][place][0]}" for row in rows if i in row["links"]
+            ],
+        }
+        for place, i in enumerate(reached)
+    ]
     return {
+        "drawn": drawn[::-1],
         "head": ("group", "GPUs in it", *columns, "farthest level crossed"),
         "rows": rows,
         "caption": "Members of one group inside one node and inside each wider level; 4 × 2 are "
@@ -166,27 +180,57 @@ def runners_up(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[s
     best, others = _described(own), [_described(other) for other in plan.alternatives]
     differ = [name for name in best if any(other[name] != best[name] for other in others)]
     told = any(other.chance_slower is not None for other in plan.alternatives)
-    rows = [_runner_up("this plan", own, [(best[name], True) for name in differ], "", told)]
+    ranges = _ranges([own, *plan.alternatives])
+    same = [(best[name], True) for name in differ]
+    rows = [_runner_up("this plan", own, same, "", told, ranges[0])]
     lost = term_differences(plan, times)
-    for other, described, terms in zip(plan.alternatives, others, lost, strict=True):
+    each = zip(plan.alternatives, others, lost, ranges[1:], strict=True)
+    for other, described, terms, known in each:
         degrees = [(described[name], described[name] == best[name]) for name in differ]
         why = term_words(terms, most=3) if terms else "priced otherwise by this version"
-        rows.append(_runner_up(f"{other.slower_percent:.2f} %", other, degrees, why, told))
+        rows.append(_runner_up(f"{other.slower_percent:.2f} %", other, degrees, why, told, known))
     caption = "Other layouts at their best. What differs is marked, what all share is left out."
     sure = ("this plan is faster",) if told else ()
+    within = ("9 of 10 runs",) if any(ranges) else ()
     return {
-        "head": ("slower by", *sure, "step", *differ, "where the time goes"),
+        "head": ("slower by", *sure, "step", *within, *differ, "where the time goes"),
+        "ranges": any(ranges),
         "rows": rows,
         "caption": " ".join(filter(None, (caption, ties(plan), incomplete_ranking(plan.search)))),
     }
 
 
 def _runner_up(
-    first: str, other: Alternative, degrees: Sequence[tuple[str, bool]], why: str, told: bool
+    first: str,
+    other: Alternative,
+    degrees: Sequence[tuple[str, bool]],
+    why: str,
+    told: bool,
+    known: Mapping[str, Any] | None,
 ) -> Mapping[str, Any]:
     odds = "" if other.chance_slower is None else f"{100 * other.chance_slower:.0f} % sure"
     figures = [*([odds] if told else []), format_seconds(other.iteration_time_s)]
-    return {"first": first, "figures": figures, "degrees": degrees, "why": why}
+    return {"first": first, "figures": figures, "range": known, "degrees": degrees, "why": why}
+
+
+def _ranges(plans: Sequence[Alternative]) -> list[Mapping[str, Any] | None]:
+    """Between which steps 9 of 10 runs of each lie, in per cent of one scale for all."""
+    known = [each.uncertainty for each in plans if each.uncertainty is not None]
+    low = min((each.low_s for each in known), default=0.0)
+    whole = max((each.high_s for each in known), default=0.0) - low
+    return [_range(each, low, 100 / whole if whole else 0.0) for each in plans]
+
+
+def _range(one: Alternative, low: Seconds, scale: float) -> Mapping[str, Any] | None:
+    known = one.uncertainty
+    if known is None:
+        return None
+    return {
+        "left": scale * (known.low_s - low),
+        "width": scale * (known.high_s - known.low_s),
+        "mark": min(100.0, max(0.0, scale * (one.iteration_time_s - low))),
+        "words": range_words(known),
+    }
 
 
 def _described(other: Alternative) -> dict[str, str]:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+
 from nest_megatron.files import MARK
 from nest_megatron.units import format_chance, format_gib, format_seconds
 
 _PACKAGE = "nest_megatron.report"
 
 
-def render_page(template: str, title: str, *, package: str = _PACKAGE, **values: object) -> str:
-    """One self-contained page: no script, nothing fetched from anywhere.
+def render_page(
+    template: str, title: str, *, package: str = _PACKAGE, script: str = "", **values: object
+) -> str:
+    """One self-contained page: nothing is fetched, and no script runs but one of ours.
 
     Args:
         template: a file in the folder ``templates`` of a package.
         package: that has the template; the base of all pages and its macros are found anyway.
+        script: a file beside the base; the page's policy allows it by its hash.
         values: what the template shows; markup only where it is ``markupsafe.Markup``.
     """
     from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
 
     packages = dict.fromkeys((package, _PACKAGE))
     environment = Environment(
@@ -29,4 +36,8 @@ def render_page(template: str, title: str, *, package: str = _PACKAGE, **values:
     words = {"time": format_seconds, "gib": format_gib, "chance": format_chance}
     environment.filters |= {**words, "zip": zip}
     page = environment.get_template(template)
-    return page.render(generator=MARK, title=title, **values) + "\n"
+    code = environment.get_template(script).render() if script else ""
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    policy = f"; script-src 'sha256-{digest}'" if code else ""
+    common = {"generator": MARK, "title": title, "script": Markup(code), "policy": Markup(policy)}
+    return page.render(**common, **values) + "\n"

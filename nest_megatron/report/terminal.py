@@ -124,7 +124,7 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
         rows.append(("Stages", chosen.pipeline_model_parallel_layout))
     if (fastest := fastest_words(plan)) != "":
         rows.append(("Preferred to", fastest))
-    rows.append(("Bound by", predicted.binding_constraint))
+    rows.append(_binding(predicted.binding_constraint))
     rows.append(("Basis", basis(plan)))
     if plan.uncertainty is not None:
         rows[1:1] = [
@@ -148,6 +148,20 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
     if train.precision.value != "bf16":
         rows.insert(3, ("Precision", train.precision.value))
     return rows
+
+
+def _binding(constraint: str) -> tuple[str, str]:
+    """What binds a plan, by name.
+
+    >>> _binding("memory: pipeline rank 1 has 5.2 GiB to spare")
+    ('Memory limit', 'pipeline rank 1 has 5.2 GiB to spare')
+    >>> _binding("pipeline_bubble: 42 % of the iteration")
+    ('Largest term', 'pipeline bubble, 42 % of the iteration')
+    """
+    what, _, rest = constraint.partition(": ")
+    if what == "memory":
+        return "Memory limit", rest
+    return "Largest term", f"{TERM_WORDS.get(what, what)}, {rest}"
 
 
 def _headline(plan: ParallelPlan) -> Text:

@@ -1,6 +1,6 @@
 """The schedule timeline of a plan: a trace file for Perfetto, and a picture.
 
-The HTML report shows the same picture as a part of its page.
+The HTML report draws the same bars on its page (``html_schedule.py``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from nest_megatron.files import MARK
 from nest_megatron.parallel.plan import ParallelPlan
@@ -21,7 +21,6 @@ from nest_megatron.report.charts import (
     SOFT,
     check_suffix,
     ink_on,
-    inline_svg,
     write_chart,
     write_legend,
 )
@@ -33,37 +32,54 @@ from nest_megatron.report.schedule_view import (
     schedule_view,
     windows,
 )
-from nest_megatron.units import format_seconds
+from nest_megatron.units import Seconds, format_seconds
 
-if TYPE_CHECKING:
-    from markupsafe import Markup
-
-#: Colours of what belongs to no chunk.
-_EDGE_COLOURS = {
-    SpanKind.PARAMETER_GATHER: "#b79bdc",
-    SpanKind.GRADIENT_REDUCTION: "#7d57b2",
-    SpanKind.OPTIMIZER: "#c98a00",
-    SpanKind.OTHER: OTHER_COLOUR,
-}
+#: Colours of what is no pass, and of what a pass or a rank spends on communication.
+_EDGE_COLOURS = {SpanKind.OPTIMIZER: "#c98a00", SpanKind.OTHER: OTHER_COLOUR}
+_COMMUNICATION = "#c23b50"
 #: Ends of the shades of a pass: the later the chunk, the darker.
 _SHADES = {
     SpanKind.FORWARD: ("#9cc3ec", "#1d4f8c"),
     SpanKind.BACKWARD: ("#93d3c0", "#0f5f4b"),
 }
 #: Most pipeline ranks whose passes are numbered, and most numbers of one picture.
-_MOST_RANKS, _MOST_NUMBERS = 16, 1_500
+MOST_RANKS, MOST_NUMBERS = 16, 1_500
 _WIDTH = 13.0
+
+
+class Bar(NamedTuple):
+    """A stretch of a pipeline rank's time in one colour."""
+
+    rank: int
+    start: Seconds
+    end: Seconds
+    colour: str
+    span: Span
+
+
+def bars(view: ScheduleView, window: Window) -> Iterator[Bar]:
+    """What is drawn of a window: of each span its work, then its exposed communication.
+
+    Inside a pass the two alternate, layer by layer; the lengths are right.
+    """
+    for rank, spans in enumerate(view.ranks):
+        for span in spans:
+            cut = span.end - sum(view.communication(span).values())
+            colour = _colour(span.kind, span.virtual, view.num_virtual)
+            for first, last, shade in ((span.start, cut, colour), (cut, span.end, _COMMUNICATION)):
+                start, end = max(first, window.start), min(last, window.end)
+                if end > start:
+                    yield Bar(rank, start, end, shade, span)
 
 
 @functools.cache
 def _colour(kind: SpanKind, virtual: int, num_virtual: int) -> str:
-    """Colour of a kind of span; a pass has a shade for each virtual stage."""
-    if kind in _EDGE_COLOURS:
-        return _EDGE_COLOURS[kind]
-    from matplotlib.colors import LinearSegmentedColormap, to_hex
-
-    shades = LinearSegmentedColormap.from_list(kind.value, _SHADES[kind])
-    return str(to_hex(shades(virtual / (num_virtual - 1) if num_virtual > 1 else 0.5)))
+    """Colour of the work of a span; a pass has a shade for each virtual stage."""
+    if kind not in _SHADES:
+        return _EDGE_COLOURS.get(kind, _COMMUNICATION)
+    share = virtual / (num_virtual - 1) if num_virtual > 1 else 0.5
+    first, last = (bytes.fromhex(shade[1:]) for shade in _SHADES[kind])
+    return f"#{bytes(round(a + share * (b - a)) for a, b in zip(first, last, strict=True)).hex()}"
 
 
 def chrome_trace(plan: ParallelPlan, times: LayerTimes | None = None) -> str:
@@ -91,11 +107,6 @@ def draw_timeline(plan: ParallelPlan, path: Path, times: LayerTimes | None = Non
     view = schedule_view(plan, times)
     size = (_WIDTH, _height(view) + 1.1)
     write_chart(lambda figure: _draw(figure, view, plan), size, path, "timeline")
-
-
-def timeline_svg(view: ScheduleView, title: str) -> Markup:
-    """The schedule as a part of a page, which writes its own title and legend."""
-    return inline_svg(lambda figure: _draw(figure, view), (_WIDTH, _height(view)), title)
 
 
 def _row_names(plan: ParallelPlan) -> Iterator[dict[str, Any]]:
@@ -135,14 +146,17 @@ def _letter(number: int) -> str:
 
 def legend(view: ScheduleView) -> list[tuple[str, str]]:
     """Names and colours of what a picture shows."""
-    kinds = {span.kind for spans in view.ranks for span in spans}
-    last = view.num_virtual - 1
+    spans = [span for spans in view.ranks for span in spans]
+    kinds, last = {span.kind for span in spans}, view.num_virtual - 1
     named: list[tuple[str, str]] = []
-    for kind in (kind for kind in SpanKind if kind in kinds):
-        for virtual in [0] if kind in _EDGE_COLOURS else sorted({0, last}):
-            chunk = f", chunk {virtual + 1} of {last + 1}" if last and kind in _SHADES else ""
+    for kind in _SHADES:
+        for virtual in sorted({0, last}):
+            chunk = f", chunk {virtual + 1} of {last + 1}" if last else ""
             named.append((f"{kind.value}{chunk}", _colour(kind, virtual, view.num_virtual)))
-    return [*named, ("idle", IDLE)]
+    if any(sum(view.communication(span).values()) for span in spans):
+        named.append(("exposed communication", _COMMUNICATION))
+    named += [(kind.value, colour) for kind, colour in _EDGE_COLOURS.items() if kind in kinds]
+    return [*named, ("idle (pipeline bubble)", IDLE)]
 
 
 def _height(view: ScheduleView) -> float:
@@ -170,30 +184,30 @@ def _draw(figure: Any, view: ScheduleView, plan: ParallelPlan | None = None) -> 
 
 
 def _draw_window(axes: Any, view: ScheduleView, window: Window, share: float) -> None:
-    """One window, in milliseconds, cut here: a clip path would be a reference inside the page."""
-    many = len(view.ranks) > _MOST_RANKS
+    """One window, in milliseconds."""
+    many = len(view.ranks) > MOST_RANKS
     by_colour: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
-    numbers: list[tuple[int, float, Span]] = []
-    for rank, spans in enumerate(view.ranks):
-        for span in spans:
-            start, end = max(span.start, window.start), min(span.end, window.end)
-            if end <= start:
-                continue
-            colour = _colour(span.kind, span.virtual, view.num_virtual)
-            by_colour[colour].append((rank, 1e3 * start, 1e3 * end))
-            inches = 0.92 * _WIDTH * share * (end - start) / window.length
-            if span.microbatch >= 0 and inches > 0.07 * len(str(span.microbatch + 1)) + 0.03:
-                numbers.append((rank, 500 * (start + end), span))
-    for colour, bars in by_colour.items():
-        _draw_bars(axes, bars, colour, line_width=0.15 if many else 0.4)
-    if not many and len(numbers) <= _MOST_NUMBERS:
-        _write_numbers(axes, numbers, view.num_virtual)
+    numbers: list[Bar] = []
+    for bar in bars(view, window):
+        by_colour[bar.colour].append((bar.rank, 1e3 * bar.start, 1e3 * bar.end))
+        inches = 0.92 * _WIDTH * share * (bar.end - bar.start) / window.length
+        if is_numbered(bar) and inches > 0.07 * len(str(bar.span.microbatch + 1)) + 0.03:
+            numbers.append(bar)
+    for colour, drawn in by_colour.items():
+        _draw_bars(axes, drawn, colour, line_width=0.15 if many else 0.4)
+    if not many and len(numbers) <= MOST_NUMBERS:
+        _write_numbers(axes, numbers)
     axes.set_xlim(1e3 * window.start, 1e3 * window.end)
     axes.set_title(window.name, fontsize=9, color=SOFT)
     axes.set_facecolor(IDLE)
     axes.spines[:].set_visible(False)
     axes.tick_params(labelsize=8, labelcolor=SOFT, left=False, bottom=False)
     axes.locator_params(axis="x", nbins=3 if share < 0.2 else 8)
+
+
+def is_numbered(bar: Bar) -> bool:
+    """Whether a bar may bear the number of its micro batch: it is the work of a pass."""
+    return bar.span.microbatch >= 0 and bar.colour != _COMMUNICATION
 
 
 def _draw_bars(
@@ -210,15 +224,16 @@ def _draw_bars(
     points = [point for bar in corners for point in (*bar, bar[0])]
     codes = [Outline.MOVETO, *[Outline.LINETO] * 3, Outline.CLOSEPOLY] * len(bars)
     look = {"facecolor": colour, "edgecolor": IDLE, "linewidth": line_width}
-    axes.add_artist(PathPatch(Outline(points, codes), clip_on=False, **look)).set_clip_path(None)
+    axes.add_artist(PathPatch(Outline(points, codes), **look))
 
 
-def _write_numbers(axes: Any, numbers: Sequence[tuple[int, float, Span]], num_virtual: int) -> None:
+def _write_numbers(axes: Any, numbers: Sequence[Bar]) -> None:
     """Write the number of its micro batch into each pass."""
-    for rank, middle, span in numbers:
-        ink = ink_on(_colour(span.kind, span.virtual, num_virtual))
+    for bar in numbers:
+        ink = ink_on(bar.colour)
         place = {"ha": "center", "va": "center_baseline", "fontsize": 6.5, "color": ink}
-        axes.text(middle, rank, str(span.microbatch + 1), **place).set_in_layout(False)
+        middle, text = 500 * (bar.start + bar.end), str(bar.span.microbatch + 1)
+        axes.text(middle, bar.rank, text, **place).set_in_layout(False)
 
 
 def _label(figure: Any, plan: ParallelPlan, view: ScheduleView) -> None:

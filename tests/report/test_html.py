@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
 import io
 import re
 import subprocess
@@ -18,15 +20,18 @@ from nest_megatron.cost_model.settings import CostSettings, stored_settings
 from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
 from nest_megatron.report.charts import IDLE, INK
 from nest_megatron.report.html import funnel_steps, html_report, setting_meanings
+from nest_megatron.report.html_layout import groups
+from nest_megatron.report.schedule_view import schedule_view
 from nest_megatron.report.terminal import plan_report, summary_rows
-from nest_megatron.units import GIB, to_ticks
+from nest_megatron.report.words import degrees
+from nest_megatron.units import GIB, format_seconds, to_ticks
 from tests.report.plans import SHAPES, hand_plan, searched_plan
 
 EVIL = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>&amp;"
 #: Settings that a plan for no framework lists.
 NUM_ASSUMPTIONS = len(stored_settings(CostSettings()))
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "xlink:href", "background"}
-LOADERS = {"script", "link", "img", "iframe", "object", "embed", "base", "form", "image", "use"}
+LOADERS = {"link", "img", "iframe", "object", "embed", "base", "form", "image", "use"}
 
 
 @cache
@@ -50,7 +55,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "br"):
+        if tag not in ("meta", "br", "input"):
             self.open.append(tag)
         if tag == "tr" and self.caption:
             self.tables[self.caption].append([])
@@ -88,10 +93,15 @@ def test_every_stage_is_there(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_nothing_is_loaded_and_nothing_runs(shape: str) -> None:
+def test_nothing_is_loaded_and_one_script_may_run(shape: str) -> None:
+    """The one that copies a command, by its hash: none that a name of the plan could smuggle in."""
     text = page_of(shape)
     page = Page(text)
     assert not {tag for tag, _ in page.tags} & LOADERS
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    assert [tag for tag, _ in page.tags].count("script") == len(scripts) == 1
+    allowed = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
+    assert f"script-src 'sha256-{allowed}'\"" in text
     for _, attributes in page.tags:
         assert not LOADING & attributes.keys()
         assert not [name for name in attributes if name.startswith("on")]
@@ -109,8 +119,9 @@ def test_names_are_escaped() -> None:
         launch={EVIL: LaunchCommand(script=EVIL, argv=(EVIL,), environment={EVIL: EVIL})},
     )
     text = html_report(evil)
-    page = Page(text)
-    assert not {tag for tag, _ in page.tags} & LOADERS
+    tags = [tag for tag, _ in Page(text).tags]
+    assert not LOADERS & {*tags}
+    assert tags.count("script") == 1
     assert "&lt;script&gt;alert(" in text
 
 
@@ -119,7 +130,9 @@ def test_tables_are_accessible() -> None:
     tags = [tag for tag, _ in page.tags]
     assert tags.count("table") == tags.count("caption") == len(page.tables)
     assert all(attributes.get("scope") for tag, attributes in page.tags if tag == "th")
-    assert all(attributes.get("aria-label") for tag, attributes in page.tags if tag == "svg")
+    pictures = [attributes for _, attributes in page.tags if attributes.get("role") == "img"]
+    assert len(pictures) >= 4
+    assert all(attributes.get("aria-label") for attributes in pictures)
     assert ("html", {"lang": "en"}) in page.tags
 
 
@@ -180,18 +193,17 @@ def test_bars_of_memory_say_what_they_are(shape: str) -> None:
 
 def test_the_field_s_words_are_used() -> None:
     text = page_of("searched")
-    for words in ("peak memory per GPU", "Communication groups by network level", "Bound by"):
+    for words in ("peak memory per GPU", "Where each group's traffic runs", "Basis"):
         assert words in text
     for words in ("waiting (bubble)", "host work", "Where groups lie", "Sharing"):
         assert words not in text
 
 
 def test_the_page_follows_the_reader_s_colours() -> None:
-    """Text and background of the timeline are the page's, light or dark."""
+    """The background of the schedule is the page's, light or dark."""
     text = html_report(hand_plan(4))
-    picture = text[text.index("<svg") : text.index("</svg>")]
-    assert "fill: var(--soft)" in picture
-    assert "fill: var(--idle)" in picture
+    picture = text[text.index("<svg") : text.rindex("</svg>")]
+    assert 'fill="var(--idle)"' in picture
     assert INK not in picture
     assert IDLE not in text.partition("</style>")[2]
 
@@ -247,3 +259,41 @@ def test_the_page_begins_with_what_the_terminal_says() -> None:
     for name, words in summary_rows(plan)[2:]:
         assert f"<dt>{name}</dt><dd>{words}</dd>" in text
     assert "<dt>Layout</dt><dd>TP " in text
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_each_rank_does_adds_up_to_the_step(shape: str) -> None:
+    plan = SHAPES[shape]()
+    view = schedule_view(plan)
+    for rank, row in enumerate(Page(page_of(shape)).table("What the step of each")):
+        spans = view.ranks[rank]
+        exposed = sum(sum(view.communication(span).values()) for span in spans)
+        busy = sum(span.end - span.start for span in spans)
+        assert row[3] == format_seconds(exposed)
+        assert row[4] == format_seconds(max(0.0, view.iteration_time_s - busy))
+
+
+def test_the_page_says_how_many_micro_batches_it_draws() -> None:
+    short = html_report(hand_plan(4, microbatches=8))
+    assert "All 8 micro batches are drawn." in short
+    drawn = re.search(r"passes of (\d+) of its 512 micro batches", page_of("long"))
+    assert drawn is not None
+    assert 0 < int(drawn[1]) < 512
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_numbers_of_micro_batches_are_told_where_they_are_drawn(shape: str) -> None:
+    text = page_of(shape)
+    assert ("A number in a pass" in text) == bool(re.search(r'class="z\d+ number"', text))
+
+
+def test_each_group_stands_at_the_levels_that_its_traffic_crosses() -> None:
+    plan = searched_plan()
+    drawn = {level["name"]: level["groups"] for level in groups(plan)["drawn"]}
+    levels = [level.name for level in plan.cluster.levels]
+    for name, words in (("tp", "tensor"), ("ep", "expert"), ("dp", "data"), ("pp", "pipeline")):
+        at = [level for level in levels if any(re.match(rf"{words} \d", g) for g in drawn[level])]
+        if degrees(plan.parallel)[name.upper()] > 1:
+            assert at[-1] == plan.placement.group_levels[name]
+        else:
+            assert not at

@@ -1,0 +1,131 @@
+"""The page as a browser shows it: wide and narrow, light and dark, by keyboard, printed.
+
+Skipped where playwright (``pip install playwright``) or a Chromium on the path is missing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nest_megatron.report.html import html_report
+from tests.report.plans import SHAPES
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on the path"),
+]
+#: Least ratio of the contrasts of text, WCAG 2.2 AA.
+CONTRAST = """() => {
+  const light = colour => { const [r, g, b] = colour.match(/[\\d.]+/g).slice(0, 3).map(c => {
+    c /= 255; return c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; });
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+  const behind = node => { for (let at = node; at; at = at.parentElement) {
+    const colour = getComputedStyle(at).backgroundColor;
+    if (!colour.startsWith("rgba(") || colour.endsWith(", 1)")) return colour; }
+    return getComputedStyle(document.body).backgroundColor; };
+  const words = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), low = [];
+  while (words.nextNode()) { const node = words.currentNode.parentElement;
+    if (!words.currentNode.data.trim() || node.closest("svg, script, .bar")) continue;
+    const pair = [light(getComputedStyle(node).color), light(behind(node))].sort((a, b) => b - a);
+    const ratio = (pair[0] + 0.05) / (pair[1] + 0.05);
+    if (ratio < 4.5) low.push([words.currentNode.data.trim(), ratio.toFixed(2)]); }
+  return low; }"""
+#: Texts that nobody can bring onto the screen: right of the page and of everything that scrolls.
+CUT = """() => {
+  const shown = document.querySelectorAll("main :is(p, dd, dt, h1, h2, th, td, li, pre)");
+  return [...shown].filter(each => each.getBoundingClientRect().right > innerWidth + 1
+    && !each.closest(".scroll:not(.cards), .picture")).map(each => each.textContent.trim()); }"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module", params=["searched", "interleaved", "one stage"])
+def address(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of the page of a plan."""
+    path: Path = tmp_path_factory.mktemp("pages") / "plan.html"
+    path.write_text(html_report(SHAPES[request.param]()), encoding="utf-8")
+    return path.as_uri()
+
+
+def opened(browser: Any, address: str, **look: Any) -> tuple[Any, list[str]]:
+    """The page in a window, and what the browser complains of, which grows."""
+    page, said = browser.new_page(**look), []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(address)
+    return page, said
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_everything_can_be_read(browser: Any, address: str, width: int, scheme: Any) -> None:
+    look = {"viewport": {"width": width, "height": 900}, "color_scheme": scheme}
+    page, said = opened(browser, address, **look)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(CUT) == []
+    assert page.evaluate(CONTRAST) == []
+    assert said == []
+
+
+def test_the_command_is_copied(browser: Any, address: str) -> None:
+    page, said = opened(browser, address)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Copy").first.press("Enter")
+    page.get_by_role("status").filter(has_text="Copied.").wait_for()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied == page.locator("#command1").text_content()
+    assert said == []
+
+
+def test_the_schedule_is_zoomed_by_keyboard(browser: Any, address: str) -> None:
+    page, _ = opened(browser, address)
+    picture = page.locator(".picture > svg")
+    before = picture.bounding_box()["width"]
+    page.get_by_label("whole width").press("ArrowRight")
+    assert picture.bounding_box()["width"] == pytest.approx(4 * before, rel=0.01)
+    page.keyboard.press("ArrowRight")
+    assert picture.bounding_box()["width"] == pytest.approx(16 * before, rel=0.01)
+
+
+def test_no_script_of_a_name_runs(browser: Any, address: str, tmp_path: Path) -> None:
+    """The policy refuses any script but the page's own, should one ever get in."""
+    text = Path(address.removeprefix("file://")).read_text(encoding="utf-8")
+    path = tmp_path / "evil.html"
+    path.write_text(text.replace("<main>", "<main><script>document.title='x'</script>"))
+    page, said = opened(browser, path.as_uri())
+    assert page.title() != "x"
+    assert any("Content Security Policy" in each for each in said)
+
+
+def test_every_picture_has_a_name_and_what_scrolls_takes_the_focus(
+    browser: Any, address: str
+) -> None:
+    page, _ = opened(browser, address)
+    unnamed = '[role="img"]:not([aria-label]), svg:not(svg svg):not([aria-label])'
+    assert page.locator(unnamed).count() == 0
+    scrolls = """[...document.querySelectorAll("main *")].filter(each =>
+      ["auto", "scroll"].includes(getComputedStyle(each).overflowX) && each.tabIndex < 0).length"""
+    assert page.evaluate(scrolls) == 0
+
+
+def test_a_print_cuts_nothing(browser: Any, address: str) -> None:
+    """On A4 at 96 points an inch with the page's margins."""
+    page, _ = opened(browser, address, viewport={"width": 703, "height": 1000})
+    page.emulate_media(media="print")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 703
+    assert page.evaluate(CUT.replace(".scroll:not(.cards), .picture", ".none")) == []
+    assert page.evaluate("getComputedStyle(document.querySelector('pre')).maxHeight") == "none"
