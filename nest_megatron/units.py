@@ -217,7 +217,7 @@ def is_quantity(text: str) -> bool:
 
 
 def read_quantity(text: str, field: str, what: str = "") -> int | float:
-    """A number with a unit, in the unit that the name of its field says; exact.
+    """A number with a unit, in the unit that the name of its field says: exact, to a whole byte.
 
     Prefixes are those of the SI (k is 1,000) and of IEC 80000-13 (Ki is 1,024); B is a byte, b and
     bit are an eighth of one; of a plain number B is a billion.
@@ -242,4 +242,6 @@ def read_quantity(text: str, field: str, what: str = "") -> int | float:
         fix = f"Write for example {dimension.example}, or the plain number."
         raise UserInputError(what or field, value=text, limit=limit, fix=fix)
     found = Fraction(match[1]) * dimension.units[match[2]]
+    if field.endswith("_bytes"):
+        return round(found)
     return found.numerator if found.denominator == 1 else float(found)

@@ -105,6 +105,10 @@ COMMANDS: Mapping[str, Loaded] = {
         "signing",
         "Say whether a pinned plan is as it was pinned, and with --key who signed it.",
     ),
+    "whatif": Loaded(
+        "whatif",
+        "Plan a plan file's job again on changed clusters: every combination of a,b values.",
+    ),
 }
 
 

@@ -6,7 +6,8 @@ import contextlib
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.text import Text
@@ -42,46 +43,84 @@ from nest_megatron.report.sweep import (
 from nest_megatron.units import format_seconds
 
 
-def run_sweep(options: PlanOptions) -> int:
-    """Plan each job that the folder of ``out`` does not hold yet, and print one row a job.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """What came of the jobs of a sweep.
 
-    Returns:
-        The highest exit code of all jobs.
+    Args:
+        done: jobs that have a result, in their order; ``rows`` are theirs.
+        files: what was written, the plans apart.
+        num_missing: jobs that left no result.
     """
+
+    done: Sequence[tuple[SweepJob, Result]]
+    rows: Sequence[SweepRow]
+    files: Sequence[str]
+    num_missing: int
+
+    def exit_code(self) -> int:
+        """The highest of all jobs; jobs without a result are an error."""
+        if self.num_missing:
+            raise NestError(
+                f"{self.num_missing} of {self.num_missing + len(self.done)} jobs left no result; "
+                "the launcher's own logs say why, and the same command runs them again"
+            )
+        return max(code_of(result) for _, result in self.done)
+
+
+def run_sweep(options: PlanOptions) -> int:
+    """Plan each job that the folder of ``out`` does not hold yet, and print one row a job."""
     settings, launcher = options.settings()
     out = next((s.value for s in settings if s.key == "out" and s.value != "null"), None)
-    check_launcher(launcher, has_folder=out is not None)
     keys = swept(settings)
+    jobs = list(expand([s for s in settings if s.key != "out"]))
+    found = run_jobs(jobs, keys, launcher, out, options.config_dir)
+    if found is None:
+        return INTERRUPTED
+    if options.as_json:
+        done = found.done
+        show_json({"jobs": [{"overrides": [*map(str, j.varied)], **r} for j, r in done]})
+    else:
+        same = [s for s in settings if s.key not in {"out", *keys}]
+        _show(" ".join(map(str, same)), found.rows, found.files)
+    return found.exit_code()
+
+
+def run_jobs(
+    asked: Sequence[tuple[Setting, ...]],
+    keys: Collection[str],
+    launcher: Sequence[Setting],
+    out: str | None,
+    config_dir: Path | None,
+) -> Swept | None:
+    """Plan each job that a folder does not hold yet.
+
+    Args:
+        asked: the settings of each job.
+        keys: of those in which the jobs differ.
+        out: the folder, as typed; ``None`` keeps nothing.
+
+    Returns:
+        ``None`` if the user interrupts; how far the jobs are is said.
+    """
+    check_launcher(launcher, has_folder=out is not None)
     with _folder(out) as folder, opened(folder):
-        jobs = [
-            sweep_job(job, tuple(s for s in job if s.key in keys), options.config_dir)
-            for job in expand([s for s in settings if s.key != "out"])
-        ]
+        jobs = [sweep_job(job, tuple(s for s in job if s.key in keys), config_dir) for job in asked]
         names = _names(jobs)
         for name in names.values() if out is not None else ():
             check_output("out", folder / name, force=forced())
-        write_list(folder, jobs, options.config_dir)
+        write_list(folder, jobs, config_dir)
         try:
             _run_left(folder, jobs, launcher)
         except KeyboardInterrupt:
             _say_how_far(folder, jobs, has_folder=out is not None)
-            return INTERRUPTED
+            return None
         results = [(job, read_result(folder, job)) for job in jobs]
         done = [(job, result) for job, result in results if result is not None]
         rows = [_row(at, job, result) for at, (job, result) in enumerate(done)]
         own = [names[job.key] for job, _ in done]
         files = _write(folder, rows, own) if out is not None else []
-    if options.as_json:
-        show_json({"jobs": [{"overrides": [*map(str, j.varied)], **r} for j, r in done]})
-    else:
-        same = [s for s in settings if s.key not in {"out", *keys}]
-        _show(" ".join(map(str, same)), rows, files)
-    if len(done) < len(jobs):
-        raise NestError(
-            f"{len(jobs) - len(done)} of {len(jobs)} jobs left no result; the launcher's own logs "
-            "say why, and the same command runs them again"
-        )
-    return max(code_of(result) for _, result in done)
+    return Swept(done=done, rows=rows, files=files, num_missing=len(jobs) - len(done))
 
 
 @contextlib.contextmanager

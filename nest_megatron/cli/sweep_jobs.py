@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import importlib.resources
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -197,6 +198,8 @@ def run_one(config: DictConfig) -> int:
     job, config_dir = read_job(folder, config.job)
     if not is_done(folder, job):
         write_result(folder, job, _planned(job, config_dir))
+        if sys.stderr.isatty():
+            print(f"Job {config.job + 1} is done.", file=sys.stderr)
     return OK
 
 

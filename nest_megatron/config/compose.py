@@ -17,6 +17,7 @@ from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.config.overrides import (
     GROUPS,
     Setting,
+    check_choice,
     first_line,
     hydra_form,
     is_path,
@@ -62,6 +63,7 @@ def compose(
     """
     notes = list(_length_notes(settings))
     settings = _with_numbered_levels(settings, config_dir, described)
+    settings, described = _with_other_accelerator(settings, config_dir, described)
     overrides = [_described(group, fields) for group, fields in described.items()]
     overrides += [_named(setting, config_dir, notes) for setting in settings]
     if config_dir is not None:
@@ -113,6 +115,26 @@ def _with_numbered_levels(
         return dataclasses.replace(setting, key=f"{_LEVELS}{names.index(name)}.{rest}")
 
     return [numbered(setting) for setting in settings]
+
+
+def _with_other_accelerator(
+    settings: Sequence[Setting],
+    config_dir: Path | None,
+    described: Mapping[str, Mapping[str, Any]],
+) -> tuple[Sequence[Setting], Mapping[str, Mapping[str, Any]]]:
+    """The cluster of a file that holds its accelerator's fields, with one of the catalogue."""
+    given = {setting.key: setting.value for setting in settings}
+    path, name = given.get("cluster"), given.get("cluster.accelerator")
+    if not path or not is_path(path) or not name or name.startswith(("{", "null")):
+        return settings, described
+    fields = read_mapping("cluster", Path(path.strip("'\"")).expanduser())
+    if "defaults" in fields:
+        return settings, described
+    check_choice("accelerator", name, config_dir)
+    others = {key: value for key, value in fields.items() if key != "accelerator"}
+    chosen = {"defaults": [{"/accelerator@accelerator": name}, "_self_"]}
+    kept = [s for s in settings if s.key not in ("cluster", "cluster.accelerator")]
+    return kept, {**described, "cluster": {**chosen, **others}}
 
 
 def _check_own(folder: Path, group: str, name: object) -> None:

@@ -25,6 +25,8 @@ ACCELERATOR_CHOICE = "accelerator@cluster.accelerator"
 MAX_JOBS = 100_000
 #: Longest setting, and how deep its brackets may be nested: Hydra's parser calls itself.
 _MAX_LENGTH, _MAX_DEPTH = 20_000, 16
+#: What stands before fields of a cluster's description whose names end with their units.
+_MACHINES = ("cluster.levels.", "cluster.accelerator.")
 #: Values that are text whatever characters they hold.
 _TEXT_KEYS = ("out", "parallel.pipeline_model_parallel_layout")
 
@@ -45,6 +47,7 @@ def parse(texts: Iterable[str], config_dir: Path | None = None) -> tuple[Setting
     settings = tuple(map(_setting, texts))
     for setting in settings:
         _check_key(setting)
+        _check_units(setting)
     return settings
 
 
@@ -121,6 +124,15 @@ def _check_key(setting: Setting) -> None:
     if setting.value is None:
         limit = "only a key of the model or the cluster is removed with ~"
         raise UserInputError(key, value=None, limit=limit, fix=f"Write {key}=null.")
+
+
+def _check_units(setting: Setting) -> None:
+    """Refuse a unit that does not fit the key, before anything is planned."""
+    key, name = setting.key, setting.key.rpartition(".")[2]
+    if is_numeric(key) or (key.startswith(_MACHINES) and without_suffix(name) != name):
+        for value in filter(None, _values(setting)):
+            if is_quantity(value):
+                read_quantity(value, name, key)
 
 
 def _nearest_key(key: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.charts import render
 from nest_megatron.report.words import degrees
-from nest_megatron.units import Bytes, format_gib, format_seconds
+from nest_megatron.units import Bytes, format_gib, format_seconds, without_suffix
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -57,9 +57,13 @@ class SweepRow:
         missing = f"{self.told} {format_gib(self.missing_bytes)}".lstrip()
         return cells | {"Layout": f"{self.status}: {missing} missing"}
 
-    def fields(self) -> dict[str, Any]:
-        """The row's cells for a program: SI units, and empty where there is no plan."""
-        row: dict[str, Any] = {"number": self.number}
+    def fields(self, keys: Iterable[str] = ()) -> dict[str, Any]:
+        """The row's cells for a program: SI units, and empty where there is no plan.
+
+        Args:
+            keys: of settings that vary in other rows.
+        """
+        row: dict[str, Any] = {"number": self.number, **dict.fromkeys(keys)}
         row |= {key: _number_or_text(value) for key, value in self.settings.items()}
         row |= {"status": self.status, "told": self.told, "missing_bytes": self.missing_bytes}
         plan = self.plan
@@ -70,8 +74,20 @@ class SweepRow:
         return None if self.plan is None else self.plan.predicted.tokens_per_s_per_gpu
 
 
+def short_key(key: str) -> str:
+    """A setting's name in a table: its last part, that of a network level beside the level's.
+
+    >>> short_key("cluster.num_gpus"), short_key("cluster.levels.leaf.bandwidth_bytes_per_s")
+    ('num_gpus', 'leaf.bandwidth')
+    """
+    name = key.rpartition(".")[2]
+    if key.startswith("cluster.levels."):
+        return without_suffix(key.removeprefix("cluster.levels."))
+    return without_suffix(name) if key.startswith("cluster.accelerator.") else name
+
+
 def _words(settings: Mapping[str, str], but: str | None = None) -> list[str]:
-    return [f"{key.rpartition('.')[2]}={value}" for key, value in settings.items() if key != but]
+    return [f"{short_key(key)}={value}" for key, value in settings.items() if key != but]
 
 
 def plan_cells(plan: ParallelPlan) -> dict[str, str]:
@@ -188,10 +204,16 @@ def _matters(key: str, rows: Sequence[SweepRow]) -> bool:
     return any(len(steps) > 1 for steps in found.values())
 
 
+def _records(rows: Sequence[SweepRow]) -> list[dict[str, Any]]:
+    """The rows with the same columns in all of them."""
+    keys = dict.fromkeys(key for row in rows for key in row.settings)
+    return [row.fields(keys) for row in rows]
+
+
 def to_csv(rows: Sequence[SweepRow]) -> str:
     """The rows as CSV with a head; what there is none of is empty."""
     stream = io.StringIO()
-    table = [row.fields() for row in rows]
+    table = _records(rows)
     writer = csv.DictWriter(stream, list(table[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(table)
@@ -209,7 +231,7 @@ def to_parquet(rows: Sequence[SweepRow]) -> bytes:
     import pyarrow
     from pyarrow import parquet
 
-    table = [row.fields() for row in rows]
+    table = _records(rows)
     columns = {name: _one_type([row[name] for row in table]) for name in table[0]}
     kinds = {name: getattr(pyarrow, kind)() for name, kind in _OFTEN_EMPTY.items()}
     arrays = {name: pyarrow.array(c, type=kinds.get(name)) for name, c in columns.items()}

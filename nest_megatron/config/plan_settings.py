@@ -1,0 +1,124 @@
+"""The settings with which the job of a plan file is planned again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from nest_megatron.config.buildable import buildable_space
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import Setting, value_text
+from nest_megatron.config.request import request_of
+from nest_megatron.config.schema import section_keys
+from nest_megatron.config.target import read_target
+from nest_megatron.cost_model.settings import stored_settings
+from nest_megatron.errors import UserInputError
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner import PlanRequest
+from nest_megatron.planner.assemble import describe_space
+from nest_megatron.solver.space import DEGREES
+
+
+def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
+    """Settings that state the job of a plan file: its model, cluster, batch and search space.
+
+    Args:
+        path: of the file, which holds the model and the cluster; by ``is_path`` it is one.
+
+    Raises:
+        UserInputError: if settings cannot state it: it was planned from a command or a recipe.
+    """
+    _refuse_unstated(plan, path)
+    stated = {"model": str(path), "cluster": str(path), "cluster.num_gpus": plan.cluster.num_gpus}
+    stated["target"] = plan.provenance.settings.get("target")
+    stated["train.precision"] = plan.train.precision.value
+    stated["train.global_batch_size"] = plan.train.global_batch_size
+    found = {key: value_text(value) for key, value in stated.items() if value is not None}
+    request = _request(found)
+    found |= _space_settings(plan, _words(request))
+    found |= _assumptions(plan.provenance.settings, stored_settings(request.settings), path)
+    request = _request(found)
+    if plan.search.space and dict(plan.search.space) != _words(request):
+        lacks = _differing(plan.search.space, _words(request))
+        raise _unstated(path, f"searched {lacks}")
+    return [Setting(key=key, value=value) for key, value in found.items()]
+
+
+def _request(stated: Mapping[str, str]) -> PlanRequest:
+    composed = compose([Setting(key=key, value=value) for key, value in stated.items()])
+    request = request_of(composed, choose_execution=True)
+    space = buildable_space(request.spec, read_target(composed.config), request.space)
+    return dataclasses.replace(request, space=space)
+
+
+def _words(request: PlanRequest) -> dict[str, str]:
+    """A request's space in the words of a plan file."""
+    return dict(describe_space(request.space, request.cluster, request.policy))
+
+
+def _refuse_unstated(plan: ParallelPlan, path: Path) -> None:
+    train = plan.train
+    for what, value in (
+        ("peft", plan.model.adapters),
+        ("a batch that grows", train.batch_schedule),
+        ("lengths of sequences", train.sequence_lengths),
+    ):
+        if value is not None:
+            raise _unstated(path, what)
+
+
+def _unstated(path: Path, value: str) -> UserInputError:
+    limit = "the plan's job has it, and the file does not say by which settings"
+    fix = "Plan each change of it with nest-megatron plan, from its command or its settings."
+    return UserInputError(str(path), value=value, limit=limit, fix=fix)
+
+
+def _differing(wanted: Mapping[str, object], found: Mapping[str, object]) -> str:
+    names = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
+    return ", ".join(f"{name} {wanted.get(name, '(not set)')}" for name in names)
+
+
+def _space_settings(plan: ParallelPlan, free: Mapping[str, str]) -> dict[str, str]:
+    """What was fixed or limited of the layout: where the words differ from those of a free one."""
+    said = {k: words for k, words in plan.search.space.items() if words != free.get(k)}
+    found = {}
+    for name in DEGREES:
+        fixed, _, value = said.get(name, "").partition("= ")
+        section = "train" if name == "micro_batch_size" else "parallel"
+        if value and fixed in ("", "<"):
+            found[f"search.max_{name}" if fixed else f"{section}.{name}"] = value
+    for name in ("zero_stage", "rank_order"):
+        if name in said and "," not in said[name]:
+            found[f"parallel.{name}"] = said[name]
+    if "recompute" in said:
+        found |= _recompute(plan)
+    if said.get("num_gpus") == "any whole nodes":
+        found["search.use_all_gpus"] = "false"
+    return found
+
+
+def _recompute(plan: ParallelPlan) -> dict[str, str]:
+    recompute = plan.grid().recompute
+    names = [field.name for field in dataclasses.fields(recompute) if field.init]
+    fields = {name: getattr(recompute, name) for name in names}
+    said = {name: value for name, value in fields.items() if value not in (None, ())}
+    return {f"parallel.recompute_{name}": value_text(value) for name, value in said.items()}
+
+
+def _assumptions(
+    wanted: Mapping[str, float | str], found: Mapping[str, float | str], path: Path
+) -> dict[str, str]:
+    """Assumptions of the cost model that are not the target's own."""
+    stated = {}
+    for name, value in wanted.items():
+        if found.get(name) == value:
+            continue
+        key = f"memory.{name[7:]}" if name.startswith("memory_") else f"cost.{name}"
+        if key not in section_keys():
+            raise _unstated(path, f"{name} = {value}")
+        whole = isinstance(value, float) and value.is_integer()
+        stated[key] = value_text(int(value) if whole else value)
+    for name in found.keys() - wanted.keys():
+        raise _unstated(path, f"{name} (not set)")
+    return stated

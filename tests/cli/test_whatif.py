@@ -1,0 +1,158 @@
+"""``whatif``: a plan's job on changed clusters, and the present layout there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nest_megatron.config.compose import compose
+from nest_megatron.config.plan_settings import settings_of
+from nest_megatron.config.request import request_of
+from nest_megatron.errors import UserInputError
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner.kept import keep_layout
+from tests.cli.runs import run
+
+#: A small search, so that many can be made.
+LIMITS = (
+    *("search.max_context_parallel_size=1", "search.max_pipeline_model_parallel_size=2"),
+    *("search.max_virtual_pipeline_model_parallel_size=1", "search.max_micro_batch_size=2"),
+)
+JOB = ("model=llama3_8b", "cluster=h100_spine_leaf", "cluster.num_gpus=32", *LIMITS)
+BATCH = "train.global_batch_size=64"
+QUICK = ("search.num_alternatives=0",)
+NODE = "cluster.levels.node.bandwidth"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("whatif") / "plan.yaml"
+    assert run("plan", *JOB, BATCH, *QUICK, f"out={path}").code == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def plan(path: Path) -> ParallelPlan:
+    return plan_file.read(path)
+
+
+def rows(*words: str) -> list[dict[str, Any]]:
+    done = run("whatif", *words, *QUICK, "--json")
+    assert done.code == 0, done.err
+    found: list[dict[str, Any]] = done.json()["rows"]
+    return found
+
+
+def test_unchanged_it_is_the_plan_itself(path: Path, plan: ParallelPlan) -> None:
+    first, same = rows(str(path), f"{NODE}=450GB/s")
+    assert first["changes"] == {}
+    for row in (first, same):
+        assert row["iteration_time_s"] == plan.predicted.iteration_time_s
+        assert row["longer_percent"] == 0
+        assert row["present_layout"]["is_best"]
+        assert row["present_layout"]["iteration_time_s"] == plan.predicted.iteration_time_s
+    done = run("whatif", str(path), f"{NODE}=450GB/s", *QUICK)
+    assert "node.bandwidth=450GB/s changes nothing" in " ".join(done.out.split())
+    assert "Planned again" not in done.out
+
+
+@pytest.mark.slow
+def test_twice_the_bandwidth_or_memory_is_never_slower(path: Path) -> None:
+    words = ("search.objective=nominal", "memory=80GiB,160GiB")
+    found = rows(str(path), f"{NODE}=225GB/s,450GB/s,900GB/s", *words)
+    steps = [row["iteration_time_s"] for row in found[1:]]
+    by_memory = [steps[at::2] for at in (0, 1)]
+    assert all(series == sorted(series, reverse=True) for series in by_memory)
+    assert all(more <= less for less, more in zip(*by_memory, strict=True))
+
+
+@pytest.mark.slow
+def test_other_numbers_of_gpus_keep_the_layout_where_it_divides(
+    path: Path, plan: ParallelPlan
+) -> None:
+    done = run("whatif", str(path), "gpus=16,64,100", *QUICK, "cost.gpu_hour=2", "--json")
+    _, half, double, odd = done.json()["rows"]
+    assert (done.code, odd["status"]) == (2, "bad input")
+    assert "whole nodes" in odd["told"]
+    assert "whole nodes" in odd["present_layout_told"]
+    for row in (half, double):
+        assert row["present_layout"]["iteration_time_s"] >= row["iteration_time_s"] * 0.99
+        seconds = 3600 / (row["num_gpus"] * 2.0)
+        tokens = 64 * plan.train.seq_length * seconds / row["iteration_time_s"]
+        assert row["tokens_per_dollar"] == pytest.approx(tokens)
+
+
+def test_the_present_layout_is_priced_as_estimate_does(path: Path, plan: ParallelPlan) -> None:
+    settings = settings_of(plan, path)
+    kept = keep_layout(plan, request_of(compose(settings), choose_execution=True))
+    assert (kept.parallel, kept.predicted) == (plan.parallel, plan.predicted)
+
+
+@pytest.mark.slow
+def test_what_was_fixed_stays_fixed(tmp_path: Path) -> None:
+    fixed = (
+        *("parallel.tensor_model_parallel_size=4", "search.max_data_parallel_size=8"),
+        *("parallel.zero_stage=1", "parallel.recompute_granularity=full"),
+        *("parallel.recompute_method=uniform", "parallel.recompute_num_layers=1"),
+        *("cost.dp_overlap=0.5", "memory.margin=0.1", "train.micro_batch_size=1"),
+    )
+    path = tmp_path / "fixed.yaml"
+    assert run("plan", *JOB, BATCH, *QUICK, *fixed, f"out={path}").code == 0
+    plan = plan_file.read(path)
+    stated = {str(setting) for setting in settings_of(plan, path)}
+    assert set(fixed) <= stated
+    first, _ = rows(str(path), "memory=100GiB")
+    assert first["iteration_time_s"] == plan.predicted.iteration_time_s
+
+
+def test_another_accelerator(path: Path) -> None:
+    first, other = rows(str(path), "cluster.accelerator=h200_sxm_141gb")
+    assert other["capacity_bytes"] > first["capacity_bytes"]
+
+
+@pytest.mark.slow
+def test_a_folder_goes_on_where_it_was(path: Path, tmp_path: Path) -> None:
+    out = tmp_path / "whatif"
+    for number, values in enumerate(("100GiB", "100GiB,120GiB")):
+        done = run("whatif", str(path), f"memory={values}", *QUICK, "--out", str(out))
+        assert done.code == 0, done.err
+        assert ("2 of 3 jobs are done" in done.err) == bool(number)
+    assert (out / "memory_bytes=120GiB.yaml").exists()
+    assert (out / "sweep.csv").read_text(encoding="utf-8").count("\n") == 4
+
+
+def test_a_job_of_a_command_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "command.yaml"
+    command = (
+        "pretrain_gpt.py --num-layers 8 --hidden-size 1024 --num-attention-heads 8 --bf16 "
+        "--seq-length 1024 --max-position-embeddings 1024 --vocab-size 32000 "
+        "--tokenizer-type NullTokenizer --micro-batch-size 1 --global-batch-size 96 "
+        "--main-grads-dtype bf16 --use-precision-aware-optimizer --use-distributed-optimizer"
+    )
+    done = run("plan", "--from", command, "cluster=dgx_h100", "cluster.num_gpus=8", f"out={path}")
+    assert done.code == 0, done.err
+    with pytest.raises(UserInputError, match="does not say by which settings"):
+        settings_of(plan_file.read(path), path)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "names no change"),
+        (("search.max_seconds=5",), "names no change"),
+        (("memory=100GB/s",), "80GB, or 141GiB"),
+        (("cluster.levels.rack.latency=1us",), "Known: leaf, node, spine"),
+        (("cluster.oversubscription=2",), "Change the bandwidth"),
+        (("memory=80GB", "memory=90GB"), "given twice"),
+        (("out=x", "memory=80GB"), "--out FOLDER"),
+        (("gpu=8",), "no such setting"),
+    ],
+)
+def test_a_wrong_change_is_refused(path: Path, words: tuple[str, ...], told: str) -> None:
+    done = run("whatif", str(path), *words)
+    assert done.code == 2
+    assert told in done.err + done.out
+    assert run("whatif", "absent.yaml", "memory=80GB").code == 2
