@@ -27,6 +27,7 @@ READERS = (
     ("explain", "FILE"),
     ("pin", "FILE"),
     ("verify", "FILE"),
+    ("whatif", "FILE", "memory=80GB"),
     ("profiles", "import", "FILE"),
     ("network", "import", "FILE", "--cluster", "x", "--out", "OUT"),
 )

@@ -11,9 +11,9 @@ from nest_megatron.cli.complete import complete_override
 
 
 @command(
-    f"nest-megatron whatif plan.yaml cluster.levels.spine.bandwidth=25GB/s,100GB/s{NEXT}"
+    f"nest-megatron whatif plan.yaml cluster.levels.node.bandwidth=300GB/s,900GB/s{NEXT}"
     "memory=141GiB",
-    "nest-megatron whatif plan.yaml gpus=256,512,1024 cost.gpu_hour=2.5 --out sizes",
+    "nest-megatron whatif plan.yaml gpus=16,32,64 cost.gpu_hour=2.5",
     "nest-megatron whatif plan.yaml cluster.accelerator=h200_sxm_141gb --json",
 )
 @click.argument("plan", type=PATH)

@@ -61,7 +61,7 @@ def commands_below(name: str, command: click.Command) -> Iterator[tuple[str, cli
 
 
 #: What takes seconds of a core: fits, other planners, and layers that megatron-core builds.
-LONG = ("calibrate", "compare", "paper", "profile model", "extract")
+LONG = ("calibrate", "compare", "paper", "profile model", "extract", "whatif")
 
 
 def marked(command: str) -> object:
