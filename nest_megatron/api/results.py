@@ -277,7 +277,8 @@ class Explanation(Shown):
 
     def write_timeline(self, path: str | os.PathLike[str]) -> None:
         """Write the schedule: a ``.json`` trace for Perfetto, or a ``.png`` or ``.svg`` picture."""
-        from nest_megatron.report.timeline import chrome_trace, draw_timeline
+        from nest_megatron.report.timeline import draw_timeline
+        from nest_megatron.report.trace import chrome_trace
 
         if Path(path).suffix == ".json":
             write_text(Path(path), chrome_trace(self.plan.record, self.times))

@@ -382,15 +382,20 @@ class CostModel:
         forward = by_link[: grid.dims.num_chunks - 1]
         return (*forward, 0), (0, *forward)
 
+    def sent_bytes(self, grid: Grid) -> float:
+        """Bytes of an activation, or of its gradient, between neighbouring pipeline ranks."""
+        tokens = self.shard(grid).tokens_between_blocks(self.spec)
+        size = tokens * self.spec.hidden_size * self.settings.traits.params_bytes
+        if self.settings.traits.scatter_between_stages and not grid.sequence_parallel:
+            size /= grid.dims.tensor_model_parallel_size
+        return size
+
     def _times_by_link(self, grid: Grid) -> tuple[Ticks, ...]:
         """Transfer time from each pipeline rank to the next, and from the last to the first."""
         dims = grid.dims
         key = (degrees(dims), grid.micro_batch_size, grid.sequence_parallel)
         if key not in self._transfers:
-            tokens = self.shard(grid).tokens_between_blocks(self.spec)
-            size = tokens * self.spec.hidden_size * self.settings.traits.params_bytes
-            if self.settings.traits.scatter_between_stages and not grid.sequence_parallel:
-                size /= dims.tensor_model_parallel_size
+            size = self.sent_bytes(grid)
             times = [to_ticks(send_time(size, level)) for level in self.cluster.levels]
             self._transfers[key] = tuple(times[level] for level in self._link_levels(dims))
         return self._transfers[key]

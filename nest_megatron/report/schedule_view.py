@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from nest_megatron.cost_model.estimate import exposed_communication
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.pipeline import Evaluation, PipelineProblem, evaluate, timeline
+from nest_megatron.cost_model.pipeline import (
+    Evaluation,
+    PipelineProblem,
+    chunk_cost,
+    evaluate,
+    timeline,
+)
 from nest_megatron.cost_model.schedule import TimedOp
 from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.names import Name
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.units import Seconds, Ticks, to_seconds
+from nest_megatron.units import Bytes, Seconds, Ticks, to_seconds
 
 
 class SpanKind(Name):
@@ -66,6 +73,10 @@ class ScheduleView:
         num_virtual, num_microbatches: chunks on each rank, micro batches of a step.
         exposed: for each chunk, of a pass forward and of one backward, the seconds of each term of
             communication that nothing hides.
+        sent: for each chunk, the seconds that its activation travels to the next and its gradient
+            to the previous one, ``sent_bytes`` each.
+        saved_bytes: for each chunk, what a micro batch keeps from its pass forward to the other.
+        fixed_bytes: for each rank, the rest of its peak memory.
         iteration_time_s: of this schedule. It is the plan's own prediction unless the cost model
             has changed since the plan was made.
     """
@@ -74,6 +85,10 @@ class ScheduleView:
     num_virtual: int
     num_microbatches: int
     exposed: tuple[tuple[Mapping[str, Seconds], Mapping[str, Seconds]], ...]
+    sent: tuple[tuple[Seconds, Seconds], ...]
+    sent_bytes: float
+    saved_bytes: tuple[Bytes, ...]
+    fixed_bytes: tuple[Bytes, ...]
     iteration_time_s: Seconds
 
     def communication(self, span: Span) -> Mapping[str, Seconds]:
@@ -99,6 +114,16 @@ def schedule_view(plan: ParallelPlan, times: LayerTimes | None = None) -> Schedu
         num_virtual=problem.num_virtual,
         num_microbatches=problem.num_microbatches,
         exposed=exposed_communication(model, grid, partition, problem),
+        sent=tuple(
+            (to_seconds(ahead), to_seconds(back))
+            for ahead, back in zip(problem.send_forward, problem.send_backward, strict=True)
+        ),
+        sent_bytes=model.sent_bytes(grid),
+        saved_bytes=tuple(
+            chunk_cost(problem, first, end).saved_bytes
+            for first, end in pairwise(partition.boundaries)
+        ),
+        fixed_bytes=tuple(held.static + held.working for held in evaluation.memory),
         iteration_time_s=to_seconds(evaluation.iteration),
     )
 

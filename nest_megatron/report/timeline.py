@@ -1,4 +1,4 @@
-"""The schedule timeline of a plan: a trace file for Perfetto, and a picture.
+"""The schedule timeline of a plan as a picture.
 
 The HTML report draws the same bars on its page (``html_schedule.py``).
 """
@@ -6,13 +6,11 @@ The HTML report draws the same bars on its page (``html_schedule.py``).
 from __future__ import annotations
 
 import functools
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nest_megatron.files import MARK
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.charts import (
@@ -82,66 +80,12 @@ def _colour(kind: SpanKind, virtual: int, num_virtual: int) -> str:
     return f"#{bytes(round(a + share * (b - a)) for a, b in zip(first, last, strict=True)).hex()}"
 
 
-def chrome_trace(plan: ParallelPlan, times: LayerTimes | None = None) -> str:
-    """The schedule in Chrome's trace-event format: open it in ui.perfetto.dev or chrome://tracing.
-
-    One row for each pipeline rank. Virtual stages are named by letters, because Perfetto colours a
-    slice by its name without digits.
-    """
-    view = schedule_view(plan, times)
-    events = [*_row_names(plan), *_trace_events(plan, view)]
-    described = {
-        "generator": MARK,
-        "model": plan.model.name,
-        "cluster": plan.cluster.describe(),
-        "iteration_time_s": view.iteration_time_s,
-        "plan_checksum": plan.provenance.checksum,
-    }
-    whole = {"displayTimeUnit": "ms", "otherData": described, "traceEvents": events}
-    return json.dumps(whole, separators=(",", ":"), allow_nan=False)
-
-
 def draw_timeline(plan: ParallelPlan, path: Path, times: LayerTimes | None = None) -> None:
     """Draw the schedule, a long one as beginning, middle and end, as ``.png`` or ``.svg``."""
     check_suffix(path, "timeline")
     view = schedule_view(plan, times)
     size = (_WIDTH, _height(view) + 1.1)
     write_chart(lambda figure: _draw(figure, view, plan), size, path, "timeline")
-
-
-def _row_names(plan: ParallelPlan) -> Iterator[dict[str, Any]]:
-    title = f"{plan.model.name} on {plan.cluster.name}, predicted"
-    yield {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": title}}
-    for rank, gpus in enumerate(plan.placement.stage_ranks):
-        about = {"name": f"pipeline rank {rank} (GPUs from {gpus[0]})"}
-        yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": about}
-        order = {"sort_index": rank}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": order}
-
-
-def _trace_events(plan: ParallelPlan, view: ScheduleView) -> Iterator[dict[str, Any]]:
-    for rank, span in ((rank, span) for rank, spans in enumerate(view.ranks) for span in spans):
-        event: dict[str, Any] = {
-            "ph": "X",
-            "name": span.kind.value,
-            "cat": "edge" if span.chunk < 0 else span.kind.value,
-            "pid": 0,
-            "tid": rank,
-            "ts": round(span.start * 1e6, 6),
-            "dur": round((span.end - span.start) * 1e6, 6),
-        }
-        if span.chunk >= 0:
-            event["name"] = f"{span.kind.value} {_letter(span.virtual)}"
-            layers = plan.predicted.stages[rank].layers[span.virtual]
-            counts = {"micro batch": span.microbatch, "chunk": span.chunk}
-            event["args"] = {**counts, "layers": layers}
-        yield event
-
-
-def _letter(number: int) -> str:
-    """``A`` to ``Z``, then ``AA``, ``AB``..."""
-    rest, last = divmod(number, 26)
-    return (_letter(rest - 1) if rest else "") + chr(ord("A") + last)
 
 
 def legend(view: ScheduleView) -> list[tuple[str, str]]:

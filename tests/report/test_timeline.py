@@ -14,15 +14,24 @@ import pytest
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.report.timeline import chrome_trace, draw_timeline
+from nest_megatron.report.schedule_view import schedule_view
+from nest_megatron.report.timeline import draw_timeline
+from nest_megatron.report.trace import chrome_trace
+from nest_megatron.units import GIB
 from tests.report.plans import SHAPES, hand_plan
 
 SIGNATURES = {".png": b"\x89PNG\r\n\x1a\n", ".svg": b"<?xml"}
 
 
 def events_of(plan: ParallelPlan) -> list[dict[str, Any]]:
-    """The trace's events with a duration."""
-    return [e for e in json.loads(chrome_trace(plan))["traceEvents"] if e["ph"] == "X"]
+    """What the trace shows of each rank's own schedule."""
+    return [e for e in trace_of(plan) if e["ph"] == "X" and e["tid"] == 0]
+
+
+def trace_of(plan: ParallelPlan) -> list[dict[str, Any]]:
+    """All events of the trace."""
+    events: list[dict[str, Any]] = json.loads(chrome_trace(plan))["traceEvents"]
+    return events
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -34,14 +43,14 @@ def test_trace_holds_every_pass_once(shape: str) -> None:
     seen = Counter((e["cat"], e["args"]["chunk"], e["args"]["micro batch"]) for e in passes)
     assert set(seen.values()) == {1}
     pp = grid.dims.pipeline_model_parallel_size
-    assert all(event["tid"] == event["args"]["chunk"] % pp for event in passes)
+    assert all(event["pid"] == event["args"]["chunk"] % pp for event in passes)
 
 
 def test_trace_rows_do_not_overlap_and_end_with_the_step() -> None:
     plan = hand_plan(8, 4)
     rows = defaultdict(list)
     for event in events_of(plan):
-        rows[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+        rows[event["pid"]].append((event["ts"], event["ts"] + event["dur"]))
     assert len(rows) == 8
     for spans in rows.values():
         assert all(before[1] <= after[0] + 1e-5 for before, after in pairwise(sorted(spans)))
@@ -56,11 +65,49 @@ def test_chunks_differ_in_more_than_digits() -> None:
     assert not any(character.isdigit() for name in names for character in name)
 
 
-def test_rows_are_named() -> None:
-    events = json.loads(chrome_trace(hand_plan(4)))["traceEvents"]
-    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert sorted(names) == [0, 1, 2, 3]
-    assert names[1].startswith("pipeline rank 1 ")
+def test_ranks_and_tracks_are_named() -> None:
+    events = trace_of(hand_plan(4))
+    ranks = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert sorted(ranks) == [0, 1, 2, 3]
+    assert ranks[1].startswith("pipeline rank 1 ")
+    tracks = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert tracks == {"passes", "tensor parallel", "pipeline transfers"}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_counter_of_memory_reaches_the_predicted_peak(shape: str) -> None:
+    """And ends where it began: what a micro batch kept is free after its backward pass."""
+    plan = SHAPES[shape]()
+    fixed, counted = schedule_view(plan).fixed_bytes, defaultdict(list)
+    for event in trace_of(plan):
+        if event["ph"] == "C" and event["name"] == "memory":
+            counted[event["pid"]].append(event["args"]["GiB"])
+    for rank, stage in enumerate(plan.predicted.stages):
+        peak = sum(stage.memory_bytes.values()) / GIB
+        assert max(counted[rank]) == pytest.approx(peak, rel=1e-5)
+        assert counted[rank][-1] == pytest.approx(fixed[rank] / GIB)
+
+
+def test_bytes_in_flight_are_those_of_the_transfers() -> None:
+    plan = hand_plan(8, 4)
+    view, events = schedule_view(plan), trace_of(plan)
+    sent = [e for e in events if e["ph"] == "X" and e["name"] == "pipeline transfers"]
+    assert len(sent) == 2 * view.num_microbatches * (8 * 4 - 1)
+    counted = [e["args"]["MB"] for e in events if e["name"].startswith("in flight")]
+    assert min(counted) == 0.0
+    assert max(counted) >= view.sent_bytes / 1e6 > 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_track_of_communication_has_what_the_page_calls_exposed(shape: str) -> None:
+    plan = SHAPES[shape]()
+    view, drawn = schedule_view(plan), defaultdict(float)
+    for event in trace_of(plan):
+        if event["ph"] == "X" and event["name"] == "tensor parallel":
+            drawn[event["pid"]] += event["dur"] / 1e6
+    for rank, spans in enumerate(view.ranks):
+        exposed = sum(view.communication(span).get("tp_communication", 0.0) for span in spans)
+        assert drawn[rank] == pytest.approx(exposed, abs=1e-6)
 
 
 @pytest.mark.parametrize("suffix", SIGNATURES)
