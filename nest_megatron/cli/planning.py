@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from nest_megatron.api import Plan, estimate_composed, plan_composed
 from nest_megatron.cli.command_kinds import forced
 from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import Setting, parse, refuse_sweeps, split_launcher
 from nest_megatron.cost_model.memory import within_error
 from nest_megatron.errors import NOTHING_FITS, OK, UserInputError
@@ -122,7 +123,7 @@ def composed_settings(settings: Sequence[Setting], config_dir: Path | None) -> C
     The command has checked the text that was typed; other settings may complete it.
     """
     refuse_sweeps(settings)
-    composed = compose(settings, config_dir)
+    composed = compose(with_defaults(settings), config_dir)
     if composed.config.out is not None:
         check_output("out", Path(composed.config.out), force=forced())
     return composed

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.cli.planning import plan_with_progress
 from nest_megatron.config.compose import compose
+from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import Setting, first_line
 from nest_megatron.documents import read_json
 from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OK, UserInputError
@@ -63,7 +64,7 @@ def sweep_job(
 ) -> SweepJob:
     """A job with its key: the composed values, files of the user included."""
     try:
-        values: object = to_plain(compose(settings, config_dir).config)
+        values: object = to_plain(compose(with_defaults(settings), config_dir).config)
     except UserInputError as error:  # its result is the error, and is never kept
         values = [str(error), *map(str, settings)]
     text = json.dumps([__version__, values], sort_keys=True, default=str)
@@ -206,7 +207,7 @@ def run_one(config: DictConfig) -> int:
 def _planned(job: SweepJob, config_dir: Path | None) -> Result:
     begun_s = time.monotonic()
     try:
-        found = plan_with_progress(compose(job.settings, config_dir), begun_s)
+        found = plan_with_progress(compose(with_defaults(job.settings), config_dir), begun_s)
     except UserInputError as error:
         return {"error": error_fields(error)}
     except WITHOUT_PLAN as error:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.catalogue_files import catalogue_root
+from nest_megatron.config.defaults import naming_defaults
 from nest_megatron.config.overrides import (
     GROUPS,
     Setting,
@@ -39,11 +40,16 @@ _RESOLVER = re.compile(r"\$\{.*:", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composed:
-    """A composed job, the keys that the command line set, and what was not read of a file."""
+    """A composed job, the keys that the command line set, and what was not read of a file.
+
+    Args:
+        defaults: the settings among them that are the site's.
+    """
 
     config: PlanConfig
     given: frozenset[str]
     notes: tuple[str, ...] = ()
+    defaults: tuple[Setting, ...] = ()
 
 
 def compose(
@@ -61,6 +67,17 @@ def compose(
     Raises:
         UserInputError: for a value of the wrong type, an unknown name or an unreadable file.
     """
+    with naming_defaults(settings):
+        composed = _composed(settings, config_dir, described)
+    defaults = tuple(setting for setting in settings if setting.origin is not None)
+    return dataclasses.replace(composed, defaults=defaults)
+
+
+def _composed(
+    settings: Sequence[Setting],
+    config_dir: Path | None,
+    described: Mapping[str, Mapping[str, Any]],
+) -> Composed:
     notes = list(_length_notes(settings))
     settings = _with_numbered_levels(settings, config_dir, described)
     settings, described = _with_other_accelerator(settings, config_dir, described)

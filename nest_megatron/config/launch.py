@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nest_megatron.config.defaults import naming_defaults, with_defaults
 from nest_megatron.config.overrides import (
     Setting,
     first_line,
@@ -44,7 +45,10 @@ class Mode(Name):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchWords:
-    """The ``nest`` words of a command: settings of the planning job and of ``LaunchConfig``."""
+    """The ``nest`` words of a command: settings of the planning job and of ``LaunchConfig``.
+
+    The defaults of the site stand before those that were typed.
+    """
 
     mode: Mode
     job: tuple[Setting, ...]
@@ -80,7 +84,10 @@ def read_words(words: Iterable[str]) -> LaunchWords:
         else:
             job.append(_job_setting(text))
     refuse_sweeps([s for s in job if s.key != "out"])
-    return LaunchWords(mode=mode, job=tuple(job), launch=tuple(launch))
+    if mode is Mode.OFF:
+        return LaunchWords(mode=mode, job=tuple(job), launch=tuple(launch))
+    own = with_defaults(launch, of_launch=True)
+    return LaunchWords(mode=mode, job=with_defaults(job), launch=own)
 
 
 def _job_setting(text: str) -> Setting:
@@ -106,6 +113,11 @@ def _job_setting(text: str) -> Setting:
 
 def read_launch(words: LaunchWords) -> LaunchConfig:
     """The launch settings, typed; ``UserInputError`` for a wrong type or outside its range."""
+    with naming_defaults(words.launch):
+        return _read_launch(words)
+
+
+def _read_launch(words: LaunchWords) -> LaunchConfig:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

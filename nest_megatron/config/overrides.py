@@ -33,10 +33,15 @@ _TEXT_KEYS = ("out", "parallel.pipeline_model_parallel_layout")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One override: ``key=value``, or the removal of a key (``~key``, value ``None``)."""
+    """One override: ``key=value``, or the removal of a key (``~key``, value ``None``).
+
+    Args:
+        origin: the file and the line of a site's default; ``None`` where a user gave it.
+    """
 
     key: str
     value: str | None
+    origin: str | None = None
 
     def __str__(self) -> str:
         return f"~{self.key}" if self.value is None else f"{self.key}={self.value}"
@@ -180,13 +185,13 @@ def hydra_form(setting: Setting, config_dir: Path | None) -> str:
         check_choice(key.partition("@")[0], value, config_dir)
         return f"{key}={value}"
     if key in _TEXT_KEYS:
-        return f"{key}={_quoted(value)}"
+        return f"{key}={quoted(value)}"
     if is_numeric(key) and is_quantity(value):
         value = str(read_quantity(value, key.rpartition(".")[2], key))
     return f"++{key}={value}" if key.partition(".")[0] in GROUPS else f"{key}={value}"
 
 
-def _quoted(value: str) -> str:
+def quoted(value: str) -> str:
     """Text in the quotes of Hydra's grammar; ``null`` and quoted text stay as they are."""
     if value == "null" or (len(value) > 1 and value[0] == value[-1] and value[0] in "'\""):
         return value

@@ -1,7 +1,7 @@
 """Policies: the operators' files, read before anything is planned, and the space that they leave.
 
 Three places are asked in turn, and each only restricts: ``/etc/nest-megatron/policy.yaml``, the
-file that ``NEST_MEGATRON_POLICY`` names, and the user's own.
+user's own, and the file that ``NEST_MEGATRON_POLICY`` names.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import platformdirs
-import yaml
-
 from nest_megatron.cluster.records import Cluster
+from nest_megatron.config.site_files import key_lines, site_files
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.documents import DESCRIPTION, parse_yaml
-from nest_megatron.errors import PROGRAM, UserInputError, require_known
+from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.files import read_text
 from nest_megatron.parallel.policy import (
     AuditRules,
@@ -37,8 +35,6 @@ from nest_megatron.plain import Source, from_plain
 from nest_megatron.planner.request import NumericOffer, Offer
 from nest_megatron.solver.space import DEGREES, SearchSpace
 
-#: The operators' folder, which no user can write to.
-SYSTEM_FOLDER: Final = Path("/etc/nest-megatron")
 #: Names another policy, beside the operators' and the user's own.
 VARIABLE: Final = "NEST_MEGATRON_POLICY"
 _NAME: Final = "policy.yaml"
@@ -52,17 +48,7 @@ def read_policy(environment: Mapping[str, str] = os.environ) -> Policy:
         UserInputError: for a file that cannot be read or says something unknown: nothing is planned
             under a policy that is not understood.
     """
-    return tuple(_read(path) for path in _paths(environment))
-
-
-def _paths(environment: Mapping[str, str]) -> Iterator[Path]:
-    named = environment.get(VARIABLE)
-    user = platformdirs.user_config_path(PROGRAM, appauthor=False)
-    for folder in (SYSTEM_FOLDER, user):
-        if named and folder is user:
-            yield Path(named).expanduser()
-        if os.path.lexists(folder / _NAME):  # one that cannot be followed is refused, not missed
-            yield folder / _NAME
+    return tuple(_read(path) for path in site_files(_NAME, VARIABLE, environment))
 
 
 def _read(path: Path) -> PolicyFile:
@@ -78,7 +64,7 @@ def _read(path: Path) -> PolicyFile:
         plan=from_plain(PlanRules, fields.get("plan") or {}, f"{path}: plan", _TYPED),
         launch=from_plain(LaunchRules, fields.get("launch") or {}, f"{path}: launch", _TYPED),
         audit=_read_audit(fields.get("audit"), path),
-        lines=dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader))),
+        lines=key_lines(text),
     )
     for name, (least, most) in found.plan.ranges.items():
         require_known(f"{path}: plan.ranges", name, DEGREES)
@@ -99,14 +85,6 @@ def _read_audit(fields: Any, path: Path) -> AuditRules | None:
         limit, fix = "it is a file's rights, in octal with a 0 before it", "For example 0622."
         raise UserInputError(f"{path}: audit.mode", value=rules.mode, limit=limit, fix=fix)
     return rules
-
-
-def _lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """The line of every key, by its dotted name."""
-    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-        name = f"{prefix}{key.value}"
-        yield name, key.start_mark.line + 1
-        yield from _lines(value, f"{name}.")
 
 
 def space_within(space: SearchSpace, policy: Policy, cluster: Cluster) -> SearchSpace:

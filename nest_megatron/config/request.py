@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, ParamSpec
 
 from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.config.compose import Composed
+from nest_megatron.config.defaults import naming_defaults
 from nest_megatron.config.job import Job
 from nest_megatron.config.plausible import require_plausible
 from nest_megatron.config.policy import (
@@ -63,6 +65,8 @@ from nest_megatron.profile.choose import Choice, Wanted, choose_times
 from nest_megatron.profile.mode import ProfileMode
 from nest_megatron.solver.space import SearchSpace
 
+Rest = ParamSpec("Rest")
+
 #: Sequences of one optimizer step where nobody says: with 8,192 tokens each, the 4 Mi tokens a step
 #: that models of 70 B parameters and more are trained with.
 DEFAULT_GLOBAL_BATCH_SIZE = 512
@@ -105,6 +109,19 @@ def request_of(
     return request_for(job, cluster, composed, space, choose_execution=choose_execution)
 
 
+def _naming_defaults(function: Callable[Rest, PlanRequest]) -> Callable[Rest, PlanRequest]:
+    """An error about a default of the site, of the job's configuration, says where it is from."""
+
+    @functools.wraps(function)
+    def run(*args: Rest.args, **kwargs: Rest.kwargs) -> PlanRequest:
+        composed = next(each for each in args if isinstance(each, Composed))
+        with naming_defaults(composed.defaults):
+            return function(*args, **kwargs)
+
+    return run
+
+
+@_naming_defaults
 def request_for(
     job: Job,
     cluster: Cluster,
@@ -176,6 +193,9 @@ def request_for(
         space = dataclasses.replace(
             space, execution=always_on(execution, choices), executions=open_values(choices)
         )
+    defaults = tuple(f"{each} from {each.origin}" for each in composed.defaults)
+    if defaults:
+        notes = [*notes, f"Defaults of this site: {'; '.join(defaults)}."]
     notes = [*notes, *policy_notes(policy), *device_notes(name, recipe, space.execution)]
     times = _times(config, job, cluster, settings, prefix=prefix, versions=versions)
     site, site_notes = choose_site(config, cluster, versions)
@@ -212,6 +232,7 @@ def request_for(
         batch_schedule=schedule,
         sequence_lengths=lengths,
         policy=policy,
+        defaults=defaults,
         site=site,
     )
 

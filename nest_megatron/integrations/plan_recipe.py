@@ -10,6 +10,7 @@ from nest_megatron.cluster.discovery import LocalGpus, known_gpus, local_gpus
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.cluster_detection import JobCluster, find_cluster, names_cluster
 from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.job import FreeParameters, Job
 from nest_megatron.config.overrides import Setting
 from nest_megatron.config.sequence_data import LENGTH_SETTINGS
@@ -144,6 +145,7 @@ def _settings(
             raise UserInputError(setting.key, value=setting.value, limit=limit, fix=fix)
     if isinstance(cluster, str):
         settings = (Setting(key="cluster", value=cluster), *settings)
+    settings = with_defaults(settings, names_cluster=isinstance(cluster, Cluster))
     if isinstance(cluster, Cluster) or any(setting.key == _NUM_GPUS for setting in settings):
         return settings
     if job.num_gpus is None:

@@ -201,6 +201,7 @@ class Provenance:
         framework_version: its release; Megatron-LM's as recorded (``0.16.1`` or ``0.20``).
         made_by: the command or the call that planned it.
         site: the calibration of the site, where one was used.
+        defaults: settings that are the site's, each with its file and line.
     """
 
     nest_megatron_version: str
@@ -214,6 +215,7 @@ class Provenance:
     framework_version: str | None = added(None)
     made_by: str | None = added(None)
     site: SiteChange | None = added(None)
+    defaults: tuple[str, ...] = added(())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

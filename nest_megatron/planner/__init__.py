@@ -324,6 +324,7 @@ def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> Pa
         schedule=request.batch_schedule,
         lengths=request.sequence_lengths,
         site=request.site,
+        defaults=request.defaults,
     )
 
 
@@ -349,6 +350,7 @@ class Ranked:
             schedule=request.batch_schedule,
             lengths=request.sequence_lengths,
             site=request.site,
+            defaults=request.defaults,
         )
 
 

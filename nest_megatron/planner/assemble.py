@@ -64,6 +64,7 @@ def assemble(
     schedule: BatchSchedule | None = None,
     lengths: SequenceLengths | None = None,
     site: Site | None = None,
+    defaults: tuple[str, ...] = (),
 ) -> ParallelPlan:
     """The plan file of a solved grid, sealed.
 
@@ -71,6 +72,7 @@ def assemble(
         schedule: how the batch grows.
         lengths: of the data's sequences.
         site: the site's calibration.
+        defaults: settings that are the site's.
     """
     spec, cluster, grid = model.spec, model.cluster, best.grid
     partition = best.partition()
@@ -101,6 +103,7 @@ def assemble(
             model_hash=digest(spec),
             settings=stored_settings(settings),
             site=None if site is None else site.change(known),
+            defaults=defaults,
         ),
         execution=grid.execution,
         uncertainty=described(

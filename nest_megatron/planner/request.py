@@ -140,6 +140,7 @@ class PlanRequest:
             one that is searched for, ``space.batch_unit`` holds the others.
         sequence_lengths: of the data, which the traits of ``settings`` price.
         policy: rules that plans keep to, beside those that ``space`` holds already.
+        defaults: settings of the job that are the site's, each with its file and line.
         site: the site's calibration, by which plans are chosen; ``None`` for the catalogue's alone.
         rates: what a GPU costs, and the length of the run; ``None`` says nothing of prices.
     """
@@ -173,6 +174,7 @@ class PlanRequest:
     batch_schedule: BatchSchedule | None = None
     sequence_lengths: SequenceLengths | None = None
     policy: Policy = ()
+    defaults: tuple[str, ...] = ()
     site: Site | None = None
     rates: Rates | None = None
 

@@ -328,6 +328,8 @@ def _provenance(plan: ParallelPlan) -> RenderableType:
         "hashes": f"model {made.model_hash}, cluster {made.cluster_hash}",
         "assumptions": ", ".join(f"{name} {value}" for name, value in made.settings.items()),
     }
+    if made.defaults:
+        rows["defaults of the site"] = "; ".join(made.defaults)
     return pairs(rows.items())
 
 

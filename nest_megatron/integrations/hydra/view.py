@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.launch import Mode
 from nest_megatron.config.overrides import Setting, leaves, parse, value_text
 from nest_megatron.errors import UserInputError, nearest
@@ -61,7 +62,8 @@ class AppSettings:
         own = [Setting(key=key, value=value) for key, value in named if value is not None]
         if num_gpus is None:
             return tuple(s for s in (*own, *given) if s.key.partition(".")[0] != "cluster")
-        return (*own, *given, Setting(key="cluster.num_gpus", value=str(num_gpus)))
+        settings = with_defaults((*own, *given))
+        return (*settings, Setting(key="cluster.num_gpus", value=str(num_gpus)))
 
 
 def read_settings(node: Any) -> AppSettings:

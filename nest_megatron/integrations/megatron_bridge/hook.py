@@ -196,7 +196,7 @@ def _find(
 
 def _refuse_settings(words: LaunchWords) -> None:
     for setting in words.launch:
-        if setting.key.partition(".")[0] in _NOT_HERE:
+        if setting.origin is None and setting.key.partition(".")[0] in _NOT_HERE:
             what, limit = f"nest.{setting.key}", "it works with Megatron-LM's own script alone"
             raise UserInputError(what, value=setting.value, limit=limit, fix="Leave it out.")
 

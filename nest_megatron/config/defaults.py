@@ -1,0 +1,122 @@
+"""Defaults of a site: values that operators give ``nest.*``, below what a user types.
+
+Files lie beside the policies. A later one wins: ``/etc/nest-megatron/defaults.yaml``, the user's
+own, and the file that ``NEST_MEGATRON_DEFAULTS`` names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from nest_megatron.config.overrides import Setting, leaves, quoted, value_text
+from nest_megatron.config.schema import launch_keys, section_keys
+from nest_megatron.config.site_files import key_lines, site_files
+from nest_megatron.documents import DESCRIPTION, parse_yaml
+from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.files import read_text
+
+#: Names another file of defaults.
+VARIABLE: Final = "NEST_MEGATRON_DEFAULTS"
+_NAME: Final = "defaults.yaml"
+#: What a job says itself, section by section and key by key.
+_OF_JOBS: Final = ("model", "train", "peft", "parallel", "out", "target", "plan", "free", "dry_run")
+_ALSO_OF_JOBS: Final = (
+    "stop_before_training",
+    "alternative",
+    "port",
+    "cluster.num_gpus",
+    "on_mismatch",  # a policy gives its default
+)
+_PLAIN = re.compile(r"[\w./@%+-]+")
+
+
+def with_defaults(
+    settings: Sequence[Setting], *, names_cluster: bool = False, of_launch: bool = False
+) -> tuple[Setting, ...]:
+    """Settings behind the defaults of the site that they leave.
+
+    Args:
+        settings: those that a user gave.
+        names_cluster: the user names a cluster elsewhere; nothing of the site's is told of it.
+        of_launch: they are those of ``LaunchConfig``, and not of the planning job.
+
+    Raises:
+        UserInputError: for a file that cannot be read or says something unknown.
+    """
+    given = {setting.key for setting in settings}
+    named = names_cluster or "cluster" in given
+    return (
+        *(
+            each
+            for each in read_defaults()
+            if each.key not in given
+            and not (named and each.key.partition(".")[0] == "cluster")
+            and (each.key in launch_keys()) == of_launch
+        ),
+        *settings,
+    )
+
+
+def read_defaults(environment: Mapping[str, str] = os.environ) -> tuple[Setting, ...]:
+    """The defaults of the site, each with its file and line; raises as ``with_defaults``."""
+    found: dict[str, Setting] = {}
+    for path in site_files(_NAME, VARIABLE, environment):
+        own = {setting.key: setting for setting in _read(path)}
+        if "cluster" in own:  # what was said of another one
+            found = {key: each for key, each in found.items() if not key.startswith("cluster")}
+        found |= own
+    return tuple(found.values())
+
+
+def _read(path: Path) -> Iterator[Setting]:
+    text = read_text(path, "defaults", most=DESCRIPTION.num_bytes)
+    fields = parse_yaml(text, "defaults", name=str(path)) or {}
+    if not isinstance(fields, Mapping):
+        limit, fix = "it is no mapping", "Write KEY: VALUE lines, such as search.max_seconds: 30."
+        raise UserInputError("defaults", value=str(path), limit=limit, fix=fix)
+    lines = key_lines(text)
+    for name, value in leaves(fields):
+        where = f"{path} line {lines.get(name, 1)}"
+        _check(name, value, where)
+        key = "watch.steps" if name == "watch" else name
+        yield Setting(key=key, value=_typed(value), origin=where)
+
+
+def _check(name: str, value: object, where: str) -> None:
+    """Refuse a name that is none, or that of something that each job says itself."""
+    first = name.partition(".")[0]
+    if first in _OF_JOBS or name in _ALSO_OF_JOBS:
+        limit = f"a site has no default of it ({where})"
+        fix = "Leave it out: a job says it itself, and policies set limits (docs/policy.md)."
+        raise UserInputError(f"nest.{name}", value=value, limit=limit, fix=fix)
+    known = (*section_keys(), *launch_keys())
+    if first != "cluster" and name not in known:
+        names = [each for each in known if each.partition(".")[0] not in _OF_JOBS]
+        limit, fix = f"there is no such setting ({where})", nearest(name, names, count=2)
+        raise UserInputError(f"nest.{name}", value=value, limit=limit, fix=fix)
+
+
+def _typed(value: Any) -> str:
+    """A value as a user would type it."""
+    if isinstance(value, str) and not _PLAIN.fullmatch(value):
+        return quoted(value)
+    return value_text(value)
+
+
+@contextlib.contextmanager
+def naming_defaults(settings: Sequence[Setting]) -> Iterator[None]:
+    """Say of a wrong value that no user typed where it is from."""
+    origins = {each.key: each.origin for each in settings if each.origin is not None}
+    try:
+        yield
+    except UserInputError as error:
+        origin = origins.get(error.what.removeprefix("nest."))
+        if origin is None or origin in error.limit or type(error) is not UserInputError:
+            raise
+        limit = f"{error.limit} (from {origin})"
+        raise UserInputError(error.what, value=error.value, limit=limit, fix=error.fix) from error

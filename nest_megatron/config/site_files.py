@@ -1,0 +1,38 @@
+"""Files of a site: which there are of a name, and on which line each of their keys is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import platformdirs
+import yaml
+
+from nest_megatron.errors import PROGRAM
+
+#: The operators' folder, which no user can write to.
+SYSTEM_FOLDER: Final = Path("/etc/nest-megatron")
+
+
+def site_files(name: str, variable: str, environment: Mapping[str, str]) -> Iterator[Path]:
+    """Files of a name that hold here: the operators', the user's own, and that of a variable."""
+    user = platformdirs.user_config_path(PROGRAM, appauthor=False)
+    for folder in (SYSTEM_FOLDER, user):
+        if os.path.lexists(folder / name):  # one that cannot be followed is refused, not missed
+            yield folder / name
+    if named := environment.get(variable):
+        yield Path(named).expanduser()
+
+
+def key_lines(text: str) -> Mapping[str, int]:
+    """The line of every key of a YAML text, by its dotted name."""
+    return dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader)))
+
+
+def _lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        name = f"{prefix}{key.value}"
+        yield name, key.start_mark.line + 1
+        yield from _lines(value, f"{name}.")
