@@ -63,7 +63,7 @@ def to_plain(value: object) -> Any:
     """Records, enums, tuples and mappings as dicts, lists, numbers and text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (f for f in dataclasses.fields(value) if f.init and not _is_left_out(f, value))
-        return {_key(f): to_plain(getattr(value, f.name)) for f in fields}
+        return {key_of(f): to_plain(getattr(value, f.name)) for f in fields}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
@@ -94,7 +94,8 @@ def written_as(name: str) -> Any:
 _ADDED, _WRITTEN_AS = "added", "written_as"
 
 
-def _key(field: dataclasses.Field[Any]) -> str:
+def key_of(field: dataclasses.Field[Any]) -> str:
+    """The name that files give a record's field."""
     name: str = field.metadata.get(_WRITTEN_AS, field.name)
     return name
 
@@ -148,7 +149,7 @@ def _reported(error: BaseException, where: str, source: Source) -> BaseException
 def _path(error: BaseException, kind: Any = None) -> str:
     """Where an error was found in a record; cattrs notes its place from the inside outwards."""
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
-    keys = {f.name: _key(f) for f in fields}
+    keys = {f.name: key_of(f) for f in fields}
     parts = []
     for note in reversed(getattr(error, "__notes__", ())):
         name = getattr(note, "name", None)
@@ -193,7 +194,7 @@ def _record_hook(source: Source, converter: Converter, kind: Any) -> Hook:
     """Reads a record's fields, after its keys are checked."""
     from cattrs.gen import make_dict_structure_fn, override
 
-    fields = {_key(f): f for f in dataclasses.fields(kind) if f.init}
+    fields = {key_of(f): f for f in dataclasses.fields(kind) if f.init}
     renamed: Any = {f.name: override(rename=key) for key, f in fields.items() if key != f.name}
     build = make_dict_structure_fn(kind, converter, **renamed)
 

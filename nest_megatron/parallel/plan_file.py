@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,15 @@ from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.files import read_text, write_text
 from nest_megatron.parallel.plan import SCHEMA, ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that YAML 1.2 reads as numbers and PyYAML's YAML 1.1 does not (``1e-05``)."""
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789")
+)
 
 
 def digest(value: object) -> str:
@@ -45,7 +55,12 @@ def made_for(plan: ParallelPlan, framework: str, version: str | None, made_by: s
 
 def dump(plan: ParallelPlan) -> str:
     """The text of a plan file."""
-    return str(yaml.safe_dump(to_plain(plan), sort_keys=False, width=100, allow_unicode=True))
+    return written(to_plain(plan))
+
+
+def written(fields: Mapping[str, Any]) -> str:
+    """Plain data as the YAML of plan files."""
+    return str(yaml.dump(fields, Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=True))
 
 
 def load(text: str, name: str = "plan") -> ParallelPlan:

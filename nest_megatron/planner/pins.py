@@ -10,8 +10,6 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from nest_megatron.errors import PlanFileError
 from nest_megatron.files import read_text, write_text
 from nest_megatron.parallel import plan_file
@@ -93,7 +91,7 @@ def pinned_text(pinned: PinnedPlan | PinnedTable) -> str:
         body = plan_table.dump(pinned.table, pin)
     else:
         fields = {**pin, **to_plain(pinned.plan)}
-        body = yaml.safe_dump(fields, sort_keys=False, width=100, allow_unicode=True)
+        body = plan_file.written(fields)
     return f"{_HEAD}{_sum(body)}\n{body}"
 
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import yaml
-
 from nest_megatron.errors import PlanFileError
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
@@ -70,7 +68,7 @@ def dump(table: PlanTable, more: Mapping[str, Any] | None = None) -> str:
     """The text of a plan table; ``more`` is written into its first document."""
     head = {"schema": _SCHEMA, _KEY: to_plain(table.entries), _NOTES: list(table.notes)}
     head |= more or {}
-    first = yaml.safe_dump(head, sort_keys=False, width=100, allow_unicode=True)
+    first = plan_file.written(head)
     return _NEXT.join([first.rstrip("\n"), *(plan_file.dump(p) for _, p in table.planned())])
 
 
