@@ -225,7 +225,7 @@ def written_whole(page: Path, text: str, tools: Tools, *, check: bool) -> str:
 def main(words: Sequence[str] | None = None) -> int:
     """Refresh or check; 1 where a check finds a difference or a sample cannot be printed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("pages", nargs="*", type=Path, help="README.md and docs/*.md if not given")
+    parser.add_argument("pages", nargs="*", type=Path, help="all if not given")
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if one differs")
     parser.add_argument("--nemo", type=Path, metavar="PYTHON")
     parser.add_argument(
@@ -239,7 +239,7 @@ def main(words: Sequence[str] | None = None) -> int:
         measurements=given.measurements.resolve() if given.measurements else None,
     )
     wrong = 0
-    for page in given.pages or [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]:
+    for page in given.pages or [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]:
         text = page.read_text(encoding="utf-8")
         whole = page.name in WHOLE and page in given.pages
         try:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.architecture.imports import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: What only a plan that was printed holds.
 PRINTED = re.compile(r"^nest: this job runs as|^ *Iteration +[\d.]+ m?s|parallel_size=\d", re.M)
 
@@ -35,6 +35,12 @@ def test_every_printed_plan_is_a_sample(refresh: ModuleType, page: Path) -> None
         kind = re.match(r"(?:<!--.*?-->\n+)?```(\w*)", match[0], re.S)
         if kind and kind[1] in ("", "text") and PRINTED.search(match["body"]):
             assert refresh.is_sample(match), match["body"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["first_plan.md", "users/network_architect.md"])
+def test_samples_of_the_first_pages_are_current(refresh: ModuleType, name: str) -> None:
+    assert refresh.main(["--check", str(ROOT / "docs" / name)]) == 0, f"refresh docs/{name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -30,6 +30,11 @@ from tests.history.runs import run_record
 from tests.integrations.commands import LLAMA3_8B, MIXTRAL
 from tests.profile.profiles import whole_profile
 
+DOCS = ROOT / "docs"
+FIRST_PAGES = (
+    *(ROOT / "README.md", DOCS / "first_plan.md", DOCS / "adding.md"),
+    *sorted((DOCS / "users").glob("*.md")),
+)
 PUBLISHED = ROOT / "tests" / "published" / "data"
 
 
@@ -41,12 +46,13 @@ def small_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shown_commands() -> Iterator[str]:
-    """Every example of every --help, and of the README."""
+    """Every example of every --help, of the README and of the pages that users begin with."""
     for name, command in commands_below("", cli):
         yield from (e for e in getattr(command, "examples", ()) if e.startswith("nest-megatron"))
         assert getattr(command, "examples", ()), f"{name} has no example"
-    joined = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    yield from (line for line in joined.splitlines() if line.startswith("nest-megatron "))
+    for page in FIRST_PAGES:
+        joined = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        yield from (line for line in joined.splitlines() if line.startswith("nest-megatron "))
 
 
 def commands_below(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
@@ -265,7 +271,7 @@ def test_your_command_without_time_ends_alike() -> None:
 
 
 def test_exit_codes_are_documented() -> None:
-    for text in (run("--help").out, (ROOT / "README.md").read_text(encoding="utf-8")):
+    for text in (run("--help").out, (DOCS / "commands.md").read_text(encoding="utf-8")):
         assert "3 time ended the search" in " ".join(text.split())
 
 

@@ -136,7 +136,6 @@ def readme_text(path: Path, judged: Sequence[Judged]) -> str:
         "readme.md.j2",
         Notes(),
         regimes=[*_worst_first(regimes), regimes["all"]],
-        sets=list(scored_sets(judged)),
     )
     return f"{before}{begin}\n{body}{end}{after}"
 
