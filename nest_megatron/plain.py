@@ -238,7 +238,7 @@ def _plain_number(value: Any, field: dataclasses.Field[Any]) -> Any:
     try:
         return without_unit(value, field.name)
     except UserInputError as error:
-        raise _WrongError(error.value, error.limit, name=_key(field), fix=error.fix) from None
+        raise _WrongError(error.value, error.limit, name=key_of(field), fix=error.fix) from None
 
 
 def _tuple_hook(converter: Converter, hint: Any) -> Hook:
