@@ -19,7 +19,7 @@ from nest_megatron.parallel.plan import SCHEMA, ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types here
     """Quotes texts that YAML 1.2 reads as numbers and PyYAML's YAML 1.1 does not (``1e-05``)."""
 
 
