@@ -42,6 +42,10 @@ COMMANDS: Mapping[str, Loaded] = {
         "validate",
         "Fit the cost model's constants to measured runs, and those of links to collectives.",
     ),
+    "cluster": Loaded(
+        "cluster",
+        "Describe the machines of a job or a site: GPUs, adapters, switches; a file for plan.",
+    ),
     "clusters": Loaded(
         "catalogue", "List the clusters of the catalogue, or show one, or that of a file."
     ),

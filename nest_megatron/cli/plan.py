@@ -8,6 +8,8 @@ import click
 
 from nest_megatron.cli.command_kinds import (
     NEXT,
+    OUTPUT,
+    PATH,
     command,
     config_dir_option,
     json_option,
@@ -15,6 +17,7 @@ from nest_megatron.cli.command_kinds import (
     version_option,
 )
 from nest_megatron.cli.complete import completing, freed_names
+from nest_megatron.cluster.placement import Launcher
 
 
 @command(
@@ -26,6 +29,8 @@ from nest_megatron.cli.complete import completing, freed_names
     f"nest-megatron plan model=llama3_8b cluster=dgx_h100 train.global_batch_size=480{NEXT}"
     "--for-nodes 3..5",
     "nest-megatron plan -m model=llama3_8b cluster=dgx_h100 train.global_batch_size=256,512",
+    f"nest-megatron plan model=llama3_8b cluster=h100_spine_leaf --hosts racks.txt{NEXT}"
+    "--write-hostfile ranks.txt",
 )
 @config_dir_option
 @settings_argument
@@ -59,6 +64,25 @@ from nest_megatron.cli.complete import completing, freed_names
     "--for-nodes",
     metavar="RANGE",
     help="Plan for each of these numbers of nodes, 120..128 or 96..128:8, in one table.",
+)
+@click.option(
+    "--hosts",
+    type=PATH,
+    help="The job's hosts, a line of HOST GROUP... each: plan for where they lie, and say what "
+    "hosts side by side would give.",
+)
+@click.option(
+    "--write-hostfile",
+    "hostfile",
+    type=OUTPUT,
+    help="With --hosts: write them in the order of ranks, for the launcher.",
+)
+@click.option(
+    "--launcher",
+    type=click.Choice([each.value for each in Launcher]),
+    default=Launcher.SRUN.value,
+    show_default=True,
+    help="That reads --write-hostfile.",
 )
 @json_option
 def plan(**options: Any) -> int:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from nest_megatron.api import Plan, estimate_composed, plan_composed
 from nest_megatron.cli.command_kinds import forced
+from nest_megatron.cli.placing import placed, with_notes
+from nest_megatron.cluster.placement import Launcher
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import Setting, parse, refuse_sweeps, split_launcher
@@ -54,6 +56,9 @@ class PlanOptions:
     multirun: bool
     shortlist: bool
     for_nodes: str | None
+    hosts: Path | None
+    hostfile: Path | None
+    launcher: str
     as_json: bool
     begun_s: Seconds | None
 
@@ -75,6 +80,14 @@ class PlanOptions:
                 limit, fix = "it goes with --from", "Add --from with your command."
                 raise UserInputError(option, value=given, limit=limit, fix=fix)
         fix = "Leave one of the two out."
+        if self.hostfile is not None and self.hosts is None:
+            limit = "it holds the hosts of --hosts in the order of ranks"
+            fix = "Add --hosts FILE."
+            raise UserInputError("--write-hostfile", value=str(self.hostfile), limit=limit, fix=fix)
+        if self.hosts is not None and (self.multirun or self.for_nodes is not None):
+            other = "--multirun" if self.multirun else "--for-nodes"
+            limit = "one job runs on the hosts of a file"
+            raise UserInputError("--hosts", value=other, limit=limit, fix=fix)
         if self.multirun and self.shortlist:
             limit = "it tells the plans of one job apart"
             raise UserInputError("--shortlist", value="--multirun", limit=limit, fix=fix)
@@ -91,20 +104,36 @@ def run_plan(options: PlanOptions) -> int:
         limit = "a launcher runs the jobs of a sweep, and one job is planned"
         raise UserInputError(setting.key, value=setting.value, limit=limit, fix="Add --multirun.")
     composed = composed_settings(settings, options.config_dir)
+    placement = None if options.hosts is None else placed(composed, options.hosts)
+    composed = composed if placement is None else placement.composed
+    command = None if options.from_command is None else options.command()
     try:
-        if options.from_command is None:
-            found = plan_with_progress(composed, options.begun_s, shortlist=options.shortlist)
-            _tell(found, composed, as_json=options.as_json)
-        else:
-            found, command_parts = _plan_command(composed, options)
-            _tell(found, composed, command_parts, as_json=options.as_json)
+        found, parts = _planned(composed, options, command)
+        if placement is not None:
+            compared = placement.compared(
+                found.record, lambda packed: _planned(packed, options, command)[0].record
+            )
+            found = with_notes(found, placement.note, compared)
+        _tell(found, composed, parts, as_json=options.as_json)
     except WITHOUT_PLAN as error:
         if options.as_json:
             show_json(error.document())
         else:
             show(*error.report())
         return error.exit_code
+    if placement is not None and options.hostfile is not None:
+        words = placement.write(options.hostfile, Launcher(options.launcher))
+        if not options.as_json:
+            say(f"Wrote {options.hostfile}; it is read by\n  {words}")
     return OK
+
+
+def _planned(
+    composed: Composed, options: PlanOptions, command: str | None
+) -> tuple[Plan, list[RenderableType]]:
+    if command is not None:
+        return _plan_command(composed, options, command)
+    return plan_with_progress(composed, options.begun_s, shortlist=options.shortlist), []
 
 
 def run_estimate(*, overrides: Sequence[str], config_dir: Path | None, as_json: bool) -> int:
@@ -172,10 +201,10 @@ def progress() -> Iterator[Progress | None]:
         writer.join()
 
 
-def _plan_command(composed: Composed, options: PlanOptions) -> tuple[Plan, list[RenderableType]]:
+def _plan_command(
+    composed: Composed, options: PlanOptions, text: str
+) -> tuple[Plan, list[RenderableType]]:
     """The plan of a user's command, and the command that it becomes."""
-    text = options.command()
-    assert text is not None
     with progress() as report:
         found = plan_command(
             text,

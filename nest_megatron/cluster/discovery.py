@@ -124,8 +124,11 @@ def is_same_device(accelerator: Accelerator, gpus: LocalGpus) -> bool:
     return difference <= _MEMORY_TOLERANCE * accelerator.memory_bytes
 
 
-def require_same_device(cluster: Cluster, gpus: LocalGpus) -> None:
-    """Refuse a cluster description that is of other GPUs than this host's.
+def require_same_device(cluster: Cluster, gpus: LocalGpus, what: str = "nest.cluster") -> None:
+    """Refuse a cluster description that is of other GPUs than a host's.
+
+    Args:
+        what: the setting that names the cluster.
 
     Raises:
         UserInputError: naming both.
@@ -134,9 +137,9 @@ def require_same_device(cluster: Cluster, gpus: LocalGpus) -> None:
         return
     memory = format_gib(cluster.accelerator.memory_bytes)
     raise UserInputError(
-        "nest.cluster",
+        what,
         value=cluster.name,
-        limit=f"it describes {cluster.accelerator.name} ({memory}), but this host has "
+        limit=f"it describes {cluster.accelerator.name} ({memory}), but a host has "
         f"{gpus.describe()}",
         fix="Name a cluster with these GPUs (`nest-megatron clusters` lists them), or a file.",
     )

@@ -43,6 +43,13 @@ class Mode(Name):
     OFF = "off"
 
 
+class MixedGpus(Name):
+    """What happens where the hosts of a job have unlike GPUs."""
+
+    REFUSE = "refuse"
+    SLOWER = "slower"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchWords:
     """The ``nest`` words of a command: settings of the planning job and of ``LaunchConfig``.
@@ -159,6 +166,7 @@ def _check(launch: LaunchConfig) -> None:
             require_seconds(f"nest.{name}", seconds)
     if launch.on_mismatch is not None:
         require_known("nest.on_mismatch", launch.on_mismatch, [each.value for each in OnMismatch])
+    require_known("nest.mixed_gpus", launch.mixed_gpus, [each.value for each in MixedGpus])
     ranks = launch.ranks
     is_list = isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks)
     if ranks not in ("by_host", "launched") and not is_list:

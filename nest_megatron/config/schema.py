@@ -197,6 +197,8 @@ class LaunchConfig:
             ``refuse``.
         ranks: how global ranks are given out: ``by_host`` keeps each host's together, ``launched``
             leaves them, a list names the new rank of each launched one.
+        mixed_gpus: what happens where hosts have unlike GPUs: ``refuse`` ends the job, ``slower``
+            plans with the slower kind's figures for all.
         watch: what is measured of the first steps.
         port: for handing the plan to the other ranks where torchrun does not; found if not given.
         may_differ: arguments that may differ by rank, besides those that always may; of a nested
@@ -213,6 +215,7 @@ class LaunchConfig:
     plan: str | None = None
     on_mismatch: str | None = None
     ranks: Any = "by_host"
+    mixed_gpus: str = "refuse"
     watch: WatchConfig = field(default_factory=WatchConfig)
     port: int | None = None
     may_differ: list[str] = field(default_factory=list)

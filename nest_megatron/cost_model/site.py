@@ -11,7 +11,7 @@ import dataclasses
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from nest_megatron.cluster.records import Cluster, Precision
@@ -21,11 +21,12 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.posterior import Observation, Posterior, changed
 from nest_megatron.cost_model.student_t import deviation, quantile
 from nest_megatron.cost_model.uncertainty import Predictive, predictive, shipped_calibration
-from nest_megatron.history.records import Outcome, RunRecord
+from nest_megatron.history.records import Outcome, RunRecord, link_hashes, same_links
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.objective import MechanismChange, SiteChange
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan_file import digest
+from nest_megatron.plain import added
 from nest_megatron.units import Seconds
 from nest_megatron.version import __version__
 
@@ -95,6 +96,8 @@ class SiteCalibration:
     Args:
         created: date.
         unusual: runs of the history that are off by more than 99 of 100 are, left out.
+        links: of the network (``link_hashes``); empty where older versions wrote the history.
+        other_links: plans that were predicted with other figures of links, left out.
     """
 
     format: int = FORMAT
@@ -104,6 +107,8 @@ class SiteCalibration:
     created: str
     unusual: int
     runs: tuple[SiteRun, ...] = field(default=())
+    links: tuple[str, ...] = added(())
+    other_links: int = added(0)
 
     @property
     def num_runs(self) -> int:
@@ -122,7 +127,10 @@ class SiteCalibration:
             ("accelerator", self.accelerator, cluster.accelerator.name),
             ("GPUs in a node", self.gpus_per_node, cluster.gpus_per_node),
         )
-        return tuple(f"{n} {has} instead of {asked}" for n, has, asked in pairs if has != asked)
+        found = [f"{n} {has} instead of {asked}" for n, has, asked in pairs if has != asked]
+        if not same_links(self.links, link_hashes(cluster)):
+            found.append("links with other figures")
+        return tuple(found)
 
 
 def calibrations(records: Iterable[RunRecord], created: str) -> tuple[SiteCalibration, ...]:
@@ -146,9 +154,12 @@ def calibrations(records: Iterable[RunRecord], created: str) -> tuple[SiteCalibr
 
 
 def _calibration(
-    kind: tuple[str, str, int], plans: Iterable[list[RunRecord]], created: str
+    kind: tuple[str, str, int], plans: Collection[list[RunRecord]], created: str
 ) -> SiteCalibration:
-    runs = sorted(map(_site_run, plans), key=lambda run: run.last)
+    latest = sorted((records[-1] for records in plans), key=lambda record: record.start)
+    links = next((each.cluster.links for each in reversed(latest) if each.cluster.links), ())
+    same = [records for records in plans if same_links(records[-1].cluster.links, links)]
+    runs = sorted(map(_site_run, same), key=lambda run: run.last)
     usual = [run for run in runs if run.is_usual]
     return SiteCalibration(
         cluster=kind[0],
@@ -157,6 +168,8 @@ def _calibration(
         created=created,
         unusual=len(runs) - len(usual),
         runs=tuple(usual[-MOST_PLANS:]),
+        links=links,
+        other_links=len(plans) - len(same),
     )
 
 

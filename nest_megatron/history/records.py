@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nest_megatron.cluster.records import Precision
+from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.names import Name
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.plan_file import digest
+from nest_megatron.plain import added
 from nest_megatron.units import Bytes, Seconds
 
 #: Version of the records; a reader passes over newer ones, and says so.
@@ -57,13 +58,18 @@ class JobKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterKey:
-    """What a run's machines were taken for; equal keys are the same cluster."""
+    """What a run's machines were taken for; equal keys are the same cluster.
+
+    Args:
+        links: of its network levels (``link_hashes``); empty in records of older versions.
+    """
 
     name: str
     cluster_hash: str
     accelerator: str
     num_gpus: int
     gpus_per_node: int
+    links: tuple[str, ...] = added(())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,4 +292,24 @@ def cluster_key(plan: ParallelPlan) -> ClusterKey:
         accelerator=cluster.accelerator.name,
         num_gpus=cluster.num_gpus,
         gpus_per_node=cluster.gpus_per_node,
+        links=link_hashes(cluster),
     )
+
+
+def link_hashes(cluster: Cluster) -> tuple[str, ...]:
+    """A short hash of each unlike level's figures.
+
+    How many devices a level joins is no figure of a link: it changes with each allocation.
+    """
+    figures = (
+        dataclasses.replace(level, name="", num_devices=None, source="") for level in cluster.levels
+    )
+    return tuple(dict.fromkeys(map(digest, figures)))
+
+
+def same_links(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Whether two clusters may be one: all links of one are among the other's, or none is known.
+
+    A job that lies in one group of a level has no link of the levels outside.
+    """
+    return not one or not other or set(one) <= set(other) or set(other) <= set(one)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from nest_megatron.cluster.topology import hosts_of
+
 #: Ports for ``MASTER_PORT``: below Linux's ephemeral range, one for each of many jobs.
 _FIRST_PORT, _NUM_PORTS = 15_000, 10_000
 
@@ -34,10 +36,5 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list.
-
-    >>> first_host("gpu[003-010,014]"), first_host("n1,n2"), first_host("rack[1-2]gpu[7,9]")
-    ('gpu003', 'n1', 'rack1gpu7')
-    """
-    first = re.split(r",(?![^\[]*\])", nodelist, maxsplit=1)[0]  # at a comma outside brackets
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
+    """The first host of a Slurm node list; nothing of an empty one."""
+    return next(iter(hosts_of(nodelist)), "")

@@ -99,15 +99,26 @@ def fit_network(profile: NetworkProfile, described: Cluster | None) -> FittedNet
 
 def cluster_text(cluster: Cluster, name: str, out: Path) -> str:
     """A cluster's file: the accelerator by reference where it can be, and the measured levels."""
+    description = f"{cluster.description or cluster.name}, network measured"
+    measured = dataclasses.replace(cluster, description=description)
+    head = _HEAD.format(version=__version__, name=name, file=out.name)
+    return head + cluster_yaml(measured, _defaults(name))
+
+
+def cluster_yaml(cluster: Cluster, defaults: Sequence[Any] = ()) -> str:
+    """A cluster's fields as YAML.
+
+    Args:
+        defaults: names the accelerator in Hydra's way; its figures are written out where it is
+            empty.
+    """
     fields: dict[str, Any] = to_plain(cluster)
-    fields["description"] = f"{cluster.description or cluster.name}, network measured"
     fields["levels"] = [_given(level) for level in fields["levels"]]
-    defaults = _defaults(name)
     if defaults:
         del fields["accelerator"]
-        fields = {"defaults": defaults, **fields}
+        fields = {"defaults": list(defaults), **fields}
     body = yaml.safe_dump(_given(fields), sort_keys=False, width=100, allow_unicode=True)
-    return _HEAD.format(version=__version__, name=name, file=out.name) + str(body)
+    return str(body)
 
 
 def _defaults(name: str) -> list[Any]:

@@ -26,6 +26,9 @@ def site_report(site: Site, unseen: UnseenErrors | None) -> RenderableType:
     if known.unusual:
         left_out = _number(known.unusual, "plan")
         rested += f" {left_out} left out: off by more than 99 in 100 such plans are."
+    if known.other_links:
+        left_out = _number(known.other_links, "plan")
+        rested += f" {left_out} left out: predicted with other figures of links."
     table = EdgelessTable(
         *name_columns("mechanism"), *figure_columns("longer by %", "give or take", "before")
     )

@@ -26,6 +26,7 @@ from nest_megatron.report.failure import ending_on_errors, require_plan
 from tests import catalogue
 from tests.catalogue import CORE
 from tests.cli.runs import ROOT, SMALL, environment, run, spawn
+from tests.cli.test_cluster import FABRIC, reports
 from tests.history.runs import run_record
 from tests.integrations.commands import LLAMA3_8B, MIXTRAL
 from tests.profile.profiles import whole_profile
@@ -92,7 +93,15 @@ def named_files(small_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     artifact = ROOT / "tests" / "research" / "nest_artifact" / "data"
     shutil.copytree(artifact, folder, dirs_exist_ok=True)
     shutil.copy(ROOT / "hydra_configs" / "cluster" / "custom.yaml", folder / "mine.yaml")
+    write_hosts(folder)
     return folder
+
+
+def write_hosts(folder: Path) -> None:
+    """What machines say, as examples name it."""
+    reports(folder)
+    shutil.copy(FABRIC, folder / "fabric.txt")
+    (folder / "racks.txt").write_text("n1 r1\nn2 r1\nn3 r2\nn4 r2\n")
 
 
 @pytest.mark.parametrize("command", [marked(each) for each in sorted(set(shown_commands()))])

@@ -251,3 +251,38 @@ def test_the_command_writes_it_and_says_what_it_learnt(
     assert len(list((tmp_path / "sites").iterdir())) == 1
     done = run("calibrate", "--site", "rows.csv")
     assert (done.code, "--site reads the history" in done.err) == (2, True)
+
+
+def test_a_network_with_other_figures_is_another(
+    plans: list[ParallelPlan], calibration: SiteCalibration
+) -> None:
+    cluster = plans[0].cluster
+    node, unit, spine = cluster.levels
+    slow = dataclasses.replace(spine, bandwidth_bytes_per_s=1e10)
+    measured = dataclasses.replace(cluster, levels=(node, unit, slow))
+    assert calibration.differences(cluster) == ()
+    assert calibration.differences(measured) == ("links with other figures",)
+    # an allocation on one switch, or in other groups, has the same links
+    packed = dataclasses.replace(unit, num_devices=None)
+    scattered = dataclasses.replace(unit, num_devices=16)
+    for levels in ((node, packed), (node, scattered, spine)):
+        assert calibration.differences(dataclasses.replace(cluster, levels=levels)) == ()
+
+
+def test_runs_on_other_links_than_the_last_are_left_out(plans: list[ParallelPlan]) -> None:
+    old, new = ran(plans[0], 1.1), ran(plans[1], 1.2, start="2026-11-24T12:00:00+00:00")
+    moved = dataclasses.replace(old.cluster, links=("0123456789abcdef",))
+    (found,) = calibrations([dataclasses.replace(old, cluster=moved), new], TODAY)
+    assert (found.num_runs, found.other_links, found.links) == (1, 1, new.cluster.links)
+    # records of older versions say nothing of links
+    older = dataclasses.replace(old, cluster=dataclasses.replace(old.cluster, links=()))
+    (found,) = calibrations([older, new], TODAY)
+    assert (found.num_runs, found.other_links) == (2, 0)
+
+
+def test_files_of_older_versions_are_read(calibration: SiteCalibration, tmp_path: Path) -> None:
+    path = tmp_path / "site.yaml"
+    older = dataclasses.replace(calibration, links=())
+    site_file.write_site(older, path)
+    assert "links" not in path.read_text()
+    assert site_file.read_site(path).differences(request().cluster) == ()

@@ -46,7 +46,7 @@ from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.console import show
 
 #: Settings of ``+nest`` that need Megatron-LM's own arguments or training loop.
-_NOT_HERE = ("on_mismatch", "ranks", "watch", "stop_before_training")
+_NOT_HERE = ("on_mismatch", "ranks", "mixed_gpus", "watch", "stop_before_training")
 #: Item of a plan -> the choice that it belongs to, where the two have other names.
 _CHOICES = {
     **dict.fromkeys(RECOMPUTE, "recompute"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, ModuleType
 
+from nest_megatron.cluster.placement import network_order
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.rank_order import GroupKind, group_of_rank
@@ -20,13 +21,22 @@ _GETTERS = {
 }
 
 
-def ranks_by_host(hosts: Sequence[str]) -> tuple[int, ...] | None:
+def ranks_by_host(
+    hosts: Sequence[str], groups: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+) -> tuple[int, ...] | None:
     """New global ranks that keep the ranks of each host together; ``None`` if they already are.
+
+    Args:
+        groups: switches above each host, innermost first, whose hosts stay together as well.
 
     >>> ranks_by_host(["a", "b", "a", "b"]), ranks_by_host(["a", "a", "b", "b"])
     ((0, 2, 1, 3), None)
+    >>> ranks_by_host(["a", "b", "c"], {"a": ("s1",), "b": ("s2",), "c": ("s1",)})
+    (0, 2, 1)
     """
-    order = {host: i for i, host in enumerate(dict.fromkeys(hosts))}
+    names = list(dict.fromkeys(hosts))
+    in_order = network_order([groups.get(name, ()) for name in names])
+    order = {names[host]: place for place, host in enumerate(in_order)}
     launched = sorted(range(len(hosts)), key=lambda rank: order[hosts[rank]])
     if launched == list(range(len(hosts))):
         return None

@@ -20,12 +20,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from nest_megatron.cluster.hosts import Host
 from nest_megatron.config.cluster_detection import JobCluster, find_cluster
 from nest_megatron.config.job import Job
-from nest_megatron.config.launch import Mode
+from nest_megatron.config.launch import MixedGpus, Mode
 from nest_megatron.errors import OK, NestError, RefusedByMegatronError, UserInputError
 from nest_megatron.integrations.launched import flag_cost_report, launched_report
 from nest_megatron.integrations.megatron_lm import agreement, attach, groups, planning, watch
+from nest_megatron.integrations.megatron_lm.job_hosts import tell_hosts
 from nest_megatron.integrations.megatron_lm.measure import measure_job, planned_with
 from nest_megatron.integrations.megatron_lm.messages import Decision, from_json, to_json
 from nest_megatron.integrations.megatron_lm.namespace import (
@@ -71,6 +73,7 @@ def run(launched: LaunchedJob) -> Any:
 
 def _run(launched: LaunchedJob, store: RendezvousStore | None) -> Any:
     words = launched.words
+    launched.hosts = tell_hosts(store)
     measures = last_value(words, "profile.mode") == ProfileMode.MEASURE.value
     measured = _measured(launched, store) if measures and words.mode is Mode.AUTO else None
 
@@ -217,7 +220,21 @@ def _read(launched: LaunchedJob) -> Job:
 
 def _place(launched: LaunchedJob) -> JobCluster:
     dry_run, num_ranks = launched.launch.dry_run, launched.args.world_size
-    return find_cluster(launched.words.job, num_ranks, os.environ, dry_run=dry_run)
+    return find_cluster(
+        launched.words.job,
+        num_ranks,
+        os.environ,
+        dry_run=dry_run,
+        hosts=_hosts_by_rank_order(launched),
+        mixed=MixedGpus(launched.launch.mixed_gpus),
+    )
+
+
+def _hosts_by_rank_order(launched: LaunchedJob) -> tuple[Host, ...]:
+    """The job's hosts; where ranks do not follow the network, it is not known which are near."""
+    if launched.launch.ranks == "by_host":
+        return launched.hosts
+    return tuple(dataclasses.replace(host, groups=()) for host in launched.hosts)
 
 
 def _decided(launched: LaunchedJob, job: Job, place: JobCluster) -> planning.LaunchPlan:
@@ -248,13 +265,13 @@ def _with_ranks(
     if isinstance(asked, list):
         ranks = tuple(asked)
     elif ranks is None and asked == "by_host":
-        ranks = groups.ranks_by_host(hosts())
+        ranks = groups.ranks_by_host(hosts(), {host.name: host.groups for host in launched.hosts})
     if ranks is None:
         return outcome
     context = RankContext(rank=0, world_size=len(hosts()), environment=dict(os.environ))
     groups.check_permutation(ranks, context.world_size, zero_may_move=context.agent_hosts_store)
     plan = outcome.decision.plan
-    note = "Ranks are numbered anew so that each host's are together."
+    note = "Ranks are numbered anew so that each host's are together, and hosts of one switch."
     if isinstance(asked, list) or outcome.decision.ranks is not None:
         note = "Ranks are numbered anew, as asked for."
         placement = dataclasses.replace(plan.placement, rank_permutation=ranks)

@@ -17,11 +17,13 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.cluster_detection import (
     JobCluster,
     find_cluster,
+    like_gpus,
     names_cluster,
     processes_per_host,
 )
 from nest_megatron.config.compose import compose
 from nest_megatron.config.job import FreeParameters, Job, Requirement
+from nest_megatron.config.launch import MixedGpus
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm import checkpoint, planning
 from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
@@ -68,7 +70,7 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
     pinned = read_launched(path, None if unsized and cluster is None else world_size)
     if unsized and cluster is None:
         world_size = pinned.plan.placement.num_gpus
-    actual = _actual(job, cluster, world_size, dry_run=dry_run)
+    actual = _actual(launched, job, cluster, world_size)
     found = differences(pinned, actual)
     if not found:
         launched.signer = pinned.signer
@@ -88,16 +90,26 @@ def _named_cluster(launched: LaunchedJob) -> Cluster | None:
     if not names_cluster(words):
         return None
     size = launched.args.world_size
-    return find_cluster(words, size, os.environ, dry_run=launch.dry_run).cluster
+    return find_cluster(
+        words,
+        size,
+        os.environ,
+        dry_run=launch.dry_run,
+        hosts=launched.hosts,
+        mixed=MixedGpus(launch.mixed_gpus),
+    ).cluster
 
 
-def _actual(job: Job, cluster: Cluster | None, world_size: int, *, dry_run: bool) -> ActualJob:
+def _actual(launched: LaunchedJob, job: Job, cluster: Cluster | None, world_size: int) -> ActualJob:
     assert job.command is not None
+    dry_run, gpus = launched.launch.dry_run, None
+    if cluster is None and not dry_run:
+        gpus, _ = like_gpus(launched.hosts, local_gpus(), MixedGpus(launched.launch.mixed_gpus))
     return ActualJob(
         spec=job.spec,
         num_gpus=world_size,
         cluster=cluster,
-        gpus=None if cluster is not None or dry_run else local_gpus(),
+        gpus=gpus,
         gpus_per_host=None if dry_run else processes_per_host(os.environ),
         global_batch_size=job.final_batch_size,
         batch_schedule=job.batch_schedule,

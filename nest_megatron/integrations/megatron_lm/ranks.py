@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nest_megatron.cluster.hosts import Host
 from nest_megatron.config.launch import LaunchWords, read_launch
 from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.errors import exit_code_of, settings_typed_as
@@ -110,6 +111,7 @@ class LaunchedJob:
         changes: what the plan changed of the job's flags, on the rank that planned it.
         signer: id of the trusted key that signed the plan, there.
         run: the record of the run, there.
+        hosts: of the job, on rank 0, where several ranks met.
     """
 
     words: LaunchWords
@@ -124,4 +126,5 @@ class LaunchedJob:
     changes: tuple[Change, ...] = ()
     signer: str | None = None
     run: RunRecord | None = None
+    hosts: tuple[Host, ...] = ()
     groups_checked: bool = False

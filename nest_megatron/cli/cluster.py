@@ -1,0 +1,142 @@
+"""``nest-megatron cluster``: what the machines are, from the machines."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+import click
+
+from nest_megatron.catalogue_files import catalogue_names
+from nest_megatron.cli.command_kinds import NEXT, OUTPUT, PATH, group, json_option
+from nest_megatron.cli.complete import completing
+from nest_megatron.cluster import sources
+from nest_megatron.cluster.hosts import this_host
+from nest_megatron.cluster.topology import host_file
+from nest_megatron.config.launch import MixedGpus
+from nest_megatron.files import write_text
+from nest_megatron.plain import to_plain
+from nest_megatron.report.console import say, show_json
+
+
+@group(
+    "nest-megatron cluster report",
+    f"nest-megatron cluster discover --read reports.jsonl --read fabric.txt{NEXT}"
+    "--out mine.yaml --hosts-out hosts.txt",
+)
+def cluster() -> None:
+    """Describe the machines of a job or a site: GPUs, adapters, switches; a file for plan."""
+
+
+@cluster.subcommand("report", "nest-megatron cluster report")
+def cluster_report() -> None:
+    """Print what this host has, in one line of JSON: for discover --read.
+
+    Asked are NVML, nvidia-smi topo -m and Linux (/sys/class/infiniband). Nothing touches CUDA.
+    """
+    say(json.dumps(to_plain(this_host())))
+
+
+@cluster.subcommand(
+    "discover",
+    "nest-megatron cluster discover --read reports.jsonl",
+    f"nest-megatron cluster discover --read reports.jsonl --read fabric.txt{NEXT}"
+    "--out mine.yaml --hosts-out hosts.txt",
+    "nest-megatron cluster discover --hosts racks.txt --cluster dgx_h100 --json",
+)
+@click.option("--slurm", "source", flag_value="slurm", help="The hosts of this Slurm allocation.")
+@click.option("--kubernetes", "source", flag_value="kubernetes", help="What kubectl shows.")
+@click.option("--local", "source", flag_value="local", help="This host alone.")
+@click.option(
+    "--read",
+    "outputs",
+    type=PATH,
+    multiple=True,
+    help="The saved output of a program: cluster report, scontrol show topology or node, "
+    "ibnetdiscover, ibstat, nvidia-smi topo -m, kubectl get nodes -o json, NCCL's topology.",
+)
+@click.option("--hosts", type=PATH, help="A file with HOST GROUP... in each line: rack, row, ...")
+@click.option(
+    "--cluster",
+    "base",
+    metavar="NAME",
+    shell_complete=completing(partial(catalogue_names, "cluster")),
+    help="Stands in for what is not seen: of the catalogue, or a file.",
+)
+@click.option(
+    "--mixed-gpus",
+    type=click.Choice([each.value for each in MixedGpus]),
+    default=MixedGpus.REFUSE.value,
+    show_default=True,
+    help="Where hosts have unlike GPUs: refuse, or take the slower kind's figures for all.",
+)
+@click.option("--out", type=OUTPUT, help="Write the cluster here.")
+@click.option("--hosts-out", type=OUTPUT, help="Write the hosts and their groups here.")
+@json_option
+def cluster_discover(
+    source: str | None,
+    outputs: tuple[Path, ...],
+    *,
+    hosts: Path | None,
+    base: str | None,
+    mixed_gpus: str,
+    out: Path | None,
+    hosts_out: Path | None,
+    as_json: bool,
+) -> None:
+    """Describe a cluster from what its machines say, and name what had to be assumed.
+
+    In a Slurm allocation that is the default source, elsewhere this host, unless files are given.
+    Plan on the result with nest-megatron plan cluster=./mine.yaml --hosts hosts.txt.
+    """
+    from nest_megatron.config.cluster_file import discovered
+
+    given = sources.Sources()
+    if source is None and not outputs and hosts is None:
+        source = "slurm" if "SLURM_JOB_ID" in os.environ else "local"
+    if source == "slurm":
+        given = sources.slurm_job(os.environ)
+    elif source == "kubernetes":
+        given = sources.kubernetes_nodes()
+    elif source == "local":
+        given = sources.local_host()
+    for path in outputs:
+        given = given.joined(sources.saved_output(path))
+    found = discovered(
+        given,
+        listed=None if hosts is None else sources.read_hosts(hosts),
+        base=base,
+        mixed=MixedGpus(mixed_gpus),
+    )
+    if out is not None:
+        write_text(out, found.text(out))
+    if hosts_out is not None:
+        names = [host.name for host in found.hosts]
+        write_text(hosts_out, host_file(found.topology, names))
+    written = [str(path) for path in (out, hosts_out) if path is not None]
+    if as_json:
+        show_json(
+            {
+                "cluster": to_plain(found.cluster),
+                "hosts": {host.name: found.topology.of(host.name) for host in found.hosts},
+                "seen": found.seen,
+                "assumed": found.assumed,
+                "notes": found.notes,
+                "written": written,
+            }
+        )
+        return
+    say(f"{found.cluster.describe()} on {len(found.hosts)} hosts")
+    for title, lines in (
+        ("Seen", found.seen),
+        ("Not seen, and assumed", found.assumed),
+        ("Notes", found.notes),
+    ):
+        if lines:
+            say(f"\n{title}")
+            for line in lines:
+                say(f"  {line}")
+    for name in written:
+        say(f"Wrote {name}.")

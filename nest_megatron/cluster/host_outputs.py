@@ -1,0 +1,175 @@
+"""What programs and files say of the GPUs and network adapters of one host."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from nest_megatron.errors import UserInputError
+
+#: Where Linux shows RDMA adapters, InfiniBand's and those of RoCE.
+SYSFS = Path("/sys/class/infiniband")
+#: Connections of ``nvidia-smi topo -m`` that do not leave a PCIe switch for the CPU.
+_NEAR = ("PIX", "PXB")
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """An active port of a network adapter.
+
+    Args:
+        rate_bits_per_s: of the link, in one direction.
+        link_layer: ``InfiniBand`` or ``Ethernet``; empty where it is not said.
+    """
+
+    name: str
+    rate_bits_per_s: float
+    link_layer: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMatrix:
+    """How the GPUs of a host are joined.
+
+    Args:
+        nvlinks: fewest NVLinks that join two of them; 0 where a pair has none.
+        near_adapters: adapters on a PCIe switch with a GPU, which carry the traffic of GPUs.
+    """
+
+    num_gpus: int
+    nvlinks: int
+    near_adapters: tuple[str, ...]
+
+
+def parse_gpu_matrix(text: str) -> GpuMatrix:
+    """``nvidia-smi topo -m``.
+
+    Raises:
+        UserInputError: for a text without the matrix.
+    """
+    lines = [_ESCAPES.sub("", line) for line in text.splitlines()]
+    header = next((line.split() for line in lines if re.match(r"\s+GPU0\b", line)), [])
+    columns = [name for name in header if re.fullmatch(r"(GPU|NIC|mlx\d_)\d+", name)]
+    legend = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines), re.MULTILINE))
+    rows = {
+        words[0]: dict(zip(columns, words[1:], strict=False))
+        for words in map(str.split, lines)
+        if words and re.fullmatch(r"GPU\d+", words[0])
+    }
+    gpus = [name for name in columns if name.startswith("GPU")]
+    if not gpus or not rows:
+        raise _unreadable("nvidia-smi topo -m", "it has no matrix of GPUs")
+    cells = [row[gpu] for gpu in gpus for own, row in rows.items() if own != gpu and gpu in row]
+    nics = [name for name in columns if not name.startswith("GPU")]
+    near = [nic for nic in nics if any(row.get(nic) in _NEAR for row in rows.values())]
+    return GpuMatrix(
+        num_gpus=len(gpus),
+        nvlinks=min((_links(cell) for cell in cells), default=0),
+        near_adapters=tuple(legend.get(nic, nic) for nic in near),
+    )
+
+
+def _links(cell: str) -> int:
+    found = re.fullmatch(r"NV(\d+)", cell)
+    return int(found[1]) if found else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NcclTopology:
+    """A host as NCCL sees it; ``adapters`` are those below a PCIe switch with a GPU, if any are."""
+
+    num_gpus: int
+    nvlinks: int
+    adapters: tuple[Adapter, ...]
+
+
+def parse_nccl_topology(text: str) -> NcclTopology:
+    """The file that NCCL writes to ``NCCL_TOPO_DUMP_FILE``; it gives rates in Mb/s.
+
+    Raises:
+        UserInputError: for another text, or one that defines entities.
+    """
+    what = "NCCL topology"
+    if "<!" in text.replace("<!--", ""):
+        raise _unreadable(what, "it defines entities or a document type, which NCCL does not")
+    try:
+        system = ET.fromstring(text)
+    except ET.ParseError as error:
+        raise _unreadable(what, f"it is no XML: {error}") from error
+    if system.tag != "system":
+        raise _unreadable(what, f"it begins with <{system.tag}>, not <system>")
+    gpus = list(system.iter("gpu"))
+    near = [pci for pci in system.iterfind("cpu/pci") if pci.find(".//gpu") is not None]
+    adapters = [each for pci in near for each in _nets(pci)] or list(_nets(system))
+    return NcclTopology(
+        num_gpus=len(gpus),
+        nvlinks=min((_sum_of_counts(gpu) for gpu in gpus), default=0),
+        adapters=tuple({each.name: each for each in adapters}.values()),
+    )
+
+
+def _sum_of_counts(gpu: ET.Element) -> int:
+    return sum(int(link.get("count", "1")) for link in gpu.iterfind("nvlink"))
+
+
+def _nets(element: ET.Element) -> Iterator[Adapter]:
+    for net in element.iter("net"):
+        rate = net.get("speed", "")
+        if not re.fullmatch(r"\d+", rate):
+            raise _unreadable("NCCL topology", f"the speed of a net is {rate!r}")
+        yield Adapter(name=net.get("name", ""), rate_bits_per_s=int(rate) * 1e6)
+
+
+def parse_ibstat(text: str) -> tuple[Adapter, ...]:
+    """``ibstat``: its active ports; a rate is in Gb/s.
+
+    Raises:
+        UserInputError: for a text without an adapter.
+    """
+    found: list[Adapter] = []
+    adapters = re.split(r"^CA '", text, flags=re.MULTILINE)[1:]
+    if not adapters:
+        raise _unreadable("ibstat", "it names no adapter (CA '...')")
+    for adapter in adapters:
+        name = adapter.partition("'")[0]
+        for port in re.split(r"^\s*Port \d+:", adapter, flags=re.MULTILINE)[1:]:
+            fields = dict(re.findall(r"^\s*([\w ]+?):\s*(.+?)\s*$", port, re.MULTILINE))
+            found += _port(
+                name, fields.get("State", ""), fields.get("Rate", ""), fields.get("Link layer", "")
+            )
+    return tuple(found)
+
+
+def adapters_of_host(root: Path = SYSFS) -> tuple[Adapter, ...]:
+    """The active RDMA ports that Linux shows; nothing where there are none."""
+    found: list[Adapter] = []
+    for port in sorted(root.glob("*/ports/*")):
+        state, rate, layer = (_line(port / name) for name in ("state", "rate", "link_layer"))
+        found += _port(port.parent.parent.name, state, rate, layer)
+    return tuple(found)
+
+
+def _line(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _port(name: str, state: str, rate: str, layer: str) -> Iterator[Adapter]:
+    """The port, if it is active and its rate can be relied on.
+
+    Others than InfiniBand and Ethernet (EFA) state the rate of a width, not their own.
+    """
+    number = re.match(r"\d+(\.\d+)?", rate)
+    is_active = state.upper().endswith("ACTIVE")
+    if is_active and number and layer in ("InfiniBand", "Ethernet"):
+        yield Adapter(name=name, rate_bits_per_s=float(number[0]) * 1e9, link_layer=layer)
+
+
+def _unreadable(what: str, limit: str) -> UserInputError:
+    return UserInputError(what, value=None, limit=limit, fix="Save the program's output again.")

@@ -1,0 +1,149 @@
+"""A cluster's file from what its machines say."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nest_megatron.cluster.described import described
+from nest_megatron.cluster.discovery import LocalGpus, require_same_device
+from nest_megatron.cluster.hosts import Host, kinds, shown_names
+from nest_megatron.cluster.records import Cluster
+from nest_megatron.cluster.sources import Sources
+from nest_megatron.cluster.topology import Topology
+from nest_megatron.config.cluster_detection import catalogued, like_gpus
+from nest_megatron.config.keywords import cluster_entry
+from nest_megatron.config.launch import MixedGpus
+from nest_megatron.errors import UserInputError
+from nest_megatron.profile.network_import import cluster_yaml
+from nest_megatron.version import __version__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscoveredCluster:
+    """A cluster, its hosts with their groups, and where each figure is from.
+
+    Args:
+        accelerator: its name in the catalogue, where it is of the catalogue.
+    """
+
+    cluster: Cluster
+    hosts: tuple[Host, ...]
+    topology: Topology
+    seen: tuple[str, ...]
+    assumed: tuple[str, ...]
+    notes: tuple[str, ...]
+    accelerator: str | None
+
+    def text(self, out: Path) -> str:
+        """The file that ``plan cluster=FILE`` reads."""
+        lines = [
+            f"Written by nest-megatron {__version__} cluster discover. Plan on it with "
+            f"nest-megatron plan cluster=./{out.name}.",
+            *(f"seen: {line}" for line in self.seen),
+            *(f"assumed: {line}" for line in self.assumed),
+            *(f"note: {line}" for line in self.notes),
+        ]
+        head = "\n".join(
+            textwrap.fill(x, 110, initial_indent="# ", subsequent_indent="#   ") for x in lines
+        )
+        reference = f"/accelerator@accelerator: {self.accelerator}"
+        defaults = [dict([reference.split(": ")]), "_self_"] if self.accelerator else []
+        return f"{head}\n{cluster_yaml(self.cluster, defaults)}"
+
+
+def discovered(
+    sources: Sources, *, listed: Topology | None, base: str | None, mixed: MixedGpus
+) -> DiscoveredCluster:
+    """Describe the cluster that was seen.
+
+    Args:
+        listed: the hosts, and with columns of groups their groups, as the user gives them.
+        base: the cluster that stands in for what was not seen; found by the GPUs if not given.
+
+    Raises:
+        UserInputError: if no host is known, or none says what GPUs it has and no base is given, or
+            hosts are unlike.
+    """
+    topology = listed if listed is not None and listed.level_names else sources.topology
+    hosts = _hosts(sources, listed)
+    gpus, notes = _gpus(sources, hosts, base, mixed)
+    accelerator, stand_in = None, None
+    if base is not None:
+        stand_in = cluster_entry(base)
+    if gpus is not None and stand_in is not None:
+        require_same_device(stand_in, gpus, "--cluster")
+    elif gpus is not None:
+        accelerator, stand_in = catalogued(gpus)
+    assert stand_in is not None
+    if topology is not None:
+        _require_in(topology, hosts)
+    found = described(stand_in, hosts, topology)
+    names = [level.name for level in found.cluster.levels]
+    known = topology or Topology(source="", level_names=(), groups={h.name: () for h in hosts})
+    taken = (
+        [f"adapters of hosts that do not tell theirs: those of one host ({len(sources.adapters)})"]
+        if sources.adapters and not any(host.adapters for host in sources.hosts)
+        else []
+    )
+    return DiscoveredCluster(
+        cluster=dataclasses.replace(
+            found.cluster,
+            name=f"{stand_in.name}_discovered",
+            description=" ".join(
+                (f"{len(hosts)} hosts, by nest-megatron cluster discover.", *notes)
+            ),
+        ),
+        hosts=hosts,
+        topology=known.only(names),
+        seen=found.seen,
+        assumed=(*found.assumed, *taken),
+        notes=(*notes, *found.notes, *_differences(sources, hosts), *sources.unseen),
+        accelerator=accelerator,
+    )
+
+
+def _hosts(sources: Sources, listed: Topology | None) -> tuple[Host, ...]:
+    hosts = sources.known_hosts(() if listed is None else tuple(listed.groups))
+    if not hosts:
+        limit = "neither a program nor a file names one"
+        raise UserInputError("hosts", value=None, limit=limit, fix="Add --hosts FILE.")
+    return hosts
+
+
+def _gpus(
+    sources: Sources, hosts: Sequence[Host], base: str | None, mixed: MixedGpus
+) -> tuple[LocalGpus | None, tuple[str, ...]]:
+    """The GPUs that hosts have; ``None`` where none says so and a cluster stands in."""
+    without = [host for host in hosts if host.gpus is None]
+    if without and (kinds(hosts) or base is None):
+        told = next((each.unseen for each in without if each.unseen), sources.unseen)
+        limit = "; ".join(told) or "no program said what GPUs they have"
+        fix = "Give their reports (nest-megatron cluster report) with --read"
+        fix += "." if kinds(hosts) else ", or name a cluster with --cluster."
+        names = shown_names([host.name for host in without])
+        raise UserInputError("GPUs of hosts", value=names, limit=limit, fix=fix)
+    gpus, notes = like_gpus(hosts, None, mixed)
+    if gpus is None:
+        notes = (*notes, f"no host says what GPUs it has: those of {base} are assumed")
+    return gpus, notes
+
+
+def _require_in(topology: Topology, hosts: Sequence[Host]) -> None:
+    missing = [host.name for host in hosts if topology.of(host.name) is None]
+    if missing:
+        limit = f"{topology.source} does not say which groups they are in"
+        fix = "Give the groups of all hosts with --hosts FILE."
+        raise UserInputError("hosts", value=shown_names(missing), limit=limit, fix=fix)
+
+
+def _differences(sources: Sources, hosts: Sequence[Host]) -> list[str]:
+    """Where the scheduler and a host's driver count unlike numbers of GPUs."""
+    return [
+        f"{host.name} shows {host.gpus.count} GPUs, and Slurm knows {sources.gpu_counts[host.name]}"
+        for host in hosts
+        if host.gpus and sources.gpu_counts.get(host.name, host.gpus.count) != host.gpus.count
+    ]

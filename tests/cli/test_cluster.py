@@ -1,0 +1,119 @@
+"""``nest-megatron cluster``: from what machines say to a file that ``plan`` takes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nest_megatron.cluster import sources
+from nest_megatron.plain import to_plain
+from tests.cli.runs import run
+from tests.cluster.test_described import H200, host
+from tests.cluster.test_outputs import CAPTURED, captured
+
+FABRIC = CAPTURED / "ibnetdiscover_superpod.txt"
+NAMES = ("a06-p1-dgx-02-c01", "a06-p1-dgx-02-c02", "a08-p1-dgx-04-c01", "a08-p1-dgx-04-c02")
+
+
+def reports(folder: Path, **others: object) -> Path:
+    path = folder / "reports.jsonl"
+    hosts = [host(name, **({"gpus": others[name]} if name in others else {})) for name in NAMES]
+    path.write_text("".join(f"{json.dumps(to_plain(each))}\n" for each in hosts))
+    return path
+
+
+def test_a_cluster_is_written_that_plan_takes(tmp_path: Path) -> None:
+    out, hosts = tmp_path / "mine.yaml", tmp_path / "hosts.txt"
+    given = ("--read", str(reports(tmp_path)), "--read", str(FABRIC))
+    done = run("cluster", "discover", *given, "--out", str(out), "--hosts-out", str(hosts))
+    assert (done.code, done.err) == (0, "")
+    assert "between hosts: 50 GB/s for each GPU: 8 adapters of 400 Gb/s InfiniBand" in done.out
+    assert "uplinks of level leaf: 0.67 of the rate of hosts: ibnetdiscover" in done.out
+    assert "Not seen, and assumed\n  level node: 450 GB/s for each GPU: dgx_h100" in done.out
+    shown = run("clusters", str(out), "--json").json()
+    assert [(x["name"], x["num_devices"]) for x in shown["levels"]] == [
+        ("node", 8),
+        ("leaf", 24),
+        ("fabric", None),
+    ]
+    assert shown["accelerator"]["name"] == "H100-SXM-80GB"
+    assert hosts.read_text().splitlines()[0] == "# host leaf"
+    fixed = ("parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2")
+    planned = run("plan", "model=llama3_8b", f"cluster={out}", *fixed, "--hosts", str(hosts))
+    assert planned.code == 0, planned.err
+    assert "4 hosts in 2 groups of level leaf (2, 2)" in " ".join(planned.out.split())
+    # our own file is replaced, another is not
+    assert run("cluster", "discover", *given, "--out", str(out)).code == 0
+    assert run("cluster", "discover", *given, "--out", str(reports(tmp_path))).code == 2
+
+
+def test_mixed_hosts(tmp_path: Path) -> None:
+    path = str(reports(tmp_path, **{NAMES[0]: H200}))
+    refused = run("cluster", "discover", "--read", path)
+    assert refused.code == 2
+    assert f"1 host has 8 x NVIDIA H200 (140.4 GiB) ({NAMES[0]})" in refused.err
+    taken = run("cluster", "discover", "--read", path, "--mixed-gpus", "slower", "--json").json()
+    assert taken["cluster"]["accelerator"]["name"] == "H100-SXM-80GB"
+    assert "is not used" in taken["notes"][0]
+    assert "is not used" in taken["cluster"]["description"]
+
+
+def test_hosts_with_racks_alone_need_a_named_cluster(tmp_path: Path) -> None:
+    racks = tmp_path / "racks.txt"
+    racks.write_text("n1 r1\nn2 r1\nn3 r2\nn4 r2\n")
+    refused = run("cluster", "discover", "--hosts", str(racks))
+    assert (refused.code, "name a cluster with --cluster" in " ".join(refused.err.split())) == (
+        2,
+        1,
+    )
+    found = run("cluster", "discover", "--hosts", str(racks), "--cluster", "dgx_h100", "--json")
+    document = found.json()
+    assert document["hosts"]["n3"] == ["r2"]
+    assert document["notes"] == ["no host says what GPUs it has: those of dgx_h100 are assumed"]
+
+
+def test_labels_of_kubernetes_and_one_host_s_adapters() -> None:
+    nodes, port = CAPTURED / "nodes_kubernetes.json", CAPTURED / "nccl_h200.xml"
+    document = run("cluster", "discover", "--read", str(nodes), "--json").json()
+    assert document["cluster"]["num_gpus"] == 16
+    assert any("adapters of Node201, Node304 were not seen" in x for x in document["assumed"])
+    both = run("cluster", "discover", "--read", str(nodes), "--read", str(port), "--json").json()
+    assert both["cluster"]["levels"][1]["bandwidth_bytes_per_s"] == 4e11 / 8 / 8
+    assert both["assumed"][-1] == "adapters of hosts that do not tell theirs: those of one host (1)"
+
+
+def test_a_report_is_one_line_of_json() -> None:
+    done = run("cluster", "report")
+    assert done.code == 0
+    (found,) = sources.reports(done.out).hosts
+    assert found.name
+
+
+def test_outside_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    done = run("cluster", "discover", "--slurm")
+    assert (done.code, "no allocation of Slurm" in done.err) == (2, True)
+
+
+def test_in_an_allocation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With programs that print what was captured, in the place of Slurm's."""
+    (tmp_path / "bin").mkdir()
+    texts = {
+        "srun": reports(tmp_path).read_text(),
+        "ibnetdiscover": captured("ibnetdiscover_superpod.txt"),
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        program = tmp_path / "bin" / name
+        program.write_text(f"#!/bin/sh\n{shutil.which('cat')} {tmp_path / name}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", ",".join(NAMES))
+    document = run("cluster", "discover", "--json").json()
+    assert document["cluster"]["num_gpus"] == 32
+    assert document["hosts"][NAMES[0]] == ["leaf_of_a06-p1-dgx-02-c01"]
+    assert [note.partition(":")[0] for note in document["notes"]].count("scontrol") == 2

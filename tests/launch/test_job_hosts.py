@@ -1,0 +1,44 @@
+"""Hosts that tell rank 0 what they have, and ranks that follow their switches."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from nest_megatron.cluster.hosts import Host
+from nest_megatron.integrations.megatron_lm import job_hosts
+from nest_megatron.integrations.megatron_lm.groups import ranks_by_host
+from tests.launch.test_agreement import join, on_all_ranks
+
+GROUPS = {"a": ("s1",), "b": ("s2",), "c": ("s1",)}
+
+
+def test_one_rank_of_each_host_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def look() -> Host:
+        told.append("looked")
+        return Host(name="other", groups=("s1",))
+
+    monkeypatch.setattr(job_hosts, "this_host", look)
+
+    def act(rank: int) -> str:
+        found = job_hosts.tell_hosts(join(rank, 3))
+        return " ".join(f"{host.name}:{host.groups[0]}" for host in found)
+
+    assert on_all_ranks(act) == [f"{socket.gethostname()}:s1", "", ""]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    told.clear()
+    assert job_hosts._told() == ""
+    assert not told
+
+
+def test_a_single_process_asks_nobody() -> None:
+    assert job_hosts.tell_hosts(None) == ()
+
+
+def test_hosts_of_one_switch_are_neighbours() -> None:
+    launched = ["a", "a", "b", "b", "c", "c"]
+    assert ranks_by_host(launched, GROUPS) == (0, 1, 4, 5, 2, 3)
+    assert ranks_by_host(["a", "a", "c", "c", "b", "b"], GROUPS) is None
