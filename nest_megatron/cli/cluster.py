@@ -31,12 +31,13 @@ def cluster() -> None:
 
 
 @cluster.subcommand("report", "nest-megatron cluster report")
-def cluster_report() -> None:
+@click.option("--name", help="What Slurm or Kubernetes calls this host; its own name if not given.")
+def cluster_report(*, name: str | None) -> None:
     """Print what this host has, in one line of JSON: for discover --read.
 
     Asked are NVML, nvidia-smi topo -m and Linux (/sys/class/infiniband). Nothing touches CUDA.
     """
-    say(json.dumps(to_plain(this_host())))
+    say(json.dumps(to_plain(this_host(name))))
 
 
 @cluster.subcommand(

@@ -53,8 +53,12 @@ class Host:
         return sum(each.rate_bits_per_s for each in self.adapters) / 8.0 / self.gpus.count
 
 
-def this_host() -> Host:
-    """What can be seen on this host without starting CUDA: by NVML, ``nvidia-smi`` and Linux."""
+def this_host(name: str | None = None) -> Host:
+    """What can be seen on this host without starting CUDA: by NVML, ``nvidia-smi`` and Linux.
+
+    Args:
+        name: as others call it; that of Slurm, or its own, if not given.
+    """
     gpus, unseen = _seen(local_gpus)
     matrix, told = (None, "")
     if gpus is not None:
@@ -62,7 +66,7 @@ def this_host() -> Host:
             lambda: parse_gpu_matrix(output_of(["nvidia-smi", "topo", "-m"], timeout_s=_MATRIX_S))
         )
     return Host(
-        name=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        name=name or os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         gpus=gpus,
         nvlinks=None if matrix is None else matrix.nvlinks,
         adapters=() if gpus is None else gpu_adapters(adapters_of_host(), matrix, gpus.count),

@@ -9,7 +9,7 @@ if [ -n "${POD_SELECTOR:-}" ]; then
   kubectl get pods -l "$POD_SELECTOR" -o 'jsonpath={range .items[*]}{.metadata.name} {.spec.nodeName}{"\n"}{end}' > pods.txt
   : > reports.jsonl
   while read -r pod node; do  # a pod does not know its node's name
-    kubectl exec "$pod" -- env SLURMD_NODENAME="$node" nest-megatron cluster report < /dev/null >> reports.jsonl
+    kubectl exec "$pod" -- nest-megatron cluster report --name "$node" < /dev/null >> reports.jsonl
   done < pods.txt
   reads+=(--read reports.jsonl)
 fi

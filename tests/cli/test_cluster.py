@@ -86,10 +86,10 @@ def test_labels_of_kubernetes_and_one_host_s_adapters() -> None:
 
 
 def test_a_report_is_one_line_of_json() -> None:
-    done = run("cluster", "report")
+    done = run("cluster", "report", "--name", "node7")
     assert done.code == 0
     (found,) = sources.reports(done.out).hosts
-    assert found.name
+    assert found.name == "node7"
 
 
 def test_outside_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:

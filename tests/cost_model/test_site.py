@@ -258,8 +258,8 @@ def test_a_network_with_other_figures_is_another(
 ) -> None:
     cluster = plans[0].cluster
     node, unit, spine = cluster.levels
-    slow = dataclasses.replace(spine, bandwidth_bytes_per_s=1e10)
-    measured = dataclasses.replace(cluster, levels=(node, unit, slow))
+    slow = [dataclasses.replace(level, bandwidth_bytes_per_s=1e10) for level in (unit, spine)]
+    measured = dataclasses.replace(cluster, levels=(node, *slow))
     assert calibration.differences(cluster) == ()
     assert calibration.differences(measured) == ("links with other figures",)
     # an allocation on one switch, or in other groups, has the same links

@@ -17,9 +17,9 @@ GROUPS = {"a": ("s1",), "b": ("s2",), "c": ("s1",)}
 def test_one_rank_of_each_host_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
-    def look() -> Host:
+    def look(name: str) -> Host:
         told.append("looked")
-        return Host(name="other", groups=("s1",))
+        return Host(name=name, groups=("s1",))
 
     monkeypatch.setattr(job_hosts, "this_host", look)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import socket
 
@@ -35,5 +34,4 @@ def tell_hosts(store: RendezvousStore | None) -> tuple[Host, ...]:
 def _told() -> str:
     if not is_first_of_host():
         return ""
-    host = dataclasses.replace(this_host(), name=socket.gethostname())  # as ranks name theirs
-    return json.dumps(to_plain(host))
+    return json.dumps(to_plain(this_host(socket.gethostname())))  # as ranks name their hosts
