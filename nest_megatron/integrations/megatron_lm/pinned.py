@@ -86,18 +86,21 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
 
 
 def _named_cluster(launched: LaunchedJob) -> Cluster | None:
-    words, launch = launched.words.job, launched.launch
-    if not names_cluster(words):
+    if not names_cluster(launched.words.job):
         return None
-    size = launched.args.world_size
+    return _found_cluster(launched, launched.args.world_size).cluster
+
+
+def _found_cluster(launched: LaunchedJob, size: int) -> JobCluster:
+    launch = launched.launch
     return find_cluster(
-        words,
+        launched.words.job,
         size,
         os.environ,
         dry_run=launch.dry_run,
         hosts=launched.hosts,
         mixed=MixedGpus(launch.mixed_gpus),
-    ).cluster
+    )
 
 
 def _actual(launched: LaunchedJob, job: Job, cluster: Cluster | None, world_size: int) -> ActualJob:
@@ -192,10 +195,10 @@ def _place(launched: LaunchedJob, planned: Cluster, actual: ActualJob) -> JobClu
 
     Where this host has other GPUs than the plan's, they are found as ``+nest=auto`` finds them.
     """
-    words, dry_run = launched.words.job, launched.launch.dry_run
+    words = launched.words.job
     other = actual.gpus is not None and not is_same_device(planned.accelerator, actual.gpus)
     if names_cluster(words) or other:
-        return find_cluster(words, actual.num_gpus, os.environ, dry_run=dry_run)
+        return _found_cluster(launched, actual.num_gpus)
     cluster, per_host = planned.resized(actual.num_gpus), actual.gpus_per_host
     if per_host not in (None, cluster.launch_gpus_per_host) and cluster.gpus_per_host is None:
         cluster = with_hosts_of(cluster, per_host)
