@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,26 +17,21 @@ from nest_megatron.cli.command_kinds import (
     FOLDER,
     NEXT,
     OUTPUT,
+    PATH,
     command,
     json_option,
     settings_argument,
 )
+from nest_megatron.cli.profile_asked import Asked, asked_by_plan, asked_by_settings
 from nest_megatron.cli.profile_device import measuring_here
 from nest_megatron.cluster.records import Precision
-from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.layout import LAYER_DEGREES
-from nest_megatron.config.overrides import parse, refuse_sweeps
-from nest_megatron.config.request import read_spec, request_of
-from nest_megatron.config.target import read_precision
 from nest_megatron.errors import UserInputError
-from nest_megatron.megatron_core.stage import require_megatron
+from nest_megatron.megatron_core.stage import Where, require_megatron
 from nest_megatron.megatron_core.substitutes import quiet
 from nest_megatron.model.implementation import Implementation
-from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import ModelFamily, TransformerSpec
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
-from nest_megatron.planner import plan
 from nest_megatron.profile import network, store
 from nest_megatron.profile.network import NetworkProfile
 from nest_megatron.profile.ranks import Ranks, leave, measure_network, meet, ranks
@@ -49,7 +43,7 @@ from nest_megatron.profile.records import (
     fingerprint,
     fingerprint_of,
 )
-from nest_megatron.profile.session import divides, usual_shards
+from nest_megatron.profile.session import BUDGET_S
 from nest_megatron.report.console import say, show, show_json
 
 if TYPE_CHECKING:
@@ -64,13 +58,21 @@ _NETWORK_SHARE = 0.25
     "nest-megatron profile model=llama3_8b train.seq_length=128 --max-seconds 5",
     "torchrun --nproc-per-node 8 -m nest_megatron.profile model=llama3_70b cluster=dgx_h100"
     f"{NEXT}cluster.num_gpus=64",
+    "torchrun --nproc-per-node 8 -m nest_megatron.profile --for plan.yaml",
 )
 @settings_argument
 @click.option("--config-dir", type=FOLDER, help="A folder with your own model/ or cluster/ files.")
 @click.option(
+    "--for",
+    "for_plan",
+    type=PATH,
+    metavar="PLAN.YAML",
+    help="Time what decides between the plan and runners-up that could be the fastest, alone.",
+)
+@click.option(
     "--max-seconds",
     type=float,
-    default=120.0,
+    default=BUDGET_S,
     show_default=True,
     help="Budget; shapes that the best plans need come first, the rest is interpolated.",
 )
@@ -103,6 +105,7 @@ class _Options:
 
     overrides: Sequence[str]
     config_dir: Path | None
+    for_plan: Path | None
     max_seconds: float
     implementation: str | None
     on_cpu: bool
@@ -132,20 +135,25 @@ def _run(options: _Options) -> None:
     if not options.max_seconds > 0:
         limit, fix = "it must be above 0", "Give the seconds."
         raise UserInputError("--max-seconds", value=options.max_seconds, limit=limit, fix=fix)
-    settings = parse(options.overrides, options.config_dir)
-    refuse_sweeps(settings)
-    composed = compose(settings, options.config_dir)
-    spec = read_spec(composed.config)
-    if spec.family is not ModelFamily.GPT:
-        limit = "only the layers of GPT-like models are built here"
-        fix = "Profile a GPT-like model; BERT is planned from data sheets."
-        raise UserInputError("model", value=spec.name, limit=limit, fix=fix)
+    if options.for_plan is None:
+        asked = asked_by_settings(options.overrides, options.config_dir)
+    else:
+        asked = asked_by_plan(options.for_plan, options.overrides)
     require_megatron("profile")
     here = ranks()
     times_network = options.collectives and here.size > 1
     budget = options.max_seconds * (1 - _NETWORK_SHARE if times_network else 1.0)
     measuring = measuring_here(here, options.implementation, on_cpu=options.on_cpu)
-    tasks = tasks_of_rank(composed, spec, here, measuring, again=options.again)
+    tasks = tasks_of_rank(asked, here, measuring, again=options.again)
+    if asked.plan is not None:
+        if not (tasks.num_shapes or times_network):
+            limit = f"{asked.names} have the same shapes of layers"
+            fix = "Run them: nest-megatron tune tells how long that takes."
+            raise UserInputError("--for", value=str(options.for_plan), limit=limit, fix=fix)
+        if here.rank == 0:
+            on_cpu = measuring.where is Where.CPU
+            words = asked.told(tasks.tasks, options.max_seconds, on_cpu=on_cpu)
+            print(words, file=sys.stderr, flush=True)
     timings, skipped = _time(tasks, measuring, started + budget)
     measured = None
     if here.size > 1:
@@ -191,27 +199,20 @@ class RankTasks:
         )
 
 
-def tasks_of_rank(
-    composed: Composed, spec: TransformerSpec, here: Ranks, measuring: Measuring, *, again: bool
-) -> RankTasks:
+def tasks_of_rank(asked: Asked, here: Ranks, measuring: Measuring, *, again: bool) -> RankTasks:
     """The tasks of one process: shapes that plans need first, and are not stored yet.
 
     Args:
         again: time what is stored already, too.
     """
     with quiet():
-        from nest_megatron.profile.session import share_of, tasks_of, this_machine
+        from nest_megatron.profile.session import share_of, this_machine
 
         machine = this_machine(measuring.where, measuring.implementation)
-    precision = read_precision(composed.config)
-    if precision is not Precision.BF16:
-        limit = "layers of the catalogue's models are timed in bf16"
-        fix = "Use bf16; +nest=auto nest.profile.mode=measure times a job in its own format."
-        raise UserInputError("train.precision", value=precision.value, limit=limit, fix=fix)
+    spec, precision = asked.spec, asked.precision
     known = () if again else _known(machine, spec, precision)
     flash = measuring.implementation is Implementation.TRANSFORMER_ENGINE
-    shards = (*_wanted_shards(composed, spec, flash), *usual_shards(spec, flash_attention=flash))
-    tasks = tasks_of(spec, shards)
+    tasks = asked.tasks(flash_attention=flash)
     stored = frozenset(timing.shape for timing in known).intersection(map(shape_of, tasks))
     # Shared out before what is known is left out: another rank may have stored its first by now.
     mine = share_of(tasks, here.rank, here.size)
@@ -239,29 +240,6 @@ def _known(machine: Machine, spec: TransformerSpec, precision: Precision) -> tup
     profiles = (entry.read() for entry in entries)
     own = (each for each in profiles if not each.imported and fingerprint_of(each) == wanted)
     return tuple(timing for profile in own for timing in profile.timings)
-
-
-def _wanted_shards(
-    composed: Composed, spec: TransformerSpec, flash: bool
-) -> tuple[LayerShard, ...]:
-    """Shards of the best plans by data sheets, where a cluster is given: they are needed first."""
-    if composed.config.cluster is None:
-        return ()
-    found = plan(dataclasses.replace(request_of(composed), times=None))
-    if not isinstance(found, ParallelPlan):
-        return ()
-    layouts: list[tuple[Any, int]] = [(found.parallel, found.train.micro_batch_size)]
-    layouts += [(other, other.micro_batch_size) for other in found.alternatives]
-    return tuple(
-        LayerShard(
-            **{name: getattr(layout, name) for name in LAYER_DEGREES},
-            micro_batch_size=micro_batch_size,
-            sequence_parallel=layout.tensor_model_parallel_size > 1,
-            flash_attention=flash,
-        )
-        for layout, micro_batch_size in layouts
-        if divides(spec, layout.tensor_model_parallel_size)
-    )
 
 
 def _time(own: RankTasks, measuring: Measuring, until: float) -> tuple[list[Timing], list[str]]:

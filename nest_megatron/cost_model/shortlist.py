@@ -17,7 +17,13 @@ from operator import mul, or_
 
 from nest_megatron.cost_model.cholesky import JITTER, Matrix, cholesky
 from nest_megatron.cost_model.mechanisms import Mechanism
-from nest_megatron.cost_model.uncertainty import RUN_NOISE, Predictive, covariance, mechanism_effect
+from nest_megatron.cost_model.uncertainty import (
+    DEVIATION,
+    RUN_NOISE,
+    Predictive,
+    covariance,
+    price_effects,
+)
 
 #: Plans whose steps differ by less are as fast as each other: two runs of one plan differ by that.
 AS_FAST = 2 * RUN_NOISE
@@ -34,6 +40,28 @@ _OUTCOMES = (
 )
 #: Draws for each of them.
 _OUTCOME_DRAWS = 500
+#: Outcomes along several axes, drawn, of which as many again have the other sign: for a gain, and
+#: for the plans that are left.
+_GAIN_OUTCOMES, _SIZE_OUTCOMES = 1_000, 25
+#: What ``nest-megatron profile`` measures: layers, and with several ranks the network between them.
+LAYERS = frozenset(
+    {Mechanism.GEMM, Mechanism.ATTENTION, Mechanism.GROUPED_GEMM, Mechanism.MEMORY_BOUND}
+)
+NETWORK = frozenset(
+    {
+        Mechanism.TENSOR,
+        Mechanism.CONTEXT,
+        Mechanism.EXPERT,
+        Mechanism.EXPERT_NETWORK,
+        Mechanism.REPLICAS,
+        Mechanism.FSDP,
+    }
+)
+#: Scale of the error that a measured network leaves: fitted levels are within 10 % of what they
+#: were fitted to (docs/accuracy.md).
+_NETWORK_NOISE = 0.1 / DEVIATION
+#: Runs that are told beside profiles, and the least gain: a tenth of a per cent is printed.
+_RUNS_TOLD, _LEAST_GAIN = 2, 5e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +78,15 @@ class Shortlist:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Something to measure before a plan is chosen: a mechanism by a profile, or a plan by a run.
+    """Something to measure before a plan is chosen: mechanisms by a profile, or a plan by a run.
 
     Args:
+        profile: its number, of those that can be made.
         gain_percent: by how much the choice after it is expected to be faster than without.
         shortlist_size: expected plans on the shortlist after it.
     """
 
-    mechanism: Mechanism | None
+    profile: int | None
     plan: int | None
     gain_percent: float
     shortlist_size: float
@@ -76,26 +105,35 @@ def shortlist(plans: Sequence[Predictive], level: float = 0.9) -> Shortlist:
     )
 
 
-def measurements(plans: Sequence[Predictive], level: float = 0.9) -> tuple[Measurement, ...]:
+def measurements(
+    plans: Sequence[Predictive],
+    level: float = 0.9,
+    profiles: Sequence[frozenset[Mechanism]] = (LAYERS, NETWORK),
+) -> tuple[Measurement, ...]:
     """What could be measured to tell the plans apart, the most useful first.
 
     Each is judged by the expected gain of choosing after it (the knowledge gradient of Frazier,
     Powell and Dayanik, 2009).
+
+    Args:
+        profiles: mechanisms that one profile measures, for each profile that can be made.
     """
     if len(plans) < 2:
         return ()
     logs, covariances = moments(plans)
-    effects = _effects(plans, covariances)
-    found = [(_gain(logs, effect), mechanism, plan, effect) for mechanism, plan, effect in effects]
-    found = sorted((each for each in found if each[0] > 0.0), key=lambda each: -each[0])
+    effects = [*_profiles(plans, profiles), *_runs(covariances)]
+    found = [(_gain(logs, axes), profile, plan, axes) for profile, plan, axes in effects]
+    found = sorted((each for each in found if each[0] >= _LEAST_GAIN), key=lambda each: -each[0])
+    runs = [plan for _, _, plan, _ in found if plan is not None][:_RUNS_TOLD]
     return tuple(
         Measurement(
-            mechanism=mechanism,
+            profile=profile,
             plan=plan,
             gain_percent=100.0 * gain,
-            shortlist_size=_size_after(logs, covariances, effect, level),
+            shortlist_size=_size_after(logs, covariances, axes, level),
         )
-        for gain, mechanism, plan, effect in found[:_TOLD]
+        for gain, profile, plan, axes in found
+        if plan is None or plan in runs
     )
 
 
@@ -105,66 +143,60 @@ def run_gains(plans: Sequence[Predictive]) -> tuple[float, ...]:
     As a share of the step; as in ``measurements``.
     """
     logs, covariances = moments(plans)
-    effects = _effects(plans, covariances)
-    return tuple(_gain(logs, effect) for _, plan, effect in effects if plan is not None)
+    return tuple(_gain(logs, axes) for _, _, axes in _runs(covariances))
 
 
-#: Measurements that are told, of all that there are.
-_TOLD = 3
+#: For each plan, by how much a standard deviation along each axis of an outcome moves it.
+_Axes = Sequence[Sequence[float]]
+#: A measurement: the number of a profile or of a plan that runs, and what it moves.
+_Effect = tuple[int | None, int | None, _Axes]
 
 
-def _effects(
-    plans: Sequence[Predictive], covariances: Matrix
-) -> Iterator[tuple[Mechanism | None, int | None, list[float]]]:
-    """By how much one standard deviation of each measurement's outcome moves each plan."""
-    mechanisms = sorted({mechanism for plan in plans for mechanism in plan.shares})
-    for mechanism in mechanisms:
-        if mechanism in _PROFILABLE:
-            yield mechanism, None, [mechanism_effect(plan, mechanism) for plan in plans]
+def _profiles(
+    plans: Sequence[Predictive], profiles: Sequence[frozenset[Mechanism]]
+) -> Iterator[_Effect]:
+    spent = {mechanism for plan in plans for mechanism in plan.shares}
+    for number, profile in enumerate(profiles):
+        if mechanisms := sorted(profile & spent):
+            of_layers = profile <= LAYERS
+            noise = plans[0].scales.mechanisms[Mechanism.PROFILED] if of_layers else _NETWORK_NOISE
+            yield number, None, [price_effects(plan, mechanisms, noise) for plan in plans]
+
+
+def _runs(covariances: Matrix) -> Iterator[_Effect]:
     for plan, row in enumerate(covariances):
-        yield None, plan, [value / math.sqrt(row[plan] + JITTER) for value in row]
+        yield None, plan, [(value / math.sqrt(row[plan] + JITTER),) for value in row]
 
 
-#: Mechanisms whose price a profile or a test of the network makes known.
-_PROFILABLE = frozenset(
-    {
-        Mechanism.GEMM,
-        Mechanism.ATTENTION,
-        Mechanism.GROUPED_GEMM,
-        Mechanism.MEMORY_BOUND,
-        Mechanism.LAUNCH,
-        Mechanism.TENSOR,
-        Mechanism.CONTEXT,
-        Mechanism.EXPERT,
-        Mechanism.EXPERT_NETWORK,
-        Mechanism.REPLICAS,
-        Mechanism.FSDP,
-        Mechanism.OPTIMIZER,
-    }
-)
+def _outcomes(num_axes: int, draws: int) -> list[tuple[tuple[float, ...], float]]:
+    """Outcomes of a measurement along so many axes, with weights that add up to one."""
+    if num_axes == 1:
+        return [((outcome,), weight) for outcome, weight in _OUTCOMES]
+    drawn = _drawn(num_axes, draws)
+    return [(tuple(sign * at for at in each), 0.5 / draws) for each in drawn for sign in (1, -1)]
 
 
-def _gain(logs: Sequence[float], effect: Sequence[float]) -> float:
+def _after(logs: Sequence[float], axes: _Axes, outcome: Sequence[float]) -> list[float]:
+    """The plans' logarithms after an outcome."""
+    return [log + sum(map(mul, moved, outcome)) for log, moved in zip(logs, axes, strict=True)]
+
+
+def _gain(logs: Sequence[float], axes: _Axes) -> float:
     """Expected gain of choosing after a measurement over choosing before."""
-    after = math.fsum(
-        weight * min(log + outcome * moved for log, moved in zip(logs, effect, strict=True))
-        for outcome, weight in _OUTCOMES
-    )
+    outcomes = _outcomes(len(axes[0]), _GAIN_OUTCOMES)
+    after = math.fsum(weight * min(_after(logs, axes, outcome)) for outcome, weight in outcomes)
     # What moves all plans alike moves no choice: the mean over outcomes of any one plan is its log.
     return max(0.0, min(logs) - after)
 
 
-def _size_after(
-    logs: Sequence[float], covariances: Matrix, effect: Sequence[float], level: float
-) -> float:
+def _size_after(logs: Sequence[float], covariances: Matrix, axes: _Axes, level: float) -> float:
     left = [
-        [value - a * b for value, b in zip(row, effect, strict=True)]
-        for row, a in zip(covariances, effect, strict=True)
+        [value - math.fsum(map(mul, a, b)) for value, b in zip(row, axes, strict=True)]
+        for row, a in zip(covariances, axes, strict=True)
     ]
     sizes = []
-    for outcome, weight in _OUTCOMES:
-        after = [log + outcome * moved for log, moved in zip(logs, effect, strict=True)]
-        draws = _as_fast(after, left, _OUTCOME_DRAWS)
+    for outcome, weight in _outcomes(len(axes[0]), _SIZE_OUTCOMES):
+        draws = _as_fast(_after(logs, axes, outcome), left, _OUTCOME_DRAWS)
         sizes.append(weight * len(_cover(draws, math.ceil(level * _OUTCOME_DRAWS))))
     return math.fsum(sizes)
 

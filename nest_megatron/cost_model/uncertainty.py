@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
 from statistics import NormalDist
@@ -28,6 +28,7 @@ from typing import Any
 import yaml
 
 from nest_megatron.catalogue_files import catalogue_root
+from nest_megatron.cost_model.cholesky import cholesky, solve_lower
 from nest_megatron.cost_model.features import (
     Confidence,
     Feature,
@@ -199,17 +200,28 @@ def covariance(a: Predictive, b: Predictive) -> float:
     return deviation(a.degrees) ** 2 * a.learned.factor * left
 
 
-def mechanism_effect(plan: Predictive, mechanism: Mechanism) -> float:
-    """By how much one standard deviation of a mechanism's price moves a plan's log step."""
-    scale, share = plan.scales.mechanisms[mechanism], plan.shares.get(mechanism, 0.0)
-    if plan.learned is None:
-        return DEVIATION * scale * share
-    known, factor = plan.learned.mechanisms[mechanism], plan.learned.factor
-    left = scale**2 - math.fsum(part * part for part in known)
-    if left <= 0.0:
-        return 0.0
-    common = share * scale**2 - math.fsum(map(mul, plan.learned.explained, known))
-    return deviation(plan.degrees) * math.sqrt(factor) * common / math.sqrt(left)
+def price_effects(
+    plan: Predictive, mechanisms: Sequence[Mechanism], noise: float
+) -> tuple[float, ...]:
+    """By how much what is measured of mechanisms' prices moves a plan's log step.
+
+    One number for each axis of the outcomes, of a standard deviation along it.
+
+    Args:
+        noise: scale of the error that a measurement leaves of each price.
+    """
+    scales, learned = plan.scales.mechanisms, plan.learned
+    known = [learned.mechanisms[each] if learned else () for each in mechanisms]
+    outcomes = [[-math.fsum(map(mul, a, b)) for b in known] for a in known]
+    common = [
+        plan.shares.get(each, 0.0) * scales[each] ** 2
+        - math.fsum(map(mul, learned.explained if learned else (), axes))
+        for each, axes in zip(mechanisms, known, strict=True)
+    ]
+    for number, each in enumerate(mechanisms):
+        outcomes[number][number] += scales[each] ** 2 + noise**2
+    spread = deviation(plan.degrees) * math.sqrt(learned.factor if learned else 1.0)
+    return tuple(spread * part for part in solve_lower(cholesky(outcomes), common))
 
 
 def shared_error(a: Predictive, b: Predictive) -> float:

@@ -320,7 +320,7 @@ def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> Pa
         record,
         request.space.sharding,
         choice=chosen.choice,
-        shortlist=chosen.shortlist() if request.shortlist else None,
+        shortlist=chosen.shortlist(searched.model) if request.shortlist else None,
         schedule=request.batch_schedule,
         lengths=request.sequence_lengths,
         site=request.site,

@@ -111,12 +111,13 @@ class Chosen:
     choice: Choice | None = None
     known: Mapping[SolvedGrid, Candidate] = dataclasses.field(default_factory=dict)
 
-    def shortlist(self) -> Shortlist | None:
+    def shortlist(self, model: CostModel) -> Shortlist | None:
         """Which of the plan and its runners-up could be the fastest, if that can be told."""
         plans = (self.plan, *self.others)
         if not all(plan in self.known for plan in plans):
             return None
-        return shortlisted([self.known[plan].step for plan in plans])
+        steps = [self.known[plan].step for plan in plans]
+        return shortlisted(model, steps, [plan.grid for plan in plans])
 
 
 class Comparison:

@@ -12,13 +12,14 @@ from nest_megatron.cost_model.device_memory import (
     outside_bytes,
     peak_error,
 )
-from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.shortlist import Measurement, measurements, shortlist
 from nest_megatron.cost_model.uncertainty import Predictive
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.objective import SURE, Objective, Shortlist, Uncertainty
 from nest_megatron.planner.request import PlanRequest
+from nest_megatron.planner.to_measure import Profile, minutes, profiles
+from nest_megatron.profile.choose import MEASURE_COMMAND
 from nest_megatron.units import Bytes, Seconds
 
 #: Chance with which a plan as fast as the fastest is on a shortlist.
@@ -78,43 +79,37 @@ def _least_ratio(known: Predictive, objective: Objective) -> float:
     return value_s / least.median_s
 
 
-def shortlisted(plans: Sequence[Predictive]) -> Shortlist:
+def shortlisted(model: CostModel, plans: Sequence[Predictive], grids: Sequence[Grid]) -> Shortlist:
     """Few plans of which one is as fast as the fastest, and what to measure to know more."""
     found = shortlist(plans, LEVEL)
+    can_be_made = [*profiles(model, grids, [grids[number] for number in found.plans])]
+    measured = measurements(plans, LEVEL, [each.mechanisms for each in can_be_made])
     return Shortlist(
         numbers=found.plans,
         chance=found.chance,
         chances=tuple(found.chances[number] for number in found.plans),
-        measurements=tuple(_words(each) for each in measurements(plans, LEVEL)),
+        measurements=tuple(
+            _words(each, None if each.profile is None else can_be_made[each.profile])
+            for each in measured
+        ),
     )
 
 
-_PIECES = {
-    Mechanism.GEMM: "GEMMs",
-    Mechanism.ATTENTION: "attention",
-    Mechanism.GROUPED_GEMM: "the experts' grouped GEMMs",
-    Mechanism.MEMORY_BOUND: "norms, activations and other kernels that memory bounds",
-    Mechanism.LAUNCH: "the time to launch kernels",
-    Mechanism.OPTIMIZER: "the optimizer step",
-}
-_TRAFFIC = {
-    Mechanism.TENSOR: "tensor-parallel",
-    Mechanism.CONTEXT: "context-parallel",
-    Mechanism.EXPERT: "the experts', inside nodes",
-    Mechanism.EXPERT_NETWORK: "the experts', across nodes",
-    Mechanism.REPLICAS: "replicas'",
-    Mechanism.FSDP: "FSDP's",
-}
-
-
-def _words(found: Measurement) -> str:
-    """A measurement and what it is worth, for people."""
-    if found.plan is not None:
+def _words(found: Measurement, profile: Profile | None) -> str:
+    """A measurement, what it costs and what it is worth, for people."""
+    faster = f"a choice {found.gain_percent:.1f} % faster"
+    if profile is not None and profile.num_nodes:
+        # how far a prediction can be off does not follow from a network that was measured
+        return f"{_time(profile)} on {_NODES[profile.num_nodes]} (the network): {faster}"
+    if profile is None:
         what = "a run of " + ("the plan" if found.plan == 0 else f"runner-up {found.plan}")
-    elif found.mechanism in _PIECES:
-        what = f"a profile of {_PIECES[found.mechanism]}"
     else:
-        assert found.mechanism is not None
-        what = f"a test of the network with traffic like {_TRAFFIC[found.mechanism]}"
-    left = f"{found.shortlist_size:.1f}"
-    return f"{what}: {left} plans left on average, a choice {found.gain_percent:.1f} % faster"
+        what = f"{_time(profile)} on one GPU ({profile.num_shapes} shapes of layers)"
+    return f"{what}: {found.shortlist_size:.1f} plans left on average, {faster}"
+
+
+_NODES = {1: "one node", 2: "two nodes"}
+
+
+def _time(profile: Profile) -> str:
+    return f"{minutes(profile.seconds)} of `{MEASURE_COMMAND} --for PLAN.YAML`"

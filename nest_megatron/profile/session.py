@@ -27,6 +27,8 @@ class Task:
     shard: LayerShard
 
 
+#: A profile ends after so long where nothing else is said.
+BUDGET_S: Seconds = 120.0
 #: Degrees that layouts inside one node use; what lies beyond is interpolated.
 TENSOR_SIZES = (1, 2, 4, 8)
 EXPERT_SIZES = (8, 4, 2, 1)
@@ -78,6 +80,21 @@ def tasks_of(spec: TransformerSpec, shards: Sequence[LayerShard]) -> tuple[Task,
             if not block.mixes_tokens or shard.context_parallel_size == 1:
                 seen.setdefault((block, point_of(spec, block, shard)), Task(block, shard))
     return tuple(seen.values())
+
+
+def telling_apart(spec: TransformerSpec, shards: Sequence[LayerShard]) -> tuple[Task, ...]:
+    """What tells layouts apart: blocks in the shapes that some of them have and others have not."""
+    shapes = [
+        {(t.block, point_of(spec, t.block, t.shard)) for t in tasks_of(spec, [s])} for s in shards
+    ]
+    common = set.intersection(*shapes) if shapes else set()
+    tasks = tasks_of(spec, shards)
+    return tuple(
+        task
+        for task in tasks
+        if can_time(task.block)
+        and (task.block, point_of(spec, task.block, task.shard)) not in common
+    )
 
 
 def share_of(tasks: Sequence[Task], rank: int, num_ranks: int) -> tuple[Task, ...]:

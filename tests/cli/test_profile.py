@@ -17,16 +17,15 @@ pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from nest_megatron.cli import profile as command
+from nest_megatron.cli.profile_asked import asked_by_plan, asked_by_settings
 from nest_megatron.cli.profile_device import measuring_here
-from nest_megatron.config.compose import compose
-from nest_megatron.config.overrides import parse
-from nest_megatron.config.request import read_spec
 from nest_megatron.errors import BAD_INPUT
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.profile import network, store
 from nest_megatron.profile.layer_timer import Measuring
 from nest_megatron.profile.ranks import Ranks
+from nest_megatron.profile.records import SHAPE
 from nest_megatron.profile.session import Task
 from tests.cli.runs import ROOT, Run, environment, run, spawn
 
@@ -153,6 +152,43 @@ def test_plans_on_a_profile_that_is_named(model: str, tmp_path: Path) -> None:
     assert named["provenance"]["profile"].startswith(name)
 
 
+def plan_for(model: str, path: Path, *words: str) -> Path:
+    """A plan of eight GPUs in a file, with its runners-up."""
+    job = ("cluster=dgx_h100", "cluster.num_gpus=8", "train.global_batch_size=64", *words)
+    done = run("plan", model, *job, f"out={path}")
+    assert done.code == 0, done.err
+    return path
+
+
+@pytest.mark.slow
+def test_what_decides_between_plans_is_timed_alone(model: str, tmp_path: Path) -> None:
+    plan = plan_for(model, tmp_path / "plan.yaml")
+    done = timed("--for", str(plan), *AMPLE, "--json")
+    assert done.code == 0, done.err
+    found = done.json()
+    differing = {
+        command.shape_of(task) for task in asked_by_plan(plan, ()).tasks(flash_attention=False)
+    }
+    assert {tuple(t[name] for name in ("piece", *SHAPE)) for t in found["measured"]} == differing
+    assert f"Timing {len(differing)} shapes of layers in which the plan and " in done.err
+    again = timed("--for", str(plan), *AMPLE, "--json").json()
+    assert (again["measured"], again["known"]) == ([], len(differing))
+
+
+def test_where_no_profile_decides_it_is_said(model: str, tmp_path: Path) -> None:
+    fixed = ("tensor_model_parallel_size=1", "micro_batch_size=1")
+    words = [f"parallel.{fixed[0]}", f"train.{fixed[1]}"]
+    plan = plan_for(model, tmp_path / "plan.yaml", *words)
+    done = run("profile", "--for", str(plan))
+    assert done.code == BAD_INPUT
+    assert "have the same shapes of layers" in done.err
+    assert "nest-megatron tune" in done.err
+    both = run("profile", "--for", str(plan), "model=llama3_8b")
+    assert both.code == BAD_INPUT
+    assert "the plan says what is timed" in both.err
+    assert run("profile", "--for", str(tmp_path / "none.yaml")).code == BAD_INPUT
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -179,13 +215,12 @@ def test_ranks_share_alike_whatever_is_stored_by_then(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that starts late finds the first timings of the others in the store."""
-    composed = compose(parse([model]))
+    asked = asked_by_settings([model], None)
     measuring = Measuring(where=Where.CPU, implementation=Implementation.LOCAL)
 
     def tasks_of_rank(rank: int) -> tuple[Task, ...]:
         here = Ranks(rank, 2, rank, 2)
-        spec = read_spec(composed.config)
-        return command.tasks_of_rank(composed, spec, here, measuring, again=False).tasks
+        return command.tasks_of_rank(asked, here, measuring, again=False).tasks
 
     monkeypatch.setattr(command, "_known", lambda *_: ())
     first, second = tasks_of_rank(0), tasks_of_rank(1)

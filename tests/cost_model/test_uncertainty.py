@@ -10,12 +10,13 @@ from scipy import stats
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.features import Feature, Level, Runs, confidence_of
 from nest_megatron.cost_model.mechanisms import Mechanism
-from nest_megatron.cost_model.shortlist import AS_FAST, measurements, shortlist
+from nest_megatron.cost_model.shortlist import AS_FAST, LAYERS, NETWORK, measurements, shortlist
 from nest_megatron.cost_model.student_t import DEGREES_OF_FREEDOM, quantile
 from nest_megatron.cost_model.uncertainty import (
     DEVIATION,
     Predictive,
     difference_deviation,
+    price_effects,
     probability_faster,
     shipped_calibration,
 )
@@ -111,11 +112,22 @@ def test_plans_that_no_measurement_tells_apart_are_one_entry() -> None:
 def test_a_profile_of_what_tells_plans_apart_is_worth_most() -> None:
     heavy = plan_of(10.0, {Mechanism.EXPERT: 0.4, Mechanism.GEMM: 0.6})
     light = plan_of(10.1, {Mechanism.GEMM: 1.0})
-    first = measurements((heavy, light))[0]
-    profiled = [m for m in measurements((heavy, light)) if m.mechanism is not None]
-    assert profiled[0].mechanism is Mechanism.EXPERT
-    assert first.gain_percent > 0
+    parts = [frozenset({Mechanism.GEMM}), frozenset({Mechanism.EXPERT}), LAYERS | NETWORK]
+    gains = {m.profile: m.gain_percent for m in measurements((heavy, light), profiles=parts)}
+    assert gains[2] >= gains[1] > gains.get(0, 0.0)
     assert measurements((heavy,)) == ()
+
+
+def test_what_a_profile_of_several_prices_tells_is_that_of_each() -> None:
+    """Errors of prices do not depend on each other, so that variances add up."""
+    plan = plan_of(1.0, {Mechanism.ATTENTION: 0.4, Mechanism.GROUPED_GEMM: 0.6})
+    both = price_effects(plan, [Mechanism.ATTENTION, Mechanism.GROUPED_GEMM], 0.03)
+    each = [price_effects(plan, [one], 0.03)[0] for one in plan.shares]
+    assert both == pytest.approx(each)
+    assert price_effects(plan, [Mechanism.EXPERT], 0.0) == pytest.approx([0.0])
+    (exact,) = price_effects(plan, [Mechanism.ATTENTION], 0.0)
+    assert exact == pytest.approx(0.4 * DEVIATION * plan.scales.mechanisms[Mechanism.ATTENTION])
+    assert 0 < each[0] < exact
 
 
 def test_confidence_counts_runs_like_the_plan() -> None:

@@ -27,3 +27,17 @@ def test_a_block_that_is_not_built_here_is_left_out_with_a_word() -> None:
     assert tasks
     assert not list(timings)
     assert "analytic" in said[LayerBlock.MAMBA]
+
+
+def test_shapes_that_all_layouts_have_tell_none_apart() -> None:
+    spec = catalogue.model("llama3_8b")
+    two, four = (LayerShard(tensor_model_parallel_size=tp, sequence_parallel=True) for tp in (2, 4))
+    assert session.telling_apart(spec, [two, two]) == ()
+    assert session.telling_apart(spec, []) == ()
+    found = session.telling_apart(spec, [four, two])
+    assert found == session.tasks_of(spec, [four, two])
+    moe = catalogue.model("mixtral_8x7b")
+    near, far = (LayerShard(expert_model_parallel_size=ep) for ep in (2, 8))
+    apart = session.telling_apart(moe, [near, far])
+    assert {task.block for task in apart} == {LayerBlock.EXPERTS}
+    assert len(apart) == 2

@@ -1,0 +1,124 @@
+"""What ``nest-megatron profile`` times: a model by its settings, or what decides between plans."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nest_megatron.api import load_plan
+from nest_megatron.cluster.records import Precision
+from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.layout import LAYER_DEGREES
+from nest_megatron.config.overrides import parse, refuse_sweeps
+from nest_megatron.config.request import read_spec, request_of
+from nest_megatron.config.target import read_precision
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.settings import restored_settings
+from nest_megatron.errors import UserInputError
+from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner import plan as find_plan
+from nest_megatron.planner.to_measure import minutes, profile_s, undecided
+from nest_megatron.profile.session import Task, divides, tasks_of, telling_apart, usual_shards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is to be timed.
+
+    Args:
+        layouts: that need their shapes first, each with its micro batch.
+        plan: whose undecided layouts these are; their differences alone are timed.
+        names: of these layouts in the plan's tables.
+    """
+
+    spec: TransformerSpec
+    precision: Precision
+    layouts: tuple[tuple[Any, int], ...]
+    plan: ParallelPlan | None = None
+    names: str = ""
+
+    def tasks(self, *, flash_attention: bool) -> tuple[Task, ...]:
+        """The blocks to time, those that are needed first before others."""
+        spec, shards = self.spec, self._shards(flash_attention)
+        if self.plan is not None:
+            return telling_apart(spec, shards)
+        return tasks_of(spec, (*shards, *usual_shards(spec, flash_attention=flash_attention)))
+
+    def _shards(self, flash_attention: bool) -> list[LayerShard]:
+        return [
+            LayerShard(
+                **{name: getattr(layout, name) for name in LAYER_DEGREES},
+                micro_batch_size=micro_batch_size,
+                sequence_parallel=layout.tensor_model_parallel_size > 1,
+                flash_attention=flash_attention,
+            )
+            for layout, micro_batch_size in self.layouts
+            if divides(self.spec, layout.tensor_model_parallel_size)
+        ]
+
+    def told(self, tasks: Sequence[Task], max_seconds: float, *, on_cpu: bool) -> str:
+        """How long the tasks of a process take, before they begin."""
+        assert self.plan is not None
+        what = f"{len(tasks)} shapes of layers in which {self.names} differ"
+        settings = restored_settings(self.plan.provenance.settings)
+        model = CostModel(self.plan.model, self.plan.cluster, settings)
+        needed = "" if on_cpu else f"{minutes(profile_s(model, tasks))}; "
+        return f"Timing {what}: {needed}none begins after {max_seconds:g} s (--max-seconds)."
+
+
+def asked_by_settings(overrides: Sequence[str], config_dir: Path | None) -> Asked:
+    """The layers of a model; with a cluster first those of the best plans by data sheets."""
+    settings = parse(overrides, config_dir)
+    refuse_sweeps(settings)
+    composed = compose(settings, config_dir)
+    spec = read_spec(composed.config)
+    precision = read_precision(composed.config)
+    _require_timed(spec, precision)
+    return Asked(spec=spec, precision=precision, layouts=_best_layouts(composed))
+
+
+def asked_by_plan(path: Path, overrides: Sequence[str]) -> Asked:
+    """What decides between a plan and those of its runners-up that could be the fastest."""
+    if overrides:
+        limit, fix = "the plan says what is timed", "Leave the settings out."
+        raise UserInputError("--for", value=" ".join(overrides), limit=limit, fix=fix)
+    plan = load_plan(path).record
+    _require_timed(plan.model, plan.train.precision)
+    own = (plan.parallel, plan.train.micro_batch_size)
+    others = [(other, other.micro_batch_size) for other in plan.alternatives]
+    numbers = sorted(undecided(plan))
+    listed = ", ".join(str(number) for number in numbers if number)
+    names = [*(["the plan"] if 0 in numbers else []), *([f"runners-up {listed}"] if listed else [])]
+    return Asked(
+        spec=plan.model,
+        precision=plan.train.precision,
+        layouts=tuple([own, *others][number] for number in undecided(plan)),
+        plan=plan,
+        names=" and ".join(names),
+    )
+
+
+def _require_timed(spec: TransformerSpec, precision: Precision) -> None:
+    if spec.family is not ModelFamily.GPT:
+        limit = "only the layers of GPT-like models are built here"
+        fix = "Profile a GPT-like model; BERT is planned from data sheets."
+        raise UserInputError("model", value=spec.name, limit=limit, fix=fix)
+    if precision is not Precision.BF16:
+        limit = "layers of the catalogue's models are timed in bf16"
+        fix = "Use bf16; +nest=auto nest.profile.mode=measure times a job in its own format."
+        raise UserInputError("train.precision", value=precision.value, limit=limit, fix=fix)
+
+
+def _best_layouts(composed: Composed) -> tuple[tuple[Any, int], ...]:
+    if composed.config.cluster is None:
+        return ()
+    found = find_plan(dataclasses.replace(request_of(composed), times=None))
+    if not isinstance(found, ParallelPlan):
+        return ()
+    others = ((other, other.micro_batch_size) for other in found.alternatives)
+    return ((found.parallel, found.train.micro_batch_size), *others)
