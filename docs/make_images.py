@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 IMAGES = Path(__file__).resolve().parent / "images"
-WINDOW = "1240,1890"
+WINDOW = "1240,2700"
 LLAMA = "model=llama3_70b cluster=h100_spine_leaf"
 #: Run one after another in a folder of their own; IMAGES stands for docs/images.
 COMMANDS = (
