@@ -227,6 +227,10 @@ def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:
         key, _, value = override.lstrip("+~").partition("=")
         if override in str(error) or f"full_key: {key}" in str(error):
             what, wrong = key, value
+        group, _, inner = key.partition(".")
+        if inner and group in GROUPS and "root: NoneType" in str(error):  # there is no such node
+            limit, fix = f"no {group} is named whose field it could be", f"Name one: {group}=NAME."
+            return UserInputError(key, value=value, limit=limit, fix=fix)
     limit = first_line(error.__cause__ or error)
     fix = "Correct the value; hydra_configs/plan.yaml and the catalogue show what is expected."
     return UserInputError(what, value=wrong, limit=limit, fix=fix)

@@ -124,7 +124,6 @@ class Job:
     batch_schedule: BatchSchedule | None = None
     micro_batch_size: int | None = None
     precision: Precision = Precision.BF16
-    fp8_recipe: str = "delayed"
     transformer_impl: str = "transformer_engine"
     fixed: Mapping[str, Any] = field(default_factory=dict)
     free: FreeParameters = FreeParameters()

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from nest_megatron.config.batch import REPLICA_DEGREES
 from nest_megatron.config.compose import Composed
-from nest_megatron.config.request import REPLICA_DEGREES, check_quotients, request_of
+from nest_megatron.config.request import check_quotients, request_of
 from nest_megatron.config.space import fixed_degrees, read_rank_order, read_recompute, read_zero
 from nest_megatron.errors import UserInputError, require_at_least
 from nest_megatron.model.shard import LayerShard

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec
 
 from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.cluster.records import Cluster, Precision
+from nest_megatron.config.batch import REPLICA_DEGREES, batch_of, batch_schedule_of
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.defaults import naming_defaults
 from nest_megatron.config.job import Job
@@ -38,12 +39,11 @@ from nest_megatron.config.target import (
     read_settings,
     read_target,
     stated_packages,
+    stated_recipe,
 )
 from nest_megatron.cost_model.features import SCANNED
 from nest_megatron.cost_model.goodput import Reliability
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.target_defaults import MEGATRON_LM
-from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import (
     UnplannableModelError,
     UserInputError,
@@ -53,7 +53,7 @@ from nest_megatron.errors import (
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
+from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.device_rules import device_notes, require_recipe
 from nest_megatron.parallel.knobs import KnobConditions, always_on, open_values, unknown_packages
 from nest_megatron.parallel.objective import Objective
@@ -67,19 +67,9 @@ from nest_megatron.solver.space import SearchSpace
 
 Rest = ParamSpec("Rest")
 
-#: Sequences of one optimizer step where nobody says: with 8,192 tokens each, the 4 Mi tokens a step
-#: that models of 70 B parameters and more are trained with.
-DEFAULT_GLOBAL_BATCH_SIZE = 512
-
 #: Bandwidth from which activations can wait on the host: above PCIe of the fifth generation
 #: (63 GB/s), below NVLink-C2C.
 _FAST_LINK = 1e11
-#: Degrees whose product is the ranks of one replica.
-REPLICA_DEGREES = (
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "pipeline_model_parallel_size",
-)
 _BATCH_DEGREES = ("data_parallel_size", "micro_batch_size")
 
 
@@ -89,6 +79,7 @@ def catalogue_job(composed: Composed) -> Job:
     return Job(
         spec=read_spec(composed.config),
         version=target.megatron_core,
+        memory_flags=stated_recipe(composed.config),
         can_state=fields_of(target),
         notes=composed.notes,
     )
@@ -149,13 +140,12 @@ def request_for(
             GPUs or the batch.
     """
     config = composed.config
+    if job.target is not None:
+        _require_own_words(config, job, prefix)
     spec = with_images(with_seq_length(job.spec, config.train.seq_length), config.train)
-    if job.target is not None and read_adapters(config) is not None:
-        limit, fix = "the job says itself what it trains", "Leave it out."
-        raise UserInputError("peft.scheme", value=config.peft.scheme, limit=limit, fix=fix)
     job = dataclasses.replace(job, spec=spec)
-    schedule = _schedule(config, job)
-    batch, notes = _batch(config, job, cluster.num_gpus, schedule)
+    schedule = batch_schedule_of(config, job)
+    batch, notes = batch_of(config, job, cluster.num_gpus, schedule)
     space = dataclasses.replace(space, batch_unit=schedule.batch_unit if schedule else None)
     job = dataclasses.replace(job, capturable=job.capturable and schedule is None)
     policy = read_policy()
@@ -237,6 +227,25 @@ def request_for(
     )
 
 
+def _require_own_words(config: PlanConfig, job: Job, prefix: str) -> None:
+    """Refuse settings that would price another job than the one that runs."""
+    if read_adapters(config) is not None:
+        limit, fix = "the job says itself what it trains", "Leave it out."
+        raise UserInputError("peft.scheme", value=config.peft.scheme, limit=limit, fix=fix)
+    own: dict[str, Any] = {
+        "seq_length": job.spec.seq_length,
+        "precision": job.precision.value,
+        "fp8_recipe": job.memory_flags.get("fp8_recipe"),
+    }
+    for name, value in own.items():
+        asked = getattr(config.train, name)
+        if asked not in (None, value):
+            limit = f"the job itself says {value}, and would run so"
+            raise UserInputError(
+                f"{prefix}train.{name}", value=asked, limit=limit, fix="Change the job."
+            )
+
+
 def _scan_notes(spec: TransformerSpec) -> tuple[str, ...]:
     """What is known of layers whose kernels nobody has published a measurement of."""
     if SCANNED.isdisjoint(spec.blocks):
@@ -261,44 +270,6 @@ def _image_notes(spec: TransformerSpec) -> tuple[str, ...]:
     )
 
 
-def _schedule(config: PlanConfig, job: Job) -> BatchSchedule | None:
-    """How the batch grows: as the job says, or the settings of a model of the catalogue."""
-    train, own = config.train, job.batch_schedule
-    size = train.global_batch_size
-    settings = {RAMPUP: train.rampup_batch_size, STEPS: train.step_batch_size_schedule}
-    stated: dict[str, Any] = {n: value for n, value in settings.items() if value is not None}
-    if own is not None and size is not None:
-        stated["global_batch_size"] = size
-    for name, value in stated.items() if own or job.command or job.fixed else ():
-        limit, fix = "the batch, and how it grows, are the job's own", "Change the job."
-        raise UserInputError(f"train.{name}", value=value, limit=limit, fix=fix)
-    if own is not None or not stated:
-        return own
-    _require_taken(stated, read_target(config, job.target), size)
-    return read_schedule(
-        stated.get,
-        last=size,
-        seq_length=job.spec.seq_length,
-        samples=train.train_samples,
-        name="train.{}".format,
-    )
-
-
-def _require_taken(stated: Mapping[str, object], target: Target, size: int | None) -> None:
-    """Refuse a way to state a growing batch that the target does not have.
-
-    0.16.1 knows no schedule of steps, 0.20 takes no notice of a ramp.
-    """
-    taken = RAMPUP if target.megatron_core.startswith("0.16") else STEPS
-    for name in stated.keys() - {taken}:
-        limit = f"{target.framework} with megatron-core {target.megatron_core} does not take it"
-        fix = f"Give train.{taken}, or another target."
-        raise UserInputError(f"train.{name}", value=stated[name], limit=limit, fix=fix)
-    if taken == STEPS and size is not None:
-        limit, fix = "the schedule says every size", "Leave it out."
-        raise UserInputError("train.global_batch_size", value=size, limit=limit, fix=fix)
-
-
 def _length_notes(config: PlanConfig, job: Job, lengths: SequenceLengths | None) -> Iterator[str]:
     packs = job.packs if config.train.sequence_packing is None else config.train.sequence_packing
     if packs and lengths is None:
@@ -307,43 +278,6 @@ def _length_notes(config: PlanConfig, job: Job, lengths: SequenceLengths | None)
             "each pack were one sequence, the most that it can be. train.sequence_lengths=FILE, or "
             "train.sequence_length_mean and train.sequence_length_std say it."
         )
-
-
-def _batch(
-    config: PlanConfig, job: Job, num_gpus: int, schedule: BatchSchedule | None
-) -> tuple[int, list[str]]:
-    """The global batch size, and what was assumed of the job.
-
-    Megatron's own, where none is given, is one micro batch on each replica of the user's layout.
-    Source: ``validate_args`` (0.16.1 :591).
-    """
-    notes, stated = list(job.notes), config.train.global_batch_size
-    batch = job.global_batch_size if stated is None else stated
-    if schedule is not None:
-        batch = schedule.longest
-        known = "with which most of the run is trained"
-        if schedule.parts[-1].samples is None:
-            known = "the last; with the length of the run (train_samples) it would be the longest"
-        notes.append(
-            f"The batch grows ({schedule.words()}): every layout that is searched is legal at each "
-            f"size; the plan is the best at {batch}, {known}."
-        )
-    if batch is None:
-        batch = DEFAULT_GLOBAL_BATCH_SIZE
-        if job.micro_batch_size and job.num_gpus is not None:
-            one_replica = math.prod(int(job.fixed.get(name) or 1) for name in REPLICA_DEGREES)
-            batch = job.micro_batch_size * max(1, num_gpus // one_replica)
-        name = "train.global_batch_size" if job.target is None else "--global-batch-size"
-        notes.append(f"{name} is not given; {batch} sequences are assumed.")
-    target = read_target(config, job.target)
-    if job.target is None and config.target is None:
-        own = f"{target.framework} is assumed (target={target.name})"
-        notes.append(f"No framework is named; {own}.")
-    elif job.target is None and target not in MEGATRON_LM:
-        notes.append(f"The plan is for {target.framework}; docs/nemo.md says how recipes take it.")
-    if job.num_gpus not in (None, num_gpus):
-        notes.append(f"The launcher starts {job.num_gpus} ranks, but the plan is for {num_gpus}.")
-    return batch, notes
 
 
 def _times(

@@ -30,6 +30,7 @@ class TrainConfig:
     image_tokens: int | None = None
     images: int | None = None
     precision: str | None = None
+    fp8_recipe: str | None = None
 
 
 @dataclass(kw_only=True)

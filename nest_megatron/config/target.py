@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.job import Job
@@ -24,6 +24,7 @@ from nest_megatron.cost_model.target_defaults import (
     target_named,
 )
 from nest_megatron.cost_model.targets import Target
+from nest_megatron.cost_model.traits import Fp8Recipe
 from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.model.adapters import Adapters, PeftScheme
 from nest_megatron.model.execution import Execution
@@ -40,6 +41,8 @@ from nest_megatron.solver.space import SearchSpace
 #: Module of DeepEP whose presence tells that it has HybridEP's kernels as well. Source:
 #: deepseek-ai/DeepEP, branch hybrid-ep, deep_ep/hybrid_ep_buffer.py.
 _HYBRID_EP = "hybrid_ep_buffer.py"
+#: Recipes of ``--fp8-recipe`` that need no code of the user's.
+_FP8_RECIPES = [each.value for each in Fp8Recipe if each not in (Fp8Recipe.CUSTOM, Fp8Recipe.NVFP4)]
 
 
 def fixed_choices(
@@ -169,7 +172,22 @@ def read_numeric_offers(
 def read_precision(config: PlanConfig, own: Precision = Precision.BF16) -> Precision:
     """The number format: the one asked for, or the job's own."""
     named = config.train.precision
+    if named in _FP8_RECIPES:
+        limit, fix = "it is a recipe of fp8", f"train.precision=fp8 train.fp8_recipe={named}."
+        raise UserInputError("train.precision", value=named, limit=limit, fix=fix)
     return own if named is None else choice("train.precision", named, Precision)
+
+
+def stated_recipe(config: PlanConfig) -> Mapping[str, Any]:
+    """How scales of fp8 numbers are found, where the configuration says it, as Megatron's flag."""
+    named = config.train.fp8_recipe
+    if named is None:
+        return {}
+    require_known("train.fp8_recipe", named, _FP8_RECIPES)
+    if read_precision(config) is not Precision.FP8:
+        limit, fix = "it needs train.precision=fp8", "Add it."
+        raise UserInputError("train.fp8_recipe", value=named, limit=limit, fix=fix)
+    return {"fp8_recipe": named}
 
 
 def read_target(config: PlanConfig, own: Target | None = None) -> Target:

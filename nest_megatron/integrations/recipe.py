@@ -170,7 +170,6 @@ def job_of_fields(
         batch_schedule=batch_schedule(root, paths, spec.seq_length, target),
         micro_batch_size=micro,
         precision=precision[0],
-        fp8_recipe=precision[1],
         fixed=MappingProxyType({**fixed, **execution}),
         required={
             **required,

@@ -59,7 +59,7 @@ class Recompute:
         if full != (self.method is not None) or full != (self.num_layers is not None):
             what = "parallel.recompute_method / recompute_num_layers"
             limit = "they go with recompute_granularity full, and only with it"
-            fix = "Set both with full, neither otherwise."
+            fix = "Set both with full (uniform, 1 keeps one input a layer), neither otherwise."
             raise UserInputError(what, value=(self.method, self.num_layers), limit=limit, fix=fix)
         if self.num_layers is not None and self.num_layers < 1:
             what = "parallel.recompute_num_layers"

@@ -53,6 +53,9 @@ BAD = {
     "nan assumption": ((*LLAMA, "cost.dp_overlap=nan"), "between 0 and 1"),
     "full margin": ((*LLAMA, "memory.margin=1.0"), "between"),
     "unknown precision": ((*LLAMA, "train.precision=bf17"), "bf16"),
+    "a recipe of fp8": ((*LLAMA, "train.precision=mxfp8"), "train.fp8_recipe=mxfp8"),
+    "a recipe without fp8": ((*LLAMA, "train.fp8_recipe=mxfp8"), "train.precision=fp8"),
+    "a field of no model": ((*WITHOUT_MODEL, "model.num_layers=3"), "model=NAME"),
     "unknown order": ((*LLAMA, "parallel.rank_order=dp"), "tp-cp-ep-dp-pp"),
     "zero stage 4": ((*LLAMA, "parallel.zero_stage=4"), "0, 1, 2 or 3"),
     "half a recompute": ((*LLAMA, "parallel.recompute_granularity=full"), "Set both"),
@@ -157,6 +160,21 @@ def test_a_command_whose_wish_cannot_be_kept(flags: str, words: str) -> None:
     freed = ("--free", "all")
     done = run("plan", "--from", JOB + flags, "cluster=dgx_h100", "cluster.num_gpus=8", *freed)
     assert done.code == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "own"),
+    [
+        ("train.precision=fp8", "bf16"),
+        ("train.seq_length=2048", "1024"),
+        ("train.fp8_recipe=mxfp8", "delayed"),
+    ],
+)
+def test_a_job_is_not_priced_as_another_one(setting: str, own: str) -> None:
+    """The command would stay as it is: its price would be that of no job."""
+    done = run("plan", "--from", JOB, "cluster=dgx_h100", "cluster.num_gpus=8", setting)
+    assert done.code == 2
+    assert f"{setting.replace('=', ' = ')}: the job itself says {own}" in done.err
 
 
 def test_a_misspelt_free() -> None:

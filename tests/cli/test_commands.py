@@ -244,11 +244,12 @@ def test_every_cluster_has_details(name: str) -> None:
 
 
 def test_nothing_fits() -> None:
-    done = run("plan", "model=llama3_70b", "cluster=dgx_h100", "cluster.num_gpus=8")
+    large = ("plan", "model=llama3_70b", "cluster=dgx_h100", "cluster.num_gpus=8")
+    done = run(*large, "search.max_seconds=600")
     assert done.code == 1
     assert "GiB" in done.out
     assert "cluster.num_gpus=24" in done.out
-    refusal = run("plan", "model=llama3_70b", "cluster=dgx_h100", "cluster.num_gpus=8", "--json")
+    refusal = run(*large, "--json")
     assert refusal.code == 1
     assert refusal.json()["no_plan"]["missing_bytes"] > 0
 
@@ -363,6 +364,14 @@ def test_a_command_is_rewritten_with_every_change_shown() -> None:
     assert "--sequence-parallel" in done.out
     assert "absent -> 2" in done.out  # of the pipeline; what was typed stays
     assert "--data-cache-path /tmp/cache" in " ".join(done.out.replace("\\\n", " ").split())
+
+
+def test_a_command_is_written_with_the_recipe_that_was_priced(tmp_path: Path) -> None:
+    job = ("model=llama3_8b", "cluster=b200", "cluster.num_gpus=8", f"out={tmp_path / 'plan.yaml'}")
+    fp8 = ("train.precision=fp8", "train.fp8_recipe=mxfp8", "search.num_alternatives=0")
+    assert run("plan", *job, *fp8).code == 0
+    written = " ".join(run("explain", str(tmp_path / "plan.yaml")).out.replace("\\\n", " ").split())
+    assert "--fp8-format hybrid --fp8-recipe mxfp8" in written
 
 
 def test_a_command_from_standard_input() -> None:

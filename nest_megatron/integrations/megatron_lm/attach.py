@@ -74,7 +74,7 @@ def launch_request(
         sharding=sharding(plan.parallel),
         cuda_graphs=cuda_graphs(values),
         optimizer=str(values.get("optimizer") or "adam"),
-        fp8_recipe=values.get("fp8_recipe") or "delayed",
+        fp8_recipe=values.get("fp8_recipe") or traits.fp8_recipe.value,
         transformer_impl=engine,
         fused_attention=traits.flash_attention,
         gradient_bytes=traits.gradient_bytes,

@@ -12,7 +12,7 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.cluster_detection import JobCluster
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.job import FreeParameters, Job, ReadCommand
-from nest_megatron.config.request import read_cluster, read_spec, request_for, with_seq_length
+from nest_megatron.config.request import read_cluster, read_spec, request_for
 from nest_megatron.config.target import installed_packages
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm import checkpoint, namespace
@@ -91,7 +91,6 @@ def job_request(
     Raises:
         UserInputError: for a setting that cannot be kept.
     """
-    job = dataclasses.replace(job, spec=with_seq_length(job.spec, composed.config.train.seq_length))
     space, offer = job_space(job, composed.config)
     return request_for(
         *(job, cluster, composed, space),

@@ -180,7 +180,6 @@ def job_from_values(
         batch_schedule=schedule,
         micro_batch_size=values.get("micro_batch_size"),
         precision=precision,
-        fp8_recipe=values.get("fp8_recipe") or "delayed",
         transformer_impl=values.get("transformer_impl") or "transformer_engine",
         fixed=MappingProxyType({name: values.get(name) for name in _fixed(values, explicit)}),
         recompute=read_recompute(values),
