@@ -77,7 +77,8 @@ class Command(Examples):
                 pairs = [str(text).lstrip("+").partition("=")[::2] for text in values]
                 named = {key: Path(value.strip("'\"")) for key, value in pairs if value}
                 out = named.pop("out", None)
-                if out is not None and str(out) != "null" and not context.params.get("multirun"):
+                is_folder = context.params.get("multirun") or context.params.get("for_gpus")
+                if out is not None and str(out) != "null" and not is_folder:
                     outputs.append(("out", out))
                 inputs += named.values()
             else:

@@ -28,6 +28,8 @@ from nest_megatron.cluster.placement import Launcher
     "nest-megatron plan --from 'pretrain_gpt.py <your flags>' cluster=dgx_h100 --free all",
     f"nest-megatron plan model=llama3_8b cluster=dgx_h100 train.global_batch_size=480{NEXT}"
     "--for-nodes 3..5",
+    f"nest-megatron plan model=llama3_8b cluster=dgx_h100 train.global_batch_size=256{NEXT}"
+    "--for-gpus 8..32 cost.gpu_hour=2.5",
     "nest-megatron plan -m model=llama3_8b cluster=dgx_h100 train.global_batch_size=256,512",
     f"nest-megatron plan model=llama3_8b cluster=h100_spine_leaf --hosts racks.txt{NEXT}"
     "--write-hostfile ranks.txt",
@@ -84,6 +86,12 @@ from nest_megatron.cluster.placement import Launcher
     show_default=True,
     help="That reads --write-hostfile.",
 )
+@click.option(
+    "--for-gpus",
+    metavar="RANGE",
+    help="Plan for each of these numbers of GPUs, 64..4096 by doubling or 64..512:64, and say "
+    "which are worth it: their time, their cost and how well the job scales.",
+)
 @json_option
 def plan(**options: Any) -> int:
     """Find the plan that is expected to be the fastest and to fit in memory.
@@ -92,11 +100,14 @@ def plan(**options: Any) -> int:
     """
     from nest_megatron.cli.plan_table import run_plan_table
     from nest_megatron.cli.planning import PlanOptions, run_plan
+    from nest_megatron.cli.scaling import run_scaling
     from nest_megatron.cli.sweep import run_sweep
 
     given = PlanOptions(**options, begun_s=click.get_current_context().obj)
     if given.for_nodes is not None:
         return run_plan_table(given)
+    if given.for_gpus is not None:
+        return run_scaling(given)
     return run_sweep(given) if given.multirun else run_plan(given)
 
 

@@ -31,7 +31,8 @@ def run_plan_table(options: PlanOptions) -> int:
     settings, launcher = options.settings()
     assert options.for_nodes is not None
     counts = read_counts(options.for_nodes)
-    _refuse_others(options, launcher)
+    refuse_other_jobs(options, _OPTION)
+    _refuse_launcher(launcher)
     composed = sized(composed_settings(settings, options.config_dir), counts)
     with progress() as report:
         job = _job(composed, options)
@@ -65,40 +66,56 @@ def _job(composed: Composed, options: PlanOptions) -> TableJob:
     )
 
 
-def read_counts(text: str) -> tuple[int, ...]:
-    """Numbers of nodes: ``16``, ``120..128`` or ``96..128:8``.
+def read_counts(text: str, option: str = _OPTION, *, doubling: bool = False) -> tuple[int, ...]:
+    """Numbers of nodes or GPUs: ``16``, ``120..128`` or ``96..128:8``.
+
+    Args:
+        doubling: a range without a step doubles, and does not grow by 1.
 
     Raises:
         UserInputError: for anything else, a range that is empty, or one of more than 1,000.
 
-    >>> read_counts("12..16:2")
-    (12, 14, 16)
+    >>> read_counts("12..16:2"), read_counts("64..300", doubling=True)
+    ((12, 14, 16), (64, 128, 256))
     """
-    fix = f"Write for example {_OPTION} 120..128, or 96..128:8."
+    of, example = "nodes", "120..128, or 96..128:8"
+    if doubling:
+        of, example = "GPUs", "64..4096, which doubles, or 64..512:64"
 
     def wrong(limit: str) -> UserInputError:
-        return UserInputError(_OPTION, value=text, limit=limit, fix=fix)
+        fix = f"Write for example {option} {example}."
+        return UserInputError(option, value=text, limit=limit, fix=fix)
 
     if (found := _RANGE.fullmatch(text.strip())) is None:
-        raise wrong("it is a number of nodes, or the first and the last of a range")
+        raise wrong(f"it is a number of {of}, or the first and the last of a range")
     first, last, step = (int(part) if part else None for part in found.groups())
     assert first is not None
     if first < 1 or step == 0:
-        raise wrong("nodes, and the step between two numbers of them, are at least 1")
+        raise wrong(f"{of}, and the step between two numbers of them, are at least 1")
     if last is not None and last < first:
         raise wrong(f"the range goes up, and {last} is below {first}")
-    counts = range(first, (first if last is None else last) + 1, step or 1)
+    last = first if last is None else last
+    counts: Sequence[int] = range(first, last + 1, step or 1)
+    if doubling and step is None:
+        counts = [first << power for power in range((last // first).bit_length())]
     if len(counts) > _MOST:
         raise wrong(f"it is {len(counts)} numbers, and at most {_MOST} are planned at once")
     return tuple(counts)
 
 
-def _refuse_others(options: PlanOptions, launcher: Sequence[Setting]) -> None:
+def refuse_other_jobs(options: PlanOptions, option: str) -> None:
     """Refuse options that mean one plan, or other jobs."""
-    for name, given in (("--multirun", options.multirun), ("--shortlist", options.shortlist)):
+    for name, given in (
+        ("--multirun", options.multirun),
+        ("--shortlist", options.shortlist),
+        ("--for-gpus", options.for_gpus is not None and option != "--for-gpus"),
+    ):
         if given:
             limit, fix = "the table is of one job", "Leave one of the two out."
-            raise UserInputError(name, value=_OPTION, limit=limit, fix=fix)
+            raise UserInputError(name, value=option, limit=limit, fix=fix)
+
+
+def _refuse_launcher(launcher: Sequence[Setting]) -> None:
     for setting in launcher:
         limit = "a launcher runs the jobs of a sweep"
         raise UserInputError(setting.key, value=setting.value, limit=limit, fix="Leave it out.")

@@ -59,6 +59,7 @@ class PlanOptions:
     hosts: Path | None
     hostfile: Path | None
     launcher: str
+    for_gpus: str | None
     as_json: bool
     begun_s: Seconds | None
 
@@ -84,8 +85,13 @@ class PlanOptions:
             limit = "it holds the hosts of --hosts in the order of ranks"
             fix = "Add --hosts FILE."
             raise UserInputError("--write-hostfile", value=str(self.hostfile), limit=limit, fix=fix)
-        if self.hosts is not None and (self.multirun or self.for_nodes is not None):
-            other = "--multirun" if self.multirun else "--for-nodes"
+        others = {
+            "--multirun": self.multirun,
+            "--for-nodes": self.for_nodes is not None,
+            "--for-gpus": self.for_gpus is not None,
+        }
+        other = next((name for name, given in others.items() if given), None)
+        if self.hosts is not None and other is not None:
             limit = "one job runs on the hosts of a file"
             raise UserInputError("--hosts", value=other, limit=limit, fix=fix)
         if self.multirun and self.shortlist:

@@ -82,7 +82,8 @@ def run_sweep(options: PlanOptions) -> int:
         show_json({"jobs": [{"overrides": [*map(str, j.varied)], **r} for j, r in done]})
     else:
         same = [s for s in settings if s.key not in {"out", *keys}]
-        _show(" ".join(map(str, same)), found.rows, found.files)
+        _show(" ".join(map(str, same)), found.rows)
+        say_written(found)
     return found.exit_code()
 
 
@@ -187,11 +188,15 @@ def _write(folder: Path, rows: Sequence[SweepRow], names: Sequence[str]) -> list
     return [str(folder / name) for name in (*files, "sweep.svg")]
 
 
-def _show(same: str, rows: Sequence[SweepRow], files: Sequence[str]) -> None:
+def _show(same: str, rows: Sequence[SweepRow]) -> None:
     show(Text(same), sweep_table(rows))
     for key in without_effect(rows):
         say(f"\nnote: {key} changes nothing: the step takes as long with each of its values.")
-    if files:
+
+
+def say_written(found: Swept) -> None:
+    """Say which files a sweep has written, if any."""
+    if files := found.files:
         say(f"Plans written to {Path(files[0]).parent}, all of them in {', '.join(files)}.")
 
 

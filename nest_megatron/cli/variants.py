@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from nest_megatron.cli.sweep import Swept, run_jobs
+from nest_megatron.cli.sweep import Swept, run_jobs, say_written
 from nest_megatron.cli.sweep_jobs import SweepJob
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import Setting, expand, parse, split_launcher, swept
@@ -17,7 +17,7 @@ from nest_megatron.errors import INTERRUPTED, UserInputError
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner.kept import keep_layout
 from nest_megatron.planner.pins import read_plan
-from nest_megatron.report.console import say, show, show_json
+from nest_megatron.report.console import show, show_json
 from nest_megatron.report.sweep import SweepRow
 from nest_megatron.report.whatif import Variant, variants_document, variants_report
 
@@ -103,6 +103,4 @@ def _tell(
     where = f"{present.cluster.describe()}, {present.cluster.name}"
     batch = f"global batch {present.train.global_batch_size:,}"
     show(Text(f"{present.model.name} on {where}; {batch}"), *variants_report(present, variants))
-    if found.files:
-        folder = Path(found.files[0]).parent
-        say(f"Plans written to {folder}, all of them in {', '.join(found.files)}.")
+    say_written(found)

@@ -31,3 +31,12 @@ def run_words(found: Price) -> list[str]:
     if found.run_mwh is not None:
         words.append(f"{found.run_mwh:,.4g} MWh at {found.gpu_watts:,g} W for each GPU")
     return words
+
+
+def price_cells(plan: ParallelPlan) -> dict[str, str]:
+    """Cells of what a plan costs, by the heads of their columns; none for what is not known."""
+    if (price := plan.price) is None:
+        return {}
+    figures = {"Tokens/$": price.tokens_per_dollar, "Run $": price.run_dollars}
+    cells = {name: format_count(n) for name, n in figures.items() if n is not None}
+    return cells if price.run_mwh is None else {**cells, "MWh": f"{price.run_mwh:,.4g}"}

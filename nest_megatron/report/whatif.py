@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.report.price import price_cells
 from nest_megatron.report.sweep import SweepRow, short_key, without_effect
-from nest_megatron.units import format_count, format_gib, format_seconds
+from nest_megatron.units import format_gib, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -82,12 +83,7 @@ def _cells(variant: Variant, before: ParallelPlan | None) -> dict[str, str]:
     cells["Tok/s/GPU"] = f"{found.predicted.tokens_per_s_per_gpu:,.0f}"
     if before is not None and variant.row.settings:
         cells["vs plan"] = f"{percent(step_s(found), step_s(before)):+.1f} %"
-    price = found.price
-    if price is not None:
-        figures = {"Tokens/$": price.tokens_per_dollar, "Run $": price.run_dollars}
-        cells |= {name: format_count(n) for name, n in figures.items() if n is not None}
-        cells |= {} if price.run_mwh is None else {"MWh": f"{price.run_mwh:,.4g}"}
-    return cells
+    return cells | price_cells(found)
 
 
 def _kept_words(variant: Variant) -> str:
