@@ -22,6 +22,7 @@ SDIST_HOLDS = (
     "recipes/__init__.py",
     "tests/run.sh",
     "requirements-dev.txt",
+    "requirements-release.txt",
     "LICENSE",
     "nest_megatron/boot.pth",
     "hydra_plugins/nest_megatron/__init__.py",
