@@ -12,11 +12,19 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from nest_megatron.cli import profile as command
 from nest_megatron.cli.profile_asked import asked_by_plan
+from nest_megatron.config.cluster_detection import JobCluster, find_cluster
+from nest_megatron.config.job import Job
+from nest_megatron.config.launch import read_words
+from nest_megatron.integrations.megatron_lm import measure_child, measure_process, own_layers
+from nest_megatron.integrations.megatron_lm.measure import measure_job, planned_with
+from nest_megatron.integrations.megatron_lm.planning import decide
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel import plan_file
 from nest_megatron.profile import store
 from tests.cli.runs import run
 from tests.gpu.stand_in import H100, stand_in_gpu
 from tests.gpu.test_machine import MODEL
+from tests.launch.jobs import job_argv, namespace, pad_like_megatron, running
 
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow]
 
@@ -46,3 +54,34 @@ def test_what_was_measured_for_a_decision_is_what_the_next_plan_rests_on(
     used = plan_file.read(out).provenance.profile
     assert used.startswith(f"{found.name}: ")
     assert "measured" in used
+
+
+def test_a_job_that_measures_first_is_planned_with_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``+nest=auto nest.profile.mode=measure``, its child's work done in this process."""
+    monkeypatch.setenv(store.FOLDER_VARIABLE, str(tmp_path / "profiles"))
+    pad_like_megatron(monkeypatch)
+    # the layers that a script builds need its Megatron-LM: here those of the model's shape
+    monkeypatch.setattr(own_layers, "JobLayers", lambda *_: None)
+    monkeypatch.setattr(
+        measure_process, "measure_in_child", lambda orders, *_: measure_child.measured(orders, 1)
+    )
+    argv = job_argv(TransformerSpec(**MODEL), "--global-batch-size", "16")
+    argv += ["--transformer-impl", "local"]
+
+    def job() -> tuple[Job, JobCluster]:
+        words = ["+nest=auto", "nest.cluster=dgx_h100", "nest.profile.mode=measure"]
+        words.append("nest.profile.max_seconds=3600")
+        place = find_cluster(read_words(words).job, 8, {}, dry_run=False)
+        return running(namespace(argv), argv), place
+
+    with stand_in_gpu(devices=8):
+        measured = measure_job(job)
+    assert measured.profile is not None
+    assert measured.profile.machine.device_name == H100
+    assert not measured.skipped
+    reads, place = job()
+    outcome = decide(reads, planned_with(place, measured), free=(), alternative=0)
+    used = outcome.decision.plan.provenance.profile
+    assert used == f"{measured.profile.name}: 4 measured"
