@@ -173,7 +173,7 @@ def _risk(model: CostModel, found: ParallelPlan) -> float:
     """Chance that a plan runs out of memory in the world of a model."""
     priced = estimate(model, found.grid(), found.partition())
     peak = max(stage.peak_memory_bytes for stage in priced.stages)
-    return out_of_memory(model, found.grid(), peak)
+    return out_of_memory(model, found.grid(), found.partition(), peak)
 
 
 def slower_pct(run: Published, world: World, best_s: float, found: ParallelPlan) -> float:

@@ -1,8 +1,9 @@
-"""How many measured runs it takes to find a fast layout, and what a site's runs teach it.
+r"""How many measured runs it takes to find a fast layout, and what a site's runs teach it.
 
 Run from the project's root with files of measured runs (``nest-megatron validate --help``)::
 
-    python benchmarks/tuning.py throughput.csv throughput_2.csv throughput_vtrain_a100.csv
+    python benchmarks/tuning.py throughput.csv throughput_2.csv throughput_vtrain_a100.csv \
+        memory_peak.csv memory_peak_2.csv memory_megatron_golden.csv
 
 Constants are those that were fitted without the row's source (``nest-megatron validate
 --left-out``). Measured layouts of one job stand for all that a search found; a run of one tells its
@@ -18,9 +19,11 @@ import math
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from memory_runs import peak_runs, section
 
 from nest_megatron.cost_model.posterior import Observation, Posterior, expected_improvement
 from nest_megatron.files import write_text
@@ -36,13 +39,15 @@ from nest_megatron.validation.job import job_of
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Basis, RowOutcome
 from nest_megatron.validation.report import measured_jobs
-from nest_megatron.validation.rows import read_rows
+from nest_megatron.validation.rows import RowKind, read_rows
 from nest_megatron.validation.scores import coverage_of
 
 #: Regret that ends a search, measured layouts that a job needs, and shuffles of a random order.
 REGRET, LAYOUTS, SHUFFLES = 0.01, 8, 200
 #: Of a site: runs of each job, runs in all, and jobs that are left out in turn.
 RUNS_OF_JOB, RUNS, JOBS = 3, 60, 12
+#: Layouts of a job that are predicted after runs of it.
+DRAWS = 6
 
 
 class Layout(NamedTuple):
@@ -220,6 +225,40 @@ def _site(name: str, jobs: Mapping[object, list[Observation]]) -> SiteResult:
     )
 
 
+def own_runs(outcomes: Sequence[RowOutcome]) -> Iterator[tuple[str, ...]]:
+    """Other layouts of a job after some runs of it: rows of a table, means over sources and runs.
+
+    Of each job up to ``DRAWS`` layouts, each with other runs of the job, in a random order.
+    """
+    jobs: dict[tuple[object, ...], dict[object, Observation]] = defaultdict(dict)
+    for each in outcomes:
+        if each.time and each.candidate:
+            solved, step = each.candidate.solved, each.candidate.step
+            job = (each.source, *each.group)
+            found = Observation(predictive=step, step_s=each.time[1], job=job)
+            jobs[job].setdefault(solved, found)
+    for known in range(1 + RUNS_OF_JOB):
+        by_source: dict[object, list[tuple[float, float, float]]] = defaultdict(list)
+        for job, layouts in jobs.items():
+            draw, runs = random.Random(0), [*layouts.values()]
+            for _ in range(min(len(runs), DRAWS) if len(runs) > max(1, known) else 0):
+                *some, run = draw.sample(runs, known + 1)
+                told = Posterior(some).of(run.predictive, job)
+                scaled = [math.log(run.step_s / told.median_s) / told.scale]
+                inside = coverage_of(scaled)
+                off = 100 * abs(told.median_s / run.step_s - 1)
+                by_source[job[0]].append((off, inside.within_50_pct, inside.within_90_pct))
+        every = [run for runs in by_source.values() for run in runs]
+        means = [
+            [statistics.fmean(each) for each in zip(*runs, strict=True)]
+            for runs in by_source.values()
+        ]
+        figures = [
+            statistics.fmean(each) for group in (means, every) for each in zip(*group, strict=True)
+        ]
+        yield str(known), str(len(means)), str(len(every)), *(f"{each:.1f}" for each in figures)
+
+
 _HEAD = """\
 # Measured runs until a layout is fast
 
@@ -245,7 +284,27 @@ That all runs weigh alike was chosen, of five ways, on these same tables, which 
 """
 
 
-def document(jobs: Sequence[Job], found: Sequence[SiteResult], files: str, page: str) -> str:
+_OWN_RUNS = """
+## After runs of the job itself
+
+Of every job with two layouts and more, other layouts after so many runs of it, in random order: the
+mean error and the share inside 50 and 90 % intervals, in the mean over sources, then over all.
+
+"""
+_OWN_HEADS = (
+    *("runs", "sources", "predictions", "error %", "in 50 %", "in 90 %"),
+    *("error %, all", "in 50 %", "in 90 %"),
+)
+
+
+def document(
+    jobs: Sequence[Job],
+    found: Sequence[SiteResult],
+    own: Iterable[tuple[str, ...]],
+    memory: str,
+    files: str,
+    page: str,
+) -> str:
     """The page."""
     counts = {name: [order(job) for job in jobs] for name, order in ORDERS.items()}
     rows = []
@@ -283,7 +342,8 @@ def document(jobs: Sequence[Job], found: Sequence[SiteResult], files: str, page:
     ]
     text += "\n\nMean runs by source:\n\n"
     text += table(("source", "jobs", *counts), lines, numeric=6)
-    text += "\n" + _SITES.format(least=LAYOUTS // 2, runs=RUNS, of_job=RUNS_OF_JOB, left_out=JOBS)
+    text += "\n" + _OWN_RUNS + table(_OWN_HEADS, own, numeric=9) + "\n"
+    text += _SITES.format(least=LAYOUTS // 2, runs=RUNS, of_job=RUNS_OF_JOB, left_out=JOBS)
     means = (
         f"{statistics.fmean(getattr(each, name) for each in found):.1f}"
         for name in ("before_pct", "after_pct", "inside_before_pct", "inside_after_pct")
@@ -296,7 +356,8 @@ def document(jobs: Sequence[Job], found: Sequence[SiteResult], files: str, page:
         for each in found
     ]
     site_heads = ("site", "jobs", "error %", "after %", "in 90 %", "after")
-    return text + table(site_heads, [*site_rows, ("**mean**", "", *means)], numeric=5) + "\n"
+    sites_table = table(site_heads, [*site_rows, ("**mean**", "", *means)], numeric=5)
+    return f"{text}{sites_table}\n{memory}"
 
 
 def main() -> None:
@@ -307,14 +368,23 @@ def main() -> None:
     options = parser.parse_args()
     book = ModelBook.load()
     assessor = Assessor(book, left_out=shipped_left_out())
+    files = [read_rows(path) for path in options.files]
     outcomes = [
         each
-        for path in options.files
-        for each in assessor.outcomes(read_rows(path), Basis.AS_STATED)
+        for file in files
+        if file.kind is RowKind.THROUGHPUT
+        for each in assessor.outcomes(file, Basis.AS_STATED)
     ]
     names = " ".join(path.name for path in options.files)
     page = options.out.name if options.out else "tuning_published.md"
-    text = document([*jobs_of(outcomes, book)], [*sites(outcomes)], names, page)
+    text = document(
+        [*jobs_of(outcomes, book)],
+        [*sites(outcomes)],
+        own_runs(outcomes),
+        section(peak_runs(files, book)),
+        names,
+        page,
+    )
     print(text)
     if options.out:
         write_text(options.out, text)

@@ -122,10 +122,10 @@ def test_a_priced_share_must_be_larger(priced: str) -> None:
 def test_free_memory_that_was_wanted_is_no_limit_of_the_device() -> None:
     """What is said of memory is of the device, as an estimate of the same layout says it."""
     request = asked()
-    limited = roomier(request)
+    limited = roomier(request, 0)
     assert limited is not None
     assert limited.settings.memory_margin == DEFAULT_HEADROOM
-    assert roomier(limited) is None
+    assert roomier(limited, 0) is None
     usual = found(request)
     again = estimate_plan(
         *(request.spec, request.cluster, request.settings, usual.grid(), usual.partition())

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from nest_megatron.cost_model.site import Site, SiteCalibration, calibrations, unseen_errors
+from nest_megatron.cost_model.site import Site, unseen_errors
+from nest_megatron.cost_model.site_calibration import SiteCalibration, calibrations
 from nest_megatron.cost_model.site_file import site_path, write_site
 from nest_megatron.errors import OK, UserInputError
 from nest_megatron.files import check_output
@@ -27,7 +28,7 @@ def calibrate_site(out: Path | None, *, force: bool | None, as_json: bool) -> in
         UserInputError: if the history has no run that teaches anything, or runs on several kinds of
             clusters for one file, or a file cannot be written.
     """
-    found = [each for each in calibrations(read(), _today()) if each.runs]
+    found = [each for each in calibrations(read(), _today()) if each.by_date]
     _require(found, out)
     paths = [out or site_path(each.cluster, each.accelerator) for each in found]
     for each, path in zip(found, paths, strict=True):
@@ -52,7 +53,7 @@ def _today() -> str:
 
 def _require(found: Sequence[SiteCalibration], out: Path | None) -> None:
     if not found:
-        limit = "it has no finished run whose plan and steps are known"
+        limit = "it has no run that finished, or ran out of memory, and whose prediction is known"
         fix = f"Runs of planned jobs are recorded there; {VARIABLE} names another file."
         raise UserInputError("history", value=str(history_file()), limit=limit, fix=fix)
     if out is not None and len(found) > 1:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from nest_megatron.tuning.report import (
 )
 from nest_megatron.tuning.selection import Known, chosen, expected_runs
 from nest_megatron.tuning.session import Asked, Session, new_session, resumed_session
-from nest_megatron.tuning.tuner import Tuned, Tuner
+from nest_megatron.tuning.tuner import Tuned, Tuner, trials_of
 from nest_megatron.units import Seconds
 
 
@@ -94,7 +94,8 @@ def run_tune(options: TuneOptions) -> int:
 
 def _tuned(session: Session | Asked, options: TuneOptions) -> int:
     asked = session if isinstance(session, Asked) else session.asked
-    job = _read(asked, options.begun_s)
+    trials = frozenset[str]() if isinstance(session, Asked) else trials_of(session)
+    job = _read(asked, options.begun_s, trials)
     say_all = _told(as_json=options.as_json)
     first = Known(ranked=job.ranked, iterations=asked.iterations, num_steps=job.num_steps)
     if isinstance(session, Asked):
@@ -114,14 +115,14 @@ def _tuned(session: Session | Asked, options: TuneOptions) -> int:
     return _told_end(tuner.run(), session, job, as_json=options.as_json)
 
 
-def _read(asked: Asked, begun_s: Seconds | None) -> TunedJob:
+def _read(asked: Asked, begun_s: Seconds | None, trials: Collection[str]) -> TunedJob:
     if asked.folder != str(Path.cwd()):
         limit = f"it was begun in {asked.folder}, and names in its command are relative to that"
         raise UserInputError("--resume", value=None, limit=limit, fix=f"cd {asked.folder}")
     folder = None if asked.config_dir is None else Path(asked.config_dir)
     composed = composed_settings(parse(asked.overrides, folder), folder)
     with progress() as report:
-        return read_tuned(asked, composed, begun_s, report)
+        return read_tuned(asked, composed, begun_s, report, trials)
 
 
 def _dry_run(known: Known, asked: Asked, *, as_json: bool) -> int:

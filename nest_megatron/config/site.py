@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from nest_megatron.cluster.discovery import is_same_device, known_gpus
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.cost_model.site import Site
 from nest_megatron.cost_model.site_file import find_site
 from nest_megatron.errors import UserInputError
+from nest_megatron.profile.installed import installed_versions, nccl_version
 
 
 def choose_site(
@@ -24,4 +26,14 @@ def choose_site(
     if found is None:
         return None, ()
     path, calibration = found
-    return Site(calibration, path.stem, versions), ()
+    return Site(calibration, path.stem, _versions(cluster, versions)), ()
+
+
+def _versions(cluster: Cluster, versions: Mapping[str, str] | None) -> Mapping[str, str] | None:
+    """Those of the running job, or of this machine if it has the cluster's GPUs."""
+    if versions is None:
+        gpus = known_gpus()
+        if gpus is None or not is_same_device(cluster.accelerator, gpus):
+            return None
+        versions = installed_versions()
+    return {**versions, **nccl_version()}

@@ -17,6 +17,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import yaml
 
@@ -125,6 +126,16 @@ def allocatable_bytes(
     return max(0, usable - max(settings.memory_reserve_bytes, outside))
 
 
+class PeakErrors(Protocol):
+    """A distribution of ``log(measured / predicted)`` of peaks."""
+
+    def at_most(self, error: float) -> float:
+        """Chance of an error of at most this."""
+
+    def quantile(self, share: float) -> float:
+        """The error that a share of all errors is at most."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakError:
     """``log(measured / predicted)`` of peaks of a source that was not fitted.
@@ -164,7 +175,7 @@ def peak_error(zero: ZeroStage) -> PeakError:
     return shipped_peak_errors()["sharded" if zero >= ZeroStage.GRADIENTS else "replicated"]
 
 
-def out_of_memory_probability(peak_bytes: float, limit_bytes: float, error: PeakError) -> float:
+def out_of_memory_probability(peak_bytes: float, limit_bytes: float, error: PeakErrors) -> float:
     """Chance that a job with a predicted peak needs more than can be given out.
 
     >>> round(out_of_memory_probability(70e9, 75e9, peak_error(ZeroStage.OPTIMIZER)), 3)
@@ -179,7 +190,7 @@ def out_of_memory_probability(peak_bytes: float, limit_bytes: float, error: Peak
     return 1.0 - error.at_most(math.log(limit_bytes / peak_bytes))
 
 
-def headroom_for(probability: float, error: PeakError) -> float:
+def headroom_for(probability: float, error: PeakErrors) -> float:
     """Share of what can be given out that a plan leaves free to run out no more often.
 
     >>> round(headroom_for(0.05, peak_error(ZeroStage.OPTIMIZER)), 2)

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.cost_model.site import FORMAT, SiteCalibration
+from nest_megatron.cost_model.site_calibration import FORMAT, SiteCalibration
 from nest_megatron.documents import parse_yaml
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import expanded, read_text, write_text
@@ -22,7 +22,8 @@ _HEAD = """\
 # Written by nest-megatron calibrate --site.
 # What runs on one kind of cluster say of predictions (docs/uncertainty.md): plans on a cluster of
 # this name, accelerator and GPUs in a node use it. runs: of each plan, its step as predicted by the
-# catalogue's constants and as measured, and the shares of the predicted step by mechanism.
+# catalogue's constants and as measured, and the shares of the predicted step by mechanism. peaks:
+# its highest peak of memory, or what it needed more than as it ran out, and the predicted terms.
 """
 
 
@@ -62,8 +63,8 @@ def read_site(path: Path) -> SiteCalibration:
     what = "site calibration"
     fields = parse_yaml(read_text(path, what), what, name=str(path))
     found = from_plain(SiteCalibration, fields, f"{path}:")
-    if not found.runs or found.format != FORMAT:
-        limit = "it holds no run" if not found.runs else f"it has format {found.format}"
+    if not found.by_date or found.format != FORMAT:
+        limit = "it holds no run" if not found.by_date else f"it has format {found.format}"
         raise UserInputError(what, value=str(path), limit=limit, fix=_AGAIN)
     return found
 

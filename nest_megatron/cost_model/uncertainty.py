@@ -10,8 +10,9 @@ The logarithm of measured over predicted time is a sum of independent errors:
 
 Scales are fitted to runs whose source was left out (``validation/fit_uncertainty``,
 ``hydra_configs/calibration/uncertainty.yaml``). A step's error follows Student's t distribution
-with two degrees of freedom, whose long tails belong to whole jobs (misread, or on a strange
-network): what two layouts of one job differ by is normally distributed.
+with two degrees of freedom, also where runs of the job are known: they tell how far its plans are
+off, but not that another layout is no exception. What two layouts of one job differ by is taken as
+normally distributed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from nest_megatron.cost_model.features import (
 )
 from nest_megatron.cost_model.mechanisms import Mechanism, Shares, shares
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.student_t import DEGREES_OF_FREEDOM, deviation, quantile
+from nest_megatron.cost_model.student_t import deviation, quantile
 from nest_megatron.documents import LOADER
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
@@ -78,14 +79,14 @@ class Learned:
         explained: what they explain of the error, along axes that all plans under one posterior
             share: the product of two plans' is what is explained of their covariance.
         factor: of what is left of the variance, by how far the job's runs are off; 1 without any.
-        degrees: of freedom of Student's t, one more with each run of the job.
+        own_runs: plans of the job that ran.
         mechanisms: what is explained of the error of each mechanism's price, along the same axes.
     """
 
     predicted_s: Seconds
     explained: tuple[float, ...]
     factor: float
-    degrees: int
+    own_runs: int
     mechanisms: Mapping[Mechanism, tuple[float, ...]]
 
 
@@ -132,13 +133,13 @@ class Predictive:
         return dataclasses.replace(self, median_s=self.learned.predicted_s, learned=None)
 
     @property
-    def degrees(self) -> int:
-        """Degrees of freedom of Student's t."""
-        return DEGREES_OF_FREEDOM if self.learned is None else self.learned.degrees
+    def own_runs(self) -> int:
+        """Plans of the job whose runs are known."""
+        return 0 if self.learned is None else self.learned.own_runs
 
     def quantile_s(self, share: float) -> Seconds:
         """The step that a share of outcomes stays under."""
-        return self.median_s * math.exp(self.scale * quantile(share, self.degrees))
+        return self.median_s * math.exp(self.scale * quantile(share))
 
     def interval(self, level: float = 0.9) -> tuple[Seconds, Seconds]:
         """Between which steps a run lies with a chance of ``level``, half of the rest each side."""
@@ -151,7 +152,7 @@ class Predictive:
 
         The distribution itself has no mean, because of its tails.
         """
-        return self.median_s * (1.0 + (deviation(self.degrees) * self.scale) ** 2 / 2.0)
+        return self.median_s * (1.0 + (DEVIATION * self.scale) ** 2 / 2.0)
 
 
 def applies(name: str, features: frozenset[Feature]) -> bool:
@@ -197,7 +198,7 @@ def covariance(a: Predictive, b: Predictive) -> float:
         return DEVIATION**2 * (error + own)
     explained = math.fsum(map(mul, a.learned.explained, b.learned.explained))
     left = error + own + a.job_scale * b.job_scale - explained
-    return deviation(a.degrees) ** 2 * a.learned.factor * left
+    return DEVIATION**2 * a.learned.factor * left
 
 
 def price_effects(
@@ -220,7 +221,7 @@ def price_effects(
     ]
     for number, each in enumerate(mechanisms):
         outcomes[number][number] += scales[each] ** 2 + noise**2
-    spread = deviation(plan.degrees) * math.sqrt(learned.factor if learned else 1.0)
+    spread = DEVIATION * math.sqrt(learned.factor if learned else 1.0)
     return tuple(spread * part for part in solve_lower(cholesky(outcomes), common))
 
 

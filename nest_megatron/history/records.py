@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.names import Name
@@ -83,6 +83,8 @@ class Predicted:
         features: what makes the step harder to predict (``cost_model.features``).
         busy_s: work of each pipeline rank in one step, forward and backward.
         peak_memory_bytes: of each pipeline rank.
+        peak_terms: bytes of the highest of these, by term.
+        allocatable_bytes: what the job's tensors may take of a device; ``None`` in older records.
     """
 
     step_s: Seconds
@@ -92,6 +94,8 @@ class Predicted:
     features: tuple[str, ...]
     busy_s: tuple[Seconds, ...]
     peak_memory_bytes: tuple[Bytes, ...]
+    peak_terms: Mapping[str, Bytes] = field(default_factory=dict)
+    allocatable_bytes: Bytes | None = None
 
     def __post_init__(self) -> None:
         if self.step_s <= 0 or not self.peak_memory_bytes:
@@ -108,12 +112,14 @@ class Measured:
         busy_s: median time of a step that each rank spends in its own forward and backward passes,
             without waiting for other pipeline ranks; ``None`` for a rank that does not say.
         peak_memory_bytes: on each rank's device; ``None`` where there is none, or no word of it.
+        peak_allocated_bytes: of each rank's tensors alone; empty in older records.
     """
 
     step_times_s: tuple[Seconds, ...]
     warm_up: int
     busy_s: tuple[Seconds | None, ...]
     peak_memory_bytes: tuple[Bytes | None, ...]
+    peak_allocated_bytes: tuple[Bytes | None, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.warm_up < len(self.step_times_s) or min(self.step_times_s) <= 0:
@@ -128,6 +134,11 @@ class Measured:
     def step_s(self) -> Seconds:
         """The median step."""
         return statistics.median(self.counted_s)
+
+    @property
+    def highest_allocated_bytes(self) -> Bytes | None:
+        """The highest peak of tensors on any rank, as far as ranks say."""
+        return max((each for each in self.peak_allocated_bytes if each), default=None)
 
     @property
     def spread(self) -> float:
@@ -154,6 +165,7 @@ class RankMeasured:
     warm_up: int
     busy_s: tuple[Seconds, ...]
     peak_memory_bytes: Bytes | None
+    peak_allocated_bytes: Bytes | None = None
 
     @property
     def step_s(self) -> Seconds:
@@ -170,12 +182,14 @@ def measured_by_ranks(parts: Mapping[int, RankMeasured], num_ranks: int) -> Meas
     """What the ranks that said something measured together; steps are those of the first."""
     busy = {r: statistics.median(p.counted_busy_s) for r, p in parts.items() if p.counted_busy_s}
     memory = {rank: part.peak_memory_bytes for rank, part in parts.items()}
+    tensors = {rank: part.peak_allocated_bytes for rank, part in parts.items()}
     first = parts[min(parts)]
     return Measured(
         step_times_s=first.step_times_s,
         warm_up=first.warm_up,
         busy_s=tuple(busy.get(rank) for rank in range(num_ranks)),
         peak_memory_bytes=tuple(memory.get(rank) for rank in range(num_ranks)),
+        peak_allocated_bytes=tuple(tensors.get(rank) for rank in range(num_ranks)),
     )
 
 
@@ -218,6 +232,7 @@ class RunRecord:
         grid: the layout that ran.
         error: first line of what ended the run, and which rank said it.
         warnings: what was unlike the prediction, or unlike on ranks that do the same.
+        trial: whether it was a short run of ``nest-megatron tune``.
     """
 
     schema: int = SCHEMA
@@ -240,6 +255,7 @@ class RunRecord:
     device: str | None = None
     warnings: tuple[str, ...] = ()
     launch: Launch | None = None
+    trial: bool = False
 
     @property
     def error_percent(self) -> float | None:

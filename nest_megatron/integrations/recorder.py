@@ -167,6 +167,7 @@ class Recorder:
             warm_up=int(_WARM_UP * len(step_times)),
             busy_s=tuple(sum(s for (s,) in step) for step in steps) if all(steps) else (),
             peak_memory_bytes=peak_memory_bytes(),
+            peak_allocated_bytes=peak_allocated_bytes(),
         )
 
     def _gather(self) -> None:
@@ -265,3 +266,10 @@ def peak_memory_bytes() -> Bytes | None:
         return int(torch.cuda.max_memory_reserved() + max(0, outside))
     except (RuntimeError, ValueError, AssertionError, AttributeError):
         return None
+
+
+def peak_allocated_bytes() -> Bytes | None:
+    """The peak of this process's tensors; ``None`` without a device."""
+    import torch
+
+    return int(torch.cuda.max_memory_allocated()) or None if torch.cuda.is_initialized() else None

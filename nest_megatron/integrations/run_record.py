@@ -20,8 +20,9 @@ from nest_megatron.history.records import (
 )
 from nest_megatron.integrations.plan_output import user_name
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner.uncertain import allocatable
 from nest_megatron.profile.choose import times_of
-from nest_megatron.profile.installed import installed_versions
+from nest_megatron.profile.installed import installed_versions, nccl_version
 from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.version import __version__
 
@@ -54,7 +55,7 @@ def new_run(
         plan=plan.provenance.checksum,
         job=job_key(plan),
         cluster=cluster_key(plan),
-        versions={**installed_versions(), **_nccl_version(), "nest_megatron": __version__},
+        versions={**installed_versions(), **nccl_version(), "nest_megatron": __version__},
         grid=plan.grid(),
         pipeline_model_parallel_layout=plan.parallel.pipeline_model_parallel_layout,
         predicted=predicted(plan),
@@ -80,6 +81,7 @@ def predicted(plan: ParallelPlan) -> Predicted:
     known = predictive(model, grid, plan.partition(), step_s)
     is_whole = times is not None or plan.provenance.profile == ANALYTIC_NAME
     stages = plan.predicted.stages
+    highest = max(stages, key=lambda stage: sum(stage.memory_bytes.values()))
     return Predicted(
         step_s=step_s,
         low_s=None if plan.uncertainty is None else plan.uncertainty.low_s,
@@ -88,14 +90,6 @@ def predicted(plan: ParallelPlan) -> Predicted:
         features=tuple(sorted(feature.value for feature in known.features)),
         busy_s=tuple(grid.num_microbatches * (s.forward_s + s.backward_s) for s in stages),
         peak_memory_bytes=tuple(sum(stage.memory_bytes.values()) for stage in stages),
+        peak_terms=highest.memory_bytes,
+        allocatable_bytes=allocatable(model, grid),
     )
-
-
-def _nccl_version() -> dict[str, str]:
-    """NCCL's, where torch was built with it."""
-    import torch
-
-    try:
-        return {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-    except (RuntimeError, AttributeError, ImportError, AssertionError):
-        return {}

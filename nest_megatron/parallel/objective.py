@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from nest_megatron.names import Name
 from nest_megatron.plain import added, written_as
-from nest_megatron.units import Seconds
+from nest_megatron.units import Bytes, Seconds
 
 #: Chance from which one of two plans counts as the faster one; below it they tie.
 SURE = 0.9
@@ -68,17 +68,39 @@ class MechanismChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryChange:
+    """What runs of a site say of a plan's peak memory.
+
+    Args:
+        peaks, ran_out: runs whose peak was measured, and runs that ran out of memory.
+        own: plans of this very job among them.
+        peak_bytes: the peak that half of the runs stay below.
+        low_bytes, high_bytes: 9 of 10 peaks lie between them.
+        without_out_of_memory: chance to run out of memory without these runs.
+    """
+
+    peaks: int
+    ran_out: int
+    own: int
+    peak_bytes: Bytes
+    low_bytes: Bytes
+    high_bytes: Bytes
+    without_out_of_memory: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SiteChange:
     """What a site's calibration changes of a plan's prediction.
 
     Args:
         name, digest: of its file, and of what it holds.
-        runs, jobs: that it rests on.
+        runs, jobs: that it rests on; runs whose step was measured.
         own_runs: plans of this very job among them.
         first, last: dates of the runs.
         without_s, without_low_s, without_high_s: the step without it, and its range.
         changed_versions: names of versions that are not those of its last run.
         mechanisms: what adds or takes most first.
+        memory: of its peak; ``None`` where no run says anything of it.
     """
 
     name: str
@@ -93,6 +115,7 @@ class SiteChange:
     without_high_s: Seconds
     changed_versions: tuple[str, ...]
     mechanisms: tuple[MechanismChange, ...]
+    memory: MemoryChange | None = added(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -12,6 +12,7 @@ from typing import NamedTuple
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.goodput import Reliability
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.peak_posterior import PredictedPeak, predicted_peak
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.site import Site
 from nest_megatron.deadline import Deadline
@@ -53,6 +54,7 @@ from nest_megatron.planner.shortage import (
     no_plan,
     refuse_if_nothing_is_legal,
 )
+from nest_megatron.planner.uncertain import comfortable_bytes
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.grids import GridSpace
@@ -248,7 +250,9 @@ def _search(
         )
         peaks.update(worth_comparing(request, more.grids, more.result.plans, solve, slowest))
 
-    roomy, known = roomier(request), Comparison(request, searched.model, peaks)
+    enough = comfortable_bytes(searched.model, searched.result.plans[0], request.site)
+    roomy = roomier(request, enough)
+    known = Comparison(request, searched.model, peaks)
     tied = searched.result.certificate.lower_bound * (1 + request.tie_percent / 100)
     if roomy is not None and min(known.values) > tied:
         add(roomy, _ROOMY_LAYOUTS)
@@ -335,6 +339,7 @@ class Ranked:
     request: PlanRequest
     model: CostModel
     candidates: tuple[Candidate, ...]
+    peaks: Mapping[SolvedGrid, PredictedPeak]
     record: SearchRecord
 
     def plan(self, candidate: Candidate) -> ParallelPlan:
@@ -370,11 +375,12 @@ def ranked(
     known = sorted(
         Comparison(request, model, peaks).candidates([*fastest, chosen]),
         key=lambda each: (each.solved != chosen, each.solved.rank),
-    )
+    )[: request.num_alternatives + 1]
     return Ranked(
         request=request,
         model=model,
-        candidates=tuple(known[: request.num_alternatives + 1]),
+        candidates=tuple(known),
+        peaks={e.solved: predicted_peak(model, e.solved.grid, e.solved.partition()) for e in known},
         record=search_record(request, searched.result, searched.seconds, chosen),
     )
 

@@ -79,6 +79,11 @@ def assemble(
     predicted = estimate(model, grid, partition)
     prediction = _prediction(predicted)
     known = expected(site, model, grid, partition, predicted.iteration_time_s)
+    peak_bytes = prediction.peak_memory_bytes
+    without, short = (
+        out_of_memory(model, grid, partition, peak_bytes, each) for each in (None, site)
+    )
+    memory = None if site is None else site.memory_change(model, grid, partition, without)
     plan = ParallelPlan(
         model=spec,
         cluster=cluster,
@@ -102,14 +107,11 @@ def assemble(
             cluster_hash=digest(cluster),
             model_hash=digest(spec),
             settings=stored_settings(settings),
-            site=None if site is None else site.change(known),
+            site=None if site is None else site.change(known, memory),
             defaults=defaults,
         ),
         execution=grid.execution,
-        uncertainty=described(
-            known,
-            out_of_memory(model, grid, prediction.peak_memory_bytes),
-        ),
+        uncertainty=described(known, short),
         choice=choice,
         shortlist=shortlist,
         batches=tuple(_batches(model, grid, partition, schedule)),

@@ -19,7 +19,7 @@ from nest_megatron.parallel.plan import parallel_choice
 from nest_megatron.plain import to_plain
 from nest_megatron.planner.request import PlanRequest
 from nest_megatron.planner.uncertain import (
-    bytes_with_risk,
+    comfortable_bytes,
     least_s,
     out_of_memory,
     shortlisted,
@@ -33,8 +33,6 @@ from nest_megatron.units import Bytes, Seconds, Ticks, format_chance, format_gib
 #: Plans to choose among, each with the highest peak of memory over its ranks.
 Peaks = Mapping[SolvedGrid, Bytes]
 
-#: Chance to run out of memory above which plans that need less are looked for.
-_COMFORTABLE = 0.02
 #: Neighbours are looked for of the kept plans, then of those that tie with the best of them all.
 _ROUNDS = 2
 #: Share of the memory of a GPU of which more is no advantage: nothing runs out of memory there.
@@ -126,7 +124,10 @@ class Comparison:
     def __init__(self, request: PlanRequest, model: CostModel, peaks: Peaks) -> None:
         self.request, self.model, self.peaks = request, model, peaks
         steps = [float(plan.iteration) for plan in peaks]
-        self.chances = [out_of_memory(model, plan.grid, peak) for plan, peak in peaks.items()]
+        self.chances = [
+            out_of_memory(model, plan.grid, plan.partition(), peak, request.site)
+            for plan, peak in peaks.items()
+        ]
         self.values = with_retries(steps, self.chances, request.failed_start_percent)
         self.longest_tie = min(self.values) * (1 + request.tie_percent / 100)
 
@@ -192,7 +193,7 @@ def worth_comparing(
     asked = list(plans)
     for _ in range(_ROUNDS):
         for own in asked:
-            enough = bytes_with_risk(grids.model, own.grid, _COMFORTABLE)
+            enough = comfortable_bytes(grids.model, own, request.site)
             for plan, peak in neighbours(grids, own, solve, slowest, enough):
                 found.setdefault(plan, peak)
         ties = Comparison(request, grids.model, found).ties()

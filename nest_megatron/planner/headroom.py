@@ -11,7 +11,7 @@ from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import Headroom, ParallelPlan
 from nest_megatron.planner.choice import Peaks
 from nest_megatron.planner.request import PlanRequest
-from nest_megatron.units import to_seconds
+from nest_megatron.units import Bytes, to_seconds
 
 #: Free memory beyond what a plan leaves whose price is told.
 _MORE = 0.1
@@ -19,14 +19,22 @@ _MORE = 0.1
 MOST_HEADROOM = 0.9
 
 
-def roomier(request: PlanRequest) -> PlanRequest | None:
+def roomier(request: PlanRequest, comfortable: Bytes) -> PlanRequest | None:
     """The request for plans that leave more free than they must; ``None`` if none is wanted.
 
     The nominally fastest plan is that of the whole space, up to the limit of the device.
+
+    Args:
+        comfortable: the predicted peak with which the fastest plan would hardly run out of memory;
+            where runs of a site say so, as much is left free.
     """
     share = request.headroom
     if share is None or request.objective is Objective.NOMINAL:
         return None
+    if request.site is not None and request.site.peaks.runs:
+        taken = comfortable + request.settings.memory_reserve_bytes
+        free = 1.0 - taken / request.cluster.accelerator.memory_bytes
+        share = min(MOST_HEADROOM, max(share, free))
     return _leaving(request, share) if share > request.settings.memory_margin else None
 
 

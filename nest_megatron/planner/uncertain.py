@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from nest_megatron.cost_model.device_memory import (
+    PeakErrors,
     allocatable_bytes,
     headroom_for,
     out_of_memory_probability,
@@ -14,16 +15,21 @@ from nest_megatron.cost_model.device_memory import (
 )
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.shortlist import Measurement, measurements, shortlist
+from nest_megatron.cost_model.site import Site
 from nest_megatron.cost_model.uncertainty import Predictive
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.objective import SURE, Objective, Shortlist, Uncertainty
+from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.planner.request import PlanRequest
 from nest_megatron.planner.to_measure import Profile, minutes, profiles
 from nest_megatron.profile.choose import MEASURE_COMMAND
+from nest_megatron.solver.ranking import SolvedGrid
 from nest_megatron.units import Bytes, Seconds
 
 #: Chance with which a plan as fast as the fastest is on a shortlist.
 LEVEL = SURE
+#: Chance to run out of memory above which plans that need less are looked for.
+_COMFORTABLE = 0.02
 
 
 def described(known: Predictive, out_of_memory: float) -> Uncertainty:
@@ -43,19 +49,33 @@ def described(known: Predictive, out_of_memory: float) -> Uncertainty:
     )
 
 
-def out_of_memory(model: CostModel, grid: Grid, peak_bytes: Bytes) -> float:
-    """Chance that a plan runs out of memory."""
-    limit = _allocatable(model, grid)
-    return out_of_memory_probability(peak_bytes, limit, peak_error(grid.zero))
+def out_of_memory(
+    model: CostModel,
+    grid: Grid,
+    partition: StagePartition,
+    peak_bytes: Bytes,
+    site: Site | None = None,
+) -> float:
+    """Chance that a plan runs out of memory, at a site where one is calibrated."""
+    error = _peak_error(model, grid, partition, site)
+    return out_of_memory_probability(peak_bytes, allocatable(model, grid), error)
 
 
-def bytes_with_risk(model: CostModel, grid: Grid, risk: float) -> Bytes:
-    """The predicted peak with which a plan runs out of memory so often."""
-    limit = _allocatable(model, grid)
-    return int(limit * (1.0 - headroom_for(risk, peak_error(grid.zero))))
+def comfortable_bytes(model: CostModel, plan: SolvedGrid, site: Site | None) -> Bytes:
+    """The predicted peak of a plan from which on plans that need less are looked for."""
+    error = _peak_error(model, plan.grid, plan.partition(), site)
+    return max(0, int(allocatable(model, plan.grid) * (1.0 - headroom_for(_COMFORTABLE, error))))
 
 
-def _allocatable(model: CostModel, grid: Grid) -> Bytes:
+def _peak_error(
+    model: CostModel, grid: Grid, partition: StagePartition, site: Site | None
+) -> PeakErrors:
+    known = None if site is None else site.peak_error(model, grid, partition)
+    return known or peak_error(grid.zero)
+
+
+def allocatable(model: CostModel, grid: Grid) -> Bytes:
+    """What the tensors of a plan may take of a device."""
     outside = outside_bytes(model.spec, grid, model.cluster)
     return allocatable_bytes(model.cluster.accelerator, model.settings, outside)
 

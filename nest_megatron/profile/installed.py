@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from importlib import metadata
 
@@ -12,6 +13,8 @@ _PACKAGES = {
     "megatron_core": ("megatron.core", "megatron-core"),
     "transformer_engine": ("transformer_engine", "transformer-engine"),
 }
+#: torch's, for each release of CUDA.
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 def installed_versions() -> dict[str, str]:
@@ -31,6 +34,20 @@ def driver_version() -> str | None:
     except pynvml.NVMLError:
         return None
     return version.decode() if isinstance(version, bytes) else str(version)
+
+
+def nccl_version() -> dict[str, str]:
+    """NCCL's: of torch if that is loaded, or else of the package that torch would load."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        try:
+            return {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        except (RuntimeError, AttributeError, ImportError, AssertionError):
+            return {}
+    for package in _NCCL:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return {"nccl": metadata.version(package)}
+    return {}
 
 
 def _version(module: str, package: str) -> str | None:

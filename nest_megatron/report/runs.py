@@ -93,7 +93,7 @@ def _row(run: RunRecord) -> tuple[str, ...]:
         "" if measured is None else format_seconds(measured.step_s),
         "" if error is None else f"{error:+.1f} %",
         "" if memory is None else format_gib(memory[1]),
-        run.outcome.value.replace("_", " "),
+        run.outcome.value.replace("_", " ") + (" (trial)" if run.trial else ""),
     )
 
 

@@ -6,9 +6,17 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from nest_megatron.cost_model.site import Site, UnseenErrors
-from nest_megatron.parallel.objective import SiteChange, Uncertainty
+from nest_megatron.parallel.objective import MemoryChange, SiteChange, Uncertainty
+from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.tables import EdgelessTable, figure_columns, indented, name_columns
-from nest_megatron.units import format_range, format_seconds
+from nest_megatron.units import (
+    GIB,
+    Bytes,
+    format_chance,
+    format_gib,
+    format_range,
+    format_seconds,
+)
 
 
 def site_report(site: Site, unseen: UnseenErrors | None) -> RenderableType:
@@ -17,12 +25,15 @@ def site_report(site: Site, unseen: UnseenErrors | None) -> RenderableType:
     Args:
         unseen: ``None`` where all runs are of one job.
     """
-    known = site.calibration
+    known, dates = site.calibration, [run.last[:10] for run in site.calibration.by_date]
     title = Text.assemble(
         (known.cluster, "bold"), f", {known.accelerator}, {known.gpus_per_node} GPUs in a node"
     )
     rested = f"Rests on {_number(known.num_runs, 'run')} of {_number(known.num_jobs, 'job')}, from "
-    rested += f"{known.runs[0].last[:10]} to {known.runs[-1].last[:10]}."
+    rested += f"{dates[0]} to {dates[-1]}."
+    if known.peaks:
+        ran_out = sum(peak.ran_out for peak in known.peaks)
+        rested += f" Of memory {_peaks(len(known.peaks) - ran_out, ran_out)} say something."
     if known.unusual:
         left_out = _number(known.unusual, "plan")
         rested += f" {left_out} left out: off by more than 99 in 100 such plans are."
@@ -53,6 +64,8 @@ def _unseen(errors: UnseenErrors | None) -> str:
 
 def site_words(site: SiteChange, known: Uncertainty) -> str:
     """What a site's calibration makes of a plan's step, and what it rests on."""
+    if not site.runs:
+        return f"no step was measured; {site.name} has what runs say of memory"
     runs, jobs = _number(site.runs, "run"), _number(site.jobs, "job")
     said = (
         f"{format_seconds(known.median_s or known.mean_s)} by {site.name}: {runs} of {jobs}, the "
@@ -63,6 +76,39 @@ def site_words(site: SiteChange, known: Uncertainty) -> str:
     if site.changed_versions:
         said = f"{said}; less sure since {', '.join(site.changed_versions)} changed"
     return said
+
+
+def memory_rows(plan: ParallelPlan) -> list[tuple[str, str]]:
+    """What a site's runs make of a plan's peak memory, where they say something of it."""
+    site, known = plan.provenance.site, plan.uncertainty
+    if site is None or site.memory is None or known is None:
+        return []
+    predicted = plan.predicted.peak_memory_bytes
+    return [("Memory here", _memory_words(site.memory, predicted, known.out_of_memory))]
+
+
+def _memory_words(found: MemoryChange, predicted: Bytes, out_of_memory: float) -> str:
+    """The peak, what it rests on, and the chance to run out with and without it."""
+    said = (
+        f"{format_gib(found.peak_bytes)} ({100 * (found.peak_bytes / predicted - 1):+.1f} %), "
+        f"{found.low_bytes / GIB:.1f} to {format_gib(found.high_bytes)} in 9 of 10 runs, by "
+        f"{_peaks(found.peaks, found.ran_out)}"
+    )
+    if found.own:
+        said = f"{said}, {found.own:,} of them of this very job"
+    chances = (found.without_out_of_memory, out_of_memory)
+    before, now = map(format_chance, chances)
+    return f"{said}; chance to run out {now}" + (f", {before} without them" * (before != now))
+
+
+def _peaks(peaks: int, ran_out: int) -> str:
+    """Runs that say something of memory.
+
+    >>> _peaks(3, 1)
+    '3 measured peaks and 1 run out of memory'
+    """
+    counts = ((peaks, "measured peak", ""), (ran_out, "run", " out of memory"))
+    return " and ".join(_number(count, what) + more for count, what, more in counts if count)
 
 
 #: Changes of a step below this, in per cent, are not told.
@@ -76,6 +122,9 @@ def site_rows(site: SiteChange) -> list[tuple[str, str]]:
         ("Calibration", f"{site.name} ({site.digest}), runs from {site.first} to {site.last}"),
         ("Without it", f"{format_seconds(site.without_s)}, {before} in 9 of 10 runs"),
     ]
+    if site.changed_versions:
+        names = ", ".join(site.changed_versions)
+        rows.append(("Changed since", f"{names}: what its runs say counts for less"))
     for each in site.mechanisms:
         if abs(each.step_percent) < _LEAST_TOLD:
             break

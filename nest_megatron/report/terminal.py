@@ -20,7 +20,7 @@ from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.planner import EndedEarly, NoPlan, describe_grid
 from nest_megatron.report.price import price_rows
 from nest_megatron.report.runners_up import alternatives_table, shortlist_report
-from nest_megatron.report.site import site_rows, site_words
+from nest_megatron.report.site import memory_rows, site_rows, site_words
 from nest_megatron.report.tables import (
     FittingTable,
     figure_columns,
@@ -114,6 +114,7 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
         ("Layout", _layout(plan)),
         ("Batch", _batch(plan)),
         ("Memory", _memory_line(plan)),
+        *memory_rows(plan),
         ("Recompute", grid.recompute.label()),
         ("Sharding", _sharding_words(plan)),
         ("Rank order", str(plan.placement.rank_order)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -75,10 +76,13 @@ def read_tuned(
     composed: Composed,
     begun_s: Seconds | None = None,
     on_progress: Progress | None = None,
+    trials: Collection[str] = (),
 ) -> TunedJob:
     """Read a command and rank its plans.
 
     Args:
+        trials: ids of the tuning's own runs, which a calibration of the site may hold since then
+            and would count twice.
         begun_s: when its ``search.max_seconds`` began (``time.monotonic``); ``None`` is now.
 
     Raises:
@@ -93,6 +97,7 @@ def read_tuned(
         raise UserInputError("--from", value="--rampup-batch-size", limit=limit, fix=fix)
     if "search.num_alternatives" not in composed.given:
         request = dataclasses.replace(request, num_alternatives=_LAYOUTS - 1)
-    request = dataclasses.replace(request, begun_s=begun_s)
+    site = None if request.site is None else request.site.without(trials)
+    request = dataclasses.replace(request, begun_s=begun_s, site=site)
     found = require_plan(ranked(request, on_progress), request.notes)
     return TunedJob(job=job, composed=composed, ranked=found)

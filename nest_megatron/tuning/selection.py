@@ -12,14 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from nest_megatron.cost_model.device_memory import out_of_memory_probability
+from nest_megatron.cost_model.peak_posterior import PeakPosterior, PeakRun
 from nest_megatron.cost_model.posterior import Observation, Posterior
 from nest_megatron.cost_model.shortlist import run_gains, shortlist
 from nest_megatron.cost_model.site import job_of
 from nest_megatron.parallel.objective import SURE
 from nest_megatron.planner import Ranked, describe_grid
 from nest_megatron.planner.choice import Candidate, values_of
+from nest_megatron.planner.uncertain import allocatable
 from nest_megatron.solver.ranking import SolvedGrid
-from nest_megatron.units import Seconds
+from nest_megatron.units import Bytes, Seconds
 
 #: Start of a run, until one has been timed: processes, libraries, groups of ranks, data.
 START_S: Seconds = 90.0
@@ -51,6 +54,7 @@ class Known:
 
     Args:
         steps_s: of the plans that were measured.
+        peaks_bytes: highest measured peaks of plans' tensors, as far as runs say.
         failed: plans that failed, and whether for want of memory.
         starts_s: how long each run took beside its steps.
         num_steps: of the whole job, which a faster plan is worth; ``None`` where it does not say.
@@ -60,14 +64,25 @@ class Known:
     iterations: int
     num_steps: int | None
     steps_s: Mapping[SolvedGrid, Seconds] = field(default_factory=dict)
+    peaks_bytes: Mapping[SolvedGrid, Bytes] = field(default_factory=dict)
     failed: Mapping[SolvedGrid, bool] = field(default_factory=dict)
     starts_s: tuple[Seconds, ...] = ()
 
-    def measured(self, plan: SolvedGrid, step_s: Seconds, seconds: Seconds | None) -> Known:
+    def measured(
+        self,
+        plan: SolvedGrid,
+        step_s: Seconds,
+        seconds: Seconds | None,
+        peak_bytes: Bytes | None = None,
+    ) -> Known:
         """With one more plan measured, in a run of so long."""
         start = [] if seconds is None else [max(0.0, seconds - (self.iterations + 1) * step_s)]
+        peak = {} if peak_bytes is None else {plan: peak_bytes}
         return dataclasses.replace(
-            self, steps_s={**self.steps_s, plan: step_s}, starts_s=(*self.starts_s, *start)
+            self,
+            steps_s={**self.steps_s, plan: step_s},
+            peaks_bytes={**self.peaks_bytes, **peak},
+            starts_s=(*self.starts_s, *start),
         )
 
     def without(self, plan: SolvedGrid, *, out_of_memory: bool) -> Known:
@@ -93,6 +108,22 @@ class Known:
         )
 
     @property
+    def peak_posterior(self) -> PeakPosterior:
+        """The errors of predicted peaks, given the same runs, and those that ran out of memory."""
+        peaks, model, site = self.ranked.peaks, self.ranked.model, self.ranked.request.site
+        bounds = [(plan, peak, False) for plan, peak in self.peaks_bytes.items()]
+        short = (plan for plan, out_of_memory in self.failed.items() if out_of_memory)
+        bounds += [(plan, allocatable(model, plan.grid), True) for plan in short]
+        before = PeakPosterior() if site is None else site.peaks
+        return before.with_runs(
+            [
+                PeakRun(predicted=peaks[plan], bytes=peak, ran_out=ran_out, job=self.job)
+                for plan, peak, ran_out in bounds
+                if peak
+            ]
+        )
+
+    @property
     def job(self) -> str:
         """What all plans of the job have in common, with each other and with runs of the site."""
         return job_of(self.ranked.model, self.ranked.candidates[0].solved.grid)
@@ -102,8 +133,8 @@ class Known:
 
         A plan that is predicted to need at least as much memory as one that ran out is none.
         """
-        posterior, plans = self.posterior, self.ranked.candidates
-        return [self._now(each, posterior) for each in plans if self._may_run(each)]
+        posterior, peaks, plans = self.posterior, self.peak_posterior, self.ranked.candidates
+        return [self._now(each, posterior, peaks) for each in plans if self._may_run(each)]
 
     def _may_run(self, candidate: Candidate) -> bool:
         if candidate.solved in self.steps_s:
@@ -114,12 +145,17 @@ class Known:
             candidate.peak_memory_bytes >= peak for peak in short
         )
 
-    def _now(self, candidate: Candidate, posterior: Posterior) -> Candidate:
-        starts = candidate.solved in self.steps_s
+    def _now(self, candidate: Candidate, posterior: Posterior, peaks: PeakPosterior) -> Candidate:
+        plan = candidate.solved
+        chance = 0.0 if plan in self.steps_s else candidate.out_of_memory
+        if plan not in self.steps_s and (self.peaks_bytes or any(self.failed.values())):
+            chance = out_of_memory_probability(
+                candidate.peak_memory_bytes,
+                allocatable(self.ranked.model, plan.grid),
+                peaks.of(self.ranked.peaks[plan], self.job),
+            )
         return dataclasses.replace(
-            candidate,
-            step=posterior.of(candidate.step.prior, self.job),
-            out_of_memory=0.0 if starts else candidate.out_of_memory,
+            candidate, step=posterior.of(candidate.step.prior, self.job), out_of_memory=chance
         )
 
     def run_s(self, candidate: Candidate) -> Seconds:

@@ -77,7 +77,7 @@ class Trial:
         predicted_s: its step as predicted without runs.
         seconds: of the whole run, its start included.
         step_s: median of the watched steps.
-        peak_memory_bytes: the highest of all ranks.
+        peak_memory_bytes, peak_allocated_bytes: the highest of all ranks, and of tensors alone.
         reason: the line that says why it failed.
     """
 
@@ -89,6 +89,7 @@ class Trial:
     seconds: Seconds | None = None
     step_s: Seconds | None = None
     peak_memory_bytes: Bytes | None = None
+    peak_allocated_bytes: Bytes | None = None
     failure: Failure | None = None
     reason: str | None = None
 
@@ -135,7 +136,18 @@ def measured(trial: Trial, record: RunRecord) -> Trial:
         state=State.MEASURED,
         step_s=record.measured.step_s,
         peak_memory_bytes=max(peaks, default=None),
+        peak_allocated_bytes=record.measured.highest_allocated_bytes,
     )
+
+
+def in_history(record: RunRecord, trial: Trial) -> RunRecord:
+    """The record of a run that has ended, for the site's history."""
+    told = dataclasses.replace(record, trial=True)
+    if record.outcome is not Outcome.STARTED or trial.failure is None:
+        return told
+    ended = {Failure.OUT_OF_MEMORY: Outcome.OUT_OF_MEMORY, Failure.TIMEOUT: Outcome.KILLED}
+    outcome = ended.get(trial.failure, Outcome.FAILED)
+    return dataclasses.replace(told, outcome=outcome, error=trial.reason)
 
 
 def last_lines(output: Path) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.files import write_text
+from nest_megatron.history.store import append
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import describe_grid
@@ -25,6 +26,7 @@ from nest_megatron.tuning.trial import (
     Failure,
     State,
     Trial,
+    in_history,
     judged,
     measured,
     record_of,
@@ -81,7 +83,9 @@ class Tuner:
         for trial in self.session.trials:
             if trial.state is State.MEASURED:
                 assert trial.step_s is not None
-                known = known.measured(self._solved(trial), trial.step_s, trial.seconds)
+                known = known.measured(
+                    self._solved(trial), trial.step_s, trial.seconds, trial.peak_allocated_bytes
+                )
             elif trial.state is State.FAILED:
                 short = trial.failure is Failure.OUT_OF_MEMORY
                 known = known.without(self._solved(trial), out_of_memory=short)
@@ -138,6 +142,13 @@ class Tuner:
     def _ended(self, trial: Trial) -> None:
         self.session.note(trial)
         self.tell(f"Run {trial.number}: {outcome_words(trial)}.")
+        record = record_of(self.session.path(trial, _HISTORY))
+        if record is None or trial.state is State.REPEATED:
+            return
+        try:
+            append(in_history(record, trial))
+        except UserInputError as error:
+            self.tell(f"The site's history lacks this run: {error.value}: {error.limit}.")
 
     def settle(self) -> None:
         """Say of runs whose program was killed how they ended, from what they recorded.
@@ -169,6 +180,12 @@ class Tuner:
         limit = "planned again, this job has no such plan"
         fix = "Begin anew, with the command, settings and profiles of now."
         raise UserInputError("tune", value=describe_grid(own[0]), limit=limit, fix=fix)
+
+
+def trials_of(session: Session) -> frozenset[str]:
+    """Ids of a session's runs, as their records have them."""
+    records = (record_of(session.path(trial, _HISTORY)) for trial in session.trials)
+    return frozenset(record.id for record in records if record is not None)
 
 
 def interrupted(trial: Trial, history: Path, output: Path) -> Trial:

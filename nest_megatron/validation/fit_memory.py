@@ -148,16 +148,16 @@ def peak_evidence(files: Iterable[RowFile], book: ModelBook) -> Mapping[str, Evi
     for file in (each for each in files if each.kind is not RowKind.COLLECTIVES):
         for outcome in assessor.outcomes(file, Basis.AS_STATED):
             name = outcome.row.get("throughput_row") or outcome.row.get("row_id", "")
-            group = _group(outcome, is_golden=file.kind is RowKind.MEMORY_GOLDEN)
+            group = peak_group(outcome, is_golden=file.kind is RowKind.MEMORY_GOLDEN)
             if group is None or (name and name in seen):
                 continue
-            for kind, error in _said(outcome):
+            for kind, error in peak_said(outcome):
                 seen.add(name)
                 getattr(found[group][outcome.source], kind).append(error)
     return found
 
 
-def _group(outcome: RowOutcome, *, is_golden: bool) -> str | None:
+def peak_group(outcome: RowOutcome, *, is_golden: bool) -> str | None:
     """Which fit a row is for, if its error is of the formula and not of a guess or an offload."""
     row = outcome.row
     framework = row.get("framework", "")
@@ -171,7 +171,7 @@ def _group(outcome: RowOutcome, *, is_golden: bool) -> str | None:
     return "replicated" if is_golden or _RUNS_MEGATRON.search(framework) else None
 
 
-def _said(outcome: RowOutcome) -> Iterator[tuple[str, float]]:
+def peak_said(outcome: RowOutcome) -> Iterator[tuple[str, float]]:
     """What a row says of its peak: a field of ``Peaks``, and the logarithm."""
     if outcome.memory is not None:
         predicted, measured = outcome.memory
@@ -188,10 +188,7 @@ def _said(outcome: RowOutcome) -> Iterator[tuple[str, float]]:
 
 def fit_peaks(evidence: Evidence) -> PeakFit:
     """Median and scales of at least two sources, and how they hold on sources left out."""
-    unseen = {
-        source: _error({name: each for name, each in evidence.items() if name != source})
-        for source in evidence
-    }
+    unseen = unseen_errors(evidence)
     inside = {share: _inside(evidence, unseen, share / 100) for share in (50, 90)}
     fitted = _error(evidence)
     return PeakFit(
@@ -211,6 +208,14 @@ def fit_peaks(evidence: Evidence) -> PeakFit:
             for bound in (*peaks.ran, *peaks.ran_out)
         ),
     )
+
+
+def unseen_errors(evidence: Evidence) -> Mapping[str, PeakError]:
+    """By source, the error that a fit without it has."""
+    return {
+        source: _error({name: each for name, each in evidence.items() if name != source})
+        for source in evidence
+    }
 
 
 def _inside(evidence: Evidence, unseen: Mapping[str, PeakError], share: float) -> list[list[float]]:

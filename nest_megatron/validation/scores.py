@@ -164,7 +164,7 @@ def candidate_of(model: CostModel, prediction: RowPrediction) -> Candidate:
         peak_memory_bytes=peak,
         capacity_bytes=prediction.capacity_bytes,
         step=predictive(model, grid, partition, seconds),
-        out_of_memory=out_of_memory(model, grid, peak),
+        out_of_memory=out_of_memory(model, grid, partition, peak),
         is_custom=not is_uniform(model.spec, partition),
         changes=0,
     )

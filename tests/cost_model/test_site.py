@@ -17,20 +17,15 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
 from nest_megatron.cost_model import site_file
 from nest_megatron.cost_model.mechanisms import Mechanism
-from nest_megatron.cost_model.site import (
-    FORMAT,
-    Site,
-    SiteCalibration,
-    calibrations,
-    job_of,
-    unseen_errors,
-)
+from nest_megatron.cost_model.site import Site, job_of, unseen_errors
+from nest_megatron.cost_model.site_calibration import FORMAT, SiteCalibration, calibrations
 from nest_megatron.cost_model.uncertainty import predictive
 from nest_megatron.errors import UserInputError
 from nest_megatron.history import store
 from nest_megatron.history.records import Outcome, RunRecord, cluster_key, job_key
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import PlanRequest, plan
+from nest_megatron.planner.uncertain import allocatable
 from nest_megatron.report.terminal import plan_report
 from tests.cli.runs import run
 from tests.history.runs import MEASURED, run_record
@@ -241,7 +236,7 @@ def test_the_command_writes_it_and_says_what_it_learnt(
     monkeypatch.setenv(store.VARIABLE, str(tmp_path / "runs.jsonl"))
     monkeypatch.setenv(site_file.VARIABLE, str(tmp_path / "sites"))
     done = run("calibrate", "--site")
-    assert (done.code, "no finished run" in done.err) == (2, True)
+    assert (done.code, "no run that finished" in done.err) == (2, True)
     for record in slow_traffic(plans[:3]):
         store.append(record)
     done = run("calibrate", "--site")
@@ -251,6 +246,103 @@ def test_the_command_writes_it_and_says_what_it_learnt(
     assert len(list((tmp_path / "sites").iterdir())) == 1
     done = run("calibrate", "--site", "rows.csv")
     assert (done.code, "--site reads the history" in done.err) == (2, True)
+
+
+def with_peak(record: RunRecord, found: ParallelPlan, factor: float | None) -> RunRecord:
+    """The run with a measured peak of its tensors, or, without a factor, out of memory."""
+    highest = max(found.predicted.stages, key=lambda stage: sum(stage.memory_bytes.values()))
+    peak = found.predicted.peak_memory_bytes
+    model = request(f"cluster.num_gpus={found.cluster.num_gpus}").cost_model()
+    predicted = dataclasses.replace(
+        record.predicted,
+        peak_terms=highest.memory_bytes,
+        allocatable_bytes=allocatable(model, found.grid()),
+    )
+    if factor is None:
+        return dataclasses.replace(
+            record, predicted=predicted, measured=None, outcome=Outcome.OUT_OF_MEMORY
+        )
+    assert record.measured is not None
+    measured = dataclasses.replace(
+        record.measured, peak_allocated_bytes=(None, round(factor * peak), 1)
+    )
+    return dataclasses.replace(record, predicted=predicted, measured=measured)
+
+
+def test_measured_peaks_and_runs_out_of_memory_are_observations(
+    plans: list[ParallelPlan],
+) -> None:
+    records = [
+        with_peak(ran(plans[0], 1.0, id="a"), plans[0], 1.06),
+        with_peak(ran(plans[0], 1.0, id="b"), plans[0], 1.08),
+        with_peak(ran(plans[0], 1.0, id="c"), plans[0], None),
+        with_peak(ran(plans[1], 1.0, id="d", device=None), plans[1], 1.0),
+        ran(plans[2], 1.0, id="e"),
+    ]
+    (found,) = calibrations(records, TODAY)
+    measured, short = found.peaks
+    peak = plans[0].predicted.peak_memory_bytes
+    assert (measured.ran_out, measured.bytes) == (False, round(1.08 * peak))
+    assert (short.ran_out, short.bytes) == (True, records[2].predicted.allocatable_bytes)
+    assert sum(short.terms.values()) == peak
+    assert {each.runs for each in found.runs} == {1, 2}
+
+
+def test_plans_say_what_the_site_makes_of_their_memory(
+    plans: list[ParallelPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(site_file.VARIABLE, str(tmp_path))
+    records = [with_peak(ran(plan, 1.0, id=f"{n}"), plan, 1.1) for n, plan in enumerate(plans[:2])]
+    (known,) = calibrations(records, TODAY)
+    path = site_file.site_path(known.cluster, known.accelerator)
+    site_file.write_site(known, path)
+    assert site_file.read_site(path) == known
+    fixed = ("cluster.num_gpus=8", "parallel.tensor_model_parallel_size=8")
+    found, without = planned(*fixed), planned(*fixed, "profile.site=false")
+    assert found.provenance.site is not None
+    memory = found.provenance.site.memory
+    assert memory is not None
+    assert found.predicted == without.predicted
+    assert 1.03 < memory.peak_bytes / found.predicted.peak_memory_bytes < 1.1
+    assert memory.low_bytes < memory.peak_bytes < memory.high_bytes
+    assert without.uncertainty is not None
+    assert memory.without_out_of_memory == without.uncertainty.out_of_memory
+    assert "Memory here" in text_of(found)
+    assert "by 2 measured peaks" in text_of(found)
+
+
+def test_a_plan_that_ran_out_of_memory_is_not_chosen_where_another_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no run was finished, so that nothing is known of steps."""
+    monkeypatch.setenv(site_file.VARIABLE, str(tmp_path))
+    job = ("cluster.num_gpus=8", "train.global_batch_size=256")
+    first = planned(*job)
+    (known,) = calibrations([with_peak(ran(first, 1.0), first, None)], TODAY)
+    assert (known.runs, len(known.peaks), known.num_jobs) == ((), 1, 1)
+    site_file.write_site(known, site_file.site_path(known.cluster, known.accelerator))
+    found = planned(*job)
+    assert found.grid() != first.grid()
+    assert found.uncertainty is not None
+    assert found.uncertainty.out_of_memory < 0.2
+    assert found.provenance.site is not None
+    assert found.provenance.site.runs == 0
+    assert "1 run out of memory, 1 of them of this very job" in text_of(found)
+
+
+def test_trials_of_a_tuning_are_not_counted_twice(plans: list[ParallelPlan]) -> None:
+    records = [
+        with_peak(ran(plans[0], 1.1, id="trial", trial=True), plans[0], 1.05),
+        with_peak(ran(plans[1], 1.1, id="own"), plans[1], 1.05),
+    ]
+    (known,) = calibrations(records, TODAY)
+    site = Site(known, "site")
+    left = site.without(["trial"])
+    assert left is not None
+    assert (len(left.posterior.observations), len(left.peaks.runs)) == (1, 1)
+    assert len(site.without([]).posterior.observations) == 2  # type: ignore[union-attr]
+    (alone,) = calibrations(records[:1], TODAY)
+    assert Site(alone, "site").without(["trial"]) is None
 
 
 def test_a_network_with_other_figures_is_another(

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from nest_megatron.errors import NOTHING_FITS
+from nest_megatron.history.records import Outcome
+from nest_megatron.history.store import VARIABLE, read
 from nest_megatron.parallel import plan_file
 from tests.megatron_lm.training import DENSE, HOME, ON_CPU, TRAINING, environment
 
@@ -42,11 +45,11 @@ levels:
 """
 
 
-def tune(*words: str) -> subprocess.CompletedProcess[str]:
+def tune(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "nest_megatron", "tune", *words, "--json"],
         cwd=HOME,
-        env=environment(),
+        env={**environment(), **variables},
         capture_output=True,
         text=True,
         check=False,
@@ -70,3 +73,56 @@ def test_two_runs_and_a_plan(tmp_path: Path) -> None:
     plan = plan_file.read(folder / "plan.yaml")
     assert plan.placement.num_gpus == 2
     assert not (tmp_path / "checkpoints").exists()
+
+
+#: Its scores of attention take more than the limit; OpenMP's threads take none of it.
+LARGE = shlex.split(
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 1024 "
+    "--max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 8"
+)
+LIMITED = """\
+import resource, runpy, sys
+sys.path.insert(0, ".")
+from megatron.training import training
+
+train_step = training.train_step
+
+
+def limited(*arguments, **named):
+    \"\"\"A step with 64 MiB of address space that is not taken yet.\"\"\"
+    taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (64 << 20), resource.RLIM_INFINITY))
+    return train_step(*arguments, **named)
+
+
+training.train_step = limited
+sys.argv[0] = "pretrain_gpt.py"
+runpy.run_path("pretrain_gpt.py", run_name="__main__")
+"""
+
+
+def test_runs_out_of_memory_under_a_limit_of_the_kernel(tmp_path: Path) -> None:
+    """They are told apart from other failures, not repeated, and in the site's history."""
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    script = tmp_path / "pretrain_limited.py"
+    script.write_text(LIMITED)
+    training = list(TRAINING)
+    training[training.index("--train-iters") + 1] = "100000"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    job = shlex.join([*launcher, str(script), *LARGE, *training, *ON_CPU])
+    folder, cluster = tmp_path / "runs", f"cluster={tmp_path / 'cluster.yaml'}"
+    options = ("--budget", "2", "--iterations", "4", "--out", str(folder))
+    history = tmp_path / "history.jsonl"
+    done = tune("--from", job, cluster, *options, OMP_NUM_THREADS="1", **{VARIABLE: str(history)})
+    assert done.returncode == NOTHING_FITS, done.stdout + done.stderr
+    runs = json.loads(done.stdout)["runs"]
+    assert {run["failure"] for run in runs} == {"out_of_memory"}
+    peaks = [
+        plan_file.read(folder / f"run-{run['number']}" / "plan.yaml").predicted.peak_memory_bytes
+        for run in runs
+    ]
+    assert peaks == sorted(set(peaks), reverse=True)
+    kept = read(history)
+    assert len(kept) == len(runs)
+    assert all(run.trial and run.outcome is Outcome.OUT_OF_MEMORY for run in kept)
+    assert all(run.predicted.allocatable_bytes and run.predicted.peak_terms for run in kept)

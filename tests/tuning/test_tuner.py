@@ -10,12 +10,15 @@ import pytest
 
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.errors import UserInputError
+from nest_megatron.history import store
+from nest_megatron.history.records import Outcome
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.tuning.report import lessons, lost_percent, tuned_document, tuned_report
 from nest_megatron.tuning.selection import Stop, chosen
 from nest_megatron.tuning.session import new_session, resumed_session
-from nest_megatron.tuning.trial import Failure, State
-from nest_megatron.tuning.tuner import Tuned
+from nest_megatron.tuning.trial import Failure, State, Trial, in_history
+from nest_megatron.tuning.tuner import Tuned, trials_of
+from tests.history.runs import run_record
 from tests.tuning.stand_in import ASKED, START_S, Answered, job, tuner
 
 
@@ -91,6 +94,24 @@ def test_what_needs_as_much_memory_as_a_plan_that_ran_out_is_not_run(tmp_path: P
     taken = chosen(found.known)
     assert taken is not None
     assert taken.peak_memory_bytes < first.peak_memory_bytes
+
+
+def test_runs_teach_what_plans_need(tmp_path: Path) -> None:
+    """A run out of memory makes others of the job run out more often, a low peak less often."""
+    first, *others = job().ranked.candidates
+    with new_session(tmp_path, ASKED) as session:
+        known = tuner(session, Answered(as_predicted)).known()
+    before = {each.solved: each.out_of_memory for each in others}
+    short = known.without(first.solved, out_of_memory=True)
+    low = known.measured(
+        first.solved, first.step.median_s, None, round(0.9 * first.peak_memory_bytes)
+    )
+    after = {each.solved: each.out_of_memory for each in short.candidates()}
+    less = {each.solved: each.out_of_memory for each in low.candidates()}
+    assert after
+    assert all(after[plan] > before[plan] for plan in after)
+    near = [plan for plan in before if before[plan] > 0.02]
+    assert all(less[plan] < before[plan] for plan in near)
 
 
 def test_a_job_that_fails_by_itself_is_given_up(tmp_path: Path) -> None:
@@ -197,3 +218,42 @@ def test_what_was_learnt_is_told(tmp_path: Path) -> None:
         document = tuned_document(found, session.trials, tmp_path / "plan.yaml", tmp_path)
         assert document["without_runs_slower_percent"] == lost
         assert [*tuned_report(found, session.trials, tmp_path / "plan.yaml")]
+
+
+def test_runs_are_in_the_site_s_history_once_and_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "site.jsonl"))
+    launcher = Answered(as_predicted)
+    with new_session(tmp_path / "a", ASKED) as session:
+        tuner(session, launcher, budget=1).run()
+    with resumed_session(tmp_path / "a") as session:
+        tuner(session, launcher, budget=1).run()
+        trials = trials_of(session)
+    kept = store.read()
+    assert {run.id for run in kept} == trials
+    assert [(run.outcome, run.trial) for run in kept] == [(Outcome.FINISHED, True)]
+
+
+def test_a_run_that_told_nothing_of_its_end_is_kept_with_what_ended_it() -> None:
+    trial = Trial(
+        number=1,
+        plan="",
+        layout="",
+        predicted_s=1.0,
+        state=State.FAILED,
+        failure=Failure.OUT_OF_MEMORY,
+        reason="std::bad_alloc",
+    )
+    begun = run_record(outcome=Outcome.STARTED, measured=None)
+    found = in_history(begun, trial)
+    assert (found.outcome, found.error, found.trial) == (
+        Outcome.OUT_OF_MEMORY,
+        "std::bad_alloc",
+        True,
+    )
+    late = dataclasses.replace(trial, failure=Failure.TIMEOUT)
+    assert in_history(begun, late).outcome is Outcome.KILLED
+    assert in_history(dataclasses.replace(begun, outcome=Outcome.FAILED), late).outcome is (
+        Outcome.FAILED
+    )

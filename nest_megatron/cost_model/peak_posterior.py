@@ -1,0 +1,260 @@
+"""What measured peaks, and runs that ran out of memory, say of the peaks of other plans.
+
+The error of a predicted peak follows the public distribution (``device_memory.PeakError``). Each
+error is taken as its normal score: the value of a standard normal distribution with as much below
+it. Scores of plans and runs are one Gaussian process (a warped one: Snelson, Rasmussen and
+Ghahramani 2004), so that without a run nothing changes, and with runs the skew and the tails stay.
+
+A measured peak is a score. A run that ran out says that its score is above that of what the device
+could give out: a censored observation, for which the normal distribution with the moments of the
+truncated one stands (expectation propagation: Minka 2001; Rasmussen and Williams 2006, 3.6).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from operator import mul
+from statistics import NormalDist
+
+from nest_megatron.cost_model.cholesky import Matrix, cholesky, solve_lower
+from nest_megatron.cost_model.device_memory import PeakError, PeakErrors, peak_error
+from nest_megatron.cost_model.features import coordinates, distance
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.pipeline import chunk_cost, rank_memory
+from nest_megatron.cost_model.posterior import KEPT, changed
+from nest_megatron.cost_model.stage_problems import stage_problem
+from nest_megatron.cost_model.uncertainty import shipped_calibration
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.units import Bytes
+
+#: Share of the variance of a score that belongs to each of: the site (its allocator and libraries),
+#: the terms of the peak, the job, the layout; the rest is a run's own. Equal, as public tables do
+#: not tell them apart: shares fitted to the other sources predict a source that is left out no
+#: better (docs/tuning_published.md has what these do).
+PART = 0.24
+OWN = 1.0 - 4 * PART
+#: Runs that count, the last ones.
+MOST_RUNS = 40
+#: Ends of expectation propagation: a mean that moves by less, or so many rounds.
+_STILL, _ROUNDS = 1e-6, 100
+_FLAT = 1e6  # variance of an observation that says nothing
+_NORMAL = NormalDist()
+#: Terms of a peak whose errors are apart; weights, gradients and optimizer states are the third.
+_TERMS = ("activations", "working")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedPeak:
+    """The highest predicted peak of a plan.
+
+    Args:
+        terms: bytes on the pipeline rank that has it.
+        point: the layout (``features.coordinates``).
+        error: what is known of it without runs.
+    """
+
+    terms: Mapping[str, Bytes]
+    point: tuple[float, ...]
+    error: PeakError
+
+    @property
+    def peak_bytes(self) -> Bytes:
+        """All terms together."""
+        return sum(self.terms.values())
+
+    def score(self, peak_bytes: Bytes) -> float:
+        """Normal score of a peak."""
+        return _score(self.error, math.log(peak_bytes / self.peak_bytes))
+
+    @property
+    def direction(self) -> tuple[float, ...]:
+        """The terms as a vector of length one."""
+        named = [self.terms.get(name, 0) for name in _TERMS]
+        whole = (*named, self.peak_bytes - sum(named))
+        length = math.hypot(*whole)
+        return tuple(each / length for each in whole)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakRun:
+    """A plan that ran, or ran out of memory.
+
+    Args:
+        bytes: the highest measured peak of its ranks; where it ran out, what it needed more than.
+        ran_out: whether it did.
+        job: equal for plans of one job.
+        versions: of drivers and packages, by name.
+    """
+
+    predicted: PredictedPeak
+    bytes: Bytes
+    ran_out: bool
+    job: object
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedPeakError:
+    """The error of a predicted peak, given runs.
+
+    Args:
+        prior: without them.
+        mean, deviation: of its normal score.
+    """
+
+    prior: PeakError
+    mean: float
+    deviation: float
+
+    def at_most(self, error: float) -> float:
+        """Chance of an error of at most this."""
+        return _NORMAL.cdf((_score(self.prior, error) - self.mean) / self.deviation)
+
+    def quantile(self, share: float) -> float:
+        """The error that a share of all errors is at most."""
+        return self.prior.quantile(
+            _within(_NORMAL.cdf(self.mean + self.deviation * _NORMAL.inv_cdf(share)))
+        )
+
+
+class PeakPosterior:
+    """The errors of predicted peaks, given some runs.
+
+    Args:
+        runs: of any job at one site, in their order.
+        versions: of drivers and packages under which plans will run; those of the last run where
+            they are not known.
+    """
+
+    def __init__(
+        self, runs: Sequence[PeakRun] = (), versions: Mapping[str, str] | None = None
+    ) -> None:
+        self.runs = tuple(runs)[-MOST_RUNS:]
+        last = self.runs[-1].versions if self.runs else {}
+        self._versions = last if versions is None else versions
+        self._root, self._values = _conditioned(self.runs)
+
+    def with_runs(self, runs: Sequence[PeakRun]) -> PeakPosterior:
+        """What is known after more runs, under the versions that plans will run with."""
+        now = [dataclasses.replace(run, versions=self._versions) for run in runs]
+        return PeakPosterior([*self.runs, *now], self._versions)
+
+    def of(self, plan: PredictedPeak, job: object) -> PeakErrors:
+        """What is known of the error of a plan of a job."""
+        if not self.runs:
+            return plan.error
+        explained = solve_lower(
+            self._root,
+            [_common(plan, job, self._versions, run) for run in self.runs],
+        )
+        left = 1.0 - math.fsum(part * part for part in explained)
+        return LearnedPeakError(
+            prior=plan.error,
+            mean=math.fsum(map(mul, explained, self._values)),
+            deviation=math.sqrt(max(OWN, left)),
+        )
+
+
+def predicted_peak(model: CostModel, grid: Grid, partition: StagePartition) -> PredictedPeak:
+    """The highest predicted peak of a plan, by its terms."""
+    problem = stage_problem(model, grid)
+    chunks = [chunk_cost(problem, first, end) for first, end in pairwise(partition.boundaries)]
+    ranks = (
+        rank_memory(problem, rank, chunks[rank :: problem.num_stages])
+        for rank in range(problem.num_stages)
+    )
+    highest = max(ranks, key=lambda rank: rank.total)
+    return PredictedPeak(
+        terms={
+            "static": highest.static,
+            "activations": highest.activation,
+            "working": highest.working,
+        },
+        point=coordinates(grid),
+        error=peak_error(grid.zero),
+    )
+
+
+def _score(error: PeakError, at: float) -> float:
+    return _NORMAL.inv_cdf(_within(error.at_most(at)))
+
+
+def _within(share: float) -> float:
+    """A chance that is neither 0 nor 1, of which a normal distribution knows no value."""
+    return min(max(share, 1e-12), 1.0 - 1e-12)
+
+
+def _common(plan: PredictedPeak, job: object, versions: Mapping[str, str], run: PeakRun) -> float:
+    """Covariance of the scores of a plan and a run."""
+    other = run.predicted
+    alike = math.fsum(map(mul, plan.direction, other.direction))
+    found = KEPT ** len(changed(versions, run.versions)) * PART * (1.0 + alike)
+    if job == run.job:
+        range_ = shipped_calibration().scales.layout_range
+        found += PART * (1.0 + math.exp(-distance(plan.point, other.point) / range_))
+    return found
+
+
+def _conditioned(runs: Sequence[PeakRun]) -> tuple[Matrix, tuple[float, ...]]:
+    """The root of the covariance of what was observed, and the observations over it."""
+    joint = [[_common(run.predicted, run.job, run.versions, each) for each in runs] for run in runs]
+    for number, row in enumerate(joint):
+        row[number] += OWN
+    bounds = [run.predicted.score(run.bytes) for run in runs]
+    censored = [number for number, run in enumerate(runs) if run.ran_out]
+    noise = [_FLAT if run.ran_out else 0.0 for run in runs]
+    values = [0.0 if run.ran_out else bound for run, bound in zip(runs, bounds, strict=True)]
+    root, solved = _solved(joint, noise, values)
+    for _ in range(_ROUNDS if censored else 0):
+        moved = 0.0
+        for number in censored:
+            known = solve_lower(root, joint[number])
+            mean = math.fsum(map(mul, known, solved))
+            variance = joint[number][number] - math.fsum(part * part for part in known)
+            values[number], noise[number], more = _truncated(
+                mean, variance, values[number], noise[number], bounds[number]
+            )
+            moved = max(moved, more)
+            root, solved = _solved(joint, noise, values)
+        if moved < _STILL:
+            break
+    return root, solved
+
+
+def _solved(
+    joint: Matrix, noise: Sequence[float], values: Sequence[float]
+) -> tuple[Matrix, tuple[float, ...]]:
+    noisy = [
+        [each + noise[i] * (i == j) for j, each in enumerate(row)] for i, row in enumerate(joint)
+    ]
+    root = cholesky(noisy)
+    return root, solve_lower(root, values)
+
+
+def _truncated(
+    mean: float, variance: float, value: float, noise: float, bound: float
+) -> tuple[float, float, float]:
+    """The observation that stands for a score above a bound, and by how much its mean moves.
+
+    Args:
+        mean, variance: of the score now.
+        value, noise: the observation that stands for it now.
+    """
+    precision = max(1e-9, 1.0 / variance - 1.0 / noise)
+    others = (mean / variance - value / noise) / precision
+    scale = 1.0 / math.sqrt(precision)
+    least = min(30.0, (bound - others) / scale)
+    ratio = _NORMAL.pdf(least) / (0.5 * math.erfc(least / math.sqrt(2.0)))
+    told_mean = others + scale * ratio
+    told_variance = max(1e-9, scale**2 * (1.0 - ratio * (ratio - least)))
+    told = max(1.0 / _FLAT, 1.0 / told_variance - precision)
+    return (
+        (told_mean / told_variance - others * precision) / told,
+        1.0 / told,
+        abs(told_mean - mean),
+    )
