@@ -140,7 +140,10 @@ def _discovered(
     is_rack = cluster.gpus_per_host is not None  # its hosts are smaller than its nodes
     if per_host != cluster.launch_gpus_per_host and not is_rack:
         cluster = with_hosts_of(cluster, per_host)
-    if hosts and not dry_run and len(hosts) * gpus.count == world_size:
+    typed = any(
+        each.key.startswith("cluster.levels") for each in settings
+    )  # wins over what is seen
+    if hosts and not dry_run and not typed and len(hosts) * gpus.count == world_size:
         cluster, told = _seen_cluster(cluster, hosts)
         return JobCluster(cluster=cluster, composed=composed, notes=(*notes, *told))
     note = f"This host has {gpus.describe()}; between hosts the network of {name} is assumed."

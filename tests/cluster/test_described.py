@@ -134,6 +134,14 @@ def test_a_job_on_scattered_hosts_keeps_whole_groups(monkeypatch: pytest.MonkeyP
     assert [x.num_devices for x in found.cluster.levels] == [8, None]
 
 
+def test_a_figure_that_was_typed_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_detection, "local_gpus", lambda: H100)
+    typed = [Setting(key="cluster.levels.1.bandwidth_bytes_per_s", value="1e10")]
+    found = find_cluster(typed, 16, {}, dry_run=False, hosts=[host("a"), host("b")])
+    assert found.cluster.levels[1].bandwidth_bytes_per_s == 1e10
+    assert "is assumed" in found.notes[0]
+
+
 def test_a_mixed_job_is_refused_or_planned_as_the_slower_kind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
