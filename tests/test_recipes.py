@@ -14,6 +14,8 @@ from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_reque
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan
+from nest_megatron.planner.pins import read_pinned
+from recipes import make
 
 RECIPES = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml"))
 
@@ -43,3 +45,20 @@ def test_a_recipe_is_the_plan_of_today(path: Path) -> None:
     assert again.parallel == recipe.parallel
     assert again.predicted == recipe.predicted
     assert again.alternatives == recipe.alternatives
+
+
+@pytest.mark.parametrize("job", make.JOBS, ids=lambda job: job.model)
+def test_a_script_is_of_its_pinned_plans(job: make.Job) -> None:
+    for cluster in make.CLUSTERS:  # it differs in the plan that is named alone
+        pinned = read_pinned(job.plan_path(cluster))
+        assert pinned.pin.megatron_lm == make.RELEASE
+        assert rules.check(launch_request(pinned.plan)) == ()
+        assert job.script.read_text(encoding="utf-8") == make.script_text(job, pinned.plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", make.CLUSTERS)
+@pytest.mark.parametrize("job", make.JOBS, ids=lambda job: job.model)
+def test_a_pinned_plan_is_that_of_today(job: make.Job, cluster: str) -> None:
+    path = job.plan_path(cluster)
+    assert make.is_current(path, job.planned(cluster)), f"run python recipes/make.py {job.model}"

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# gpt3_175b on 512 GPUs with its pinned plan. Written by `python recipes/make.py`.
+#   MEGATRON_LM_HOME=CHECKOUT bash gpt3_175b.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
+# CLUSTER is dgx_h100 or b200. LAUNCH replaces the launcher. To see the job and start nothing:
+# LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=512
+# behind your flags. Flags that change no shape (rotary or router scaling) are yours to add.
+set -euo pipefail
+plan=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/plans/gpt3_175b_${1:?CLUSTER}.yaml
+shift
+cd "${MEGATRON_LM_HOME:?a checkout of Megatron-LM}"
+exec ${LAUNCH:-torchrun --nproc-per-node 8 --nnodes 64 ${TORCHRUN_ARGS:-}} pretrain_gpt.py \
+  --num-layers 96 \
+  --seq-length 2048 \
+  --hidden-size 12288 \
+  --ffn-hidden-size 49152 \
+  --num-attention-heads 96 \
+  --max-position-embeddings 2048 \
+  --position-embedding-type learned_absolute \
+  --normalization LayerNorm \
+  --norm-epsilon 1e-05 \
+  --hidden-dropout 0.0 \
+  --attention-dropout 0.0 \
+  --vocab-size 50257 \
+  --make-vocab-size-divisible-by 128 \
+  --padded-vocab-size 50304 \
+  --bf16 \
+  --global-batch-size 2048 \
+  +nest=pinned nest.plan="$plan" "$@"

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# llama3_70b on 64 GPUs with its pinned plan. Written by `python recipes/make.py`.
+#   MEGATRON_LM_HOME=CHECKOUT bash llama3_70b.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
+# CLUSTER is dgx_h100 or b200. LAUNCH replaces the launcher. To see the job and start nothing:
+# LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=64
+# behind your flags. Flags that change no shape (rotary or router scaling) are yours to add.
+set -euo pipefail
+plan=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/plans/llama3_70b_${1:?CLUSTER}.yaml
+shift
+cd "${MEGATRON_LM_HOME:?a checkout of Megatron-LM}"
+exec ${LAUNCH:-torchrun --nproc-per-node 8 --nnodes 8 ${TORCHRUN_ARGS:-}} pretrain_gpt.py \
+  --num-layers 80 \
+  --seq-length 8192 \
+  --hidden-size 8192 \
+  --ffn-hidden-size 28672 \
+  --num-attention-heads 64 \
+  --group-query-attention \
+  --num-query-groups 8 \
+  --max-position-embeddings 8192 \
+  --position-embedding-type rope \
+  --rotary-base 500000 \
+  --rotary-percent 1.0 \
+  --normalization RMSNorm \
+  --norm-epsilon 1e-05 \
+  --swiglu \
+  --hidden-dropout 0.0 \
+  --attention-dropout 0.0 \
+  --disable-bias-linear \
+  --untie-embeddings-and-output-weights \
+  --vocab-size 128256 \
+  --make-vocab-size-divisible-by 128 \
+  --padded-vocab-size 128256 \
+  --bf16 \
+  --global-batch-size 1024 \
+  +nest=pinned nest.plan="$plan" "$@"

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# qwen3_30b_a3b on 64 GPUs with its pinned plan. Written by `python recipes/make.py`.
+#   MEGATRON_LM_HOME=CHECKOUT bash qwen3_30b_a3b.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
+# CLUSTER is dgx_h100 or b200. LAUNCH replaces the launcher. To see the job and start nothing:
+# LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=64
+# behind your flags. Flags that change no shape (rotary or router scaling) are yours to add.
+set -euo pipefail
+plan=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/plans/qwen3_30b_a3b_${1:?CLUSTER}.yaml
+shift
+cd "${MEGATRON_LM_HOME:?a checkout of Megatron-LM}"
+exec ${LAUNCH:-torchrun --nproc-per-node 8 --nnodes 8 ${TORCHRUN_ARGS:-}} pretrain_gpt.py \
+  --num-layers 48 \
+  --seq-length 4096 \
+  --hidden-size 2048 \
+  --ffn-hidden-size 6144 \
+  --num-attention-heads 32 \
+  --group-query-attention \
+  --num-query-groups 4 \
+  --kv-channels 128 \
+  --qk-layernorm \
+  --max-position-embeddings 40960 \
+  --position-embedding-type rope \
+  --rotary-base 1000000 \
+  --rotary-percent 1.0 \
+  --normalization RMSNorm \
+  --norm-epsilon 1e-06 \
+  --swiglu \
+  --hidden-dropout 0.0 \
+  --attention-dropout 0.0 \
+  --disable-bias-linear \
+  --untie-embeddings-and-output-weights \
+  --vocab-size 151936 \
+  --make-vocab-size-divisible-by 128 \
+  --num-experts 128 \
+  --moe-layer-freq 1 \
+  --moe-ffn-hidden-size 768 \
+  --moe-router-topk 8 \
+  --padded-vocab-size 151936 \
+  --bf16 \
+  --global-batch-size 1024 \
+  +nest=pinned nest.plan="$plan" "$@"
