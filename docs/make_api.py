@@ -45,7 +45,9 @@ def page() -> str:
     names = [name for name in vars(api) if name in public]  # in the order of the source
     found = {name: getattr(nest_megatron, name) for name in names}
     functions = [name for name in names if not inspect.isclass(found[name])]
-    functions.sort(key=lambda name: name not in ("plan", "plan_command", "estimate"))
+    functions.sort(
+        key=lambda name: name not in ("plan", "plan_command", "estimate", "estimate_command")
+    )
     parts = [HEAD, "## Functions\n"]
     parts += [_entry("###", name, found[name]) for name in functions]
     for name in (name for name in names if inspect.isclass(found[name])):

@@ -21,8 +21,9 @@ from nest_megatron.config.layout import estimate_layout
 from nest_megatron.config.request import request_of
 from nest_megatron.config.target import read_target
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm import planning
+from nest_megatron.integrations.megatron_lm import as_typed, planning
 from nest_megatron.integrations.megatron_lm.attach import with_launch
+from nest_megatron.integrations.megatron_lm.before_after import before_and_after
 from nest_megatron.integrations.megatron_lm.node_counts import TableJob, plan_for_nodes, sized
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Progress
@@ -38,6 +39,7 @@ __all__ = [
     "PlanTable",
     "clusters",
     "estimate",
+    "estimate_command",
     "estimate_composed",
     "load_plan",
     "models",
@@ -45,6 +47,7 @@ __all__ = [
     "plan_command",
     "plan_composed",
     "plan_table",
+    "planned_command",
     "table_job",
 ]
 
@@ -152,7 +155,7 @@ def plan_command(
     given = {**_sizes(num_gpus, global_batch_size), **settings}
     composed = compose_keywords(None, cluster, given, config_dir)
     found = planning.plan_command(
-        [os.fspath(command)] if isinstance(command, os.PathLike) else command,
+        _text(command),
         composed,
         free=free,
         version=megatron_version,
@@ -160,7 +163,13 @@ def plan_command(
         begun_s=time.monotonic(),
         shortlist=shortlist,
     )
-    return Plan(record=found.plan, notes=found.notes)
+    return planned_command(found, composed)
+
+
+def planned_command(found: planning.CommandPlan, composed: Composed) -> Plan:
+    """The plan of a command beside what it runs today, here and on the command line."""
+    before = before_and_after(found, composed)
+    return Plan(record=found.plan, notes=found.notes, before=before)
 
 
 def estimate(
@@ -188,6 +197,48 @@ def estimate(
     """
     given = {**_sizes(num_gpus, global_batch_size), **settings}
     return estimate_composed(compose_keywords(model, cluster, given, config_dir))
+
+
+def estimate_command(
+    command: str | os.PathLike[str] | Sequence[str],
+    *,
+    cluster: Source | Cluster,
+    num_gpus: int | None = None,
+    megatron_version: str = "0.16.1",
+    strict: bool = False,
+    config_dir: str | os.PathLike[str] | None = None,
+    **settings: object,
+) -> Plan:
+    """Price a Megatron-LM command as it is typed: what ``nest-megatron estimate --from`` does.
+
+    Args:
+        command, cluster, num_gpus, megatron_version, strict, config_dir: as for ``plan_command``.
+        settings: as for ``plan``, but for those of the layout, which is the command's.
+
+    Returns:
+        What runs today as a plan; ``predicted.fits`` says whether it is predicted to fit in memory.
+
+    Raises:
+        UserInputError: for a command that cannot be read, or that Megatron refuses, with its rule.
+
+    >>> words = "torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py --num-layers 32 --bf16 "
+    >>> words += "--hidden-size 4096 --num-attention-heads 32 --seq-length 4096 "
+    >>> words += "--max-position-embeddings 4096 --vocab-size 32000 --global-batch-size 128 "
+    >>> words += "--tokenizer-type NullTokenizer --micro-batch-size 1 --use-distributed-optimizer"
+    >>> priced = estimate_command(words, cluster="dgx_h100")
+    >>> priced.parallel.data_parallel_size, priced.parallel.overlap_grad_reduce
+    (16, False)
+    """
+    given = {**_sizes(num_gpus, None), **settings}
+    composed = compose_keywords(None, cluster, given, config_dir)
+    text = _text(command)
+    found = as_typed.estimate_command(text, composed, version=megatron_version, strict=strict)
+    return Plan(record=found.plan, notes=found.notes)
+
+
+def _text(command: str | os.PathLike[str] | Sequence[str]) -> str | Sequence[str]:
+    """A command as it is read; a path names a script."""
+    return [os.fspath(command)] if isinstance(command, os.PathLike) else command
 
 
 def _sizes(num_gpus: int | None, global_batch_size: int | None) -> dict[str, object]:

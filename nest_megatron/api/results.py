@@ -29,6 +29,7 @@ from nest_megatron.parallel.plan import (
 )
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import plan_table as planner_table
+from nest_megatron.planner.changes import BeforeAfter
 from nest_megatron.planner.pins import Pin
 from nest_megatron.report.console import Shown
 from nest_megatron.units import Seconds, format_seconds
@@ -36,6 +37,7 @@ from nest_megatron.units import Seconds, format_seconds
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from nest_megatron.api.other_layouts import Versus, WhyNot
     from nest_megatron.profile.lookup import LayerTimes
 
 
@@ -49,11 +51,13 @@ class Plan(Shown):
         record: the whole plan, field by field as in its file.
         notes: what was assumed, one sentence each.
         pin: who froze it, where it was read from a pinned file.
+        before: the command as it runs today beside the plan, where a command was planned.
     """
 
     record: ParallelPlan
     notes: tuple[str, ...] = ()
     pin: Pin | None = None
+    before: BeforeAfter | None = None
 
     @property
     def model(self) -> TransformerSpec:
@@ -172,13 +176,16 @@ class Plan(Shown):
     def to_dict(self) -> dict[str, Any]:
         """The plan as numbers, text, lists and dicts: what ``--json`` prints."""
         fields: dict[str, Any] = to_plain(self.record)
-        return fields
+        return fields if self.before is None else {**fields, "today": self.before.to_dict()}
 
     def report(self, *more: RenderableType) -> Iterator[RenderableType]:
         """The tables that ``nest-megatron plan`` prints, and more before its notes."""
+        from nest_megatron.report.before_after import before_after_report
         from nest_megatron.report.runners_up import shortlist_report
         from nest_megatron.report.terminal import notes_report, plan_report
 
+        if self.before is not None:
+            yield before_after_report(self.before, self.record)
         yield from (plan_report(self.record), "")
         if self.record.shortlist is not None:
             yield from (shortlist_report(self.record), "")
@@ -263,6 +270,44 @@ class Explanation(Shown):
         from nest_megatron.report.runners_up import term_differences
 
         return term_differences(self.plan.record, self.times)
+
+    def versus(self, layout: str) -> Versus:
+        """The plan beside another layout, term by term: what ``explain --versus`` prints.
+
+        Args:
+            layout: what it has instead, ``tp=8,pp=4`` or Megatron's own flags.
+
+        Raises:
+            UserInputError: for a layout that cannot be read, or that Megatron refuses.
+
+        >>> from nest_megatron import load_plan
+        >>> explained = load_plan("recipes/mixtral_8x7b_dgx_h100_64.yaml").explain()
+        >>> explained.versus("micro_batch_size=2").to_dict()["other"]["train"]["micro_batch_size"]
+        2
+        """
+        from nest_megatron.api.other_layouts import Versus
+        from nest_megatron.integrations.megatron_lm import other_layout
+
+        return Versus(record=other_layout.versus(self.plan.record, layout, self.times))
+
+    def why_not(self, layout: str) -> WhyNot:
+        """Why the plan is no layout with these sizes: what ``explain --why-not`` prints.
+
+        Args:
+            layout: sizes, as for ``versus``; what is not named is searched.
+
+        Raises:
+            UserInputError: for a layout that cannot be read.
+
+        >>> from nest_megatron import load_plan
+        >>> explained = load_plan("recipes/mixtral_8x7b_dgx_h100_64.yaml").explain()
+        >>> explained.why_not("tp=3").verdict
+        'illegal'
+        """
+        from nest_megatron.api.other_layouts import WhyNot
+        from nest_megatron.integrations.megatron_lm import other_layout
+
+        return WhyNot(record=other_layout.why_not(self.plan.record, layout, self.times))
 
     def to_html(self) -> str:
         """The report as one self-contained page."""

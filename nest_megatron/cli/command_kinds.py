@@ -127,6 +127,18 @@ config_dir_option = click.option(
     type=FOLDER,
     help="A folder with your own model/, cluster/ or accelerator/ files.",
 )
+from_option = click.option(
+    "--from",
+    "from_command",
+    metavar="COMMAND",
+    help="Your own Megatron-LM command, in quotes, or the script that launches it (train.sh), "
+    "which is read and not run; - reads a command from standard input.",
+)
+strict_option = click.option(
+    "--strict",
+    is_flag=True,
+    help="With --from: refuse flags that Megatron-LM does not have, instead of passing them on.",
+)
 version_option = click.option(
     "--megatron-version",
     metavar="RELEASE",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 @command(
     "nest-megatron explain plan.yaml",
     "nest-megatron explain plan.yaml --json",
+    "nest-megatron explain plan.yaml --versus parallel.tensor_model_parallel_size=2",
+    "nest-megatron explain plan.yaml --why-not tp=8,pp=4",
 )
 @click.argument("path", type=PATH, metavar="PLAN.YAML")
 @click.option("--html", type=OUTPUT, help="Write a page to look at and to send around.")
@@ -25,16 +28,43 @@ if TYPE_CHECKING:
     type=OUTPUT,
     help="Write the schedule: a .json trace for Perfetto, or a .png or .svg picture.",
 )
+@click.option(
+    "--versus",
+    metavar="LAYOUT",
+    help="Set the plan beside a layout with other sizes (tp=8,pp=4 or Megatron's own flags): time "
+    "term by term, memory part by part.",
+)
+@click.option(
+    "--why-not",
+    metavar="LAYOUT",
+    help="Say why the plan has not these sizes: the rule, the bytes, or what they lose.",
+)
 @json_option
-def explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bool) -> None:
+def explain(
+    path: Path,
+    *,
+    html: Path | None,
+    timeline: Path | None,
+    versus: str | None,
+    why_not: str | None,
+    as_json: bool,
+) -> None:
     """Read a plan file and say why it is what it is."""
     from nest_megatron.api import load_plan
     from nest_megatron.report.console import show, show_json
 
-    if (table := _table(path, html, timeline)) is not None:
+    options = {"--html": html, "--timeline": timeline, "--versus": versus, "--why-not": why_not}
+    given = {name: value for name, value in options.items() if value is not None}
+    if (table := _table(path, given)) is not None:
         show_json(table.to_dict()) if as_json else show(*table.report())
         return
     explained = load_plan(path).explain()
+    if versus is not None or why_not is not None:
+        if len(given) > 1:
+            raise click.UsageError(f"{' and '.join(given)}: give one of them.")
+        other = explained.versus(versus) if versus is not None else explained.why_not(str(why_not))
+        show_json(other.to_dict()) if as_json else show(*other.report())
+        return
     if html is not None:
         explained.write_html(html)
     if timeline is not None:
@@ -45,18 +75,17 @@ def explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bo
         show(*explained.report())
 
 
-def _table(path: Path, html: Path | None, timeline: Path | None) -> PlanTable | None:
-    """The table of plans that a file holds, if it is one; it has no page and no timeline."""
+def _table(path: Path, given: Mapping[str, object]) -> PlanTable | None:
+    """The table of plans that a file holds, if it is one; no option is about all of them."""
     from nest_megatron.api import PlanTable
     from nest_megatron.integrations.plan_output import pinned_by
     from nest_megatron.planner.pins import read_table
 
     if (found := read_table(path)) is None:
         return None
-    for option, value in (("--html", html), ("--timeline", timeline)):
-        if value is not None:
-            limit, fix = f"{path} is a table of plans", "Plan for one number of nodes."
-            raise UserInputError(option, value=str(value), limit=limit, fix=fix)
+    for option, value in given.items():
+        limit, fix = f"{path} is a table of plans", "Plan for one number of nodes."
+        raise UserInputError(option, value=str(value), limit=limit, fix=fix)
     table, pin = found
     said = () if pin is None else (pinned_by(pin),)
     return PlanTable(record=table, notes=said)

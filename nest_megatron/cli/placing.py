@@ -108,7 +108,7 @@ def with_notes(found: Plan, *notes: str) -> Plan:
         for name, each in record.launch.items()
     }
     sealed = plan_file.sealed(dataclasses.replace(record, launch=launch))
-    return Plan(record=sealed, notes=(*found.notes, *notes))
+    return dataclasses.replace(found, record=sealed, notes=(*found.notes, *notes))
 
 
 def _crossed(cluster: Cluster) -> list[tuple[str, int]]:

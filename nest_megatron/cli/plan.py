@@ -12,8 +12,10 @@ from nest_megatron.cli.command_kinds import (
     PATH,
     command,
     config_dir_option,
+    from_option,
     json_option,
     settings_argument,
+    strict_option,
     version_option,
 )
 from nest_megatron.cli.complete import completing, freed_names
@@ -36,13 +38,7 @@ from nest_megatron.cluster.placement import Launcher
 )
 @config_dir_option
 @settings_argument
-@click.option(
-    "--from",
-    "from_command",
-    metavar="COMMAND",
-    help="Your own Megatron-LM command, in quotes, or the script that launches it (train.sh), "
-    "which is read and not run; - reads a command from standard input.",
-)
+@from_option
 @click.option(
     "--free",
     metavar="NAMES",
@@ -51,11 +47,7 @@ from nest_megatron.cluster.placement import Launcher
     help="With --from: flags of yours that may change, separated by commas, or all.",
 )
 @version_option
-@click.option(
-    "--strict",
-    is_flag=True,
-    help="With --from: refuse flags that Megatron-LM does not have, instead of passing them on.",
-)
+@strict_option
 @click.option("-m", "--multirun", is_flag=True, help="Plan every combination of a,b values.")
 @click.option(
     "--shortlist",
@@ -115,17 +107,22 @@ def plan(**options: Any) -> int:
     f"nest-megatron estimate model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64{NEXT}"
     f"parallel.tensor_model_parallel_size=4 parallel.pipeline_model_parallel_size=4{NEXT}"
     "parallel.context_parallel_size=2 train.micro_batch_size=1",
+    "nest-megatron estimate --from 'pretrain_gpt.py <your flags>' cluster=dgx_h100",
 )
 @config_dir_option
 @settings_argument
+@from_option
+@version_option
+@strict_option
 @json_option
 def estimate(**options: Any) -> int:
     """Price one layout: iteration time by term, memory by stage. Nothing is searched.
 
     What is not given is Megatron's default: degrees of 1, the GPUs that are left replicate, the
     distributed optimizer, an even split of the layers (the fastest split where they do not divide).
+    With --from, what runs today is priced, exactly as it is typed.
     Exits with 1 where the layout is predicted not to fit in memory, with 0 where it may fit.
     """
-    from nest_megatron.cli.planning import run_estimate
+    from nest_megatron.cli.planning import EstimateOptions, run_estimate
 
-    return run_estimate(**options)
+    return run_estimate(EstimateOptions(**options))

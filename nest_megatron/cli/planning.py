@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nest_megatron.api import Plan, estimate_composed, plan_composed
+from nest_megatron.api import Plan, estimate_composed, plan_composed, planned_command
 from nest_megatron.cli.command_kinds import forced
 from nest_megatron.cli.placing import placed, with_notes
 from nest_megatron.cluster.placement import Launcher
@@ -21,6 +21,7 @@ from nest_megatron.cost_model.memory import within_error
 from nest_megatron.errors import NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import check_output, is_standard_output
 from nest_megatron.integrations.launched import change_rows
+from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.planning import CommandPlan, plan_command
 from nest_megatron.parallel import plan_file
@@ -40,19 +41,37 @@ _PATIENCE_S, _REFRESH_S = 1.0, 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
+class EstimateOptions:
+    """What ``estimate`` was told; each field is an option."""
+
+    overrides: Sequence[str]
+    config_dir: Path | None
+    from_command: str | None
+    megatron_version: str
+    strict: bool
+    as_json: bool
+
+    def command(self) -> str | None:
+        """The user's command, which may come from standard input."""
+        return sys.stdin.read() if self.from_command == "-" else self.from_command
+
+    def require_command(self, *options: tuple[str, object]) -> None:
+        """Refuse options that go with --from alone."""
+        for option, given in (*options, ("--strict", self.strict)):
+            if given and self.from_command is None:
+                limit, fix = "it goes with --from", "Add --from with your command."
+                raise UserInputError(option, value=given, limit=limit, fix=fix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions(EstimateOptions):
     """What ``plan`` was told; each field is an option.
 
     Args:
         begun_s: when the command began (``time.monotonic``), for ``search.max_seconds``.
     """
 
-    overrides: Sequence[str]
-    config_dir: Path | None
-    from_command: str | None
-    megatron_version: str
     free: str
-    strict: bool
     multirun: bool
     shortlist: bool
     for_nodes: str | None
@@ -60,7 +79,6 @@ class PlanOptions:
     hostfile: Path | None
     launcher: str
     for_gpus: str | None
-    as_json: bool
     begun_s: Seconds | None
 
     @property
@@ -68,18 +86,11 @@ class PlanOptions:
         """Names that the user frees."""
         return [name for name in self.free.split(",") if name.strip()]
 
-    def command(self) -> str | None:
-        """The user's command, which may come from standard input."""
-        return sys.stdin.read() if self.from_command == "-" else self.from_command
-
     def settings(self) -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
         """Settings of the job, or of the sweep, and of the launcher that runs it."""
         overrides, launcher = split_launcher(self.overrides)
         settings = parse(overrides, self.config_dir)
-        for option, given in (("--free", self.free), ("--strict", self.strict)):
-            if given and self.from_command is None:
-                limit, fix = "it goes with --from", "Add --from with your command."
-                raise UserInputError(option, value=given, limit=limit, fix=fix)
+        self.require_command(("--free", self.free))
         fix = "Leave one of the two out."
         if self.hostfile is not None and self.hosts is None:
             limit = "it holds the hosts of --hosts in the order of ranks"
@@ -142,11 +153,17 @@ def _planned(
     return plan_with_progress(composed, options.begun_s, shortlist=options.shortlist), []
 
 
-def run_estimate(*, overrides: Sequence[str], config_dir: Path | None, as_json: bool) -> int:
+def run_estimate(options: EstimateOptions) -> int:
     """Price one layout and print the prediction."""
-    composed = composed_settings(parse(overrides, config_dir), config_dir)
-    found = estimate_composed(composed)
-    _tell(found, composed, as_json=as_json)
+    options.require_command()
+    composed = composed_settings(parse(options.overrides, options.config_dir), options.config_dir)
+    if (text := options.command()) is None:
+        found = estimate_composed(composed)
+    else:
+        version = options.megatron_version
+        priced = estimate_command(text, composed, version=version, strict=options.strict)
+        found = Plan(record=priced.plan, notes=priced.notes)
+    _tell(found, composed, as_json=options.as_json)
     predicted = found.predicted
     may_fit = within_error(predicted.peak_memory_bytes, predicted.capacity_bytes)
     return OK if predicted.fits or may_fit else NOTHING_FITS
@@ -222,7 +239,7 @@ def _plan_command(
             shortlist=options.shortlist,
             on_progress=report,
         )
-    return Plan(record=found.plan, notes=found.notes), _command_parts(found)
+    return planned_command(found, composed), _command_parts(found)
 
 
 def _command_parts(found: CommandPlan) -> list[RenderableType]:

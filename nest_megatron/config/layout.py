@@ -19,7 +19,12 @@ from nest_megatron.parallel.degree_rules import require_legal
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.layout import expand_layout, parse_layout, uniform_partition
+from nest_megatron.parallel.layout import (
+    expand_layout,
+    parse_layout,
+    spread_partition,
+    uniform_partition,
+)
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import ParallelPlan
@@ -92,23 +97,8 @@ def _uneven(request: PlanRequest, grid: Grid) -> tuple[ParallelPlan, str]:
         if isinstance(found, ParallelPlan):
             which = "" if found.search.certificate == "optimal" else " found in the time"
             return found, f"the fastest uneven layout{which} that fits is used."
-    partition = even_partition(request, grid)
+    partition = spread_partition(request.spec, grid.dims)
     return _priced(request, grid, partition), "the layers are spread as evenly as they go."
-
-
-def even_partition(request: PlanRequest, grid: Grid) -> StagePartition:
-    """Layers spread over the virtual stages so that no two differ by more than one."""
-    chunks, units = grid.dims.num_chunks, len(request.spec.layer_kinds())
-    if chunks > units:
-        raise UserInputError(
-            "pipeline_model_parallel_size * virtual_pipeline_model_parallel_size",
-            value=chunks,
-            limit=f"every stage holds a unit, and the model has {units}",
-            fix="Use fewer stages.",
-        )
-    boundaries = tuple(k * units // chunks for k in range(chunks + 1))
-    pp = grid.dims.pipeline_model_parallel_size
-    return StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)
 
 
 def _grid(composed: Composed, request: PlanRequest) -> tuple[Grid, tuple[str, ...]]:

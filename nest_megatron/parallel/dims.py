@@ -19,16 +19,17 @@ class RankOrder(Name):
     TP_CP_EP_PP_DP = "tp-cp-ep-pp-dp"
 
 
-#: Fields of ``ParallelDims`` that are degrees.
-DEGREES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "data_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
+#: Fields of ``ParallelDims`` that are degrees, as tables name them.
+SHORT_DEGREES = {
+    "tensor_model_parallel_size": "TP",
+    "pipeline_model_parallel_size": "PP",
+    "virtual_pipeline_model_parallel_size": "VPP",
+    "context_parallel_size": "CP",
+    "data_parallel_size": "DP",
+    "expert_model_parallel_size": "EP",
+    "expert_tensor_parallel_size": "ETP",
+}
+DEGREES = tuple(SHORT_DEGREES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

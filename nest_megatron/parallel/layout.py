@@ -19,6 +19,7 @@ from itertools import accumulate, groupby
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.partition import StagePartition
 
 _GROUP_TIMES = re.compile(r"\(([^)]+)\)\*(\d+)")
@@ -165,6 +166,24 @@ def uniform_partition(
     counts[0] -= account_embedding
     counts[-1] -= account_loss
     boundaries = (0, *(1 + n for n in accumulate(counts[:-1])), spec.num_units)
+    return StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)
+
+
+def spread_partition(spec: TransformerSpec, dims: ParallelDims) -> StagePartition:
+    """Megatron's own stages, or where its layers do not divide evenly, as even as they go.
+
+    Raises:
+        UserInputError: if there are more stages than units.
+    """
+    pp, chunks, units = dims.pipeline_model_parallel_size, dims.num_chunks, spec.num_units
+    try:
+        return uniform_partition(spec, pp, dims.virtual_pipeline_model_parallel_size)
+    except UserInputError:
+        if chunks > units:
+            what = "pipeline_model_parallel_size * virtual_pipeline_model_parallel_size"
+            limit = f"every stage holds a unit, and the model has {units}"
+            raise UserInputError(what, value=chunks, limit=limit, fix="Use fewer stages.") from None
+    boundaries = tuple(k * units // chunks for k in range(chunks + 1))
     return StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)
 
 

@@ -9,30 +9,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from nest_megatron.cluster.records import Cluster
-from nest_megatron.cost_model.goodput import Reliability
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_posterior import PredictedPeak, predicted_peak
-from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.site import Site
 from nest_megatron.deadline import Deadline
-from nest_megatron.errors import UserInputError
-from nest_megatron.model.sequence_lengths import SequenceLengths
-from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.batch_schedule import BatchSchedule
-from nest_megatron.parallel.degree_rules import require_legal
-from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.objective import Objective
-from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import ParallelPlan, SearchRecord
 from nest_megatron.parallel.policy import require_allowed
-from nest_megatron.parallel.price import Rates
-from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.planner.assemble import (
     ENDED_EARLY,
     alternative,
     assemble,
-    nothing_searched,
     search_record,
     with_goodput,
 )
@@ -45,6 +31,7 @@ from nest_megatron.planner.choice import (
     worth_comparing,
 )
 from nest_megatron.planner.headroom import headroom_of, roomier
+from nest_megatron.planner.layouts import check_launchable, estimate_plan
 from nest_megatron.planner.offers import offers
 from nest_megatron.planner.request import NUM_ALTERNATIVES, PlanRequest
 from nest_megatron.planner.shortage import (
@@ -55,7 +42,6 @@ from nest_megatron.planner.shortage import (
     refuse_if_nothing_is_legal,
 )
 from nest_megatron.planner.uncertain import comfortable_bytes
-from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.neighbours import peak_of
@@ -139,75 +125,6 @@ def _too_large(found: ParallelPlan) -> int | None:
         return None
     largest = max(batch.global_batch_size for batch in found.batches)
     return largest if largest > found.train.global_batch_size else None
-
-
-def estimate_plan(
-    spec: TransformerSpec,
-    cluster: Cluster,
-    settings: CostSettings,
-    grid: Grid,
-    partition: StagePartition,
-    times: LayerTimes | None = None,
-    reliability: Reliability | None = None,
-    *,
-    schedule: BatchSchedule | None = None,
-    lengths: SequenceLengths | None = None,
-    site: Site | None = None,
-    rates: Rates | None = None,
-) -> ParallelPlan:
-    """A plan for a layout that the user chose, with its prediction; nothing is searched.
-
-    Args:
-        times: measured times of the model's layers.
-        reliability: how often the job fails.
-        schedule: how the batch grows, by which the layout is checked and priced at each size.
-        lengths: of the data's sequences, which the traits of ``settings`` price.
-        site: the site's calibration.
-        rates: what a GPU costs, and the length of the run.
-
-    Raises:
-        UserInputError: if Megatron would refuse the layout, or it is not of the cluster's size.
-    """
-    if grid.dims.world_size > cluster.num_gpus:
-        raise UserInputError(
-            "tp * pp * cp * dp",
-            value=grid.dims.world_size,
-            limit=f"the cluster has {cluster.num_gpus} GPUs",
-            fix="Lower a degree or raise cluster.num_gpus.",
-        )
-    check_launchable(spec, settings, grid, partition, schedule)
-    model = CostModel(spec, cluster, settings, times)
-    solved = SolvedGrid(grid=grid, boundaries=partition.boundaries, iteration=0)
-    record = nothing_searched()
-    found = assemble(
-        model, settings, solved, (), record, schedule=schedule, lengths=lengths, site=site
-    )
-    return with_goodput(found, reliability, rates)
-
-
-def check_launchable(
-    spec: TransformerSpec,
-    settings: CostSettings,
-    grid: Grid,
-    partition: StagePartition,
-    schedule: BatchSchedule | None = None,
-) -> None:
-    """Refuse a layout that breaks one of Megatron's rules on degrees.
-
-    Raises:
-        UserInputError: for the first rule broken.
-    """
-    asked = LaunchRequest.of(
-        spec,
-        grid,
-        partition=partition,
-        sharding=grid.zero.sharding,
-        precision=settings.precision,
-        moe_grouped_gemm=spec.is_moe,
-        fused_attention=settings.traits.flash_attention,
-        batch_schedule=schedule,
-    )
-    require_legal(asked)
 
 
 class _Searched(NamedTuple):

@@ -9,6 +9,7 @@ from nest_megatron.cost_model.device_memory import FRAGMENTATION
 from nest_megatron.cost_model.memory import PEAK_ERROR, PUBLIC_PEAK_ERROR, within_error
 from nest_megatron.errors import typed_setting
 from nest_megatron.parallel.batch_schedule import PredictedBatch
+from nest_megatron.parallel.dims import SHORT_DEGREES
 from nest_megatron.parallel.objective import SURE, Choice, Objective, Uncertainty
 from nest_megatron.parallel.plan import (
     Alternative,
@@ -288,15 +289,7 @@ def memory_verdict(needed: Bytes, limit: Bytes, not_modelled: Sequence[str] = ()
 
 def degrees(layout: ParallelChoice | Alternative) -> dict[str, int]:
     """Every degree of a layout by its short name."""
-    return {
-        "TP": layout.tensor_model_parallel_size,
-        "PP": layout.pipeline_model_parallel_size,
-        "VPP": layout.virtual_pipeline_model_parallel_size or 1,
-        "CP": layout.context_parallel_size,
-        "DP": layout.data_parallel_size,
-        "EP": layout.expert_model_parallel_size,
-        "ETP": layout.expert_tensor_parallel_size,
-    }
+    return {short: getattr(layout, name) or 1 for name, short in SHORT_DEGREES.items()}
 
 
 def plan_verdict(plan: ParallelPlan) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from nest_megatron.config.job import ReadCommand
-from nest_megatron.cost_model.settings import restored_settings
+from nest_megatron.cost_model.settings import CostSettings, restored_settings
 from nest_megatron.errors import FaultError, UserInputError
 from nest_megatron.integrations.megatron_lm.incompatible_options import contradicted
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
@@ -28,18 +28,24 @@ from nest_megatron.integrations.megatron_lm.write import (
     parallel_argv,
     script_name,
 )
+from nest_megatron.model.execution import Execution
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
 from nest_megatron.parallel.device_rules import has_multicast
 from nest_megatron.parallel.execution_rules import allowed_execution
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan, script_words, sharding
 from nest_megatron.parallel.plan_file import sealed
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.parallel.rules import LaunchRequest
+from nest_megatron.parallel.zero import DataParallelSharding
 
 #: Key of ``ParallelPlan.launch``.
 LAUNCHER = "megatron_lm"
 #: Rules of what only a framework's own configuration can state.
-_STATED_ELSEWHERE = ("activation_flag", "variant", "position_type")
+STATED_ELSEWHERE = ("activation_flag", "variant", "position_type")
 _COMPLETE_IT = (
     "Add your own flags for data, tokenizer, optimizer, checkpoints and logging, the launcher's "
     "rendezvous (--master-addr, --node-rank), and what changes no shape: rotary scaling, router "
@@ -55,31 +61,56 @@ def launch_request(
     Args:
         command: the user's command, whose engine and release (not ``version``) are then used.
     """
+    settings = restored_settings(plan.provenance.settings)
     grid = plan.grid()
-    values = {} if command is None else command.values
-    engine = values.get("transformer_impl") or "transformer_engine"
-    traits = restored_settings(plan.provenance.settings).traits
-    return LaunchRequest(
-        spec=plan.model,
-        dims=grid.dims,
-        micro_batch_size=grid.micro_batch_size,
-        global_batch_size=grid.global_batch_size,
-        batch_schedule=plan.train.batch_schedule,
-        partition=plan.partition(),
-        recompute=grid.recompute,
-        zero=grid.zero,
-        precision=plan.train.precision,
-        sequence_parallel=grid.sequence_parallel,
-        moe_grouped_gemm=plan.model.is_moe and engine != "local",
+    return layout_request(
+        plan.model,
+        grid,
+        plan.partition(),
+        settings,
         sharding=sharding(plan.parallel),
+        execution=allowed_execution(plan.execution, grid),
+        schedule=plan.train.batch_schedule,
+        values={} if command is None else command.values,
+        version=version if command is None else command.version,
+    )
+
+
+def layout_request(
+    spec: TransformerSpec,
+    grid: Grid,
+    partition: StagePartition,
+    settings: CostSettings,
+    *,
+    sharding: DataParallelSharding | None,
+    execution: Execution,
+    schedule: BatchSchedule | None,
+    values: Mapping[str, Any],
+    version: str,
+) -> LaunchRequest:
+    """What Megatron's rules look at, for a layout.
+
+    Args:
+        execution: what is asked for, which the grid's own may leave out.
+        values: the job's arguments by destination; Megatron's defaults where it states none.
+    """
+    engine, traits = values.get("transformer_impl") or "transformer_engine", settings.traits
+    return LaunchRequest.of(
+        spec,
+        grid,
+        batch_schedule=schedule,
+        partition=partition,
+        precision=settings.precision,
+        moe_grouped_gemm=spec.is_moe and engine != "local",
+        sharding=sharding,
         cuda_graphs=cuda_graphs(values),
         optimizer=str(values.get("optimizer") or "adam"),
         fp8_recipe=values.get("fp8_recipe") or traits.fp8_recipe.value,
         transformer_impl=engine,
         fused_attention=traits.flash_attention,
         gradient_bytes=traits.gradient_bytes,
-        execution=allowed_execution(plan.execution, grid),
-        version=version if command is None else command.version,
+        execution=execution,
+        version=version,
     )
 
 
@@ -117,7 +148,7 @@ def with_launch(
     if command is None and version is None:
         return plan
     request = launch_request(plan, command, version=version or VERSIONS[0])
-    require_launchable(request, but=() if command is not None else _STATED_ELSEWHERE)
+    require_launchable(request, but=() if command is not None else STATED_ELSEWHERE)
     if command is None:
         argv, remark = _own_argv(request)
         notes = (*notes, remark)

@@ -57,11 +57,9 @@ def read_request(
     Raises:
         UserInputError: for a command that cannot be read, or a setting that cannot be kept.
     """
-    job = _read(composed, text, version)
+    job = read_typed(text, composed, version=version, strict=strict)
     command = job.command
     assert command is not None
-    if strict:
-        _refuse_unknown(job)
     # as large as the launcher says, unless a size is given
     num_gpus = None if "cluster.num_gpus" in composed.given else job.num_gpus
     cluster = read_cluster(composed.config, num_gpus)
@@ -72,6 +70,16 @@ def read_request(
         required = {**required, **job.required}
         job = dataclasses.replace(job, required=required, restored=restored, notes=notes)
     return job, job_request(job, cluster, composed)
+
+
+def read_typed(
+    text: str | Sequence[str], composed: Composed, *, version: str, strict: bool = False
+) -> Job:
+    """The job of a command; errors as of ``read_request``."""
+    job = _read(composed, text, version)
+    if strict:
+        _refuse_unknown(job)
+    return job
 
 
 def job_request(
@@ -155,10 +163,13 @@ class CommandPlan:
     """The plan of a user's command.
 
     Args:
+        job, request: what was planned.
         command: as it was read.
         changes: of its flags.
     """
 
+    job: Job
+    request: PlanRequest
     plan: ParallelPlan
     notes: tuple[str, ...]
     command: ReadCommand
@@ -212,6 +223,8 @@ def command_of_plan(
     environment = found.launch[LAUNCHER].environment
     unset = (f"{name} must not be set." for name, value in environment.items() if value is None)
     return CommandPlan(
+        job=job,
+        request=request,
         plan=found,
         notes=(*request.notes, *unset),
         command=command,

@@ -1,0 +1,77 @@
+"""What a command runs today beside its plan: what each change brings, and what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nest_megatron.config.compose import Composed
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_lm.as_typed import refusal, typed_layout, typed_plan
+from nest_megatron.integrations.megatron_lm.checkpoint import check_loadable
+from nest_megatron.integrations.megatron_lm.planning import CommandPlan
+from nest_megatron.integrations.megatron_lm.saved_by_plan import saved_by
+from nest_megatron.parallel.knobs import KNOBS
+from nest_megatron.parallel.plan import ParallelPlan, sharding
+from nest_megatron.planner.changes import BeforeAfter, changes
+from nest_megatron.planner.layouts import Layout
+
+_RESHARDABLE = "dist_ckpt_optim_fully_reshardable"
+
+
+def before_and_after(found: CommandPlan, composed: Composed) -> BeforeAfter:
+    """A command as it is typed beside its plan, both of the same batch and cluster."""
+    job, request, plan = found.job, found.request, found.plan
+    try:
+        before = typed_plan(job, request, composed, "plan --from")
+    except UserInputError as error:
+        return BeforeAfter(before=None, refused=str(error))
+    own, _ = typed_layout(job, request, composed)
+    after = Layout(
+        settings=request.settings,
+        grid=plan.grid(),
+        partition=plan.partition(),
+        sharding=sharding(plan.parallel),
+    )
+    return BeforeAfter(
+        before=before,
+        changes=changes(request, own, after, refusal(request, found.command)),
+        needs=(*_packages(before, plan), *_checkpoint(found, before)),
+    )
+
+
+def _packages(before: ParallelPlan, plan: ParallelPlan) -> Iterator[str]:
+    """What choices of the plan need that a container may lack."""
+    for knob in KNOBS:
+        value = getattr(plan.execution, knob.name)
+        if value != getattr(before.execution, knob.name) and value in knob.needs:
+            yield f"{knob.flag} {value} needs the package {knob.needs[value]} where the job runs."
+
+
+def _checkpoint(found: CommandPlan, before: ParallelPlan) -> Iterator[str]:
+    """Whether the plan goes on from a checkpoint of the present layout, and what that takes."""
+    values = found.command.values
+    if not (values.get("save") or values.get("load")):
+        return
+    kind = "fsdp_dtensor" if before.parallel.use_megatron_fsdp else values.get("ckpt_format")
+    said = f"a checkpoint of the present layout ({kind or 'torch_dist'})"
+    if not (limit := _obstacle(found, before, values)):
+        yield f"Checkpoint: the plan loads {said} as it is."
+        return
+    yield f"Checkpoint: {limit}"
+    if not _obstacle(found, before, {**values, _RESHARDABLE: True}):
+        yield (
+            "With --dist-ckpt-optim-fully-reshardable in the present command, the next checkpoint "
+            "that it saves is one that the plan loads with its optimizer state."
+        )
+
+
+def _obstacle(found: CommandPlan, before: ParallelPlan, values: Mapping[str, Any]) -> str:
+    """Why the plan does not load what a job of the present layout saves; empty where it does."""
+    version = found.job.version
+    saved = saved_by(before, values, version, "a checkpoint of the present layout")
+    try:
+        check_loadable(saved, found.plan.parallel, values, version)
+    except UserInputError as error:
+        return str(error)
+    return ""

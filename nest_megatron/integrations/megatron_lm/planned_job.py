@@ -1,0 +1,237 @@
+"""The job of a plan file, as far as the file says it, under other layouts than the plan's."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from nest_megatron.config.batch import REPLICA_DEGREES
+from nest_megatron.config.buildable import buildable_space
+from nest_megatron.config.compose import Composed
+from nest_megatron.config.space import fixed_degrees, read_rank_order, read_recompute, read_zero
+from nest_megatron.config.target import fields_of
+from nest_megatron.cost_model.settings import restored_settings
+from nest_megatron.cost_model.target_defaults import target_named
+from nest_megatron.cost_model.targets import Target
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_lm.attach import (
+    LAUNCHER,
+    STATED_ELSEWHERE,
+    layout_request,
+)
+from nest_megatron.integrations.megatron_lm.parser import VERSIONS, read_argv
+from nest_megatron.integrations.megatron_lm.rules import check
+from nest_megatron.model.execution import Execution
+from nest_megatron.parallel.dims import DEGREES, ParallelDims, RankOrder
+from nest_megatron.parallel.execution_rules import allowed_execution
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.knobs import KnobConditions, always_on
+from nest_megatron.parallel.layout import parse_layout, spread_partition
+from nest_megatron.parallel.objective import Objective
+from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.plan import ParallelPlan, sharding, zero_stage
+from nest_megatron.planner import PlanRequest, estimate_plan
+from nest_megatron.planner.layouts import Difference, Layout, Prices, difference
+from nest_megatron.profile.lookup import LayerTimes
+from nest_megatron.solver.space import SearchSpace
+
+_PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+#: Longest search for a layout.
+SEARCH_S = 20.0
+
+
+class PlannedJob:
+    """The job of a plan file, as far as the file says it."""
+
+    def __init__(self, plan: ParallelPlan, times: LayerTimes | None) -> None:
+        self._plan, self._times = plan, times
+        self._settings = restored_settings(plan.provenance.settings)
+        launch = plan.launch.get(LAUNCHER)
+        release = plan.provenance.framework_version
+        self._version = release if release in VERSIONS else self._target().megatron_core
+        values: Mapping[str, Any] = {}
+        if launch is not None:
+            values = read_argv(launch.script, launch.argv, self._version).values
+        self._values = values
+        cluster = plan.cluster.resized(plan.placement.num_gpus)
+        self._job = PlanRequest(
+            spec=plan.model,
+            cluster=cluster,
+            global_batch_size=plan.train.global_batch_size,
+            settings=self._settings,
+            times=times,
+            batch_schedule=plan.train.batch_schedule,
+            sequence_lengths=plan.train.sequence_lengths,
+            not_modelled=plan.search.not_modelled,
+            objective=Objective.NOMINAL,
+            num_alternatives=0,
+            num_compared=1,
+            max_seconds=SEARCH_S,
+        )
+
+    def _target(self) -> Target:
+        return target_named(self._settings.target or f"megatron_lm_{VERSIONS[0]}")
+
+    def request(self, space: SearchSpace) -> PlanRequest:
+        """The search for the fastest layout of a space."""
+        return dataclasses.replace(self._job, space=space)
+
+    def space(self, composed: Composed) -> SearchSpace:
+        """All layouts with the sizes that were named; the sharding is the plan's otherwise."""
+        config, schedule = composed.config, self._plan.train.batch_schedule
+        if config.parallel.sequence_parallel is False:
+            limit, fix = "plans have it wherever tensor parallelism is on", "Give it to --versus."
+            raise UserInputError("sequence_parallel", value=False, limit=limit, fix=fix)
+        own, zero = sharding(self._plan.parallel), read_zero(config.parallel)
+        zeros = (zero_stage(self._plan.parallel) if zero is None else zero,)
+        order = read_rank_order(config.parallel)
+        space = SearchSpace(
+            fixed=(fixed := fixed_degrees(config)),
+            partition=self._stages(composed, fixed),
+            zero_stages=zeros,
+            sharding=own if zero is None else None,
+            recompute=read_recompute(config.parallel),
+            execution=self._execution,
+            version=self._version,
+            batch_unit=schedule.batch_unit if schedule else None,
+            rank_orders=tuple(RankOrder) if order is None else (order,),
+        )
+        return buildable_space(self._plan.model, self._target(), space)
+
+    @property
+    def _grid(self) -> Grid:
+        return self._plan.grid()
+
+    @property
+    def _execution(self) -> Execution:
+        """As the plan's; what its own layout has no room for is on where it never costs time."""
+        own, settings = self._plan.execution, self._settings
+        recipe = settings.traits.fp8_recipe.value if settings.precision.is_quantized else None
+        conditions = KnobConditions(
+            spec=self._plan.model,
+            accelerator=self._plan.cluster.accelerator.name,
+            fp8_recipe=recipe,
+            can_state=fields_of(self._target()),
+        )
+        every = always_on(own, conditions)
+        return every if allowed_execution(every, self._grid) == own else own
+
+    def layout(self, composed: Composed) -> Layout:
+        """The plan's layout with what was named instead."""
+        config, own = composed.config.parallel, self._grid
+        given = fixed_degrees(composed.config)
+        micro = given.pop("micro_batch_size", own.micro_batch_size)
+        stages = self._stages(composed, given)
+        if stages is not None:
+            given[_VPP] = stages.num_chunks // stages.pipeline_model_parallel_size
+        dims = self._dims(given)
+        splits_sequence = config.sequence_parallel
+        if splits_sequence is None:
+            splits_sequence = dims.tensor_model_parallel_size > 1
+        zero, recompute = read_zero(config), read_recompute(config)
+        grid = Grid(
+            dims=dataclasses.replace(
+                dims, rank_order=read_rank_order(config) or own.dims.rank_order
+            ),
+            global_batch_size=own.global_batch_size,
+            micro_batch_size=micro,
+            sequence_parallel=splits_sequence,
+            recompute=own.recompute if recompute is None else recompute,
+            zero=own.zero if zero is None else zero,
+        )
+        if stages is None:
+            stages = self._plan.partition()
+            sizes = stages.pipeline_model_parallel_size, stages.num_chunks
+            if sizes != (dims.pipeline_model_parallel_size, dims.num_chunks):
+                stages = spread_partition(self._plan.model, dims)
+        return self.layout_of(grid, stages, own=zero is None)
+
+    def _stages(self, composed: Composed, given: Mapping[str, int]) -> StagePartition | None:
+        """The stages that were named, for the pipeline's own size where no other is."""
+        text = composed.config.parallel.pipeline_model_parallel_layout
+        pp = given.get(_PP, self._grid.dims.pipeline_model_parallel_size)
+        return None if text is None else parse_layout(text, self._plan.model, pp)
+
+    def layout_of(self, grid: Grid, partition: StagePartition, *, own: bool = True) -> Layout:
+        """A grid and its stages as the job would run them.
+
+        Args:
+            own: the plan's sharding holds, as the ZeRO stage is the plan's.
+        """
+        execution = allowed_execution(self._execution, grid)
+        return Layout(
+            settings=self._settings,
+            grid=dataclasses.replace(grid, execution=execution),
+            partition=partition,
+            sharding=sharding(self._plan.parallel) if own else None,
+        )
+
+    def _dims(self, given: Mapping[str, int]) -> ParallelDims:
+        """The plan's degrees with those given; the GPUs that are left replicate."""
+        own = self._grid.dims
+        kept = {name: getattr(own, name) for name in DEGREES if name != "data_parallel_size"}
+        if given.get(_PP, own.pipeline_model_parallel_size) != own.pipeline_model_parallel_size:
+            kept[_VPP] = 1
+        degrees = {**kept, **given}
+        if "data_parallel_size" not in degrees:
+            gpus = self._plan.placement.num_gpus
+            replica = math.prod(degrees[name] for name in REPLICA_DEGREES)
+            if gpus % replica:
+                limit, fix = f"it must divide the plan's {gpus} GPUs", "Change one of the sizes."
+                raise UserInputError("tp * cp * pp", value=replica, limit=limit, fix=fix)
+            degrees["data_parallel_size"] = gpus // replica
+        return ParallelDims(**degrees, rank_order=own.rank_order)
+
+    def refusal(self, layout: Layout) -> str:
+        """The first rule of Megatron that a layout breaks, with its source; empty for none."""
+        gpus, placed = layout.grid.dims.world_size, self._plan.placement.num_gpus
+        if gpus != placed:
+            return f"tp * pp * cp * dp = {gpus}: the plan is for {placed} GPUs"
+        request = layout_request(
+            self._plan.model,
+            layout.grid,
+            layout.partition,
+            layout.settings,
+            sharding=layout.sharding or layout.grid.zero.sharding,
+            execution=layout.grid.execution,
+            schedule=self._plan.train.batch_schedule,
+            values=self._values,
+            version=self._version,
+        )
+        broken = [(r, v) for r, v in check(request) if r.name not in STATED_ELSEWHERE]
+        return next((f"{v.what} = {v.value}: {v.limit} ({r.source})" for r, v in broken), "")
+
+    def rule(self, composed: Composed) -> str:
+        """The rule that the plan's layout with what was named breaks; empty for none."""
+        try:
+            return self.refusal(self.layout(composed))
+        except UserInputError as error:
+            return f"{error.what} = {error.value}: {error.limit}"
+
+    def priced(self, layout: Layout) -> ParallelPlan:
+        """A layout as a plan, with its prediction."""
+        job = self._job
+        return estimate_plan(
+            *(job.spec, job.cluster, layout.settings, layout.grid, layout.partition, job.times),
+            schedule=job.batch_schedule,
+            lengths=job.sequence_lengths,
+            sharding=layout.sharding,
+            not_modelled=job.not_modelled,
+        )
+
+    def difference(self, layout: Layout) -> Difference:
+        """By how much a layout's step is longer than the plan's."""
+        prices = Prices(self._job)
+        return difference(prices.of(self.own), prices.of(layout))
+
+    @property
+    def own(self) -> Layout:
+        """The plan's layout."""
+        return Layout(
+            settings=self._settings,
+            grid=self._grid,
+            partition=self._plan.partition(),
+            sharding=sharding(self._plan.parallel),
+        )

@@ -1,0 +1,346 @@
+"""What lies between two layouts of a job: each choice alone, and one after another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.model.execution import Execution
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.dims import DEGREES, ParallelDims
+from nest_megatron.parallel.execution_rules import allowed_execution
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.knobs import KNOBS
+from nest_megatron.parallel.layout import layout_string, spread_partition
+from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.plain import to_plain
+from nest_megatron.planner.layouts import Difference, Layout, Priced, Prices, difference
+from nest_megatron.planner.request import PlanRequest
+from nest_megatron.units import Bytes, Seconds
+
+#: Why Megatron refuses a layout, or nothing.
+Refusal = Callable[[Layout], str]
+
+_CHOSEN_DEGREES = tuple(name for name in DEGREES if name != "data_parallel_size")
+_PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+_STAGES, _SETTINGS = "pipeline_model_parallel_layout", "overlap_grad_reduce"
+_FIELDS = tuple(each.name for each in dataclasses.fields(Execution) if each.init)
+_CHOICES = {knob.name: knob.choice for knob in KNOBS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceChange:
+    """One choice by Megatron's name, with what it was and is."""
+
+    name: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutChange:
+    """Choices that are changed together, and what that does.
+
+    Args:
+        rule: of Megatron, for which one choice is not changed by itself; empty for none.
+        step_s: the predicted step with it; ``None`` where Megatron refuses the layout.
+        difference: to the layout that it changes.
+    """
+
+    choices: tuple[ChoiceChange, ...]
+    rule: str = ""
+    step_s: Seconds | None = None
+    difference: Difference | None = None
+    peak_memory_bytes: Bytes | None = None
+    fits: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """From one layout to another.
+
+    Args:
+        alone: each choice by itself, from the first layout.
+        in_order: one after another, every layout between legal; the last is the second layout, so
+            the differences add up to the whole one.
+        whole: the difference of the two.
+    """
+
+    alone: tuple[LayoutChange, ...]
+    in_order: tuple[LayoutChange, ...]
+    whole: Difference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeforeAfter:
+    """A job as it runs today beside its plan.
+
+    Args:
+        before: what runs today, priced; ``None`` where it does not start.
+        refused: why it does not.
+        changes: what each change brings; ``None`` without ``before``.
+        needs: what has to be done for them, one sentence each.
+    """
+
+    before: ParallelPlan | None
+    refused: str = ""
+    changes: Changes | None = None
+    needs: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as numbers, text, lists and dicts; of the plan what was priced."""
+        before = self.before and priced_parts(self.before)
+        changes = self.changes and to_plain(self.changes)
+        return {
+            "before": before,
+            "refused": self.refused,
+            "changes": changes,
+            "needs": [*self.needs],
+        }
+
+
+def priced_parts(plan: ParallelPlan) -> dict[str, Any]:
+    """What of a plan was priced, as numbers, text, lists and dicts."""
+    parts = ("train", "parallel", "placement", "execution", "predicted", "uncertainty")
+    return {name: to_plain(getattr(plan, name)) for name in parts}
+
+
+def changes(request: PlanRequest, before: Layout, after: Layout, refusal: Refusal) -> Changes:
+    """What each choice that differs between two layouts brings.
+
+    In order, the choice comes first that leaves the shortest step of those that are legal and fit
+    in memory. Where no choice is legal by itself, the fewest are changed together.
+
+    Args:
+        before: a layout that Megatron launches.
+        refusal: why Megatron does not launch a layout.
+    """
+    between = _Between(request.spec, before, after, refusal)
+    prices = Prices(request)
+    first, last = prices.of(before), prices.of(after)
+    alone = tuple(_alone(between, prices, first, name) for name in between.names)
+    return Changes(
+        alone=alone,
+        in_order=tuple(_in_order(between, prices, first)),
+        whole=difference(first, last),
+    )
+
+
+def _alone(between: _Between, prices: Prices, first: Priced, name: str) -> LayoutChange:
+    layout, rule = between.layout(frozenset({name}))
+    if layout is None:
+        return LayoutChange(choices=between.words([name]), rule=rule)
+    return _change(between.words([name]), first, prices.of(layout))
+
+
+def _in_order(between: _Between, prices: Prices, now: Priced) -> Iterator[LayoutChange]:
+    done: frozenset[str] = frozenset()
+    while left := [name for name in between.names if name not in done]:
+        taken, rule = _next(between, prices, done, left)
+        layout, _ = between.layout(done | {*taken})
+        assert layout is not None, "the last layout is one that Megatron launches"
+        then = prices.of(layout)
+        yield _change(between.words(taken), now, then, rule)
+        now, done = then, done | {*taken}
+
+
+def _next(
+    between: _Between, prices: Prices, done: frozenset[str], left: list[str]
+) -> tuple[tuple[str, ...], str]:
+    """The choices to change next, and the rule for which it is not one alone."""
+    for number in range(1, len(left)):
+        legal = []
+        for order, names in enumerate(combinations(left, number)):
+            layout, _ = between.layout(done | {*names})
+            if layout is not None:
+                priced = prices.of(layout)
+                legal.append((not priced.found.fits, priced.step_s, order, names))
+        if legal:
+            taken = min(legal)[-1]
+            return taken, between.rule(done, taken)
+    return tuple(left), between.rule(done, left)
+
+
+def _change(
+    words: tuple[ChoiceChange, ...], now: Priced, then: Priced, rule: str = ""
+) -> LayoutChange:
+    return LayoutChange(
+        choices=words,
+        rule=rule,
+        step_s=then.step_s,
+        difference=difference(now, then),
+        peak_memory_bytes=then.peak_memory_bytes,
+        fits=then.found.fits,
+    )
+
+
+class _Between:
+    """The layouts between two of a job: some choices of the one, the rest of the other."""
+
+    def __init__(
+        self, spec: TransformerSpec, before: Layout, after: Layout, refusal: Refusal
+    ) -> None:
+        self._spec, self._refusal = spec, refusal
+        self._before, self._after = before, after
+        self._old, self._new = _values(before), _values(after)
+        self._follow()
+        self.names = [name for name, value in self._old.items() if value != self._new[name]]
+        self._known: dict[frozenset[str], tuple[Layout | None, str]] = {}
+
+    def _follow(self) -> None:
+        """Leave out what follows from other choices and is none by itself."""
+        old, new, tp = self._old, self._new, "tensor_model_parallel_size"
+        if (old[_PP], old[_VPP]) != (new[_PP], new[_VPP]):
+            old[_STAGES] = new[_STAGES]
+        if min(old[tp], new[tp]) == 1:
+            old["sequence_parallel"] = new["sequence_parallel"] = True
+        kept = allowed_execution(self._before.grid.execution, self._after.grid)
+        if kept == self._after.grid.execution:
+            for name in {_CHOICES.get(each, each) for each in _FIELDS}:
+                new[name] = old[name]
+
+    def words(self, names: Any) -> tuple[ChoiceChange, ...]:
+        """Choices as they are said."""
+        return tuple(
+            ChoiceChange(
+                name=name,
+                before=self._word(name, self._before, self._old[name]),
+                after=self._word(name, self._after, self._new[name]),
+            )
+            for name in names
+        )
+
+    def _word(self, name: str, layout: Layout, value: Any) -> str:
+        if name == _STAGES:
+            return layout_string(self._spec, layout.partition)
+        if name == _SETTINGS:
+            return "on" if layout.settings.dp_overlap else "off"
+        return _word(value)
+
+    def rule(self, done: frozenset[str], taken: Any) -> str:
+        """Why some choices are changed together; nothing for one."""
+        if len(taken) == 1:
+            return ""
+        return next(filter(None, (self.layout(done | {name})[1] for name in taken)), "")
+
+    def layout(self, chosen: frozenset[str]) -> tuple[Layout | None, str]:
+        """The layout with these choices changed, or the rule that refuses it."""
+        if chosen.issuperset(self.names):
+            return self._after, ""
+        if chosen not in self._known:
+            self._known[chosen] = self._checked(chosen)
+        return self._known[chosen]
+
+    def _checked(self, chosen: frozenset[str]) -> tuple[Layout | None, str]:
+        try:
+            layout, asked = self._made(chosen)
+        except UserInputError as error:
+            return None, f"{error.what} = {error.value}: {error.limit}"
+        rule = self._without_effect(layout, asked, chosen) or self._refusal(layout)
+        return (None, rule) if rule else (layout, "")
+
+    def _made(self, chosen: frozenset[str]) -> tuple[Layout, Execution]:
+        """The layout, and how its layers are asked to be carried out."""
+        new, old = self._new, self._old
+        value = {name: (new if name in chosen else old)[name] for name in old}
+        zero, sharding = value["zero_stage"]
+        grid = Grid(
+            dims=_dims(value),
+            global_batch_size=self._before.grid.global_batch_size,
+            micro_batch_size=value["micro_batch_size"],
+            sequence_parallel=value["sequence_parallel"]
+            and value["tensor_model_parallel_size"] > 1,
+            recompute=value["recompute"],
+            zero=zero,
+        )
+        asked = Execution(**{f: part for each in _execution_choices() for f, part in value[each]})
+        grid = dataclasses.replace(grid, execution=allowed_execution(asked, grid))
+        layout = Layout(
+            settings=value[_SETTINGS],
+            grid=grid,
+            partition=self._partition(grid.dims, with_stages=_STAGES in chosen),
+            sharding=sharding,
+        )
+        return layout, asked
+
+    def _without_effect(self, layout: Layout, asked: Execution, chosen: frozenset[str]) -> str:
+        """Why a choice of how layers are carried out does nothing here; empty where all do."""
+        lost = [
+            name
+            for name in _FIELDS
+            if _CHOICES.get(name, name) in chosen
+            and getattr(layout.grid.execution, name) != getattr(asked, name)
+        ]
+        if not lost:
+            return ""
+        grid = dataclasses.replace(layout.grid, execution=asked)
+        rule = self._refusal(dataclasses.replace(layout, grid=grid))
+        return rule or f"{lost[0]} does nothing on this layout"
+
+    def _partition(self, dims: ParallelDims, *, with_stages: bool) -> StagePartition:
+        """The stages of one of the two layouts where they are as many; otherwise even ones."""
+        ends = (self._after, self._before) if with_stages else (self._before, self._after)
+        for end in ends:
+            if (dims.pipeline_model_parallel_size, dims.num_chunks) == (
+                end.partition.pipeline_model_parallel_size,
+                end.partition.num_chunks,
+            ):
+                return end.partition
+        return spread_partition(self._spec, dims)
+
+
+def _execution_choices() -> list[str]:
+    return list(dict.fromkeys(_CHOICES.get(name, name) for name in _FIELDS))
+
+
+def _values(layout: Layout) -> dict[str, Any]:
+    """The choices of a layout by name, in the order in which they are said."""
+    grid, dims = layout.grid, layout.grid.dims
+    execution: dict[str, Any] = {}
+    for name in _FIELDS:
+        part = (name, getattr(grid.execution, name))
+        execution[_CHOICES.get(name, name)] = (*execution.get(_CHOICES.get(name, name), ()), part)
+    return {
+        "num_gpus": dims.world_size,
+        **{name: getattr(dims, name) for name in _CHOSEN_DEGREES},
+        _STAGES: layout.partition.boundaries,
+        "sequence_parallel": grid.sequence_parallel,
+        "micro_batch_size": grid.micro_batch_size,
+        "recompute": grid.recompute,
+        "zero_stage": (grid.zero, layout.sharding or grid.zero.sharding),
+        "rank_order": dims.rank_order,
+        **execution,
+        _SETTINGS: layout.settings,
+    }
+
+
+def _dims(value: Mapping[str, Any]) -> ParallelDims:
+    """The degrees; all GPUs that are left replicate."""
+    degrees = {name: value[name] for name in _CHOSEN_DEGREES}
+    ranks = degrees["tensor_model_parallel_size"] * degrees["context_parallel_size"]
+    replica, gpus = ranks * degrees[_PP], value["num_gpus"]
+    if gpus % replica:
+        limit, fix = f"it must divide the {gpus} GPUs", "Change a degree."
+        raise UserInputError("tp * cp * pp", value=replica, limit=limit, fix=fix)
+    return ParallelDims(
+        **degrees, data_parallel_size=gpus // replica, rank_order=value["rank_order"]
+    )
+
+
+def _word(value: Any) -> str:
+    """A choice's value as it is said."""
+    if hasattr(value, "label"):
+        return str(value.label())
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):  # of an execution
+        said = [_word(part) for _, part in value if part not in (None, ())]
+        return " ".join(said) or "none"
+    if isinstance(value, tuple) and len(value) == 2 and hasattr(value[1], "zero_stages"):
+        return f"ZeRO-{int(value[0])} ({value[1]})"
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,222 @@
+"""A command as it is typed, and beside its plan: the same prices, and sums that are right."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.overrides import parse
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
+from nest_megatron.integrations.megatron_lm.before_after import before_and_after
+from nest_megatron.integrations.megatron_lm.planning import CommandPlan, plan_command
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner.changes import BeforeAfter, Changes
+from nest_megatron.report.before_after import verdict
+from tests.cli.runs import run
+
+MODEL = (
+    "pretrain_gpt.py --num-layers 16 --hidden-size 2048 --num-attention-heads 16 --bf16 "
+    "--seq-length 4096 --max-position-embeddings 4096 --vocab-size 32255 --swiglu "
+    "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
+    "--tokenizer-type NullTokenizer --global-batch-size 64 --micro-batch-size 1 "
+)
+DENSE = f"torchrun --nproc-per-node 8 --nnodes 2 {MODEL}--tensor-model-parallel-size 4 "
+DENSE += "--pipeline-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer "
+STAGES = DENSE.replace("parallel-size 2", "parallel-size 4")
+STAGES += "--num-virtual-stages-per-pipeline-rank 2 "
+EXPERTS = DENSE + "--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm "
+EXPERTS += "--expert-model-parallel-size 2 "
+
+
+def settings(*words: str) -> Composed:
+    return compose(parse(["cluster=dgx_h100", *words], None), None)
+
+
+def typed(command: str, *words: str) -> ParallelPlan:
+    return estimate_command(command, settings(*words), version="0.16.1").plan
+
+
+def compared(command: str, *words: str) -> tuple[CommandPlan, BeforeAfter]:
+    composed = settings("search.num_alternatives=1", *words)
+    found = plan_command(command, composed, free=["all"], version="0.16.1")
+    return found, before_and_after(found, composed)
+
+
+def test_a_command_is_priced_as_it_is_typed() -> None:
+    plan = typed(DENSE)
+    chosen = plan.parallel
+    assert (chosen.tensor_model_parallel_size, chosen.pipeline_model_parallel_size) == (4, 2)
+    assert (chosen.data_parallel_size, plan.train.micro_batch_size) == (2, 1)
+    assert chosen.sequence_parallel
+    assert chosen.use_distributed_optimizer
+    assert not chosen.overlap_grad_reduce
+    assert not chosen.overlap_param_gather
+    assert plan.launch["megatron_lm"].argv == tuple(DENSE.split("pretrain_gpt.py ")[1].split())
+    assert plan.provenance.framework_version == "0.16.1"
+
+
+def test_gradients_that_nothing_hides_are_exposed() -> None:
+    hidden = typed(DENSE + "--overlap-grad-reduce --overlap-param-gather")
+    exposed = typed(DENSE)
+    name = "dp_communication"
+    assert exposed.predicted.terms[name] > hidden.predicted.terms[name]
+    assert exposed.predicted.iteration_time_s > hidden.predicted.iteration_time_s
+
+
+def test_without_the_distributed_optimizer_every_replica_keeps_all() -> None:
+    plan = typed(DENSE.replace("--use-distributed-optimizer ", ""))
+    assert not plan.parallel.use_distributed_optimizer
+    assert plan.predicted.peak_memory_bytes > typed(DENSE).predicted.peak_memory_bytes
+
+
+def test_experts_have_megatrons_own_dispatcher() -> None:
+    assert typed(EXPERTS).execution.moe_token_dispatcher_type == "allgather"
+    flag = "--moe-token-dispatcher-type alltoall"
+    assert typed(EXPERTS + flag).execution.moe_token_dispatcher_type == "alltoall"
+    assert typed(EXPERTS).parallel.expert_tensor_parallel_size == 4  # as tensor parallelism
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (EXPERTS.replace("--sequence-parallel ", ""), r"sequence_parallel = False.*args:905"),
+        (DENSE.replace("--micro-batch-size 1 ", ""), "--micro-batch-size"),
+        (DENSE.replace("parallel-size 4", "parallel-size 3"), r"must divide the 16 GPUs"),
+        (DENSE.replace("--num-layers 16", "--num-layers 17"), "17"),
+        (DENSE.replace("batch-size 64", "batch-size 63"), "multiple"),
+    ],
+)
+def test_what_megatron_refuses_is_refused_with_its_rule(command: str, said: str) -> None:
+    with pytest.raises(UserInputError, match=said):
+        typed(command)
+
+
+def test_the_layout_is_the_commands() -> None:
+    with pytest.raises(UserInputError, match="the layout is that of the command"):
+        typed(DENSE, "parallel.tensor_model_parallel_size=8")
+
+
+def test_flags_that_are_not_understood_are_named() -> None:
+    done = run("estimate", "--from", DENSE + "--own-kernel x", "cluster=dgx_h100")
+    assert done.code == 0
+    assert "not modelled: --own-kernel" in " ".join(done.out.split())
+    assert "has no flag --own-kernel" in done.out
+    done = run("estimate", "--from", DENSE + "--own-kernel x", "cluster=dgx_h100", "--strict")
+    assert done.code == 2
+
+
+def test_a_script_is_priced_without_being_run(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(f"#!/bin/bash\ntouch {tmp_path}/ran\nTP=4\n{DENSE}\n", encoding="utf-8")
+    done = run("estimate", "--from", str(script), "cluster=dgx_h100", "--json")
+    step = done.json()["predicted"]["iteration_time_s"]
+    assert step == typed(DENSE).predicted.iteration_time_s
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_layout_that_does_not_fit_ends_with_1() -> None:
+    alone = MODEL.replace("--num-layers 16", "--num-layers 160")
+    done = run("estimate", "--from", f"torchrun --nproc-per-node 8 {alone}", "cluster=dgx_h100")
+    assert done.code == 1
+    assert "oes not fit, as predicted" in done.err
+
+
+@pytest.mark.parametrize("command", [DENSE, STAGES, EXPERTS])
+def test_differences_add_up_from_today_to_the_plan(command: str) -> None:
+    found, both = compared(command)
+    assert both.before is not None
+    assert both.changes is not None
+    today, planned = both.before.predicted, found.plan.predicted
+    steps = both.changes.in_order
+    total = math.fsum(step.difference.seconds for step in steps if step.difference)
+    assert total == pytest.approx(planned.iteration_time_s - today.iteration_time_s, abs=1e-12)
+    assert steps[-1].step_s == planned.iteration_time_s
+    assert steps[-1].peak_memory_bytes == planned.peak_memory_bytes
+    assert both.changes.whole.seconds == planned.iteration_time_s - today.iteration_time_s
+    named = [choice.name for step in steps for choice in step.choices]
+    assert sorted(named) == sorted(c.name for one in both.changes.alone for c in one.choices)
+    assert today == typed(command).predicted
+
+
+def test_a_change_alone_is_that_command_with_one_flag_changed() -> None:
+    _, both = compared(DENSE)
+    assert both.changes is not None
+    alone = {step.choices[0].name: step for step in both.changes.alone}
+    name = "tensor_model_parallel_size"
+    size = alone[name].choices[0].after
+    flags = DENSE.replace("--tensor-model-parallel-size 4", f"--tensor-model-parallel-size {size}")
+    assert alone[name].step_s == typed(flags).predicted.iteration_time_s
+    overlapped = typed(DENSE + "--overlap-grad-reduce --overlap-param-gather")
+    assert alone["overlap_grad_reduce"].step_s == overlapped.predicted.iteration_time_s
+
+
+def test_what_one_flag_alone_breaks_is_changed_together_with_its_rule() -> None:
+    _, both = compared(STAGES, "parallel.pipeline_model_parallel_size=1")
+    assert both.changes is not None
+    alone = {step.choices[0].name: step for step in both.changes.alone}
+    refused = alone["pipeline_model_parallel_size"]
+    assert refused.step_s is None
+    assert "needs a pipeline" in refused.rule
+    for step in both.changes.in_order:
+        assert (len(step.choices) > 1) == bool(step.rule)
+        assert step.step_s is not None
+
+
+def test_a_command_that_is_the_plan_has_no_changes() -> None:
+    composed = settings("search.num_alternatives=1")
+    found = plan_command(DENSE, composed, free=["all"], version="0.16.1")
+    words = [*found.command.launcher, found.command.script, *found.plan.launch["megatron_lm"].argv]
+    again = plan_command(words, composed, free=[], version="0.16.1")
+    both = before_and_after(again, composed)
+    assert both.changes is not None
+    assert both.before is not None
+    assert both.changes.in_order == ()
+    assert both.changes.whole.seconds == 0
+    assert "is what runs today" in verdict(both.before, both.changes.whole)
+
+
+def test_a_gain_below_the_uncertainty_keeps_the_layout() -> None:
+    _, both = compared(DENSE + "--overlap-grad-reduce --overlap-param-gather")
+    assert both.before is not None
+    assert isinstance(both.changes, Changes)
+    whole = both.changes.whole
+    said = verdict(both.before, whole)
+    assert whole.is_sure == ("Not distinguishable" not in said)
+    close = dataclasses.replace(whole, chance_faster=0.7)
+    assert "the plan is faster is 70 % sure, so the present layout may be kept" in verdict(
+        both.before, close
+    )
+
+
+def test_what_runs_today_may_be_refused_and_is_planned() -> None:
+    _, both = compared(EXPERTS.replace("--sequence-parallel ", ""))
+    assert both.before is None
+    assert "args:905" in both.refused
+
+
+def test_a_checkpoint_of_today_is_looked_at() -> None:
+    _, both = compared(DENSE + "--save /ckpt")
+    assert any("dp_reshardable" in each for each in both.needs)
+    assert any("--dist-ckpt-optim-fully-reshardable" in each for each in both.needs)
+    _, both = compared(DENSE)
+    assert both.needs == ()
+
+
+def test_both_are_printed_first() -> None:
+    done = run("plan", "--from", DENSE, "cluster=dgx_h100", "--free", "all")
+    assert done.out.startswith("Today and planned\n")
+    figures = re.search(r"Step +(\S+ \S+) +(\S+ \S+) ", done.out)
+    iteration = re.search(r"Iteration +(\S+ \S+) ", done.out)
+    assert figures
+    assert iteration
+    assert figures[2] == iteration[1]
+    document = run("plan", "--from", DENSE, "cluster=dgx_h100", "--free", "all", "--json").json()
+    today = document["today"]
+    steps = [step["difference"]["seconds"] for step in today["changes"]["in_order"]]
+    assert math.fsum(steps) == pytest.approx(today["changes"]["whole"]["seconds"], abs=1e-12)

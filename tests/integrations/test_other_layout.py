@@ -1,0 +1,191 @@
+"""A plan beside other layouts: differences that add up, rules, bytes, the nearest legal layout."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from nest_megatron import api
+from nest_megatron.api import Explanation, load_plan
+from nest_megatron.config.layout_words import read_layout
+from nest_megatron.errors import UserInputError
+from tests.cli.runs import ROOT, run
+
+EXPERTS = ROOT / "recipes" / "mixtral_8x7b_dgx_h100_64.yaml"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of this version."""
+    plan = api.plan(model="llama3_8b", cluster="dgx_h100", num_gpus=16, global_batch_size=64)
+    found = tmp_path_factory.mktemp("plan") / "plan.yaml"
+    plan.save(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def explained(path: Path) -> Explanation:
+    return load_plan(path).explain()
+
+
+@pytest.mark.parametrize("layout", ["tp=4", "tp=2,pp=2,mbs=1", "zero=0", "pp=4,vpp=2"])
+def test_differences_add_up_to_the_difference_of_the_steps(
+    explained: Explanation, layout: str
+) -> None:
+    found = explained.versus(layout).record
+    before, after = found.plan.predicted, found.other.predicted
+    step = after.iteration_time_s - before.iteration_time_s
+    assert math.fsum(found.terms.values()) == pytest.approx(step, abs=1e-9)
+    assert found.difference.seconds == step
+    assert sum(found.memory.values()) == after.peak_memory_bytes - before.peak_memory_bytes
+    assert before == explained.plan.predicted
+    low, high = found.difference.low_percent, found.difference.high_percent
+    assert low <= found.difference.percent <= high
+
+
+def test_the_other_layout_is_priced_as_estimate_prices_it(explained: Explanation) -> None:
+    words = "tensor_model_parallel_size=4,pipeline_model_parallel_size=2,micro_batch_size=1"
+    priced = api.estimate(
+        model="llama3_8b",
+        cluster="dgx_h100",
+        num_gpus=16,
+        global_batch_size=64,
+        tensor_model_parallel_size=4,
+        pipeline_model_parallel_size=2,
+        micro_batch_size=1,
+    )
+    found = explained.versus(f"{words},recompute=none").record.other
+    assert found.parallel.data_parallel_size == priced.parallel.data_parallel_size
+    assert (
+        found.predicted.stages[0].memory_bytes["weights"]
+        == (priced.predicted.stages[0].memory_bytes["weights"])
+    )
+    overlaps = found.execution.tp_comm_overlap  # as plans have it, and an estimate has not
+    assert overlaps != priced.record.execution.tp_comm_overlap
+
+
+def test_the_plan_against_itself_is_no_difference(explained: Explanation) -> None:
+    size = explained.plan.parallel.tensor_model_parallel_size
+    found = explained.versus(f"tp={size}").record
+    assert found.difference.seconds == 0
+    assert set(found.memory.values()) == {0}
+    assert not any(found.terms.values())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp=8,pp=4",
+        "parallel.tensor_model_parallel_size=8, parallel.pipeline_model_parallel_size=4",
+        "--tensor-model-parallel-size 8 --pipeline-model-parallel-size=4",
+        "tensor-model-parallel-size=8,PP=4",
+    ],
+)
+def test_layouts_are_read_in_all_spellings(layout: str) -> None:
+    parallel = read_layout(layout, "--why-not").config.parallel
+    assert parallel.tensor_model_parallel_size == 8
+    assert parallel.pipeline_model_parallel_size == 4
+
+
+def test_a_stage_layout_keeps_its_commas() -> None:
+    composed = read_layout("pp=2,recompute_modules=[core_attn,mlp],recompute=selective", "--versus")
+    assert composed.config.parallel.recompute_modules == ["core_attn", "mlp"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("tq=8", "says nothing of a layout"),
+        ("tp", "has no value"),
+        ("", "names no size"),
+        ("tp=8,tp=4", "is given as well"),
+        ("tp=eight", "could not be converted"),
+        ("tp='8", "quot"),
+        ("tp=1,2", "it has several values"),
+    ],
+)
+def test_wrong_words_are_named(layout: str, said: str) -> None:
+    with pytest.raises(UserInputError, match=said):
+        read_layout(layout, "--versus")
+
+
+def test_what_megatron_refuses_is_refused_with_its_rule(explained: Explanation) -> None:
+    with pytest.raises(UserInputError, match="must divide the plan's 16 GPUs"):
+        explained.versus("tp=3")
+    with pytest.raises(UserInputError, match=r"needs a pipeline.*args:575"):
+        explained.versus("pp=1,vpp=2")
+
+
+def test_an_illegal_layout_has_a_rule_and_a_legal_neighbour() -> None:
+    found = load_plan(EXPERTS).explain().why_not("tp=8,pp=4,ep=16")
+    assert found.verdict == "illegal"
+    assert "args:1025" in found.record.rule
+    nearest = found.record.nearest
+    assert nearest is not None
+    assert found.record.changed == ("expert_model_parallel_size",)
+    assert nearest.parallel.tensor_model_parallel_size == 8
+    assert nearest.parallel.pipeline_model_parallel_size == 4
+    assert nearest.parallel.expert_model_parallel_size == 8
+    assert nearest.predicted.fits
+    assert "EP 16 -> 8" in str(found)
+
+
+def test_sizes_of_experts_are_refused_without_experts(explained: Explanation) -> None:
+    found = explained.why_not("tp=4,ep=2")
+    assert found.verdict == "illegal"
+    assert "expert_model_parallel_size" in found.record.rule
+    assert found.record.changed == ("expert_model_parallel_size",)
+
+
+def test_a_layout_that_does_not_fit_has_its_bytes(explained: Explanation) -> None:
+    found = explained.why_not("tp=1,pp=1,zero=0,mbs=8")
+    assert found.verdict == "does not fit"
+    versus, needed = found.record.versus, found.record.needed_bytes
+    assert versus is not None
+    assert needed is not None
+    assert needed > versus.other.predicted.capacity_bytes
+    assert needed <= versus.other.predicted.peak_memory_bytes
+    nearest = found.record.nearest
+    assert nearest is not None
+    assert nearest.predicted.fits
+
+
+def test_a_legal_layout_says_what_it_loses(explained: Explanation) -> None:
+    found = explained.why_not("tp=8,mbs=1")
+    assert found.verdict in ("slower", "tie")
+    versus = found.record.versus
+    assert versus is not None
+    assert versus.other.predicted.fits
+    assert versus.other.parallel.tensor_model_parallel_size == 8
+    assert versus.difference.seconds > 0
+    assert "legal and fits, but" in str(found)
+    assert found.record.nearest is None
+
+
+def test_the_command_line_says_the_same(path: Path) -> None:
+    done = run("explain", str(path), "--versus", "tp=4", "--json")
+    document = done.json()
+    step = document["other"]["predicted"]["iteration_time_s"]
+    own = document["plan"]["predicted"]["iteration_time_s"]
+    assert document["difference"]["seconds"] == step - own
+    printed = run("explain", str(path), "--versus", "tp=4")
+    assert printed.code == 0
+    assert "Step by term" in printed.out
+    assert run("explain", str(path), "--why-not", "tp=3", "--json").json()["verdict"] == "illegal"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--versus", "tp=2", "--why-not", "tp=2"),
+        ("--versus", "tp=3"),
+        ("--why-not", "layers=3"),
+        ("--why-not", "sequence_parallel=false"),
+    ],
+)
+def test_bad_questions_end_with_2(path: Path, words: tuple[str, ...]) -> None:
+    done = run("explain", str(path), *words)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: ")
