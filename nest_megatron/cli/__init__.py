@@ -29,14 +29,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare_streams()
         return _run(arguments, begun_s)
     except KeyboardInterrupt:
-        # after one that left exec (a class was made), python -m would end by the signal
-        exec("")
-        print("Interrupted; nothing was written.", file=sys.stderr)
-        return INTERRUPTED
+        return _interrupted()
     except Exception as error:  # noqa: BLE001 - no user should see a traceback
+        if isinstance(error.__cause__, KeyboardInterrupt):  # it came while a class was made
+            return _interrupted()
         from nest_megatron.report.failure import report
 
         return report(error, arguments)
+
+
+def _interrupted() -> int:
+    # after one that left exec (a class was made), python -m would end by the signal
+    exec("")
+    print("Interrupted; nothing was written.", file=sys.stderr)
+    return INTERRUPTED
 
 
 def _run(arguments: list[str], begun_s: float) -> int:

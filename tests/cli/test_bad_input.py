@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from nest_megatron import cli
+from nest_megatron.errors import INTERRUPTED
 from tests.cli.runs import SMALL, environment, run
 
 LLAMA = ("plan", *SMALL)
@@ -278,3 +280,16 @@ def test_a_group_alone_shows_its_help(group: tuple[str, ...]) -> None:
     assert done.code == 2
     assert done.err.startswith("Usage: nest-megatron")
     assert "error:" not in done.err
+
+
+def test_an_interruption_inside_a_class_body_is_no_fault(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python 3.11 wraps what ``__set_name__`` raises in a RuntimeError."""
+
+    def interrupted(*_: object) -> int:
+        raise RuntimeError("Error calling __set_name__") from KeyboardInterrupt()
+
+    monkeypatch.setattr(cli, "_run", interrupted)
+    assert cli.main(["models"]) == INTERRUPTED
+    assert capsys.readouterr().err == "Interrupted; nothing was written.\n"
