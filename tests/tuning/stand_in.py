@@ -126,7 +126,7 @@ def run_record(plan: ParallelPlan, step_s: Seconds | None) -> RunRecord:
             shares={},
             features=(),
             busy_s=(),
-            peak_memory_bytes=(),
+            peak_memory_bytes=(plan.predicted.peak_memory_bytes,),
         ),
         measured=steps,
         error=None if steps is not None else "rank 1: CUDA out of memory",
