@@ -8,13 +8,16 @@ import json
 import math
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
 
+from nest_megatron import planner as planning
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import evaluate
 from nest_megatron.cost_model.stage_problems import stage_problem
+from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.launched import launched_report
 from nest_megatron.parallel import plan_file
@@ -304,6 +307,22 @@ def test_a_search_that_time_ended_claims_no_fastest_plan() -> None:
     assert early.search.certificate == "gap"
     assert "Time ran out" in proof(early)
     assert "is known" not in proof(early)
+
+
+def test_time_that_ends_the_search_for_others_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = planning._search_within
+
+    def cut(asked: PlanRequest, deadline: Deadline, *args: Any, **options: Any) -> Any:
+        if options.get("num_layouts"):  # not the search of the whole space
+            deadline = deadline.within(1e-9)
+        return whole(asked, deadline, *args, **options)
+
+    monkeypatch.setattr(planning, "_search_within", cut)
+    taken = found(request("gpt3_175b", 512))
+    assert taken.choice is not None
+    assert taken.choice.ended_early
+    assert "Time ended the search for plans to compare (search.max_seconds)" in proof(taken)
+    assert not planned("llama3_70b", 64, Objective.EXPECTED).choice.ended_early  # type: ignore[union-attr]
 
 
 def test_every_plan_says_its_range_everywhere() -> None:

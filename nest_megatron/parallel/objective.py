@@ -132,6 +132,7 @@ class Choice:
         slower_percent: the plan's predicted step over that of the fastest one.
         separates: what the plan has that the fastest one has not; empty where it is the fastest.
         max_out_of_memory_percent: the limit under ``cautious``, where no plan keeps it.
+        ended_early: time ended the search for plans to compare; more of it may prefer another.
     """
 
     objective: Objective
@@ -143,6 +144,7 @@ class Choice:
     slower_percent: float
     separates: tuple[str, ...]
     max_out_of_memory_percent: float | None = None
+    ended_early: bool = False
 
     @property
     def is_proven(self) -> bool:

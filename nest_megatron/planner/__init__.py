@@ -133,6 +133,7 @@ class _Searched(NamedTuple):
     Args:
         compared: plans to choose among, those that the search kept first; empty where only the
             predicted step counts.
+        ended_early: time ended the search for some of them.
     """
 
     model: CostModel
@@ -140,6 +141,7 @@ class _Searched(NamedTuple):
     result: SearchResult
     seconds: Seconds
     compared: Peaks
+    ended_early: bool = False
 
 
 def _search(
@@ -158,6 +160,7 @@ def _search(
     # Without the deadline, so that ranks that search each for itself choose alike.
     solve = as_built(solver_of(choose(request.backend)), request.spec)
     peaks = worth_comparing(request, searched.grids, searched.result.plans, solve)
+    finished = []
 
     def add(asked: PlanRequest, num_layouts: int) -> None:
         """Plans of a narrower space that may be taken instead of those known."""
@@ -166,6 +169,7 @@ def _search(
             asked, deadline, model=searched.model, num_layouts=num_layouts, slowest=slowest
         )
         peaks.update(worth_comparing(request, more.grids, more.result.plans, solve, slowest))
+        finished.append(more.result.certificate.finished)
 
     enough = comfortable_bytes(searched.model, searched.result.plans[0], request.site)
     roomy = roomier(request, enough)
@@ -176,7 +180,7 @@ def _search(
     if Comparison(request, searched.model, peaks).needs_even_stages():
         even = dataclasses.replace(request.space, even_stages=True)
         add(dataclasses.replace(roomy or request, space=even), 1)
-    return searched._replace(compared=peaks)
+    return searched._replace(compared=peaks, ended_early=not all(finished))
 
 
 def _search_within(
@@ -229,6 +233,9 @@ def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> Pa
         UserInputError: if there is no such runner-up.
     """
     chosen = choose_plan(request, searched.model, searched.result, searched.compared)
+    if searched.ended_early and chosen.choice is not None:
+        choice = dataclasses.replace(chosen.choice, ended_early=True)
+        chosen = dataclasses.replace(chosen, choice=choice)
     if number:
         chosen = runner_up(chosen, number)
     record = search_record(request, searched.result, searched.seconds, chosen.plan, number)

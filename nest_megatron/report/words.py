@@ -114,6 +114,9 @@ def _choice_words(choice: Choice) -> str:
             "with the least chance is taken."
         )
     value, bound = format_seconds(choice.value_s), format_seconds(choice.bound_s)
+    if choice.ended_early:
+        said += f" Time ended the search for plans to compare ({typed_setting(MAX_SECONDS)}): with "
+        said += "more of it another one may be taken."
     said += f" By that measure it takes {value}"
     if choice.is_proven:
         return f"{said}; that no plan of the space takes less than {bound} is proven."

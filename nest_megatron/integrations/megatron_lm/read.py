@@ -414,7 +414,5 @@ def _job_notes(values: Mapping[str, Any], script: str, version: str) -> Iterator
     backend = text(values.get("attention_backend") or "auto")
     if engine == "local" or backend in ("unfused", "local"):
         yield "Attention is priced with its score matrices kept, as what you run keeps them."
-    if values.get("tp_comm_overlap"):
-        yield "--tp-comm-overlap is kept but not priced; tensor parallelism will be faster."
     yield from packing_notes(values, script, version)
     yield from unpriced(values)
