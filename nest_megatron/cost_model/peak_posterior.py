@@ -33,9 +33,8 @@ from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.units import Bytes
 
 #: Share of the variance of a score that belongs to each of: the site (its allocator and libraries),
-#: the terms of the peak, the job, the layout; the rest is a run's own. Equal, as public tables do
-#: not tell them apart: shares fitted to the other sources predict a source that is left out no
-#: better (docs/tuning_published.md has what these do).
+#: the terms of the peak, the job, the layout; the rest is a run's own. Equal by convention: public
+#: tables are too few to tell them apart (docs/tuning_published.md has how well they do).
 PART = 0.24
 OWN = 1.0 - 4 * PART
 #: Runs that count, the last ones.

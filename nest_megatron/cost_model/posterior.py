@@ -10,9 +10,8 @@ points of one Gaussian process with that covariance: means and covariances follo
 (Rasmussen and Williams 2006, equations 2.23 and 2.24). Each job's own runs also tell how far such
 predictions of it are off: they widen or narrow its variances by the factor of a Student process
 (Shah, Wilson and Ghahramani 2014, lemma 3). Its degrees of freedom would grow with each run; they
-stay at two here, as layouts do not share one draw of the tails: with more, 90 % intervals after one
-to three runs of the job held 82 % (mean over sources, ``benchmarks/tuning.py``). Without a run
-nothing changes.
+stay at two here, as layouts do not share one draw of the tails, and growing ones made intervals too
+narrow (docs/uncertainty.md). Without a run nothing changes.
 """
 
 from __future__ import annotations
