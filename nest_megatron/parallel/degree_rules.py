@@ -109,6 +109,22 @@ def _expert_degrees(request: LaunchRequest) -> tuple[int, int]:
     return dims.expert_model_parallel_size, dims.expert_tensor_parallel_size
 
 
+def _experts(request: LaunchRequest) -> Violation | None:
+    spec, (ep, etp) = request.spec, _expert_degrees(request)
+    if rules.divides_experts(spec, ep, etp):
+        return None
+    if spec.num_experts is None:
+        limit, fix = "the model has no experts", "Use 1."
+        return Violation(what="expert_model_parallel_size", value=ep, limit=limit, fix=fix)
+    return Violation(
+        what="expert_model_parallel_size, expert_tensor_parallel_size",
+        value=(ep, etp),
+        limit=f"they must divide the experts ({spec.num_experts}) and the size of one "
+        f"({spec.expert_ffn_hidden_size})",
+        fix="Use divisors.",
+    )
+
+
 def _expert_bias(request: LaunchRequest) -> Violation | None:
     etp, shared = _expert_degrees(request)[1], request.spec.moe_shared_expert_intermediate_size
     if rules.allows_expert_bias(request.spec, etp):
@@ -263,16 +279,7 @@ DEGREE_RULES: tuple[Rule, ...] = (
         limit="it must divide the rank of the adapters",
         fix="Use a divisor, or another peft.dim.",
     ),
-    rule(
-        "experts_over_ep",
-        "args:1025, tc experts",
-        lambda job: rules.divides_experts(job.spec, *_expert_degrees(job)),
-        what="expert_model_parallel_size, expert_tensor_parallel_size",
-        value=_expert_degrees,
-        limit="they must divide the experts ({num_experts}) and the size of one "
-        "({expert_ffn_hidden_size})",
-        fix="Use divisors; a dense model has expert_model_parallel_size 1.",
-    ),
+    Rule(name="experts_over_ep", source="args:1025, tc experts", check=_experts),
     Rule(name="expert_bias", source="tc:1590, moe/shared_experts.py:47", check=_expert_bias),
     rule(
         "expert_gradients",
