@@ -26,7 +26,8 @@ first used, and never torch.
 [recipes/plan_from_python.ipynb](../recipes/plan_from_python.ipynb) shows each of them at work.
 
 ```python
->>> from nest_megatron import clusters, estimate, load_plan, models, plan, plan_command, plan_table
+>>> from nest_megatron import clusters, estimate, estimate_command, load_plan, models
+>>> from nest_megatron import plan, plan_command, plan_table
 
 ```
 

@@ -24,7 +24,7 @@ from nest_megatron.report.console import say, show_json
 @group(
     "nest-megatron cluster report",
     f"nest-megatron cluster discover --read reports.jsonl --read fabric.txt{NEXT}"
-    "--out mine.yaml --hosts-out hosts.txt",
+    "--out site.yaml --hosts-out hosts.txt",
 )
 def cluster() -> None:
     """Describe the machines of a job or a site: GPUs, adapters, switches; a file for plan."""
@@ -44,7 +44,7 @@ def cluster_report(*, name: str | None) -> None:
     "discover",
     "nest-megatron cluster discover --read reports.jsonl",
     f"nest-megatron cluster discover --read reports.jsonl --read fabric.txt{NEXT}"
-    "--out mine.yaml --hosts-out hosts.txt",
+    "--out site.yaml --hosts-out hosts.txt",
     "nest-megatron cluster discover --hosts racks.txt --cluster dgx_h100 --json",
 )
 @click.option("--slurm", "source", flag_value="slurm", help="The hosts of this Slurm allocation.")
@@ -90,7 +90,7 @@ def cluster_discover(
     """Describe a cluster from what its machines say, and name what had to be assumed.
 
     In a Slurm allocation that is the default source, elsewhere this host, unless files are given.
-    Plan on the result with nest-megatron plan cluster=./mine.yaml --hosts hosts.txt.
+    Plan on the result with nest-megatron plan cluster=./site.yaml --hosts hosts.txt.
     """
     from nest_megatron.config.cluster_file import discovered
 

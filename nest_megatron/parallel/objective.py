@@ -144,7 +144,7 @@ class Choice:
     slower_percent: float
     separates: tuple[str, ...]
     max_out_of_memory_percent: float | None = None
-    ended_early: bool = False
+    ended_early: bool = added(False)
 
     @property
     def is_proven(self) -> bool:

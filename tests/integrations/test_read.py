@@ -30,7 +30,7 @@ def test_llama() -> None:
     assert spec.normalization == "LayerNorm"
     assert spec.vocab_size == 128257  # the null tokenizer adds an end-of-document token
     assert job.precision is Precision.FP8
-    assert job.fp8_recipe == "delayed"
+    assert job.memory_flags["fp8_recipe"] == "delayed"
     assert job.zero is ZeroStage.OPTIMIZER
     assert job.memory_flags["grad_reduce_in_bf16"]
     assert (job.num_gpus, job.global_batch_size, job.micro_batch_size) == (8, 128, 1)
