@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.cluster.records import Cluster, Precision
@@ -100,14 +100,17 @@ def request_of(
     return request_for(job, cluster, composed, space, choose_execution=choose_execution)
 
 
-def _naming_defaults(function: Callable[Rest, PlanRequest]) -> Callable[Rest, PlanRequest]:
+def _naming_defaults(
+    function: Callable[Concatenate[Job, Cluster, Composed, Rest], PlanRequest],
+) -> Callable[Concatenate[Job, Cluster, Composed, Rest], PlanRequest]:
     """An error about a default of the site, of the job's configuration, says where it is from."""
 
     @functools.wraps(function)
-    def run(*args: Rest.args, **kwargs: Rest.kwargs) -> PlanRequest:
-        composed = next(each for each in args if isinstance(each, Composed))
+    def run(
+        job: Job, cluster: Cluster, composed: Composed, /, *args: Rest.args, **kwargs: Rest.kwargs
+    ) -> PlanRequest:
         with naming_defaults(composed.defaults):
-            return function(*args, **kwargs)
+            return function(job, cluster, composed, *args, **kwargs)
 
     return run
 
