@@ -95,8 +95,8 @@ def jobs() -> Mapping[str, str]:
         f"L{shape[0]} h{shape[1]} s{shape[3]} b{shape[4]} e{shape[5]} on {ranks}": _command(
             ranks, *shape
         )
-        for shape in _SHAPES
         for ranks in _RANKS
+        for shape in _SHAPES
     }
 
 

@@ -48,7 +48,7 @@ dist.destroy_process_group()
 def measured(folder: Path, hosts: list[str], **more: Any) -> network.NetworkProfile:
     """Measure with a process for each host named."""
     pytest.importorskip("torch")
-    settings = {"seconds": 4.0, "sizes": [2**12, 2**16, 2**20, 2**22], "lacking": "", **more}
+    settings = {"seconds": 300.0, "sizes": [2**12, 2**16, 2**20, 2**22], "lacking": "", **more}
     out = folder / "network.yaml"
     processes = []
     for rank in range(len(hosts)):
