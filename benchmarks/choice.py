@@ -19,6 +19,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -218,7 +219,7 @@ COMMAND = "python benchmarks/choice.py {file} --every {every} --worlds {worlds}"
 HEAD = """\
 # The default choice for published jobs
 
-Written by `{command}`; do not edit.
+Written on {today} by `{command}`.
 
 {jobs} of the pretraining jobs that NVIDIA publishes with their layout, one in {every}
 ([expert_layouts.md](expert_layouts.md) has them all). Nominal: the plan with the shortest predicted
@@ -246,6 +247,7 @@ def document(
     starting = [each.given_up_pct for each in found if each.risks[0] <= 0.5]
     lines = [
         HEAD.format(
+            today=date.today(),
             command=f"{COMMAND.format(**options)} --out docs/published_choices.md",
             every=options["every"],
             jobs=len(found),

@@ -18,6 +18,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,7 +132,7 @@ def job_name(row: Row) -> str:
 HEAD = """\
 # Layouts that experts published, beside our best plans
 
-Written by `python benchmarks/expert_layouts.py {file} --out docs/expert_layouts.md`; do not edit.
+Written on {today} by `python benchmarks/expert_layouts.py {file} --out docs/expert_layouts.md`.
 
 NVIDIA publishes how it lays out its own pretraining runs. For {jobs} such jobs (sources {sources};
 whole models; each model, GPU, GPU count, sequence, batch, number format and framework once) the
@@ -162,6 +163,7 @@ def document(
     short = sum(not each.proven for each in solved)
     lines = [
         HEAD.format(
+            today=date.today(),
             file=file,
             jobs=len(found),
             sources=", ".join(SOURCES),

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 
 import yaml
@@ -206,7 +207,8 @@ def document() -> str:
     others = table(columns, list(blocks_of_hybrids()), numeric=4)
     return f"""# Layers extracted, and the closed forms
 
-Written by `python benchmarks/extraction.py --out docs/extraction.md` on {machine}, {versions}.
+Written on {date.today()} by `python benchmarks/extraction.py --out docs/extraction.md`:
+{machine}, {versions}.
 
 ## Time
 

@@ -13,6 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,7 +33,7 @@ for a world of that size, on a CPU. Transformer Engine is stood in for by a rele
 Jobs that Megatron refuses as they stand are no goal: `of those` is the share of the others that is
 planned and accepted.
 
-Written by `python benchmarks/functional_tests.py CHECKOUT...`;
+Written on {today} by `python benchmarks/functional_tests.py CHECKOUT...`;
 `tests/megatron_lm/test_functional.py` asserts that Megatron refuses nothing that we wrote and that
 it accepts as it stands, that every flag that was typed is there unchanged, and that 95 % of the
 jobs of decoders (gpt, moe, mixtral, hybrid, nemotron) are planned and accepted.
@@ -51,7 +52,8 @@ def main() -> None:
         os.environ["MEGATRON_LM_HOME"] = checkout
         surveys.append(survey(Path(checkout)))
         print(f"{checkout}: Megatron {surveys[-1].version}", flush=True)
-    given.out.write_text(HEAD + "\n".join(_page(surveys)) + "\n", encoding="utf-8")
+    text = HEAD.format(today=date.today()) + "\n".join(_page(surveys)) + "\n"
+    given.out.write_text(text, encoding="utf-8")
 
 
 def _page(surveys: list[Survey]) -> Iterator[str]:

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from datetime import date
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -205,12 +206,12 @@ def name_of(row: dict[str, Any]) -> str:
     return f"{row['setup']}/{row['name']}"
 
 
-def document(found: Sequence[dict[str, Any]], command: str) -> str:
+def document(found: Sequence[dict[str, Any]]) -> str:
     """The page."""
     lines = "\n".join(f"* {line}" for line in totals(found))
     notes = "\n".join(f"* {line}" for line in remarks(found))
     return PAGE.format(
-        command=command,
+        today=date.today(),
         machine=machine(),
         kernel="the compiled kernel" if has_kernel() else "plain Python",
         table=table(HEAD, map(cells, found), numeric=8),
@@ -245,7 +246,7 @@ baselines. Ours is the CPU time to read the file, search and price by
 peak memory is that of the whole process.
 
 Machine of ours: {machine}.
-Command: `{command}`
+Measured on {today} by `python benchmarks/nest_artifact.py FOLDER --out docs/nest_artifact.md`.
 
 {totals}
 
@@ -295,8 +296,7 @@ def main() -> None:
     print(table(HEAD, map(cells, found), numeric=8))
     print("\n".join(("", *totals(found), *remarks(found))))
     if options.out is not None:
-        shown = f"python benchmarks/nest_artifact.py {options.folder} --out {options.out}"
-        write_text(options.out, document(found, shown))
+        write_text(options.out, document(found))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,8 @@ def page(found: list[Row]) -> Iterator[str]:
     yield f"Every recipe that takes adapters, with LoRA and with DoRA, at {GPUS} GPUs of dgx_h100"
     yield "with all choices freed: NeMo 2.7.3 (the data is built, `llm.api._validate_config` asked)"
     yield "and Megatron-Bridge 0.3.1 (all of `ConfigContainer` is validated)."
-    yield f"[recipes.md](recipes.md) has those that train all weights. Written by `{COMMAND}`.\n"
+    yield "[recipes.md](recipes.md) has those that train all weights."
+    yield f"Written on {date.today()} by `{COMMAND}`.\n"
     counts = [
         [name, *(str(sum(r.framework == name and r.outcome == o for r in found)) for o in OUTCOMES)]
         for name in dict.fromkeys(row.framework for row in found)

@@ -18,6 +18,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,7 +134,7 @@ def page(images: Path) -> Iterator[str]:
     yield "sequences; every planner priced by the cost model of `nest-megatron plan`. `nest` is"
     yield "that search; it never sees the others' plans.\n"
     yield f"Machine: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python"
-    yield f"{platform.python_version()}. Command: `{COMMAND}`\n"
+    yield f"{platform.python_version()}. Written on {date.today()} by `{COMMAND}`.\n"
     last: Report | None = None
     for name in ("figure5", "figure7"):
         started = time.perf_counter()

@@ -23,6 +23,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,7 @@ def page(found: list[Row]) -> Iterator[str]:
     yield "counts as accepted where the framework takes the rewritten recipe (NeMo's data module,"
     yield "`llm.api._validate_config` and megatron-core's count of layers; all of Megatron-Bridge's"
     yield "`ConfigContainer`), and where writing it again changes nothing."
-    yield f"Written by `{COMMAND}`.\n"
+    yield f"Written on {date.today()} by `{COMMAND}`.\n"
     yield f"**{accepted / len(found):.1%}** of {len(found)} recipes are planned and accepted,"
     yield f"{accepted / runnable:.1%} of the {runnable} that the framework itself can run: the"
     yield "others (*ends by itself*) are refused here, and end there with an assertion as training"

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -192,11 +193,11 @@ def machine() -> str:
     return f"{name}, {len(names)} cores, Python {platform.python_version()}"
 
 
-def document(rows: str, zero: str, own: str, twins: str, command: str) -> str:
+def document(rows: str, zero: str, own: str, twins: str) -> str:
     """The page."""
     return PAGE.format(
         machine=machine(),
-        command=command,
+        today=date.today(),
         rows=rows,
         zero=zero,
         own=own,
@@ -223,8 +224,7 @@ def main() -> None:
     twins = kernel_and_reference()
     print(twins)
     if options.out is not None:
-        shown = f"python benchmarks/recurrence.py --out {options.out}"
-        write_text(options.out, document(rows, zero, own, twins, shown))
+        write_text(options.out, document(rows, zero, own, twins))
 
 
 PAGE = """\
@@ -297,7 +297,7 @@ Collectives are priced by fan-outs along the dimensions, as elsewhere.
 ## Measured
 
 Machine: {machine}, two cores shared with other jobs, one used.
-Command: `{command}`
+Measured on {today} by `python benchmarks/recurrence.py --out docs/recurrence.md`.
 
 {rows}
 

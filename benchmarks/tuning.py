@@ -20,6 +20,7 @@ import random
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
@@ -262,8 +263,9 @@ def own_runs(outcomes: Sequence[RowOutcome]) -> Iterator[tuple[str, ...]]:
 _HEAD = """\
 # Measured runs until a layout is fast
 
-`python benchmarks/tuning.py {files} --out docs/{page}`
-writes this page. Constants are those of a fit without the row's source; scales of errors are the
+Written on {today} by
+`python benchmarks/tuning.py {files} --out docs/{page}`.
+Constants are those of a fit without the row's source; scales of errors are the
 catalogue's.
 
 ## One job
@@ -328,7 +330,12 @@ def document(
         )
     heads = ("next run by", "mean runs", "median", "90 % of jobs", "1 run, %", "3 runs, %")
     text = _HEAD.format(
-        files=files, page=page, jobs=len(jobs), layouts=LAYOUTS, regret=100 * REGRET
+        today=date.today(),
+        files=files,
+        page=page,
+        jobs=len(jobs),
+        layouts=LAYOUTS,
+        regret=100 * REGRET,
     )
     text += table(heads, rows, numeric=5)
     by_source: dict[str, list[int]] = defaultdict(list)

@@ -150,7 +150,7 @@ def _cell(text: str) -> str:
 def commands_page() -> str:
     """Every command, those of groups below them."""
     exits = (cli.help or "").partition("\n\n")[2].partition("\n\n")[0]
-    told = textwrap.fill(exits, 100)
+    told = textwrap.fill(" ".join(exits.split()), 100)
     return "\n".join([COMMANDS_HEAD, told, "", EXIT_CODES, *_commands("", cli)])
 
 

@@ -63,6 +63,7 @@ _VARIES = (
     (r"(median|most|took|import took),? [\d.]+ m?s\b|[\d.]+ m?s( in the median| at most)", "T s"),
     (r"\| \d+\.\d\d \|$", "| T |"),
     (r"_\d{15,}", "_ID"),
+    (r"[Ww]ritten on \d{4}-\d\d-\d\d|Measured on \d{4}-\d\d-\d\d", "DAY"),
     (r"/tmp/\w+", "/tmp/T"),
 )
 ELISION = "..."

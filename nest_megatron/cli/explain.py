@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 @click.option(
     "--why-not",
     metavar="LAYOUT",
-    help="Say why the plan has not these sizes: the rule, the bytes, or what they lose.",
+    help="Say why the plan does not have these sizes: the rule, the bytes, or what they lose.",
 )
 @json_option
 def explain(

@@ -1,4 +1,4 @@
-"""Every catalogue model, planned on real clusters: megatron-core must take the plan as it is.
+"""Catalogue models, planned on real clusters: megatron-core must take the plan as it is.
 
 For each plan: Megatron's rules hold, ``TransformerConfig`` accepts it, the process groups are those
 that ``rank_order`` says, and every virtual stage of every pipeline rank, built on the meta device,
