@@ -1,6 +1,6 @@
 """Draws the pictures of docs/images again: ``python docs/make_images.py`` from the repository root.
 
-It needs the project with its ``report`` and ``megatron`` extras, and a Chromium (``chromium`` or
+It needs the project with its ``megatron`` extra, and a Chromium (``chromium`` or
 ``google-chrome`` on the path) for the picture of the HTML report. ``planners_figure*.svg`` are
 written with their page: ``python docs/refresh.py docs/planners.md``.
 """

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _interrupted() -> int:
     # after one that left exec (a class was made), python -m would end by the signal
     exec("")
-    print("Interrupted; nothing was written.", file=sys.stderr)
+    print("Interrupted.", file=sys.stderr)
     return INTERRUPTED
 
 

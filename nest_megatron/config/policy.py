@@ -55,7 +55,7 @@ def _read(path: Path) -> PolicyFile:
     text = read_text(path, "policy", most=DESCRIPTION.num_bytes)
     fields = parse_yaml(text, "policy", name=str(path)) or {}
     if not isinstance(fields, Mapping):
-        fix = "Write plan: and launch: with rules below."
+        fix = "Write plan:, launch: or audit: with rules below."
         raise UserInputError("policy", value=str(path), limit="it is no mapping", fix=fix)
     for name in fields:
         require_known(f"{path}: policy", str(name), ("plan", "launch", "audit"))

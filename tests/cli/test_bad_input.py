@@ -252,7 +252,7 @@ def test_ctrl_c_ends_a_command_without_a_file(name: str, tmp_path: Path) -> None
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=600)
     assert (process.returncode, out) == (130, "")
-    assert err.strip() == "Interrupted; nothing was written."
+    assert err.strip() == "Interrupted."
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -292,4 +292,4 @@ def test_an_interruption_inside_a_class_body_is_no_fault(
 
     monkeypatch.setattr(cli, "_run", interrupted)
     assert cli.main(["models"]) == INTERRUPTED
-    assert capsys.readouterr().err == "Interrupted; nothing was written.\n"
+    assert capsys.readouterr().err == "Interrupted.\n"
