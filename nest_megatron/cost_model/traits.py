@@ -73,7 +73,7 @@ class ExecutionTraits:
         params_bytes: width of weights and activations (``params_dtype``).
         fp8_recipe: how the scales of fp8 numbers are found. What is said of fp8 here holds for
             NVFP4 as well, in its width (``formats.FORMATS``).
-        fp8_attention: attention's own GEMMs run in fp8 (``--fp8-dot-product-attention``).
+        fp8_attention: attention's own GEMMs run in fp8 (``fp8_dot_product_attention`` of recipes).
         fp8_weights: weights of GEMMs are in fp8 alone (``--fp8-param-gather``), not beside 16 bits.
         fp8_gather: those weights are gathered in fp8; 16 bits for MXFP8 without FSDP.
         fp8_inputs: GEMMs in fp8 save their input in fp8 for the weight's gradient (not with
