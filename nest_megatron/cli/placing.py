@@ -12,7 +12,7 @@ from nest_megatron.cluster.placement import (
     Launcher,
     describe_groups,
     launch_file,
-    launch_words,
+    launch_file_words,
     network_order,
     on_hosts,
     whole_groups,
@@ -66,7 +66,7 @@ class Placement:
     def write(self, path: Path, launcher: Launcher) -> str:
         """Write the launcher's file, and say how it is read."""
         write_text(path, launch_file(launcher, self.hosts, self.per_host))
-        return launch_words(launcher, str(path), self.hosts, self.per_host)
+        return launch_file_words(launcher, str(path), self.hosts, self.per_host)
 
 
 def placed(composed: Composed, path: Path) -> Placement:

@@ -25,7 +25,7 @@ from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.planning import CommandPlan, plan_command
 from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import script_words
+from nest_megatron.parallel.launch import script_words
 from nest_megatron.report.console import command_lines, say, show, show_json
 from nest_megatron.report.failure import WITHOUT_PLAN
 from nest_megatron.report.terminal import changes_table

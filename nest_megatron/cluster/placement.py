@@ -116,15 +116,18 @@ def launch_file(launcher: Launcher, hosts: Sequence[str], per_host: int) -> str:
     return "".join(f"{host}\n" * lines for host in hosts)
 
 
-def launch_words(launcher: Launcher, path: str, hosts: Sequence[str], per_host: int) -> str:
-    """How a launcher reads it."""
+def torchrun_words(num_hosts: int, per_host: int) -> list[str]:
+    """How torchrun is told the size of a job, on each host."""
+    return ["torchrun", "--nproc-per-node", str(per_host), "--nnodes", str(num_hosts)]
+
+
+def launch_file_words(launcher: Launcher, path: str, hosts: Sequence[str], per_host: int) -> str:
+    """How a launcher reads its file."""
     ranks = len(hosts) * per_host
     if launcher is Launcher.SRUN:
         return f"SLURM_HOSTFILE={path} srun --distribution=arbitrary --ntasks={ranks} ..."
     if launcher is Launcher.MPIRUN:
         return f"mpirun --hostfile {path} --map-by seq -np {ranks} ...   # Open MPI: a rank a line"
     rank = f'$(($(grep -nx "$(hostname)" {path} | cut -d: -f1) - 1))'
-    return (
-        f"torchrun --nnodes={len(hosts)} --nproc-per-node={per_host} --node-rank={rank} "
-        f"--master-addr={hosts[0]} ...   # on each host"
-    )
+    size = " ".join(torchrun_words(len(hosts), per_host))
+    return f"{size} --node-rank={rank} --master-addr={hosts[0]} ...   # on each host"

@@ -271,18 +271,6 @@ class LaunchCommand:
     notes: tuple[str, ...] = ()
 
 
-def script_words(script: str) -> tuple[str, ...]:
-    """A script as launchers take it: a file, a module behind ``-m``, or nothing for none.
-
-    >>> script_words("pretrain_gpt.py"), script_words("site.train"), script_words("./train")
-    (('pretrain_gpt.py',), ('-m', 'site.train'), ('./train',))
-    """
-    if not script:
-        return ()
-    is_file = script.endswith(".py") or not script.replace(".", "_").isidentifier()
-    return (script,) if is_file or script.startswith(".") else ("-m", script)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelPlan:
     """A complete plan; ``plan_file`` writes and reads it exactly.

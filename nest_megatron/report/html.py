@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.parameters import active_parameters, total_parameters
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan, SearchRecord, script_words
+from nest_megatron.parallel.launch import launch_words
+from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan, SearchRecord
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.charts import (
     MEMORY_COLOURS,
@@ -19,6 +19,7 @@ from nest_megatron.report.charts import (
     TERM_COLOURS,
     ink_on,
 )
+from nest_megatron.report.console import command_lines
 from nest_megatron.report.html_layout import choices, groups, runners_up, stages
 from nest_megatron.report.html_schedule import schedule
 from nest_megatron.report.page import render_page
@@ -188,7 +189,7 @@ def _log_percent(count: int, digits: int) -> float:
 
 def _launches(plan: ParallelPlan, flags: Iterable[str]) -> Sequence[Mapping[str, Any]]:
     if not plan.launch:
-        return [{"name": "", "command": " \\\n  ".join(_lines(flags)), "notes": ()}]
+        return [{"name": "", "command": command_lines([*flags], indent=""), "notes": ()}]
     return [
         {"name": name, "command": _command(plan, command), "notes": command.notes}
         for name, command in plan.launch.items()
@@ -196,27 +197,11 @@ def _launches(plan: ParallelPlan, flags: Iterable[str]) -> Sequence[Mapping[str,
 
 
 def _command(plan: ParallelPlan, command: LaunchCommand) -> str:
-    """A shell command: environment, torchrun with the plan's size, script and flags."""
-    gpus, per_node = plan.placement.num_gpus, plan.cluster.launch_gpus_per_host
-    nodes, processes = (gpus // per_node, per_node) if gpus >= per_node else (1, gpus)
-    given = [
-        f"unset {name}" if value is None else f"export {name}={shlex.quote(value)}"
-        for name, value in sorted(command.environment.items(), key=lambda pair: pair[1] is not None)
-    ]
-    script = shlex.join(script_words(command.script))
-    start = f"torchrun --nnodes {nodes} --nproc-per-node {processes} {script}"
-    return "\n".join([*given, " \\\n  ".join([start, *_lines(command.argv)])])
-
-
-def _lines(argv: Iterable[str]) -> list[str]:
-    """Flags with their values, a line each."""
-    lines: list[str] = []
-    for word in argv:
-        if word.startswith("--") or not lines:
-            lines.append(shlex.quote(word))
-        else:
-            lines[-1] += f" {shlex.quote(word)}"
-    return lines
+    """A shell command: what must not be set, the environment, torchrun, script and flags."""
+    unset = [f"unset {name}" for name, value in command.environment.items() if value is None]
+    given = [(name, value) for name, value in command.environment.items() if value is not None]
+    words = launch_words(plan, command.script, command.argv)
+    return "\n".join([*unset, command_lines(words, given, indent="")])
 
 
 def _settings(plan: ParallelPlan) -> Sequence[tuple[str, str, str]]:

@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from nest_megatron.cluster.placement import torchrun_words
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.errors import UserInputError
 from nest_megatron.history.store import VARIABLE
-from nest_megatron.integrations.megatron_lm.attach import (
-    LAUNCHER,
-    torchrun_words,
-)
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.short_run import short_run
-from nest_megatron.parallel.plan import ParallelPlan, script_words
+from nest_megatron.parallel.launch import launch_size, script_words
+from nest_megatron.parallel.plan import ParallelPlan
 
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 #: Options of torchrun that say where its agents meet.
@@ -80,15 +79,14 @@ def run_command(
         raise UserInputError("--from", value=" ".join(command.argv[:4]), limit=limit, fix=fix)
     launch = plan.launch[LAUNCHER]
     ours = ("+nest=pinned", f"nest.plan={pinned}", f"nest.watch={iterations}")
-    gpus = plan.placement.num_gpus
-    per_node = min(plan.cluster.launch_gpus_per_host, gpus)
-    launcher = command.launcher or tuple(torchrun_words(plan))
+    num_nodes, per_node = launch_size(plan)
+    launcher = command.launcher or tuple(torchrun_words(num_nodes, per_node))
     return RunCommand(
         launcher=_once(launcher) if is_torchrun(launcher) else launcher,
         script=script_words(command.script),
         argv=(*short_run(launch.argv, command.version, iterations + 1), *ours),
         environment={**command.environment, **launch.environment, VARIABLE: str(history)},
-        num_nodes=gpus // per_node,
+        num_nodes=num_nodes,
         gpus_per_node=per_node,
     )
 

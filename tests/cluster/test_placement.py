@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nest_megatron.cluster.placement import (
     Launcher,
     launch_file,
-    launch_words,
+    launch_file_words,
     network_order,
     on_hosts,
     whole_groups,
@@ -71,8 +71,8 @@ def test_groups_that_are_not_the_cluster_s_levels_are_refused() -> None:
 def test_files_of_launchers() -> None:
     assert launch_file(Launcher.MPIRUN, ["b", "a"], 2) == "b\nb\na\na\n"
     assert launch_file(Launcher.TORCHRUN, ["b", "a"], 2) == "b\na\n"
-    words = launch_words(Launcher.TORCHRUN, "h", ["b", "a"], 8)
-    assert "--nnodes=2" in words
+    words = launch_file_words(Launcher.TORCHRUN, "h", ["b", "a"], 8)
+    assert "--nnodes 2" in words
     assert "--master-addr=b" in words
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from nest_megatron.config.job import ReadCommand
@@ -36,7 +36,7 @@ from nest_megatron.parallel.device_rules import has_multicast
 from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan, script_words, sharding
+from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan, sharding
 from nest_megatron.parallel.plan_file import sealed
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.parallel.rules import LaunchRequest
@@ -165,18 +165,6 @@ def with_launch(
         notes=notes,
     )
     return sealed(dataclasses.replace(plan, launch={**plan.launch, LAUNCHER: launch}))
-
-
-def torchrun_words(plan: ParallelPlan) -> list[str]:
-    """The launcher of a plan, of its size."""
-    gpus = plan.placement.num_gpus
-    per_node = min(plan.cluster.launch_gpus_per_host, gpus)
-    return ["torchrun", "--nproc-per-node", str(per_node), "--nnodes", str(gpus // per_node)]
-
-
-def launch_words(plan: ParallelPlan, script: str, argv: Sequence[str]) -> list[str]:
-    """A ``torchrun`` command of the plan's size."""
-    return [*torchrun_words(plan), *script_words(script), *argv]
 
 
 def _release(plan: ParallelPlan) -> str | None:

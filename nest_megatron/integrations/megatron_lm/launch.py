@@ -45,6 +45,7 @@ from nest_megatron.integrations.megatron_lm.same_job import arguments, comparabl
 from nest_megatron.integrations.plan_output import plan_output, told_where
 from nest_megatron.integrations.site_policy import require_launch
 from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.launch import launch_words
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.profile.mode import ProfileMode
 from nest_megatron.report.console import command_lines, say, show
@@ -127,7 +128,7 @@ def _show_command(launched: LaunchedJob, plan: ParallelPlan) -> None:
     launch = plan.launch[attach.LAUNCHER]
     wanted = [(name, text) for name, text in launch.environment.items() if text is not None]
     say("nest: the same without nest\n")
-    say(command_lines(attach.launch_words(plan, launched.script, launch.argv), wanted))
+    say(command_lines(launch_words(plan, launched.script, launch.argv), wanted))
     for name, text in launch.environment.items():
         if text is None:
             say(f"  with {name} unset")
