@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -55,12 +56,12 @@ def run_compare(
             limit="a comparison writes no plan",
             fix="Use --chart for a picture, or `nest-megatron plan` for the plan.",
         )
-    request = request_of(composed)  # layers are carried out as the other planners have them
+    request = _without_site(request_of(composed))  # layers run as the other planners have them
     with _told() as on_planner:
         rows = compare(request, names, on_planner)
     title = f"{request.spec.name} on {request.cluster.describe()}, {request.cluster.name}"
     if chart is not None:
-        write_comparison(rows, chart, title)
+        write_comparison(rows, chart, title, request.notes)
     if as_json:
         show_json(_plain(request, rows))
     else:
@@ -72,6 +73,14 @@ def run_compare(
     if rows[0].plan is not None:
         return OK
     return ENDED_EARLY if rows[0].ended_early else NOTHING_FITS
+
+
+def _without_site(request: PlanRequest) -> PlanRequest:
+    """The job by the catalogue's constants, by which every planner searches."""
+    if request.site is None:
+        return request
+    note = f"Planners are compared without the calibration of this site ({request.site.name})."
+    return dataclasses.replace(request, site=None, notes=(*request.notes, note))
 
 
 def split_planners(overrides: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
@@ -262,14 +271,16 @@ def check_chart(path: Path) -> None:
     require_folder(path, "--chart")
 
 
-def write_comparison(rows: Sequence[Compared], path: Path, title: str) -> None:
+def write_comparison(
+    rows: Sequence[Compared], path: Path, title: str, notes: Sequence[str] = ()
+) -> None:
     """Draw planners from the fastest to the slowest: a picture, or a page with picture and table.
 
     Raises:
         UserInputError: if the file cannot be written, or without matplotlib.
     """
     if path.suffix.lower() == _HTML:
-        write_text(path, comparison_page(rows, title))
+        write_text(path, comparison_page(rows, title, notes))
         return
     size = (_WIDTH, 1.6 + _ROW * len(rows))
     write_chart(lambda figure: draw_comparison(figure, rows, title), size, path, "--chart")
@@ -333,8 +344,12 @@ def _draw_row(axes: Any, row: Compared, at: int, scale: float) -> None:
     axes.text(0, at + 0.3, under, va="top", fontsize=6.5, color=SOFT)
 
 
-def comparison_page(rows: Sequence[Compared], title: str) -> str:
-    """The whole page; it loads nothing from anywhere."""
+def comparison_page(rows: Sequence[Compared], title: str, notes: Sequence[str] = ()) -> str:
+    """The whole page; it loads nothing from anywhere.
+
+    Args:
+        notes: what was assumed of the job.
+    """
     ordered = fastest_first(rows)
     return render_page(
         "comparison.html",
@@ -343,6 +358,7 @@ def comparison_page(rows: Sequence[Compared], title: str) -> str:
         bars=[_bar(row, _longest(rows)) for row in ordered],
         legend_entries=[(TERM_WORDS[name], TERM_COLOURS[name]) for name in _seen_terms(ordered)],
         rows=[_page_cells(row) for row in ordered],
+        notes=notes,
     )
 
 

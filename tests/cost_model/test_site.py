@@ -378,3 +378,13 @@ def test_files_of_older_versions_are_read(calibration: SiteCalibration, tmp_path
     site_file.write_site(older, path)
     assert "links" not in path.read_text()
     assert site_file.read_site(path).differences(request().cluster) == ()
+
+
+def test_a_comparison_leaves_it_out_and_says_so(sites: SiteCalibration, tmp_path: Path) -> None:
+    page = tmp_path / "planners.html"
+    job = ("compare", *JOB, "cluster.num_gpus=8", "planners=[manual]")
+    found, without = run(*job, "--chart", str(page)), run(*job, "profile.site=false")
+    said = "Planners are compared without the calibration of this site"
+    assert said in " ".join(found.out.split())
+    assert said in page.read_text(encoding="utf-8")
+    assert said not in " ".join(without.out.split())
