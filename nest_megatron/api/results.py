@@ -314,7 +314,12 @@ class Explanation(Shown):
         from nest_megatron.report.html import html_report
 
         plan = self.plan.record
-        return html_report(plan, self.times, flags=parallel_argv(launch_request(plan)))
+        return html_report(
+            plan,
+            self.times,
+            flags=() if plan.launch else parallel_argv(launch_request(plan)),
+            before=self.plan.before,
+        )
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Write the page of ``to_html``."""

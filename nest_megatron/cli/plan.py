@@ -27,7 +27,8 @@ from nest_megatron.cluster.placement import Launcher
     "train.global_batch_size=4096 out=plan.yaml",
     "nest-megatron plan model=./config.json cluster=./mine.yaml parallel.zero_stage=1",
     "nest-megatron plan model=mixtral_8x7b cluster=dgx_h100 search.max_seconds=10 --json",
-    "nest-megatron plan --from 'pretrain_gpt.py <your flags>' cluster=dgx_h100 --free all",
+    f"nest-megatron plan --from 'pretrain_gpt.py <your flags>' cluster=dgx_h100 --free all{NEXT}"
+    "--html plan.html",
     f"nest-megatron plan model=llama3_8b cluster=dgx_h100 train.global_batch_size=480{NEXT}"
     "--for-nodes 3..5",
     f"nest-megatron plan model=llama3_8b cluster=dgx_h100 train.global_batch_size=256{NEXT}"
@@ -84,6 +85,7 @@ from nest_megatron.cluster.placement import Launcher
     help="Plan for each of these numbers of GPUs, 64..4096 by doubling or 64..512:64, and say "
     "which are worth it: their time, their cost and how well the job scales.",
 )
+@click.option("--html", type=OUTPUT, help="Write a page to look at and to send around.")
 @json_option
 def plan(**options: Any) -> int:
     """Find the plan that is expected to be the fastest and to fit in memory.

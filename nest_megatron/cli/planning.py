@@ -79,6 +79,7 @@ class PlanOptions(EstimateOptions):
     hostfile: Path | None
     launcher: str
     for_gpus: str | None
+    html: Path | None
     begun_s: Seconds | None
 
     @property
@@ -102,9 +103,12 @@ class PlanOptions(EstimateOptions):
             "--for-gpus": self.for_gpus is not None,
         }
         other = next((name for name, given in others.items() if given), None)
-        if self.hosts is not None and other is not None:
-            limit = "one job runs on the hosts of a file"
-            raise UserInputError("--hosts", value=other, limit=limit, fix=fix)
+        for name, given, limit in (
+            ("--hosts", self.hosts, "one job runs on the hosts of a file"),
+            ("--html", self.html, "a page is of one plan"),
+        ):
+            if given is not None and other is not None:
+                raise UserInputError(name, value=other, limit=limit, fix=fix)
         if self.multirun and self.shortlist:
             limit = "it tells the plans of one job apart"
             raise UserInputError("--shortlist", value="--multirun", limit=limit, fix=fix)
@@ -132,6 +136,8 @@ def run_plan(options: PlanOptions) -> int:
             )
             found = with_notes(found, placement.note, compared)
         _tell(found, composed, parts, as_json=options.as_json)
+        if options.html is not None:
+            found.explain().write_html(options.html)
     except WITHOUT_PLAN as error:
         if options.as_json:
             show_json(error.document())

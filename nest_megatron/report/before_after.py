@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -22,15 +23,24 @@ from nest_megatron.report.tables import (
 from nest_megatron.report.words import degrees, plan_verdict
 from nest_megatron.units import GIB, format_chance, format_count, format_gib, format_seconds
 
+#: What the two tables of changes show, and what is said of a change in each that Megatron refuses.
+_ALONE, _IN_ORDER = (
+    ("What each change brings alone, from what runs today", "not by itself"),
+    ("One after another, each legal", "together"),
+)
+
 
 def before_after_report(found: BeforeAfter, plan: ParallelPlan) -> RenderableType:
     """Both side by side, what each change brings, and what it needs."""
+    title = Text("Today and planned", style="bold cyan")
     if found.before is None or found.changes is None:
-        refused = Text(f"What runs today cannot be priced: {found.refused}", style="yellow")
-        return Group(Text("Today", style="bold cyan"), indented(refused), Text())
+        return Group(title, indented(Text(refused_words(found), style="yellow")), Text())
     parts = [
-        Text("Today and planned", style="bold cyan"),
-        _side_by_side(found.before, plan, found.changes.whole),
+        title,
+        FittingTable(
+            *(*name_columns(""), *figure_columns("Today", "Plan"), *word_columns("")),
+            rows=side_by_side(found.before, plan, found.changes.whole),
+        ),
         indented(verdict(found.before, found.changes.whole)),
         Text(),
     ]
@@ -42,6 +52,29 @@ def before_after_report(found: BeforeAfter, plan: ParallelPlan) -> RenderableTyp
             *(indented(f"- {each}") for each in found.needs),
         ]
     return Group(*parts, Text())
+
+
+def before_after_section(found: BeforeAfter, plan: ParallelPlan) -> Mapping[str, Any]:
+    """The same for the page of a plan."""
+    before, changes = found.before, found.changes
+    if before is None or changes is None:
+        return {"verdict": refused_words(found), "is_bad": True, "figures": ()}
+    tables = [
+        {"caption": title, "rows": [*change_rows(rows, first)], "rules": [*rules(rows, what)]}
+        for (title, what), rows, first in _tables(before, changes)
+    ]
+    return {
+        "verdict": verdict(before, changes.whole),
+        "is_bad": not before.predicted.fits,
+        "figures": [*side_by_side(before, plan, changes.whole)],
+        "tables": tables if changes.in_order else (),
+        "needs": found.needs,
+    }
+
+
+def refused_words(found: BeforeAfter) -> str:
+    """Why what runs today has no figures."""
+    return f"What runs today cannot be priced: {found.refused}"
 
 
 def verdict(before: ParallelPlan, whole: Difference) -> str:
@@ -62,17 +95,17 @@ def verdict(before: ParallelPlan, whole: Difference) -> str:
     return said + misfit
 
 
-def _side_by_side(before: ParallelPlan, plan: ParallelPlan, whole: Difference) -> RenderableType:
-    table = FittingTable(*name_columns(""), *figure_columns("Today", "Plan"), *word_columns(""))
-    rows = zip(_figures(before), _figures(plan), strict=True)
-    for (name, today), (_, planned) in rows:
-        table.add_row(name, today, planned, difference_words(whole) if name == "Step" else "")
+def side_by_side(
+    before: ParallelPlan, plan: ParallelPlan, whole: Difference
+) -> Iterator[tuple[str, str, str, str]]:
+    """Each figure and each degree today and planned, and the difference of the steps."""
+    for (name, today), (_, planned) in zip(_figures(before), _figures(plan), strict=True):
+        yield name, today, planned, difference_words(whole) if name == "Step" else ""
     for name, size in degrees(before.parallel).items():
         if max(size, chosen := degrees(plan.parallel)[name]) > 1:
-            table.add_row(name, str(size), str(chosen), "")
-    micro = (str(each.train.micro_batch_size) for each in (before, plan))
-    table.add_row("Micro batch", *micro, "")
-    return table
+            yield name, str(size), str(chosen), ""
+    micro, planned_micro = (str(each.train.micro_batch_size) for each in (before, plan))
+    yield "Micro batch", micro, planned_micro, ""
 
 
 def _figures(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
@@ -102,41 +135,46 @@ def difference_words(found: Difference) -> str:
     return f"{found.percent:+.1f} % ({low:+.1f} to {high:+.1f} % in 9 of 10)"
 
 
-def _changes_report(before: ParallelPlan, found: Changes) -> list[RenderableType]:
-    return [
-        heading("What each change brings alone, from what runs today"),
-        _change_table(found.alone),
-        *_rules(found.alone, "not by itself"),
-        heading("One after another, each legal"),
-        _change_table(found.in_order, before),
-        *_rules(found.in_order, "together"),
-    ]
+def _changes_report(before: ParallelPlan, found: Changes) -> Iterator[RenderableType]:
+    for (title, what), changes, first in _tables(before, found):
+        yield heading(title)
+        yield FittingTable(
+            *(*name_columns("#"), *word_columns("Change"), *figure_columns("Step", "", "GiB")),
+            rows=change_rows(changes, first),
+        )
+        yield from map(indented, rules(changes, what))
 
 
-def _change_table(rows: Iterable[LayoutChange], before: ParallelPlan | None = None) -> FittingTable:
-    table = FittingTable(
-        *name_columns("#"), *word_columns("Change"), *figure_columns("Step", "", "GiB")
-    )
-    if before is not None:
-        peak = f"{before.predicted.peak_memory_bytes / GIB:.1f}"
-        step = format_seconds(before.predicted.iteration_time_s)
-        table.add_row("", "today", step, "", peak)
-    for number, row in enumerate(rows, start=1):
+def _tables(
+    before: ParallelPlan, found: Changes
+) -> tuple[tuple[tuple[str, str], tuple[LayoutChange, ...], ParallelPlan | None], ...]:
+    """Both tables of changes: title and words, changes, and what stands at the head."""
+    return (_ALONE, found.alone, None), (_IN_ORDER, found.in_order, before)
+
+
+def change_rows(
+    changes: Iterable[LayoutChange], first: ParallelPlan | None = None
+) -> Iterator[tuple[str, str, str, str, str]]:
+    """Number, change, step, difference and GiB of each; what runs today at the head, if given."""
+    if first is not None:
+        peak = f"{first.predicted.peak_memory_bytes / GIB:.1f}"
+        yield "", "today", format_seconds(first.predicted.iteration_time_s), "", peak
+    for number, row in enumerate(changes, start=1):
         if row.difference is None or row.step_s is None or row.peak_memory_bytes is None:
-            table.add_row(str(number), change_words(row.choices), "refused", "", "")
+            yield str(number), change_words(row.choices), "refused", "", ""
             continue
         step, percent = format_seconds(row.step_s), f"{row.difference.percent:+.1f} %"
         peak = f"{row.peak_memory_bytes / GIB:.1f}" + ("" if row.fits else " !")
-        table.add_row(str(number), change_words(row.choices), step, percent, peak)
-    return table
+        yield str(number), change_words(row.choices), step, percent, peak
 
 
-def _rules(rows: Iterable[LayoutChange], what: str) -> Iterator[RenderableType]:
-    for number, row in enumerate(rows, start=1):
+def rules(changes: Iterable[LayoutChange], what: str) -> Iterator[str]:
+    """Of each change that is not made by itself the rule, and which do not fit."""
+    for number, row in enumerate(changes, start=1):
         if row.rule:
-            yield indented(f"{number} {what}: {row.rule}")
+            yield f"{number} {what}: {row.rule}"
         if row.fits is False:
-            yield indented(f"{number} !: does not fit, as predicted")
+            yield f"{number} !: does not fit, as predicted"
 
 
 def change_words(choices: Iterable[ChoiceChange]) -> str:

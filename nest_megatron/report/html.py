@@ -12,7 +12,9 @@ from nest_megatron.model.parameters import active_parameters, total_parameters
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.launch import launch_words
 from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan, SearchRecord
+from nest_megatron.planner.changes import BeforeAfter
 from nest_megatron.profile.lookup import LayerTimes
+from nest_megatron.report.before_after import before_after_section
 from nest_megatron.report.charts import (
     MEMORY_COLOURS,
     OTHER_COLOUR,
@@ -22,9 +24,12 @@ from nest_megatron.report.charts import (
 from nest_megatron.report.console import command_lines
 from nest_megatron.report.html_layout import choices, groups, runners_up, stages
 from nest_megatron.report.html_schedule import schedule
+from nest_megatron.report.html_sensitivity import sensitivity
 from nest_megatron.report.page import render_page
+from nest_megatron.report.runners_up import shortlist_words
 from nest_megatron.report.schedule_view import schedule_view
-from nest_megatron.report.terminal import summary_rows
+from nest_megatron.report.site import site_rows
+from nest_megatron.report.terminal import provenance_rows, summary_rows
 from nest_megatron.report.words import (
     MEMORY_WORDS,
     TERM_WORDS,
@@ -43,15 +48,20 @@ _ENTRY = re.compile(r"^(\w+): (.*(?:\n {4}.*)*)", re.MULTILINE)
 
 
 def html_report(
-    plan: ParallelPlan, times: LayerTimes | None = None, *, flags: Iterable[str] = ()
+    plan: ParallelPlan,
+    times: LayerTimes | None = None,
+    *,
+    flags: Iterable[str] = (),
+    before: BeforeAfter | None = None,
 ) -> str:
     """The report of a plan as one self-contained page.
 
     Args:
         times: the measured layer times that the plan was made with.
         flags: Megatron-LM's for the layout, shown where the plan holds no launch command.
+        before: what runs today beside the plan, where a command was planned.
     """
-    verdict, rows = plan_verdict(plan), summary_rows(plan)
+    rows = summary_rows(plan)
     return render_page(
         "plan.html",
         f"{plan.model.name} on {plan.cluster.describe()}",
@@ -60,7 +70,7 @@ def html_report(
         headline=_headline(plan, dict(rows)["Layout"]),
         model=_model_words(plan.model),
         range=plan.uncertainty and range_words(plan.uncertainty),
-        verdict=f"In memory this layout {verdict}. {proof(plan)}" if verdict else proof(plan),
+        verdict=_verdict(plan),
         facts=[row for row in rows if row[0] not in _FIGURES],
         stages=stages(plan),
         terms=_terms(plan),
@@ -69,8 +79,13 @@ def html_report(
         groups=groups(plan),
         choices=choices(plan),
         runners_up=runners_up(plan, times),
+        shortlist=plan.shortlist and shortlist_words(plan),
         search=_search(plan.search),
         launches=_launches(plan, flags),
+        today=before and before_after_section(before, plan),
+        sensitivity=sensitivity(plan, times),
+        site=plan.provenance.site and site_rows(plan.provenance.site),
+        provenance=_provenance(plan),
         settings=_settings(plan),
     )
 
@@ -80,10 +95,21 @@ def _headline(plan: ParallelPlan, layout: object) -> str:
     step, known = format_seconds(plan.predicted.iteration_time_s), plan.uncertainty
     if known is None:
         return f"{layout}: {step} a step."
+    site, said = plan.provenance.site, f"{step} a step"
+    if site is not None and known.median_s is not None:
+        median = format_seconds(known.median_s)
+        said = f"{median} a step by this site's calibration ({site.name}), {step} without it"
     return (
-        f"{layout}: {step} a step, {range_words(known)} in 9 of 10 runs. Confidence "
-        f"{confidence_words(known)}."
+        f"{layout}: {said}; {range_words(known)} in 9 of 10 runs. Confidence "
+        f"{confidence_words(known, site)}."
     )
+
+
+def _verdict(plan: ParallelPlan) -> str:
+    """What is known of its memory, unless the certificate says it, and the certificate."""
+    said, verdict = proof(plan), plan_verdict(plan)
+    told = not verdict or said.startswith("May fit")
+    return said if told else f"In memory this layout {verdict}. {said}"
 
 
 def _model_words(spec: TransformerSpec) -> str:
@@ -204,11 +230,17 @@ def _command(plan: ParallelPlan, command: LaunchCommand) -> str:
     return "\n".join([*unset, command_lines(words, given, indent="")])
 
 
+def _provenance(plan: ParallelPlan) -> Sequence[tuple[str, str]]:
+    """What the terminal says of it; assumptions have a table of their own."""
+    rows = [row for row in provenance_rows(plan) if row[0] != "assumptions"]
+    return [*rows, ("plan", plan.provenance.checksum)]
+
+
 def _settings(plan: ParallelPlan) -> Sequence[tuple[str, str, str]]:
     """Every setting of the cost model, its value and its meaning."""
     meanings = setting_meanings()
     return [
-        (name, setting_value(name, value), meanings.get(name, ""))
+        (name, setting_value(name, value), meanings.get(name, "").replace("``", ""))
         for name, value in plan.provenance.settings.items()
     ]
 

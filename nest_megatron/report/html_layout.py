@@ -7,6 +7,7 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
+from nest_megatron.cluster.records import Cluster
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.parallel.diff import plan_values, reason
 from nest_megatron.parallel.dims import RankOrder
@@ -122,11 +123,16 @@ def _name(block: LayerBlock) -> str:
     return _NAMES[block.base] + size
 
 
+def reached_levels(cluster: Cluster) -> list[int]:
+    """Numbers of the network levels that a cluster of this size has."""
+    sizes = cluster.group_sizes()
+    return [i for i, size in enumerate(sizes) if i == 0 or size > sizes[i - 1]]
+
+
 def groups(plan: ParallelPlan) -> Mapping[str, Any]:
     """For each kind of group, how its members spread over the network levels."""
     dims, cluster = plan.grid().dims, plan.cluster
-    levels, sizes = cluster.levels, cluster.group_sizes()
-    reached = [i for i, size in enumerate(sizes) if i == 0 or size > sizes[i - 1]]
+    levels, sizes, reached = cluster.levels, cluster.group_sizes(), reached_levels(cluster)
     rows: list[dict[str, Any]] = []
     for name, words, kind in _GROUPS:
         if "expert" in words and plan.model.num_experts is None:
@@ -182,18 +188,19 @@ def runners_up(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[s
     told = any(other.chance_slower is not None for other in plan.alternatives)
     ranges = _ranges([own, *plan.alternatives])
     same = [(best[name], True) for name in differ]
-    rows = [_runner_up("this plan", own, same, "", told, ranges[0])]
+    rows = [_runner_up("this plan", "", own, same, "", told, ranges[0])]
     lost = term_differences(plan, times)
     each = zip(plan.alternatives, others, lost, ranges[1:], strict=True)
-    for other, described, terms, known in each:
+    for number, (other, described, terms, known) in enumerate(each, start=1):
         degrees = [(described[name], described[name] == best[name]) for name in differ]
         why = term_words(terms, most=3) if terms else "priced otherwise by this version"
-        rows.append(_runner_up(f"{other.slower_percent:.2f} %", other, degrees, why, told, known))
+        slower = f"{other.slower_percent:.2f} %"
+        rows.append(_runner_up(str(number), slower, other, degrees, why, told, known))
     caption = "Other layouts at their best. What differs is marked, what all share is left out."
     sure = ("this plan is faster",) if told else ()
     within = ("9 of 10 runs",) if any(ranges) else ()
     return {
-        "head": ("slower by", *sure, "step", *within, *differ, "where the time goes"),
+        "head": ("#", "slower by", *sure, "step", *within, *differ, "where the time goes"),
         "ranges": any(ranges),
         "rows": rows,
         "caption": " ".join(filter(None, (caption, ties(plan), incomplete_ranking(plan.search)))),
@@ -202,6 +209,7 @@ def runners_up(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[s
 
 def _runner_up(
     first: str,
+    slower: str,
     other: Alternative,
     degrees: Sequence[tuple[str, bool]],
     why: str,
@@ -209,7 +217,7 @@ def _runner_up(
     known: Mapping[str, Any] | None,
 ) -> Mapping[str, Any]:
     odds = "" if other.chance_slower is None else f"{100 * other.chance_slower:.0f} % sure"
-    figures = [*([odds] if told else []), format_seconds(other.iteration_time_s)]
+    figures = [slower, *([odds] if told else []), format_seconds(other.iteration_time_s)]
     return {"first": first, "figures": figures, "range": known, "degrees": degrees, "why": why}
 
 

@@ -13,6 +13,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import parse_layout, uniform_partition
+from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import Alternative, ParallelPlan
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
@@ -33,7 +34,7 @@ from nest_megatron.report.tables import (
     word_columns,
 )
 from nest_megatron.report.words import degrees, incomplete_ranking, range_words, ties
-from nest_megatron.units import GIB, format_chance, format_seconds
+from nest_megatron.units import GIB, Seconds, format_chance, format_seconds
 
 #: What a column of the runners-up says where nothing is unusual; a degree is 1.
 _USUAL = {"Order": "dp-pp", "Recompute": "none"}
@@ -69,12 +70,6 @@ def shortlist_report(plan: ParallelPlan) -> RenderableType:
     """Which of a plan and its runners-up could be the fastest, and what would tell."""
     found = plan.shortlist
     assert found is not None, "a shortlist was asked for"
-    chance = sum(found.chances) if found.chance is None else found.chance
-    said = (
-        f"With a chance of {100 * chance:.0f} % one of these is as fast as the fastest of the plan "
-        f"and its {len(plan.alternatives)} runners-up, but for the {100 * AS_FAST:.0f} % by which "
-        "two runs of one plan may differ. Best: the chance of each."
-    )
     table = FittingTable(
         *name_columns("#"),
         *figure_columns("Best", "Step", "9 of 10 runs", "GiB", "Runs out"),
@@ -82,11 +77,23 @@ def shortlist_report(plan: ParallelPlan) -> RenderableType:
     )
     for number, share in zip(found.numbers, found.chances, strict=True):
         table.add_row(*_shortlist_row(plan, number, share), style=None if number else "bold")
-    parts = [heading("Which plans could be the fastest"), indented(said), table]
+    parts = [heading("Which plans could be the fastest"), indented(shortlist_words(plan)), table]
     if found.measurements:
         parts.append(Text("What would tell most which of them is", style="bold cyan"))
         parts += [indented(f"- {each}") for each in found.measurements]
     return Group(*parts)
+
+
+def shortlist_words(plan: ParallelPlan) -> str:
+    """With which chance the shortlist has one as fast as the fastest."""
+    found = plan.shortlist
+    assert found is not None, "a shortlist was asked for"
+    chance = sum(found.chances) if found.chance is None else found.chance
+    return (
+        f"With a chance of {100 * chance:.0f} % one of these is as fast as the fastest of the plan "
+        f"and its {len(plan.alternatives)} runners-up, but for the {100 * AS_FAST:.0f} % by which "
+        "two runs of one plan may differ. Best: the chance of each."
+    )
 
 
 def _shortlist_row(plan: ParallelPlan, number: int, share: float) -> list[str]:
@@ -173,18 +180,28 @@ def term_differences(
 def _differences(
     plan: ParallelPlan, other: Alternative, times: LayerTimes | None
 ) -> Mapping[str, float] | None:
-    spec, pp = plan.model, other.pipeline_model_parallel_size
-    layout = other.pipeline_model_parallel_layout
     try:
         settings = restored_settings(plan.provenance.settings)
-        partition = uniform_partition(spec, 1) if layout is None else parse_layout(layout, spec, pp)
-        priced = estimate_plan(spec, plan.cluster, settings, _grid(plan, other), partition, times)
+        priced = estimate_plan(plan.model, plan.cluster, settings, *layout_of(plan, other), times)
     except UserInputError:
         return None
     found = priced.predicted
-    if abs(found.iteration_time_s - other.iteration_time_s) > 1e-6 * other.iteration_time_s:
+    if not same_price(found.iteration_time_s, other.iteration_time_s):
         return None
     return {name: s - plan.predicted.terms.get(name, 0.0) for name, s in found.terms.items()}
+
+
+def same_price(found_s: Seconds, told_s: Seconds) -> bool:
+    """Whether this version prices a layout as a plan file says."""
+    return abs(found_s - told_s) <= 1e-6 * told_s
+
+
+def layout_of(plan: ParallelPlan, other: Alternative) -> tuple[Grid, StagePartition]:
+    """The layout of a runner-up; ``UserInputError`` where it cannot be read."""
+    spec, pp = plan.model, other.pipeline_model_parallel_size
+    layout = other.pipeline_model_parallel_layout
+    partition = uniform_partition(spec, 1) if layout is None else parse_layout(layout, spec, pp)
+    return _grid(plan, other), partition
 
 
 def _grid(plan: ParallelPlan, other: Alternative) -> Grid:

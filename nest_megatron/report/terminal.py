@@ -89,7 +89,7 @@ def explain_report(
     parts += [heading("Certificate"), indented(proof(plan))]
     space = plan.search.space
     parts += [heading("The space that was searched"), pairs(space.items())] if space else [Text()]
-    return Group(*parts, heading("Provenance"), _provenance(plan))
+    return Group(*parts, heading("Provenance"), pairs(provenance_rows(plan)))
 
 
 def _opening(plan: ParallelPlan, *, short: bool) -> list[RenderableType]:
@@ -130,7 +130,7 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
     if plan.uncertainty is not None:
         rows[1:1] = [
             ("Range", f"{range_words(plan.uncertainty)} in 9 of 10 runs"),
-            ("Confidence", confidence_words(plan.uncertainty)),
+            ("Confidence", confidence_words(plan.uncertainty, plan.provenance.site)),
         ]
     if plan.provenance.site is not None and plan.uncertainty is not None:
         rows.insert(1, ("This site", site_words(plan.provenance.site, plan.uncertainty)))
@@ -316,7 +316,8 @@ def _groups(plan: ParallelPlan) -> RenderableType:
     return pairs([*plan.placement.group_levels.items(), ("stage ranks", shown)])
 
 
-def _provenance(plan: ParallelPlan) -> RenderableType:
+def provenance_rows(plan: ParallelPlan) -> list[tuple[str, str]]:
+    """Where a plan comes from, by name."""
     made = plan.provenance
     framework = " ".join(filter(None, (made.framework, made.framework_version)))
     made_for = "no framework is named: from a model and a cluster, with the target's defaults"
@@ -331,7 +332,7 @@ def _provenance(plan: ParallelPlan) -> RenderableType:
     }
     if made.defaults:
         rows["defaults of the site"] = "; ".join(made.defaults)
-    return pairs(rows.items())
+    return [*rows.items()]
 
 
 def notes_report(notes: Iterable[str]) -> RenderableType:

@@ -10,7 +10,7 @@ from nest_megatron.cost_model.memory import PEAK_ERROR, PUBLIC_PEAK_ERROR, withi
 from nest_megatron.errors import typed_setting
 from nest_megatron.parallel.batch_schedule import PredictedBatch
 from nest_megatron.parallel.dims import SHORT_DEGREES
-from nest_megatron.parallel.objective import SURE, Choice, Objective, Uncertainty
+from nest_megatron.parallel.objective import SURE, Choice, Objective, SiteChange, Uncertainty
 from nest_megatron.parallel.plan import (
     Alternative,
     Goodput,
@@ -138,13 +138,16 @@ def range_words(known: Uncertainty) -> str:
     return format_range(known.low_s, known.high_s)
 
 
-def confidence_words(known: Uncertainty) -> str:
-    """How far to trust a prediction, and why."""
+def confidence_words(known: Uncertainty, site: SiteChange | None = None) -> str:
+    """How far to trust a prediction, and why; its range rests on the site's runs, too."""
     runs = "1 run" if known.runs == 1 else f"{known.runs:,} runs"
     tested = f"tested on {runs} like it, {known.error_percent:.0f} % off in the mean"
-    return (
+    said = (
         f"{known.confidence}: {known.kind}, {tested if known.runs else 'tested on no run like it'}"
     )
+    if site is None or not site.runs:
+        return said
+    return f"{said}, before this site's runs; the range rests on its calibration, too ({site.name})"
 
 
 def fastest_words(plan: ParallelPlan) -> str:

@@ -366,6 +366,20 @@ def test_a_command_is_rewritten_with_every_change_shown() -> None:
     assert "--data-cache-path /tmp/cache" in " ".join(done.out.replace("\\\n", " ").split())
 
 
+def test_the_page_of_a_command_begins_with_what_runs_today(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    done = run("plan", "--from", LLAMA3_8B, "cluster=dgx_h100", "--html", str(page))
+    assert done.code == 0, done.err
+    text = page.read_text(encoding="utf-8")
+    assert 0 < text.index("Today and planned") < text.index("<h2>Launch")
+
+
+@pytest.mark.parametrize("other", ["--multirun", "--for-gpus=8..16", "--for-nodes=1..2"])
+def test_a_page_is_of_one_plan(other: str, tmp_path: Path) -> None:
+    done = run("plan", *SMALL, other, "--html", str(tmp_path / "plan.html"))
+    assert (done.code, "a page is of one plan" in done.err) == (2, True)
+
+
 def test_a_command_is_written_with_the_recipe_that_was_priced(tmp_path: Path) -> None:
     job = ("model=llama3_8b", "cluster=b200", "cluster.num_gpus=8", f"out={tmp_path / 'plan.yaml'}")
     fp8 = ("train.precision=fp8", "train.fp8_recipe=mxfp8", "search.num_alternatives=0")

@@ -1,0 +1,190 @@
+"""The page's sections on what runs today, on sensitivity, and on a site's runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from html import unescape
+
+import pytest
+
+from nest_megatron.api import planned_command
+from nest_megatron.cluster.records import Cluster
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.parallel.objective import MechanismChange, Shortlist, SiteChange
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner import estimate_plan
+from nest_megatron.planner.changes import BeforeAfter
+from nest_megatron.report.before_after import verdict
+from nest_megatron.report.html import html_report
+from nest_megatron.report.words import confidence_words
+from nest_megatron.units import format_seconds
+from tests.integrations.test_as_typed import DENSE, compared, settings
+from tests.report.plans import searched_plan
+from tests.report.test_html import Page
+
+SITE = SiteChange(
+    name="our-h100",
+    digest="0123456789abcdef",
+    runs=12,
+    jobs=3,
+    own_runs=0,
+    first="2026-11-01",
+    last="2026-11-20",
+    without_s=1.0,
+    without_low_s=0.9,
+    without_high_s=1.1,
+    changed_versions=(),
+    mechanisms=(
+        MechanismChange(
+            mechanism="tensor_parallel", price_percent=30, deviation_percent=5, step_percent=4
+        ),
+    ),
+)
+
+
+@cache
+def command_page() -> tuple[ParallelPlan, BeforeAfter, Page]:
+    """A command's plan, what runs today, and the page of both."""
+    found, _ = compared(DENSE)
+    planned = planned_command(found, settings("search.num_alternatives=1"))
+    assert planned.before is not None
+    return planned.record, planned.before, Page(planned.explain().to_html())
+
+
+def test_what_runs_today_stands_beside_the_plan() -> None:
+    plan, found, page = command_page()
+    assert found.before is not None
+    rows = {row[0]: row[1:] for row in page.table("What runs today beside the plan")}
+    today, planned = found.before.predicted, plan.predicted
+    steps = [format_seconds(each.iteration_time_s) for each in (today, planned)]
+    assert rows["Step"][:2] == steps
+    assert "in 9 of 10" in rows["Step"][2]
+    tokens = [f"{16 * each.tokens_per_s_per_gpu:,.0f}" for each in (today, planned)]
+    assert rows["Tokens/s"][:2] == tokens
+    assert rows["TP"][0] == "4"
+
+
+def test_changes_of_a_command_end_with_the_plan() -> None:
+    plan, found, page = command_page()
+    assert found.changes is not None
+    alone = page.table("What each change brings alone")
+    assert [row[0] for row in alone] == [str(n) for n in range(1, len(found.changes.alone) + 1)]
+    first, *others = page.table("One after another")
+    assert first[1] == "today"
+    assert others[-1][2] == format_seconds(plan.predicted.iteration_time_s)
+
+
+def test_the_verdict_is_that_of_the_terminal() -> None:
+    plan, found, _ = command_page()
+    assert found.before is not None
+    assert found.changes is not None
+    text = unescape(html_report(plan, before=found))
+    assert f'<p class="verdict">{verdict(found.before, found.changes.whole)}</p>' in text
+    needs = dataclasses.replace(found, needs=("A package <b>.",))
+    assert "<li>A package &lt;b&gt;.</li>" in html_report(plan, before=needs)
+
+
+def test_a_command_that_does_not_start_is_told() -> None:
+    plan, _, _ = command_page()
+    page = html_report(plan, before=BeforeAfter(before=None, refused="heads = 3: no"))
+    assert "What runs today cannot be priced: heads = 3: no" in page
+    assert "Today and planned" not in html_report(plan)
+
+
+def with_bandwidth(factor: float) -> Callable[[Cluster], Cluster]:
+    def changed(cluster: Cluster) -> Cluster:
+        node, *others = cluster.levels
+        rate = factor * node.bandwidth_bytes_per_s
+        node = dataclasses.replace(node, bandwidth_bytes_per_s=rate)
+        return dataclasses.replace(cluster, levels=(node, *others))
+
+    return changed
+
+
+def with_arithmetic(factor: float) -> Callable[[Cluster], Cluster]:
+    def changed(cluster: Cluster) -> Cluster:
+        device = cluster.accelerator
+        peaks = {name: factor * peak for name, peak in device.peak_flops_per_s.items()}
+        device = dataclasses.replace(device, peak_flops_per_s=peaks)
+        return dataclasses.replace(cluster, accelerator=device)
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [("bandwidth of level node", with_bandwidth), ("arithmetic of a GPU", with_arithmetic)],
+)
+def test_sensitivity_is_what_estimate_says_of_the_changed_cluster(
+    name: str, changed: Callable[[float], Callable[[Cluster], Cluster]]
+) -> None:
+    plan = searched_plan()
+    rows = {row[0]: row for row in Page(html_report(plan)).table("By how much the plan's step")}
+    for cell, factor in zip(rows[name][2:6], (0.5, 0.8, 1.25, 2.0), strict=True):
+        found = estimate_plan(
+            plan.model,
+            changed(factor)(plan.cluster),
+            CostSettings(),
+            plan.grid(),
+            plan.partition(),
+        )
+        longer = found.predicted.iteration_time_s / plan.predicted.iteration_time_s - 1
+        assert cell == f"{100 * longer:+.1f} %"
+
+
+def test_sensitivity_says_where_the_plan_no_longer_fits() -> None:
+    plan = searched_plan()
+    rows = {row[0]: row for row in Page(html_report(plan)).table("By how much the plan's step")}
+    assert rows["memory of a GPU"][2] == "does not fit"
+    assert "half: " in rows["memory of a GPU"][6]
+    assert "fits" in rows["memory of a GPU"][6]
+    assert rows["memory of a GPU"][4:6] == ["0.0 %", "0.0 %"]
+
+
+def test_sensitivity_of_another_versions_prices_is_not_shown() -> None:
+    plan = searched_plan()
+    stale = dataclasses.replace(plan.predicted, iteration_time_s=1.0)
+    text = html_report(dataclasses.replace(plan, predicted=stale))
+    assert "This version prices the plan or its runners-up otherwise" in text
+    assert "By how much the plan's step" not in unescape(text)
+
+
+def at_site(site: SiteChange) -> ParallelPlan:
+    """The plan as a site's calibration has it."""
+    plan = searched_plan()
+    assert plan.uncertainty is not None
+    known = dataclasses.replace(plan.uncertainty, median_s=9.5, low_s=9.0, high_s=10.0)
+    provenance = dataclasses.replace(plan.provenance, site=site)
+    return dataclasses.replace(plan, provenance=provenance, uncertainty=known)
+
+
+def test_the_page_and_the_confidence_name_the_calibration_of_the_site() -> None:
+    plan = at_site(SITE)
+    text = unescape(html_report(plan))
+    step = format_seconds(plan.predicted.iteration_time_s)
+    assert f"9.500 s a step by this site's calibration (our-h100), {step} without it" in text
+    assert "before this site's runs; the range rests on its calibration, too (our-h100)" in text
+    assert "<dt>by this site's runs</dt><dd>9.500 s</dd>" in text
+    rows = dict(Page(text).table("The calibration of this site"))
+    assert rows["Calibration"].startswith("our-h100 (0123456789abcdef)")
+    assert rows["tensor parallel"].startswith("30 % longer than predicted")
+    assert "Steps are those that are predicted without this site's calibration." in text
+    assert "this site" not in unescape(html_report(searched_plan()))
+
+
+def test_a_calibration_of_memory_alone_moves_no_range() -> None:
+    plan = at_site(dataclasses.replace(SITE, runs=0, jobs=0, mechanisms=()))
+    assert plan.uncertainty is not None
+    said = confidence_words(plan.uncertainty, plan.provenance.site)
+    assert said == confidence_words(plan.uncertainty)
+
+
+def test_the_shortlist_has_the_chance_that_was_found() -> None:
+    short = Shortlist(numbers=(0, 2), chances=(0.7, 0.4), measurements=(), chance=0.93)
+    page = Page(html_report(dataclasses.replace(searched_plan(), shortlist=short)))
+    assert page.table("With a chance of 93 % one of these") == [
+        ["this plan", "70 %"],
+        ["runner-up 2", "40 %"],
+    ]
