@@ -8,13 +8,16 @@ Each job is Megatron's own ``pretrain_gpt.py`` over gloo. ``--out`` keeps a row 
 for each layout, written as soon as it is measured, so that the next call goes on; ``--report``
 measures nothing. Over the measured layouts the engine of ``nest-megatron tune`` is then played with
 at most ``--budget`` runs: what it takes is compared with the best of all, and with the plan that no
-run has corrected. ``--slow-rank`` stops one rank of a job for half of its time, and prints what the
-record of the run says of it.
+run has corrected. ``--profile`` has ``nest-megatron profile`` time the network and the layers of
+each job first, so that the same runs are predicted from them; layouts that are only then among the
+best and were not measured are left out. ``--slow-rank`` stops one rank of a job for half of its
+time, and prints what the record of the run says of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import math
@@ -22,6 +25,7 @@ import os
 import shlex
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -139,10 +143,63 @@ def _timed(call: object) -> float:
     return time.perf_counter() - begun
 
 
-def read_job(command: str, cluster: Path, num_layouts: int) -> TunedJob:
-    """A job with its layouts that are predicted to be the fastest."""
-    ranks = command.split("--nproc-per-node ")[1].split(maxsplit=1)[0]
-    overrides = (f"cluster={cluster}", f"cluster.num_gpus={ranks}", "checks.plausibility=off")
+def profile(command: str, cluster: Path, folder: Path, seconds: float) -> None:
+    """Time the layers in which a job's plans differ; a job that has been timed is left alone."""
+    if _profile_names(folder):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = folder.with_suffix(".yaml")
+    words = [*_NEST, "plan", "--from", command, "--free", "all", "--megatron-version", "0.16.1"]
+    words += [*_settings(command, cluster), "search.num_alternatives=15", f"out={plan}", "--force"]
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+    _time(command, plan, folder, seconds, "--no-collectives")
+
+
+def measure_network(command: str, cluster: Path, folder: Path, seconds: float) -> Path:
+    """The cluster with its network as measured between the ranks of a job; measured once."""
+    network, found = folder / "network.yaml", folder / "measured.yaml"
+    if not found.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        plan = folder / "plan.yaml"
+        words = [*_NEST, "plan", "--from", command, "--megatron-version", "0.16.1"]
+        words += [*_settings(command, cluster), f"out={plan}", "--force"]
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+        _time(command, plan, folder, seconds, "--network-out", str(network), "--force")
+        words = [*_NEST, "network", "import", str(network), "--cluster", str(cluster)]
+        subprocess.run([*words, "--out", str(found)], check=True)
+    return found
+
+
+def _time(command: str, plan: Path, folder: Path, seconds: float, *more: str) -> None:
+    ranks = str(_ranks(command))
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks]
+    words += ["-m", "nest_megatron.profile", "--for", str(plan), "--cpu"]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "NEST_MEGATRON_PROFILES": str(folder)}
+    words += ["--max-seconds", str(seconds), *more]
+    subprocess.run(words, check=True, env=variables)
+
+
+_NEST = (sys.executable, "-m", "nest_megatron")
+
+
+def _profile_names(folder: Path) -> list[str]:
+    return [path.stem for path in folder.glob("[!.]*.yaml")]
+
+
+def _ranks(command: str) -> int:
+    return int(command.split("--nproc-per-node ")[1].split(maxsplit=1)[0])
+
+
+def _settings(command: str, cluster: Path) -> tuple[str, ...]:
+    ranks = f"cluster.num_gpus={_ranks(command)}"
+    return f"cluster={cluster}", ranks, "checks.plausibility=off"
+
+
+def read_job(command: str, cluster: Path, num_layouts: int, profiles: Path) -> TunedJob:
+    """A job with its layouts that are predicted to be the fastest, from its profile if any."""
+    os.environ["NEST_MEGATRON_PROFILES"] = str(profiles)
+    names = [f"profile.name={name}" for name in _profile_names(profiles)]
+    overrides = (*_settings(command, cluster), *names)
     asked = Asked(
         command=command,
         overrides=overrides,
@@ -199,13 +256,16 @@ _OURS = ("PYTHONPATH", "PYTHONWARNINGS", "TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS
 def _slow(rank: int, done: threading.Event) -> None:
     """Stop a rank of the run that this process started, for half of the time."""
     while not done.wait(0.05):
-        for pid in list(_processes_of(rank)):
-            for sign in (signal.SIGSTOP, signal.SIGCONT):
-                try:
-                    os.kill(pid, sign)
-                except ProcessLookupError:
-                    break
-                time.sleep(0.05)
+        processes = list(_processes_of(rank))
+        _signal(processes, signal.SIGSTOP)
+        time.sleep(0.05)
+        _signal(processes, signal.SIGCONT)
+
+
+def _signal(processes: Sequence[int], sign: signal.Signals) -> None:
+    for pid in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, sign)
 
 
 def _processes_of(rank: int) -> Iterator[int]:
@@ -251,7 +311,7 @@ def play(job: TunedJob, measured: Mapping[str, Measured], budget: int) -> list[s
     """A row of the report: the engine with at most so many runs, against every layout measured."""
     known = Known(ranked=job.ranked, iterations=20, num_steps=job.num_steps)
     steps = {each.solved: measured[key_of(each)] for each in job.ranked.candidates}
-    best = min(each.step_s for each in steps.values() if each.step_s is not None)
+    best = min(each.step_s for each in measured.values() if each.step_s is not None)
     before, after, runs = _error(known, steps), math.nan, 0
     while not isinstance(found := next_run(known, budget - runs), Stop):
         plan, runs = found.candidate.solved, runs + 1
@@ -282,16 +342,18 @@ def _error(known: Known, steps: Mapping[object, Measured]) -> float:
     return statistics.median(errors) if errors else math.nan
 
 
-def report(folder: Path, cluster: Path, num_layouts: int, budget: int) -> None:
+def report(options: argparse.Namespace, cluster: Path) -> None:
     """Print the table over all jobs whose layouts were all measured."""
-    found, rows = read_table(folder / "measured.csv"), []
+    found, rows = read_table(options.out / "measured.csv"), []
     for name, command in jobs().items():
         if not any(key[0] == name for key in found):
             continue
-        job = read_job(command, cluster, num_layouts)
+        job = read_job(command, cluster, options.layouts, _profiles(options, name))
         own = {key: value for (of, key), value in found.items() if of == name}
-        if all(key_of(each) in own for each in job.ranked.candidates):
-            rows.append([name, *play(job, own, budget)])
+        kept = tuple(each for each in job.ranked.candidates if key_of(each) in own)
+        if len(kept) == len(job.ranked.candidates) or options.profile:
+            job = dataclasses.replace(job, ranked=dataclasses.replace(job.ranked, candidates=kept))
+            rows.append([name, *play(job, own, options.budget)])
     head = ("job", "layouts", "runs", "without runs, % behind the best", "tuned, % behind")
     head = (*head, "error of other plans before, %", "after 3 runs, %")
     said = table(head, rows, numeric=6) if rows else "No job has all its layouts measured yet."
@@ -310,20 +372,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layouts", type=int, default=15, help="of each job")
     parser.add_argument("--iterations", type=int, default=12, help="timed steps of a run")
     parser.add_argument("--budget", type=int, default=4, help="runs of a tuning")
+    parser.add_argument("--profile", type=float, help="seconds, of each job's layers first")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--slow-rank", type=int, help="run one job with this rank slowed, and end")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     cluster = cluster_file(options.out)
+    if options.profile:
+        first = next(iter(jobs().values()))
+        cluster = measure_network(first, cluster, options.out / "network", options.profile)
     if options.slow_rank is not None:
-        job = read_job(next(iter(jobs().values())), cluster, 1)
+        name, command = next(iter(jobs().items()))
+        job = read_job(command, cluster, 1, _profiles(options, name))
         os.environ["NEST_TUNING_CPU"] = str(os.getpid())
         trial = measure(job, job.ranked.candidates[0], options.iterations, slowed=options.slow_rank)
         print(outcome_words(trial))
         return
     if not options.report:
         _measure_all(options, cluster)
-    report(options.out, cluster, options.layouts, options.budget)
+    report(options, cluster)
+
+
+def _profiles(options: argparse.Namespace, name: str) -> Path:
+    """Where the profile of a job's layers is; an empty folder without ``--profile``."""
+    return options.out / ("profiles" if options.profile else "none") / digest(name)
 
 
 def _measure_all(options: argparse.Namespace, cluster: Path) -> None:
@@ -331,7 +403,10 @@ def _measure_all(options: argparse.Namespace, cluster: Path) -> None:
     for name, command in list(jobs().items())[: options.jobs]:
         if time.monotonic() > until:
             return
-        job, known = read_job(command, cluster, options.layouts), read_table(path)
+        profiles, known = _profiles(options, name), read_table(path)
+        if options.profile:
+            profile(command, cluster, profiles, options.profile)
+        job = read_job(command, cluster, options.layouts, profiles)
         for candidate in job.ranked.candidates:
             if (name, key_of(candidate)) in known:
                 continue
