@@ -27,7 +27,7 @@ first used, and never torch.
 
 ```python
 >>> from nest_megatron import clusters, estimate, estimate_command, load_plan, models
->>> from nest_megatron import plan, plan_command, plan_table
+>>> from nest_megatron import plan, plan_command, plan_for_gpus, plan_table, whatif
 
 ```
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         Explanation,
         Plan,
         PlanTable,
+        Scaling,
+        WhatIf,
         clusters,
         estimate,
         estimate_command,
@@ -29,13 +31,18 @@ if TYPE_CHECKING:
         models,
         plan,
         plan_command,
+        plan_for_gpus,
         plan_table,
+        whatif,
+        whatif_command,
     )
 
 __all__ = [
     "Explanation",
     "Plan",
     "PlanTable",
+    "Scaling",
+    "WhatIf",
     "__version__",
     "clusters",
     "estimate",
@@ -44,7 +51,10 @@ __all__ = [
     "models",
     "plan",
     "plan_command",
+    "plan_for_gpus",
     "plan_table",
+    "whatif",
+    "whatif_command",
 ]
 
 

@@ -24,8 +24,9 @@ from tests.integrations.frameworks import (
 )
 
 PUBLIC = [
-    *("Explanation", "Plan", "PlanTable", "__version__", "clusters", "estimate"),
-    *("estimate_command", "load_plan", "models", "plan", "plan_command", "plan_table"),
+    *("Explanation", "Plan", "PlanTable", "Scaling", "WhatIf", "__version__", "clusters"),
+    *("estimate", "estimate_command", "load_plan", "models", "plan", "plan_command"),
+    *("plan_for_gpus", "plan_table", "whatif", "whatif_command"),
 ]
 JOB: dict[str, Any] = {"num_gpus": 16, "global_batch_size": 128, "num_alternatives": 2}
 NAMES: dict[str, Any] = {"model": "llama3_8b", "cluster": "dgx_h100"}

@@ -6,18 +6,22 @@ results and errors are those of the command line; ``docs/api.md`` is made of the
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
-from nest_megatron.api.results import Explanation, Plan, PlanTable
+from nest_megatron.api.composed import estimate_composed, plan_composed
+from nest_megatron.api.results import Explanation, Plan, PlanTable, Scaling
+from nest_megatron.api.sweep import sweep_row
+from nest_megatron.api.sweep_jobs import outcome
+from nest_megatron.api.variants import WhatIf, whatif, whatif_command
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.buildable import buildable_space, require_buildable
+from nest_megatron.config.buildable import require_buildable
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.keywords import Source, cluster_entry, compose_keywords, model_entry
-from nest_megatron.config.layout import estimate_layout
+from nest_megatron.config.overrides import Setting
 from nest_megatron.config.request import request_of
 from nest_megatron.config.target import read_target
 from nest_megatron.errors import UserInputError
@@ -26,29 +30,29 @@ from nest_megatron.integrations.megatron_lm.attach import with_launch
 from nest_megatron.integrations.megatron_lm.before_after import before_and_after
 from nest_megatron.integrations.megatron_lm.node_counts import TableJob, plan_for_nodes, sized
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.planner import Progress
-from nest_megatron.planner import plan as find_plan
 from nest_megatron.planner.pins import read_plan
 from nest_megatron.report.catalogue import Catalogue
-from nest_megatron.report.failure import require_plan
 from nest_megatron.units import Seconds
 
 __all__ = [
     "Explanation",
     "Plan",
     "PlanTable",
+    "Scaling",
+    "WhatIf",
     "clusters",
     "estimate",
     "estimate_command",
-    "estimate_composed",
     "load_plan",
     "models",
     "plan",
     "plan_command",
-    "plan_composed",
+    "plan_for_gpus",
     "plan_table",
     "planned_command",
     "table_job",
+    "whatif",
+    "whatif_command",
 ]
 
 
@@ -278,6 +282,46 @@ def plan_table(
     return PlanTable(record=plan_for_nodes(job, counts), notes=job.request.notes)
 
 
+def plan_for_gpus(
+    *,
+    model: Source | TransformerSpec,
+    cluster: Source | Cluster,
+    gpus: Iterable[int],
+    global_batch_size: int | None = None,
+    config_dir: str | os.PathLike[str] | None = None,
+    **settings: object,
+) -> Scaling:
+    """Plan one job for each of several numbers of GPUs: what ``plan --for-gpus`` does.
+
+    Args:
+        model, cluster, global_batch_size, config_dir, settings: as for ``plan``.
+        gpus: numbers of GPUs; one that cannot be planned has the reason in its row.
+
+    Raises:
+        UserInputError: if a setting is wrong for all of them.
+
+    >>> found = plan_for_gpus(model="llama3_8b", cluster="dgx_h100", gpus=[8, 12])
+    >>> {size: plan.predicted.fits for size, plan in found.plans().items()}
+    {8: True}
+    """
+    results = []
+    for size in gpus:
+        given = {**_sizes(size, global_batch_size), **settings}
+        composed = partial(compose_keywords, model, cluster, given, config_dir)
+        size_of = Setting(key="cluster.num_gpus", value=str(size))
+        results.append((size_of, outcome(partial(_planned, composed))))
+    if all("error" in result for _, result in results):
+        limit, fix = "it holds numbers of at least 1", "Give for example range(64, 513, 64)."
+        first = {"what": "gpus", "value": [], "limit": limit, "fix": fix}
+        raise UserInputError(**(results[0][1]["error"] if results else first))
+    rows = (sweep_row(at, [size], found) for at, (size, found) in enumerate(results))
+    return Scaling(rows=tuple(rows))
+
+
+def _planned(composed: Callable[[], Composed], begun_s: Seconds) -> Plan:
+    return plan_composed(composed(), begun_s=begun_s)
+
+
 def table_job(composed: Composed) -> TableJob:
     """A composed job, to be planned for several numbers of nodes."""
     request = request_of(composed, choose_execution=True)
@@ -300,32 +344,3 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     """
     record, pin = read_plan(Path(path))
     return Plan(record=record, pin=pin)
-
-
-def plan_composed(
-    composed: Composed,
-    *,
-    begun_s: Seconds | None = None,
-    shortlist: bool = False,
-    on_progress: Progress | None = None,
-) -> Plan:
-    """Plan a composed job: what ``plan`` does, here and on the command line.
-
-    Args:
-        begun_s: when its ``search.max_seconds`` began (``time.monotonic``); ``None`` is now.
-        on_progress: called while the search runs.
-    """
-    begun_s = time.monotonic() if begun_s is None else begun_s
-    request = request_of(composed, choose_execution=True)
-    target = read_target(composed.config)
-    require_buildable(request.spec, target)
-    space = buildable_space(request.spec, target, request.space)
-    request = dataclasses.replace(request, space=space, begun_s=begun_s, shortlist=shortlist)
-    found = require_plan(find_plan(request, on_progress), request.notes)
-    return Plan(record=with_launch(found, notes=request.notes), notes=request.notes)
-
-
-def estimate_composed(composed: Composed) -> Plan:
-    """Price a composed layout: what ``estimate`` does, here and on the command line."""
-    found, notes = estimate_layout(composed)
-    return Plan(record=with_launch(found, notes=notes), notes=notes)

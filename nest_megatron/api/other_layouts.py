@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.integrations.megatron_lm import other_layout
+from nest_megatron.integrations.megatron_lm.planned_job import SEARCH_S
 from nest_megatron.parallel.dims import SHORT_DEGREES
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import to_plain
@@ -17,6 +18,11 @@ from nest_megatron.units import format_gib, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+_BOUNDED = (
+    f"Time ended the search after {SEARCH_S:g} s: what is said of other layouts is what was found "
+    "until then."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -79,6 +85,7 @@ class WhyNot(Shown):
             "versus": found.versus and Versus(record=found.versus).to_dict(),
             "nearest": found.nearest and priced_parts(found.nearest),
             "changed": list(found.changed),
+            "bounded": found.bounded,
         }
 
     def report(self) -> Iterator[RenderableType]:
@@ -86,6 +93,7 @@ class WhyNot(Shown):
         from rich.text import Text
 
         from nest_megatron.report.tables import heading, indented
+        from nest_megatron.report.terminal import notes_report
         from nest_megatron.report.versus import layout_words, stages_table
 
         found = self.record
@@ -101,6 +109,8 @@ class WhyNot(Shown):
         if self.verdict in ("illegal", "does not fit"):
             yield heading("The nearest layout that is legal and fits")
             yield indented(_nearest_words(found.nearest, found.changed, found))
+        if found.bounded:
+            yield notes_report((_BOUNDED,))
 
     def _words(self) -> str:
         found = self.record
@@ -110,9 +120,10 @@ class WhyNot(Shown):
         if found.needed_bytes is not None:
             limit = found.versus.other.predicted.capacity_bytes
             needed, missing = map(format_gib, (found.needed_bytes, found.needed_bytes - limit))
+            until = " that was found" if found.bounded else ""
             return (
-                f"no layout with these sizes is predicted to fit: the least peak is {needed}, the "
-                f"limit {format_gib(limit)}, {missing} are missing."
+                f"no layout with these sizes is predicted to fit: the least peak{until} is "
+                f"{needed}, the limit {format_gib(limit)}, {missing} are missing."
             )
         return self._slower()
 
@@ -140,7 +151,8 @@ def _nearest_words(
     from nest_megatron.report.versus import layout_words
 
     if nearest is None:
-        return "No change of one or two of the sizes makes it legal and fit."
+        said = "was found that makes" if found.bounded else "makes"
+        return f"No change of one or two of the sizes {said} it legal and fit."
     sizes = {name: other_layout.size_of(nearest, name) for name in changed}
     names = ", ".join(f"{_short(n)} {found.asked[n]} -> {size}" for n, size in sizes.items())
     step = format_seconds(nearest.predicted.iteration_time_s)

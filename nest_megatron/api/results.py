@@ -32,6 +32,7 @@ from nest_megatron.planner import plan_table as planner_table
 from nest_megatron.planner.changes import BeforeAfter
 from nest_megatron.planner.pins import Pin
 from nest_megatron.report.console import Shown
+from nest_megatron.report.scaling import scaling_document, scaling_report
 from nest_megatron.units import Seconds, format_seconds
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from nest_megatron.api.other_layouts import Versus, WhyNot
     from nest_megatron.profile.lookup import LayerTimes
+    from nest_megatron.report.sweep import SweepRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -243,6 +245,33 @@ class PlanTable(Shown):
     def __repr__(self) -> str:
         numbers = ", ".join(map(str, self.plans()))
         return f"<PlanTable for {numbers} nodes>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Scaling(Shown):
+    """One job on several numbers of GPUs: how it scales, and which of them are worth it.
+
+    Attributes:
+        rows: what planning came to, a row for each number of GPUs.
+    """
+
+    rows: tuple[SweepRow, ...]
+
+    def plans(self) -> dict[int, Plan]:
+        """The plans by number of GPUs, of those that have one."""
+        found = [row.plan for row in self.rows if row.plan is not None]
+        return {each.cluster.num_gpus: Plan(record=each) for each in found}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The rows as numbers, text, lists and dicts: what ``--json`` prints."""
+        return scaling_document(self.rows)
+
+    def report(self) -> Iterator[RenderableType]:
+        """The table that ``nest-megatron plan --for-gpus`` prints."""
+        yield from scaling_report(self.rows)
+
+    def __repr__(self) -> str:
+        return f"<Scaling over {len(self.rows)} numbers of GPUs, {len(self.plans())} with a plan>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

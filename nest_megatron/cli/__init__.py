@@ -28,20 +28,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         prepare_streams()
         return _run(arguments, begun_s)
-    except KeyboardInterrupt:
-        return _interrupted()
+    except KeyboardInterrupt as error:
+        return _interrupted(error)
     except Exception as error:  # noqa: BLE001 - no user should see a traceback
         if isinstance(error.__cause__, KeyboardInterrupt):  # it came while a class was made
-            return _interrupted()
+            return _interrupted(error.__cause__)
         from nest_megatron.report.failure import report
 
         return report(error, arguments)
 
 
-def _interrupted() -> int:
+def _interrupted(error: KeyboardInterrupt) -> int:
+    """Say so, with what is left of the work where that is known."""
     # after one that left exec (a class was made), python -m would end by the signal
     exec("")
-    print("Interrupted.", file=sys.stderr)
+    told = f": {error}" if str(error) else ""
+    print(f"Interrupted{told}.", file=sys.stderr)
     return INTERRUPTED
 
 
@@ -69,7 +71,7 @@ def _run(arguments: list[str], begun_s: float) -> int:
         print_error(wrong, as_json=as_json)
         return BAD_INPUT
     except click.Abort as error:
-        raise KeyboardInterrupt from error
+        raise KeyboardInterrupt(*getattr(error.__cause__, "args", ())) from error
     except SystemExit:  # click's answer to a reader that went away (``| head``)
         return OK
     return code if isinstance(code, int) else OK

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from nest_megatron.cli.complete import complete_override
+from nest_megatron.cli.complete import complete_override, completing, freed_names
 from nest_megatron.files import check_output, is_standard_output, reserved_standard_output
 
 Made = TypeVar("Made")
@@ -133,6 +133,13 @@ from_option = click.option(
     metavar="COMMAND",
     help="Your own Megatron-LM command, in quotes, or the script that launches it (train.sh), "
     "which is read and not run; - reads a command from standard input.",
+)
+free_option = click.option(
+    "--free",
+    metavar="NAMES",
+    default="",
+    shell_complete=completing(freed_names),
+    help="With --from: flags of yours that may change, separated by commas, or all.",
 )
 strict_option = click.option(
     "--strict",

@@ -12,13 +12,13 @@ from nest_megatron.cli.command_kinds import (
     PATH,
     command,
     config_dir_option,
+    free_option,
     from_option,
     json_option,
     settings_argument,
     strict_option,
     version_option,
 )
-from nest_megatron.cli.complete import completing, freed_names
 from nest_megatron.cluster.placement import Launcher
 
 
@@ -40,13 +40,7 @@ from nest_megatron.cluster.placement import Launcher
 @config_dir_option
 @settings_argument
 @from_option
-@click.option(
-    "--free",
-    metavar="NAMES",
-    default="",
-    shell_complete=completing(freed_names),
-    help="With --from: flags of yours that may change, separated by commas, or all.",
-)
+@free_option
 @version_option
 @strict_option
 @click.option("-m", "--multirun", is_flag=True, help="Plan every combination of a,b values.")

@@ -8,17 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nest_megatron.api import PlanTable, table_job
-from nest_megatron.cli.planning import (
-    PlanOptions,
-    composed_settings,
-    progress,
-)
+from nest_megatron.cli.planning import PlanOptions, composed_settings
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.overrides import Setting
 from nest_megatron.errors import OK, UserInputError
 from nest_megatron.integrations.megatron_lm.node_counts import TableJob, plan_for_nodes, sized
 from nest_megatron.integrations.megatron_lm.planning import command_of_plan, read_request
-from nest_megatron.report.console import say, show, show_json
+from nest_megatron.report.console import progress, say, show, show_json
 
 _OPTION = "--for-nodes"
 #: As many nodes as a job may be asked to be planned for at once.

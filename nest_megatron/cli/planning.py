@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nest_megatron.api import Plan, estimate_composed, plan_composed, planned_command
+from nest_megatron.api import Plan, planned_command
+from nest_megatron.api.composed import estimate_composed, plan_composed
 from nest_megatron.cli.command_kinds import forced
 from nest_megatron.cli.placing import placed, with_notes
 from nest_megatron.cluster.placement import Launcher
@@ -26,18 +25,14 @@ from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.planning import CommandPlan, plan_command
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.launch import script_words
-from nest_megatron.report.console import command_lines, say, show, show_json
+from nest_megatron.report.console import command_lines, progress, say, show, show_json
 from nest_megatron.report.failure import WITHOUT_PLAN
 from nest_megatron.report.terminal import changes_table
 from nest_megatron.report.words import plan_verdict
-from nest_megatron.units import Seconds, format_seconds
+from nest_megatron.units import Seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-    from nest_megatron.planner import Progress
-
-_PATIENCE_S, _REFRESH_S = 1.0, 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,23 +50,41 @@ class EstimateOptions:
         """The user's command, which may come from standard input."""
         return sys.stdin.read() if self.from_command == "-" else self.from_command
 
-    def require_command(self, *options: tuple[str, object]) -> None:
+    def require_command(self) -> None:
         """Refuse options that go with --from alone."""
-        for option, given in (*options, ("--strict", self.strict)):
+        self._require_from(("--strict", self.strict))
+
+    def _require_from(self, *options: tuple[str, object]) -> None:
+        for option, given in options:
             if given and self.from_command is None:
                 limit, fix = "it goes with --from", "Add --from with your command."
                 raise UserInputError(option, value=given, limit=limit, fix=fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions(EstimateOptions):
+class FreeingOptions(EstimateOptions):
+    """What a command was told that may change flags of the user's own."""
+
+    free: str
+
+    @property
+    def freed(self) -> list[str]:
+        """Names that the user frees."""
+        return [name for name in self.free.split(",") if name.strip()]
+
+    def require_command(self) -> None:
+        """Refuse options that go with --from alone."""
+        self._require_from(("--free", self.free), ("--strict", self.strict))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions(FreeingOptions):
     """What ``plan`` was told; each field is an option.
 
     Args:
         begun_s: when the command began (``time.monotonic``), for ``search.max_seconds``.
     """
 
-    free: str
     multirun: bool
     shortlist: bool
     for_nodes: str | None
@@ -82,16 +95,11 @@ class PlanOptions(EstimateOptions):
     html: Path | None
     begun_s: Seconds | None
 
-    @property
-    def freed(self) -> list[str]:
-        """Names that the user frees."""
-        return [name for name in self.free.split(",") if name.strip()]
-
     def settings(self) -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
         """Settings of the job, or of the sweep, and of the launcher that runs it."""
         overrides, launcher = split_launcher(self.overrides)
         settings = parse(overrides, self.config_dir)
-        self.require_command(("--free", self.free))
+        self.require_command()
         fix = "Leave one of the two out."
         if self.hostfile is not None and self.hosts is None:
             limit = "it holds the hosts of --hosts in the order of ranks"
@@ -156,7 +164,11 @@ def _planned(
 ) -> tuple[Plan, list[RenderableType]]:
     if command is not None:
         return _plan_command(composed, options, command)
-    return plan_with_progress(composed, options.begun_s, shortlist=options.shortlist), []
+    with progress() as report:
+        found = plan_composed(
+            composed, begun_s=options.begun_s, shortlist=options.shortlist, on_progress=report
+        )
+    return found, []
 
 
 def run_estimate(options: EstimateOptions) -> int:
@@ -185,49 +197,6 @@ def composed_settings(settings: Sequence[Setting], config_dir: Path | None) -> C
     if composed.config.out is not None:
         check_output("out", Path(composed.config.out), force=forced())
     return composed
-
-
-def plan_with_progress(
-    composed: Composed, begun_s: Seconds | None = None, *, shortlist: bool = False
-) -> Plan:
-    """Plan a composed job as ``api.plan_composed`` does, and say how far the search is."""
-    with progress() as report:
-        return plan_composed(composed, begun_s=begun_s, shortlist=shortlist, on_progress=report)
-
-
-@contextlib.contextmanager
-def progress() -> Iterator[Progress | None]:
-    """A callback that writes a line, on a terminal and only if the search takes a while.
-
-    A thread of its own writes it, so that a search that never calls back costs nothing.
-    """
-    if not sys.stderr.isatty():
-        yield None
-        return
-    latest = "searching"
-    finished = threading.Event()
-
-    def report(solved: int, best: float | None, bound: float) -> None:
-        nonlocal latest
-        told = "no plan yet" if best is None or best > 1e5 else f"best {format_seconds(best)}"
-        latest = f"searching: {solved} solved, {told}, bound {format_seconds(bound)}"
-
-    def write() -> None:
-        if finished.wait(_PATIENCE_S):
-            return
-        from rich.console import Console
-
-        with Console(stderr=True).status("searching") as status:
-            while not finished.wait(_REFRESH_S):
-                status.update(latest)
-
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    try:
-        yield report
-    finally:
-        finished.set()
-        writer.join()
 
 
 def _plan_command(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from nest_megatron.api.results import Scaling
+from nest_megatron.api.sweep import run_jobs
+from nest_megatron.api.sweep_jobs import sweep_job
 from nest_megatron.cli.plan_table import read_counts, refuse_other_jobs
 from nest_megatron.cli.planning import PlanOptions
-from nest_megatron.cli.sweep import run_jobs, say_written
+from nest_megatron.cli.sweep import say_written, sweep_options
 from nest_megatron.config.overrides import Setting, refuse_sweeps
-from nest_megatron.errors import INTERRUPTED, OK, UserInputError
+from nest_megatron.errors import OK, UserInputError
 from nest_megatron.report.console import show, show_json
-from nest_megatron.report.scaling import scaling_document, scaling_report
 
 _OPTION, _SIZE = "--for-gpus", "cluster.num_gpus"
 
@@ -27,16 +29,15 @@ def run_scaling(options: PlanOptions) -> int:
     ):
         if value is not None:
             raise UserInputError(key, value=value, limit=limit, fix="Leave one of the two out.")
-    out = given.get("out") if given.get("out") != "null" else None
     same = tuple(setting for setting in settings if setting.key != "out")
-    jobs = [(*same, Setting(key=_SIZE, value=str(size))) for size in sizes]
-    found = run_jobs(jobs, [_SIZE], launcher, out, options.config_dir)
-    if found is None:
-        return INTERRUPTED
+    each = [(*same, Setting(key=_SIZE, value=str(size))) for size in sizes]
+    jobs = [sweep_job(job, [_SIZE], options.config_dir) for job in each]
+    swept = run_jobs(jobs, sweep_options(settings, launcher))
+    found = Scaling(rows=tuple(swept.rows))
     if options.as_json:
-        show_json(scaling_document(found.rows))
+        show_json(found.to_dict())
     else:
-        show(" ".join(map(str, same)), *scaling_report(found.rows))
-        say_written(found)
-    code = found.exit_code()
-    return OK if any(row.plan is not None for row in found.rows) else code
+        show(" ".join(map(str, same)), *found.report())
+        say_written(swept)
+    code = swept.exit_code()
+    return OK if found.plans() else code

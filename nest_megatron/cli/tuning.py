@@ -11,12 +11,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from nest_megatron.cli.planning import composed_settings, progress
+from nest_megatron.cli.planning import composed_settings
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import NOTHING_FITS, OK, UserInputError
 from nest_megatron.integrations.site_policy import require_tune
 from nest_megatron.parallel import plan_file
-from nest_megatron.report.console import say, show, show_json
+from nest_megatron.report.console import progress, say, show, show_json
 from nest_megatron.report.failure import WITHOUT_PLAN
 from nest_megatron.tuning.job import TunedJob, read_tuned
 from nest_megatron.tuning.launchers import launcher_named

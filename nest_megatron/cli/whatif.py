@@ -6,27 +6,47 @@ from typing import Any
 
 import click
 
-from nest_megatron.cli.command_kinds import FOLDER, NEXT, PATH, command, json_option
+from nest_megatron.cli.command_kinds import (
+    FOLDER,
+    NEXT,
+    OUTPUT,
+    command,
+    free_option,
+    from_option,
+    json_option,
+    strict_option,
+    version_option,
+)
 from nest_megatron.cli.complete import complete_override
 
 
 @command(
     f"nest-megatron whatif plan.yaml cluster.levels.node.bandwidth=300GB/s,900GB/s{NEXT}"
     "memory=141GiB",
-    "nest-megatron whatif plan.yaml gpus=16,32,64 cost.gpu_hour=2.5",
+    f"nest-megatron whatif plan.yaml cluster.levels.node.bandwidth=300GB/s,900GB/s{NEXT}"
+    "gpus=16,32 cost.gpu_hour=2.5 --html whatif.html",
     "nest-megatron whatif plan.yaml cluster.accelerator=h200_sxm_141gb --json",
+    f"nest-megatron whatif --from 'pretrain_gpt.py <your flags>' cluster=dgx_h100{NEXT}"
+    "memory=80GB,141GB --free all",
 )
-@click.argument("plan", type=PATH)
-@click.argument("changes", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_override)
+@click.argument(
+    "words", nargs=-1, metavar="[PLAN.YAML] [KEY=VALUE]...", shell_complete=complete_override
+)
+@from_option
+@free_option
+@version_option
+@strict_option
+@click.option("--html", type=OUTPUT, help="Write a page with heat maps of throughput and cost.")
 @click.option("--out", type=FOLDER, help="Keep the plans and their table here, and go on from it.")
 @json_option
 def whatif(**options: Any) -> int:
-    """Plan a plan file's job again on changed clusters: every combination of a,b values.
+    """Plan a job again on changed clusters: every combination of a,b values.
 
-    Changes are settings of the cluster, the batch, the layout or the model; gpus and memory are
-    short for cluster.num_gpus and cluster.accelerator.memory_bytes. Other settings hold for every
-    row, the unchanged one too. Each row also prices the present layout there.
+    The job is that of a plan file, or of a command (--from). Changes are settings of the cluster,
+    the batch, the layout or the model; gpus and memory are short for cluster.num_gpus and
+    cluster.accelerator.memory_bytes. Other settings hold for every row, the unchanged one too; with
+    --from so do all that have one value. Each row also prices the present layout there.
     """
-    from nest_megatron.cli.variants import run_whatif
+    from nest_megatron.cli.variants import WhatIfOptions, run_whatif
 
-    return run_whatif(**options)
+    return run_whatif(WhatIfOptions(overrides=options.pop("words"), config_dir=None, **options))

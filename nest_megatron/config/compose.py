@@ -13,7 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from nest_megatron.catalogue_files import catalogue_root
+from nest_megatron.catalogue_files import catalogue_names, catalogue_root
+from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.config.defaults import naming_defaults
 from nest_megatron.config.overrides import (
     GROUPS,
@@ -79,6 +80,7 @@ def _composed(
     described: Mapping[str, Mapping[str, Any]],
 ) -> Composed:
     notes = list(_length_notes(settings))
+    settings = _with_undivided_levels(settings, config_dir)
     settings = _with_numbered_levels(settings, config_dir, described)
     settings, described = _with_other_accelerator(settings, config_dir, described)
     overrides = [_described(group, fields) for group, fields in described.items()]
@@ -102,7 +104,7 @@ def _length_notes(settings: Sequence[Setting]) -> Iterator[str]:
     """What a decimal prefix of a sequence length means, where a power of two may be meant."""
     for setting in settings:
         key, value = setting.key, setting.value or ""
-        if key == "train.seq_length" and value[:-1].isdecimal() and value.endswith("k"):
+        if key.endswith(".seq_length") and value[:-1].isdecimal() and value.endswith("k"):
             size = int(value[:-1])
             yield f"{setting} is {1000 * size:,} tokens; {size}Ki is {1024 * size:,}."
 
@@ -132,6 +134,41 @@ def _with_numbered_levels(
         return dataclasses.replace(setting, key=f"{_LEVELS}{names.index(name)}.{rest}")
 
     return [numbered(setting) for setting in settings]
+
+
+def _with_undivided_levels(
+    settings: Sequence[Setting], config_dir: Path | None
+) -> Sequence[Setting]:
+    """The catalogue's cluster in the place of a plan file's, where its oversubscription is given.
+
+    A plan file holds what the oversubscription of its cluster leaves of the bandwidth.
+
+    Raises:
+        UserInputError: for a cluster that is not as the catalogue has it: what was divided is not
+            known.
+    """
+    given = {setting.key: setting.value for setting in settings}
+    asked, source = given.get("cluster.oversubscription"), given.get("cluster")
+    if asked is None or source is None or not is_path(source):
+        return settings
+    path = Path(source.strip("'\"")).expanduser()
+    if "schema" not in _loaded("cluster", path):
+        return settings
+    own = Setting(key="cluster", value=source)
+    of_plan = cluster_from_mapping(compose([own]).config.cluster or {})
+    sized = [
+        Setting(key="cluster", value=of_plan.name),
+        Setting(key="cluster.num_gpus", value=str(of_plan.num_gpus)),
+    ]
+    if of_plan.name in catalogue_names("cluster"):
+        known = cluster_from_mapping(compose(sized, config_dir).config.cluster or {})
+        if known == of_plan:
+            kept = [setting for setting in settings if setting.key != "cluster"]
+            size = [] if "cluster.num_gpus" in given else sized[1:]
+            return [*sized[:1], *size, *kept]
+    limit = "the plan's file holds the bandwidth that its cluster's oversubscription leaves"
+    fix = "Change the bandwidth of the level, or name the cluster (cluster=NAME, or its own file)."
+    raise UserInputError("cluster.oversubscription", value=asked, limit=limit, fix=fix)
 
 
 def _with_other_accelerator(
@@ -274,6 +311,12 @@ def read_mapping(group: str, path: Path) -> Mapping[str, Any]:
 
     Of a plan file it is the model, or the cluster, that the plan was made for.
     """
+    loaded = _loaded(group, path)
+    return _of_own_file(group, path, loaded) if "schema" in loaded else loaded
+
+
+def _loaded(group: str, path: Path) -> Mapping[str, Any]:
+    """A YAML file of the user as it stands."""
     from omegaconf import DictConfig, OmegaConf
 
     text = read_text(path, group, most=DESCRIPTION.num_bytes)
@@ -291,8 +334,6 @@ def read_mapping(group: str, path: Path) -> Mapping[str, Any]:
     for value in _texts(OmegaConf.to_container(loaded, resolve=False)):
         if _RESOLVER.search(value):
             raise _bad_file(group, path, f"{value!r} calls a resolver, and a file is only data")
-    if "schema" in loaded:
-        return _of_own_file(group, path, loaded)
     return loaded
 
 

@@ -15,7 +15,7 @@ from nest_megatron.config.overrides import (
     refuse_sweeps,
     unreadable,
 )
-from nest_megatron.config.schema import LaunchConfig, launch_keys, section_keys
+from nest_megatron.config.schema import LaunchConfig, is_numeric, launch_keys, section_keys
 from nest_megatron.errors import (
     UserInputError,
     nearest,
@@ -25,6 +25,7 @@ from nest_megatron.errors import (
 )
 from nest_megatron.names import Name
 from nest_megatron.parallel.policy import OnMismatch
+from nest_megatron.units import is_quantity, read_quantity
 
 TOKEN = re.compile(r"^(\+\+?nest=|\+{0,2}nest\.)")
 
@@ -146,10 +147,13 @@ def _read_launch(words: LaunchWords) -> LaunchConfig:
 
 
 def _value(setting: Setting) -> Any:
-    """A value by Hydra's grammar; a single name for ``free`` is a list of one."""
+    """A value by Hydra's grammar, without its unit; one name for ``free`` is a list of one."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
+    if is_numeric(setting.key) and is_quantity(setting.value or ""):
+        name = setting.key.rpartition(".")[2]
+        return read_quantity(str(setting.value), name, f"nest.{setting.key}")
     try:
         value = OverridesParser.create().parse_override(f"{setting.key}={setting.value}").value()
     except HydraException as error:

@@ -246,9 +246,9 @@ def section_keys() -> tuple[str, ...]:
 
 
 def is_numeric(key: str) -> bool:
-    """Whether a setting of a section is a number."""
-    section, _, name = key.partition(".")
-    kind = SECTIONS.get(section)
+    """Whether a setting of a section, or of ``LaunchConfig``, is a number."""
+    section, _, name = key.rpartition(".")
+    kind = {"": LaunchConfig, "watch": WatchConfig, **SECTIONS}.get(section)
     fields = () if kind is None else dataclasses.fields(kind)
     return any(each.name == name and is_number(each) for each in fields)
 

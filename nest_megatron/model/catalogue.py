@@ -10,7 +10,7 @@ from typing import Any
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.model.frequency import moe_layer_pattern
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
-from nest_megatron.plain import Source, from_plain
+from nest_megatron.plain import Source, from_plain, without_unit
 
 #: Values that the cost model knows how to price.
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -25,7 +25,9 @@ _AT_MOST_ONE = ("rotary_percent", "hidden_dropout", "attention_dropout")
 #: What the settings ``peft.*`` say.
 _NO_KEY = "adapters"
 _SOURCE = Source(
-    correct="Correct the model's description.", add="Add {name} to the model's description."
+    correct="Correct the model's description.",
+    add="Add {name} to the model's description.",
+    has_units=True,
 )
 
 
@@ -40,11 +42,13 @@ def spec_from_mapping(mapping: Mapping[str, object]) -> TransformerSpec:
 
     Args:
         mapping: one value for each field of ``TransformerSpec`` that differs from its default, with
-            ``moe_layer_freq`` in the place of ``moe_layer_pattern``.
+            ``moe_layer_freq`` in the place of ``moe_layer_pattern``. Numbers may have a prefix
+            (``128Ki``).
 
     Raises:
         UserInputError: for an unknown or missing key, a value of the wrong type (numbers written as
-            text included), a number that is NaN, infinite or not positive, or an impossible shape.
+            text without a prefix included), a number that is NaN, infinite or not positive, or an
+            impossible shape.
     """
     model = f"model {mapping.get('name', '(no name)')}:"
     known = known_keys()
@@ -53,6 +57,9 @@ def spec_from_mapping(mapping: Mapping[str, object]) -> TransformerSpec:
             limit, fix = "there is no such field", nearest(str(key), known)
             raise UserInputError(f"{model} {key}", value=value, limit=limit, fix=fix)
     fields: dict[str, Any] = dict(mapping)
+    if "num_layers" in fields:  # the pattern below is as long
+        what = f"{model} num_layers"
+        fields["num_layers"] = without_unit(fields["num_layers"], "num_layers", what)
     freq = fields.pop("moe_layer_freq", None)
     if fields.get("num_experts") is None:
         if freq not in (None, 1):

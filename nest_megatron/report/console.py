@@ -10,16 +10,21 @@ import math
 import os
 import shlex
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.errors import UserInputError, shortened
+from nest_megatron.units import format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from nest_megatron.planner import Progress
+
 _LINE = 78
+_PATIENCE_S, _REFRESH_S = 1.0, 0.25
 #: The font of the terminal's tables, in a notebook.
 _PRE = (
     '<pre style="white-space:pre;overflow-x:auto;line-height:normal;'
@@ -195,3 +200,38 @@ def command_lines(
             lines.append(f"{indent}  ")
         lines[-1] += f"{piece} "
     return "\n".join(line.rstrip() for line in lines)
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Progress | None]:
+    """A callback that writes a line, on a terminal and only if the search takes a while.
+
+    A thread of its own writes it, so that a search that never calls back costs nothing.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    latest = "searching"
+    finished = threading.Event()
+
+    def report(solved: int, best: float | None, bound: float) -> None:
+        nonlocal latest
+        told = "no plan yet" if best is None or best > 1e5 else f"best {format_seconds(best)}"
+        latest = f"searching: {solved} solved, {told}, bound {format_seconds(bound)}"
+
+    def write() -> None:
+        if finished.wait(_PATIENCE_S):
+            return
+        from rich.console import Console
+
+        with Console(stderr=True).status("searching") as status:
+            while not finished.wait(_REFRESH_S):
+                status.update(latest)
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    try:
+        yield report
+    finally:
+        finished.set()
+        writer.join()

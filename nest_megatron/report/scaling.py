@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.price import price_cells
-from nest_megatron.report.sweep import SweepRow
+from nest_megatron.report.sweep import SweepRow, tokens_per_s
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -80,9 +80,7 @@ def _cells(row: SweepRow, share: float | None, best: bool) -> dict[str, str]:
     cells = {"GPUs": size, "Layout": shown.get("Layout", ""), "Iteration": shown["Iteration"]}
     if row.plan is None or share is None:
         return cells
-    predicted = row.plan.predicted
-    tokens = predicted.tokens_per_s_per_gpu * row.plan.placement.num_gpus
-    cells |= {"Tokens/s": f"{tokens:,.0f}", "Scaling": f"{100 * share:.1f} %"}
+    cells |= {"Tokens/s": f"{tokens_per_s(row.plan):,.0f}", "Scaling": f"{100 * share:.1f} %"}
     return cells | price_cells(row.plan) | {"Pareto": "yes" if best else "no"}
 
 

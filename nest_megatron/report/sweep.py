@@ -90,6 +90,11 @@ def _words(settings: Mapping[str, str], but: str | None = None) -> list[str]:
     return [f"{short_key(key)}={value}" for key, value in settings.items() if key != but]
 
 
+def tokens_per_s(plan: ParallelPlan) -> float:
+    """Throughput of all GPUs that a plan uses."""
+    return plan.predicted.tokens_per_s_per_gpu * plan.placement.num_gpus
+
+
 def plan_cells(plan: ParallelPlan) -> dict[str, str]:
     """Cells of a plan, by the heads of their columns."""
     predicted, virtual = plan.predicted, plan.parallel.virtual_pipeline_model_parallel_size

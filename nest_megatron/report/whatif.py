@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.report.charts import IDLE, INK, ink_on
 from nest_megatron.report.price import price_cells
-from nest_megatron.report.sweep import SweepRow, short_key, without_effect
-from nest_megatron.units import format_gib, format_seconds
+from nest_megatron.report.sweep import (
+    SweepRow,
+    plan_cells,
+    short_key,
+    tokens_per_s,
+    without_effect,
+)
+from nest_megatron.report.words import range_words
+from nest_megatron.units import format_count, format_gib, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _UNCHANGED = "unchanged"
+#: Of the cell with the most, in a heat map.
+_DARK = "#1d4f8c"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,29 +62,48 @@ def percent(found: float, before: float) -> float:
     return 100 * (found / before - 1)
 
 
-def variants_report(plan: ParallelPlan, variants: Sequence[Variant]) -> Iterator[RenderableType]:
-    """The table of ``whatif``, and what is to be said of its rows."""
+def variants_title(present: ParallelPlan | None, variants: Sequence[Variant]) -> str:
+    """The job, unchanged."""
+    plan = present or variants[0].row.plan or variants[0].kept
+    if plan is None:
+        return "a job that has no plan unchanged"
+    where = f"{plan.cluster.describe()}, {plan.cluster.name}"
+    return f"{plan.model.name} on {where}; global batch {plan.train.global_batch_size:,}"
+
+
+def variants_report(
+    present: ParallelPlan | None, variants: Sequence[Variant]
+) -> Iterator[RenderableType]:
+    """The table of ``whatif``, and what is to be said of its rows.
+
+    Args:
+        present: the plan of the file; ``None`` where the job is that of a command.
+    """
     from nest_megatron.report.tables import FittingTable, figure_columns, word_columns
     from nest_megatron.report.terminal import notes_report
 
     before = variants[0].row.plan
-    rows = [_cells(variant, before) for variant in variants]
-    prices = [head for head in ("Tokens/$", "Run $", "MWh") if any(head in row for row in rows)]
+    rows = [_cells(variant, before, "\n") for variant in variants]
     table = FittingTable(
         *word_columns("Change", "Best layout"),
-        *figure_columns("Step", "vs plan", "Tok/s/GPU", *prices),
+        *figure_columns("Step", "vs plan", "Tok/s/GPU", *_prices(rows)),
         *word_columns("Present layout"),
     )
     for row in rows:
         table.add_row(*(row.get(str(column.header), "-") for column in table.columns))
     yield table
-    yield notes_report(tuple(_notes(plan, variants)))
+    yield notes_report(tuple(_notes(present, variants)))
 
 
-def _cells(variant: Variant, before: ParallelPlan | None) -> dict[str, str]:
+def _prices(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Columns of what plans cost, as far as that is known."""
+    return [head for head in ("Tokens/$", "Run $", "MWh") if any(head in row for row in rows)]
+
+
+def _cells(variant: Variant, before: ParallelPlan | None, between: str) -> dict[str, str]:
     shown, found = variant.row.shown(), variant.row.plan
     cells = {
-        "Change": variant.words("\n"),
+        "Change": variant.words(between),
         "Best layout": shown.get("Layout") or variant.row.status,
     }
     cells["Present layout"] = _kept_words(variant)
@@ -100,15 +130,18 @@ def _kept_words(variant: Variant) -> str:
     return format_seconds(step_s(kept)) + more
 
 
-def _notes(plan: ParallelPlan, variants: Sequence[Variant]) -> Iterator[str]:
+def _notes(present: ParallelPlan | None, variants: Sequence[Variant]) -> Iterator[str]:
     first, *others = variants
     again = first.row.plan
     if again is None:
         yield f"Planned again, unchanged, the job {_ending(first.row)}: nothing is compared."
         return
-    if layout_of(again) != layout_of(plan) or step_s(again) != step_s(plan):
-        now, then = format_seconds(step_s(again)), format_seconds(step_s(plan))
-        same = "the same" if layout_of(again) == layout_of(plan) else "another"
+    if present is not None and (layout_of(again), step_s(again)) != (
+        layout_of(present),
+        step_s(present),
+    ):
+        now, then = format_seconds(step_s(again)), format_seconds(step_s(present))
+        same = "the same" if layout_of(again) == layout_of(present) else "another"
         yield (
             f"Planned again, unchanged, the job takes {now} with {same} layout, and {then} in the "
             "file: it was made with other settings, profiles or another version."
@@ -154,3 +187,126 @@ def _fields(variant: Variant, before: ParallelPlan | None) -> dict[str, Any]:
         "present_layout_told": variant.told,
     }
     return {"changes": dict(row.settings), **own}
+
+
+def variants_page(present: ParallelPlan | None, variants: Sequence[Variant]) -> str:
+    """Heat maps of throughput and cost over what varies, and the table, as one page."""
+    from nest_megatron.report.page import render_page
+
+    before = variants[0].row.plan
+    cells = [_cells(variant, before, ", ") for variant in variants]
+    ranged = [
+        each | {"9 of 10 runs": range_words(known)}
+        if (plan := variant.row.plan) and (known := plan.uncertainty)
+        else each
+        for each, variant in zip(cells, variants, strict=True)
+    ]
+    figures = ["Step", "9 of 10 runs", "vs plan", "Tok/s/GPU", *_prices(ranged)]
+    head = ["Change", "Best layout", "Present layout", *figures]
+    unchanged = cells[0]
+    step = f": {unchanged['Step']} a step" if "Step" in unchanged else ""
+    return render_page(
+        "whatif.html",
+        f"What if: {variants_title(present, variants)}",
+        headline=f"Unchanged: {unchanged['Best layout']}{step}",
+        range=_common_words(before),
+        maps=list(_heat_maps(variants[1:])),
+        head=head,
+        rows=[[each.get(name, "-") for name in head] for each in ranged],
+        numeric=len(figures),
+        notes=list(_notes(present, variants)),
+    )
+
+
+def _common_words(before: ParallelPlan | None) -> str:
+    """How far steps are off, and why differences between them are off by less."""
+    if before is None or (known := before.uncertainty) is None:
+        return ""
+    low, high = (percent(each, step_s(before)) for each in (known.low_s, known.high_s))
+    return (
+        f": 9 of 10 runs of the unchanged job take {low:+.0f} to {high:+.0f} % of its step; errors "
+        "that two changes have in common cancel in their difference"
+    )
+
+
+def _per_dollar(plan: ParallelPlan) -> float | None:
+    return None if plan.price is None else plan.price.tokens_per_dollar
+
+
+def _per_gpu(plan: ParallelPlan) -> float:
+    return plan.predicted.tokens_per_s_per_gpu
+
+
+def _heat_maps(changed: Sequence[Variant]) -> Iterator[Mapping[str, Any]]:
+    """Throughput and cost over the first two settings that vary, a map for each of the others.
+
+    Without a price, and with several numbers of GPUs, the throughput of one GPU stands for cost.
+    """
+    plans = [variant.row.plan for variant in changed if variant.row.plan is not None]
+    figures: dict[str, Callable[[ParallelPlan], float | None]] = {"Tokens/s": tokens_per_s}
+    if any(map(_per_dollar, plans)):
+        figures["Tokens/$"] = _per_dollar
+    elif len({plan.placement.num_gpus for plan in plans}) > 1:
+        figures["Tokens/s/GPU"] = _per_gpu
+    axes = _axes(changed)
+    panels: defaultdict[str, list[Variant]] = defaultdict(list)
+    for variant in changed:
+        settings = variant.row.settings
+        panels[", ".join(f"{short_key(k)}={settings[k]}" for k in axes[2:])].append(variant)
+    for figure, read in figures.items():
+        most = max((value for plan in plans if (value := read(plan))), default=0.0)
+        for others, panel in panels.items():
+            yield {"figure": figure, "others": others, **_heat_map(panel, axes[:2], read, most)}
+
+
+def _axes(changed: Sequence[Variant]) -> list[str]:
+    """Settings that have several values, as they were given; of one change its first."""
+    keys = list(changed[0].row.settings) if changed else []
+    several = [key for key in keys if len({each.row.settings[key] for each in changed}) > 1]
+    return several or keys[:1]
+
+
+def _heat_map(
+    panel: Sequence[Variant],
+    axes: Sequence[str],
+    read: Callable[[ParallelPlan], float | None],
+    most: float,
+) -> Mapping[str, Any]:
+    """Rows of the first setting and columns of the second; of one setting, a row of its own."""
+    *down, across = axes
+    by_place = {tuple(each.row.settings[key] for key in axes): each for each in panel}
+    columns = dict.fromkeys(each.row.settings[across] for each in panel)
+    rows = dict.fromkeys(tuple(each.row.settings[key] for key in down) for each in panel)
+    corner = short_key(down[0]) if down else ""
+    return {
+        "head": [corner, *(f"{short_key(across)} {value}" for value in columns)],
+        "caption": " by ".join(short_key(key) for key in axes),
+        "rows": [
+            {
+                "name": " ".join(row),
+                "cells": [_cell(by_place.get((*row, each)), read, most) for each in columns],
+            }
+            for row in rows
+        ],
+    }
+
+
+def _cell(
+    variant: Variant | None, read: Callable[[ParallelPlan], float | None], most: float
+) -> Mapping[str, Any]:
+    """A figure and its layout, on a shade between white and dark blue for its share of the most."""
+    plan = None if variant is None else variant.row.plan
+    value = None if plan is None else read(plan)
+    if plan is None or value is None:
+        status = "no result" if variant is None else variant.row.status
+        return {"text": status, "words": "", "colour": IDLE, "ink": INK, "is_best": False}
+    share = value / most
+    shade = (round(255 + share * (dark - 255)) for dark in bytes.fromhex(_DARK[1:]))
+    colour = f"#{bytes(shade).hex()}"
+    return {
+        "text": f"{value:,.0f}" if value < 1e6 else format_count(value),
+        "words": plan_cells(plan)["Layout"],
+        "colour": colour,
+        "ink": ink_on(colour),
+        "is_best": value == most,
+    }

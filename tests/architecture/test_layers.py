@@ -39,7 +39,7 @@ HEAVY_PACKAGES = {"megatron_core", "profile", "integrations", "cli"}
 # Fits of ``calibrate`` and large tables import it where they are used.
 NUMPY_PACKAGES = {"research", "validation"}
 HYDRA = {"hydra", "omegaconf"}
-HYDRA_PACKAGES = {"config", "integrations", "cli"}
+HYDRA_PACKAGES = {"config", "integrations", "api"}
 
 
 def package_of(module: str) -> str:

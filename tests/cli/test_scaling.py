@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import nest_megatron
+from nest_megatron.errors import UserInputError
 from nest_megatron.report.scaling import pareto_front
 from tests.cli.runs import run
 
@@ -73,3 +75,25 @@ def test_nothing_that_can_be_planned_is_an_error() -> None:
     done = run(*JOB, "--for-gpus", "9..10:1")
     assert done.code == 2
     assert "whole nodes" in " ".join(done.out.split())
+
+
+@pytest.mark.slow
+def test_the_python_api_plans_the_same() -> None:
+    limits = {"max_pipeline_model_parallel_size": 1, "max_context_parallel_size": 1}
+    found = nest_megatron.plan_for_gpus(
+        model="llama3_8b",
+        cluster="dgx_h100",
+        gpus=range(8, 25, 4),
+        global_batch_size=96,
+        num_alternatives=0,
+        search=limits,
+    )
+    assert sorted(found.plans()) == [8, 16, 24]
+    printed = run(*JOB, "--for-gpus", "8..24:4", "--json").json()["rows"]
+    mine = found.to_dict()["rows"]
+    for name in ("iteration_time_s", "scaling_efficiency", "is_pareto_optimal", "told"):
+        assert [row[name] for row in mine] == [row[name] for row in printed]
+    with pytest.raises(UserInputError, match="whole nodes"):
+        nest_megatron.plan_for_gpus(model="llama3_8b", cluster="dgx_h100", gpus=[9, 10])
+    with pytest.raises(UserInputError, match="at least 1"):
+        nest_megatron.plan_for_gpus(model="llama3_8b", cluster="dgx_h100", gpus=[])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ import yaml
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.launch import read_launch, read_words
 from nest_megatron.config.overrides import parse
-from nest_megatron.config.request import read_cluster
+from nest_megatron.config.request import read_cluster, read_spec
 from nest_megatron.errors import UserInputError
 from tests.cli.runs import ROOT, run
 
@@ -100,3 +102,29 @@ def test_a_plan_file_holds_plain_numbers(tmp_path: Path) -> None:
     assert run("plan", *JOB, "cluster.num_gpus=8", size, f"out={out}").code == 0
     written = yaml.safe_load(out.read_text(encoding="utf-8"))
     assert written["cluster"]["accelerator"]["memory_bytes"] == 141 * 2**30
+
+
+def test_a_model_has_units_in_settings_and_files(tmp_path: Path) -> None:
+    text = (ROOT / "hydra_configs/model/mixtral_8x7b.yaml").read_text(encoding="utf-8")
+    own = tmp_path / "own.yaml"
+    length = re.search(r"^seq_length: (\d+)", text, re.MULTILINE)
+    assert length is not None
+    assert int(length[1]) % 1024 == 0
+    own.write_text(text.replace(length[0], f"seq_length: {int(length[1]) // 1024}Ki"))
+    plain = read_spec(compose(parse(["model=mixtral_8x7b"])).config)
+    assert read_spec(compose(parse([f"model={own}"])).config) == plain
+    layers = read_spec(compose(parse(["model=mixtral_8x7b", "model.num_layers=0.064k"])).config)
+    assert (layers.num_layers, len(layers.moe_layer_pattern)) == (64, 64)
+    longer = composed("model.seq_length=128k")
+    assert read_spec(longer.config).seq_length == 128_000
+    assert "128Ki is 131,072" in longer.notes[0]
+    with pytest.raises(UserInputError, match=r"seq_length.*128Ki"):
+        read_spec(composed("model.seq_length=8KiB").config)
+
+
+def test_settings_of_a_launch_have_units() -> None:
+    words = ("+nest=auto", "nest.rendezvous_timeout_s=10min", "nest.heartbeat_timeout_s=1500ms")
+    launch = read_launch(read_words(words))
+    assert (launch.rendezvous_timeout_s, launch.heartbeat_timeout_s) == (600, 1.5)
+    with pytest.raises(UserInputError, match=r"nest\.heartbeat_timeout_s.*2us, or 1\.5ms"):
+        read_launch(read_words(["+nest=auto", "nest.heartbeat_timeout_s=2GB"]))

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import nest_megatron
+from nest_megatron.api.sweep_jobs import opened
+from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
 from nest_megatron.config.plan_settings import settings_of
-from nest_megatron.config.request import request_of
+from nest_megatron.config.request import read_cluster, request_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner.kept import keep_layout
-from tests.cli.runs import run
+from nest_megatron.report.sweep import SweepRow
+from nest_megatron.report.whatif import Variant, variants_page
+from tests.cli.runs import run, start
 
 #: A small search, so that many can be made.
 LIMITS = (
@@ -25,6 +35,11 @@ JOB = ("model=llama3_8b", "cluster=h100_spine_leaf", "cluster.num_gpus=32", *LIM
 BATCH = "train.global_batch_size=64"
 QUICK = ("search.num_alternatives=0",)
 NODE = "cluster.levels.node.bandwidth"
+COMMAND = (
+    "pretrain_gpt.py --num-layers 8 --hidden-size 1024 --num-attention-heads 8 --bf16 "
+    "--seq-length 1024 --max-position-embeddings 1024 --vocab-size 32000 "
+    "--tokenizer-type NullTokenizer --micro-batch-size 1 --global-batch-size 96"
+)
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +142,8 @@ def test_a_folder_goes_on_where_it_was(path: Path, tmp_path: Path) -> None:
 def test_a_job_of_a_command_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "command.yaml"
     command = (
-        "pretrain_gpt.py --num-layers 8 --hidden-size 1024 --num-attention-heads 8 --bf16 "
-        "--seq-length 1024 --max-position-embeddings 1024 --vocab-size 32000 "
-        "--tokenizer-type NullTokenizer --micro-batch-size 1 --global-batch-size 96 "
-        "--main-grads-dtype bf16 --use-precision-aware-optimizer --use-distributed-optimizer"
+        f"{COMMAND} --main-grads-dtype bf16 --use-precision-aware-optimizer "
+        "--use-distributed-optimizer"
     )
     done = run("plan", "--from", command, "cluster=dgx_h100", "cluster.num_gpus=8", f"out={path}")
     assert done.code == 0, done.err
@@ -145,10 +158,10 @@ def test_a_job_of_a_command_is_refused(tmp_path: Path) -> None:
         (("search.max_seconds=5",), "names no change"),
         (("memory=100GB/s",), "80GB, or 141GiB"),
         (("cluster.levels.rack.latency=1us",), "Known: leaf, node, spine"),
-        (("cluster.oversubscription=2",), "Change the bandwidth"),
         (("memory=80GB", "memory=90GB"), "given twice"),
         (("out=x", "memory=80GB"), "--out FOLDER"),
         (("gpu=8",), "no such setting"),
+        (("--free", "all", "memory=80GB"), "goes with --from"),
     ],
 )
 def test_a_wrong_change_is_refused(path: Path, words: tuple[str, ...], told: str) -> None:
@@ -156,3 +169,122 @@ def test_a_wrong_change_is_refused(path: Path, words: tuple[str, ...], told: str
     assert done.code == 2
     assert told in done.err + done.out
     assert run("whatif", "absent.yaml", "memory=80GB").code == 2
+
+
+def test_oversubscription_of_a_plan_file_is_that_of_its_cluster(path: Path, tmp_path: Path) -> None:
+    found = cluster_of(f"cluster={path}", "cluster.oversubscription=2")
+    assert found == cluster_of(*JOB[1:3], "cluster.oversubscription=2")
+    assert found.levels[-1].bandwidth_bytes_per_s == 25e9, "not a half of what 4 leaves"
+    changed = tmp_path / "changed.yaml"
+    words = (*JOB, BATCH, *QUICK, "cluster.oversubscription=1", f"out={changed}")
+    assert run("plan", *words).code == 0
+    done = run("plan", "model=llama3_8b", f"cluster={changed}", "cluster.oversubscription=4")
+    assert done.code == 2
+    assert "name the cluster" in done.err
+
+
+def cluster_of(*settings: str) -> Cluster:
+    return read_cluster(compose(parse(settings)).config)
+
+
+@pytest.mark.slow
+def test_the_page_has_a_heat_map_of_each_figure(path: Path, tmp_path: Path) -> None:
+    page = tmp_path / "whatif.html"
+    words = (f"{NODE}=450GB/s,900GB/s", "gpus=16,32", "cost.gpu_hour=2")
+    done = run("whatif", str(path), *words, *QUICK, "--html", str(page), "--json")
+    assert done.code == 0, done.err
+    text = page.read_text(encoding="utf-8")
+    assert "<h2>Tokens/s</h2>" in text
+    assert "<h2>Tokens/$</h2>" in text
+    for row in done.json()["rows"][1:]:
+        assert f"{row['tokens_per_s_per_gpu'] * row['num_gpus']:,.0f}" in text
+    assert text.count("<td style=") == 2 * 4
+    assert text.count(", the most</b>") >= 2
+    assert not re.search(r"(src|href)=|@import|url\(", text)
+    assert run("whatif", str(path), words[0], "--html", str(path)).code == 2
+
+
+@pytest.mark.parametrize("settings", [1, 2, 3])
+def test_heat_maps_of_any_number_of_settings(plan: ParallelPlan, settings: int) -> None:
+    keys = [f"a.{name}" for name in "xyz"[:settings]]
+    rows = [SweepRow(number=0, settings={}, status="ok", plan=plan)]
+    for number, values in enumerate(itertools.product("12", repeat=settings), 1):
+        fits = number != 2
+        row = SweepRow(
+            number=number,
+            settings=dict(zip(keys, values, strict=True)),
+            status="ok" if fits else "does not fit",
+            plan=plan if fits else None,
+            missing_bytes=None if fits else 5,
+        )
+        rows.append(row)
+    text = variants_page(plan, [Variant(row=row, kept=plan) for row in rows])
+    assert text.count("<td style=") == 2**settings
+    assert text.count("<h2>Tokens/s") == max(1, 2 ** (settings - 2))
+    assert ">does not fit<br>" in text
+
+
+@pytest.mark.slow
+def test_a_command_is_planned_on_changed_clusters() -> None:
+    command = f"torchrun --nproc-per-node 8 --nnodes 2 {COMMAND} --use-distributed-optimizer"
+    words = ("cluster=dgx_h100", "memory=80GiB,160GiB", *QUICK)
+    done = run("whatif", "--from", command, *words, "--free", "all", "--json")
+    assert done.code == 0, done.err
+    first, *others = done.json()["rows"]
+    priced = run("estimate", "--from", command, "cluster=dgx_h100", "--json").json()
+    assert first["changes"] == {}
+    assert [each["num_gpus"] for each in (first, *others)] == [16, 16, 16]
+    today = first["present_layout"]["iteration_time_s"]
+    assert today == priced["predicted"]["iteration_time_s"]
+    assert first["iteration_time_s"] <= today
+    assert others[1]["capacity_bytes"] > first["capacity_bytes"]
+
+
+def test_a_fixed_command_varies_in_what_is_typed() -> None:
+    done = run("whatif", "--from", COMMAND, "cluster=dgx_h100", "memory=80GB")
+    assert done.code == 2
+    assert "no setting has several values" in done.err
+    done = run("whatif", "--from", COMMAND, "cluster=dgx_h100,dgx_a100", "memory=80GB,90GB")
+    assert "one cluster" in done.err
+
+
+@pytest.mark.slow
+def test_the_python_api_says_the_same(path: Path) -> None:
+    changes = {NODE: ["450GB/s", "900GB/s"], QUICK[0].partition("=")[0]: 0}
+    found = nest_megatron.whatif(path, changes)
+    done = run("whatif", str(path), f"{NODE}=450GB/s,900GB/s", *QUICK, "--json")
+    assert without_seconds(found.to_dict()) == without_seconds(done.json())
+    assert "node.bandwidth=450GB/s changes nothing" in " ".join(str(found).split())
+    assert "<h2>Tokens/s</h2>" in found.to_html()
+
+
+def without_seconds(document: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k != "search_seconds"} for row in document["rows"]]
+
+
+def test_two_in_one_folder(path: Path, tmp_path: Path) -> None:
+    with opened(tmp_path / "both"):
+        done = run("whatif", str(path), "memory=90GiB", "--out", str(tmp_path / "both"), "--json")
+    assert done.code == 2
+    assert "another sweep" in done.json()["error"]["limit"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["whatif", "plan"])
+def test_an_interruption_says_what_is_kept(command: str, path: Path, tmp_path: Path) -> None:
+    out, sizes = tmp_path / "kept", "8..64:8"
+    words = ["whatif", str(path), "gpus=range(8,72,8)", "--out", str(out)]
+    if command == "plan":
+        words = ["plan", *JOB[:2], "--for-gpus", sizes, f"out={out}"]
+    process = start(*words)
+    deadline = time.monotonic() + 600
+    while not (out / ".jobs").is_dir() or len(list((out / ".jobs").glob("*.json"))) < 2:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode == 130
+    assert "jobs are done; the same command goes on from there." in errors
+    assert "nothing was written" not in errors
+    assert not (out / "sweep.csv").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ from nest_megatron import api
 from nest_megatron.api import Explanation, load_plan
 from nest_megatron.config.layout_words import read_layout
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_lm import other_layout
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner import EndedEarly, NoPlan, PlanRequest
+from nest_megatron.planner import plan as find_plan
 from tests.cli.runs import ROOT, run
 
 EXPERTS = ROOT / "recipes" / "mixtral_8x7b_dgx_h100_64.yaml"
@@ -189,3 +194,23 @@ def test_bad_questions_end_with_2(path: Path, words: tuple[str, ...]) -> None:
     done = run("explain", str(path), *words)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("error: ")
+
+
+def test_where_time_ends_a_search_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+
+    def ended(request: PlanRequest) -> ParallelPlan | NoPlan | EndedEarly:
+        begun.append(request.begun_s)
+        found = find_plan(request)
+        if isinstance(found, ParallelPlan):
+            found = replace(found, search=replace(found.search, certificate="gap"))
+        return found
+
+    monkeypatch.setattr(other_layout, "find_plan", ended)
+    found = load_plan(EXPERTS).explain().why_not("tp=8,pp=4,ep=16")
+    assert found.to_dict()["bounded"]
+    assert "Time ended the search after 20 s" in " ".join(str(found).split())
+    assert None not in begun
+    assert len(set(begun)) == 1, "all of them have one time"
+    monkeypatch.undo()
+    assert not load_plan(EXPERTS).explain().why_not("tp=3").to_dict()["bounded"]

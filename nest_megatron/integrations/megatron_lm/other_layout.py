@@ -56,6 +56,7 @@ class WhyNot:
         needed_bytes: the least peak of any layout with them; ``None`` where one fits.
         nearest: the fastest legal layout that fits, with the fewest of the sizes changed.
         changed: those sizes.
+        bounded: time ended a search: what is said of other layouts is what was found until then.
     """
 
     asked: Mapping[str, Any]
@@ -64,6 +65,7 @@ class WhyNot:
     needed_bytes: Bytes | None = None
     nearest: ParallelPlan | None = None
     changed: tuple[str, ...] = ()
+    bounded: bool = False
 
 
 def versus(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> Versus:
@@ -112,13 +114,18 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
         grid = found.shortage.grid
         layout = job.layout_of(grid, spread_partition(plan.model, grid.dims))
         nearest = _nearest(job, space, asked)
-        needed = found.shortage.needed_bytes
-        return dataclasses.replace(nearest, versus=_versus(job, plan, layout), needed_bytes=needed)
+        return dataclasses.replace(
+            nearest,
+            versus=_versus(job, plan, layout),
+            needed_bytes=found.shortage.needed_bytes,
+            bounded=nearest.bounded or _is_bounded(found),
+        )
     if lost := _not_kept(found, space):  # a model without experts has no sizes of experts
         rule = job.rule(composed) or f"{lost[0]} = {asked[lost[0]]}: this model has it not"
         return dataclasses.replace(_nearest(job, space, asked), rule=rule)
     layout = job.layout_of(found.grid(), found.partition())
-    return WhyNot(asked=asked, versus=_versus(job, plan, layout))
+    beside = _versus(job, plan, layout)
+    return WhyNot(asked=asked, versus=beside, bounded=_is_bounded(found))
 
 
 def _asked(composed: Composed) -> dict[str, Any]:
@@ -131,7 +138,7 @@ def _asked(composed: Composed) -> dict[str, Any]:
 
 def _nearest(job: PlannedJob, space: SearchSpace, asked: Mapping[str, Any]) -> WhyNot:
     """The fastest plan with the fewest of the asked sizes changed, and of those by the least."""
-    names = [name for name in asked if name in space.fixed]
+    names, bounded = [name for name in asked if name in space.fixed], False
     for number in range(1, _MOST_CHANGED + 1):
         plans = []
         for changed in combinations(names, number):
@@ -141,13 +148,21 @@ def _nearest(job: PlannedJob, space: SearchSpace, asked: Mapping[str, Any]) -> W
                 found = find_plan(job.request(asked_for))
             except UserInputError:
                 continue
+            bounded |= _is_bounded(found)
             if isinstance(found, ParallelPlan) and not _not_kept(found, asked_for):
                 far = sum(abs(math.log2(size_of(found, n) / asked[n])) for n in changed)
                 plans.append((far, found.predicted.iteration_time_s, changed, found))
         if plans:
             _, _, changed, found = min(plans, key=lambda each: each[:3])
-            return WhyNot(asked=asked, nearest=found, changed=changed)
-    return WhyNot(asked=asked)
+            return WhyNot(asked=asked, nearest=found, changed=changed, bounded=bounded)
+    return WhyNot(asked=asked, bounded=bounded)
+
+
+def _is_bounded(found: ParallelPlan | NoPlan | EndedEarly) -> bool:
+    """Whether time ended a search, or its analysis of what lacks least."""
+    if isinstance(found, ParallelPlan):
+        return found.search.certificate == "gap"
+    return isinstance(found, EndedEarly) or not found.complete
 
 
 def _not_kept(plan: ParallelPlan, space: SearchSpace) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,7 +39,7 @@ from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.space import SearchSpace
 
 _PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
-#: Longest search for a layout.
+#: Longest time of all searches for layouts of one job, from when it is read.
 SEARCH_S = 20.0
 
 
@@ -69,6 +70,7 @@ class PlannedJob:
             num_alternatives=0,
             num_compared=1,
             max_seconds=SEARCH_S,
+            begun_s=time.monotonic(),
         )
 
     def _target(self) -> Target:

@@ -8,32 +8,39 @@ ended, or that grew, finds again what is done.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import importlib.resources
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nest_megatron.api.composed import plan_composed
+from nest_megatron.api.results import Plan
 from nest_megatron.catalogue_files import catalogue_root
-from nest_megatron.cli.planning import plan_with_progress
-from nest_megatron.config.compose import compose
+from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import Setting, first_line
 from nest_megatron.documents import read_json
 from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import write_text
-from nest_megatron.plain import to_plain
-from nest_megatron.report.console import error_fields
+from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
+from nest_megatron.integrations.megatron_lm.planning import plan_command, read_typed
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.plain import from_plain, to_plain
+from nest_megatron.report.console import error_fields, progress
 from nest_megatron.report.failure import WITHOUT_PLAN
+from nest_megatron.units import Seconds
 from nest_megatron.version import __version__
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from nest_megatron.planner import Progress
 
 _JOBS, _LIST = ".jobs", "list.json"
 #: What a sweep leaves in its folder beside the plans.
@@ -45,6 +52,50 @@ Result = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SweptCommand:
+    """A user's Megatron-LM command, planned by each job of a sweep.
+
+    Args:
+        text: the command, or the script that launches it.
+        free: flags of it that may change, or ``all``.
+        version: the Megatron release whose flags it uses.
+        strict: refuse flags that Megatron-LM does not have.
+    """
+
+    text: str | tuple[str, ...]
+    free: tuple[str, ...]
+    version: str
+    strict: bool
+
+    def plan(
+        self, composed: Composed, *, begun_s: Seconds, on_progress: Progress | None = None
+    ) -> Plan:
+        """Its plan under the settings of a job."""
+        found = plan_command(
+            self.text,
+            composed,
+            free=self.free,
+            version=self.version,
+            strict=self.strict,
+            begun_s=begun_s,
+            on_progress=on_progress,
+        )
+        return Plan(record=found.plan, notes=found.notes)
+
+    def typed(self, composed: Composed) -> ParallelPlan:
+        """What it is as it is typed, under the settings of a job."""
+        found = estimate_command(self.text, composed, version=self.version, strict=self.strict)
+        return found.plan
+
+    def content(self, composed: Composed) -> object:
+        """What it consists of, the file of a script included."""
+        command = read_typed(self.text, composed, version=self.version, strict=self.strict).command
+        assert command is not None
+        words = (command.environment, command.launcher, command.script, command.argv)
+        return to_plain((words, self.free, self.version, self.strict))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SweepJob:
     """One job of a sweep.
 
@@ -52,24 +103,56 @@ class SweepJob:
         settings: all its settings, as typed.
         varied: those of them in which the sweep's jobs differ.
         key: what it consists of, in one word.
+        config_dir: the folder of the user's own files.
+        command: that it plans; ``None`` where the settings name a model.
     """
 
     settings: tuple[Setting, ...]
     varied: tuple[Setting, ...]
     key: str
+    config_dir: str | None = None
+    command: SweptCommand | None = None
+
+    def composed(self, *, without: Callable[[str], bool] | None = None) -> Composed:
+        """Its settings, behind the defaults of the site.
+
+        Args:
+            without: says of a key that its setting is left out.
+        """
+        kept = [each for each in self.settings if without is None or not without(each.key)]
+        folder = None if self.config_dir is None else Path(self.config_dir)
+        return compose(with_defaults(kept), folder)
+
+    def plan(self, begun_s: Seconds, on_progress: Progress | None = None) -> Plan:
+        """Its plan; raises as ``plan_composed``."""
+        if self.command is not None:
+            return self.command.plan(self.composed(), begun_s=begun_s, on_progress=on_progress)
+        return plan_composed(self.composed(), begun_s=begun_s, on_progress=on_progress)
 
 
 def sweep_job(
-    settings: tuple[Setting, ...], varied: tuple[Setting, ...], config_dir: Path | None
+    settings: tuple[Setting, ...],
+    keys: Collection[str],
+    config_dir: Path | None = None,
+    command: SweptCommand | None = None,
 ) -> SweepJob:
-    """A job with its key: the composed values, files of the user included."""
+    """A job with its key: the composed values, files of the user included.
+
+    Args:
+        keys: of the settings in which the jobs of its sweep differ.
+    """
+    varied = tuple(setting for setting in settings if setting.key in keys)
+    folder = None if config_dir is None else str(config_dir.expanduser().resolve())
+    job = SweepJob(settings=settings, varied=varied, key="", config_dir=folder, command=command)
     try:
-        values: object = to_plain(compose(with_defaults(settings), config_dir).config)
+        composed = job.composed()
+        values: list[object] = [to_plain(composed.config)]
+        values += [] if command is None else [command.content(composed)]
     except UserInputError as error:  # its result is the error, and is never kept
         values = [str(error), *map(str, settings)]
-    text = json.dumps([__version__, values], sort_keys=True, default=str)
+    text = json.dumps([__version__, *values], sort_keys=True, default=str)
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return SweepJob(settings=settings, varied=varied, key=key)
+    return dataclasses.replace(job, key=key)
 
 
 @contextlib.contextmanager
@@ -99,23 +182,14 @@ def _refused(folder: Path, limit: str, fix: str) -> UserInputError:
     return UserInputError("out", value=str(folder), limit=limit, fix=fix)
 
 
-def write_list(folder: Path, jobs: Sequence[SweepJob], config_dir: Path | None) -> None:
-    """Write what the sweep consists of, for the processes that run its jobs."""
-    listed = [
-        {"key": job.key, "settings": [[s.key, s.value] for s in job.settings]} for job in jobs
-    ]
-    where = None if config_dir is None else str(config_dir.expanduser().resolve())
-    text = json.dumps({"config_dir": where, "jobs": listed}, indent=1)
+def write_list(folder: Path, jobs: Sequence[SweepJob], *, tell: bool) -> None:
+    """Write what the sweep consists of, for the processes that run its jobs.
+
+    Args:
+        tell: whether they say how far they are.
+    """
+    text = json.dumps({"tell": tell, "jobs": to_plain(jobs)}, indent=1)
     write_text(folder / _JOBS / _LIST, text)
-
-
-def read_job(folder: Path, number: int) -> tuple[SweepJob, Path | None]:
-    """A job of the list, and the folder of the user's own files."""
-    listed = read_json(folder / _JOBS / _LIST, "sweep")
-    job, config_dir = listed["jobs"][number], listed["config_dir"]
-    settings = tuple(Setting(key=key, value=value) for key, value in job["settings"])
-    found = SweepJob(settings=settings, varied=(), key=job["key"])
-    return found, None if config_dir is None else Path(config_dir)
 
 
 def write_result(folder: Path, job: SweepJob, result: Result) -> None:
@@ -196,18 +270,25 @@ def launch(folder: Path, numbers: Sequence[int], settings: Sequence[Setting]) ->
 def run_one(config: DictConfig) -> int:
     """The task that a launcher runs, perhaps elsewhere; what comes of it is in the folder."""
     folder = Path(config.folder)
-    job, config_dir = read_job(folder, config.job)
+    listed = read_json(folder / _JOBS / _LIST, "sweep")
+    job, tell = from_plain(SweepJob, listed["jobs"][config.job]), listed["tell"]
     if not is_done(folder, job):
-        write_result(folder, job, _planned(job, config_dir))
-        if sys.stderr.isatty():
+        with progress() if tell else contextlib.nullcontext() as report:
+            result = outcome(lambda begun_s: job.plan(begun_s, report))
+        write_result(folder, job, result)
+        if tell and sys.stderr.isatty():
             print(f"Job {config.job + 1} is done.", file=sys.stderr)
     return OK
 
 
-def _planned(job: SweepJob, config_dir: Path | None) -> Result:
-    begun_s = time.monotonic()
+def outcome(plan: Callable[[Seconds], Plan]) -> Result:
+    """How a job ends.
+
+    Args:
+        plan: plans it; it is told when its ``search.max_seconds`` began.
+    """
     try:
-        found = plan_with_progress(compose(with_defaults(job.settings), config_dir), begun_s)
+        found = plan(time.monotonic())
     except UserInputError as error:
         return {"error": error_fields(error)}
     except WITHOUT_PLAN as error:

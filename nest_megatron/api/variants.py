@@ -1,0 +1,273 @@
+"""A job on changed clusters: what ``whatif`` does, here and on the command line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nest_megatron.api.sweep import SweepOptions, Swept, run_jobs
+from nest_megatron.api.sweep_jobs import SweepJob, SweptCommand, sweep_job
+from nest_megatron.config.compose import compose
+from nest_megatron.config.defaults import with_defaults
+from nest_megatron.config.keywords import setting_texts
+from nest_megatron.config.overrides import Setting, expand, parse, swept, value_text
+from nest_megatron.config.plan_settings import settings_of
+from nest_megatron.config.request import request_of
+from nest_megatron.errors import UserInputError
+from nest_megatron.files import check_output, write_text
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner.kept import keep_layout
+from nest_megatron.planner.pins import read_plan
+from nest_megatron.report.console import Shown
+from nest_megatron.report.whatif import (
+    Variant,
+    variants_document,
+    variants_page,
+    variants_report,
+    variants_title,
+)
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_SHORT = {"gpus": "cluster.num_gpus", "memory": "cluster.accelerator.memory_bytes"}
+#: What a plan's job is; other settings say how it is planned.
+_OF_JOB = ("cluster", "model", "train", "parallel")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class WhatIf(Shown):
+    """A job on changed clusters: the best plan of each, and the present layout there.
+
+    Attributes:
+        present: the plan of the file; ``None`` of a command, whose layout is priced as it is typed.
+        variants: the job unchanged, then a row for each change: ``row.plan``, ``row.settings``,
+            and ``kept``, the present layout there.
+        swept: how the jobs ended, and which files were written.
+    """
+
+    present: ParallelPlan | None
+    variants: tuple[Variant, ...]
+    swept: Swept
+
+    def to_dict(self) -> dict[str, Any]:
+        """The rows as numbers, text, lists and dicts: what ``--json`` prints."""
+        return variants_document(self.variants)
+
+    def report(self) -> Iterator[RenderableType]:
+        """The table that ``nest-megatron whatif`` prints."""
+        from rich.text import Text
+
+        yield Text(variants_title(self.present, self.variants))
+        yield from variants_report(self.present, self.variants)
+
+    def to_html(self) -> str:
+        """One self-contained page: heat maps of throughput and cost, and the table."""
+        return variants_page(self.present, self.variants)
+
+    def write_html(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Write the page of ``to_html``; ``force`` as of ``Plan.save``."""
+        check_output("path", Path(path), force=force)
+        write_text(Path(path), self.to_html())
+
+    def __repr__(self) -> str:
+        job = variants_title(self.present, self.variants)
+        return f"<WhatIf of {job}: {len(self.variants) - 1} changes>"
+
+
+def whatif(
+    plan: str | os.PathLike[str],
+    changes: Mapping[str, object],
+    *,
+    out: str | os.PathLike[str] | None = None,
+) -> WhatIf:
+    """Plan the job of a plan file on changed clusters: what ``nest-megatron whatif`` does.
+
+    Args:
+        plan: the path of a plan file; ``Plan.save`` writes one.
+        changes: values by setting, several in a list: every combination is planned. ``gpus`` and
+            ``memory`` are short for ``cluster.num_gpus`` and ``cluster.accelerator.memory_bytes``.
+        out: a folder that keeps the plans and their table; the same call goes on from there.
+
+    Raises:
+        UserInputError: for a wrong setting, or a job that the file does not state.
+    """
+    return plan_variants(Path(plan), parse_changes(_texts(changes)), _quiet(out))
+
+
+def whatif_command(
+    command: str | os.PathLike[str] | Sequence[str],
+    changes: Mapping[str, object],
+    *,
+    cluster: str | os.PathLike[str],
+    free: Collection[str] = (),
+    megatron_version: str = "0.16.1",
+    strict: bool = False,
+    out: str | os.PathLike[str] | None = None,
+    **settings: object,
+) -> WhatIf:
+    """Plan a Megatron-LM command on changed clusters: what ``whatif --from`` does.
+
+    Args:
+        command, free, megatron_version, strict: as for ``plan_command``.
+        changes, out: as for ``whatif``; settings with several values are the changes.
+        cluster: a name of ``clusters()``, or the path of a YAML file.
+        settings: as for ``plan``; they hold for every row.
+
+    Raises:
+        UserInputError: for a command that cannot be read, or a wrong setting.
+    """
+    path = os.fspath(cluster)
+    where = path if isinstance(cluster, str) or "/" in path else f"./{path}"
+    texts = _texts({"cluster": where, **settings, **changes})
+    words = command if isinstance(command, str) else _words(command)
+    read = SweptCommand(text=words, free=tuple(free), version=megatron_version, strict=strict)
+    return command_variants(read, parse_changes(texts), _quiet(out))
+
+
+def _texts(changes: Mapping[str, object]) -> list[str]:
+    """Changes as typed: lists are several values."""
+    several = (list, tuple, range)
+    return setting_texts(
+        {
+            key: ",".join(map(value_text, value)) if isinstance(value, several) else value
+            for key, value in changes.items()
+        }
+    )
+
+
+def _words(command: os.PathLike[str] | Sequence[str]) -> tuple[str, ...]:
+    return (os.fspath(command),) if isinstance(command, os.PathLike) else tuple(command)
+
+
+def _quiet(out: str | os.PathLike[str] | None) -> SweepOptions:
+    return SweepOptions(out=None if out is None else os.fspath(out), force=False, tell=False)
+
+
+def parse_changes(texts: Sequence[str]) -> tuple[Setting, ...]:
+    """Changes as typed, ``gpus`` and ``memory`` in full.
+
+    Raises:
+        UserInputError: for one that cannot be read, or that is given twice.
+    """
+    pairs = (text.partition("=") for text in texts)
+    settings = parse(f"{_SHORT.get(key, key)}{equals}{value}" for key, equals, value in pairs)
+    keys = [setting.key for setting in settings]
+    for setting in settings:
+        if setting.key == "out":
+            limit, fix = "whatif writes a folder", "Give it as --out FOLDER."
+        elif keys.count(setting.key) > 1:
+            limit, fix = "it is given twice", "Give its values in one, with commas between them."
+        else:
+            continue
+        raise UserInputError(setting.key, value=setting.value, limit=limit, fix=fix)
+    return settings
+
+
+def plan_variants(path: Path, changes: Sequence[Setting], options: SweepOptions) -> WhatIf:
+    """Plan each change of the job of a plan file.
+
+    A setting of the job is a change, although it has one value; others hold for every row.
+    """
+    present, _ = read_plan(path)
+    varied = swept(changes)
+    keys = [s.key for s in changes if s.key in varied or _is_of_job(s.key)]
+    if not any(map(_is_of_job, keys)):
+        fix = "For example cluster.levels.node.bandwidth=900GB/s, memory=141GiB or gpus=256,512."
+        raise _no_change(changes, "it names no change of the job", fix)
+    base = settings_of(present, path if path.is_absolute() else Path.cwd() / path)
+    jobs = _jobs(base, changes, keys)
+
+    def kept(job: SweepJob) -> ParallelPlan:
+        return keep_layout(present, request_of(job.composed(), choose_execution=True))
+
+    return _asked(present, jobs, kept, options)
+
+
+def command_variants(
+    command: SweptCommand, changes: Sequence[Setting], options: SweepOptions
+) -> WhatIf:
+    """Plan each change of a command's job: settings with several values are the changes.
+
+    Those with one value say where the command runs, and hold for every row.
+    """
+    keys = swept(changes)
+    if "cluster" in keys:
+        limit, fix = "a command runs on one cluster today", "Name it, and change its settings."
+        raise _no_change(changes, limit, fix)
+    if not any(map(_is_of_job, keys)):
+        limit = "no setting has several values, and those of a command's job that have are changes"
+        fix = "For example cluster.levels.node.bandwidth=450GB/s,900GB/s or gpus=256,512."
+        raise _no_change(changes, limit, fix)
+    jobs = _jobs((), changes, keys, command)
+    command.content(jobs[0].composed())  # what cannot be read is so in all
+
+    def typed(job: SweepJob) -> ParallelPlan:
+        return command.typed(job.composed(without=_is_of_layout))
+
+    return _asked(None, jobs, typed, options)
+
+
+def _no_change(changes: Sequence[Setting], limit: str, fix: str) -> UserInputError:
+    value = " ".join(map(str, changes))
+    return UserInputError("whatif", value=value, limit=limit, fix=fix)
+
+
+def _is_of_job(key: str) -> bool:
+    return key.partition(".")[0] in _OF_JOB and key != "train.tokens"
+
+
+def _is_of_layout(key: str) -> bool:
+    return key.startswith("parallel.") or key == "train.micro_batch_size"
+
+
+def _jobs(
+    base: Sequence[Setting],
+    changes: Sequence[Setting],
+    keys: Collection[str],
+    command: SweptCommand | None = None,
+) -> list[SweepJob]:
+    """The job unchanged, and one for each combination of the changes."""
+    held = [setting for setting in changes if setting.key not in keys]
+    each = [_merged(base, held), *(_merged(base, job) for job in expand(changes))]
+    compose(with_defaults(each[-1]))  # what is wrong with the keys is wrong in all
+    unchanged, *changed = each
+    return [
+        sweep_job(unchanged, (), command=command),
+        *(sweep_job(settings, keys, command=command) for settings in changed),
+    ]
+
+
+def _merged(base: Sequence[Setting], given: Sequence[Setting]) -> tuple[Setting, ...]:
+    """The settings of a plan's job, with others in the place of its own."""
+    keys = {setting.key for setting in given}
+    return (*(setting for setting in base if setting.key not in keys), *given)
+
+
+def _asked(
+    present: ParallelPlan | None,
+    jobs: Sequence[SweepJob],
+    kept: Callable[[SweepJob], ParallelPlan],
+    options: SweepOptions,
+) -> WhatIf:
+    """Plan the jobs, and price the present layout in each; what writes a folder comes last."""
+    priced = {job.settings: _priced(kept, job) for job in jobs}
+    found = run_jobs(jobs, options)
+    variants = []
+    for (job, _), row in zip(found.done, found.rows, strict=True):
+        plan, told = priced[job.settings]
+        variants.append(Variant(row=row, kept=plan, told=told))
+    return WhatIf(present=present, variants=tuple(variants), swept=found)
+
+
+def _priced(
+    kept: Callable[[SweepJob], ParallelPlan], job: SweepJob
+) -> tuple[ParallelPlan | None, str]:
+    """The present layout in a job, or why it cannot run there."""
+    try:
+        return kept(job), ""
+    except UserInputError as error:
+        return None, f"{error.what} = {error.value}: {error.limit}"
