@@ -93,6 +93,8 @@ class ExecutionTraits:
         optimizer_offload_fraction: share of the states that is on the host, where Adam then runs
             (``--optimizer-cpu-offload``).
         overlaps_optimizer_copies: ``--overlap-cpu-optimizer-d2h-h2d``.
+        overlap_param_gather: weights that replicas gather once a step travel beside the forward
+            pass (``--overlap-param-gather``), not before it.
         optimizer_instances: groups of replicas that each divide all optimizer states
             (``--num-distributed-optimizer-instances``).
         ddp_bucket_size: parameters whose gradients travel together (``--ddp-bucket-size``); 0
@@ -140,6 +142,7 @@ class ExecutionTraits:
     matrix_optimizer_bytes: float | None = None
     optimizer_offload_fraction: float = 0.0
     overlaps_optimizer_copies: bool = False
+    overlap_param_gather: bool = True
     optimizer_instances: int = ranged(1, 1)
     ddp_bucket_size: int = ranged(0, 0)
     layer_wise_optimizer: bool = False

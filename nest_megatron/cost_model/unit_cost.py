@@ -196,7 +196,8 @@ def replica_cost(
     Megatron-FSDP reduces the gradients of every micro batch within an optimizer instance, and sums
     them over the instances after the last one. It gathers weights for every pass: the first layer's
     wait for a pass to begin, the last gradients for it to end (``GradReducePipeline.reset``). What
-    is in no layer it gathers once a step.
+    is in no layer it gathers once a step. Below ZeRO-3 the optimizer gathers all weights before the
+    next step begins, unless they travel beside its forward pass (``step_with_ready_grads``).
     """
     trained, is_frozen = count.trained, count.frozen.total > 0
     reduce, summed, gather = prices.traffic.of_unit(kind, trained)
@@ -208,6 +209,7 @@ def replica_cost(
         if zero >= ZeroStage.WEIGHTS and (not kind.is_end or settings.traits.torch_fsdp2):
             fetch, gather = prices.traffic.of_unit(kind, count).gather, 0.0
     reduce += summed
+    in_open = zero < ZeroStage.WEIGHTS and not settings.traits.overlap_param_gather
     copy_s = prices.byte_s * count.total
     static = prices.stored.of_unit(kind, count)
     return ReplicaCost(
@@ -217,7 +219,7 @@ def replica_cost(
         shard_backward_s=fetch + sent,
         exposed_forward_s=prices.first_bucket * fetch + copies[0] * copy_s,
         exposed_backward_s=prices.first_bucket * (fetch + sent) + copies[1] * copy_s,
-        gather_unhidden=to_ticks(prices.first_bucket * gather),
+        gather_unhidden=to_ticks(gather if in_open else prices.first_bucket * gather),
         reduce_unhidden=to_ticks(prices.first_bucket * reduce),
         optimizer=to_ticks(trained.dense * prices.dense_step + trained.expert * prices.expert_step),
         static=static,

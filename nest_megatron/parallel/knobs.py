@@ -62,6 +62,15 @@ class Package(Name):
     #: Transformer Engine from 2.9 on.
     ENGINE_2_9 = "transformer_engine_2_9"
 
+    @property
+    def words(self) -> str:
+        """What has to be installed."""
+        return {
+            Package.DEEP_EP: "the package deep_ep",
+            Package.HYBRID_EP: "the package deep_ep with the kernels of HybridEP",
+            Package.ENGINE_2_9: "Transformer Engine 2.9 or later",
+        }[self]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
@@ -18,6 +19,7 @@ from nest_megatron.parallel.knobs import KNOBS
 from nest_megatron.parallel.layout import layout_string, spread_partition
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.plain import to_plain
 from nest_megatron.planner.layouts import Difference, Layout, Priced, Prices, difference
 from nest_megatron.planner.request import PlanRequest
@@ -28,7 +30,8 @@ Refusal = Callable[[Layout], str]
 
 _CHOSEN_DEGREES = tuple(name for name in DEGREES if name != "data_parallel_size")
 _PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
-_STAGES, _SETTINGS = "pipeline_model_parallel_layout", "overlap_grad_reduce"
+_STAGES, _ZERO = "pipeline_model_parallel_layout", "zero_stage"
+_REDUCES, _GATHERS = "overlap_grad_reduce", "overlap_param_gather"
 _FIELDS = tuple(each.name for each in dataclasses.fields(Execution) if each.init)
 _CHOICES = {knob.name: knob.choice for knob in KNOBS}
 
@@ -199,6 +202,8 @@ class _Between:
             old[_STAGES] = new[_STAGES]
         if min(old[tp], new[tp]) == 1:
             old["sequence_parallel"] = new["sequence_parallel"] = True
+        if new[_ZERO][0] is ZeroStage.NONE:  # no weights are gathered
+            new[_GATHERS] = old[_GATHERS]
         kept = allowed_execution(self._before.grid.execution, self._after.grid)
         if kept == self._after.grid.execution:
             for name in {_CHOICES.get(each, each) for each in _FIELDS}:
@@ -218,7 +223,7 @@ class _Between:
     def _word(self, name: str, layout: Layout, value: Any) -> str:
         if name == _STAGES:
             return layout_string(self._spec, layout.partition)
-        if name == _SETTINGS:
+        if name == _REDUCES:
             return "on" if layout.settings.dp_overlap else "off"
         return _word(value)
 
@@ -248,7 +253,7 @@ class _Between:
         """The layout, and how its layers are asked to be carried out."""
         new, old = self._new, self._old
         value = {name: (new if name in chosen else old)[name] for name in old}
-        zero, sharding = value["zero_stage"]
+        zero, sharding = value[_ZERO]
         grid = Grid(
             dims=_dims(value),
             global_batch_size=self._before.grid.global_batch_size,
@@ -261,7 +266,7 @@ class _Between:
         asked = Execution(**{f: part for each in _execution_choices() for f, part in value[each]})
         grid = dataclasses.replace(grid, execution=allowed_execution(asked, grid))
         layout = Layout(
-            settings=value[_SETTINGS],
+            settings=_settings(self._after.settings, value),
             grid=grid,
             partition=self._partition(grid.dims, with_stages=_STAGES in chosen),
             sharding=sharding,
@@ -312,11 +317,17 @@ def _values(layout: Layout) -> dict[str, Any]:
         "sequence_parallel": grid.sequence_parallel,
         "micro_batch_size": grid.micro_batch_size,
         "recompute": grid.recompute,
-        "zero_stage": (grid.zero, layout.sharding or grid.zero.sharding),
+        _ZERO: (grid.zero, layout.sharding or grid.zero.sharding),
         "rank_order": dims.rank_order,
         **execution,
-        _SETTINGS: layout.settings,
+        _REDUCES: layout.settings.dp_overlap,
+        _GATHERS: layout.settings.traits.overlap_param_gather,
     }
+
+
+def _settings(settings: CostSettings, value: Mapping[str, Any]) -> CostSettings:
+    traits = dataclasses.replace(settings.traits, overlap_param_gather=value[_GATHERS])
+    return dataclasses.replace(settings, dp_overlap=value[_REDUCES], traits=traits)
 
 
 def _dims(value: Mapping[str, Any]) -> ParallelDims:

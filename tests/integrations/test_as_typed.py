@@ -15,6 +15,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
 from nest_megatron.integrations.megatron_lm.before_after import before_and_after
 from nest_megatron.integrations.megatron_lm.planning import CommandPlan, plan_command
+from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner.changes import BeforeAfter, Changes
 from nest_megatron.report.before_after import verdict
@@ -67,6 +68,37 @@ def test_gradients_that_nothing_hides_are_exposed() -> None:
     name = "dp_communication"
     assert exposed.predicted.terms[name] > hidden.predicted.terms[name]
     assert exposed.predicted.iteration_time_s > hidden.predicted.iteration_time_s
+
+
+def test_gathered_weights_are_hidden_where_that_is_asked_for() -> None:
+    exposed = typed(DENSE)
+    reduced = typed(DENSE + "--overlap-grad-reduce")
+    both = typed(DENSE + "--overlap-grad-reduce --overlap-param-gather")
+    steps = [each.predicted.iteration_time_s for each in (both, reduced, exposed)]
+    assert steps == sorted(set(steps))
+    assert not reduced.parallel.overlap_param_gather
+    assert plan_file.load(plan_file.dump(reduced)) == reduced
+    _, compare = compared(DENSE + "--overlap-grad-reduce")
+    assert compare.changes is not None
+    alone = {step.choices[0].name: step for step in compare.changes.alone}
+    assert "overlap_grad_reduce" not in alone
+    change = alone["overlap_param_gather"]
+    assert (change.choices[0].before, change.choices[0].after) == ("off", "on")
+    assert change.step_s == both.predicted.iteration_time_s
+
+
+@pytest.mark.parametrize(
+    ("strategy", "asked"),
+    [
+        ("optim_grads", "--overlap-grad-reduce"),
+        ("optim_grads_params", "--overlap-grad-reduce --overlap-param-gather"),
+    ],
+)
+def test_fsdp_overlaps_so_much_by_itself(strategy: str, asked: str) -> None:
+    fsdp = DENSE.replace("--pipeline-model-parallel-size 2 ", "")
+    fsdp += f"--use-megatron-fsdp --data-parallel-sharding-strategy {strategy} "
+    fsdp += "--ckpt-format fsdp_dtensor --no-gradient-accumulation-fusion "
+    assert typed(fsdp).predicted == typed(fsdp + asked).predicted
 
 
 def test_without_the_distributed_optimizer_every_replica_keeps_all() -> None:
@@ -205,7 +237,15 @@ def test_a_checkpoint_of_today_is_looked_at() -> None:
     assert any("dp_reshardable" in each for each in both.needs)
     assert any("--dist-ckpt-optim-fully-reshardable" in each for each in both.needs)
     _, both = compared(DENSE)
-    assert both.needs == ()
+    assert not any("heckpoint" in each for each in both.needs)
+
+
+def test_the_release_that_the_plan_needs_is_named() -> None:
+    sizes = ("parallel.tensor_model_parallel_size=4", "parallel.pipeline_model_parallel_size=4")
+    _, both = compared(DENSE, *sizes)
+    (said,) = [each for each in both.needs if "release" in each]
+    flag = "--pipeline-model-parallel-layout"
+    assert said == f"No release of Megatron-LM before core_v0.13.0 has {flag}."
 
 
 def test_both_are_printed_first() -> None:

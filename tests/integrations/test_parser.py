@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    PARALLEL_ARGUMENTS,
+    first_releases,
+    flag_of,
+)
 from nest_megatron.integrations.megatron_lm.parser import (
     VERSIONS,
+    known_flags,
     load_arguments,
     read_command,
 )
@@ -137,3 +143,16 @@ def test_recorded_arguments_are_complete(version: str) -> None:
     arguments = load_arguments(version)
     assert len(arguments) > 600
     assert len({flag for a in arguments for flag in a.flags}) >= len(arguments)
+
+
+def test_first_releases_agree_with_the_flags_of_the_recorded_ones() -> None:
+    first = first_releases()
+    for name, release in first.items():
+        is_old = tuple(map(int, release.split("."))) <= (0, 16, 1)
+        assert (flag_of(name) in known_flags("0.16.1")) == is_old, name
+        assert flag_of(name) in known_flags("0.20"), name
+    new = {each.dest for each in load_arguments("0.20")} - {
+        each.dest for each in load_arguments("0.16.1")
+    }
+    written = {*PARALLEL_ARGUMENTS} - {"cuda_graph_scope_deprecated"}
+    assert (written & new) <= first.keys()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.job import Job, ReadCommand
 from nest_megatron.config.request import read_cluster, request_for
 from nest_megatron.config.target import read_execution
+from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, layout_request
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
@@ -58,10 +59,9 @@ def estimate_command(
     job = dataclasses.replace(job, num_gpus=job.num_gpus or cluster.num_gpus)
     request = request_for(job, cluster, composed, SearchSpace(), choose_execution=False)
     found = typed_plan(job, request, composed, "estimate --from")
-    notes = (*request.notes, *_notes(job))
     assert job.command is not None
     return CommandPlan(
-        job=job, request=request, plan=found, notes=notes, command=job.command, changes=()
+        job=job, request=request, plan=found, notes=request.notes, command=job.command, changes=()
     )
 
 
@@ -139,10 +139,24 @@ def typed_layout(job: Job, request: PlanRequest, composed: Composed) -> tuple[La
     asked = _execution(job, request, composed)
     grid = dataclasses.replace(grid, execution=allowed_execution(asked, grid))
     settings = request.settings
-    if not values.get("overlap_grad_reduce") and "cost.dp_overlap" not in composed.given:
-        settings = dataclasses.replace(settings, dp_overlap=0.0)
+    if "cost.dp_overlap" not in composed.given:
+        settings = _overlapped(settings, values, grid.zero)
     layout = Layout(settings=settings, grid=grid, partition=stages, sharding=job.sharding)
     return layout, asked
+
+
+def _overlapped(settings: CostSettings, values: Mapping[str, Any], zero: ZeroStage) -> CostSettings:
+    """What hides of the traffic between replicas: what the flags have overlapped, and no more.
+
+    FSDP overlaps gradients by itself (0.16.1 megatron_fsdp.py:277).
+    """
+    if not values.get("overlap_grad_reduce") and not zero.is_fsdp:
+        return dataclasses.replace(settings, dp_overlap=0.0)
+    gathers = zero in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)
+    if not gathers or values.get("overlap_param_gather"):
+        return settings
+    traits = dataclasses.replace(settings.traits, overlap_param_gather=False)
+    return dataclasses.replace(settings, traits=traits)
 
 
 def refusal(request: PlanRequest, command: ReadCommand, asked: Execution | None = None) -> Refusal:
@@ -206,15 +220,3 @@ def _execution(job: Job, request: PlanRequest, composed: Composed) -> Execution:
     flags = {**job.memory_flags, **({} if own is None else {_DISPATCHER: own})}
     job = dataclasses.replace(job, spec=request.spec, memory_flags=flags)
     return read_execution(composed.config, job, request.cluster.accelerator.name)
-
-
-def _notes(job: Job) -> Iterator[str]:
-    """What is typed and priced otherwise than it runs."""
-    assert job.command is not None
-    values = job.command.values
-    divides = values.get("use_distributed_optimizer")
-    if divides and values.get("overlap_grad_reduce") and not values.get("overlap_param_gather"):
-        yield (
-            "--overlap-param-gather is not given: weights are gathered before the first micro "
-            "batch, which is priced as if it were hidden, so a step takes longer than predicted."
-        )

@@ -15,6 +15,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     STAGE_OPTIONS,
     VIRTUAL_STAGES,
     flag_of,
+    newest_flags,
 )
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, read_argv
 from nest_megatron.integrations.megatron_lm.read import read_recompute
@@ -151,7 +152,7 @@ def with_launch(
     require_launchable(request, but=() if command is not None else STATED_ELSEWHERE)
     if command is None:
         argv, remark = _own_argv(request)
-        notes = (*notes, remark)
+        notes = (*notes, remark, *filter(None, [newest_flags(argv)]))
     else:
         argv = rewritten(plan, command, kept).argv
     launch = LaunchCommand(

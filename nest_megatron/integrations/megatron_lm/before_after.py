@@ -8,7 +8,9 @@ from typing import Any
 from nest_megatron.config.compose import Composed
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.as_typed import refusal, typed_layout, typed_plan
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.checkpoint import check_loadable
+from nest_megatron.integrations.megatron_lm.layout_arguments import newest_flags
 from nest_megatron.integrations.megatron_lm.planning import CommandPlan
 from nest_megatron.integrations.megatron_lm.saved_by_plan import saved_by
 from nest_megatron.parallel.knobs import KNOBS
@@ -36,7 +38,7 @@ def before_and_after(found: CommandPlan, composed: Composed) -> BeforeAfter:
     return BeforeAfter(
         before=before,
         changes=changes(request, own, after, refusal(request, found.command)),
-        needs=(*_packages(before, plan), *_checkpoint(found, before)),
+        needs=(*_packages(before, plan), *_releases(found), *_checkpoint(found, before)),
     )
 
 
@@ -45,7 +47,15 @@ def _packages(before: ParallelPlan, plan: ParallelPlan) -> Iterator[str]:
     for knob in KNOBS:
         value = getattr(plan.execution, knob.name)
         if value != getattr(before.execution, knob.name) and value in knob.needs:
-            yield f"{knob.flag} {value} needs the package {knob.needs[value]} where the job runs."
+            words = " ".join(value) if isinstance(value, tuple) else value
+            yield f"{knob.flag} {words} needs {knob.needs[value].words} where the job runs."
+
+
+def _releases(found: CommandPlan) -> Iterator[str]:
+    """The release that the flags need which the plan adds."""
+    argv = found.plan.launch[LAUNCHER].argv
+    if needed := newest_flags(argv, given=found.command.argv):
+        yield needed
 
 
 def _checkpoint(found: CommandPlan, before: ParallelPlan) -> Iterator[str]:

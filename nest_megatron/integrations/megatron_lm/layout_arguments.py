@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterable
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -84,6 +85,32 @@ def reasons(kind: str) -> dict[str, str]:
 def flag_of(dest: str) -> str:
     """An argument as it is typed."""
     return f"--{dest.replace('_', '-')}"
+
+
+def first_releases() -> dict[str, str]:
+    """Arguments that plans write, by the release that has them first; the newest first."""
+    return {name: release for release, names in _roles()["since"].items() for name in names}
+
+
+def newest_flags(argv: Iterable[str], given: Iterable[str] = ()) -> str:
+    """The first release of Megatron-LM that has all flags of a command, in words.
+
+    Args:
+        given: arguments whose flags are there already.
+
+    >>> newest_flags(["--bf16", "--pipeline-model-parallel-layout", "Et|tL"])
+    'No release of Megatron-LM before core_v0.13.0 has --pipeline-model-parallel-layout.'
+    >>> newest_flags(["--bf16"])
+    ''
+    """
+    flags = {word.partition("=")[0] for word in argv} - {word.partition("=")[0] for word in given}
+    new = {flag_of(name): release for name, release in first_releases().items()}
+    new = {flag: release for flag, release in new.items() if flag in flags}
+    if not new:
+        return ""
+    newest = next(iter(new.values()))
+    named = ", ".join(flag for flag, release in new.items() if release == newest)
+    return f"No release of Megatron-LM before core_v{newest} has {named}."
 
 
 def flag_error(dest: str, value: object, limit: str, fix: str) -> UserInputError:

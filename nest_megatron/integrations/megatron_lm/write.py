@@ -173,7 +173,7 @@ def _activation(spec: TransformerSpec) -> dict[str, object]:
     if not has_activation_flag(spec):
         raise UnplannableModelError(
             f"model {spec.name}: activation",
-            value=(spec.activation, spec.gated_linear_unit),
+            value=f"{'gated ' * spec.gated_linear_unit}{spec.activation}",
             limit="Megatron-LM's command line has no flag for it",
             fix="Launch through NeMo or Megatron-Bridge, whose configurations can state it.",
         )
