@@ -1,94 +1,200 @@
-"""Write the scripts and pinned plans of recipes/megatron_lm: python recipes/make.py [MODEL...].
+"""Write the recipes: scripts and pinned plans of the jobs in jobs.csv, and the table of README.md.
 
-Each job is planned for Megatron-LM 0.16.1 on both clusters. A plan that is still what the planner
-finds keeps its file, so that only what changed is written.
+usage: python recipes/make.py [MODEL...]
+
+``megatron_lm/MODEL.sh`` has the flags of a model; a recipe of NeMo or of Megatron-Bridge gets its
+plan by ``pretrain.py`` of its folder. Each plan is for one of ``CLUSTERS``. A plan that is still
+what the planner finds keeps its file, so that only what changed is written. Columns of jobs.csv:
+GPUs of each cluster, the release of Megatron-LM, the recipe's name in the other frameworks, and how
+names of models begin that are of the family.
 """
 
 from __future__ import annotations
 
+import csv
+import functools
 import shlex
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import nest_megatron
+from nest_megatron.config.buildable import require_buildable
+from nest_megatron.cost_model.target_defaults import target_named
+from nest_megatron.errors import UnplannableModelError, require_known
+from nest_megatron.files import write_text
 from nest_megatron.integrations.megatron_lm.attach import launch_request
-from nest_megatron.integrations.megatron_lm.write import parallel_argv
+from nest_megatron.integrations.megatron_lm.write import model_argv, parallel_argv
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner.pins import Pin, PinnedPlan, read_pinned, write_pinned
 
-FOLDER = Path(__file__).resolve().parent / "megatron_lm"
-CLUSTERS = ("dgx_h100", "b200")
-RELEASE = "0.16.1"
+ROOT = Path(__file__).resolve().parent
+CLUSTERS = ("dgx_h100", "gb200_nvl72")
+LM, NEMO, BRIDGE = "megatron_lm", "nemo", "megatron_bridge"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One model, at one batch and number of GPUs on each cluster."""
+    """One model at one batch: a row of jobs.csv.
 
+    Args:
+        num_gpus: on each of ``CLUSTERS``.
+        release: of Megatron-LM.
+        covers: how the names of other models of its family begin.
+    """
+
+    family: str
     model: str
-    num_gpus: int
+    num_gpus: Mapping[str, int]
     global_batch_size: int
+    release: str
+    nemo: str
+    bridge: str
+    covers: tuple[str, ...]
 
     @property
     def script(self) -> Path:
-        """The script that launches it."""
-        return FOLDER / f"{self.model}.sh"
+        """The script of Megatron-LM."""
+        return ROOT / LM / f"{self.model}.sh"
 
-    def plan_path(self, cluster: str) -> Path:
+    @property
+    def reason(self) -> str:
+        """Why there is no script of Megatron-LM; empty where there is one."""
+        return _reason(self.model, self.release)
+
+    def recipes(self) -> Iterator[Recipe]:
+        """The recipes that there are of it."""
+        if not self.reason:
+            target = f"{LM}_{self.release}"
+            yield Recipe(job=self, framework=LM, name=self.model, target=target)
+        if self.nemo:
+            yield Recipe(job=self, framework=NEMO, name=self.nemo, target="nemo_2.7")
+        if self.bridge:
+            target = "megatron_bridge_0.3"
+            yield Recipe(job=self, framework=BRIDGE, name=self.bridge, target=target)
+
+
+@functools.cache
+def _reason(model: str, release: str) -> str:
+    spec = nest_megatron.models()[model]
+    try:
+        require_buildable(spec, target_named(f"{LM}_{release}"))
+        model_argv(spec, version=release)
+    except UnplannableModelError as error:
+        part = str(error.what).rpartition(" ")[2].removeprefix("variant.")
+        return f"{part} {error.value}: {error.limit}"
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A job as one framework runs it."""
+
+    job: Job
+    framework: str
+    name: str
+    target: str
+
+    def path(self, cluster: str) -> Path:
         """Its pinned plan for a cluster."""
-        return FOLDER / "plans" / f"{self.model}_{cluster}.yaml"
+        return ROOT / self.framework / "plans" / f"{self.name}_{cluster}.yaml"
 
     def planned(self, cluster: str) -> ParallelPlan:
         """The plan of today."""
         return nest_megatron.plan(
-            model=self.model,
+            model=self.job.model,
             cluster=cluster,
-            num_gpus=self.num_gpus,
-            global_batch_size=self.global_batch_size,
+            num_gpus=self.job.num_gpus[cluster],
+            global_batch_size=self.job.global_batch_size,
             num_alternatives=0,
-            target=f"megatron_lm_{RELEASE}",
+            target=self.target,
         ).record
 
 
-JOBS = (
-    Job(model="gpt3_175b", num_gpus=512, global_batch_size=2048),
-    Job(model="llama3_70b", num_gpus=64, global_batch_size=1024),
-    Job(model="mistral_nemo_12b", num_gpus=64, global_batch_size=1024),
-    Job(model="mixtral_8x7b", num_gpus=64, global_batch_size=1024),
-    Job(model="qwen3_30b_a3b", num_gpus=64, global_batch_size=1024),
-)
+@functools.cache
+def jobs() -> tuple[Job, ...]:
+    """The rows of jobs.csv."""
+    with (ROOT / "jobs.csv").open(encoding="utf-8", newline="") as file:
+        return tuple(
+            Job(
+                family=row["family"],
+                model=row["model"],
+                num_gpus={cluster: int(row[cluster]) for cluster in CLUSTERS},
+                global_batch_size=int(row["global_batch_size"]),
+                release=row[LM],
+                nemo=row[NEMO],
+                bridge=row[BRIDGE],
+                covers=tuple(row["covers"].split()),
+            )
+            for row in csv.DictReader(file)
+        )
+
+
+#: Models of the catalogue without a recipe, by why there is none.
+OTHERS: dict[str, tuple[str, ...]] = {
+    "dense models, whose whole command `plan` prints": (
+        *("aquila2_", "baichuan2_", "chatglm2_", "chatglm3_", "internlm2_", "internlm_", "yi_"),
+    ),
+    "closed models, known from papers": (
+        *("anthropic_52b", "chinchilla", "gopher_280b", "lamda_137b", "palm_540b"),
+    ),
+    "no recipe yet": (
+        *("bloom_176b", "deepseek_1", "deepseek_32b", "deepseek_v2", "gemma3_", "glm4_5"),
+        *("kimi_", "ling_", "llama4_", "mpt_", "nemotron3_", "nemotron4_", "olmo2_"),
+        *("qwen1_5_moe_", "qwen2_57b_", "starcoder"),
+    ),
+    "shapes of benchmarks": ("llama_like_", "moe_8t"),
+}
+
 SCRIPT = """\
 #!/usr/bin/env bash
-# {model} on {num_gpus} GPUs with its pinned plan. Written by `python recipes/make.py`.
+# {model} with its pinned plan: {sizes}. Written by `python recipes/make.py`.
 #   MEGATRON_LM_HOME=CHECKOUT bash {model}.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
-# CLUSTER is {clusters}. LAUNCH replaces the launcher. To see the job and start nothing:
-# LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus={num_gpus}
-# behind your flags. Flags that change no shape (rotary or router scaling) are yours to add.
+# for Megatron-LM {release}. LAUNCH replaces the launcher. To see the job and start nothing:
+# LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=GPUS behind your
+# flags. Flags that change no shape (rotary or router scaling) are yours to add.
 set -euo pipefail
-plan=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)/plans/{model}_${{1:?CLUSTER}}.yaml
+case ${{1:-}} in
+{cases}
+  *) echo "usage: bash {model}.sh {choices} <flags>" >&2 && exit 2 ;;
+esac
+plan=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)/plans/{model}_$1.yaml
 shift
 cd "${{MEGATRON_LM_HOME:?a checkout of Megatron-LM}}"
-exec ${{LAUNCH:-torchrun --nproc-per-node 8 --nnodes {num_nodes} ${{TORCHRUN_ARGS:-}}}} {script} \\
+exec ${{LAUNCH:-torchrun $hosts ${{TORCHRUN_ARGS:-}}}} {script} \\
 {flags} \\
   +nest=pinned nest.plan="$plan" "$@"
 """
 
 
-def script_text(job: Job, plan: ParallelPlan) -> str:
-    """The script: flags of the model and the batch; the layout comes from the pinned plan."""
-    launch = plan.launch["megatron_lm"]
-    layout = parallel_argv(launch_request(plan))
-    words = [shlex.quote(word) for word in launch.argv[: -len(layout)]]
-    words += ["--padded-vocab-size", str(plan.model.padded_vocab_size(1)), "--bf16"]
-    words += ["--global-batch-size", str(job.global_batch_size)]
+def job_argv(job: Job, plan: ParallelPlan) -> list[str]:
+    """The flags of the model and the batch; the layout comes from the pinned plan."""
+    launch, spec = plan.launch[LM], plan.model
+    layout = parallel_argv(launch_request(plan, version=job.release))
+    words = [*launch.argv[: -len(layout)]]
+    if spec.hybrid_layer_pattern and "--hybrid-override-pattern" not in words:
+        words += ["--hybrid-layer-pattern", spec.hybrid_layer_pattern.replace("|", "")]
+    words += ["--padded-vocab-size", str(spec.padded_vocab_size(1)), "--bf16"]
+    return [*words, "--global-batch-size", str(job.global_batch_size)]
+
+
+def script_text(job: Job, plans: Mapping[str, ParallelPlan]) -> str:
+    """The script of a job with plans for every cluster, which state the same model."""
+    plan = plans[CLUSTERS[0]]
+    words = " ".join(map(shlex.quote, job_argv(job, plan)))
+    hosts = {name: each.cluster.launch_gpus_per_host for name, each in plans.items()}
     return SCRIPT.format(
         model=job.model,
-        num_gpus=job.num_gpus,
-        num_nodes=job.num_gpus // 8,
-        clusters=" or ".join(CLUSTERS),
-        script=launch.script,
-        flags="  " + " ".join(words).replace(" --", " \\\n  --"),
+        sizes=", ".join(f"{job.num_gpus[name]} GPUs of {name}" for name in plans),
+        release=job.release,
+        cases="\n".join(
+            f'  {name}) hosts="--nproc-per-node {each} --nnodes {job.num_gpus[name] // each}" ;;'
+            for name, each in hosts.items()
+        ),
+        choices="|".join(plans),
+        script=plan.launch[LM].script,
+        flags="  " + words.replace(" --", " \\\n  --"),
     )
 
 
@@ -97,35 +203,83 @@ def is_current(path: Path, plan: ParallelPlan) -> bool:
     if not path.is_file():
         return False
     old = read_pinned(path).plan
-    return all(
-        getattr(old, part) == getattr(plan, part)
-        for part in ("model", "cluster", "train", "parallel", "placement", "predicted", "launch")
+    parts = ("model", "cluster", "train", "parallel", "execution", "placement", "predicted")
+    return all(getattr(old, part) == getattr(plan, part) for part in (*parts, "launch"))
+
+
+def write_plan(recipe: Recipe, cluster: str) -> ParallelPlan:
+    """Write a plan unless its file is current."""
+    plan, path = recipe.planned(cluster), recipe.path(cluster)
+    if is_current(path, plan):
+        return plan
+    pin = Pin(
+        created=plan.provenance.created,
+        by="recipes/make.py",
+        note="",
+        nest_megatron_version=plan.provenance.nest_megatron_version,
+        megatron_lm=recipe.job.release if recipe.framework == LM else None,
     )
+    path.parent.mkdir(exist_ok=True)
+    write_pinned(PinnedPlan(pin=pin, plan=plan), path)
+    print(f"{path.relative_to(ROOT)} written", flush=True)
+    return plan
 
 
 def write(job: Job) -> None:
     """Write what of a job is not current."""
-    for cluster in CLUSTERS:
-        plan = job.planned(cluster)
-        path = job.plan_path(cluster)
-        if not is_current(path, plan):
-            pin = Pin(
-                created=plan.provenance.created,
-                by="recipes/make.py",
-                note="",
-                nest_megatron_version=plan.provenance.nest_megatron_version,
-                megatron_lm=RELEASE,
-            )
-            write_pinned(PinnedPlan(pin=pin, plan=plan), path)
-            print(f"{path.name} written", flush=True)
-    job.script.write_text(script_text(job, plan), encoding="utf-8")
+    for recipe in job.recipes():
+        plans = {cluster: write_plan(recipe, cluster) for cluster in CLUSTERS}
+        if recipe.framework == LM:
+            write_text(job.script, script_text(job, plans))
+
+
+_MADE = "<!-- What follows is written by python recipes/make.py. -->\n"
+
+
+def readme_text() -> str:
+    """README.md with the table of today."""
+    own, _, _ = (ROOT / "README.md").read_text(encoding="utf-8").partition(_MADE)
+    lines = [
+        "| Family | Model | " + " | ".join(f"GPUs of {each}" for each in CLUSTERS) + " | Batch"
+        " | Megatron-LM | NeMo | Megatron-Bridge |",
+        "|---|---|" + "--:|" * len(CLUSTERS) + "--:|---|---|---|",
+        *map(_row, jobs()),
+        "",
+        "-: no pinned plan is here; `auto_recipe` plans a recipe that the framework has "
+        "([docs/nemo.md](../docs/nemo.md)). Why Megatron-LM has no script:",
+        "",
+        *(f"* {job.model}: {reason}." for job in jobs() if (reason := job.reason)),
+        "",
+        "Other sizes of these families have no recipe of their own, nor have these models: "
+        "`nest-megatron plan model=MODEL cluster=CLUSTER` prints the plan of one.",
+        "",
+        *(f"* {', '.join(_named(names))}: {why}." for why, names in OTHERS.items()),
+    ]
+    return own + _MADE + "\n".join(lines) + "\n"
+
+
+def _row(job: Job) -> str:
+    sizes = " | ".join(str(job.num_gpus[each]) for each in CLUSTERS)
+    script = "see below" if job.reason else f"[{job.release}]({LM}/{job.script.name})"
+    others = " | ".join(f"`{name}`" if name else "-" for name in (job.nemo, job.bridge))
+    return (
+        f"| {job.family} | `{job.model}` | {sizes} | {job.global_batch_size:,} | {script} "
+        f"| {others} |"
+    )
+
+
+def _named(prefixes: tuple[str, ...]) -> list[str]:
+    return [f"`{name}`" for name in nest_megatron.models() if name.startswith(prefixes)]
 
 
 def main(names: list[str]) -> None:
     """Write all of them, or those that are named."""
-    for job in JOBS:
+    for name in names:
+        require_known("MODEL", name, [job.model for job in jobs()])
+    for job in jobs():
         if not names or job.model in names:
             write(job)
+    write_text(ROOT / "README.md", readme_text())
 
 
 if __name__ == "__main__":

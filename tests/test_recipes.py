@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,13 +11,16 @@ import pytest
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
+from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm import rules
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_request
+from nest_megatron.integrations.megatron_lm.planned_job import PlannedJob
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan
 from nest_megatron.planner.pins import read_pinned
 from recipes import make
+from tests import catalogue
 
 RECIPES = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml"))
 
@@ -47,18 +52,83 @@ def test_a_recipe_is_the_plan_of_today(path: Path) -> None:
     assert again.alternatives == recipe.alternatives
 
 
-@pytest.mark.parametrize("job", make.JOBS, ids=lambda job: job.model)
+ALL = [
+    pytest.param(recipe, cluster, id=f"{recipe.framework}-{recipe.name}-{cluster}")
+    for job in make.jobs()
+    for recipe in job.recipes()
+    for cluster in make.CLUSTERS
+]
+every_plan = pytest.mark.parametrize(("recipe", "cluster"), ALL)
+scripts = pytest.mark.parametrize(
+    "job", [job for job in make.jobs() if not job.reason], ids=lambda job: job.model
+)
+
+
+read = functools.cache(read_pinned)
+
+
+@every_plan
+def test_a_pinned_plan_is_whole_and_for_its_job(recipe: make.Recipe, cluster: str) -> None:
+    pinned = read(recipe.path(cluster))  # refuses one of which a byte has changed
+    plan, job = pinned.plan, recipe.job
+    assert (plan.model.name, plan.cluster.name) == (job.model, cluster)
+    assert plan.train.global_batch_size == job.global_batch_size
+    assert plan.placement.num_gpus == job.num_gpus[cluster]
+    assert plan.provenance.settings["target"] == recipe.target
+    assert plan.predicted.fits
+    assert pinned.pin.megatron_lm == (job.release if recipe.framework == make.LM else None)
+
+
+@scripts
 def test_a_script_is_of_its_pinned_plans(job: make.Job) -> None:
-    for cluster in make.CLUSTERS:  # it differs in the plan that is named alone
-        pinned = read_pinned(job.plan_path(cluster))
-        assert pinned.pin.megatron_lm == make.RELEASE
-        assert rules.check(launch_request(pinned.plan)) == ()
-        assert job.script.read_text(encoding="utf-8") == make.script_text(job, pinned.plan)
+    recipe = next(job.recipes())
+    plans = {cluster: read(recipe.path(cluster)).plan for cluster in make.CLUSTERS}
+    text = job.script.read_text(encoding="utf-8")
+    assert text == make.script_text(job, plans)
+    for each in plans.values():
+        assert rules.check(launch_request(each, version=job.release)) == ()
+        assert make.job_argv(job, each) == make.job_argv(job, plans["dgx_h100"])
+
+
+def test_there_is_no_other_file() -> None:
+    plans = {recipe.path(cluster) for recipe, cluster in (param.values for param in ALL)}
+    assert plans == {*make.ROOT.glob("*/plans/*")}
+    written = {job.script for job in make.jobs() if not job.reason}
+    assert written == {*(make.ROOT / make.LM).glob("*.sh")}
+
+
+def test_the_readme_names_what_there_is_and_why_others_are_not() -> None:
+    assert (make.ROOT / "README.md").read_text(encoding="utf-8") == make.readme_text()
+
+
+def test_every_family_of_the_catalogue_is_named() -> None:
+    named = [name for job in make.jobs() for name in (job.model, *job.covers)]
+    named += [name for names in make.OTHERS.values() for name in names]
+    assert [name for name in catalogue.names("model") if not name.startswith(tuple(named))] == []
+
+
+def test_a_wrong_word_starts_nothing() -> None:
+    script = make.ROOT / make.LM / "mixtral_8x7b.sh"
+    done = subprocess.run(["bash", script, "dgx_h10"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "usage: bash mixtral_8x7b.sh dgx_h100|gb200_nvl72" in done.stderr
+    with pytest.raises(UserInputError, match="mixtral_8x7b"):
+        make.main(["mixtral_8x7"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cluster", make.CLUSTERS)
-@pytest.mark.parametrize("job", make.JOBS, ids=lambda job: job.model)
-def test_a_pinned_plan_is_that_of_today(job: make.Job, cluster: str) -> None:
-    path = job.plan_path(cluster)
-    assert make.is_current(path, job.planned(cluster)), f"run python recipes/make.py {job.model}"
+@every_plan
+def test_a_pinned_plan_is_priced_so_today(recipe: make.Recipe, cluster: str) -> None:
+    plan = read(recipe.path(cluster)).plan
+    job = PlannedJob(plan, None)
+    assert job.priced(job.own).predicted == plan.predicted, f"run recipes/make.py {plan.model.name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", make.jobs(), ids=lambda job: job.model)
+def test_a_pinned_plan_is_that_of_today(job: make.Job) -> None:
+    for recipe in job.recipes():
+        for cluster in make.CLUSTERS:
+            path = recipe.path(cluster)
+            current = make.is_current(path, recipe.planned(cluster))
+            assert current, f"{path.name}: run python recipes/make.py {job.model}"

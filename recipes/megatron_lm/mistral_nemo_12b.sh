@@ -1,14 +1,19 @@
 #!/usr/bin/env bash
-# mistral_nemo_12b on 64 GPUs with its pinned plan. Written by `python recipes/make.py`.
+# mistral_nemo_12b with its pinned plan: 64 GPUs of dgx_h100, 64 GPUs of gb200_nvl72. Written by `python recipes/make.py`.
 #   MEGATRON_LM_HOME=CHECKOUT bash mistral_nemo_12b.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
-# CLUSTER is dgx_h100 or b200. LAUNCH replaces the launcher. To see the job and start nothing:
-# LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=64
-# behind your flags. Flags that change no shape (rotary or router scaling) are yours to add.
+# for Megatron-LM 0.16.1. LAUNCH replaces the launcher. To see the job and start nothing:
+# LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=GPUS behind your
+# flags. Flags that change no shape (rotary or router scaling) are yours to add.
 set -euo pipefail
-plan=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/plans/mistral_nemo_12b_${1:?CLUSTER}.yaml
+case ${1:-} in
+  dgx_h100) hosts="--nproc-per-node 8 --nnodes 8" ;;
+  gb200_nvl72) hosts="--nproc-per-node 4 --nnodes 16" ;;
+  *) echo "usage: bash mistral_nemo_12b.sh dgx_h100|gb200_nvl72 <flags>" >&2 && exit 2 ;;
+esac
+plan=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/plans/mistral_nemo_12b_$1.yaml
 shift
 cd "${MEGATRON_LM_HOME:?a checkout of Megatron-LM}"
-exec ${LAUNCH:-torchrun --nproc-per-node 8 --nnodes 8 ${TORCHRUN_ARGS:-}} pretrain_gpt.py \
+exec ${LAUNCH:-torchrun $hosts ${TORCHRUN_ARGS:-}} pretrain_gpt.py \
   --num-layers 40 \
   --seq-length 4096 \
   --hidden-size 5120 \

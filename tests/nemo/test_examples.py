@@ -1,30 +1,84 @@
-"""The recipes of this repository run as they are."""
+"""The recipes of this repository run as they are, and frameworks take their pinned plans."""
 
 from __future__ import annotations
 
 import importlib.util
 import runpy
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "recipes"
+from recipes import make
+
 FRAMEWORKS = {"nemo": "nemo_run", "nemo_run": "nemo", "megatron_bridge": "megatron.bridge"}
+EXAMPLES = sorted({*make.ROOT.glob("*/*.py")} - {*make.ROOT.glob("*/pretrain.py")})
 
 pytestmark = pytest.mark.nemo
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 
-@pytest.mark.parametrize(
-    "path", sorted(FOLDER.glob("*/*.py")), ids=lambda path: f"{path.parent.name}/{path.stem}"
-)
-def test_a_recipe_runs(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    framework = FRAMEWORKS[path.parent.name]
-    if importlib.util.find_spec(framework) is None:
-        pytest.skip(f"{framework} is not installed (.ci/nemo installs it)")
-    if path.parent.name == "megatron_bridge":
+def require(folder: str) -> None:
+    """Skip without the framework of a folder; stand in for what this machine lacks."""
+    if importlib.util.find_spec(FRAMEWORKS[folder]) is None:
+        pytest.skip(f"{FRAMEWORKS[folder]} is not installed (.ci/nemo installs it)")
+    if folder == "megatron_bridge":
         from tests.nemo import substitutes
 
         substitutes.install()
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_recipe_runs(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    require(path.parent.name)
     runpy.run_path(str(path), run_name="__main__")
     assert "this job runs as" in capfd.readouterr().out
+
+
+def pinned(framework: str) -> pytest.MarkDecorator:
+    """Every pinned plan of a framework's recipes."""
+    found = [each for job in make.jobs() for each in job.recipes() if each.framework == framework]
+    cases = [(recipe.name, cluster) for recipe in found for cluster in make.CLUSTERS]
+    return pytest.mark.parametrize(("name", "cluster"), cases)
+
+
+def pretrain(folder: str) -> ModuleType:
+    """The script of a folder that applies its pinned plans."""
+    require(folder)
+    path = make.ROOT / folder / "pretrain.py"
+    spec = importlib.util.spec_from_file_location(f"{folder}_pretrain", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pinned(make.NEMO)
+def test_nemo_takes_a_pinned_plan(name: str, cluster: str) -> None:
+    recipe, plan, _ = pretrain(make.NEMO).planned(name, cluster)
+    from tests.nemo import recipes
+
+    recipes.validate(recipe)
+    strategy = recipe.trainer.strategy
+    for field in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        assert getattr(strategy, field) == getattr(plan.parallel, field)
+    assert recipe.trainer.num_nodes * recipe.trainer.devices == plan.placement.num_gpus
+
+
+@pinned(make.BRIDGE)
+def test_bridge_takes_a_pinned_plan(
+    name: str, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = pretrain(make.BRIDGE)
+    from tests.nemo import bridge, hugging_face
+
+    own = importlib.import_module("megatron.bridge.recipes")
+    where = sys.modules[getattr(own, f"{name}_pretrain_config").__module__]
+    hugging_face.go_offline(monkeypatch, where)
+    with bridge.on_hopper():
+        cfg, plan, _ = module.planned(name, cluster)
+    trained = bridge.validate(cfg, plan.placement.num_gpus)
+    for field in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        assert getattr(trained.model, field) == getattr(plan.parallel, field)

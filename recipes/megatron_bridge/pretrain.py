@@ -1,0 +1,47 @@
+"""A pretraining recipe of Megatron-Bridge with its pinned plan: prints what the plan changes.
+
+usage: python pretrain.py RECIPE CLUSTER (a file of plans/)
+
+The changes are printed as words for ``process_config_with_overrides``, too. In a training script,
+under torchrun: ``cfg, plan, changes = planned("llama3_70b", "dgx_h100")``, then
+``pretrain(cfg, forward_step)``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from nest_megatron.integrations.launched import fields_report
+from nest_megatron.integrations.megatron_bridge import apply_plan, to_dotlist
+from nest_megatron.parallel.diff import Change
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner.pins import read_pinned
+
+PLANS = Path(__file__).resolve().parent / "plans"
+
+
+def planned(name: str, cluster: str) -> tuple[Any, ParallelPlan, tuple[Change, ...]]:
+    """Megatron-Bridge's configuration with its plan, the plan, and what it changed."""
+    plan = read_pinned(PLANS / f"{name}_{cluster}.yaml").plan
+    recipes = importlib.import_module("megatron.bridge.recipes")
+    cfg = getattr(recipes, f"{name}_pretrain_config")()
+    return cfg, plan, apply_plan(cfg, plan, free=("global_batch_size", "seq_length"))
+
+
+def main(words: list[str]) -> None:
+    """Print a planned configuration."""
+    known = sorted(path.stem for path in PLANS.glob("*.yaml"))
+    if "_".join(words) not in known or len(words) != 2:
+        sys.exit(f"usage: python pretrain.py RECIPE CLUSTER, of plans/: {', '.join(known)}")
+    _, plan, changes = planned(*words)
+    Console().print(fields_report(plan, changes))
+    print("\nAs words behind run_recipe.py:", *to_dotlist(changes), sep="\n  ")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

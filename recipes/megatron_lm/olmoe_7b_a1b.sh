@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# olmoe_7b_a1b with its pinned plan: 32 GPUs of dgx_h100, 32 GPUs of gb200_nvl72. Written by `python recipes/make.py`.
+#   MEGATRON_LM_HOME=CHECKOUT bash olmoe_7b_a1b.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
+# for Megatron-LM 0.16.1. LAUNCH replaces the launcher. To see the job and start nothing:
+# LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=GPUS behind your
+# flags. Flags that change no shape (rotary or router scaling) are yours to add.
+set -euo pipefail
+case ${1:-} in
+  dgx_h100) hosts="--nproc-per-node 8 --nnodes 4" ;;
+  gb200_nvl72) hosts="--nproc-per-node 4 --nnodes 8" ;;
+  *) echo "usage: bash olmoe_7b_a1b.sh dgx_h100|gb200_nvl72 <flags>" >&2 && exit 2 ;;
+esac
+plan=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/plans/olmoe_7b_a1b_$1.yaml
+shift
+cd "${MEGATRON_LM_HOME:?a checkout of Megatron-LM}"
+exec ${LAUNCH:-torchrun $hosts ${TORCHRUN_ARGS:-}} pretrain_gpt.py \
+  --num-layers 16 \
+  --seq-length 4096 \
+  --hidden-size 2048 \
+  --ffn-hidden-size 1024 \
+  --num-attention-heads 16 \
+  --qk-layernorm \
+  --max-position-embeddings 4096 \
+  --position-embedding-type rope \
+  --rotary-base 10000 \
+  --rotary-percent 1.0 \
+  --normalization RMSNorm \
+  --norm-epsilon 1e-05 \
+  --swiglu \
+  --hidden-dropout 0.0 \
+  --attention-dropout 0.0 \
+  --disable-bias-linear \
+  --untie-embeddings-and-output-weights \
+  --vocab-size 50304 \
+  --make-vocab-size-divisible-by 128 \
+  --num-experts 64 \
+  --moe-layer-freq 1 \
+  --moe-ffn-hidden-size 1024 \
+  --moe-router-topk 8 \
+  --padded-vocab-size 50304 \
+  --bf16 \
+  --global-batch-size 512 \
+  +nest=pinned nest.plan="$plan" "$@"

@@ -1,0 +1,48 @@
+"""A pretraining recipe of NeMo with its pinned plan: prints what it changes, launches nothing.
+
+usage: python pretrain.py RECIPE CLUSTER (a file of plans/)
+
+In a script of yours: ``recipe, plan, changes = planned("llama3_70b", "dgx_h100")``, then
+``run.run(recipe, executor=executor)``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from nest_megatron.integrations.launched import fields_report
+from nest_megatron.integrations.nemo import apply_plan
+from nest_megatron.parallel.diff import Change
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner.pins import read_pinned
+
+PLANS = Path(__file__).resolve().parent / "plans"
+
+
+def planned(name: str, cluster: str) -> tuple[Any, ParallelPlan, tuple[Change, ...]]:
+    """NeMo's recipe at the size, batch and layout of its plan, the plan, and what it changed."""
+    plan = read_pinned(PLANS / f"{name}_{cluster}.yaml").plan
+    module = importlib.import_module(f"nemo.collections.llm.recipes.{name}")
+    gpus, per_node = plan.placement.num_gpus, plan.cluster.launch_gpus_per_host
+    recipe = module.pretrain_recipe(
+        name=name, dir="/checkpoints", num_nodes=gpus // per_node, num_gpus_per_node=per_node
+    )
+    return recipe, plan, apply_plan(recipe, plan, free=("global_batch_size", "seq_length"))
+
+
+def main(words: list[str]) -> None:
+    """Print a planned recipe."""
+    known = sorted(path.stem for path in PLANS.glob("*.yaml"))
+    if "_".join(words) not in known or len(words) != 2:
+        sys.exit(f"usage: python pretrain.py RECIPE CLUSTER, of plans/: {', '.join(known)}")
+    _, plan, changes = planned(*words)
+    Console().print(fields_report(plan, changes))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
