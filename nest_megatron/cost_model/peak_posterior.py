@@ -41,10 +41,12 @@ OWN = 1.0 - 4 * PART
 MOST_RUNS = 40
 #: Ends of expectation propagation: a mean that moves by less, or so many rounds.
 _STILL, _ROUNDS = 1e-6, 100
-_FLAT = 1e6  # variance of an observation that says nothing
+_FLAT = 1e6  # variance of an observation that says nearly nothing
 _NORMAL = NormalDist()
 #: Terms of a peak whose errors are apart; weights, gradients and optimizer states are the third.
 _TERMS = ("activations", "working")
+#: Whose errors a score is the sum of, beside a run's own.
+PARTS = ("site", *_TERMS, "static", "job", "layout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,16 +149,22 @@ class PeakPosterior:
         """What is known of the error of a plan of a job."""
         if not self.runs:
             return plan.error
-        explained = solve_lower(
-            self._root,
-            [_common(plan, job, self._versions, run) for run in self.runs],
-        )
+        common = [sum(_shared(plan, job, self._versions, run)) for run in self.runs]
+        explained = solve_lower(self._root, common)
         left = 1.0 - math.fsum(part * part for part in explained)
         return LearnedPeakError(
             prior=plan.error,
             mean=math.fsum(map(mul, explained, self._values)),
             deviation=math.sqrt(max(OWN, left)),
         )
+
+    def parts(self, plan: PredictedPeak, job: object) -> dict[str, float]:
+        """The mean score of a plan of a job, in what each of its parts (``PARTS``) adds to it."""
+        shared = [_shared(plan, job, self._versions, run) for run in self.runs]
+        return {
+            name: math.fsum(map(mul, solve_lower(self._root, covariances), self._values))
+            for name, covariances in zip(PARTS, zip(*shared, strict=True), strict=True)
+        }
 
 
 def predicted_peak(model: CostModel, grid: Grid, partition: StagePartition) -> PredictedPeak:
@@ -188,51 +196,90 @@ def _within(share: float) -> float:
     return min(max(share, 1e-12), 1.0 - 1e-12)
 
 
-def _common(plan: PredictedPeak, job: object, versions: Mapping[str, str], run: PeakRun) -> float:
-    """Covariance of the scores of a plan and a run."""
+def _shared(
+    plan: PredictedPeak, job: object, versions: Mapping[str, str], run: PeakRun
+) -> tuple[float, ...]:
+    """Covariance of the scores of a plan and a run, by part (``PARTS``)."""
     other = run.predicted
-    alike = math.fsum(map(mul, plan.direction, other.direction))
-    found = KEPT ** len(changed(versions, run.versions)) * PART * (1.0 + alike)
-    if job == run.job:
-        range_ = shipped_calibration().scales.layout_range
-        found += PART * (1.0 + math.exp(-distance(plan.point, other.point) / range_))
-    return found
+    kept = KEPT ** len(changed(versions, run.versions)) * PART
+    terms = (kept * own * its for own, its in zip(plan.direction, other.direction, strict=True))
+    if job != run.job:
+        return (kept, *terms, 0.0, 0.0)
+    range_ = shipped_calibration().scales.layout_range
+    near = math.exp(-distance(plan.point, other.point) / range_)
+    return (kept, *terms, PART, PART * near)
 
 
 def _conditioned(runs: Sequence[PeakRun]) -> tuple[Matrix, tuple[float, ...]]:
     """The root of the covariance of what was observed, and the observations over it."""
-    joint = [[_common(run.predicted, run.job, run.versions, each) for each in runs] for run in runs]
+    joint = [
+        [sum(_shared(run.predicted, run.job, run.versions, each)) for each in runs] for run in runs
+    ]
     for number, row in enumerate(joint):
         row[number] += OWN
-    bounds = [run.predicted.score(run.bytes) for run in runs]
+    values = [run.predicted.score(run.bytes) for run in runs]
+    noise = [0.0] * len(runs)
     censored = [number for number, run in enumerate(runs) if run.ran_out]
-    noise = [_FLAT if run.ran_out else 0.0 for run in runs]
-    values = [0.0 if run.ran_out else bound for run, bound in zip(runs, bounds, strict=True)]
-    root, solved = _solved(joint, noise, values)
-    for _ in range(_ROUNDS if censored else 0):
-        moved = 0.0
-        for number in censored:
-            known = solve_lower(root, joint[number])
-            mean = math.fsum(map(mul, known, solved))
-            variance = joint[number][number] - math.fsum(part * part for part in known)
-            values[number], noise[number], more = _truncated(
-                mean, variance, values[number], noise[number], bounds[number]
-            )
-            moved = max(moved, more)
-            root, solved = _solved(joint, noise, values)
-        if moved < _STILL:
-            break
-    return root, solved
-
-
-def _solved(
-    joint: Matrix, noise: Sequence[float], values: Sequence[float]
-) -> tuple[Matrix, tuple[float, ...]]:
+    if censored:
+        found = _censored(*_given(joint, values, censored), [values[each] for each in censored])
+        for number, site in zip(censored, found, strict=True):
+            values[number], noise[number] = site
     noisy = [
         [each + noise[i] * (i == j) for j, each in enumerate(row)] for i, row in enumerate(joint)
     ]
     root = cholesky(noisy)
     return root, solve_lower(root, values)
+
+
+def _given(
+    joint: Matrix, values: Sequence[float], censored: Sequence[int]
+) -> tuple[list[float], list[list[float]]]:
+    """Mean and covariance of the scores that are above bounds, given those that were measured."""
+    measured = [number for number in range(len(values)) if number not in set(censored)]
+    root = cholesky([[joint[i][j] for j in measured] for i in measured])
+    solved = solve_lower(root, [values[each] for each in measured])
+    known = [solve_lower(root, [joint[each][j] for j in measured]) for each in censored]
+    return (
+        [math.fsum(map(mul, parts, solved)) for parts in known],
+        [
+            [
+                joint[a][b] - math.fsum(map(mul, of_a, of_b))
+                for b, of_b in zip(censored, known, strict=True)
+            ]
+            for a, of_a in zip(censored, known, strict=True)
+        ],
+    )
+
+
+def _censored(
+    mean: list[float], covariance: list[list[float]], bounds: Sequence[float]
+) -> list[tuple[float, float]]:
+    """The observations that stand for scores above bounds, each a value and the variance of noise.
+
+    Each in turn is told of the others, and the joint distribution of it, by an update of rank one
+    (Rasmussen and Williams 2006, algorithm 3.5).
+    """
+    sites = [(0.0, math.inf)] * len(bounds)
+    for _ in range(_ROUNDS):
+        moved = 0.0
+        for number, bound in enumerate(bounds):
+            (before, noise_before), column = sites[number], covariance[number]
+            value, noise, more = _truncated(
+                mean[number], column[number], before, noise_before, bound
+            )
+            sites[number], moved = (value, noise), max(moved, more)
+            precision = 1.0 / noise - 1.0 / noise_before
+            pull = value / noise - before / noise_before - precision * mean[number]
+            told = 1.0 + precision * column[number]
+            mean = [each + pull / told * part for each, part in zip(mean, column, strict=True)]
+            parts = [precision / told * part for part in column]
+            covariance = [
+                [each - own * part for each, part in zip(row, parts, strict=True)]
+                for row, own in zip(covariance, column, strict=True)
+            ]
+        if moved < _STILL:
+            break
+    return sites
 
 
 def _truncated(

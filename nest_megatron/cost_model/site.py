@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from nest_megatron.cost_model.device_memory import PeakErrors
 from nest_megatron.cost_model.mechanisms import Mechanism
@@ -21,7 +22,12 @@ from nest_megatron.cost_model.site_calibration import SiteCalibration, job_hash
 from nest_megatron.cost_model.student_t import deviation
 from nest_megatron.cost_model.uncertainty import Predictive, predictive, shipped_calibration
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.objective import MechanismChange, MemoryChange, SiteChange
+from nest_megatron.parallel.objective import (
+    MechanismChange,
+    MemoryChange,
+    MemoryPart,
+    SiteChange,
+)
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan_file import digest
 from nest_megatron.units import Seconds
@@ -104,7 +110,21 @@ class Site:
             low_bytes=low,
             high_bytes=high,
             without_out_of_memory=without,
+            parts=tuple(self._parts(self._peak(model, grid, partition), job)),
         )
+
+    def _parts(self, peak: PredictedPeak, job: str) -> list[MemoryPart]:
+        """What each part of the error adds to a plan's peak by itself."""
+        median = peak.error.quantile(0.5)
+        found = [
+            MemoryPart(
+                part=part,
+                peak_percent=100.0
+                * math.expm1(peak.error.quantile(NormalDist().cdf(score)) - median),
+            )
+            for part, score in self.peaks.parts(peak, job).items()
+        ]
+        return sorted(found, key=lambda each: -abs(each.peak_percent))
 
     def least_factor(self, known: Predictive) -> float:
         """No plan of a job has a median step below this times its predicted step.

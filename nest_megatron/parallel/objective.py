@@ -68,6 +68,19 @@ class MechanismChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPart:
+    """What runs of a site say of one part of the error of a plan's peak.
+
+    Args:
+        part: one of ``peak_posterior.PARTS``: the site, a term of the peak, the job, its layout.
+        peak_percent: by how much it alone moves the peak that half of the runs stay below.
+    """
+
+    part: str
+    peak_percent: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryChange:
     """What runs of a site say of a plan's peak memory.
 
@@ -77,6 +90,7 @@ class MemoryChange:
         peak_bytes: the peak that half of the runs stay below.
         low_bytes, high_bytes: 9 of 10 peaks lie between them.
         without_out_of_memory: chance to run out of memory without these runs.
+        parts: what moves the peak most first.
     """
 
     peaks: int
@@ -86,6 +100,7 @@ class MemoryChange:
     low_bytes: Bytes
     high_bytes: Bytes
     without_out_of_memory: float
+    parts: tuple[MemoryPart, ...] = added(())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,7 +111,16 @@ def _peaks(peaks: int, ran_out: int) -> str:
     return " and ".join(_number(count, what) + more for count, what, more in counts if count)
 
 
-#: Changes of a step below this, in per cent, are not told.
+#: Parts of the error of a peak (``cost_model.peak_posterior.PARTS``), as they are told.
+_PARTS = {
+    "site": "memory of all jobs",
+    "static": "weights and states",
+    "activations": "activations",
+    "working": "working memory",
+    "job": "memory of this job",
+    "layout": "memory of layouts near it",
+}
+#: Changes of a step, or of a peak, below this, in per cent, are not told.
 _LEAST_TOLD = 0.05
 
 
@@ -134,6 +143,10 @@ def site_rows(site: SiteChange) -> list[tuple[str, str]]:
             f"{each.deviation_percent:.0f} %: {each.step_percent:+.1f} % of the step"
         )
         rows.append((each.mechanism.replace("_", " "), said))
+    for part in () if site.memory is None else site.memory.parts:
+        if abs(part.peak_percent) < _LEAST_TOLD:
+            break
+        rows.append((_PARTS[part.part], f"{part.peak_percent:+.1f} % of peak memory by itself"))
     return rows
 
 

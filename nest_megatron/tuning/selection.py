@@ -8,6 +8,7 @@ that the plan starts at all, and compared per predicted minute of the run.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -134,16 +135,14 @@ class Known:
         A plan that is predicted to need at least as much memory as one that ran out is none.
         """
         posterior, peaks, plans = self.posterior, self.peak_posterior, self.ranked.candidates
-        return [self._now(each, posterior, peaks) for each in plans if self._may_run(each)]
-
-    def _may_run(self, candidate: Candidate) -> bool:
-        if candidate.solved in self.steps_s:
-            return True
-        peaks = {each.solved: each.peak_memory_bytes for each in self.ranked.candidates}
-        short = (peaks[plan] for plan, out_of_memory in self.failed.items() if out_of_memory)
-        return candidate.solved not in self.failed and not any(
-            candidate.peak_memory_bytes >= peak for peak in short
-        )
+        short = [each for each in plans if self.failed.get(each.solved)]
+        least = min((each.peak_memory_bytes for each in short), default=math.inf)
+        return [
+            self._now(each, posterior, peaks)
+            for each in plans
+            if each.solved in self.steps_s
+            or (each.solved not in self.failed and each.peak_memory_bytes < least)
+        ]
 
     def _now(self, candidate: Candidate, posterior: Posterior, peaks: PeakPosterior) -> Candidate:
         plan = candidate.solved

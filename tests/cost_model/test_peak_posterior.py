@@ -15,7 +15,7 @@ from nest_megatron.cost_model.peak_posterior import (
     PeakPosterior,
     PeakRun,
     PredictedPeak,
-    _common,
+    _shared,
 )
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.units import GIB
@@ -97,7 +97,7 @@ def test_moments_are_those_of_drawn_truncated_scores(censored: int) -> None:
     """Against a million draws of the joint scores, of which those above the bounds are kept."""
     plans = [peak(30, 30 - 2 * n, float(n)) for n in range(4)]
     runs = [ran(66.0, plans[3]), *map(ran_out, plans[:censored])]
-    joint = np.array([[_common(r.predicted, "a", {}, each) for each in runs] for r in runs])
+    joint = np.array([[sum(_shared(r.predicted, "a", {}, each)) for each in runs] for r in runs])
     joint += OWN * np.eye(len(runs))
     first, bounds = (
         runs[0].predicted.score(runs[0].bytes),
@@ -110,7 +110,7 @@ def test_moments_are_those_of_drawn_truncated_scores(censored: int) -> None:
     assert len(kept) > 300
     whole = np.column_stack([np.full(len(kept), first), kept])
     plan = peak(30, 27, 1.5)
-    weights = np.linalg.solve(joint, [_common(plan, "a", {}, run) for run in runs])
+    weights = np.linalg.solve(joint, [sum(_shared(plan, "a", {}, run)) for run in runs])
     told = whole @ weights
     known = PeakPosterior(runs).of(plan, "a")
     assert isinstance(known, LearnedPeakError)

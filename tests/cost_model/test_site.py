@@ -17,6 +17,7 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
 from nest_megatron.cost_model import site_file
 from nest_megatron.cost_model.mechanisms import Mechanism
+from nest_megatron.cost_model.peak_posterior import PARTS
 from nest_megatron.cost_model.site import Site, job_of, unseen_errors
 from nest_megatron.cost_model.site_calibration import FORMAT, SiteCalibration, calibrations
 from nest_megatron.cost_model.uncertainty import predictive
@@ -308,6 +309,10 @@ def test_plans_say_what_the_site_makes_of_their_memory(
     assert without.uncertainty is not None
     assert memory.without_out_of_memory == without.uncertainty.out_of_memory
     assert "Memory here" in text_of(found)
+    assert {each.part for each in memory.parts} == set(PARTS)
+    assert memory.parts[0].peak_percent > 1
+    assert memory.parts[-1].peak_percent == pytest.approx(0.0), "none of this job ran"
+    assert "% of peak memory by itself" in text_of(found)
     assert "by 2 measured peaks" in text_of(found)
 
 
