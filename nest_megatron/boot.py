@@ -27,6 +27,7 @@ SETTINGS = ("nest.", "+nest.", "++nest.")
 BEFORE = {"megatron.training": "before_training"}
 #: ... and with the module just after.
 AFTER = {
+    "megatron.bridge.training.pretrain": "after_bridge_pretrain",
     "megatron.bridge.training.utils.omegaconf_utils": "after_bridge_overrides",
     "megatron.training.arguments": "after_arguments",
     "megatron.training.initialize": "after_initialize",

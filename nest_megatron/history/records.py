@@ -85,6 +85,7 @@ class Predicted:
         peak_memory_bytes: of each pipeline rank.
         peak_terms: bytes of the highest of these, by term.
         allocatable_bytes: what the job's tensors may take of a device; ``None`` in older records.
+        expert_imbalance: as measured ones are, that was planned for; ``None`` in older records.
     """
 
     step_s: Seconds
@@ -96,6 +97,7 @@ class Predicted:
     peak_memory_bytes: tuple[Bytes, ...]
     peak_terms: Mapping[str, Bytes] = field(default_factory=dict)
     allocatable_bytes: Bytes | None = None
+    expert_imbalance: float | None = None
 
     def __post_init__(self) -> None:
         if self.step_s <= 0 or not self.peak_memory_bytes:
@@ -113,6 +115,8 @@ class Measured:
             without waiting for other pipeline ranks; ``None`` for a rank that does not say.
         peak_memory_bytes: on each rank's device; ``None`` where there is none, or no word of it.
         peak_allocated_bytes: of each rank's tensors alone; empty in older records.
+        expert_imbalance: tokens of the busiest expert-parallel rank over the mean, of the whole
+            batch, in the mean of layers and steps; ``None`` where Megatron counts none.
     """
 
     step_times_s: tuple[Seconds, ...]
@@ -120,6 +124,7 @@ class Measured:
     busy_s: tuple[Seconds | None, ...]
     peak_memory_bytes: tuple[Bytes | None, ...]
     peak_allocated_bytes: tuple[Bytes | None, ...] = ()
+    expert_imbalance: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.warm_up < len(self.step_times_s) or min(self.step_times_s) <= 0:
@@ -157,6 +162,7 @@ class RankMeasured:
         rank: its global rank.
         step_times_s: as in ``Measured``.
         busy_s: of each of these steps, as in ``Measured``; empty where passes were not timed.
+        expert_imbalance: as in ``Measured``, of the rank's own layers.
     """
 
     rank: int
@@ -166,6 +172,7 @@ class RankMeasured:
     busy_s: tuple[Seconds, ...]
     peak_memory_bytes: Bytes | None
     peak_allocated_bytes: Bytes | None = None
+    expert_imbalance: float | None = None
 
     @property
     def step_s(self) -> Seconds:
@@ -183,6 +190,7 @@ def measured_by_ranks(parts: Mapping[int, RankMeasured], num_ranks: int) -> Meas
     busy = {r: statistics.median(p.counted_busy_s) for r, p in parts.items() if p.counted_busy_s}
     memory = {rank: part.peak_memory_bytes for rank, part in parts.items()}
     tensors = {rank: part.peak_allocated_bytes for rank, part in parts.items()}
+    uneven = [part.expert_imbalance for part in parts.values() if part.expert_imbalance is not None]
     first = parts[min(parts)]
     return Measured(
         step_times_s=first.step_times_s,
@@ -190,6 +198,7 @@ def measured_by_ranks(parts: Mapping[int, RankMeasured], num_ranks: int) -> Meas
         busy_s=tuple(busy.get(rank) for rank in range(num_ranks)),
         peak_memory_bytes=tuple(memory.get(rank) for rank in range(num_ranks)),
         peak_allocated_bytes=tuple(tensors.get(rank) for rank in range(num_ranks)),
+        expert_imbalance=statistics.fmean(uneven) if uneven else None,
     )
 
 

@@ -6,19 +6,16 @@ lock that a user could keep.
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from nest_megatron.config.policy import read_policy
 from nest_megatron.files import append_line
-from nest_megatron.history.records import FlagChange, Launch, RunRecord
+from nest_megatron.history.records import FlagChange, RunRecord
 from nest_megatron.history.store import line_of
 from nest_megatron.integrations.fields import shown
-from nest_megatron.integrations.run_record import new_run
 from nest_megatron.parallel.diff import Change
-from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.policy import AuditRules, Policy, PolicyFile
 from nest_megatron.units import Seconds
 
@@ -46,29 +43,6 @@ def begin(run: RunRecord) -> None:
         if rules.required:
             raise file.broken("audit.required", "audit", rules.file, reason)
         _tell(f"this launch is not in the audit {rules.file}: {reason}")
-
-
-def begin_unwatched(
-    plan: ParallelPlan,
-    hosts: Sequence[str],
-    mode: str,
-    signer: str | None,
-    changes: Iterable[Change],
-) -> None:
-    """Write down a run of a framework whose steps and end nobody watches; raises as ``begin``.
-
-    Args:
-        hosts: of each global rank, or the first alone.
-    """
-    if not audits():
-        return
-    launch = Launch(mode=mode, signer=signer, changes=changed_flags(changes))
-    try:
-        run = new_run(plan, hosts, os.environ, launch)
-    except Exception as error:  # noqa: BLE001 - the job may train without a record
-        refuse(f"no record of the run can be made: {error}")
-    else:
-        begin(run)
 
 
 def refuse(reason: str) -> None:

@@ -12,14 +12,19 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
+import os
 import socket
+import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from nest_megatron.history import store as history
 from nest_megatron.history.records import (
+    Launch,
     Outcome,
     RankMeasured,
     RunRecord,
@@ -27,8 +32,10 @@ from nest_megatron.history.records import (
 )
 from nest_megatron.integrations import audit
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
-from nest_megatron.integrations.run_record import now
+from nest_megatron.integrations.outlets import write_prometheus
+from nest_megatron.integrations.run_record import new_run, now
 from nest_megatron.integrations.run_warnings import run_warnings
+from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.profile.clock import OUT_OF_MEMORY, HostClock, job_clock
 from nest_megatron.report.runs import comparison, first_line
@@ -52,7 +59,7 @@ class Recorder:
         rank, num_ranks: this process's global rank, and how many there are.
         store: where the ranks met; ``None`` for a single one.
         own_run: the record of the run on the rank that planned it.
-        publish: called with the measured record, on rank 0.
+        prometheus: file that rank 0 writes the measured figures to, if any.
 
     Attributes:
         is_done: the watched steps are over.
@@ -67,15 +74,16 @@ class Recorder:
         num_ranks: int,
         store: RendezvousStore | None,
         own_run: RunRecord | None,
-        publish: Callable[[RunRecord], None] = lambda _: None,
+        prometheus: str | None = None,
     ) -> None:
         self.steps, self.rank, self.num_ranks = steps, rank, num_ranks
         self.is_done = False
         self.measured: RankMeasured | None = None
-        self._store, self._own_run, self._publish = store, own_run, publish
+        self._store, self._own_run, self._prometheus = store, own_run, prometheus
         self._clock: HostClock = HostClock()
         self._begun: list[Any] = []
         self._passes: list[list[tuple[Any, Any]]] = []
+        self._tokens: list[list[Any]] = []
         self._in_step = False
         self._gathering: threading.Thread | None = None
 
@@ -100,6 +108,7 @@ class Recorder:
             self.finish()
         else:
             self._passes.append([])
+            self._tokens.append([])
 
     def timed(self, function: Callable[..., Result]) -> Callable[..., Result]:
         """A forward or backward pass of this rank's layers, timed inside watched steps."""
@@ -115,6 +124,22 @@ class Recorder:
 
         return run
 
+    def routed(self, function: Callable[..., Result], ep: int) -> Callable[..., Result]:
+        """Megatron's update of routers' biases, whose first argument it makes whole counts of.
+
+        Args:
+            ep: expert-parallel ranks that experts are divided among, in their order.
+        """
+
+        @functools.wraps(function)
+        def run(tokens: Any, *args: Any, **kwargs: Any) -> Result:
+            result = function(tokens, *args, **kwargs)
+            if self._in_step:
+                self._tokens[-1].append(tokens.reshape(len(tokens), ep, -1).sum(dim=-1))
+            return result
+
+        return run
+
     def finish(self) -> None:
         """End the watched steps, with those there are; rank 0 collects what all measured."""
         if self.is_done or len(self._begun) < 2:
@@ -122,7 +147,7 @@ class Recorder:
         self.is_done = True
         with self.telling("completed"):
             self.measured = self._read()
-            self._passes = []
+            self._passes, self._tokens = [], []
             if self._store is not None:
                 self._store.leave(_MEASURED, json.dumps(to_plain(self.measured)))
         if self.measured is None or self.rank != 0:
@@ -168,6 +193,9 @@ class Recorder:
             busy_s=tuple(sum(s for (s,) in step) for step in steps) if all(steps) else (),
             peak_memory_bytes=peak_memory_bytes(),
             peak_allocated_bytes=peak_allocated_bytes(),
+            expert_imbalance=_imbalance(
+                self._tokens[int(_WARM_UP * len(step_times)) : len(step_times)]
+            ),
         )
 
     def _gather(self) -> None:
@@ -194,11 +222,11 @@ class Recorder:
                 lines = [comparison(run), *(f"warning: {each}" for each in run.warnings)]
                 print("\n".join(f"nest: {line}" for line in lines), flush=True)
             ended = dataclasses.replace(run, outcome=Outcome.FINISHED, end=now())
-            if parts:
-                self._publish(ended)
             self._keep(ended)
             if parts:
                 self._own_run = run
+                if self._prometheus is not None:
+                    write_prometheus(ended, Path(self._prometheus))
                 audit.follow(run)  # training goes on
 
     def _record_failure(self, error: BaseException) -> None:
@@ -228,12 +256,52 @@ class Recorder:
             print(f"nest: the record of this run could not be {what}: {error}", flush=True)
 
 
-def begin_run(store: RendezvousStore | None, run: RunRecord, *, is_watched: bool = True) -> None:
-    """Keep the record of a run that begins, on the rank that planned it, and show it to others."""
-    if store is not None:
-        store.leave(_RUN, json.dumps(to_plain(run)))
-    if is_watched:
-        history.append(run)
+def begin(
+    plan: ParallelPlan,
+    hosts: Sequence[str],
+    launch: Launch | None,
+    *,
+    store: RendezvousStore | None = None,
+    is_watched: bool,
+) -> RunRecord | None:
+    """Keep the record of a run that is about to train, on the rank that planned it.
+
+    A history that cannot be written is told of, and no reason to stop.
+
+    Args:
+        hosts: of each global rank, or the first alone.
+        launch: how it was launched, where that is known.
+        store: where the other ranks look for the record.
+        is_watched: whether the history gets the run; an audit gets every one.
+
+    Returns:
+        The record; ``None`` where neither asks for one, or none can be made.
+
+    Raises:
+        PolicyError: where a policy has to have an audit, and it cannot be written.
+    """
+    if not is_watched and not audit.audits():
+        return None
+    try:
+        run = new_run(plan, hosts, os.environ, launch)
+    except Exception as error:  # noqa: BLE001 - the job trains without a record
+        print(f"nest: no record of this run is kept: {error}", flush=True)
+        audit.refuse(f"no record of the run can be made: {error}")
+        return None
+    leave_run(store, run, is_watched=is_watched)
+    audit.begin(run)
+    return run
+
+
+def leave_run(store: RendezvousStore | None, run: RunRecord, *, is_watched: bool) -> None:
+    """Leave the record of a run that begins for the other ranks, and in the history."""
+    try:
+        if store is not None:
+            store.leave(_RUN, json.dumps(to_plain(run)))
+        if is_watched:
+            history.append(run)
+    except Exception as error:  # noqa: BLE001 - the job trains without a record
+        print(f"nest: no record of this run is kept: {error}", flush=True)
 
 
 def outcome_of(error: BaseException) -> Outcome:
@@ -247,6 +315,21 @@ def outcome_of(error: BaseException) -> Outcome:
     if isinstance(error, torch.OutOfMemoryError) or of_cuda:
         return Outcome.OUT_OF_MEMORY
     return Outcome.FAILED
+
+
+def _imbalance(steps: Sequence[Sequence[Any]]) -> float | None:
+    """Tokens of the busiest expert-parallel rank over the mean, in the mean of layers and steps.
+
+    Args:
+        steps: by layer and expert-parallel rank, those of each update of each step.
+    """
+    ratios = [
+        float((counts.max(dim=-1).values / counts.float().mean(dim=-1)).mean())
+        for step in steps
+        for counts in step
+    ]
+    known = [each for each in ratios if math.isfinite(each)]
+    return statistics.fmean(known) if known else None
 
 
 def _is_capturing() -> bool:

@@ -92,4 +92,5 @@ def predicted(plan: ParallelPlan) -> Predicted:
         peak_memory_bytes=tuple(sum(stage.memory_bytes.values()) for stage in stages),
         peak_terms=highest.memory_bytes,
         allocatable_bytes=allocatable(model, grid),
+        expert_imbalance=settings.expert_imbalance if plan.model.is_moe else None,
     )

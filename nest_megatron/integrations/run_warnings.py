@@ -23,6 +23,8 @@ from nest_megatron.units import Seconds, format_gib, format_seconds
 _SLOWER, _SLOWER_THAN_PRICED = 0.05, 0.15
 #: From which share on memory is above the prediction, and passes are off it.
 _MEMORY, _PASSES = 0.10, 0.10
+#: From which share on tokens are spread less evenly over experts than planned for.
+_IMBALANCE = 0.10
 #: Steps that have to count before one rank is called slower than another.
 _FEWEST_STEPS = 4
 _WAITING = (GroupKind.TP, GroupKind.CP, GroupKind.ETP, GroupKind.EP)
@@ -31,7 +33,7 @@ _WAITING = (GroupKind.TP, GroupKind.CP, GroupKind.ETP, GroupKind.EP)
 def run_warnings(run: RunRecord, parts: Mapping[int, RankMeasured]) -> tuple[str, ...]:
     """One sentence each."""
     hosts = {rank: part.host for rank, part in parts.items()}
-    warned = [*_missing(run, parts), *_memory(run, hosts)]
+    warned = [*_missing(run, parts), *_memory(run, hosts), *_experts(run)]
     if not run.grid.zero.is_fsdp:
         groups = _groups(run, parts)
         warned += [*_slow(groups, hosts), *_passes(run, groups)]
@@ -60,6 +62,18 @@ def _memory(run: RunRecord, hosts: Mapping[int, str]) -> Iterator[str]:
         yield (
             f"peak memory of {named([worst], hosts)} is {_percent(over[worst])} above the "
             f"prediction ({format_gib(peak)}, predicted {format_gib(peak / over[worst])}){others}"
+        )
+
+
+def _experts(run: RunRecord) -> Iterator[str]:
+    """Whether tokens are spread less evenly over expert-parallel ranks than was planned for."""
+    assert run.measured is not None
+    found, planned = run.measured.expert_imbalance, run.predicted.expert_imbalance
+    if found is not None and planned is not None and found > (1 + _IMBALANCE) * planned:
+        yield (
+            f"experts are {found:.2f}x imbalanced (planned for {planned:.2f}x): the busiest "
+            "expert-parallel rank has that many times the mean of tokens in the watched steps; "
+            f"cost.expert_imbalance={found:.2f} plans for it"
         )
 
 

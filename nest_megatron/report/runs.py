@@ -180,6 +180,10 @@ def run_details(run: RunRecord) -> RenderableType:
         parts += [heading("What ended it"), Text(run.error)]
     if run.measured is not None:
         parts += [heading("Measured"), Text(comparison(run)), _ranks_table(run)]
+        if (uneven := run.measured.expert_imbalance) is not None:
+            parts.append(
+                Text(f"The busiest expert-parallel rank has {uneven:.2f}x the mean of tokens.")
+            )
     if run.warnings:
         parts += [heading("Warnings"), *(Text(f"* {each}") for each in run.warnings)]
     if run.predicted.shares:

@@ -24,7 +24,7 @@ if num_ranks > 1:
     store.stop_heartbeat()
 run = started(num_ranks, id=os.environ.get("NEST_TEST_RUN", "run"), end=None)
 if rank == 0:
-    recording.begin_run(store, run)
+    recording.leave_run(store, run, is_watched=True)
 elif store is not None:
     while not store.num_left("run"):
         time.sleep(0.05)

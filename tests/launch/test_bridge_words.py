@@ -22,9 +22,28 @@ def process_config_with_overrides(config, config_filepath=None, cli_overrides=No
             setattr(getattr(config, part), field, int(value))
     return config
 """
+TRAIN = """
+def train_step(number):
+    return number
+
+
+def train():
+    return [train_step(number) for number in range(6)]
+"""
+PRETRAIN = """
+import os
+from megatron.bridge.training.train import train
+
+
+def pretrain(cfg):
+    train()
+    if "NEST_TEST_FAILS" in os.environ:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+"""
 AUTO = ("+nest=auto", "nest.cluster=dgx_h100")
 SCRIPT = """
 import sys
+from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 from tests import catalogue
 from tests.integrations.frameworks import bridge_config
@@ -32,6 +51,7 @@ from tests.integrations.frameworks import bridge_config
 cfg = bridge_config(catalogue.model("llama3_8b"))
 cfg = process_config_with_overrides(cfg, cli_overrides=sys.argv[1:])
 print("trains with TP", cfg.model.tensor_model_parallel_size)
+pretrain(cfg)
 """
 
 
@@ -40,6 +60,8 @@ def script(tmp_path: Path) -> Path:
     package = tmp_path / "megatron" / "bridge" / "training" / "utils"
     package.mkdir(parents=True)
     (package / "omegaconf_utils.py").write_text(OVERRIDES, encoding="utf-8")
+    (package.parent / "train.py").write_text(TRAIN, encoding="utf-8")
+    (package.parent / "pretrain.py").write_text(PRETRAIN, encoding="utf-8")
     path = tmp_path / "run_recipe.py"
     path.write_text(SCRIPT, encoding="utf-8")
     return path
@@ -110,14 +132,40 @@ def test_advice_names_settings_as_they_are_typed(script: Path) -> None:
     assert "add nest.checks.plausibility=off" in done.stderr
 
 
-def test_an_audit_has_how_it_began(script: Path, tmp_path: Path) -> None:
+def test_the_first_steps_are_kept_beside_the_prediction(script: Path, tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    one = ("nest.cluster=dgx_h100", "nest.cluster.num_gpus=1", "model.num_layers=2")
+    done = run(script, "+nest=auto", *one, "nest.watch=4", NEST_MEGATRON_HISTORY=str(path))
+    assert done.returncode == 0, done.stderr
+    assert "nest: measured over watched steps" in done.stdout
+    (record,) = store.read(path)
+    assert record.outcome is Outcome.FINISHED
+    assert record.measured is not None
+    assert len(record.measured.step_times_s) == 4
+    assert record.job.framework == "Megatron-Bridge"
+    unwatched = run(script, "+nest=auto", *one, "nest.watch=0", NEST_MEGATRON_HISTORY=str(path))
+    assert unwatched.returncode == 0, unwatched.stderr
+    assert len(store.read(path)) == 1
+
+
+def test_what_ended_a_run_is_kept(script: Path, tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    one = ("nest.cluster=dgx_h100", "nest.cluster.num_gpus=1", "model.num_layers=2")
+    fails = {"NEST_TEST_FAILS": "1", "NEST_MEGATRON_HISTORY": str(path)}
+    assert run(script, "+nest=auto", *one, **fails).returncode != 0
+    (record,) = store.read(path)
+    assert record.outcome is Outcome.OUT_OF_MEMORY
+    assert "Tried to allocate 2 GiB" in (record.error or "")
+
+
+def test_an_audit_has_how_it_began_and_ended(script: Path, tmp_path: Path) -> None:
     policy, path = tmp_path / "policy.yaml", tmp_path / "audit.jsonl"
     policy.write_text(f"audit: {{file: {path}, required: true}}\n")
     size = ("nest.cluster=dgx_h100", "nest.cluster.num_gpus=16")
     done = run(script, "+nest=auto", *size, NEST_MEGATRON_POLICY=str(policy))
     assert done.returncode == 0, done.stderr
     (record,) = store.read(path)
-    assert record.outcome is Outcome.STARTED
+    assert record.outcome is Outcome.FINISHED
     assert record.launch is not None
     assert record.launch.changes
     policy.write_text(f"audit: {{file: {tmp_path}, required: true}}\n")

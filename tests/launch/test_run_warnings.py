@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from nest_megatron.history.records import RankMeasured, RunRecord, measured_by_ranks
-from nest_megatron.integrations.run_warnings import run_warnings
+from nest_megatron.integrations.run_warnings import _experts, run_warnings
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.zero import ZeroStage
@@ -103,3 +103,16 @@ def test_memory_above_the_prediction_names_the_worst_rank() -> None:
 
 def test_a_rank_that_is_silent_is_named() -> None:
     assert warned(DENSE, {7: 0.0}) == ("nothing was heard from rank 7 (a)",)
+
+
+@pytest.mark.parametrize(("measured", "planned", "told"), [(1.4, 1.0, True), (1.4, 1.35, False)])
+def test_uneven_experts_are_told_beside_what_was_planned_for(
+    measured: float, planned: float, told: bool
+) -> None:
+    run = run_record()
+    assert run.measured is not None
+    predicted = dataclasses.replace(run.predicted, expert_imbalance=planned)
+    uneven = dataclasses.replace(run.measured, expert_imbalance=measured)
+    found = list(_experts(dataclasses.replace(run, predicted=predicted, measured=uneven)))
+    assert bool(found) == told
+    assert all("1.40x imbalanced (planned for 1.00x)" in each for each in found)

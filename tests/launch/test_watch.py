@@ -77,14 +77,14 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("ticking")
 def test_one_record_after_the_watched_steps(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    published: list[RunRecord] = []
-    take_steps(alone(4, publish=published.append), 9)
+    page = runs.with_name("nest.prom")
+    take_steps(alone(4, prometheus=str(page)), 9)
     assert capsys.readouterr().out.splitlines()[0] == (
         "nest: measured over watched steps 2 to 4: 1.500 s a step (predicted 2.000 s, -25.0 %), "
         "peak memory of rank 0 11.0 GiB (predicted 10.0 GiB, +10.0 %)"
     )
     (run,) = history.read(runs)
-    assert published == [run]
+    assert "nest_step_seconds{" in page.read_text(encoding="utf-8")
     assert run.measured is not None
     assert run.measured.step_times_s == (1.5,) * 4
     assert run.measured.busy_s == (0.5,)
@@ -235,3 +235,30 @@ def test_two_jobs_at_once_keep_whole_lines(runs: Path) -> None:
         "two": Outcome.FINISHED,
     }
     assert len(runs.read_text().splitlines()) == 4
+
+
+@pytest.mark.usefixtures("ticking")
+def test_tokens_of_the_busiest_expert_rank_are_kept(runs: Path) -> None:
+    """Megatron sums the counts of all replicas into its first argument; two ranks, four experts."""
+    recorder = alone(4)
+    begun = torch.tensor([[1.0, 1.0, 1.0, 1.0], [3.0, 3.0, 1.0, 1.0]])
+
+    def update(tokens: torch.Tensor, rate: float) -> float:
+        tokens *= 8
+        return rate
+
+    routed = recorder.routed(update, ep=2)
+    for _ in range(6):
+        with recorder.step():
+            assert routed(begun.clone(), 1e-3) == 1e-3
+    (run,) = history.read(runs)
+    assert run.measured is not None
+    assert run.measured.expert_imbalance == pytest.approx((1.0 + 1.5) / 2)
+
+
+@pytest.mark.usefixtures("ticking")
+def test_without_counts_nothing_is_said_of_experts(runs: Path) -> None:
+    take_steps(alone(4), 6)
+    (run,) = history.read(runs)
+    assert run.measured is not None
+    assert run.measured.expert_imbalance is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from argparse import Namespace
@@ -20,7 +21,8 @@ from nest_megatron.history import store as history
 from nest_megatron.history.records import Outcome
 from nest_megatron.integrations import audit
 from nest_megatron.integrations.megatron_lm.ranks import Rendezvous
-from nest_megatron.integrations.megatron_lm.watch import Watch, begin
+from nest_megatron.integrations.megatron_lm.watch import Watch, begin, time_passes
+from nest_megatron.integrations.recorder import Recorder
 from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.policy import PolicyError
@@ -58,9 +60,7 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Board:
     variables = SimpleNamespace(
         get_tensorboard_writer=lambda: board, get_wandb_writer=lambda: SimpleNamespace(log=log)
     )
-    training = ModuleType("megatron.training")
-    training.global_vars = variables  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "megatron.training", training)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", variables)
     return board
 
 
@@ -97,7 +97,7 @@ def training_module(job: Any, fail_at: int = -1) -> ModuleType:
         begin(job, None)
         return [module.train_step(number) for number in range(8)]  # type: ignore[attr-defined]
 
-    watch = Watch(module, job)
+    watch = Watch(module, lambda: job)
     module.train_step = lambda *a: watch.train_step(train_step, *a)  # type: ignore[attr-defined]
     module.pretrain = lambda: watch.pretrain(pretrain)  # type: ignore[attr-defined]
     return module
@@ -154,8 +154,6 @@ def audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_an_audit_has_the_launch_the_steps_and_the_end(job: Any, audited: Path, steps: int) -> None:
     job.launch.watch.steps, job.signer = steps, "87C09460C7CF688F"
     module = training_module(job)
-    if steps == 0:  # as the hook leaves it
-        module.train_step = lambda number: number  # type: ignore[attr-defined]
     module.pretrain()
     lines = [json.loads(line) for line in audited.read_text().splitlines()]
     assert [line["outcome"] for line in lines] == ["started"] * (2 if steps else 1) + ["finished"]
@@ -181,7 +179,7 @@ def test_an_audit_knows_what_ended_a_run(job: Any, audited: Path) -> None:
 def test_a_run_without_a_record_is_refused_where_an_audit_is_required(
     job: Any, audited: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nest_megatron.integrations.megatron_lm.watch.new_run", lambda *_: 1 / 0)
+    monkeypatch.setattr("nest_megatron.integrations.recorder.new_run", lambda *_: 1 / 0)
     with pytest.raises(PolicyError, match=r"audit\.required"):
         begin(job, None)
     assert not audited.exists()
@@ -223,7 +221,8 @@ def test_fused_passes_are_not_taken_for_whole_ones(
     planned = job.decision.plan
     begin(job, None)
     train = SimpleNamespace(batch_schedule=None)
-    job.decision.plan = SimpleNamespace(execution=execution, train=train)
+    parallel = SimpleNamespace(expert_model_parallel_size=1)
+    job.decision.plan = SimpleNamespace(execution=execution, train=train, parallel=parallel)
     module = training_module(job)
     for number in range(5):
         module.train_step(number)
@@ -242,7 +241,10 @@ def test_a_growing_batch_is_watched_once_it_is_the_planned_one(
     monkeypatch.setattr(calculator, "get_current_global_batch_size", lambda: next(sizes))
     begin(job, None)
     train = SimpleNamespace(batch_schedule=object(), global_batch_size=128)
-    job.decision.plan = SimpleNamespace(execution=job.decision.plan.execution, train=train)
+    planned = job.decision.plan
+    job.decision.plan = SimpleNamespace(
+        execution=planned.execution, train=train, parallel=planned.parallel
+    )
     module = training_module(job)
     for number in range(5):
         module.train_step(number)
@@ -251,3 +253,17 @@ def test_a_growing_batch_is_watched_once_it_is_the_planned_one(
     measured = history.read()[0].measured
     assert measured is not None
     assert len(measured.step_times_s) == 3
+
+
+def test_tokens_are_counted_where_megatron_updates_routers() -> None:
+    counting = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    original = counting.get_updated_expert_bias
+    plan = SimpleNamespace(
+        execution=SimpleNamespace(overlap_moe_expert_parallel_comm=False),
+        parallel=SimpleNamespace(expert_model_parallel_size=2),
+    )
+    recording = Recorder(steps=3, rank=0, num_ranks=1, store=None, own_run=None)
+    put_back = time_passes(recording, plan)  # type: ignore[arg-type]
+    assert counting.get_updated_expert_bias.__wrapped__ is original
+    put_back()
+    assert counting.get_updated_expert_bias is original

@@ -123,10 +123,12 @@ def test_the_word_plans_and_keeps_what_the_user_typed(monkeypatch: pytest.Monkey
     monkeypatch.setenv("WORLD_SIZE", "512")
     monkeypatch.delenv("RANK", raising=False)
     asked: list[bool] = []
-    planning = hook.planning(process_config_with_overrides, lambda: asked.append(True))
+    planning = hook.planning(
+        process_config_with_overrides, lambda job: asked.append(job is not None)
+    )
     words = ["model.tensor_model_parallel_size=8", "+nest=auto", "nest.cluster=dgx_h100"]
     cfg = planning(bridge.config(GPT3), cli_overrides=words)
-    assert asked == [True]
+    assert asked[0].decision.plan.placement.num_gpus == 512
     assert cfg.model.tensor_model_parallel_size == 8
     assert cfg.comm_overlap.tp_comm_overlap_cfg is None
     bridge.validate(cfg, 512)
@@ -135,7 +137,7 @@ def test_the_word_plans_and_keeps_what_the_user_typed(monkeypatch: pytest.Monkey
 def test_without_the_word_nothing_is_planned() -> None:
     from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 
-    planning = hook.planning(process_config_with_overrides, lambda: pytest.fail("planned"))
+    planning = hook.planning(process_config_with_overrides, lambda _: pytest.fail("planned"))
     cfg = planning(bridge.config(GPT3), cli_overrides=["train.micro_batch_size=1"])
     assert cfg.train.micro_batch_size == 1
     assert cfg.model.pipeline_model_parallel_size == 8

@@ -25,7 +25,8 @@ from nest_megatron.config.job import FreeParameters, Job
 from nest_megatron.config.launch import Mode
 from nest_megatron.config.request import request_for
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations import audit
+from nest_megatron.history.records import Launch, RunRecord
+from nest_megatron.integrations import audit, recorder
 from nest_megatron.integrations.execution_fields import execution_items
 from nest_megatron.integrations.field_mapping import planned_items
 from nest_megatron.integrations.hydra.expressible_space import (
@@ -157,8 +158,13 @@ def plan_job(config: Any) -> None:
         changes = [
             Change(field=p, before=None, after=v, reason=w) for p, v, w in _rows(found, view)
         ]
-        mode = view.settings.mode.value
-        audit.begin_unwatched(found.plan, [socket.gethostname()], mode, found.signer, changes)
+        PLANS.launch = Launch(
+            mode=view.settings.mode.value,
+            signer=found.signer,
+            changes=audit.changed_flags(changes),
+        )
+        hosts = [socket.gethostname()]
+        PLANS.run = recorder.begin(found.plan, hosts, PLANS.launch, is_watched=False)
 
 
 def _report(found: AppPlan, view: AppView) -> RenderableType:
@@ -193,10 +199,14 @@ class Plans:
 
     Attributes:
         latest: the plan of the job that runs now.
+        launch: how it was launched, on its first rank.
+        run: its record, where an audit has it.
     """
 
     def __init__(self) -> None:
         self.latest: AppPlan | None = None
+        self.launch: Launch | None = None
+        self.run: RunRecord | None = None
         self._known: dict[str, AppPlan] = {}
         self._of_root: dict[int, tuple[weakref.ref[Any], str, AppPlan]] = {}
         self._planning = threading.local()

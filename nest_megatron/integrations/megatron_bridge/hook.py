@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import socket
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,23 @@ from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.config.target import installed_packages
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import OK, UserInputError
-from nest_megatron.integrations import audit
 from nest_megatron.integrations.field_mapping import STAGE_FIELDS
 from nest_megatron.integrations.launched import fields_report
 from nest_megatron.integrations.megatron_bridge.read import PATHS, read_recipe
 from nest_megatron.integrations.megatron_bridge.write import apply_plan
+from nest_megatron.integrations.megatron_lm import watch
 from nest_megatron.integrations.megatron_lm.agreement import (
     broadcast,
     propagating_errors,
     require_equal,
 )
-from nest_megatron.integrations.megatron_lm.ranks import Rendezvous, ending_together, words_of
+from nest_megatron.integrations.megatron_lm.messages import Decision
+from nest_megatron.integrations.megatron_lm.ranks import (
+    LaunchedJob,
+    Rendezvous,
+    ending_together,
+    words_of,
+)
 from nest_megatron.integrations.megatron_lm.same_job import fields, versions
 from nest_megatron.integrations.plan_output import pinned_file, plan_output
 from nest_megatron.integrations.plan_recipe import free_parameters, pinned_recipe, plan_recipe
@@ -45,8 +51,8 @@ from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.console import show
 
-#: Settings of ``+nest`` that need Megatron-LM's own arguments or training loop.
-_NOT_HERE = ("on_mismatch", "ranks", "mixed_gpus", "watch", "stop_before_training")
+#: Settings of ``+nest`` that need Megatron-LM's own arguments.
+_NOT_HERE = ("on_mismatch", "ranks", "mixed_gpus", "stop_before_training")
 #: Item of a plan -> the choice that it belongs to, where the two have other names.
 _CHOICES = {
     **dict.fromkeys(RECOMPUTE, "recompute"),
@@ -63,12 +69,12 @@ _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 Process = Callable[..., Any]
 
 
-def planning(process: Process, on_plan: Callable[[], None]) -> Process:
+def planning(process: Process, on_plan: Callable[[LaunchedJob | None], None]) -> Process:
     """``process_config_with_overrides`` that plans where its overrides ask for it.
 
     Args:
         process: the framework's own.
-        on_plan: called once a plan is in place, or ``+nest=off`` asks for none.
+        on_plan: told the job once a plan is in place; ``None`` where ``+nest=off`` asks for none.
     """
 
     @functools.wraps(process)
@@ -82,8 +88,7 @@ def planning(process: Process, on_plan: Callable[[], None]) -> Process:
         if ours:
             rendezvous = Rendezvous()
             with ending_together(rendezvous):
-                run(config, read_words(ours), _stated(rest, config_filepath), rendezvous)
-                on_plan()
+                on_plan(run(config, read_words(ours), _stated(rest, config_filepath), rendezvous))
         return config
 
     return process_config_with_overrides
@@ -91,54 +96,58 @@ def planning(process: Process, on_plan: Callable[[], None]) -> Process:
 
 def run(
     cfg: Any, words: LaunchWords, stated: Iterable[str], rendezvous: Rendezvous | None = None
-) -> None:
+) -> LaunchedJob | None:
     """Plan on rank 0 and write the plan into every rank's configuration.
 
     Args:
         stated: fields that the user set themselves, which stay unless ``nest.free`` names them.
         rendezvous: told where the ranks meet.
+
+    Returns:
+        The planned job; ``None`` where ``+nest=off`` asks for none.
     """
     launch = read_launch(words)
     if words.mode is Mode.OFF:
-        return
+        return None
     _refuse_settings(words)
     os.environ.update(rank_variables(os.environ))
     recipe = read_recipe(cfg)
     keep = stated_choices(stated, launch.free)
-    store, num_ranks = None, recipe.num_gpus or 1
+    job = LaunchedJob(words=words, launch=launch, script=sys.argv[0], argv=tuple(sys.argv[1:]))
+    job.rendezvous = rendezvous or Rendezvous()
+    rank, num_ranks = int(os.environ.get("RANK", "0")), recipe.num_gpus or 1
+    job.args = Namespace(rank=rank, world_size=num_ranks)
+    store = None
     if num_ranks > 1 and "RANK" in os.environ and not launch.dry_run:
-        rank = int(os.environ["RANK"])
-        store = (rendezvous or Rendezvous()).join(rank, num_ranks, words, _PATIENCE_S)
-
-    signer: str | None = None
+        store = job.rendezvous.join(rank, num_ranks, words, _PATIENCE_S)
 
     def solve(_: object) -> str:
-        nonlocal signer
         if not launch.dry_run:
             require_launch(words.mode, launch.free)
         if words.mode is Mode.PINNED:
             pinned = pinned_recipe(recipe, pinned_file(launch.plan))
-            signer = pinned.signer
+            job.signer = pinned.signer
             return plan_file.dump(pinned.plan)
         return plan_file.dump(_find(recipe, words, launch, keep))
 
     def begin(_: object) -> str:
-        hosts = [socket.gethostname()] if store is None else [*store.hosts().values()]
-        audit.begin_unwatched(plan, hosts, words.mode.value, signer, changes)
+        watch.begin(job, store)
         return ""
 
     with propagating_errors(store):
         own = fields(cfg, "", launch.may_differ)
         require_equal(store, {**versions(), **words_of(words), **own}, what="command")
         plan = plan_file.load(broadcast(store, solve))
-        changes = apply_plan(cfg, plan, environment={} if launch.dry_run else None)
+        job.changes = apply_plan(cfg, plan, environment={} if launch.dry_run else None)
+        job.decision = Decision(plan=plan, values={}, environment={})
         told = connections(plan, os.environ)
-        if os.environ.get("RANK", "0") == "0":
-            show(fields_report(plan, changes, (*recipe.notes, *told)))
+        if rank == 0:
+            show(fields_report(plan, job.changes, (*recipe.notes, *told)))
         if launch.dry_run:
             sys.exit(OK)
         require_equal(store, fields(cfg, "", launch.may_differ), what="configuration")
         broadcast(store, begin, what="word that the run may begin")
+    return job
 
 
 def connections(plan: ParallelPlan, variables: MutableMapping[str, str]) -> tuple[str, ...]:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 _job: LaunchedJob | None = None
-#: Megatron-Bridge's configuration was planned, or ``+nest=off`` asked for nothing.
+_bridge_job: LaunchedJob | None = None
+#: Its configuration was planned, or ``+nest=off`` asked for nothing.
 _bridge_is_settled = False
 
 
@@ -117,13 +118,25 @@ def after_bridge_overrides(module: ModuleType) -> None:
     """Plan where Megatron-Bridge applies overrides."""
     from nest_megatron.integrations.megatron_bridge.hook import planning
 
-    def settled() -> None:
-        global _bridge_is_settled  # noqa: PLW0603 - one process, one job
-        _bridge_is_settled = True
+    def settled(job: LaunchedJob | None) -> None:
+        global _bridge_is_settled, _bridge_job
+        _bridge_is_settled, _bridge_job = True, job
 
     module.process_config_with_overrides = planning(  # type: ignore[attr-defined]
         module.process_config_with_overrides, settled
     )
+
+
+def after_bridge_pretrain(module: ModuleType) -> None:
+    """Watch Megatron-Bridge's loop as Megatron-LM's, once the job was planned."""
+    from nest_megatron.integrations.megatron_lm.watch import Watch
+
+    training = sys.modules.get("megatron.bridge.training.train")  # which it has imported
+    if training is None:
+        return
+    watch = Watch(training, lambda: _bridge_job)
+    _wrap(module, "pretrain", watch.pretrain)
+    _wrap(training, "train_step", watch.train_step)
 
 
 def after_initialize(module: ModuleType) -> None:
@@ -143,10 +156,9 @@ def after_training(module: ModuleType) -> None:
         return
     from nest_megatron.integrations.megatron_lm.watch import Watch
 
-    watch = Watch(module, _job)
+    watch = Watch(module, lambda: _job)
     _wrap(module, "pretrain", watch.pretrain)
-    if _job.launch.watch.steps:
-        _wrap(module, "train_step", watch.train_step)
+    _wrap(module, "train_step", watch.train_step)
 
 
 def after_parallel_state(module: ModuleType) -> None:

@@ -1,78 +1,65 @@
 """The recorder inside Megatron's training loop: its steps, its passes, its end.
 
-The functions are those of core_v0.16.1 and 0.20. Megatron's own timers of passes
-(``--timing-log-level 2``: ``forward-compute``, ``backward-compute``) synchronize the device twice a
-pass and are not used; ``forward_step`` and ``backward_step`` of
-``megatron.core.pipeline_parallel.schedules``, which they surround, are timed by events instead.
+The functions are those of core_v0.16.1 and 0.20, and of Megatron-Bridge 0.3 and 0.5, whose loop has
+the same names. Megatron's own timers of passes (``--timing-log-level 2``: ``forward-compute``,
+``backward-compute``) synchronize the device twice a pass and are not used; ``forward_step`` and
+``backward_step`` of ``megatron.core.pipeline_parallel.schedules``, which they surround, are timed
+by events instead.
 """
 
 from __future__ import annotations
 
-import os
+import functools
+import importlib
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nest_megatron.history.records import Launch, RunRecord
-from nest_megatron.integrations import audit
+from nest_megatron.history.records import Launch
+from nest_megatron.integrations import audit, recorder
 from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
-from nest_megatron.integrations.outlets import figures, write_prometheus
-from nest_megatron.integrations.recorder import Recorder, begin_run
-from nest_megatron.integrations.run_record import new_run
+from nest_megatron.integrations.outlets import figures
+from nest_megatron.integrations.recorder import Recorder
 from nest_megatron.parallel.plan import ParallelPlan
 
 #: What does a rank's own work, in ``megatron.core.pipeline_parallel.schedules``.
 _PASSES = ("forward_step", "backward_step")
+#: Where tokens of all replicas are counted by expert, under --moe-router-enable-expert-bias alone.
+_ROUTED = ("megatron.core.distributed.finalize_model_grads", "get_updated_expert_bias")
 
 
 def begin(job: LaunchedJob, store: RendezvousStore | None) -> None:
     """Keep the record of a job that is about to train, on the rank that planned it.
 
-    A history that cannot be written is told of, and no reason to stop.
-
     Raises:
         PolicyError: where a policy has to have an audit, and it cannot be written.
     """
-    is_watched = job.launch.watch.steps > 0
-    if not is_watched and not audit.audits():
-        return
-    try:
-        job.run = _run(job, store)
-    except Exception as error:  # noqa: BLE001 - the job trains without a record
-        print(f"nest: no record of this run is kept: {error}", flush=True)
-        audit.refuse(f"no record of the run can be made: {error}")
-        return
-    try:
-        begin_run(store, job.run, is_watched=is_watched)
-    except Exception as error:  # noqa: BLE001 - as above
-        print(f"nest: no record of this run is kept: {error}", flush=True)
-    audit.begin(job.run)
-
-
-def _run(job: LaunchedJob, store: RendezvousStore | None) -> RunRecord:
     assert job.decision is not None
     launched = [socket.gethostname()] if store is None else list(store.hosts().values())
     order = job.decision.ranks or range(len(launched))
     hosts = [host for _, host in sorted(zip(order, launched, strict=True))]
     changes = audit.changed_flags(job.changes)
     launch = Launch(mode=job.words.mode.value, signer=job.signer, changes=changes)
-    return new_run(job.decision.plan, hosts, os.environ, launch)
+    is_watched = job.launch.watch.steps > 0
+    plan = job.decision.plan
+    job.run = recorder.begin(plan, hosts, launch, store=store, is_watched=is_watched)
 
 
 class Watch:
     """Megatron's training loop with a recorder in it.
 
     Args:
-        training: ``megatron.training.training``, in whose functions' places this puts its own.
+        training: the module whose ``train_step`` this takes the place of.
+        job_of: the job, once there is one.
     """
 
-    def __init__(self, training: ModuleType, job: LaunchedJob) -> None:
-        self._training, self._job = training, job
+    def __init__(self, training: ModuleType, job_of: Callable[[], LaunchedJob | None]) -> None:
+        self._training, self._job_of = training, job_of
         self._recorder: Recorder | None = None
-        self._originals: dict[str, Callable[..., Any]] = {}
+        self._put_back: Callable[[], None] = lambda: None
         self._has_begun = self._is_over = False
 
     def pretrain(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -80,71 +67,91 @@ class Watch:
         try:
             result = original(*args, **kwargs)
         except BaseException as error:
-            if self._job.decision is not None:
-                self._recording().end(error)
+            if (job := self._planned()) is not None:
+                self._recording(job).end(error)
             raise
-        if self._job.decision is not None:
-            self._recording().end()
+        if (job := self._planned()) is not None:
+            self._recording(job).end()
         return result
 
     def train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """One step; of a batch that grows, one of the size that the plan is for."""
-        decision = self._job.decision
-        if self._is_over or decision is None or not _has_planned_batch(decision.plan):
+        job = None if self._is_over else self._planned()
+        if job is None or job.decision is None or not job.launch.watch.steps:
             return original(*args, **kwargs)
-        recorder = self._recording()
+        if not has_planned_batch(job.decision.plan):
+            return original(*args, **kwargs)
+        recording = self._recording(job)
         if not self._has_begun:
             self._has_begun = True
-            self._time_passes(recorder, decision.plan)
-        with recorder.step():
-            if recorder.is_done:
-                self._stop(original, recorder)
+            self._put_back = time_passes(recording, job.decision.plan)
+        with recording.step():
+            if recording.is_done:
+                self._stop(original, job, recording)
             return original(*args, **kwargs)
 
-    def _recording(self) -> Recorder:
+    def _planned(self) -> LaunchedJob | None:
+        """The job, once it is planned."""
+        job = self._job_of()
+        return None if job is None or job.decision is None else job
+
+    def _recording(self, job: LaunchedJob) -> Recorder:
         """This rank's recorder; its rank is the one that the plan gave it."""
         if self._recorder is None:
-            job = self._job
             self._recorder = Recorder(
                 steps=job.launch.watch.steps,
                 rank=job.args.rank,
                 num_ranks=job.args.world_size,
                 store=job.rendezvous.store,
                 own_run=job.run,
-                publish=self._publish,
+                prometheus=job.launch.watch.prometheus,
             )
         return self._recorder
 
-    def _time_passes(self, recorder: Recorder, plan: ParallelPlan) -> None:
-        from megatron.core.pipeline_parallel import schedules
-
-        if plan.execution.overlap_moe_expert_parallel_comm:
-            return  # passes of two micro batches are one then
-        for name in _PASSES:
-            if (original := getattr(schedules, name, None)) is not None:
-                self._originals[name] = original
-                setattr(schedules, name, recorder.timed(original))
-
-    def _stop(self, train_step: Callable[..., Any], recorder: Recorder) -> None:
+    def _stop(self, train_step: Callable[..., Any], job: LaunchedJob, recording: Recorder) -> None:
         """The watched steps are over: Megatron's functions take their places again."""
-        from megatron.core.pipeline_parallel import schedules
-
-        for name, original in self._originals.items():
-            setattr(schedules, name, original)
+        self._put_back()
         self._is_over = True  # for a loop that has bound the function before
         self._training.train_step = train_step  # type: ignore[attr-defined]
-        with recorder.telling("logged"):
-            measured, iteration = recorder.measured, getattr(self._job.args, "curr_iteration", 0)
-            if measured and (writers := list(_writers())) and (run := recorder.run()):
+        with recording.telling("logged"):
+            measured, iteration = recording.measured, getattr(job.args, "curr_iteration", 0)
+            if measured and (writers := list(_writers())) and (run := recording.run()):
                 for write in writers:
                     write(figures(run, measured), iteration)
 
-    def _publish(self, run: RunRecord) -> None:
-        if (path := self._job.launch.watch.prometheus) is not None:
-            write_prometheus(run, Path(path))
+
+def time_passes(recording: Recorder, plan: ParallelPlan) -> Callable[[], None]:
+    """Time a rank's own passes in megatron-core, and count tokens where its routers do.
+
+    Returns:
+        What puts Megatron's functions back.
+    """
+    from megatron.core.pipeline_parallel import schedules
+
+    wrapped: list[tuple[ModuleType, str, Callable[..., Any]]] = []
+
+    def wrap(module: ModuleType, name: str, wrapper: Callable[..., Any]) -> None:
+        if (original := getattr(module, name, None)) is not None:
+            wrapped.append((module, name, original))
+            setattr(module, name, wrapper(original))
+
+    if not plan.execution.overlap_moe_expert_parallel_comm:  # passes of two are one then
+        for name in _PASSES:
+            wrap(schedules, name, recording.timed)
+    ep = plan.parallel.expert_model_parallel_size
+    if ep > 1:
+        routed = importlib.import_module(_ROUTED[0])  # the package has a function of its name
+        wrap(routed, _ROUTED[1], functools.partial(recording.routed, ep=ep))
+
+    def put_back() -> None:
+        for module, name, original in wrapped:
+            setattr(module, name, original)
+
+    return put_back
 
 
-def _has_planned_batch(plan: ParallelPlan) -> bool:
+def has_planned_batch(plan: ParallelPlan) -> bool:
+    """Whether steps have the batch that a plan is for: of a batch that grows, those at its end."""
     if plan.train.batch_schedule is None:
         return True
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
@@ -153,9 +160,8 @@ def _has_planned_batch(plan: ParallelPlan) -> bool:
 
 
 def _writers() -> Iterator[Callable[[Mapping[str, float], int], None]]:
-    """The job's TensorBoard and Weights & Biases, which Megatron opens on the last rank."""
-    from megatron.training import global_vars
-
+    """The job's TensorBoard and Weights & Biases, which Megatron-LM opens on the last rank."""
+    global_vars = sys.modules.get("megatron.training.global_vars")
     board = getattr(global_vars, "get_tensorboard_writer", lambda: None)()
     if board is not None:
 

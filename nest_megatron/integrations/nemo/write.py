@@ -28,6 +28,8 @@ from nest_megatron.integrations.nemo.read import (
 )
 from nest_megatron.integrations.recipe import batch_schedule
 from nest_megatron.integrations.restore import packed_sequence_size
+from nest_megatron.integrations.watching import STEPS
+from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.diff import Change, reason
 from nest_megatron.parallel.plan import ParallelPlan
 
@@ -174,3 +176,30 @@ def _overlap_callback(recipe: Any, plan: ParallelPlan) -> FieldValue:
     )
     why = "it makes the user buffers of tp_comm_overlap"
     return "trainer.callbacks", [*(value_or(recipe.trainer, "callbacks", [])), callback], why
+
+
+def watch_recipe(recipe: Any, plan: ParallelPlan, *, steps: int = STEPS) -> None:
+    """Have a planned recipe's run keep a record of itself, beside what the plan predicts.
+
+    Where it trains, nest-megatron has to be installed, and writes to the history of that host.
+
+    Args:
+        recipe: as for ``read_recipe``; its callbacks get one more, in place.
+        plan: the one in its fields.
+        steps: how many are watched.
+    """
+    from nest_megatron.integrations.lightning import WatchCallback
+
+    make = type(recipe.trainer.strategy) if _is_unbuilt(recipe) else _built
+    given = value_or(recipe.trainer, "callbacks", []) or []
+    others = [each for each in given if _kind(each) is not WatchCallback]
+    callback = make(WatchCallback, plan=plan_file.dump(plan), steps=steps)
+    recipe.trainer.callbacks = [*others, callback]
+
+
+def _built(kind: Any, **fields: Any) -> Any:
+    return kind(**fields)
+
+
+def _kind(callback: Any) -> Any:
+    return getattr(callback, "__fn_or_cls__", type(callback))

@@ -56,6 +56,7 @@ class NestPlugin(run.Plugin):
     free: Optional[list[str]] = None
     keep: list[str] = field(default_factory=list)
     vocab_size: Optional[int] = None
+    watch: Optional[int] = None
 
     def __post_init__(self) -> None:
         self.options()

@@ -17,7 +17,12 @@ from nest_megatron.config.launch import Mode
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import ABSENT, attribute, find
 from nest_megatron.integrations.megatron_lm.attach import device_architecture
-from nest_megatron.integrations.nemo import apply_plan, auto_recipe, read_recipe
+from nest_megatron.integrations.nemo import (
+    apply_plan,
+    auto_recipe,
+    read_recipe,
+    watch_recipe,
+)
 from nest_megatron.integrations.plan_recipe import pinned_recipe
 from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import ParallelPlan
@@ -115,6 +120,8 @@ class TaskOptions:
         plan: the file of a pinned plan.
         overrides, free, keep, vocab_size: as for ``nemo.auto_recipe``; a text is a list of one. A
             script keeps what its own user gave and ``free`` does not name.
+        watch: steps whose time and memory the run keeps in the history of its host; ``None`` is
+            none of a recipe, and those of ``nest.watch`` of a script.
     """
 
     mode: str = Mode.AUTO.value
@@ -124,6 +131,7 @@ class TaskOptions:
     free: Sequence[str] | str | None = None
     keep: Sequence[str] | str | None = ()
     vocab_size: int | None = None
+    watch: int | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in (Mode.AUTO, Mode.PINNED):
@@ -134,6 +142,8 @@ class TaskOptions:
         if self.mode == Mode.AUTO and self.plan is not None:
             limit = "mode='auto' searches for a plan"
             raise _wrong("plan", self.plan, limit, "Give mode='pinned'.")
+        if self.watch is not None and self.watch < 0:
+            raise _wrong("watch", self.watch, "it is at least 0", "Give a number of steps.")
 
 
 def plan_recipe(
@@ -160,7 +170,15 @@ def plan_recipe(
         raise _wrong("trainer.num_nodes * trainer.devices", job.num_gpus, limit, fix)
     if options.mode == Mode.PINNED:
         plan = pinned_recipe(job, Path(str(options.plan))).plan
-        return plan, apply_plan(recipe, plan)
+        changes = apply_plan(recipe, plan)
+    else:
+        plan, changes = _searched(recipe, options)
+    if options.watch:
+        watch_recipe(recipe, plan, steps=options.watch)
+    return plan, changes
+
+
+def _searched(recipe: Any, options: TaskOptions) -> tuple[ParallelPlan, tuple[Change, ...]]:
     return auto_recipe(
         recipe,
         cluster=options.cluster,
@@ -184,6 +202,8 @@ def script_words(script: Any, options: TaskOptions) -> list[str]:
     said = {"cluster": options.cluster, "plan": options.plan}
     words = [f"+nest={options.mode}", *(f"nest.{k}={v}" for k, v in said.items() if v is not None)]
     words += [f"nest.{override}" for override in _names(options.overrides)]
+    if options.watch is not None:
+        words.append(f"nest.watch={options.watch}")
     if options.free is not None:
         words.append(f"nest.free=[{','.join(_names(options.free))}]")
     return words

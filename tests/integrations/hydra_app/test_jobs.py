@@ -256,3 +256,45 @@ def test_advice_names_settings_as_they_are_typed(tmp_path: Path) -> None:
     run = run_app(make_app(tmp_path), *AUTO, slow)
     assert run.code == 2
     assert "add +nest.overrides.checks.plausibility=off" in run.err
+
+
+WATCHED = """
+    import hydra
+
+    from nest_megatron.integrations.watching import watching
+
+    @hydra.main(version_base="1.3", config_path="conf", config_name="app")
+    def main(cfg):
+        print("TRAINS", cfg.model.tensor_model_parallel_size)
+        with watching(steps=3) as watched:
+            for _ in range(5):
+                with watched.step():
+                    pass
+
+    main()
+"""
+
+
+def test_a_watched_loop_is_in_the_history_and_in_the_audit(tmp_path: Path) -> None:
+    policy, audit, runs = (tmp_path / name for name in ("policy.yaml", "audit.jsonl", "runs.jsonl"))
+    policy.write_text(f"audit: {{file: {audit}, required: true}}\n")
+    script = make_app(tmp_path, main=WATCHED)
+    words = ("trainer.devices=1", "trainer.num_nodes=1", "model.num_layers=2")
+    one = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    done = run_app(
+        script,
+        *(*AUTO, *words),
+        NEST_MEGATRON_POLICY=str(policy),
+        NEST_MEGATRON_HISTORY=str(runs),
+        **one,
+    )
+    assert done.code == 0, done.err
+    (kept,), (audited,) = store.read(runs), store.read(audit)
+    assert kept.id == audited.id
+    for run in (kept, audited):
+        assert run.outcome is Outcome.FINISHED
+        assert run.measured is not None
+    assert kept.launch is not None
+    assert kept.launch.mode == "auto"
+    without = run_app(script, *words)
+    assert "no Hydra application was planned in this process" in without.err

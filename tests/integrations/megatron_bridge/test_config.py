@@ -143,7 +143,7 @@ def planned(cfg: Any, *words: str) -> Any:
             setattr(getattr(config, part), field, int(value))
         return config
 
-    return hook.planning(process, lambda: None)(cfg, cli_overrides=list(words))
+    return hook.planning(process, lambda _: None)(cfg, cli_overrides=list(words))
 
 
 def test_the_word_plans_and_keeps_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,7 +161,7 @@ def test_off_is_off() -> None:
     assert planned(copy.deepcopy(before), "+nest=off") == before
 
 
-@pytest.mark.parametrize("word", ["+nest=atuo", "nest.clustr=x", "nest.watch=5"])
+@pytest.mark.parametrize("word", ["+nest=atuo", "nest.clustr=x", "nest.mixed_gpus=slowest"])
 def test_a_wrong_word_ends_the_job(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         planned(llama(), *AUTO, word)

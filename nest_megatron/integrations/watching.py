@@ -1,0 +1,217 @@
+"""The recorder in a training loop that is neither Megatron-LM's nor Megatron-Bridge's.
+
+>>> from nest_megatron.integrations.watching import watching
+>>> with watching() as watched:  # doctest: +SKIP
+...     for batch in batches:
+...         with watched.step():
+...             train(batch)
+
+What is kept is true of the plan alone, so that a run of another layout or batch is not recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator
+
+from nest_megatron.errors import NestError, UserInputError
+from nest_megatron.history.records import Launch, RunRecord
+from nest_megatron.integrations import recorder
+from nest_megatron.integrations.megatron_lm.agreement import Hosts, broadcast, propagating_errors
+from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
+from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore, connect
+from nest_megatron.integrations.megatron_lm.watch import time_passes
+from nest_megatron.integrations.recorder import Recorder
+from nest_megatron.integrations.slurm import rank_variables
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.policy import PolicyError
+from nest_megatron.units import Seconds
+
+#: Steps that are watched where nothing else is asked for, as ``nest.watch``.
+STEPS = 20
+#: Ranks come to the beginning of their training at nearly one time.
+_MEET_S: Seconds = 120.0
+
+
+class WatchedLoop:
+    """The first steps of a loop, beside what the plan predicts of them.
+
+    Nothing here stops the job but a policy that has to have an audit of it.
+
+    Args:
+        plan: the one that the loop runs.
+        steps: how many to watch.
+        launch: how the job was launched, where that is known.
+        run: the record of the run, where an audit has it already.
+    """
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        *,
+        steps: int = STEPS,
+        launch: Launch | None = None,
+        run: RunRecord | None = None,
+    ) -> None:
+        if steps < 1:
+            fix = "Give at least 1, or do not watch it."
+            raise UserInputError("steps", value=steps, limit="it is at least 1", fix=fix)
+        self.plan, self._steps, self._launch, self._run = plan, steps, launch, run
+        self._recorder: Recorder | None = None
+        self._has_begun = False
+
+    def begin(self, rank: int, num_ranks: int) -> None:
+        """Meet the other ranks, and begin the record; every rank comes here.
+
+        Raises:
+            PolicyError: where a policy has to have an audit, and it cannot be written.
+        """
+        try:
+            self._recorder = self._begun(rank, num_ranks)
+        except Exception as error:
+            if isinstance(error, NestError) and error.exit_code == PolicyError.exit_code:
+                raise
+            self._tell(error)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around each step of the optimizer."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._time_passes()
+        with contextlib.nullcontext() if self._recorder is None else self._recorder.step():
+            yield
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Training ends, or an error ends it."""
+        if self._recorder is not None:
+            self._recorder.end(error)
+            self._recorder = None
+
+    def _begun(self, rank: int, num_ranks: int) -> Recorder:
+        store = _met(rank, num_ranks) if num_ranks > 1 else None
+        try:
+            with propagating_errors(store):
+                require_planned(self.plan, num_ranks)
+            broadcast(store, lambda hosts: self._keep(hosts, store), what="record of the run")
+        finally:
+            if store is not None:
+                store.stop_heartbeat()
+        return Recorder(
+            steps=self._steps, rank=rank, num_ranks=num_ranks, store=store, own_run=self._run
+        )
+
+    def _keep(self, hosts: Hosts, store: RendezvousStore | None) -> str:
+        """Begin the record, on rank 0."""
+        named = tuple(hosts())
+        if self._run is None:
+            self._run = recorder.begin(self.plan, named, self._launch, store=store, is_watched=True)
+        else:
+            self._run = dataclasses.replace(self._run, hosts=named)
+            recorder.leave_run(store, self._run, is_watched=True)
+        return ""
+
+    def _time_passes(self) -> None:
+        """Once the first step shows that the batch is the planned one."""
+        if self._recorder is None or "megatron.core.pipeline_parallel.schedules" not in sys.modules:
+            return
+        try:
+            require_planned_batch(self.plan)
+        except UserInputError as error:
+            self._recorder = None
+            self._tell(error)
+        else:
+            time_passes(self._recorder, self.plan)
+
+    @staticmethod
+    def _tell(error: Exception) -> None:
+        print(f"nest: this run is not recorded: {error}", flush=True)
+
+
+@contextlib.contextmanager
+def watching(plan: ParallelPlan | None = None, *, steps: int = STEPS) -> Iterator[WatchedLoop]:
+    """Watch a loop in here, in a process that a launcher started; errors that end it are kept.
+
+    Args:
+        plan: the one that the loop runs; that of the Hydra application if not given.
+        steps: how many to watch.
+
+    Raises:
+        PolicyError: where a policy has to have an audit, and it cannot be written.
+        UserInputError: if there is no plan.
+    """
+    environment = {**os.environ, **rank_variables(os.environ)}
+    watched = WatchedLoop(plan, steps=steps) if plan is not None else loop_of_hydra(steps)
+    watched.begin(int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1")))
+    try:
+        yield watched
+    except BaseException as error:
+        watched.end(error)
+        raise
+    watched.end()
+
+
+def loop_of_hydra(steps: int) -> WatchedLoop:
+    """The loop of the Hydra application that was planned in this process.
+
+    Raises:
+        UserInputError: if none was.
+    """
+    plans = sys.modules.get("nest_megatron.integrations.hydra.plans")
+    found = None if plans is None else plans.PLANS.latest
+    if plans is None or found is None:
+        limit = "no Hydra application was planned in this process"
+        fix = "Give the plan, or start the application with +nest=auto."
+        raise UserInputError("plan", value=None, limit=limit, fix=fix)
+    return WatchedLoop(found.plan, steps=steps, launch=plans.PLANS.launch, run=plans.PLANS.run)
+
+
+def require_planned(plan: ParallelPlan, num_ranks: int) -> None:
+    """Refuse a job of another size, or of other process groups where megatron-core has made any.
+
+    Raises:
+        NestError: if it is another layout than the plan's.
+    """
+    if num_ranks != plan.placement.num_gpus:
+        limit = f"the plan is for {plan.placement.num_gpus}"
+        fix = "Plan for the ranks that run."
+        raise UserInputError("ranks", value=num_ranks, limit=limit, fix=fix)
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is not None and state.model_parallel_is_initialized():
+        from nest_megatron.integrations.megatron_lm.launch import compare_groups
+
+        compare_groups(plan, state)
+
+
+def require_planned_batch(plan: ParallelPlan) -> None:
+    """Refuse another batch or micro batch than the plan's, where megatron-core knows them.
+
+    Raises:
+        UserInputError: if one of them is another.
+    """
+    from megatron.core import num_microbatches_calculator as calculator
+
+    try:
+        batch = calculator.get_current_global_batch_size()
+        num_microbatches = calculator.get_num_microbatches()
+    except AttributeError:  # there is none
+        return
+    planned = plan.train.global_batch_size, plan.grid().num_microbatches
+    if (batch, num_microbatches) != planned:
+        value = f"{batch} sequences in {num_microbatches} micro batches"
+        limit = f"the plan is for {planned[0]} in {planned[1]}"
+        raise UserInputError("batch", value=value, limit=limit, fix="Plan for the batch that runs.")
+
+
+def _met(rank: int, num_ranks: int) -> RendezvousStore:
+    return connect(
+        RankContext(
+            rank=rank,
+            world_size=num_ranks,
+            environment={**os.environ, **rank_variables(os.environ)},
+            rendezvous_timeout_s=_MEET_S,
+        )
+    )
