@@ -188,7 +188,7 @@ def runners_up(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[s
     told = any(other.chance_slower is not None for other in plan.alternatives)
     ranges = _ranges([own, *plan.alternatives])
     same = [(best[name], True) for name in differ]
-    rows = [_runner_up("this plan", "", own, same, "", told, ranges[0])]
+    rows = [_runner_up("plan", "", own, same, "", told, ranges[0])]
     lost = term_differences(plan, times)
     each = zip(plan.alternatives, others, lost, ranges[1:], strict=True)
     for number, (other, described, terms, known) in enumerate(each, start=1):
@@ -197,7 +197,7 @@ def runners_up(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[s
         slower = f"{other.slower_percent:.2f} %"
         rows.append(_runner_up(str(number), slower, other, degrees, why, told, known))
     caption = "Other layouts at their best. What differs is marked, what all share is left out."
-    sure = ("this plan is faster",) if told else ()
+    sure = ("chance to be slower",) if told else ()
     within = ("9 of 10 runs",) if any(ranges) else ()
     return {
         "head": ("#", "slower by", *sure, "step", *within, *differ, "where the time goes"),
@@ -216,7 +216,7 @@ def _runner_up(
     told: bool,
     known: Mapping[str, Any] | None,
 ) -> Mapping[str, Any]:
-    odds = "" if other.chance_slower is None else f"{100 * other.chance_slower:.0f} % sure"
+    odds = "" if other.chance_slower is None else f"{100 * other.chance_slower:.0f} %"
     figures = [slower, *([odds] if told else []), format_seconds(other.iteration_time_s)]
     return {"first": first, "figures": figures, "range": known, "degrees": degrees, "why": why}
 
