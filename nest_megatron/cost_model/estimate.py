@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nest_megatron.cost_model.compute import sixteen_bit
-from nest_megatron.cost_model.layer_cost import PassTime, UnitRun
+from nest_megatron.cost_model.layer_cost import PassTime
 from nest_megatron.cost_model.memory import StaticBytes
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import Evaluation, PipelineProblem, chunk_cost, evaluate
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.unit_cost import UnitKind
+from nest_megatron.cost_model.unit_run import UnitRun
 from nest_megatron.model.graph import OperatorKind
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import layer_graph

@@ -25,13 +25,7 @@ from nest_megatron.cost_model.keys import (
     split_block,
     unit_key,
 )
-from nest_megatron.cost_model.layer_cost import (
-    NO_WORK,
-    UnitRun,
-    UnitTimes,
-    norm_stays,
-    run_unit,
-)
+from nest_megatron.cost_model.layer_cost import NO_WORK, UnitTimes
 from nest_megatron.cost_model.memory import capacity_bytes, saved_input_bytes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stragglers import slowest, straggler_wait
@@ -44,6 +38,7 @@ from nest_megatron.cost_model.unit_cost import (
     passes,
     replica_cost,
 )
+from nest_megatron.cost_model.unit_run import UnitRun, norm_stays, run_unit
 from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.parameters import unit_parameters
@@ -51,11 +46,7 @@ from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.rank_order import (
-    GroupKind,
-    group_shape,
-    pipeline_link_level,
-)
+from nest_megatron.parallel.rank_order import GroupKind, group_shape, pipeline_link_level
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.profile.lookup import LayerTimes
@@ -162,13 +153,11 @@ class CostModel:
         if key not in self._runs and kind is LayerKind.EMBEDDING and self.spec.vision is not None:
             self._runs[key] = self._run_with_encoder(places, shard, recompute)
         if key not in self._runs:
-            times = self.unit_time(kind, places, shard)
-            latent = self.spec.multi_latent_attention
             self._runs[key] = run_unit(
-                times,
+                self.unit_time(kind, places, shard),
                 kind,
                 recompute,
-                latent_attention=latent,
+                latent_attention=self.spec.multi_latent_attention,
                 inputs_on_host=self.settings.traits.offloads_layer_inputs,
                 norm_stays=kind.has_experts and norm_stays(shard.execution),
             )
@@ -265,9 +254,8 @@ class CostModel:
             for kind, count in self.structure(grid.dims).units:
                 again = elsewhere if kind is LayerKind.MTP else covered
                 own = passes(self.run(kind, places, shard, elsewhere))
-                block = own
-                if again != elsewhere:
-                    block = passes(self.run(kind, places, shard, again))
+                is_same = again == elsewhere
+                block = own if is_same else passes(self.run(kind, places, shard, again))
                 kinds.append(UnitKind(kind, count, own, block))
             self._kinds[key] = tuple(kinds)
         return self._kinds[key]
@@ -354,8 +342,7 @@ class CostModel:
         tp = dims.tensor_model_parallel_size
         rows = spec.padded_vocab_size(tp) // tp
         size = rows * spec.hidden_size * self.settings.traits.gradient_bytes
-        reduce = CollectiveKind.ALL_REDUCE
-        return collective_time(reduce, size, shape, self.cluster.levels)
+        return collective_time(CollectiveKind.ALL_REDUCE, size, shape, self.cluster.levels)
 
     def sources(self, grid: Grid) -> dict[LayerBlock, Source]:
         """Where the compute time of each of the model's blocks comes from."""

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from nest_megatron.cluster.records import Accelerator
 from nest_megatron.cost_model.data_parallel import ReplicaTraffic
 from nest_megatron.cost_model.host import host_step
-from nest_megatron.cost_model.layer_cost import UnitRun
 from nest_megatron.cost_model.memory import (
     ParameterBytes,
     StaticBytes,
@@ -21,6 +20,7 @@ from nest_megatron.cost_model.memory import (
 )
 from nest_megatron.cost_model.pipeline import UnitCost
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.unit_run import UnitRun
 from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.parallel.dims import ParallelDims

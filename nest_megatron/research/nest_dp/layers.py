@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 from nest_megatron.cluster.communication import collective_time
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.cost_model.keys import GroupPlaces
-from nest_megatron.cost_model.layer_cost import UnitTimes, run_unit
+from nest_megatron.cost_model.layer_cost import UnitTimes
 from nest_megatron.cost_model.memory import (
     WEIGHT_BYTES,
     capacity_bytes,
@@ -27,6 +27,7 @@ from nest_megatron.cost_model.memory import (
 )
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.unit_run import run_unit
 from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.parameters import unit_parameters
