@@ -22,7 +22,7 @@ from nest_megatron.model.execution import (
     TokenDispatcher,
 )
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
-from nest_megatron.parallel.degree_rules import Rule, Violation, violations
+from nest_megatron.parallel.launch_rule import Rule, Violation, violations
 from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeModule
 from nest_megatron.parallel.rules import LaunchRequest
 

@@ -22,7 +22,7 @@ from nest_megatron.parallel.recompute import (
     RecomputeMethod,
     RecomputeModule,
 )
-from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
+from nest_megatron.parallel.zero import STRATEGIES, ZERO_STAGES, DataParallelSharding, ZeroStage
 from nest_megatron.plain import added
 from nest_megatron.units import Bytes, Seconds
 
@@ -31,14 +31,6 @@ SCHEMA = 1
 
 #: Name of a framework in ``Provenance``.
 MEGATRON_LM = "Megatron-LM"
-
-#: What Megatron-FSDP calls the ZeRO stages.
-STRATEGIES = {
-    ZeroStage.NONE: "no_shard",
-    ZeroStage.OPTIMIZER: "optim",
-    ZeroStage.GRADIENTS: "optim_grads",
-    ZeroStage.WEIGHTS: "optim_grads_params",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,5 +383,4 @@ def zero_stage(chosen: ParallelChoice) -> ZeroStage:
     own = ZeroStage.OPTIMIZER if chosen.use_distributed_optimizer else ZeroStage.NONE
     if not chosen.use_megatron_fsdp:
         return own
-    stages = {strategy: zero for zero, strategy in STRATEGIES.items()}
-    return stages.get(chosen.data_parallel_sharding_strategy or "", own)
+    return ZERO_STAGES.get(chosen.data_parallel_sharding_strategy or "", own)

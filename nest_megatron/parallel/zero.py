@@ -53,3 +53,13 @@ class ZeroStage(IntEnum):
     def sharding(self) -> DataParallelSharding:
         """What carries it, unless a job says otherwise."""
         return DataParallelSharding.MEGATRON_FSDP if self.is_fsdp else DataParallelSharding.DDP
+
+
+#: What Megatron-FSDP calls the stages.
+STRATEGIES = {
+    ZeroStage.NONE: "no_shard",
+    ZeroStage.OPTIMIZER: "optim",
+    ZeroStage.GRADIENTS: "optim_grads",
+    ZeroStage.WEIGHTS: "optim_grads_params",
+}
+ZERO_STAGES = {strategy: zero for zero, strategy in STRATEGIES.items()}

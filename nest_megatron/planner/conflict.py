@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from itertools import product
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel.degree_rules import DEGREE_RULES, Violation, violations
+from nest_megatron.parallel.degree_rules import DEGREE_RULES
 from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.launch_rule import Violation, violations
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.planner.request import PlanRequest

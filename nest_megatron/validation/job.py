@@ -17,7 +17,6 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.plan import STRATEGIES
 from nest_megatron.parallel.recompute import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
@@ -25,7 +24,7 @@ from nest_megatron.parallel.recompute import (
     RecomputeModule,
     selective_recompute,
 )
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.parallel.zero import STRATEGIES, ZeroStage
 from nest_megatron.validation.finetuning import fine_tuning
 from nest_megatron.validation.frameworks import rule_of
 from nest_megatron.validation.known_cells import with_known_cells, with_packs

@@ -23,7 +23,6 @@ from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import parse_layout, uniform_partition
 from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.plan import STRATEGIES
 from nest_megatron.parallel.recompute import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
@@ -33,7 +32,7 @@ from nest_megatron.parallel.recompute import (
     RecomputeModule,
     selective_recompute,
 )
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.parallel.zero import STRATEGIES, ZeroStage
 from nest_megatron.solver.space import recompute_settings
 from nest_megatron.validation.rows import SETTING, RefusedRowError, Row, number, ran_out_of_memory
 

@@ -21,7 +21,7 @@ from nest_megatron.integrations.megatron_lm import checkpoint
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint
 from nest_megatron.integrations.megatron_lm.saved_by_plan import saved_by
 from nest_megatron.integrations.megatron_lm.search_space import with_required
-from nest_megatron.parallel.degree_rules import Violation
+from nest_megatron.parallel.launch_rule import Violation
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import PlanRequest, Progress
 from nest_megatron.planner import plan as find_plan

@@ -47,20 +47,19 @@ from nest_megatron.integrations.megatron_lm.packing import (
     packing_notes,
 )
 from nest_megatron.integrations.megatron_lm.sharding import require_optimizer
-from nest_megatron.integrations.megatron_lm.tokenizer_files import vocabulary_rows
+from nest_megatron.integrations.megatron_lm.tokenizer_files import stated_vocab_size
 from nest_megatron.model.arguments import spec_from_arguments
 from nest_megatron.model.layer_pattern import hybrid_kinds
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
 from nest_megatron.parallel.knobs import closed_fields
-from nest_megatron.parallel.plan import STRATEGIES
 from nest_megatron.parallel.recompute import (
     Recompute,
     RecomputeGranularity,
     RecomputeMethod,
     selective_recompute,
 )
-from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
+from nest_megatron.parallel.zero import ZERO_STAGES, DataParallelSharding, ZeroStage
 
 #: Arguments of attention and experts that ``model.arguments`` reads.
 _VARIANT_ARGUMENTS = (
@@ -74,18 +73,6 @@ _REFUSED_ARGUMENTS = {
     if name not in (*HYBRID_ARGUMENTS, *_VARIANT_ARGUMENTS)
 }
 _REFUSED_SCRIPTS = ("vision", "multimodal", "mimo", "ict", "retro", "rl")
-_TOKENIZER_ROWS = {
-    "GPT2BPETokenizer": 50_257,
-    "Llama2Tokenizer": 32_000,
-    "BertWordPieceLowerCase": 30_522,
-    "BertWordPieceCase": 28_996,
-}
-_NULL_TOKENIZERS = ("NullTokenizer", "NullMultimodalTokenizer")
-_DEFAULT_TOKENIZERS = {
-    ModelFamily.GPT: "GPT2BPETokenizer",
-    ModelFamily.BERT: "BertWordPieceLowerCase",
-    ModelFamily.T5: "BertWordPieceLowerCase",
-}
 #: Families of models that a script other than one for GPT builds, by a word of its name.
 _FAMILIES = {"bert": ModelFamily.BERT, "t5": ModelFamily.T5}
 #: The function, and whether a linear unit gates it.
@@ -101,7 +88,6 @@ _PRECISIONS = {
     "bf16": Precision.BF16,
     "fp16": Precision.FP16,
 }
-_STRATEGIES = {strategy: zero for zero, strategy in STRATEGIES.items()}
 
 
 def read_job(command: ReadCommand, *, vocab_size: int | None = None) -> Job:
@@ -286,7 +272,7 @@ def _spec(
         hidden_size=_required(values, "hidden_size"),
         num_attention_heads=_required(values, "num_attention_heads"),
         seq_length=_required(values, "seq_length", "encoder_seq_length"),
-        vocab_size=vocab_size or _vocab_size(values, family, version, notes),
+        vocab_size=vocab_size or stated_vocab_size(values, family, version, notes),
         vocab_is_padded=vocab_size is None and bool(values.get("padded_vocab_size")),
         activation=activation,
         gated_linear_unit=gated,
@@ -328,34 +314,6 @@ def _required(values: Mapping[str, Any], *names: str) -> int:
     raise flag_error(names[0], None, "the model's shape needs it", "Add it to the command.")
 
 
-def _vocab_size(
-    values: Mapping[str, Any], family: ModelFamily, version: str, notes: list[str]
-) -> int:
-    """Vocabulary rows before padding: of the tokenizer's files where they are on this host."""
-    if values.get("padded_vocab_size"):
-        return int(values["padded_vocab_size"])
-    given = values.get("vocab_size")
-    tokenizer = values.get("tokenizer_type") or _DEFAULT_TOKENIZERS[family]
-    if given is not None and tokenizer in _NULL_TOKENIZERS:  # an end of documents beside it
-        return int(given) + (version == "0.16.1" or tokenizer != "NullTokenizer")
-    if (counted := vocabulary_rows(values, tokenizer, version)) is not None:
-        rows, source = counted
-        notes.append(f"The vocabulary has {rows:,} tokens ({source}).")
-        return rows
-    if given is not None:
-        return int(given)
-    if tokenizer in _TOKENIZER_ROWS:
-        rows = _TOKENIZER_ROWS[tokenizer]
-        if tokenizer.startswith("BertWordPiece"):  # [BOS], [EOS] and what T5 masks spans with
-            rows += 2 + (values.get("vocab_extra_ids") or 0)
-        notes.append(f"vocab_size is not given; {rows} is assumed from {tokenizer}.")
-        return rows
-    named = values.get("tokenizer_model") or values.get("vocab_file") or "no file is named"
-    limit = f"it comes from the files of {tokenizer}, which are not on this host ({named})"
-    fix = "Add --vocab-size with the tokenizer's number of tokens, or name its files here."
-    raise flag_error("vocab_size", None, limit, fix)
-
-
 def _precision(values: Mapping[str, Any]) -> Precision:
     for name, flag, other in (("fp16", "fp16", "bf16"), ("fp4", "fp4_format", "fp8_format")):
         if values.get(name) and values.get(other.removesuffix("_format")):
@@ -388,7 +346,7 @@ def read_recompute(values: Mapping[str, Any]) -> Recompute | None:
 def read_zero(values: Mapping[str, Any]) -> ZeroStage | None:
     """The user's ZeRO stage, ``None`` if they said nothing of it."""
     if values.get("use_megatron_fsdp"):
-        return _STRATEGIES[values.get("data_parallel_sharding_strategy") or "no_shard"]
+        return ZERO_STAGES[values.get("data_parallel_sharding_strategy") or "no_shard"]
     if values.get("use_torch_fsdp2"):
         return ZeroStage.WEIGHTS
     return ZeroStage.OPTIMIZER if values.get("use_distributed_optimizer") else None

@@ -16,7 +16,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS
 from nest_megatron.integrations.megatron_lm.write import has_activation_flag
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
-from nest_megatron.parallel.degree_rules import DEGREE_RULES, Rule, Violation, violations
+from nest_megatron.parallel.degree_rules import DEGREE_RULES
 from nest_megatron.parallel.execution_checks import EXECUTION_RULES
 from nest_megatron.parallel.layout import (
     is_uneven_at_ends,

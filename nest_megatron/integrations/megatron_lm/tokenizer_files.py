@@ -1,8 +1,8 @@
-"""How many tokens the files of a tokenizer hold, as Megatron-LM's tokenizers count them.
+"""The size of a job's vocabulary: what its arguments say, or the files of its tokenizer hold.
 
-Files are read as JSON, as text, or as the pieces of a SentencePiece model; neither transformers nor
-sentencepiece is needed. Sources: ``a`` core_v0.16.1 ``training/tokenizer/tokenizer.py``, ``b`` 0.20
-``core/tokenizers``.
+Tokens are counted as Megatron-LM's tokenizers count them. Files are read as JSON, as text, or as the
+pieces of a SentencePiece model; neither transformers nor sentencepiece is needed. Sources:
+``a`` core_v0.16.1 ``training/tokenizer/tokenizer.py``, ``b`` 0.20 ``core/tokenizers``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_bytes, read_text
+from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
+from nest_megatron.model.spec import ModelFamily
 
 _Values = Mapping[str, Any]
 _OLD = "0.16.1"
@@ -23,6 +25,55 @@ _HUGGING_FACE = ("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer")
 _SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 #: Without ``--vocab-size`` (a:CustomTikTokenizer; b tiktoken_tokenizer.py).
 _TIKTOKEN_ROWS = 1 << 17
+#: Of the vocabulary that a tokenizer is published with.
+_TOKENIZER_ROWS = {
+    "GPT2BPETokenizer": 50_257,
+    "Llama2Tokenizer": 32_000,
+    "BertWordPieceLowerCase": 30_522,
+    "BertWordPieceCase": 28_996,
+}
+_NULL_TOKENIZERS = ("NullTokenizer", "NullMultimodalTokenizer")
+_DEFAULT_TOKENIZERS = {
+    ModelFamily.GPT: "GPT2BPETokenizer",
+    ModelFamily.BERT: "BertWordPieceLowerCase",
+    ModelFamily.T5: "BertWordPieceLowerCase",
+}
+
+
+def stated_vocab_size(
+    values: _Values, family: ModelFamily, version: str, notes: list[str]
+) -> int:
+    """Vocabulary rows before padding: of the tokenizer's files where they are on this host.
+
+    Args:
+        values: Megatron's arguments by destination.
+        notes: what is assumed is added to them.
+
+    Raises:
+        UserInputError: if neither the arguments nor files on this host say it.
+    """
+    if values.get("padded_vocab_size"):
+        return int(values["padded_vocab_size"])
+    given = values.get("vocab_size")
+    tokenizer = values.get("tokenizer_type") or _DEFAULT_TOKENIZERS[family]
+    if given is not None and tokenizer in _NULL_TOKENIZERS:  # an end of documents beside it
+        return int(given) + (version == _OLD or tokenizer != "NullTokenizer")
+    if (counted := vocabulary_rows(values, tokenizer, version)) is not None:
+        rows, source = counted
+        notes.append(f"The vocabulary has {rows:,} tokens ({source}).")
+        return rows
+    if given is not None:
+        return int(given)
+    if tokenizer in _TOKENIZER_ROWS:
+        rows = _TOKENIZER_ROWS[tokenizer]
+        if tokenizer.startswith("BertWordPiece"):  # [BOS], [EOS] and what T5 masks spans with
+            rows += 2 + (values.get("vocab_extra_ids") or 0)
+        notes.append(f"vocab_size is not given; {rows} is assumed from {tokenizer}.")
+        return rows
+    named = values.get("tokenizer_model") or values.get("vocab_file") or "no file is named"
+    limit = f"it comes from the files of {tokenizer}, which are not on this host ({named})"
+    fix = "Add --vocab-size with the tokenizer's number of tokens, or name its files here."
+    raise flag_error("vocab_size", None, limit, fix)
 
 
 def vocabulary_rows(values: _Values, tokenizer: str, version: str) -> tuple[int, str] | None:
