@@ -9,54 +9,23 @@ Megatron-LM core_v0.16.1, ``b`` 0.20; ``ckpt`` is ``training/checkpointing.py``,
 from __future__ import annotations
 
 import io
-import pickle
 import re
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from nest_megatron.config.job import Requirement
 from nest_megatron.documents import read_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_bytes
 from nest_megatron.integrations.megatron_lm.hybrid import saved_pattern
+from nest_megatron.integrations.megatron_lm.inert_pickle import Inert, InertUnpickler
 from nest_megatron.integrations.megatron_lm.stage_options import user_partition
 from nest_megatron.model.layer_pattern import hybrid_kinds
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.layout import expand_layout, layout_string, uniform_partition
 from nest_megatron.parallel.plan import ParallelChoice
-
-
-class Inert:
-    """Stands for an object of any class: keeps its attributes and does nothing."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None: ...
-
-    def __setitem__(self, key: object, value: object) -> None: ...
-
-    def __setstate__(self, state: Any) -> None:
-        self.__dict__.update(state if isinstance(state, dict) else {})
-
-
-class InertUnpickler(pickle.Unpickler):
-    """Runs nothing of what was pickled: every class and function is ``Inert``, tensors are out."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """A class that does nothing, or a tuple for torch's sizes."""
-        return tuple if (module, name) == ("torch", "Size") else Inert
-
-    def persistent_load(self, pid: object) -> None:
-        """Nothing: the contents of tensors are not read."""
-
-    @classmethod
-    def torch_load(cls, stream: IO[bytes]) -> Any:
-        """What ``torch.save`` wrote."""
-        with zipfile.ZipFile(stream) as archive:
-            name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-            return cls(io.BytesIO(archive.read(name))).load()
-
 
 _Values = Mapping[str, Any]
 _RANKS = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")

@@ -1,7 +1,7 @@
 """``--use-checkpoint-args``: the model as a checkpoint's own arguments describe it.
 
 Inside a job Megatron merges them before it validates anything; here the same is done for a command
-that is planned beforehand. Nothing that was pickled is run (``checkpoint.InertUnpickler``), and
+that is planned beforehand. Nothing that was pickled is run (``inert_pickle``), and
 torch is not needed. Source: ``load_args_from_checkpoint`` and its callers (core_v0.16.1
 ``training/initialize.py``, 0.20 ``training/arguments.py``).
 """
