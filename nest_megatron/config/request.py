@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Concatenate, ParamSpec
 
 from nest_megatron.cluster.catalogue import cluster_from_mapping
@@ -24,7 +24,12 @@ from nest_megatron.config.policy import (
     space_within,
 )
 from nest_megatron.config.schema import PlanConfig
-from nest_megatron.config.sequence_data import read_lengths, with_images
+from nest_megatron.config.sequence_data import (
+    image_notes,
+    length_notes,
+    read_lengths,
+    with_images,
+)
 from nest_megatron.config.site import choose_site
 from nest_megatron.config.space import read_backend, read_space
 from nest_megatron.config.target import (
@@ -51,7 +56,6 @@ from nest_megatron.errors import (
     require_seconds,
 )
 from nest_megatron.model.catalogue import spec_from_mapping
-from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.device_rules import device_notes, require_recipe
@@ -159,7 +163,7 @@ def request_for(
     check_quotients(space, cluster.num_gpus, batch)
     name, target = cluster.accelerator.name, read_target(config, job.target)
     lengths = read_lengths(config.train, spec.seq_length, packed=job.packs)
-    notes += _length_notes(config, job, lengths)
+    notes += length_notes(config.train, lengths, packed=job.packs)
     settings = read_settings(config, job, name, lengths)
     settings = settings_within(settings, policy)
     if spec.vision is not None and settings.precision.is_quantized:
@@ -220,7 +224,7 @@ def request_for(
         own={name: value for name, value in own.items() if value is not None},
         headroom=headroom,
         priced_headroom=read_priced_headroom(config, headroom),
-        notes=(*notes, *adapter_notes(spec), *_scan_notes(spec), *_image_notes(spec), *times.notes),
+        notes=(*notes, *adapter_notes(spec), *_scan_notes(spec), *image_notes(spec), *times.notes),
         profile_notes=times.notes,
         batch_schedule=schedule,
         sequence_lengths=lengths,
@@ -258,29 +262,6 @@ def _scan_notes(spec: TransformerSpec) -> tuple[str, ...]:
         "traffic, times a share that is fitted to whole steps of hybrid models on Hopper and "
         "Blackwell (docs/hybrid.md); no public measurement of its kernels is known.",
     )
-
-
-def _image_notes(spec: TransformerSpec) -> tuple[str, ...]:
-    """What is assumed of a sequence's images, where an encoder of transformers' sees them."""
-    vision = spec.vision
-    if vision is None or vision.is_split:
-        return ()
-    images = "one image has" if vision.num_images == 1 else f"{vision.num_images} images have each"
-    return (
-        f"Of the {spec.seq_length:,} tokens of a sequence {images} {vision.num_projected_tokens:,} "
-        "(train.image_tokens, train.images). Transformers' encoder is priced by megatron-core's "
-        "operators, whole on each rank of the first stage; no public measurement of it is known.",
-    )
-
-
-def _length_notes(config: PlanConfig, job: Job, lengths: SequenceLengths | None) -> Iterator[str]:
-    packs = job.packs if config.train.sequence_packing is None else config.train.sequence_packing
-    if packs and lengths is None:
-        yield (
-            "Sequences are packed, and how long they are is not said: attention is priced as if "
-            "each pack were one sequence, the most that it can be. train.sequence_lengths=FILE, or "
-            "train.sequence_length_mean and train.sequence_length_std say it."
-        )
 
 
 def _times(

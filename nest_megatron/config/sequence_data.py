@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -39,8 +39,8 @@ def read_lengths(train: TrainConfig, longest: int, *, packed: bool) -> SequenceL
     Raises:
         UserInputError: for settings that contradict each other, or a file that cannot be read.
     """
-    packs = packed if train.sequence_packing is None else train.sequence_packing
     mean, deviation = train.sequence_length_mean, train.sequence_length_std
+    packs = _packs(train, packed=packed)
     if train.sequence_lengths is not None:
         if (mean, deviation) != (None, None):
             limit, fix = "mean and deviation are given as well", "Give the file alone."
@@ -56,6 +56,22 @@ def read_lengths(train: TrainConfig, longest: int, *, packed: bool) -> SequenceL
     assert mean is not None
     assert deviation is not None
     return lengths_from_moments(mean, deviation, longest, packed=packs)
+
+
+def length_notes(
+    train: TrainConfig, lengths: SequenceLengths | None, *, packed: bool
+) -> Iterator[str]:
+    """What is assumed of packed sequences whose lengths nothing says; ``packed`` as above."""
+    if _packs(train, packed=packed) and lengths is None:
+        yield (
+            "Sequences are packed, and how long they are is not said: attention is priced as if "
+            "each pack were one sequence, the most that it can be. train.sequence_lengths=FILE, or "
+            "train.sequence_length_mean and train.sequence_length_std say it."
+        )
+
+
+def _packs(train: TrainConfig, *, packed: bool) -> bool:
+    return packed if train.sequence_packing is None else train.sequence_packing
 
 
 def with_images(spec: TransformerSpec, train: TrainConfig) -> TransformerSpec:
@@ -88,6 +104,19 @@ def with_images(spec: TransformerSpec, train: TrainConfig) -> TransformerSpec:
         limit = f"each has at least one of the {tokens} tokens (train.image_tokens)"
         raise _wrong("images", images, limit, "Give their mean, rounded up.")
     return dataclasses.replace(spec, vision=vision.with_images(tokens, images))
+
+
+def image_notes(spec: TransformerSpec) -> tuple[str, ...]:
+    """What is assumed of a sequence's images, where an encoder of transformers' sees them."""
+    vision = spec.vision
+    if vision is None or vision.is_split:
+        return ()
+    images = "one image has" if vision.num_images == 1 else f"{vision.num_images} images have each"
+    return (
+        f"Of the {spec.seq_length:,} tokens of a sequence {images} {vision.num_projected_tokens:,} "
+        "(train.image_tokens, train.images). Transformers' encoder is priced by megatron-core's "
+        "operators, whole on each rank of the first stage; no public measurement of it is known.",
+    )
 
 
 def _wrong(name: str, value: object, limit: str, fix: str) -> UserInputError:
