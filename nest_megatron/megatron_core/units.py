@@ -15,6 +15,7 @@ from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.model.stacks import decoder_of, encoder_of
 from nest_megatron.names import Name
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, Recompute
 
@@ -235,7 +236,9 @@ def _stack_layer(layers: Layers, kind: LayerKind, recompute: Recompute | None) -
         specs.encoder_model_with_local_spec if is_encoder else specs.decoder_model_with_local_spec
     )
     layer = build_module(describe(), config=layers.config, layer_number=1)
-    encoder, decoder = (dataclasses.replace(layers, spec=s) for s in (spec.encoder, spec.decoder))
+    encoder, decoder = (
+        dataclasses.replace(layers, spec=stack) for stack in (encoder_of(spec), decoder_of(spec))
+    )
 
     def mask(queries: Layers, keys: Layers) -> Any:
         shape = (1, 1, _sequence(queries), _sequence(keys))

@@ -120,6 +120,14 @@ class Adapters:
         name = path.rpartition(".")[2]
         return any(t == name or _holds(t, path, num_layers) for t in self.target_modules)
 
+    def require_experts(self, num_layers: int) -> None:
+        """Refuse what cannot be in a model with experts: DoRA on their products."""
+        for path in EXPERTS if self.scheme is PeftScheme.DORA else ():
+            if self.adapts(path, num_layers):
+                limit = f"DoRA takes the norm of one weight, and {path} has one for each expert"
+                fix = "Name linear_qkv and linear_proj alone."
+                raise _wrong("target_modules", " ".join(self.target_modules), limit, fix)
+
     def words(self) -> str:
         """In a few words for people.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.model.stacks import sized
 from nest_megatron.model.unmodelled import lightning_parameters, mamba1_parameters
 from nest_megatron.model.variant import Bias, NormParameters, NormPlacement
 
@@ -251,4 +252,4 @@ def block_parameters(
     """One block of a decoder layer."""
     if block is LayerBlock.EXPERTS:
         return _experts(spec, tp, ep, etp)
-    return ParameterCount(_COUNTS.get(block.base, _attention)(spec.sized(block), tp))
+    return ParameterCount(_COUNTS.get(block.base, _attention)(sized(spec, block), tp))

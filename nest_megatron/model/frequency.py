@@ -12,8 +12,10 @@ MAX_LAYERS = 2_000
 _MAX_TEXT = 10_000
 
 
-def rhythm(what: str, value: int | tuple[int, ...] | None, num_layers: int) -> tuple[bool, ...]:
-    """Which layers a rhythm marks: of every N all but the N-th, or those that a list marks.
+def layer_flags(
+    what: str, value: int | tuple[int, ...] | None, num_layers: int
+) -> tuple[bool, ...]:
+    """Which layers a frequency marks: of every N all but the N-th, or those that a list marks.
 
     Megatron's ``window_attn_skip_freq`` marks the sliding layers by it, ``linear_attention_freq``
     the linear ones and ``no_rope_freq``, other way around, those that are rotated. ``None`` marks
@@ -22,7 +24,7 @@ def rhythm(what: str, value: int | tuple[int, ...] | None, num_layers: int) -> t
     Raises:
         UserInputError: for a number below 1, or a list of another length.
 
-    >>> rhythm("window_attn_skip_freq", 3, 4)
+    >>> layer_flags("window_attn_skip_freq", 3, 4)
     (True, True, False, True)
     """
     if value is None:

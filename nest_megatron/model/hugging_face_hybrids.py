@@ -294,7 +294,7 @@ def qwen3_next(f: ConfigFields) -> Shape:
 
 
 def _linear(f: ConfigFields, marked: Sequence[bool]) -> Shape:
-    """The layers of linear attention, by ``layer_types`` or the family's rhythm."""
+    """The layers of linear attention, by ``layer_types`` or the family's own rule."""
     kinds = f.items("layer_types", "text")
     if kinds is not None:
         if len(kinds) != len(marked) or not {*kinds} <= {"linear_attention", "full_attention"}:

@@ -7,7 +7,7 @@ import re
 from typing import Any, TypeVar
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.model.frequency import MAX_LAYERS, rhythm
+from nest_megatron.model.frequency import MAX_LAYERS, layer_flags
 from nest_megatron.names import Name
 
 _Named = TypeVar("_Named", bound=Name)
@@ -287,7 +287,7 @@ def blocks_of(kinds: tuple[LayerKind, ...]) -> tuple[LayerBlock, ...]:
     return tuple(sorted(found, key=lambda block: (order[block.base], block.size or 0)))
 
 
-#: Whether the model has a sort of attention, and the rhythm of the layers that have it.
+#: Whether the model has a sort of attention, and the frequency of the layers that have it.
 _Marked = tuple[bool, int | tuple[int, ...] | None]
 
 
@@ -300,13 +300,13 @@ def two_block_kinds(
     if chunked[0]:  # a list marks the layers without rotation, which attend in full
         unrotated = chunked[1] if isinstance(chunked[1], tuple) else None
         flags = tuple(1 - flag for flag in unrotated) if unrotated else chunked[1]
-        _mark(mixers, LayerBlock.CHUNKED_ATTENTION, rhythm("no_rope_freq", flags, num_layers))
+        _mark(mixers, LayerBlock.CHUNKED_ATTENTION, layer_flags("no_rope_freq", flags, num_layers))
     for block, what, (is_there, freq) in (
         (LayerBlock.WINDOW_ATTENTION, "window_attn_skip_freq", window),
         (LayerBlock.GATED_DELTA_NET, "linear_attention_freq", linear),
     ):
         if is_there:
-            _mark(mixers, block, rhythm(what, freq, num_layers))
+            _mark(mixers, block, layer_flags(what, freq, num_layers))
     routes = experts or (0,) * num_layers
     return tuple(
         layer_kind(mixer, LayerBlock.EXPERTS if routed else LayerBlock.DENSE)

@@ -14,6 +14,7 @@ from nest_megatron.model.layer_pattern import HYBRID_SYMBOLS, LayerBlock, LayerK
 from nest_megatron.model.operators import adapted_products, block_graph
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.model.stacks import encoder_of
 from nest_megatron.model.variant import Bias
 
 
@@ -61,7 +62,7 @@ def _vision(spec: TransformerSpec, tp: int) -> int:
     ``Qwen2_5_VisionTransformerPretrainedModel`` and ``Qwen3VLVisionModel``: rotations or learned
     positions, no norm at either end.
     """
-    vision, inner = spec.vision, spec.encoder
+    vision, inner = spec.vision, encoder_of(spec)
     assert vision is not None
     hidden, shards = vision.hidden_size, tp if vision.is_split else 1
     rows = vision.patch_features + vision.num_positions + vision.num_class_tokens
@@ -90,7 +91,7 @@ def _mergers(spec: TransformerSpec) -> int:
     Source: transformers' ``Qwen2_5_VLPatchMerger`` and ``Qwen3VLVisionPatchMerger``, of which those
     of deepstack have their norm behind the merge.
     """
-    vision, inner = spec.vision, spec.encoder
+    vision, inner = spec.vision, encoder_of(spec)
     assert vision is not None
     assert vision.spatial_merge_size is not None
     wide = vision.hidden_size * vision.spatial_merge_size**2

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.model.adapters import EXPERTS, Adapters, PeftScheme
+from nest_megatron.model.adapters import Adapters
 from nest_megatron.model.encoder import EncoderSpec
-from nest_megatron.model.frequency import MAX_LAYERS
 from nest_megatron.model.heterogeneous import require_layers
 from nest_megatron.model.layer_pattern import (
     LayerBlock,
@@ -19,6 +17,7 @@ from nest_megatron.model.layer_pattern import (
     hybrid_kinds,
     two_block_kinds,
 )
+from nest_megatron.model.sizes import broken_limit
 from nest_megatron.model.variant import ModelVariant
 from nest_megatron.names import Name
 from nest_megatron.plain import added
@@ -32,17 +31,6 @@ class ModelFamily(Name):
     T5 = "t5"
 
 
-_POSITIVE = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length"),
-    *("vocab_size", "make_vocab_size_divisible_by"),
-)
-_POSITIVE_IF_GIVEN = (
-    *("num_query_groups", "kv_channels", "moe_ffn_hidden_size", "num_experts", "moe_latent_size"),
-    *("attention_chunk_size", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
-    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-    *("linear_num_key_heads", "linear_num_value_heads", "mamba_state_dim", "mamba_head_dim"),
-    *("mamba_num_groups", "mamba_num_heads", "encoder_num_layers", "decoder_seq_length"),
-)
 #: What a model of two stacks has only at its default.
 _NOT_IN_T5 = (
     *("window_size", "attention_chunk_size", "experimental_attention_variant", "num_experts"),
@@ -55,9 +43,9 @@ _NOT_HETEROGENEOUS = (
     *("num_experts", "hybrid_layer_pattern", "multi_latent_attention", "mtp_num_layers"),
     *("attention_output_gate", "softmax_type", "qk_l2_norm", "variant", "vision"),
 )
-_OF_SPARSE_ATTENTION = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
-_MOST = {"num_layers": MAX_LAYERS, "mtp_num_layers": MAX_LAYERS, "num_experts": 100_000}
-_MOST_OF_ANY = 2**31 - 1
+_FOR_SPARSE_ATTENTION = (
+    *("multi_latent_attention", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +86,6 @@ class TransformerSpec:
         moe_latent_size: width of the tokens that routed experts see, if not the hidden size.
         variant: what Megatron-LM's own layers do not have.
         adapters: what is trained where all other weights are frozen; ``None``: all weights are.
-        source: where the figures come from.
 
     Raises:
         UserInputError: if the shape is impossible (naming the field, the value and the rule).
@@ -188,7 +175,8 @@ class TransformerSpec:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            self._check_size(field.name, getattr(self, field.name))
+            if limit := broken_limit(field.name, getattr(self, field.name)):
+                raise self._wrong(field.name, limit)
         heads = self.num_attention_heads
         if self.kv_channels is None and self.hidden_size % heads:
             limit = f"it must be a multiple of num_attention_heads ({heads})"
@@ -200,12 +188,12 @@ class TransformerSpec:
         self._check_stacks()
         self._check_pattern()
         if self.heterogeneous_layers:
-            layers, heads = self.heterogeneous_layers, self.num_attention_heads
-            require_layers(self.name, layers, self.num_layers, heads)
+            require_layers(self.name, self.heterogeneous_layers, self.num_layers, heads)
             limit = "megatron-core builds heterogeneous layers without it"
             self._require_default(_NOT_HETEROGENEOUS, limit)
         self._check_experts()
-        self._check_adapters()
+        if self.adapters is not None and self.is_moe:
+            self.adapters.require_experts(self.num_layers)
         self.layer_kinds()
 
     def _check_stacks(self) -> None:
@@ -222,12 +210,11 @@ class TransformerSpec:
         for name in ("encoder_num_layers", "decoder_seq_length"):
             if (getattr(self, name) is not None) is not is_t5:
                 raise self._wrong(name, "models of family t5 need it, and no others have it")
-        if not is_t5:
-            return
-        if self.query_groups != self.num_attention_heads:
+        if is_t5 and self.query_groups != self.num_attention_heads:
             limit = "cross attention has a key/value head for each query head"
             raise self._wrong("num_query_groups", limit, "Leave it out.")
-        self._require_default(_NOT_IN_T5, "Megatron-core's T5 has no such layers")
+        if is_t5:
+            self._require_default(_NOT_IN_T5, "Megatron-core's T5 has no such layers")
 
     def _require_default(self, names: Collection[str], limit: str) -> None:
         for field in dataclasses.fields(self):
@@ -245,8 +232,7 @@ class TransformerSpec:
                 raise self._wrong("mtp_num_layers", limit, "Give the same number in both.")
         variant = self.experimental_attention_variant
         if variant not in (None, "gated_delta_net", "dsa"):
-            limit = "it must be gated_delta_net or dsa"
-            raise self._wrong("experimental_attention_variant", limit)
+            raise self._wrong("experimental_attention_variant", "it must be gated_delta_net or dsa")
         if variant == "gated_delta_net" and self.linear_attention_freq is None:
             limit = "gated_delta_net needs it, to say which layers are linear"
             fix = "Write for example 4: every fourth layer attends in full."
@@ -254,22 +240,9 @@ class TransformerSpec:
         if self.linear_num_value_heads % self.linear_num_key_heads:
             limit = f"it must be a multiple of linear_num_key_heads ({self.linear_num_key_heads})"
             raise self._wrong("linear_num_value_heads", limit)
-        if variant == "dsa":
-            if not self.multi_latent_attention:
-                limit = "experimental_attention_variant dsa works on latent attention"
-                raise self._wrong("multi_latent_attention", limit)
-            for name in _OF_SPARSE_ATTENTION:
-                if getattr(self, name) is None:
-                    raise self._wrong(name, "experimental_attention_variant dsa needs it")
-
-    def _check_size(self, name: str, value: object) -> None:
-        """Refuse what is no size, and what would fill memory and time to no end: a misprint."""
-        counts = name in _POSITIVE or (name in _POSITIVE_IF_GIVEN and value is not None)
-        if counts and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise self._wrong(name, "it must be a whole number of at least 1")
-        most = _MOST.get(name, _MOST_OF_ANY)
-        if isinstance(value, int) and value > most:
-            raise self._wrong(name, f"it must be at most {most:,}")
+        for name in _FOR_SPARSE_ATTENTION if variant == "dsa" else ():
+            if not getattr(self, name):
+                raise self._wrong(name, "experimental_attention_variant dsa needs it")
 
     def _check_experts(self) -> None:
         pattern = self.moe_layer_pattern
@@ -291,16 +264,6 @@ class TransformerSpec:
             limit = f"it must lie between 1 and num_experts ({self.num_experts})"
             fix = "Use the number of experts that each token visits."
             raise self._wrong("moe_router_topk", limit, fix)
-
-    def _check_adapters(self) -> None:
-        if self.adapters is None or not self.is_moe or self.adapters.scheme is not PeftScheme.DORA:
-            return
-        for path in EXPERTS:
-            if self.adapters.adapts(path, self.num_layers):
-                limit = f"DoRA takes the norm of one weight, and {path} has one for each expert"
-                what, fix = "peft.target_modules", "Name linear_qkv and linear_proj alone."
-                value = " ".join(self.adapters.target_modules)
-                raise UserInputError(what, value=value, limit=limit, fix=fix)
 
     def _wrong(
         self, field: str, limit: str, fix: str = "Correct the model's description."
@@ -330,10 +293,6 @@ class TransformerSpec:
         """Inner sizes of all dense MLPs, each once."""
         dense = (block for block in self.blocks if block.base is LayerBlock.DENSE)
         return tuple(block.size or self.ffn_hidden_size for block in dense)
-
-    def sized(self, block: LayerBlock) -> TransformerSpec:
-        """The model whose layers all have the size that a block has for itself."""
-        return self if block.size is None else _sized(self, block)
 
     @property
     def expert_ffn_hidden_size(self) -> int:
@@ -365,33 +324,6 @@ class TransformerSpec:
     def num_stacked_layers(self) -> int:
         """Layers of all stacks: the units between the embedding and MTP or head."""
         return self.num_layers + (self.encoder_num_layers or 0)
-
-    @property
-    def encoder(self) -> TransformerSpec:
-        """The first stack of a T5-like model, or of images, as a model that attends both ways."""
-        if self.vision is not None:
-            return _image_encoder(self.name, self.vision)
-        assert self.encoder_num_layers is not None
-        return dataclasses.replace(
-            self,
-            family=ModelFamily.BERT,
-            num_layers=self.encoder_num_layers,
-            encoder_num_layers=None,
-            decoder_seq_length=None,
-        )
-
-    @property
-    def decoder(self) -> TransformerSpec:
-        """The second stack of a T5-like model by itself; of others the model."""
-        if self.decoder_seq_length is None:
-            return self
-        return dataclasses.replace(
-            self,
-            family=ModelFamily.GPT,
-            seq_length=self.decoder_seq_length,
-            encoder_num_layers=None,
-            decoder_seq_length=None,
-        )
 
     @property
     def has_split_encoder(self) -> bool:
@@ -449,32 +381,6 @@ class TransformerSpec:
             return kind.blocks
         inside = (block for layer in self.mtp_layer_kinds for block in layer.blocks)
         return (*kind.blocks, *(self.num_mtp_layers * tuple(inside)))
-
-
-@functools.lru_cache(maxsize=256)
-def _sized(spec: TransformerSpec, block: LayerBlock) -> TransformerSpec:
-    assert block.size is not None
-    if block.base is LayerBlock.DENSE:
-        return dataclasses.replace(spec, ffn_hidden_size=block.size, heterogeneous_layers=())
-    return dataclasses.replace(spec, num_query_groups=block.size, heterogeneous_layers=())
-
-
-@functools.lru_cache(maxsize=256)
-def _image_encoder(name: str, vision: EncoderSpec) -> TransformerSpec:
-    same = {field.name for field in dataclasses.fields(TransformerSpec)} - {"vision"}
-    shared = {
-        field.name: getattr(vision, field.name)
-        for field in dataclasses.fields(vision)
-        if field.name in same
-    }
-    return TransformerSpec(
-        **shared,
-        name=f"{name}: encoder",
-        family=ModelFamily.BERT,
-        seq_length=vision.num_tokens,
-        vocab_size=1,
-        position_embedding_type="learned_absolute",
-    )
 
 
 def _decoder_kinds(spec: TransformerSpec) -> tuple[LayerKind, ...]:

@@ -327,7 +327,7 @@ class ParallelPlan:
         chosen = self.parallel
         layout = chosen.pipeline_model_parallel_layout
         if layout is None:
-            units = len(self.model.layer_kinds())
+            units = self.model.num_units
             return StagePartition(boundaries=(0, units), pipeline_model_parallel_size=1)
         return parse_layout(layout, self.model, chosen.pipeline_model_parallel_size)
 

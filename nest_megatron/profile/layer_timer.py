@@ -20,6 +20,7 @@ from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.model.stacks import sized
 from nest_megatron.profile.clock import OUT_OF_MEMORY, DeviceClock, HostClock
 from nest_megatron.profile.records import SHAPE, Timing
 from nest_megatron.profile.spread import middle_half
@@ -75,7 +76,7 @@ def time_block(
     """Time one block in one shape on one rank; one that does not fit here is a ``MemoryError``."""
     kind, stretch = _UNITS[block.base]
     inside = staged(
-        spec.sized(block),
+        sized(spec, block),
         kind,
         shard,
         where=measuring.where,

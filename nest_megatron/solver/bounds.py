@@ -36,7 +36,7 @@ class Bounds:
         self._sums: dict[object, tuple[Ticks, Ticks, float]] = {}
         self._pipelines: dict[object, list[Ticks]] = {}
         self._kinds = Counter(model.spec.layer_kinds())
-        self._num_units = len(model.spec.layer_kinds())
+        self._num_units = model.spec.num_units
         self.floor = to_ticks(model.settings.iteration_floor_s)
 
     def waits(self, grid: Grid) -> Ticks:

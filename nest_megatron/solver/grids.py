@@ -50,7 +50,7 @@ class GridSpace:
         self._allowed: dict[object, tuple[Recompute, ...]] = {}
         self._sparing: dict[RecomputeKinds, tuple[Recompute, ...]] = {}
         self._virtual_sizes: dict[tuple[int, int], tuple[int, ...]] = {}
-        self._num_units = len(model.spec.layer_kinds())
+        self._num_units = model.spec.num_units
 
     def anew(self) -> GridSpace:
         """The same space with counts of its own."""

@@ -32,7 +32,7 @@ def check_partition(spec: TransformerSpec, partition: StagePartition) -> None:
         UserInputError: if it cuts another number of units, or puts MTP layers where Megatron does
             not build them.
     """
-    units = len(spec.layer_kinds())
+    units = spec.num_units
     if partition.boundaries[-1] != units:
         raise UserInputError(
             "stage partition",

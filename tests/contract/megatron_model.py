@@ -10,6 +10,7 @@ from typing import Any
 
 from nest_megatron.megatron_core.stage import as_rank, transformer_config
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.model.stacks import encoder_of
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.rank_order import GroupKind, group_of_rank
@@ -120,7 +121,7 @@ def _t5(spec: TransformerSpec, config: Any, common: dict[str, Any]) -> Any:
     from megatron.core.models.T5 import t5_spec as specs
     from megatron.core.models.T5.t5_model import T5Model
 
-    encoder, layers = copy.deepcopy(config), spec.encoder.num_layers
+    encoder, layers = copy.deepcopy(config), encoder_of(spec).num_layers
     encoder.num_layers = layers
     stacks = {
         "encoder": specs.get_t5_encoder_with_local_block_spec(layers),

@@ -18,6 +18,7 @@ from nest_megatron.model.operators import block_graph, layer_graph
 from nest_megatron.model.parameters import layer_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.model.stacks import sized
 from nest_megatron.parallel.degree_rules import is_legal_grid
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.rules import allows_virtual_stages
@@ -65,7 +66,7 @@ def _saved_bytes(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) -> f
         if block.base is LayerBlock.ATTENTION:
             fused = block_graph(spec, block, shard)
             saved -= fused.total_saved_bytes() - fused.input_bytes
-            saved += sum(num for _, num in local_attention(spec.sized(block), shard))
+            saved += sum(num for _, num in local_attention(sized(spec, block), shard))
     return saved
 
 

@@ -166,7 +166,7 @@ def _partition_shape(request: LaunchRequest) -> Iterator[Violation]:
         return
     ranks, units = partition.pipeline_model_parallel_size, partition.boundaries[-1]
     found = (ranks, partition.num_chunks, units)
-    expected = (pp, dims.num_chunks, len(request.spec.layer_kinds()))
+    expected = (pp, dims.num_chunks, request.spec.num_units)
     if found != expected:
         yield _bad_partition(found, f"ranks, virtual stages and units must be {expected}")
 

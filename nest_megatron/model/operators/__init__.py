@@ -29,6 +29,7 @@ from nest_megatron.model.operators.variant import with_variant
 from nest_megatron.model.operators.vision import encoder_graph, projector_graph
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.model.stacks import decoder_of, encoder_of, sized
 
 __all__ = ["ACT", "adapted_products", "block_graph", "layer_graph"]
 
@@ -36,9 +37,9 @@ _GRAPHS: Mapping[LayerBlock, Callable[[TransformerSpec, LayerShard], LayerGraph]
     LayerBlock.GATED_DELTA_NET: gated_delta_net_graph,
     LayerBlock.MAMBA: mamba_graph,
     LayerBlock.CROSS_ATTENTION: cross_attention_graph,
-    LayerBlock.ENCODER_ATTENTION: lambda spec, shard: attention_graph(spec.encoder, shard),
-    LayerBlock.ENCODER_DENSE: lambda spec, shard: mlp_graph(spec.encoder, shard),
-    LayerBlock.DENSE: lambda spec, shard: mlp_graph(spec.decoder, shard),
+    LayerBlock.ENCODER_ATTENTION: lambda spec, shard: attention_graph(encoder_of(spec), shard),
+    LayerBlock.ENCODER_DENSE: lambda spec, shard: mlp_graph(encoder_of(spec), shard),
+    LayerBlock.DENSE: lambda spec, shard: mlp_graph(decoder_of(spec), shard),
     LayerBlock.LINEAR_FOR_ATTENTION: linear_for_attention_graph,
     LayerBlock.LINEAR_FOR_MLP: linear_for_mlp_graph,
     LayerBlock.EXPERTS: experts_graph,
@@ -55,15 +56,15 @@ def block_graph(spec: TransformerSpec, block: LayerBlock, shard: LayerShard) -> 
     if spec.adapters is None:
         return _trained_graph(spec, block, shard)
     graph = _trained_graph(spec, block, dataclasses.replace(shard, saved_input_bytes=0.0))
-    return adapted(graph, spec.sized(block), shard, block)
+    return adapted(graph, sized(spec, block), shard, block)
 
 
 def _trained_graph(spec: TransformerSpec, block: LayerBlock, shard: LayerShard) -> LayerGraph:
-    spec, block = spec.sized(block), block.base
+    spec, block = sized(spec, block), block.base
     if block in _GRAPHS:
         graph = _GRAPHS[block](spec, shard)
     else:
-        graph = attention_graph(spec.decoder, shard, block)
+        graph = attention_graph(decoder_of(spec), shard, block)
     return with_variant(graph, spec, block, shard)
 
 

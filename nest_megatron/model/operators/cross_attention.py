@@ -13,6 +13,7 @@ from nest_megatron.model.operators.common import (
 )
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.model.stacks import decoder_of, encoder_of
 
 
 def cross_attention_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
@@ -23,7 +24,7 @@ def cross_attention_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGrap
 
     Source: ``megatron.core.transformer.attention.CrossAttention``, ``T5.t5_spec``.
     """
-    act, decoder, encoder = shard.activation_bytes, spec.decoder, spec.encoder
+    act, decoder, encoder = shard.activation_bytes, decoder_of(spec), encoder_of(spec)
     hidden, head_dim = spec.hidden_size, spec.head_dim
     heads = spec.num_attention_heads / shard.tensor_model_parallel_size
     queries, keys, width = shard.tokens(decoder), shard.tokens(encoder), heads * head_dim

@@ -15,6 +15,7 @@ from nest_megatron.model.operators.common import (
 )
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.model.stacks import decoder_of, encoder_of
 
 
 def embedding_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
@@ -24,7 +25,7 @@ def embedding_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """
     tokens = shard.tokens(spec)
     if spec.family is ModelFamily.T5:
-        tokens += shard.tokens(spec.decoder)
+        tokens += shard.tokens(decoder_of(spec))
     size = tokens * spec.hidden_size * shard.activation_bytes
     # Every stage keeps what it sent on; the first, with the most micro batches in flight, the most.
     sent = ((Part.EMBEDDING, shard.hidden_bytes(spec)),) if shard.keeps_stage_outputs else ()
@@ -46,7 +47,7 @@ def head_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     (MTP) keeps one more softmax. A T5-like model has the encoder's final norm beside the decoder's.
     """
     if spec.family is ModelFamily.T5:
-        return head_graph(spec.decoder, shard) + _encoder_norm(spec.encoder, shard)
+        return head_graph(decoder_of(spec), shard) + _encoder_norm(encoder_of(spec), shard)
     act, hidden = shard.activation_bytes, spec.hidden_size
     tp, depth = shard.tensor_model_parallel_size, 1 + spec.num_mtp_layers
     tokens, vocab = shard.tokens(spec), spec.padded_vocab_size(tp) / tp

@@ -12,6 +12,7 @@ from nest_megatron.model.operators.common import column_parallel, gemm, row_para
 from nest_megatron.model.operators.feed_forward import mlp_graph
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.model.stacks import encoder_of
 
 
 def encoder_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
@@ -111,7 +112,7 @@ def _parts(
         attended_tokens=None,
         micro_batch_size=shard.micro_batch_size * spec.vision.num_images,
     )
-    return spec.vision, spec.encoder, own
+    return spec.vision, encoder_of(spec), own
 
 
 def _forward_only(graph: LayerGraph) -> LayerGraph:

@@ -225,7 +225,7 @@ def balanced_partition(spec: TransformerSpec, num_chunks: int) -> Boundaries:
 def _boundaries(spec: TransformerSpec, layers: list[int]) -> Boundaries:
     """The embedding joins the first chunk; MTP layers and the head join the last."""
     ends = [1 + count for count in accumulate(layers)]
-    return (0, *ends[:-1], len(spec.layer_kinds()))
+    return (0, *ends[:-1], spec.num_units)
 
 
 def moved(boundaries: Boundaries, at: int, by: int) -> Boundaries:
