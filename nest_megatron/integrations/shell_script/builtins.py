@@ -131,17 +131,8 @@ def _source(shell: ShellState, args: list[str]) -> None:
     if not path.is_file():
         limit = f"it reads {path}, which is not on this host"
         raise ScriptError(limit, "Plan where the file is, in the folder that the script expects")
-    before = shell.args
-    shell.args = args[1:] or before
-    shell.depth += 1
-    try:
+    with shell.called(args[1:] or shell.args):
         shell.walk(read_text(path, "source"), str(path))
-    except Leave as left:
-        if left.kind != "return":
-            raise
-        shell.status = left.status
-    finally:
-        shell.args, shell.depth = before, shell.depth - 1
 
 
 def _read(shell: ShellState, args: list[str]) -> None:

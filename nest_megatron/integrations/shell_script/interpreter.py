@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from nest_megatron.files import read_text
@@ -40,6 +42,10 @@ from nest_megatron.integrations.shell_script.values import (
 )
 
 _ENDS = {"exit", "return", "true", ":", "echo", "printf", "continue", "break"}
+_UNDECIDED = (
+    "whether a command that is not run succeeds decides what follows",
+    "Decide it by hand in a copy of the script",
+)
 
 
 class Interpreter(ShellState):
@@ -53,11 +59,7 @@ class Interpreter(ShellState):
         if re.fullmatch(r"<\s*\S+", found):
             source = f"cat {found[1:]}"
         inner = self.child()
-        try:
-            inner.run(parse(source))
-        except Leave as left:
-            inner.status = left.status
-        self.status = inner.status
+        self._run_in(inner, partial(inner.run, parse(source)))
         found = "".join(inner.printed).rstrip("\n")
         return unknown(f"$({plain(source)})") if is_wholly_unknown(found) else found
 
@@ -98,8 +100,7 @@ class Interpreter(ShellState):
     def _and_or(self, command: nodes.AndOr) -> None:
         for place, (operator, pipeline) in enumerate(command.parts):
             if operator and self.status is None and not _only_ends(pipeline, operator):
-                limit = "whether a command that is not run succeeds decides what follows"
-                raise ScriptError(limit, "Decide it by hand in a copy of the script")
+                raise ScriptError(*_UNDECIDED)
             if operator and (self.status in (0, None)) == (operator == "||"):
                 continue
             is_last = place == len(command.parts) - 1
@@ -125,16 +126,17 @@ class Interpreter(ShellState):
             else:
                 inner = self.child()
                 inner.given, inner.piped = given, self.piped or place > 0
-                self._in_child(inner, command)
+                self._run_in(inner, partial(inner.command, command))
                 given = "".join(inner.printed)
                 if place == len(commands) - 1:
                     self.printed.append(given)
         if pipeline.negated and self.status is not None:
             self.status = int(not self.status)
 
-    def _in_child(self, inner: Interpreter, command: nodes.Command) -> None:
+    def _run_in(self, inner: Interpreter, walk: Callable[[], None]) -> None:
+        """Walk in a subshell, whose end does not end this shell."""
         try:
-            inner.command(command)
+            walk()
         except Leave as left:
             inner.status = left.status
         self.status = inner.status
@@ -162,8 +164,7 @@ class Interpreter(ShellState):
         finally:
             self.deciding -= 1
         if self.status is None:
-            limit = "whether a command that is not run succeeds decides what follows"
-            raise ScriptError(limit, "Decide it by hand in a copy of the script")
+            raise ScriptError(*_UNDECIDED)
         return self.status == 0
 
     def _if(self, command: nodes.If) -> None:
@@ -227,11 +228,7 @@ class Interpreter(ShellState):
             self.run(command.body)
             return
         inner = self.child()
-        try:
-            inner.run(command.body)
-        except Leave as left:
-            inner.status = left.status
-        self.status = inner.status
+        self._run_in(inner, partial(inner.run, command.body))
         self.printed += inner.printed
 
     def _function(self, command: nodes.Function) -> None:

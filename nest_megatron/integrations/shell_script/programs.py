@@ -77,17 +77,11 @@ def _with_prefix(shell: ShellState, words: list[str]) -> None:
 
 
 def _function(shell: ShellState, name: str, args: list[str]) -> None:
-    before, shell.args = shell.args, args
-    shell.depth += 1
     shell.hidden.append({})
     try:
-        shell.command(shell.functions[name])
-    except Leave as left:
-        if left.kind != "return":
-            raise
-        shell.status = left.status
+        with shell.called(args):
+            shell.command(shell.functions[name])
     finally:
-        shell.args, shell.depth = before, shell.depth - 1
         for hidden, value in shell.hidden.pop().items():
             shell.variables.pop(hidden, None)
             if value is not None:

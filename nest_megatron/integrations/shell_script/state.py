@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from nest_megatron.integrations.shell_script import nodes
 from nest_megatron.integrations.shell_script.arithmetic import evaluate
 from nest_megatron.integrations.shell_script.expansion import Value
 from nest_megatron.integrations.shell_script.record import Record
-from nest_megatron.integrations.shell_script.values import ScriptError, unknown
+from nest_megatron.integrations.shell_script.values import Leave, ScriptError, unknown
 
 _ONLY_IN_A_RUN = frozenset(("$", "!", "RANDOM", "SECONDS", "HOSTNAME"))
 
@@ -93,6 +94,20 @@ class ShellState(ABC):
         if isinstance(found, dict):
             found = found.get("0")
         return found or ""
+
+    @contextmanager
+    def called(self, args: list[str]) -> Iterator[None]:
+        """A function or a file that runs with parameters of its own, until it returns."""
+        before, self.args = self.args, args
+        self.depth += 1
+        try:
+            yield
+        except Leave as left:
+            if left.kind != "return":
+                raise
+            self.status = left.status
+        finally:
+            self.args, self.depth = before, self.depth - 1
 
     @abstractmethod
     def output(self, source: str) -> str:
