@@ -30,13 +30,7 @@ from nest_megatron.profile.nccl_tests_row import (
 )
 from nest_megatron.profile.network import CollectiveSample
 
-_KINDS = {
-    "allreduce": CollectiveKind.ALL_REDUCE,
-    "allgather": CollectiveKind.ALL_GATHER,
-    "reducescatter": CollectiveKind.REDUCE_SCATTER,
-    "alltoall": CollectiveKind.ALL_TO_ALL,
-    "sendrecv": CollectiveKind.SEND_RECV,
-}
+_KINDS = {kind.value.replace("_", ""): kind for kind in CollectiveKind}
 #: What mpirun --tag-output and srun --label put before each line.
 _TAG = re.compile(r"^.*?\[\d+,\d+\]<(stdout|stderr)>:\s?|^\s*\d+:\s")
 _STARTING = re.compile(r"#\s*Collective test starting:\s*(\S+)")

@@ -13,13 +13,7 @@ from nest_megatron.validation.machines import RACK_GPUS, largest_part, network_l
 from nest_megatron.validation.rows import RefusedRowError, Row, number, whole
 
 #: Names of collectives in the tables, without punctuation.
-_KINDS = {
-    "allreduce": CollectiveKind.ALL_REDUCE,
-    "allgather": CollectiveKind.ALL_GATHER,
-    "reducescatter": CollectiveKind.REDUCE_SCATTER,
-    "alltoall": CollectiveKind.ALL_TO_ALL,
-    "sendrecv": CollectiveKind.SEND_RECV,
-}
+_KINDS = {kind.value.replace("_", ""): kind for kind in CollectiveKind}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
