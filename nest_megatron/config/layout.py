@@ -31,7 +31,8 @@ from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.planner import PlanRequest, estimate_plan, plan
+from nest_megatron.planner import PlanRequest, plan
+from nest_megatron.planner.layouts import estimate_for
 from nest_megatron.solver.space import DEGREES, SearchSpace
 
 #: Degrees that change what one rank does in a layer.
@@ -52,30 +53,14 @@ def estimate_layout(composed: Composed) -> tuple[ParallelPlan, tuple[str, ...]]:
     pp = grid.dims.pipeline_model_parallel_size
     if text is not None:
         partition = parse_layout(text, request.spec, pp)
-        return _priced(request, grid, partition), notes
+        return estimate_for(request, grid, partition), notes
     try:
         virtual = grid.dims.virtual_pipeline_model_parallel_size
         partition = uniform_partition(request.spec, pp, virtual)
     except UserInputError as error:
         found, note = _uneven(request, grid)
         return found, (*notes, f"{error.what} = {error.value} does not split evenly; {note}")
-    return _priced(request, grid, partition), notes
-
-
-def _priced(request: PlanRequest, grid: Grid, partition: StagePartition) -> ParallelPlan:
-    return estimate_plan(
-        request.spec,
-        request.cluster,
-        request.settings,
-        grid,
-        partition,
-        request.times,
-        request.reliability,
-        schedule=request.batch_schedule,
-        lengths=request.sequence_lengths,
-        site=request.site,
-        rates=request.rates,
-    )
+    return estimate_for(request, grid, partition), notes
 
 
 def _uneven(request: PlanRequest, grid: Grid) -> tuple[ParallelPlan, str]:
@@ -98,7 +83,7 @@ def _uneven(request: PlanRequest, grid: Grid) -> tuple[ParallelPlan, str]:
             which = "" if found.search.certificate == "optimal" else " found in the time"
             return found, f"the fastest uneven layout{which} that fits is used."
     partition = spread_partition(request.spec, grid.dims)
-    return _priced(request, grid, partition), "the layers are spread as evenly as they go."
+    return estimate_for(request, grid, partition), "the layers are spread as evenly as they go."
 
 
 def _grid(composed: Composed, request: PlanRequest) -> tuple[Grid, tuple[str, ...]]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_posterior import PredictedPeak, predicted_peak
@@ -240,19 +240,31 @@ def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> Pa
         chosen = runner_up(chosen, number)
     record = search_record(request, searched.result, searched.seconds, chosen.plan, number)
     spec, best = request.spec, chosen.plan
-    return assemble(
+    return _assemble(
+        request,
         searched.model,
-        request.settings,
         best,
-        tuple(alternative(spec, best, other, chosen) for other in chosen.others),
         record,
-        request.space.sharding,
+        alternatives=tuple(alternative(spec, best, other, chosen) for other in chosen.others),
         choice=chosen.choice,
         shortlist=chosen.shortlist(searched.model) if request.shortlist else None,
+    )
+
+
+def _assemble(
+    request: PlanRequest, model: CostModel, best: SolvedGrid, record: SearchRecord, **others: Any
+) -> ParallelPlan:
+    """The plan file of a grid that was solved for a request; ``others`` as of ``assemble``."""
+    return assemble(
+        model,
+        best,
+        record,
+        sharding=request.space.sharding,
         schedule=request.batch_schedule,
         lengths=request.sequence_lengths,
         site=request.site,
         defaults=request.defaults,
+        **others,
     )
 
 
@@ -268,19 +280,7 @@ class Ranked:
 
     def plan(self, candidate: Candidate) -> ParallelPlan:
         """The plan file of one of the candidates, without runners-up."""
-        request = self.request
-        return assemble(
-            self.model,
-            request.settings,
-            candidate.solved,
-            (),
-            self.record,
-            request.space.sharding,
-            schedule=request.batch_schedule,
-            lengths=request.sequence_lengths,
-            site=request.site,
-            defaults=request.defaults,
-        )
+        return _assemble(self.request, self.model, candidate.solved, self.record)
 
 
 def ranked(

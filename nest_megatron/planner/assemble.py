@@ -11,7 +11,7 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.estimate import Estimate, estimate
 from nest_megatron.cost_model.goodput import Reliability, goodput
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.settings import CostSettings, stored_settings
+from nest_megatron.cost_model.settings import stored_settings
 from nest_megatron.cost_model.site import Site, expected
 from nest_megatron.cost_model.uncertainty import probability_faster
 from nest_megatron.model.sequence_lengths import SequenceLengths
@@ -54,10 +54,10 @@ ENDED_EARLY = "ended-early"
 
 def assemble(
     model: CostModel,
-    settings: CostSettings,
     best: SolvedGrid,
-    alternatives: tuple[Alternative, ...],
     record: SearchRecord,
+    *,
+    alternatives: tuple[Alternative, ...] = (),
     sharding: DataParallelSharding | None = None,
     choice: Choice | None = None,
     shortlist: Shortlist | None = None,
@@ -91,7 +91,7 @@ def assemble(
             global_batch_size=grid.global_batch_size,
             micro_batch_size=grid.micro_batch_size,
             seq_length=spec.seq_length,
-            precision=settings.precision,
+            precision=model.settings.precision,
             batch_schedule=schedule,
             sequence_lengths=lengths,
         ),
@@ -106,7 +106,7 @@ def assemble(
             profile=describe_times(model, grid),
             cluster_hash=digest(cluster),
             model_hash=digest(spec),
-            settings=stored_settings(settings),
+            settings=stored_settings(model.settings),
             site=None if site is None else site.change(known, memory),
             defaults=defaults,
         ),

@@ -6,7 +6,8 @@ import dataclasses
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner import PlanRequest, estimate_plan
+from nest_megatron.planner.layouts import estimate_for
+from nest_megatron.planner.request import PlanRequest
 
 
 def keep_layout(plan: ParallelPlan, request: PlanRequest) -> ParallelPlan:
@@ -26,16 +27,5 @@ def keep_layout(plan: ParallelPlan, request: PlanRequest) -> ParallelPlan:
         raise UserInputError("cluster.num_gpus", value=num_gpus, limit=limit, fix=fix)
     replicas = num_gpus // one_replica if resized else dims.data_parallel_size
     dims = dataclasses.replace(dims, data_parallel_size=replicas)
-    return estimate_plan(
-        request.spec,
-        request.cluster,
-        request.settings,
-        dataclasses.replace(grid, dims=dims, global_batch_size=request.global_batch_size),
-        plan.partition(),
-        request.times,
-        request.reliability,
-        schedule=request.batch_schedule,
-        lengths=request.sequence_lengths,
-        site=request.site,
-        rates=request.rates,
-    )
+    grid = dataclasses.replace(grid, dims=dims, global_batch_size=request.global_batch_size)
+    return estimate_for(request, grid, plan.partition())

@@ -172,12 +172,36 @@ def estimate_plan(
     solved = SolvedGrid(grid=grid, boundaries=partition.boundaries, iteration=0)
     record = dataclasses.replace(nothing_searched(), not_modelled=not_modelled)
     found = assemble(
-        *(model, settings, solved, (), record, sharding),
-        schedule=schedule,
-        lengths=lengths,
-        site=site,
+        model, solved, record, sharding=sharding, schedule=schedule, lengths=lengths, site=site
     )
     return with_goodput(found, reliability, rates)
+
+
+def estimate_for(
+    request: PlanRequest,
+    grid: Grid,
+    partition: StagePartition,
+    *,
+    settings: CostSettings | None = None,
+    sharding: DataParallelSharding | None = None,
+    not_modelled: tuple[str, ...] = (),
+) -> ParallelPlan:
+    """As ``estimate_plan``, for the job of a request; ``settings`` in the place of its own."""
+    return estimate_plan(
+        request.spec,
+        request.cluster,
+        settings or request.settings,
+        grid,
+        partition,
+        request.times,
+        request.reliability,
+        schedule=request.batch_schedule,
+        lengths=request.sequence_lengths,
+        site=request.site,
+        sharding=sharding,
+        not_modelled=not_modelled,
+        rates=request.rates,
+    )
 
 
 def check_launchable(

@@ -125,7 +125,7 @@ def _ours(request: PlanRequest) -> Compared:
     """Our own answer, chosen as the others choose: by the predicted step, without runners-up."""
     found = plan(dataclasses.replace(request, num_alternatives=0, objective=Objective.NOMINAL))
     own = found if isinstance(found, ParallelPlan) else None
-    terms = {} if own is None else _terms(_model(request), own)
+    terms = {} if own is None else _terms(request.cost_model(), own)
     return Compared(
         name=NEST,
         title="this project: exact, aware of network and memory",
@@ -152,17 +152,13 @@ def _our_reason(found: ParallelPlan | NoPlan | EndedEarly) -> str:
     return f"at most {found.search.gap_percent:.2f} % slower than the best in its space"
 
 
-def _model(request: PlanRequest) -> CostModel:
-    return CostModel(request.spec, request.cluster, request.settings, request.times)
-
-
 def _terms(model: CostModel, found: ParallelPlan) -> dict[str, Seconds]:
     return mean_terms(model, found.grid(), found.partition())
 
 
 def _theirs(request: PlanRequest, ours: Compared, baseline: Baseline) -> Compared:
     """A baseline's answer, its plan assembled as ours is, with what it loses."""
-    model, started = _model(request), time.perf_counter()
+    model, started = request.cost_model(), time.perf_counter()
     deadline = request.deadline()
     choice = baseline.find(
         ComparisonJob(
@@ -185,7 +181,7 @@ def _theirs(request: PlanRequest, ours: Compared, baseline: Baseline) -> Compare
     )
     if choice.plan is None:
         return theirs
-    found = assemble(model, request.settings, choice.plan, (), nothing_searched())
+    found = assemble(model, choice.plan, nothing_searched())
     terms = _terms(model, found)
     theirs = dataclasses.replace(theirs, plan=found, terms=terms)
     if ours.plan is None:
@@ -195,7 +191,7 @@ def _theirs(request: PlanRequest, ours: Compared, baseline: Baseline) -> Compare
         theirs,
         relative_throughput=ours.plan.predicted.iteration_time_s / step,
         differences={name: terms[name] - ours.terms[name] for name in ours.terms},
-        chance_slower=_chance_slower(_model(request), ours.plan, found),
+        chance_slower=_chance_slower(request.cost_model(), ours.plan, found),
     )
 
 

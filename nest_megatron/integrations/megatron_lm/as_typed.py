@@ -27,9 +27,9 @@ from nest_megatron.parallel.plan import MEGATRON_LM, LaunchCommand, ParallelPlan
 from nest_megatron.parallel.plan_file import made_for, sealed
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.planner import PlanRequest, estimate_plan
+from nest_megatron.planner import PlanRequest
 from nest_megatron.planner.changes import Refusal
-from nest_megatron.planner.layouts import Layout
+from nest_megatron.planner.layouts import Layout, estimate_for
 from nest_megatron.solver.space import SearchSpace
 
 _TP, _PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
@@ -78,20 +78,13 @@ def typed_plan(job: Job, request: PlanRequest, composed: Composed, made_by: str)
     if refused:
         limit, fix = f"Megatron-LM {command.version} refuses it: {refused}", "Change the command."
         raise UserInputError("--from", value=command.script, limit=limit, fix=fix)
-    found = estimate_plan(
-        request.spec,
-        request.cluster,
-        layout.settings,
+    found = estimate_for(
+        request,
         layout.grid,
         layout.partition,
-        request.times,
-        request.reliability,
-        schedule=request.batch_schedule,
-        lengths=request.sequence_lengths,
-        site=request.site,
+        settings=layout.settings,
         sharding=layout.sharding,
         not_modelled=request.not_modelled,
-        rates=request.rates,
     )
     launch = LaunchCommand(
         script=command.script, argv=command.argv, environment=command.environment
