@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -23,9 +22,6 @@ from nest_megatron.report.console import command_lines
 from nest_megatron.report.terminal import changes_table, explain_report, notes_report, summary
 from nest_megatron.report.words import proof
 from nest_megatron.units import Seconds, format_seconds
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 def explanation(

@@ -16,19 +16,14 @@ from nest_megatron.config.overrides import Setting
 from nest_megatron.config.sequence_data import LENGTH_SETTINGS
 from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.integrations.megatron_lm.attach import is_blackwell
-from nest_megatron.integrations.megatron_lm.planning import job_request
+from nest_megatron.integrations.megatron_lm.planning import job_request, plan_to_launch
 from nest_megatron.integrations.megatron_lm.search_space import CHOICES
 from nest_megatron.integrations.site_policy import read_launched
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner import PlanRequest
-from nest_megatron.planner import plan as find_plan
 from nest_megatron.planner.pinned_job import ActualJob, require_same_job
 from nest_megatron.planner.pins import PinnedPlan
-from nest_megatron.report.failure import require_plan
 
-#: Runners-up that are ranked unless ``search.num_alternatives`` says otherwise.
-_RUNNERS_UP = 3
 _NUM_GPUS = "cluster.num_gpus"
 
 
@@ -119,19 +114,13 @@ def plan_recipe(
     job = dataclasses.replace(job, notes=(*job.notes, *place.notes))
     if job.on_blackwell and is_blackwell(place.cluster.accelerator.name):
         job = dataclasses.replace(job, memory_flags={**job.memory_flags, **job.on_blackwell})
-    found = searched(job_request(job, place.cluster, place.composed), place.composed, choose)
+    request = job_request(job, place.cluster, place.composed)
+    found = plan_to_launch(request, place.composed, choose)
     if job.restored is not None:
         job.restored.check(found, job.version)
     by_words = job.free.option == "nest.free"  # only Megatron-Bridge's scripts take them
     framework = "Megatron-Bridge" if by_words else "NeMo or Megatron-Bridge"
     return plan_file.made_for(found, framework, None, "+nest=auto" if by_words else "auto_recipe")
-
-
-def searched(request: PlanRequest, composed: Composed, choose: int = 0) -> ParallelPlan:
-    """The plan of a job that is launched at once, with some runners-up; raises if there is none."""
-    if "search.num_alternatives" not in composed.given:
-        request = dataclasses.replace(request, num_alternatives=max(_RUNNERS_UP, choose))
-    return require_plan(find_plan(request, choose=choose), request.notes)
 
 
 def _settings(

@@ -46,6 +46,7 @@ from nest_megatron.integrations.hydra.ranks import (
 from nest_megatron.integrations.hydra.read import read_app
 from nest_megatron.integrations.hydra.view import AppView, view_of
 from nest_megatron.integrations.launched import values_report
+from nest_megatron.integrations.megatron_lm.planning import plan_to_launch
 from nest_megatron.integrations.megatron_lm.search_space import freed_flags, job_space
 from nest_megatron.integrations.plan_output import (
     pinned_by,
@@ -53,7 +54,7 @@ from nest_megatron.integrations.plan_output import (
     plan_output,
     told_where,
 )
-from nest_megatron.integrations.plan_recipe import require_pinned_for, searched
+from nest_megatron.integrations.plan_recipe import require_pinned_for
 from nest_megatron.integrations.site_policy import read_launched, require_launch
 from nest_megatron.model.execution import Execution
 from nest_megatron.parallel import plan_file
@@ -112,7 +113,7 @@ def _searched(
     own, offer = job_space(job, composed.config)
     space, freed = space_of(own, view, job), freed_flags(job.free)
     wanted = request_for(job, place.cluster, composed, space, offer=offer, freed=freed)
-    found = searched(wanted, composed)
+    found = plan_to_launch(wanted, composed)
     require_decided(found, wanted.max_seconds)
     found = plan_file.made_for(found, "a Hydra application", None, "+nest=auto")
     return found, job, wanted.notes

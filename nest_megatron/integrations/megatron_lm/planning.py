@@ -325,10 +325,8 @@ def decide(
         required={**saves, **job.required},
         packages=installed_packages(),
     )
-    asked = request = running_request(job, place)
-    if "search.num_alternatives" not in place.composed.given:
-        asked = dataclasses.replace(request, num_alternatives=max(_RUNNERS_UP, alternative))
-    found = require_plan(find_plan(asked, choose=alternative), request.notes)
+    request = running_request(job, place)
+    found = plan_to_launch(request, place.composed, alternative)
     if saved is not None:
         checkpoint.check_loadable(saved, found.parallel, values, version)
     searched = Searched(job=job, place=place, request=request, best_s=found.shortest_step_s)
@@ -336,6 +334,17 @@ def decide(
     kept = kept_flags(job, request, place.composed.config)
     outcome = carry_out(found, command, request.notes, kept=kept)
     return dataclasses.replace(outcome, searched=searched)
+
+
+def plan_to_launch(request: PlanRequest, composed: Composed, choose: int = 0) -> ParallelPlan:
+    """The plan of a job that waits for it, with few runners-up unless their number is given.
+
+    Raises:
+        NothingFitsError, SearchEndedError: as of ``decide``.
+    """
+    if "search.num_alternatives" not in composed.given:
+        request = dataclasses.replace(request, num_alternatives=max(_RUNNERS_UP, choose))
+    return require_plan(find_plan(request, choose=choose), request.notes)
 
 
 def running_request(job: Job, place: JobCluster) -> PlanRequest:
