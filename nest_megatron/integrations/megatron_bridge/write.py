@@ -144,9 +144,9 @@ def _wanted(cfg: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     sharded = plan.parallel.use_distributed_optimizer
     yield "ddp.use_distributed_optimizer", sharded, reason(plan, "use_distributed_optimizer")
     yield from _fsdp(cfg, plan)
-    overlaps = () if find(cfg, "comm_overlap") in (ABSENT, None) else ("comm_overlap",)
-    yield from fields_beside(cfg, plan, PATHS, overlaps)
-    yield from execution_fields(cfg, plan, execution_places(cfg))
+    places = execution_places(cfg)
+    yield from fields_beside(cfg, plan, PATHS, places.overlap)
+    yield from execution_fields(cfg, plan, places)
     yield from _nvlink_ranks(cfg, plan)
     predictors, why = "model.mtp_num_layers", "with the overlapped all-to-all 0.3 takes 1 or none"
     if plan.execution.overlap_moe_expert_parallel_comm and find(cfg, predictors) == 0:

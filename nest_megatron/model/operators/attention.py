@@ -56,22 +56,25 @@ def attention_graph(
     layer = _latent_attention if spec.multi_latent_attention else _attention
     graph = layer(spec, shard, _attention_span(spec, shard, block))
     graph = dataclasses.replace(graph, input_bytes=shard.hidden_bytes(spec))
-    if shard.execution.cuda_graph_impl in OF_LAYERS:
-        graph += captured(graph.input_bytes, shard)
-    return offloaded_attention(graph, spec, shard)
+    return offloaded_attention(with_graph_inputs(graph, shard), spec, shard)
 
 
-def captured(size: float, shard: LayerShard) -> LayerGraph:
-    """What a CUDA graph of a layer, or of some of its modules, adds to an input of ``size`` bytes.
+def with_graph_inputs(
+    graph: LayerGraph, shard: LayerShard, module: str | None = None
+) -> LayerGraph:
+    """A layer with what a CUDA graph adds, if it holds the layer's ``module`` (or any).
 
     A graph has addresses of its own: inputs and gradients are copied there before a replay
     (``make_graphed_callables`` of Transformer Engine), one set for each layer and micro batch in
     flight (``TECudaGraphHelper._get_sample_arguments`` of megatron-core).
     """
-    router = "moe_router" in shard.execution.cuda_graph_scope
-    return LayerGraph(
+    size, scope = graph.input_bytes, shard.execution.cuda_graph_scope
+    is_outside = module is not None and scope and module not in scope
+    if shard.execution.cuda_graph_impl not in OF_LAYERS or is_outside:
+        return graph
+    return graph + LayerGraph(
         operators=(streaming(GRAPH_INPUTS, Part.RESIDUAL, 2 * size, backward=1.0),),
-        saved_bytes=((Part.RESIDUAL, (_TENSORS + _OF_ROUTER * router) * size),),
+        saved_bytes=((Part.RESIDUAL, (_TENSORS + _OF_ROUTER * ("moe_router" in scope)) * size),),
     )
 
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nest_megatron.model.execution import OF_LAYERS
 from nest_megatron.model.graph import LayerGraph, Operator, OperatorKind, Part
-from nest_megatron.model.operators.attention import captured
+from nest_megatron.model.operators.attention import with_graph_inputs
 from nest_megatron.model.operators.common import (
     FP32,
     dropout_mask,
@@ -102,10 +101,7 @@ def gated_delta_net_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGrap
         saved_bytes=saved,
         working_bytes=tokens * (2 * widths.projected + 4 * widths.copied) * act,
     )
-    scope = shard.execution.cuda_graph_scope
-    if shard.execution.cuda_graph_impl in OF_LAYERS and (not scope or "attn" in scope):
-        graph += captured(hidden_bytes, shard)
-    return graph
+    return with_graph_inputs(graph, shard, "attn")
 
 
 def _saved_inside(widths: _Widths, act: int) -> float:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nest_megatron.model.execution import OF_LAYERS
 from nest_megatron.model.graph import (
     Group,
     LayerCollective,
@@ -20,7 +19,7 @@ from nest_megatron.model.graph import (
     OperatorKind,
     Part,
 )
-from nest_megatron.model.operators.attention import captured
+from nest_megatron.model.operators.attention import with_graph_inputs
 from nest_megatron.model.operators.common import (
     FP32,
     dropout_mask,
@@ -108,10 +107,7 @@ def mamba_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
         saved_bytes=saved,
         working_bytes=_working_bytes(widths, tokens, act),
     )
-    scope = shard.execution.cuda_graph_scope
-    if shard.execution.cuda_graph_impl in OF_LAYERS and (not scope or "mamba" in scope):
-        graph += captured(hidden_bytes, shard)
-    return graph
+    return with_graph_inputs(graph, shard, "mamba")
 
 
 def _convolution(num_bytes: float) -> Operator:
