@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _interrupted(error: KeyboardInterrupt) -> int:
     """Say so, with what is left of the work where that is known."""
-    # after one that left exec (a class was made), python -m would end by the signal
+    # An interruption inside exec(text), by which dataclasses are made, leaves a mark in CPython, by
+    # which `python -m` ends by SIGINT although the interruption was caught. Whatever text runs next
+    # clears the mark (run_eval_code_obj in Python/pythonrun.c).
     exec("")
     told = f": {error}" if str(error) else ""
     print(f"Interrupted{told}.", file=sys.stderr)
