@@ -41,7 +41,13 @@ from nest_megatron.integrations.restore import (
     packed_sequence_size,
     packs_sequences,
 )
-from nest_megatron.model.arguments import LINEAR_NAMES, SAME_NAMES, spec_from_arguments
+from nest_megatron.model.arguments import (
+    EXPERT_NAMES,
+    LINEAR_NAMES,
+    SAME_NAMES,
+    spec_from_arguments,
+)
+from nest_megatron.model.sizes import LATENT_SIZES
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.batch_schedule import RAMPUP, BatchSchedule, read_schedule
 from nest_megatron.parallel.cuda_graphs import FIELDS as GRAPH_FIELDS
@@ -100,16 +106,10 @@ _SHAPE = (
     "experimental_attention_variant",
     "linear_attention_freq",
     "no_rope_freq",
-    "moe_shared_expert_gate",
-    "moe_latent_size",
     "mtp_num_layers",
     "moe_layer_freq",
-    "moe_ffn_hidden_size",
-    "moe_router_topk",
-    "moe_shared_expert_intermediate_size",
-    "moe_router_enable_expert_bias",
+    *EXPERT_NAMES,
 )
-_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 #: Megatron's name of a setting of memory -> other names for it in configurations.
 _SPELLINGS = {
     "fp8_param_gather": ("fp8_param_gather", "fp8_params", "fp8_param"),
@@ -309,7 +309,7 @@ def spec_from_transformer_config(
     values |= {name: value for name, value in own.items() if name in values}
     values["rotary_base"] = int(values["rotary_base"])
     if not values["multi_latent_attention"]:
-        values |= dict.fromkeys(_LATENT)
+        values |= dict.fromkeys(LATENT_SIZES)
     shared = value_or(config, "share_embeddings_and_output_weights", True)
     family = _family(config)
     stacks: dict[str, Any] = {}

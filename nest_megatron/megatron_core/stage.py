@@ -24,6 +24,7 @@ from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.parameters import one_layer
 from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.sizes import DELTA_NET_SIZES, LATENT_SIZES, MAMBA_SIZES
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.names import Name
 from nest_megatron.packages import install_command
@@ -173,16 +174,10 @@ _SAME_FIELDS = (
     *("qk_layernorm", "softmax_type", "window_attn_skip_freq", "mtp_num_layers"),
     "attention_output_gate",
 )
-_SCAN_FIELDS = (
-    *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
-    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-    *("linear_num_key_heads", "linear_num_value_heads"),
-)
 _EXPERT_FIELDS = (
     *("moe_router_topk", "moe_router_enable_expert_bias", "moe_shared_expert_gate"),
     "moe_latent_size",
 )
-_LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
 def transformer_config(
@@ -235,7 +230,7 @@ def transformer_config(
         return TransformerConfig(**fields)
     return MLATransformerConfig(
         **fields,
-        **{name: getattr(spec, name) for name in _LATENT_FIELDS},
+        **{name: getattr(spec, name) for name in LATENT_SIZES},
         rope_type="rope",
     )
 
@@ -252,7 +247,7 @@ def _shape_fields(spec: TransformerSpec) -> dict[str, Any]:
         "quick_gelu": quick_gelu,
     }
     return {
-        **{name: getattr(spec, name) for name in (*_SAME_FIELDS, *_SCAN_FIELDS)},
+        **{name: getattr(spec, name) for name in (*_SAME_FIELDS, *MAMBA_SIZES, *DELTA_NET_SIZES)},
         "num_query_groups": None if spec.multi_latent_attention else spec.num_query_groups,
         "activation_func": functions[spec.activation],
         "add_qkv_bias": spec.add_qkv_bias or spec.add_bias_linear,

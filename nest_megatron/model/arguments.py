@@ -10,6 +10,7 @@ from typing import Any
 
 from nest_megatron.errors import UnplannableModelError
 from nest_megatron.model.frequency import moe_layer_pattern, read_frequency
+from nest_megatron.model.sizes import DELTA_NET_SIZES, LATENT_SIZES, MAMBA_SIZES
 from nest_megatron.model.spec import TransformerSpec
 
 #: Megatron's defaults where a ``TransformerSpec`` has others.
@@ -42,25 +43,10 @@ SAME_NAMES = (
     "attention_dropout",
     "untie_embeddings_and_output_weights",
     "multi_latent_attention",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
+    *LATENT_SIZES,
 )
 #: Sizes of Mamba layers and gated delta nets, gates; ``None`` is Megatron's default.
-LINEAR_NAMES = (
-    "attention_output_gate",
-    "mamba_state_dim",
-    "mamba_head_dim",
-    "mamba_num_groups",
-    "mamba_num_heads",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-)
+LINEAR_NAMES = ("attention_output_gate", *MAMBA_SIZES, *DELTA_NET_SIZES)
 #: Those of a model with experts, beside their number and which layers have them.
 EXPERT_NAMES = (
     "moe_ffn_hidden_size",

@@ -22,6 +22,7 @@ from nest_megatron.model.hugging_face_parts import (
     shared_experts,
     variant,
 )
+from nest_megatron.model.sizes import DELTA_NET_SIZES
 from nest_megatron.model.variant import Bias
 
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "M*-E"
@@ -279,13 +280,7 @@ def qwen3_next(f: ConfigFields) -> Shape:
         linear_biases(qkv=attends, projection=attends, routed=True),
         {"qk_layernorm": True, "attention_output_gate": True, "apply_layernorm_1p": True},
         _linear(f, [(i + 1) % interval != 0 for i in layers]),
-        {
-            name: f.whole(name)
-            for name in (
-                *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-                *("linear_num_key_heads", "linear_num_value_heads"),
-            )
-        },
+        {name: f.whole(name) for name in DELTA_NET_SIZES},
         experts(f, "num_experts", "moe_intermediate_size"),
         sparse_layers(f),
         shared_experts(f.whole("shared_expert_intermediate_size")),

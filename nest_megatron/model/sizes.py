@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from nest_megatron.model.frequency import MAX_LAYERS
 
+#: Of multi-latent attention, of Mamba layers, and of gated delta nets.
+LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+MAMBA_SIZES = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
+DELTA_NET_SIZES = (
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
+)
 _POSITIVE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length"),
     *("vocab_size", "make_vocab_size_divisible_by"),
@@ -11,9 +18,7 @@ _POSITIVE = (
 _POSITIVE_IF_GIVEN = (
     *("num_query_groups", "kv_channels", "moe_ffn_hidden_size", "num_experts", "moe_latent_size"),
     *("attention_chunk_size", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
-    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-    *("linear_num_key_heads", "linear_num_value_heads", "mamba_state_dim", "mamba_head_dim"),
-    *("mamba_num_groups", "mamba_num_heads", "encoder_num_layers", "decoder_seq_length"),
+    *("encoder_num_layers", "decoder_seq_length", *MAMBA_SIZES, *DELTA_NET_SIZES),
 )
 _MOST = {"num_layers": MAX_LAYERS, "mtp_num_layers": MAX_LAYERS, "num_experts": 100_000}
 _MOST_OF_ANY = 2**31 - 1

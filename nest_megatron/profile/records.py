@@ -13,6 +13,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import ProfileError
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock
+from nest_megatron.model.sizes import LATENT_SIZES
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.names import Name
 from nest_megatron.parallel.plan_file import digest
@@ -225,7 +226,7 @@ def layer_shape(spec: TransformerSpec) -> Mapping[str, object]:
         shape |= {name: getattr(spec, name) for name in _OF_EXPERTS}
         shape["moe_ffn_hidden_size"] = spec.expert_ffn_hidden_size
     if spec.multi_latent_attention:
-        shape |= {name: getattr(spec, name) for name in _OF_LATENT_ATTENTION}
+        shape |= {name: getattr(spec, name) for name in LATENT_SIZES}
     else:
         shape |= {"num_query_groups": spec.query_groups, "kv_channels": spec.head_dim}
     return shape
@@ -264,13 +265,6 @@ _SHAPING = (
     "multi_latent_attention",
 )
 _OF_EXPERTS = ("num_experts", "moe_router_topk", "moe_shared_expert_intermediate_size")
-_OF_LATENT_ATTENTION = (
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-)
 #: Fields of a machine that two profiles must share to be one; clocks are told only.
 COMPARED = (
     "device_name",

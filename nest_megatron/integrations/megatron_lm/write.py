@@ -13,6 +13,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UnplannableModelError
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_of
 from nest_megatron.model.layer_pattern import LayerBlock
+from nest_megatron.model.sizes import DELTA_NET_SIZES, LATENT_SIZES
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.execution_argv import execution_argv, execution_environment
@@ -33,7 +34,6 @@ _ACTIVATION_FLAGS = {
     ("squared_relu", False): "squared_relu",
     ("quick_gelu", True): "quick_geglu",
 }
-_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
 def has_activation_flag(spec: TransformerSpec) -> bool:
@@ -139,21 +139,15 @@ def _attention(spec: TransformerSpec) -> dict[str, object]:
         "attention_output_gate": spec.attention_output_gate,
         **_linear(spec),
         "multi_latent_attention": latent,
-        **{name: getattr(spec, name) if latent else None for name in _LATENT},
+        **{name: getattr(spec, name) if latent else None for name in LATENT_SIZES},
     }
-
-
-_LINEAR = (
-    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-    *("linear_num_key_heads", "linear_num_value_heads"),
-)
 
 
 def _linear(spec: TransformerSpec) -> dict[str, object]:
     """Gated delta nets; both releases know the variant by its old name."""
     if LayerBlock.GATED_DELTA_NET not in spec.blocks:
         return {}
-    sizes = {name: getattr(spec, name) for name in _LINEAR}
+    sizes = {name: getattr(spec, name) for name in DELTA_NET_SIZES}
     if spec.hybrid_layer_pattern:
         return sizes
     frequency = _freq(spec.linear_attention_freq or 1)
