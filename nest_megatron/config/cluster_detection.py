@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nest_megatron.cluster.described import (
-    described,
-    is_slower,
-    planned_as_slower,
-    require_alike,
-)
+from nest_megatron.cluster.described import described, is_slower, planned_as_slower, require_alike
 from nest_megatron.cluster.discovery import (
     LocalGpus,
     is_same_device,

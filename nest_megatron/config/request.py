@@ -24,12 +24,7 @@ from nest_megatron.config.policy import (
     space_within,
 )
 from nest_megatron.config.schema import PlanConfig
-from nest_megatron.config.sequence_data import (
-    image_notes,
-    length_notes,
-    read_lengths,
-    with_images,
-)
+from nest_megatron.config.sequence_data import image_notes, length_notes, read_lengths, with_images
 from nest_megatron.config.site import choose_site
 from nest_megatron.config.space import read_backend, read_space
 from nest_megatron.config.target import (

@@ -23,10 +23,7 @@ from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.diff import plan_values, reason
 from nest_megatron.parallel.layout import is_uniform
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rules import (
-    initializes_on_meta_device,
-    launched_expert_tensor_size,
-)
+from nest_megatron.parallel.rules import initializes_on_meta_device, launched_expert_tensor_size
 from nest_megatron.plain import to_plain
 
 #: Fields that state the stage boundaries, and their values where the plan says it.

@@ -18,12 +18,7 @@ from nest_megatron.parallel.objective import SURE, Choice, Objective, Shortlist
 from nest_megatron.parallel.plan import parallel_choice
 from nest_megatron.plain import to_plain
 from nest_megatron.planner.request import PlanRequest
-from nest_megatron.planner.uncertain import (
-    comfortable_bytes,
-    least_s,
-    out_of_memory,
-    shortlisted,
-)
+from nest_megatron.planner.uncertain import comfortable_bytes, least_s, out_of_memory, shortlisted
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.neighbours import neighbours, peak_of
 from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolver

@@ -10,6 +10,7 @@ from nest_megatron.cost_model.memory import capacity_bytes, within_error
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
+from nest_megatron.parallel.dims import SHORT_DEGREES
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.plan import SearchRecord
 from nest_megatron.planner.conflict import binding, single_relaxations
@@ -193,16 +194,8 @@ def _new_search(request: PlanRequest, model: CostModel, deadline: Deadline) -> S
 
 def describe_grid(grid: Grid) -> str:
     """A grid's degrees in one line."""
-    dims = grid.dims
-    degrees = {
-        "TP": dims.tensor_model_parallel_size,
-        "PP": dims.pipeline_model_parallel_size,
-        "CP": dims.context_parallel_size,
-        "DP": dims.data_parallel_size,
-    }
-    if dims.expert_ranks > 1:
-        degrees["EP"] = dims.expert_model_parallel_size
-        degrees["ETP"] = dims.expert_tensor_parallel_size
-    degrees["micro batch"] = grid.micro_batch_size
-    words = [f"{name} {size}" for name, size in degrees.items()]
+    degrees = {short: getattr(grid.dims, name) for name, short in SHORT_DEGREES.items()}
+    left_out = ("VPP",) if grid.dims.expert_ranks > 1 else ("VPP", "EP", "ETP")
+    words = [f"{short} {size}" for short, size in degrees.items() if short not in left_out]
+    words.append(f"micro batch {grid.micro_batch_size}")
     return ", ".join([*words, f"ZeRO-{int(grid.zero)}", f"recompute {grid.recompute.label()}"])

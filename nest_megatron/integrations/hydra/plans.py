@@ -48,12 +48,7 @@ from nest_megatron.integrations.hydra.view import AppView, view_of
 from nest_megatron.integrations.launched import values_report
 from nest_megatron.integrations.megatron_lm.planning import plan_to_launch
 from nest_megatron.integrations.megatron_lm.search_space import freed_flags, job_space
-from nest_megatron.integrations.plan_output import (
-    pinned_by,
-    pinned_file,
-    plan_output,
-    told_where,
-)
+from nest_megatron.integrations.plan_output import pinned_by, pinned_file, plan_output, told_where
 from nest_megatron.integrations.plan_recipe import require_pinned_for
 from nest_megatron.integrations.site_policy import read_launched, require_launch
 from nest_megatron.model.execution import Execution

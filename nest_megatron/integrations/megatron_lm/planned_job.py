@@ -17,11 +17,7 @@ from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.attach import (
-    LAUNCHER,
-    STATED_ELSEWHERE,
-    layout_request,
-)
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, STATED_ELSEWHERE, layout_request
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, read_argv
 from nest_megatron.integrations.megatron_lm.rules import check
 from nest_megatron.model.execution import Execution

@@ -22,9 +22,7 @@ from nest_megatron.cost_model.memory_flags import memory_flags, text
 from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.errors import UnplannableModelError
 from nest_megatron.integrations.architecture import REFUSED, unpriced
-from nest_megatron.integrations.megatron_lm.checkpoint_arguments import (
-    with_checkpoint_arguments,
-)
+from nest_megatron.integrations.megatron_lm.checkpoint_arguments import with_checkpoint_arguments
 from nest_megatron.integrations.megatron_lm.growing_batch import schedule_notes, stated_schedule
 from nest_megatron.integrations.megatron_lm.heterogeneous import heterogeneous_kinds
 from nest_megatron.integrations.megatron_lm.hybrid import (
@@ -41,11 +39,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     reasons,
     states_stages,
 )
-from nest_megatron.integrations.megatron_lm.packing import (
-    is_packed,
-    needs_of_packs,
-    packing_notes,
-)
+from nest_megatron.integrations.megatron_lm.packing import is_packed, needs_of_packs, packing_notes
 from nest_megatron.integrations.megatron_lm.sharding import require_optimizer
 from nest_megatron.integrations.megatron_lm.tokenizer_files import stated_vocab_size
 from nest_megatron.model.arguments import spec_from_arguments

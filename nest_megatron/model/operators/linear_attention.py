@@ -12,13 +12,7 @@ from dataclasses import dataclass
 
 from nest_megatron.model.graph import LayerGraph, Operator, OperatorKind, Part
 from nest_megatron.model.operators.attention import with_graph_inputs
-from nest_megatron.model.operators.common import (
-    FP32,
-    dropout_mask,
-    gathered_block,
-    gemm,
-    streaming,
-)
+from nest_megatron.model.operators.common import FP32, dropout_mask, gathered_block, gemm, streaming
 from nest_megatron.model.operators.mamba import exchange_copies, exchanges
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec

@@ -13,20 +13,9 @@ from typing import Any
 
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.validation.calibration_store import read_record
-from nest_megatron.validation.margin import (
-    best_margin,
-    left_out,
-    margin_curve,
-    risk_bins,
-    samples,
-)
+from nest_megatron.validation.margin import best_margin, left_out, margin_curve, risk_bins, samples
 from nest_megatron.validation.outcome import LAYOUT_COLUMNS, Basis, Judged, RowOutcome
-from nest_megatron.validation.report import (
-    BothScores,
-    MeasuredJob,
-    measured_jobs,
-    pairs_by_regime,
-)
+from nest_megatron.validation.report import BothScores, MeasuredJob, measured_jobs, pairs_by_regime
 from nest_megatron.validation.rows import RowKind, number_or_zero
 from nest_megatron.validation.scores import NOISE, error_scores
 
