@@ -120,14 +120,7 @@ def read_settings(
     settings = read_target(config, job.target).settings(
         accelerator, precision, job.memory_flags, has_experts=job.spec.is_moe, **said
     )
-    if lengths is None or not lengths.packed:
-        return settings
-    traits = dataclasses.replace(
-        settings.traits,
-        attended_tokens=lengths.attended,
-        attention_deviation=lengths.attention_deviation,
-    )
-    return dataclasses.replace(settings, traits=traits)
+    return settings.on_packs(lengths) if lengths is not None and lengths.packed else settings
 
 
 def read_execution(config: PlanConfig, job: Job, accelerator: str) -> Execution:

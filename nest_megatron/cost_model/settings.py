@@ -9,6 +9,7 @@ from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.traits import ExecutionTraits, ranged, require_ranges
+from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.plain import from_plain
 from nest_megatron.units import GIB
 
@@ -94,6 +95,15 @@ class CostSettings:
         if capacity is None:
             return routed
         return capacity if self.traits.pads_to_capacity else min(routed, capacity)
+
+    def on_packs(self, lengths: SequenceLengths) -> CostSettings:
+        """The settings where each sequence is a pack of shorter ones, of these lengths."""
+        traits = dataclasses.replace(
+            self.traits,
+            attended_tokens=lengths.attended,
+            attention_deviation=lengths.attention_deviation,
+        )
+        return dataclasses.replace(self, traits=traits)
 
 
 #: What stands before the name of a trait.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 from nest_megatron.cost_model.settings import CostSettings
@@ -55,13 +54,8 @@ def with_packs(
     if not (timed and packed):
         return settings, ()
     found = lengths_from_moments(_SQUAD_TOKENS, _SQUAD_DEVIATION, seq_length, packed=True)
-    traits = dataclasses.replace(
-        settings.traits,
-        attended_tokens=found.attended,
-        attention_deviation=found.attention_deviation,
-    )
     note = f"packs of SQuAD, {found.mean:.0f} tokens a sequence"
-    return dataclasses.replace(settings, traits=traits), (note,)
+    return settings.on_packs(found), (note,)
 
 
 def _page(row: Row) -> str:
