@@ -26,7 +26,6 @@ from nest_megatron.parallel.layout import (
     uniform_partition,
 )
 from nest_megatron.parallel.objective import Objective
-from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.parallel.rules import LaunchRequest

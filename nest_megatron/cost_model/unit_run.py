@@ -144,4 +144,3 @@ def norm_stays(execution: Execution) -> bool:
         return False
     prepared = "moe_preprocess" in scope and not execution.moe_shared_expert_overlap
     return not (prepared and execution.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL)
-

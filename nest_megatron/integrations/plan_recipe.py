@@ -9,7 +9,7 @@ from pathlib import Path
 from nest_megatron.cluster.discovery import LocalGpus, known_gpus, local_gpus
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.cluster_detection import JobCluster, find_cluster, names_cluster
-from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.compose import compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.job import FreeParameters, Job
 from nest_megatron.config.overrides import Setting

@@ -18,6 +18,7 @@ from nest_megatron.integrations.megatron_lm.write import has_activation_flag
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.degree_rules import DEGREE_RULES
 from nest_megatron.parallel.execution_checks import EXECUTION_RULES
+from nest_megatron.parallel.launch_rule import Rule, Violation, violations
 from nest_megatron.parallel.layout import is_uneven_at_ends, is_uniform, layout_string, parse_layout
 from nest_megatron.parallel.recompute import RecomputeMethod, RecomputeModule
 from nest_megatron.parallel.rules import (

@@ -1,7 +1,7 @@
 """The size of a job's vocabulary: what its arguments say, or the files of its tokenizer hold.
 
-Tokens are counted as Megatron-LM's tokenizers count them. Files are read as JSON, as text, or as the
-pieces of a SentencePiece model; neither transformers nor sentencepiece is needed. Sources:
+Tokens are counted as Megatron-LM's tokenizers count them. Files are read as JSON, as text, or as
+the pieces of a SentencePiece model; neither transformers nor sentencepiece is needed. Sources:
 ``a`` core_v0.16.1 ``training/tokenizer/tokenizer.py``, ``b`` 0.20 ``core/tokenizers``.
 """
 
@@ -40,9 +40,7 @@ _DEFAULT_TOKENIZERS = {
 }
 
 
-def stated_vocab_size(
-    values: _Values, family: ModelFamily, version: str, notes: list[str]
-) -> int:
+def stated_vocab_size(values: _Values, family: ModelFamily, version: str, notes: list[str]) -> int:
     """Vocabulary rows before padding: of the tokenizer's files where they are on this host.
 
     Args:
