@@ -1,8 +1,8 @@
 """Draws the pictures of docs/images again: ``python docs/make_images.py`` from the repository root.
 
-It needs the project with its ``megatron`` extra, and a Chromium (``chromium`` or
-``google-chrome`` on the path) for the picture of the HTML report. ``planners_figure*.svg`` are
-written with their page: ``python docs/refresh.py docs/planners.md``.
+It needs the project with its ``megatron`` and ``app`` extras, playwright, and a Chromium
+(``chromium`` or ``google-chrome`` on the path) for the pictures of the HTML report and of the app.
+``planners_figure*.svg`` are written with their page: ``python docs/refresh.py docs/planners.md``.
 """
 
 from __future__ import annotations
@@ -30,15 +30,40 @@ COMMANDS = (
 )
 
 
+def chromium() -> str:
+    """The browser that takes the pictures of pages."""
+    found = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
+    return found or sys.exit("Install chromium for the pictures of pages.")
+
+
 def screenshot(page: Path, target: Path) -> None:
     """A picture of the top of a page."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
-    if browser is None:
-        sys.exit("Install chromium for the picture of the report.")
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    command = [chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     command += ["--disable-background-networking", f"--user-data-dir={page.parent}/profile"]
     command += [f"--window-size={WINDOW}", f"--screenshot={target}", page.as_uri()]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
+
+
+def app_picture(folder: str, target: Path) -> None:
+    """The app with the plan of a command."""
+    from playwright.sync_api import sync_playwright
+
+    words = [str(Path(sys.executable).with_name("nest-megatron")), "app", "--port", "0"]
+    served = subprocess.Popen(
+        [*words, "--no-browser"], cwd=folder, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        with sync_playwright() as started:
+            browser = started.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+            page = browser.new_page(viewport={"width": 1500, "height": 1000})
+            page.goto(served.stdout.readline().strip())
+            page.get_by_label("GPUs").fill("64")
+            page.get_by_role("button", name="Plan", exact=True).click()
+            page.frame_locator("iframe").get_by_role("heading").first.wait_for(timeout=600_000)
+            page.screenshot(path=target)
+            browser.close()
+    finally:
+        served.terminate()
 
 
 def main() -> None:
@@ -50,6 +75,7 @@ def main() -> None:
             program = [str(Path(sys.executable).with_name("nest-megatron"))]
             subprocess.run([*program, *given], check=True, cwd=folder, stdout=subprocess.DEVNULL)
         screenshot(Path(folder) / "report.html", IMAGES / "report.png")
+        app_picture(folder, IMAGES / "app.png")
 
 
 if __name__ == "__main__":

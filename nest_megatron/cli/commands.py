@@ -34,6 +34,9 @@ class Loaded(NamedTuple):
 
 
 COMMANDS: Mapping[str, Loaded] = {
+    "app": Loaded(
+        "app", "Plan in the browser: a form for a model or a command, and the report of its plan."
+    ),
     "audit": Loaded(
         "audit",
         "Who launched what, with which plan, and what it took beside its prediction.",

@@ -26,6 +26,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"api"}),
     frozenset({"tuning"}),
     frozenset({"research", "validation"}),
+    frozenset({"app"}),
     frozenset({"cli"}),
     frozenset({"__main__", "profile.__main__"}),
 )

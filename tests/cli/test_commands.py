@@ -72,8 +72,13 @@ LONG = ("calibrate", "compare", "paper", "profile model", "extract", "whatif")
 
 
 def marked(command: str) -> object:
-    is_long = command.removeprefix("nest-megatron ").startswith(LONG)
-    return pytest.param(command, marks=pytest.mark.slow if is_long else ())
+    words = command.removeprefix("nest-megatron ")
+    if words.startswith("app"):
+        serves = pytest.mark.skip(
+            reason="it serves until Ctrl-C: tests/app/test_server.py starts it"
+        )
+        return pytest.param(command, marks=serves)
+    return pytest.param(command, marks=pytest.mark.slow if words.startswith(LONG) else ())
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,5 @@
+"""The local app: a form in the browser over the Python API (``nest-megatron app``).
+
+A form is checked (``asked``), planned in a process of its own (``run``), shown by a page of one tab
+(``page``), and served to who has its address (``server``). nicegui is imported by the last two.
+"""

@@ -1,0 +1,149 @@
+"""What a form asks for, and what the Python API answers."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import nest_megatron
+from nest_megatron.errors import UserInputError, require_known
+from nest_megatron.parallel import plan_file
+
+if TYPE_CHECKING:
+    from nest_megatron import Plan
+
+_NUMBER = r"(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?[A-Za-z]*(?:/s)?|true|false)"
+_SECTIONS = "cluster|cost|memory|parallel|reliability|search"
+#: Settings that cannot name a file: numbers, with a unit or not.
+_NUMBERS = re.compile(rf"(?:{_SECTIONS})\.[\w.]+={_NUMBER}")
+
+
+class Work(Enum):
+    """What is done with a form."""
+
+    PLAN = "plan"
+    ESTIMATE = "estimate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What came of a form.
+
+    Args:
+        text: as the command line prints it.
+        is_error: the text says why there is no plan.
+        page: the report of a plan.
+        plan_file: the contents of its file.
+    """
+
+    text: str
+    is_error: bool = False
+    page: str = ""
+    plan_file: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A form as it was filled in; an empty field has an empty text.
+
+    Args:
+        is_local: the browser is on this machine, so that texts may name its files.
+        model, cluster: a name of the catalogue, a path, or the contents of a file.
+        command: a Megatron-LM command, in the place of a model.
+        free: flags of the command that may change, separated by commas.
+        num_gpus, global_batch_size: as typed.
+        settings: others, a line of ``section.key=value`` each.
+    """
+
+    work: Work
+    is_local: bool = True
+    model: str = ""
+    cluster: str = ""
+    command: str = ""
+    free: str = ""
+    megatron_version: str = "0.16.1"
+    num_gpus: str = ""
+    global_batch_size: str = ""
+    settings: str = ""
+
+    def _require_no_file(self) -> None:
+        """Refuse a command, a model or a cluster that the catalogue lacks, and other texts."""
+        fix = "Start the app without --host and come through `ssh -L`, or use the command line."
+        if self.command:
+            limit = "a command names files, which would be read for whoever reaches this page"
+            raise UserInputError("command", value=self.command, limit=limit, fix=fix)
+        require_known("model", self.model, nest_megatron.models(), _OTHERS)
+        require_known("cluster", self.cluster, nest_megatron.clusters(), _OTHERS)
+        for line in self.settings.splitlines():
+            if line.strip() and not _NUMBERS.fullmatch(line.strip()):
+                limit = f"with --host settings are numbers: {_OTHERS}"
+                raise UserInputError("settings", value=line, limit=limit, fix=fix)
+
+    def keywords(self) -> dict[str, Any]:
+        """The settings, as the API takes them.
+
+        Raises:
+            UserInputError: for a line that is no setting, or one that has a value already.
+        """
+        sizes = {
+            "cluster.num_gpus": self.num_gpus.strip(),
+            "train.global_batch_size": self.global_batch_size.strip(),
+        }
+        given: dict[str, Any] = {key: value for key, value in sizes.items() if value}
+        for line in filter(str.strip, self.settings.splitlines()):
+            key, _, value = (part.strip() for part in line.partition("="))
+            if not value or "." not in key:
+                limit = "a setting is written section.key=value"
+                fix = "For example parallel.tensor_model_parallel_size=8."
+                raise UserInputError("settings", value=line, limit=limit, fix=fix)
+            if key in given:
+                raise UserInputError(key, value=value, limit="it is given twice", fix="Leave one.")
+            given[key] = value
+        return given
+
+    def answer(self) -> Answer:
+        """Ask the API; raises as it does."""
+        if not self.is_local:
+            self._require_no_file()
+        with tempfile.TemporaryDirectory(prefix="nest-megatron-app-") as folder:
+            found = self._plan(Path(folder))
+        page = found.explain().to_html()
+        return Answer(text=str(found), page=page, plan_file=plan_file.dump(found.record))
+
+    def _plan(self, folder: Path) -> Plan:
+        api, settings = nest_megatron, self.keywords()
+        cluster = _source(self.cluster, folder / "cluster.yaml")
+        is_plan = self.work is Work.PLAN
+        if self.command:
+            version = self.megatron_version
+            if not is_plan:
+                return api.estimate_command(
+                    self.command, cluster=cluster, megatron_version=version, **settings
+                )
+            return api.plan_command(
+                self.command,
+                cluster=cluster,
+                free=[name.strip() for name in self.free.split(",") if name.strip()],
+                megatron_version=version,
+                **settings,
+            )
+        model = _source(self.model, folder / "pasted.json")
+        if not is_plan:
+            return api.estimate(model=model, cluster=cluster, **settings)
+        return api.plan(model=model, cluster=cluster, **settings)
+
+
+_OTHERS = "paths are refused, for they would be read for whoever reaches this page"
+
+
+def _source(text: str, path: Path) -> str | Path:
+    """A name or a path as it was typed; the file of pasted contents."""
+    if not text.startswith("{") and "\n" not in text:
+        return text
+    path = path if text.startswith("{") else path.with_suffix(".yaml")
+    path.write_text(text, encoding="utf-8")
+    return path

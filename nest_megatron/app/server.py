@@ -1,0 +1,98 @@
+"""The server of the page, on an address of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import multiprocessing
+import secrets
+import socket
+import sys
+import threading
+import webbrowser
+from importlib.util import find_spec
+from typing import Any
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.packages import install_command
+from nest_megatron.report.console import say
+
+
+def serve(host: str, port: int, *, opens_browser: bool) -> None:
+    """Serve the page until Ctrl-C.
+
+    Args:
+        host: address to listen on.
+        port: 0 is a free one.
+
+    Raises:
+        UserInputError: if nicegui is not installed, or the address cannot be listened on.
+    """
+    if find_spec("nicegui") is None:
+        limit, fix = "it is not installed", f"{install_command('app')}."
+        raise UserInputError("nicegui", value=None, limit=limit, fix=fix)
+    with listen(host, port) as listening:
+        bound, port = listening.getsockname()[:2]
+        is_local = ipaddress.ip_address(bound).is_loopback
+        token = secrets.token_urlsafe(24)
+        server = _server(token, is_local=is_local)
+        if not is_local:
+            warning = (
+                f"warning: --host {host}: whoever has the address below can plan on this machine "
+                "and read what comes of it, and nothing is encrypted; files are not read."
+            )
+            print(warning, file=sys.stderr)
+        address = f"http://{_shown(host, bound)}:{port}/?token={token}"
+        with contextlib.suppress(KeyboardInterrupt):
+            say(f"{address}\nCtrl-C ends it.")
+            if opens_browser:
+                threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+            server.run(sockets=[listening])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; connections wait until they are served.
+
+    Raises:
+        UserInputError: for an address that is taken, or none of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        limit = f"it cannot be listened on: {error.strerror or error}"
+        fix = "Name an address of this machine as --host, and a free --port (0 finds one)."
+        raise UserInputError("--host", value=f"{host}:{port}", limit=limit, fix=fix) from error
+
+
+def _shown(host: str, bound: str) -> str:
+    """A host as an address names it."""
+    if ipaddress.ip_address(bound).is_unspecified:
+        return socket.gethostname()
+    return f"[{host}]" if ":" in host else host
+
+
+def _server(token: str, *, is_local: bool) -> Any:
+    """The server: a page for each tab, behind the token."""
+    import uvicorn
+    from fastapi import FastAPI
+    from nicegui import app, ui
+
+    from nest_megatron.app.access import WithToken
+    from nest_megatron.app.page import Page
+
+    def build() -> None:
+        Page(is_local=is_local)
+
+    pages = FastAPI(openapi_url=None)
+    title = "nest-megatron"
+    ui.run_with(pages, root=build, title=title, dark=None, show_welcome_message=False)
+    app.on_shutdown(_end_runs)
+    guarded = WithToken(pages, token)
+    config = uvicorn.Config(guarded, log_level="warning", timeout_graceful_shutdown=1)
+    return uvicorn.Server(config)
+
+
+def _end_runs() -> None:
+    for process in multiprocessing.active_children():
+        process.terminate()

@@ -1,0 +1,33 @@
+"""``nest-megatron app``; its work is in ``nest_megatron.app``."""
+
+from __future__ import annotations
+
+import click
+
+from nest_megatron.cli.command_kinds import command
+
+
+@command("nest-megatron app", "nest-megatron app --port 0 --no-browser")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on. With one that other machines reach, whoever has the printed "
+    "address can plan, and paths and commands are refused.",
+)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8642,
+    show_default=True,
+    help="0 is a free one.",
+)
+@click.option("--no-browser", is_flag=True, help="Only print the address.")
+def app(host: str, port: int, no_browser: bool) -> None:
+    """Plan in the browser: a form for a model or a command, and the report of its plan.
+
+    It needs nicegui (the extra app), listens on this machine alone, and ends with Ctrl-C.
+    """
+    from nest_megatron.app.server import serve
+
+    serve(host, port, opens_browser=not no_browser)

@@ -1,0 +1,125 @@
+"""What a form asks for, without a browser."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nest_megatron.app.asked import Answer, Asked, Work
+from nest_megatron.catalogue_files import catalogue_root
+from nest_megatron.errors import UserInputError
+from nest_megatron.parallel import plan_file
+from nest_megatron.report.failure import NothingFitsError
+from tests.integrations.commands import LLAMA3_8B
+
+CONFIG = {
+    **{"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 8, "vocab_size": 32000},
+    **{"num_attention_heads": 8, "intermediate_size": 4096, "max_position_embeddings": 2048},
+}
+SMALL = {"cluster": "dgx_h100", "num_gpus": "8", "global_batch_size": "64"}
+
+
+def answer(work: Work = Work.PLAN, **fields: object) -> Answer:
+    return Asked(work=work, **{**SMALL, **fields}).answer()
+
+
+@pytest.fixture(scope="module")
+def planned() -> Answer:
+    return answer(model="llama3_8b")
+
+
+def test_a_plan_has_its_text_its_page_and_its_file(planned: Answer) -> None:
+    assert not planned.is_error
+    plan = plan_file.load(planned.plan_file)
+    assert (plan.placement.num_gpus, plan.train.global_batch_size) == (8, 64)
+    assert planned.text.startswith("llama3_8b on 8 x H100")
+    assert "torchrun" in planned.page
+    assert "default-src 'none'" in planned.page
+
+
+def test_contents_and_paths_are_models_and_clusters(tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps(CONFIG), encoding="utf-8")
+    cluster = catalogue_root().joinpath("cluster", "dgx_h100.yaml").read_text(encoding="utf-8")
+    for model in (json.dumps(CONFIG), str(path)):
+        found = answer(Work.ESTIMATE, model=model, cluster=cluster)
+        assert plan_file.load(found.plan_file).model.num_layers == 8
+
+
+def test_a_command_is_planned_beside_what_it_runs() -> None:
+    found = answer(command=LLAMA3_8B, free="all", num_gpus="16", global_batch_size="")
+    assert "Today and planned" in found.text
+    own = answer(Work.ESTIMATE, command=LLAMA3_8B, num_gpus="16", global_batch_size="")
+    assert not own.is_error
+    assert "Today and planned" not in own.text
+
+
+def test_settings_are_those_of_the_command_line() -> None:
+    lines = "\n parallel.tensor_model_parallel_size = 2\n\ncluster.levels.node.latency=2us\n"
+    assert Asked(work=Work.PLAN, num_gpus=" 16 ", settings=lines).keywords() == {
+        "cluster.num_gpus": "16",
+        "parallel.tensor_model_parallel_size": "2",
+        "cluster.levels.node.latency": "2us",
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "what", "limit"),
+    [
+        ({"settings": "tensor 8"}, "settings", "section.key=value"),
+        ({"settings": "model=llama3_70b"}, "settings", "section.key=value"),
+        ({"settings": "cluster.num_gpus=16"}, "cluster.num_gpus", "given twice"),
+        ({"settings": "parallel.tensor=8"}, "parallel.tensor", "no such setting"),
+        ({"num_gpus": "some"}, "cluster.num_gpus", ""),
+        ({"model": "llama9"}, "model", "no such model in the catalogue"),
+        ({"model": "./missing.json"}, "model", "cannot be read"),
+        ({"model": '{"model_type": '}, "model", "JSON"),
+        ({"cluster": "x: ${oc.env:HOME}\ny: 1"}, "cluster", "calls a resolver"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_limit(
+    fields: dict[str, str], what: str, limit: str
+) -> None:
+    with pytest.raises(UserInputError) as raised:
+        answer(**{"model": "llama3_8b", **fields})
+    assert raised.value.what == what
+    assert limit in raised.value.limit
+    assert raised.value.fix
+
+
+def test_a_model_that_does_not_fit_is_no_mistake() -> None:
+    with pytest.raises(NothingFitsError):
+        answer(model="llama3_70b", settings="cluster.accelerator.memory=16GiB")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "/etc/passwd"},
+        {"model": "./config.json"},
+        {"model": "~/config.json"},
+        {"model": "config.json"},
+        {"model": json.dumps(CONFIG)},
+        {"cluster": "mine.yaml"},
+        {"cluster": "defaults:\n- /accelerator@accelerator: ../../secret\n"},
+        {"model": "", "command": LLAMA3_8B},
+        {"model": "", "command": "train.sh"},
+        {"settings": "train.sequence_lengths=lengths.txt"},
+        {"settings": "profile.name=/home/other/profile"},
+        {"settings": "cluster.name=a/b"},
+        {"settings": "cluster.num_gpus=8\nout=plan.yaml"},
+    ],
+    ids=str,
+)
+def test_over_the_network_nothing_names_a_file(fields: dict[str, object]) -> None:
+    fields = {"work": Work.PLAN, "model": "llama3_8b", **fields}
+    with pytest.raises(UserInputError, match="whoever reaches this page"):
+        answer(**fields, is_local=False)
+
+
+def test_over_the_network_names_and_numbers_are_planned() -> None:
+    settings = "parallel.tensor_model_parallel_size=2\ncluster.levels.node.bandwidth=300GB/s"
+    asked = {"model": "llama3_8b", "settings": settings, "is_local": False}
+    assert answer(Work.ESTIMATE, **asked).page

@@ -1,0 +1,140 @@
+"""The app in headless Chromium, as somebody uses it who would rather click.
+
+Skipped where nicegui, playwright or a Chromium on the path is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nest_megatron.parallel import plan_file
+from tests.app.served import Served, served
+from tests.integrations.commands import LLAMA3_8B
+from tests.report.test_browser import CHROMIUM
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on the path"),
+]
+#: A plan on two busy cores takes some seconds.
+PATIENCE_MS = 300_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(tmp_path_factory.mktemp("app")) as started:
+        yield started
+
+
+@pytest.fixture
+def page(browser: Any, app: Served) -> Iterator[Any]:
+    """A tab, whose requests go to the app alone."""
+    with browser.new_context(viewport={"width": 1400, "height": 1000}) as context:
+        yield opened(context, app)
+
+
+def opened(context: Any, app: Served) -> Any:
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE_MS)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(app.address)
+    page.get_by_role("button", name="Plan", exact=True).wait_for()
+    local = (app.origin, "data:", "blob:", "about:")
+    assert [url for url in asked if not url.startswith(local)] == []
+    return page
+
+
+def choose(page: Any, label: str, name: str) -> None:
+    field = page.get_by_label(label, exact=True)
+    field.fill(name)
+    page.get_by_role("option", name=name, exact=True).click()
+
+
+def plan(page: Any, model: str = "llama3_8b", **fields: str) -> None:
+    choose(page, "Model", model)
+    page.get_by_label("GPUs").fill("8")
+    page.get_by_label("Global batch size").fill("64")
+    page.get_by_role("button", name="Plan", exact=True).click()
+
+
+def report(page: Any) -> Any:
+    return page.frame_locator("iframe")
+
+
+def test_a_plan_is_shown_copied_and_saved(page: Any, tmp_path: Path) -> None:
+    plan(page)
+    report(page).get_by_role("heading", name="llama3_8b on 8 x H100").wait_for()
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    report(page).get_by_role("button", name="Copy").first.click()
+    report(page).get_by_role("status").filter(has_text="Copied.").wait_for()
+    assert "torchrun" in page.evaluate("navigator.clipboard.readText()")
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save the plan").click()
+    path = tmp_path / saved.value.suggested_filename
+    saved.value.save_as(path)
+    assert plan_file.read(path).placement.num_gpus == 8
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save the report").click()
+    assert saved.value.suggested_filename == "plan.html"
+
+
+def test_a_command_stands_beside_its_plan(page: Any) -> None:
+    page.get_by_role("button", name="My Megatron-LM command").click()
+    page.get_by_label("Command, or path").fill(LLAMA3_8B)
+    page.get_by_label("GPUs").fill("16")
+    page.get_by_role("button", name="Plan", exact=True).click()
+    page.get_by_text("As the command line prints it").click()
+    page.get_by_text("Today and planned").first.wait_for()
+
+
+def test_a_mistake_is_named_with_its_fix_and_the_form_stays(page: Any) -> None:
+    page.get_by_label("GPUs").fill("13x")
+    page.get_by_role("button", name="Plan", exact=True).click()
+    alert = page.get_by_role("alert").filter(has_text="error: ")
+    alert.wait_for()
+    assert "Traceback" not in alert.text_content()
+    assert page.get_by_label("GPUs").input_value() == "13x"
+    plan(page)
+    report(page).get_by_role("heading", name="llama3_8b on 8 x H100").wait_for()
+    assert alert.count() == 0
+
+
+def test_a_plan_is_cancelled(page: Any) -> None:
+    page.get_by_role("button", name="Plan", exact=True).click()
+    page.get_by_role("button", name="Cancel").click()
+    page.get_by_role("alert").filter(has_text="Cancelled.").wait_for()
+    assert page.get_by_role("button", name="Plan", exact=True).is_enabled()
+
+
+def test_two_tabs_do_not_mix(page: Any, app: Served) -> None:
+    other = opened(page.context, app)
+    plan(page, "llama3_8b")
+    plan(other, "gpt3_7b")
+    report(other).get_by_role("heading", name="gpt3_7b on 8").wait_for()
+    report(page).get_by_role("heading", name="llama3_8b on 8").wait_for()
+
+
+def test_over_the_network_the_form_takes_no_path(browser: Any, tmp_path: Path) -> None:
+    with served(tmp_path, "--host", "0.0.0.0") as started:
+        port = started.origin.rstrip("/").rpartition(":")[2]
+        token = started.address.partition("?")[2]
+        with browser.new_context() as context:
+            page = context.new_page()
+            page.goto(f"http://127.0.0.1:{port}/?{token}")
+            page.get_by_role("button", name="Plan", exact=True).wait_for()
+            assert page.get_by_label("Instead").filter(visible=True).count() == 0
+            assert page.get_by_text("My Megatron-LM command").filter(visible=True).count() == 0
