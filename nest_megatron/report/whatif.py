@@ -203,16 +203,21 @@ def variants_page(present: ParallelPlan | None, variants: Sequence[Variant]) -> 
     ]
     figures = ["Step", "9 of 10 runs", "vs plan", "Tok/s/GPU", *_prices(ranged)]
     head = ["Change", "Best layout", "Present layout", *figures]
-    unchanged = cells[0]
+    unchanged, choices = cells[0], _choices(variants[1:])
     step = f": {unchanged['Step']} a step" if "Step" in unchanged else ""
     return render_page(
         "whatif.html",
         f"What if: {variants_title(present, variants)}",
+        script="pick.js",
         headline=f"Unchanged: {unchanged['Best layout']}{step}",
         range=_common_words(before),
         maps=list(_heat_maps(variants[1:])),
         head=head,
-        rows=[[each.get(name, "-") for name in head] for each in ranged],
+        rows=[
+            {"cells": [each.get(name, "-") for name in head], "place": _place(variant, choices)}
+            for each, variant in zip(ranged, variants, strict=True)
+        ],
+        choices=[(short_key(key), values) for key, values in choices.items()],
         numeric=len(figures),
         notes=list(_notes(present, variants)),
     )
@@ -264,6 +269,21 @@ def _axes(changed: Sequence[Variant]) -> list[str]:
     keys = list(changed[0].row.settings) if changed else []
     several = [key for key in keys if len({each.row.settings[key] for each in changed}) > 1]
     return several or keys[:1]
+
+
+def _choices(changed: Sequence[Variant]) -> dict[str, list[str]]:
+    """Values of each setting that has several: what a reader picks a row by."""
+    found = {
+        key: [*dict.fromkeys(each.row.settings[key] for each in changed)] for key in _axes(changed)
+    }
+    return {key: values for key, values in found.items() if len(values) > 1}
+
+
+def _place(variant: Variant, choices: Mapping[str, Sequence[str]]) -> str:
+    """Numbers of a job's values among them; nothing of the unchanged one."""
+    given = variant.row.settings
+    own = (str(values.index(given[key])) for key, values in choices.items() if key in given)
+    return ",".join(own)
 
 
 def _heat_map(

@@ -204,8 +204,8 @@ def test_the_page_has_a_heat_map_of_each_figure(path: Path, tmp_path: Path) -> N
     assert run("whatif", str(path), words[0], "--html", str(path)).code == 2
 
 
-@pytest.mark.parametrize("settings", [1, 2, 3])
-def test_heat_maps_of_any_number_of_settings(plan: ParallelPlan, settings: int) -> None:
+def combinations(plan: ParallelPlan, settings: int) -> list[Variant]:
+    """A job unchanged, and every combination of two values of some settings; one does not fit."""
     keys = [f"a.{name}" for name in "xyz"[:settings]]
     rows = [SweepRow(number=0, settings={}, status="ok", plan=plan)]
     for number, values in enumerate(itertools.product("12", repeat=settings), 1):
@@ -215,13 +215,25 @@ def test_heat_maps_of_any_number_of_settings(plan: ParallelPlan, settings: int) 
             settings=dict(zip(keys, values, strict=True)),
             status="ok" if fits else "does not fit",
             plan=plan if fits else None,
-            missing_bytes=None if fits else 5,
+            missing_bytes=None if fits else 5 << 30,
         )
         rows.append(row)
-    text = variants_page(plan, [Variant(row=row, kept=plan) for row in rows])
+    return [Variant(row=row, kept=plan) for row in rows]
+
+
+@pytest.mark.parametrize("settings", [1, 2, 3])
+def test_heat_maps_of_any_number_of_settings(plan: ParallelPlan, settings: int) -> None:
+    text = variants_page(plan, combinations(plan, settings))
     assert text.count("<td style=") == 2**settings
     assert text.count("<h2>Tokens/s") == max(1, 2 ** (settings - 2))
     assert ">does not fit<br>" in text
+
+
+def test_each_row_has_its_place_among_the_sliders(plan: ParallelPlan) -> None:
+    text = variants_page(plan, combinations(plan, 2))
+    assert re.findall(r'data-place="(.*?)"', text) == ["", "0,0", "0,1", "1,0", "1,1"]
+    assert text.count('type="range"') == 2
+    assert 'type="range"' not in variants_page(plan, combinations(plan, 2)[:2])
 
 
 @pytest.mark.slow

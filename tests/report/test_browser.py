@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 from nest_megatron.report.html import html_report
-from tests.report.plans import SHAPES
+from nest_megatron.report.whatif import variants_page
+from tests.cli.test_whatif import combinations
+from tests.report.plans import SHAPES, hand_plan
+from tests.report.test_html_sections import command_page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 pytestmark = [
@@ -53,11 +56,19 @@ def browser() -> Iterator[Any]:
         opened.close()
 
 
-@pytest.fixture(scope="module", params=["searched", "interleaved", "one stage"])
+def page_of(name: str) -> str:
+    """The page of a shape of plans, or of a command beside what it runs today."""
+    if name in SHAPES:
+        return html_report(SHAPES[name]())
+    plan, before, _ = command_page()
+    return html_report(plan, before=before)
+
+
+@pytest.fixture(scope="module", params=["searched", "interleaved", "one stage", "command"])
 def address(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Of the page of a plan."""
     path: Path = tmp_path_factory.mktemp("pages") / "plan.html"
-    path.write_text(html_report(SHAPES[request.param]()), encoding="utf-8")
+    path.write_text(page_of(request.param), encoding="utf-8")
     return path.as_uri()
 
 
@@ -89,6 +100,42 @@ def test_the_command_is_copied(browser: Any, address: str) -> None:
     copied = page.evaluate("navigator.clipboard.readText()")
     assert copied == page.locator("#command1").text_content()
     assert said == []
+
+
+@pytest.fixture(scope="module")
+def changes(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of the page of a job on changed clusters."""
+    path: Path = tmp_path_factory.mktemp("pages") / "whatif.html"
+    plan = hand_plan(4)
+    path.write_text(variants_page(plan, combinations(plan, 2)), encoding="utf-8")
+    return path.as_uri()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_changes_can_be_read(browser: Any, changes: str, width: int, scheme: Any) -> None:
+    test_everything_can_be_read(browser, changes, width, scheme)
+
+
+def test_sliders_pick_a_row_by_keyboard(browser: Any, changes: str) -> None:
+    page, said = opened(browser, changes)
+    first, second = (page.get_by_role("slider", name=name, exact=True) for name in "xy")
+    picked, answer = page.locator("tr.picked"), page.locator(".choices dd")
+    assert picked.locator("th").text_content() == "x=1, y=1"
+    second.press("ArrowRight")
+    assert second.get_attribute("aria-valuetext") == "2"
+    assert answer.first.text_content() == "does not fit: 5.0 GiB missing"
+    first.press("End")
+    assert picked.locator("th").text_content() == "x=2, y=2"
+    assert answer.all_text_contents() == picked.locator("td").all_text_contents()
+    assert said == []
+
+
+def test_without_scripts_the_table_has_every_answer(browser: Any, changes: str) -> None:
+    page, _ = opened(browser, changes, java_script_enabled=False)
+    assert not page.locator(".choices").is_visible()
+    assert page.locator("th[data-place]").count() == 5
+    assert page.get_by_text("does not fit: 5.0 GiB missing").is_visible()
 
 
 def test_the_schedule_is_zoomed_by_keyboard(browser: Any, address: str) -> None:
