@@ -62,14 +62,15 @@ from nest_megatron.tuning import LAUNCHERS
     type=click.Choice(LAUNCHERS),
     default="auto",
     show_default=True,
-    help="What starts the runs: this host, steps of this Slurm allocation, or jobs by submitit.",
+    help="What starts the runs: this host, steps of this Slurm allocation, jobs by submitit, or an "
+    "executor of NeMo-Run.",
 )
 @click.option(
     "--launcher-option",
     "launcher_options",
     multiple=True,
     metavar="KEY=VALUE",
-    help="For submitit (slurm_partition=h100).",
+    help="For submitit (slurm_partition=h100) or NeMo-Run (executor=NAME or FILE.yaml).",
 )
 @click.option("--out", type=FOLDER, help="The folder of the runs; a new one here if not given.")
 @click.option("--resume", type=FOLDER, help="Go on with the runs of a folder.")

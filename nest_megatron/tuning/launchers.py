@@ -1,4 +1,4 @@
-"""How runs are started: on this host, as steps of a Slurm allocation, by submitit.
+"""How runs are started: on this host, as steps of a Slurm allocation, by submitit or NeMo-Run.
 
 Each waits for the end of one run, and ends all of its processes when time is up, on an error, and
 when this program is interrupted or killed.
@@ -17,6 +17,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nest_megatron.errors import UserInputError, require_known
+from nest_megatron.files import write_text
+from nest_megatron.integrations.nemo_run.experiment import (
+    read_executor,
+    require_size,
+    run_script,
+)
 from nest_megatron.integrations.slurm import first_host
 from nest_megatron.tuning import LAUNCHERS
 from nest_megatron.tuning.command import RunCommand, meets
@@ -136,6 +142,34 @@ class Submitit:
         return Ended(code=code, seconds=time.monotonic() - begun)
 
 
+@dataclass(frozen=True, slots=True)
+class NemoRun:
+    """An experiment of NeMo-Run for each run.
+
+    Args:
+        executor: name of a factory, or a file that NeMo-Run can load.
+    """
+
+    executor: str
+    name: str = "nemo_run"
+
+    def run(self, command: RunCommand, timeout_s: Seconds, output: Path) -> Ended:
+        """Run the script of a command under NeMo-Run's own torchrun."""
+        begun = time.monotonic()
+        executor = read_executor(self.executor)
+        require_size(executor, command.num_nodes, command.gpus_per_node)
+        code, printed = run_script(
+            executor,
+            command.script,
+            command.argv,
+            command.environment,
+            timeout_s,
+            f"nest_tune_{output.parent.name}",
+        )
+        write_text(output, printed)
+        return Ended(code=code, seconds=time.monotonic() - begun)
+
+
 def run_on_host(command: RunCommand, timeout_s: Seconds, output: Path) -> int | None:
     """A host's part of a submitted run: its torchrun, which meets those of the other hosts."""
     if command.starts_ranks or "SLURM_JOB_ID" not in os.environ:
@@ -151,15 +185,16 @@ def launcher_named(name: str, options: Sequence[str], command: RunCommand) -> La
     """A launcher by its name; ``auto`` takes what fits the command and where this process runs.
 
     Args:
-        options: ``key=value``, for submitit.
+        options: ``key=value``, for submitit and NeMo-Run.
 
     Raises:
         UserInputError: for an unknown one, or one whose package is not installed.
     """
     require_known("--launcher", name, LAUNCHERS)
     given = _pairs(options)
-    if given and name != "submitit":
-        limit, fix = "options are those of submitit", "Leave them out, or add --launcher submitit."
+    if given and name not in ("submitit", "nemo_run"):
+        limit = "options are those of submitit and NeMo-Run"
+        fix = "Leave them out, or add --launcher submitit or nemo_run."
         raise UserInputError("--launcher-option", value=options[0], limit=limit, fix=fix)
     if name == "auto":
         in_allocation = "SLURM_JOB_ID" in os.environ and command.num_nodes > 1
@@ -167,6 +202,12 @@ def launcher_named(name: str, options: Sequence[str], command: RunCommand) -> La
     if name == "submitit":
         cluster = given.pop("cluster", None)
         return Submitit(options=given, cluster=cluster)
+    if name == "nemo_run":
+        if given.keys() != {"executor"}:
+            limit = "NeMo-Run is told one executor, and nothing else"
+            fix = "Give --launcher-option executor=NAME, or a .yaml file."
+            raise UserInputError("--launcher-option", value=list(options), limit=limit, fix=fix)
+        return NemoRun(str(given["executor"]))
     return Srun() if name == "srun" else Local()
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import logging
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,10 @@ from nemo_run.cli.api import RunContext, resolve_factory  # noqa: E402 - after t
 from nest_megatron.errors import UserInputError  # noqa: E402
 from nest_megatron.integrations.nemo_run import NestPlugin, cli  # noqa: E402
 from nest_megatron.integrations.nemo_run import plugin as plugin_module  # noqa: E402
+from nest_megatron.integrations.nemo_run.experiment import read_executor  # noqa: E402
 from nest_megatron.parallel import plan_file  # noqa: E402
+from nest_megatron.tuning.command import RunCommand  # noqa: E402
+from nest_megatron.tuning.launchers import launcher_named  # noqa: E402
 from tests import catalogue  # noqa: E402
 from tests.integrations import frameworks  # noqa: E402
 
@@ -234,3 +240,58 @@ def test_the_order_of_plugins_changes_nothing(name: str, layout: str, tmp_path: 
     assert found[0] == found[1]
     connections = found[0][1].get("CUDA_DEVICE_MAX_CONNECTIONS")
     assert connections == ("1" if layout == "divided" else None)
+
+
+SCRIPT = "import os, sys; print('ran', os.environ['A'], os.environ['WORLD_SIZE'], sys.argv[1:])\n"
+
+
+@pytest.mark.parametrize(("more", "ended"), [("", 0), ("sys.exit(3)\n", 1)])
+def test_a_run_of_tune_is_an_experiment(
+    more: str, ended: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nemo_run import config as nemo_run_config
+    from nemo_run.cli.config import ConfigSerializer
+
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, words in (("torchrun", "-m torch.distributed.run "), ("python", "")):
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words}"$@"\n')
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setattr(nemo_run_config, "_NEMORUN_HOME", str(tmp_path / "home"))
+    script, file = tmp_path / "script.py", tmp_path / "executor.yaml"
+    script.write_text(SCRIPT + more, encoding="utf-8")
+    ConfigSerializer().dump_yaml(run.Config(run.LocalExecutor, ntasks_per_node=2), file)
+    command = RunCommand(
+        launcher=("torchrun",),
+        script=(str(script),),
+        argv=("--bf16",),
+        environment={"A": "1", "B": None},
+        num_nodes=1,
+        gpus_per_node=2,
+    )
+    output = tmp_path / "run-1" / "output.txt"
+    output.parent.mkdir()
+    launcher = launcher_named("nemo_run", [f"executor={file}"], command)
+    assert launcher.run(command, 300.0, output).code == ended
+    assert "ran 1 2 ['--bf16']" in output.read_text(encoding="utf-8")
+    with pytest.raises(UserInputError, match="the job has 1 x 4 ranks"):
+        launcher.run(dataclasses.replace(command, gpus_per_node=4), 10.0, output)
+
+
+def test_an_executor_that_is_not_there_is_said(tmp_path: Path) -> None:
+    for source in ("no_such", str(tmp_path / "no.yaml")):
+        with pytest.raises(UserInputError, match="NeMo-Run cannot make it"):
+            read_executor(source)
+
+
+def test_a_watched_recipe_keeps_a_record_of_its_run(tmp_path: Path) -> None:
+    """The callback is in the task that is launched, with the text of the plan."""
+    import fiddle
+
+    lightning = pytest.importorskip("nest_megatron.integrations.lightning")
+    with experiment(tmp_path) as added:
+        added.add(recipe(), plugins=[plugin(watch=5)], name="llama")
+        task = added.jobs[0].task
+    callback = fiddle.build(task.trainer.callbacks[-1])
+    assert isinstance(callback, lightning.WatchCallback)

@@ -9,10 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.tuning import launchers
 from nest_megatron.tuning.command import RunCommand, run_command
 from nest_megatron.tuning.launchers import (
     Local,
@@ -194,3 +197,80 @@ def test_failures_are_told_apart(text: str, failure: Failure, tmp_path: Path) ->
 def test_time_is_a_failure_of_its_own(tmp_path: Path) -> None:
     found = judged(TRIAL, None, Ended(code=None, seconds=60.0), tmp_path / "output.txt")
     assert found.failure is Failure.TIMEOUT
+
+
+@dataclasses.dataclass
+class Executor:
+    """Stands for NeMo-Run's."""
+
+    env_vars: dict[str, str]
+    launcher: str | None = None
+    retries: int = 2
+    job_dir: str = ""
+
+    def clone(self) -> Executor:
+        return dataclasses.replace(self)
+
+    def nnodes(self) -> int:
+        return 1
+
+    def nproc_per_node(self) -> int:
+        return 2
+
+
+class Experiment:
+    """Stands for NeMo-Run's: its task prints what it was given, and ends as ``state`` says."""
+
+    state = "SUCCEEDED"
+
+    def __init__(self, title: str, executor: Executor) -> None:
+        self.title, self.executor, self.jobs = title, executor, []
+
+    def __enter__(self) -> Experiment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def add(self, task: Any, tail_logs: bool) -> str:
+        state = SimpleNamespace(name=self.state)
+        self.jobs.append(SimpleNamespace(task=task, executor=self.executor, state=state))
+        return "task"
+
+    def run(self, detach: bool, tail_logs: bool) -> None:
+        own = self.executor
+        (job,) = self.jobs
+        said = f"{own.launcher} {own.retries} {own.env_vars} {vars(job.task)}"
+        Path(own.job_dir, "sbatch_1.out").write_text(said, encoding="utf-8")
+
+    def cancel(self, job: str) -> None:
+        raise AssertionError(job)
+
+
+@pytest.mark.parametrize(("state", "code"), [("SUCCEEDED", 0), ("FAILED", 1)])
+def test_a_run_is_an_experiment_of_nemo_run(
+    state: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = tmp_path / "job"
+    logs.mkdir()
+    executor = Executor(env_vars={"HOME": "/root", "C": "2"}, job_dir=str(logs))
+    monkeypatch.setattr(Experiment, "state", state)
+    nemo_run = SimpleNamespace(Experiment=Experiment, Script=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "nemo_run", nemo_run)
+    monkeypatch.setattr(launchers, "read_executor", lambda _: executor)
+    command = dataclasses.replace(COMMAND, num_nodes=1, gpus_per_node=2)
+    output = tmp_path / "output.txt"
+    found = launcher_named("nemo_run", ["executor=mine"], command)
+    assert found.run(command, 60.0, output).code == code
+    said = output.read_text(encoding="utf-8")
+    assert said.startswith("torchrun 0 {'C': '2', 'A': '1'} {'path': 'pretrain_gpt.py'")
+    assert "'args': ['--bf16']" in said
+    assert executor.launcher is None, "the user's own stays as it is"
+    with pytest.raises(UserInputError, match="the job has 2 x 8 ranks"):
+        found.run(COMMAND, 60.0, output)
+
+
+@pytest.mark.parametrize("options", [[], ["partition=a"], ["executor=a", "partition=b"]])
+def test_nemo_run_is_told_one_executor(options: list[str]) -> None:
+    with pytest.raises(UserInputError, match="one executor"):
+        launcher_named("nemo_run", options, COMMAND)
