@@ -14,12 +14,14 @@ from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.parallel import plan_file
 
 if TYPE_CHECKING:
-    from nest_megatron import Plan
+    from nest_megatron import Plan, WhatIf
 
 _NUMBER = r"(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?[A-Za-z]*(?:/s)?|true|false)"
 _SECTIONS = "cluster|cost|memory|parallel|reliability|search"
 #: Settings that cannot name a file: numbers, with a unit or not.
-_NUMBERS = re.compile(rf"(?:{_SECTIONS})\.[\w.]+={_NUMBER}")
+_NUMBERS = re.compile(
+    rf"(?:gpus|memory|train\.global_batch_size|(?:{_SECTIONS})\.[\w.]+)={_NUMBER}(?:,{_NUMBER})*"
+)
 
 
 class Work(Enum):
@@ -27,6 +29,7 @@ class Work(Enum):
 
     PLAN = "plan"
     ESTIMATE = "estimate"
+    WHATIF = "whatif"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,8 @@ class Asked:
         free: flags of the command that may change, separated by commas.
         num_gpus, global_batch_size: as typed.
         settings: others, a line of ``section.key=value`` each.
+        plan_file: contents of the plan whose job is planned again, where no command is given.
+        changes: those of the job, as ``nest-megatron whatif`` takes them.
     """
 
     work: Work
@@ -69,6 +74,8 @@ class Asked:
     num_gpus: str = ""
     global_batch_size: str = ""
     settings: str = ""
+    plan_file: str = ""
+    changes: str = ""
 
     def _require_no_file(self) -> None:
         """Refuse a command, a model or a cluster that the catalogue lacks, and other texts."""
@@ -78,7 +85,7 @@ class Asked:
             raise UserInputError("command", value=self.command, limit=limit, fix=fix)
         require_known("model", self.model, nest_megatron.models(), _OTHERS)
         require_known("cluster", self.cluster, nest_megatron.clusters(), _OTHERS)
-        for line in self.settings.splitlines():
+        for line in (*self.settings.splitlines(), *self.changes.split()):
             if line.strip() and not _NUMBERS.fullmatch(line.strip()):
                 limit = f"with --host settings are numbers: {_OTHERS}"
                 raise UserInputError("settings", value=line, limit=limit, fix=fix)
@@ -110,9 +117,29 @@ class Asked:
         if not self.is_local:
             self._require_no_file()
         with tempfile.TemporaryDirectory(prefix="nest-megatron-app-") as folder:
+            if self.work is Work.WHATIF:
+                return Answer(text=str(self._what_if(Path(folder))))
             found = self._plan(Path(folder))
         page = found.explain().to_html()
         return Answer(text=str(found), page=page, plan_file=plan_file.dump(found.record))
+
+    def _what_if(self, folder: Path) -> WhatIf:
+        changes = dict(change.partition("=")[::2] for change in self.changes.split())
+        if not self.command:
+            path = folder / "plan.yaml"
+            path.write_text(self.plan_file, encoding="utf-8")
+            return nest_megatron.whatif(path, changes)
+        return nest_megatron.whatif_command(
+            self.command,
+            changes,
+            cluster=_source(self.cluster, folder / "cluster.yaml"),
+            free=self._freed(),
+            megatron_version=self.megatron_version,
+            **self.keywords(),
+        )
+
+    def _freed(self) -> list[str]:
+        return [name.strip() for name in self.free.split(",") if name.strip()]
 
     def _plan(self, folder: Path) -> Plan:
         api, settings = nest_megatron, self.keywords()
@@ -127,7 +154,7 @@ class Asked:
             return api.plan_command(
                 self.command,
                 cluster=cluster,
-                free=[name.strip() for name in self.free.split(",") if name.strip()],
+                free=self._freed(),
                 megatron_version=version,
                 **settings,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from nicegui import ui
@@ -25,7 +26,7 @@ class Page:
     def __init__(self, *, is_local: bool) -> None:
         self._is_local = is_local
         self._run: Run | None = None
-        self._shown = Answer(text="")
+        self._planned, self._shown = Asked(work=Work.PLAN), Answer(text="")
         ui.context.client.on_delete(self._cancel)
         with ui.row(wrap=False).classes("w-full items-start gap-8"):
             with ui.column().classes("w-96 shrink-0"):
@@ -81,6 +82,12 @@ class Page:
             with ui.row():
                 ui.button("Save the plan", on_click=self._save_plan).props("outline")
                 ui.button("Save the report", on_click=self._save_report).props("outline")
+            with ui.row(wrap=False).classes("w-full items-center"):
+                example = "gpus=16,32 memory=141GiB"
+                self._changes = ui.input("What if", placeholder=example).classes("grow")
+                compare = ui.button("Compare", on_click=self._compare).props("outline")
+                self._buttons.append(compare)
+            self._table = ui.label().classes(_PRINTED)
             with ui.expansion("As the command line prints it").classes("w-full"):
                 self._printed = ui.label().classes(_PRINTED)
             self._report = ui.element("iframe").props(
@@ -105,14 +112,23 @@ class Page:
         )
 
     async def _start(self, work: Work) -> None:
+        await self._answer(self._asked(work))
+
+    async def _compare(self) -> None:
+        """Plan the job that is shown again, changed; the form may be another by now."""
+        changes, plan_file = _first(self._changes.value), self._shown.plan_file
+        job = dataclasses.replace(self._planned, work=Work.WHATIF, plan_file=plan_file)
+        await self._answer(dataclasses.replace(job, changes=changes))
+
+    async def _answer(self, asked: Asked) -> None:
         if self._run is not None:  # a button that is pressed twice
             return
-        self._run = Run(self._asked(work))
+        self._run = Run(asked)
         self._set_working(True)
         try:
             async for message in self._run.messages():
                 if isinstance(message, Answer):
-                    self._show(message)
+                    self._show(asked, message)
                 else:
                     self._progress.text = message
         finally:
@@ -124,11 +140,15 @@ class Page:
         for button in self._buttons:
             button.set_enabled(not is_working)
 
-    def _show(self, answer: Answer) -> None:
+    def _show(self, asked: Asked, answer: Answer) -> None:
         self._error.text = answer.text if answer.is_error else ""
         if answer.is_error:
             return
-        self._shown, self._printed.text = answer, answer.text
+        if asked.work is Work.WHATIF:
+            self._table.text = answer.text
+            return
+        self._planned, self._shown, self._table.text = asked, answer, ""
+        self._printed.text = answer.text
         self._report.props["srcdoc"] = answer.page
         self._report.update()
         self._found.visible = True

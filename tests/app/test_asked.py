@@ -56,6 +56,19 @@ def test_a_command_is_planned_beside_what_it_runs() -> None:
     assert "Today and planned" not in own.text
 
 
+def test_a_sweep_has_a_row_for_each_change(planned: Answer) -> None:
+    found = answer(Work.WHATIF, plan_file=planned.plan_file, changes="memory=141GiB")
+    assert "unchanged" in found.text
+    assert "141GiB" in found.text
+
+
+@pytest.mark.slow
+def test_a_sweep_of_a_command_says_what_runs_today_there() -> None:
+    job = {"command": LLAMA3_8B, "free": "micro_batch_size", "num_gpus": "16"}
+    found = answer(Work.WHATIF, **job, global_batch_size="", changes="memory=80GiB,141GiB")
+    assert "141GiB" in found.text
+
+
 def test_settings_are_those_of_the_command_line() -> None:
     lines = "\n parallel.tensor_model_parallel_size = 2\n\ncluster.levels.node.latency=2us\n"
     assert Asked(work=Work.PLAN, num_gpus=" 16 ", settings=lines).keywords() == {
@@ -110,6 +123,8 @@ def test_a_model_that_does_not_fit_is_no_mistake() -> None:
         {"settings": "profile.name=/home/other/profile"},
         {"settings": "cluster.name=a/b"},
         {"settings": "cluster.num_gpus=8\nout=plan.yaml"},
+        {"work": Work.WHATIF, "changes": "cluster=./mine.yaml"},
+        {"work": Work.WHATIF, "changes": "gpus=8,16 hydra/launcher=joblib"},
     ],
     ids=str,
 )

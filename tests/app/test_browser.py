@@ -92,6 +92,14 @@ def test_a_plan_is_shown_copied_and_saved(page: Any, tmp_path: Path) -> None:
     assert saved.value.suggested_filename == "plan.html"
 
 
+def test_a_plan_is_planned_again_on_changed_clusters(page: Any) -> None:
+    plan(page)
+    page.get_by_label("What if").fill("memory=141GiB")
+    page.get_by_role("button", name="Compare").click()
+    page.get_by_text("unchanged").wait_for()
+    assert report(page).get_by_role("heading", name="llama3_8b on 8 x H100").is_visible()
+
+
 def test_a_command_stands_beside_its_plan(page: Any) -> None:
     page.get_by_role("button", name="My Megatron-LM command").click()
     page.get_by_label("Command, or path").fill(LLAMA3_8B)
