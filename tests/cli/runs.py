@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -61,6 +62,50 @@ def spawn(*arguments: str, cwd: Path | None = None, timeout_s: float = 600.0, **
         check=False,
         timeout=timeout_s,
     )
+    return Run(done.returncode, done.stdout, done.stderr)
+
+
+#: Ctrl-C, half a second after the command has come to something that goes on for longer.
+_CTRL_C = """
+import os, pkgutil, signal, sys, threading
+{prepare}
+owner, name = pkgutil.resolve_name({owner!r}), {name!r}
+original = getattr(owner, name)
+def reached(*arguments, **options):
+    setattr(owner, name, original)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    return original(*arguments, **options)
+setattr(owner, name, reached)
+from nest_megatron.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def interrupted(at: str, *arguments: str, cwd: Path, prepare: str = "", **more: str) -> Run:
+    """Run a command and press Ctrl-C while it is inside a function.
+
+    Args:
+        at: the function, as ``module:Class.function``.
+        prepare: code that is run before.
+    """
+    owner, _, name = at.rpartition("." if "." in at.partition(":")[2] else ":")
+    code = _CTRL_C.format(owner=owner, name=name, prepare=prepare)
+    reading, writing = os.pipe()  # standard input that says nothing and does not end
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            stdin=reading,
+            capture_output=True,
+            text=True,
+            cwd=cwd,
+            env=environment(**more),
+            check=False,
+            # a shell's background job ignores Ctrl-C, and its children would too
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+    finally:
+        os.close(reading)
+        os.close(writing)
     return Run(done.returncode, done.stdout, done.stderr)
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from nest_megatron import cli
 from nest_megatron.errors import INTERRUPTED
-from tests.cli.runs import SMALL, environment, run
+from tests.cli.runs import SMALL, interrupted, run
 
 LLAMA = ("plan", *SMALL)
 WITHOUT_MODEL = ("plan", "cluster=dgx_h100")
@@ -224,35 +220,30 @@ def test_an_old_file_outlives_a_failed_plan(tmp_path: Path) -> None:
 
 
 LARGE = ("cluster=h100_spine_leaf", "cluster.num_gpus=1024", "search.backend=reference")
+SEARCH = "nest_megatron.solver.search:Search.run"
+WALK = "nest_megatron.integrations.shell_script.interpreter:Interpreter.command"
+#: Functions, and commands that are inside them for as long as one waits.
 SLOW: dict[str, tuple[str, ...]] = {
-    "search": ("plan", "model=deepseek_v3", *LARGE),
-    "command": ("plan", "--from", JOB, *LARGE, "--free", "all"),
-    "endless script": ("plan", "--from", "bash endless.sh", *LARGE),
-    "standard input": ("plan", "--from", "-", *LARGE),
+    "search": (SEARCH, "plan", "model=deepseek_v3", *LARGE),
+    "command": (SEARCH, "plan", "--from", JOB, *LARGE, "--free", "all"),
+    "endless script": (WALK, "plan", "--from", "bash endless.sh", *LARGE),
+    "standard input": ("sys:stdin.read", "plan", "--from", "-", *LARGE),
 }
+#: No other end of an endless script.
+ENDLESS = """
+from nest_megatron.integrations.shell_script import interpreter, record
+interpreter.MAX_STEPS, record.MAX_SECONDS = 10**12, 10.0**6
+"""
 
 
 @pytest.mark.parametrize("name", SLOW)
 def test_ctrl_c_ends_a_command_without_a_file(name: str, tmp_path: Path) -> None:
-    words = SLOW[name]
     (tmp_path / "endless.sh").write_text(f"while true; do x=1; done\n{JOB}\n")
     before = sorted(tmp_path.iterdir())
-    with subprocess.Popen(
-        [sys.executable, "-m", "nest_megatron", *words, f"out={tmp_path / 'plan.yaml'}"],
-        cwd=tmp_path,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        # a shell's background job ignores Ctrl-C, and its children would too
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
-    ) as process:
-        time.sleep(2.5)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=600)
-    assert (process.returncode, out) == (130, "")
-    assert err.strip() == "Interrupted."
+    out = f"out={tmp_path / 'plan.yaml'}"
+    done = interrupted(*SLOW[name], out, cwd=tmp_path, prepare=ENDLESS)
+    assert (done.code, done.out) == (130, "")
+    assert done.err.strip() == "Interrupted."
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from nest_megatron.cluster import sources
+from nest_megatron.errors import INTERRUPTED
 from nest_megatron.plain import to_plain
-from tests.cli.runs import run
+from tests.cli.runs import interrupted, run
 from tests.cluster.test_described import H200, host
 from tests.cluster.test_outputs import CAPTURED, captured
+from tests.patience import wait_until
 
 FABRIC = CAPTURED / "ibnetdiscover_superpod.txt"
 NAMES = ("a06-p1-dgx-02-c01", "a06-p1-dgx-02-c02", "a08-p1-dgx-04-c01", "a08-p1-dgx-04-c02")
@@ -117,3 +122,29 @@ def test_in_an_allocation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert document["cluster"]["num_gpus"] == 32
     assert document["hosts"][NAMES[0]] == ["leaf_of_a06-p1-dgx-02-c01"]
     assert [note.partition(":")[0] for note in document["notes"]].count("scontrol") == 2
+
+
+def test_ctrl_c_ends_the_program_that_is_asked(tmp_path: Path) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(3600)\n")
+    srun.chmod(0o755)
+    before = sorted(tmp_path.iterdir())
+    variables = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a[1-2]"}
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    words = ("cluster", "discover", "--out", "site.yaml", "--hosts-out", "hosts.txt")
+    at = "subprocess:Popen.communicate"
+    done = interrupted(at, *words, cwd=tmp_path, PATH=path, **variables)
+    assert (done.code, done.out) == (INTERRUPTED, "")
+    assert done.err.strip() == "Interrupted."
+    assert sorted(tmp_path.iterdir()) == before
+    wait_until(lambda: not running(srun))
+
+
+def running(program: Path) -> list[Path]:
+    """Processes of a program."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(program).encode() in path.read_bytes().split(b"\0"):
+                found.append(path)
+    return found

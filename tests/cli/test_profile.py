@@ -28,6 +28,7 @@ from nest_megatron.profile.ranks import Ranks
 from nest_megatron.profile.records import SHAPE
 from nest_megatron.profile.session import Task
 from tests.cli.runs import ROOT, Run, environment, run, spawn
+from tests.megatron_lm.training import free_port
 
 MODEL = {
     "name": "tiny",
@@ -77,7 +78,7 @@ def under_torchrun(folder: Path, *arguments: str) -> Run:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--master-port", str(20_000 + os.getpid() % 10_000)),
+            *("--master-port", free_port()),
             *("-m", "nest_megatron.profile", *arguments),
         ],
         capture_output=True,

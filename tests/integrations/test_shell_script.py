@@ -54,7 +54,7 @@ def run_by_bash(
     environment = {"PATH": str(stubs), "STUB_OUT": str(out), "HOME": str(folder)}
     command = [str(BASH), "--norc", str(path), *args]
     subprocess.run(
-        command, env=environment, cwd=cwd or folder, capture_output=True, timeout=20, check=False
+        command, env=environment, cwd=cwd or folder, capture_output=True, timeout=600, check=False
     )
     calls = [path.read_text().splitlines() for path in folder.glob("called.*")]
     return next(call for call in calls if any(_TRAINS.intersection(w.split()) for w in call))

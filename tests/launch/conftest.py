@@ -1,10 +1,24 @@
-"""The long suite of faults runs where it is asked for."""
+"""Each test is a job of its own; the long suite of faults runs where it is asked for."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
 
+from tests.launch.stores import HERE, STORES
+
 MARK = "reliability"
+
+
+@pytest.fixture(autouse=True)
+def another_job(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test meets the store of another or of another checkout."""
+    HERE["SLURM_JOB_ID"] = f"{request.node.name} of {os.getpid()}"
+    yield
+    for store in STORES:
+        store.stop_heartbeat()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,8 @@
-"""One rank of a job whose steps sleep, with the recorder in it; the argument says what befalls."""
+"""One rank of a job with the recorder in it; the argument says what befalls.
+
+Its steps take time on a clock of their own, and ranks wait for each other where a test needs it, so
+that nothing depends on how busy the machine is.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,14 @@ from nest_megatron.integrations import recorder as recording
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.integrations.megatron_lm.rendezvous_store import connect
 from tests.launch.test_watch import started
+from tests.patience import LONG_S, wait_until
 
 _STEPS, _WORK_S = 8, 0.05
 
 what, rank, num_ranks = sys.argv[1], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-recording._GATHER_S = 5.0
+recording._GATHER_S = 0.5 if what == "without one" else LONG_S
+clock_s = [0.0]
+time.perf_counter = lambda: clock_s[0]
 store = None
 if num_ranks > 1:
     store = connect(RankContext(rank=rank, world_size=num_ranks, environment=dict(os.environ)))
@@ -25,9 +32,9 @@ if num_ranks > 1:
 run = started(num_ranks, id=os.environ.get("NEST_TEST_RUN", "run"), end=None)
 if rank == 0:
     recording.leave_run(store, run, is_watched=True)
-elif store is not None:
-    while not store.num_left("run"):
-        time.sleep(0.05)
+if store is not None:
+    store.count("begun")
+    wait_until(lambda: store.num_left("run") and store.count("begun", 0) == num_ranks)
 recorder = recording.Recorder(
     steps=_STEPS,
     rank=rank,
@@ -35,11 +42,18 @@ recorder = recording.Recorder(
     store=store,
     own_run=run if rank == 0 else None,
 )
-work = recorder.timed(lambda: time.sleep(_WORK_S * (3 if what == "slow" else 1)))
+
+
+@recorder.timed
+def work() -> None:
+    """The passes of a step."""
+    clock_s[0] += _WORK_S * (3 if what == "slow" else 1)
 
 
 def train() -> None:
     for number in range(_STEPS + 2):
+        if what == "without one" and number == _STEPS:  # the last that is watched is over
+            wait_until(lambda: store is not None and store.num_left("measured") >= num_ranks - 2)
         with recorder.step():
             work()
             if what == "killed" and number == _STEPS // 2:
@@ -50,13 +64,16 @@ def train() -> None:
                 raise RuntimeError("connection closed by peer")
             if what == "waiting":
                 print("training", flush=True)
-                time.sleep(600)
+                time.sleep(LONG_S)
 
 
 try:
     train()
 except BaseException as error:
     recorder.end(error)
-    time.sleep(3.0 if rank == 0 else 0.0)  # it hosts the store
+    if store is not None:
+        store.count("failed and said it")
+        # rank 0 hosts the store
+        wait_until(lambda: rank or store.count("failed and said it", 0) == num_ranks)
     raise
 recorder.end()

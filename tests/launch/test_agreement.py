@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,52 +19,25 @@ import pytest
 from nest_megatron.config.compose import compose
 from nest_megatron.config.launch import read_words
 from nest_megatron.errors import NestError, UserInputError, exit_code_of
-from nest_megatron.integrations.megatron_lm import rendezvous
+from nest_megatron.integrations.megatron_lm import agreement, rendezvous
 from nest_megatron.integrations.megatron_lm.agreement import broadcast, require_equal
 from nest_megatron.integrations.megatron_lm.ranks import Rendezvous
-from nest_megatron.integrations.megatron_lm.rendezvous import NoAgreementError, RankContext, ports
+from nest_megatron.integrations.megatron_lm.rendezvous import NoAgreementError, ports
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore, connect
 from tests.cli.runs import environment
+from tests.launch.stores import (
+    HERE,
+    STORES,
+    context,
+    free_ports,
+    give_up_soon,
+    join,
+    on_all_ranks,
+    shorten,
+)
+from tests.patience import LONG_S, wait_until
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-
-HERE = {"MASTER_ADDR": "localhost"}
-
-
-@pytest.fixture(autouse=True)
-def another_job(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Each test is a job of its own, so none meets the store of another or of another checkout."""
-    HERE["SLURM_JOB_ID"] = f"{request.node.name} of {os.getpid()}"
-    yield
-    for store in STORES:
-        store.stop_heartbeat()
-
-
-def context(rank: int, world_size: int = 3, **changes: Any) -> RankContext:
-    settings: dict[str, Any] = {"environment": {**HERE}, "rendezvous_timeout_s": 20.0, **changes}
-    return RankContext(rank=rank, world_size=world_size, **settings)
-
-
-#: Stores live as long as their processes; here, as long as the tests.
-STORES: list[RendezvousStore] = []
-
-
-def join(*arguments: Any, **changes: Any) -> RendezvousStore:
-    STORES.append(connect(context(*arguments, **changes)))
-    return STORES[-1]
-
-
-def on_all_ranks(act: Callable[[int], str], world_size: int = 3) -> list[str]:
-    """What each rank returns, or the error that ends it."""
-
-    def safely(rank: int) -> str:
-        try:
-            return act(rank)
-        except NestError as error:
-            return f"{type(error).__name__}: {error}"
-
-    with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(safely, range(world_size)))
 
 
 def test_rank_0_solves_and_all_have_the_answer() -> None:
@@ -132,7 +106,9 @@ def test_the_error_of_rank_0_ends_all_with_its_message() -> None:
         assert "stopped: nest.cluster = 'x': there is none" in answer
 
 
-def test_a_rank_with_other_settings_ends_all() -> None:
+def test_a_rank_with_other_settings_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_OTHERS_S", LONG_S)
+
     def act(rank: int) -> str:
         store = join(rank)
         broadcast(store, lambda _: "plan")
@@ -152,7 +128,9 @@ def test_a_rank_that_never_comes_is_named() -> None:
     def act(rank: int) -> str:
         if rank == 2:
             return "absent"
-        store = join(rank, rendezvous_timeout_s=2.0)
+        store = join(rank)
+        if rank == 0:
+            give_up_soon(store, present=2, rendezvous_timeout_s=0.5)
         require_equal(store, {"--lr": "0.1"})
         return "trains"
 
@@ -167,12 +145,14 @@ def test_rank_0_that_falls_silent_is_given_up() -> None:
 
     def act(rank: int) -> str:
         def solve(_: object) -> str:
-            release.wait(10)
+            release.wait(LONG_S)
             return "too late"
 
-        store = join(rank, 2, heartbeat_timeout_s=3.0)
+        store = join(rank, 2)
         if rank == 0:
             store.stop_heartbeat()
+        else:
+            shorten(store, heartbeat_timeout_s=1.0)
         try:
             return broadcast(store, solve)
         finally:
@@ -184,11 +164,13 @@ def test_rank_0_that_falls_silent_is_given_up() -> None:
 
 def test_a_rank_that_falls_silent_after_it_came_is_given_up() -> None:
     def act(rank: int) -> str:
-        store = join(rank, heartbeat_timeout_s=3.0)
+        store = join(rank)
         require_equal(store, {"--lr": "0.1"}, what="command")
         if rank == 1:
             store.stop_heartbeat()
             return "stopped"
+        if rank == 0:
+            give_up_soon(store, present=2, heartbeat_timeout_s=1.0)
         require_equal(store, {"--lr": "0.1"}, what="arguments")
         return "trains"
 
@@ -244,12 +226,17 @@ def test_a_host_of_the_store_that_is_stopped_is_given_up(joined: bool) -> None:
     try:
         assert stopped.stdout is not None
         assert stopped.stdout.readline() == "hosts\n"
-        limits = {"environment": here, "heartbeat_timeout_s": 2.0, "rendezvous_timeout_s": 8.0}
-        store = join(1, 2, **limits) if joined else None
+        store = join(1, 2, environment=here) if joined else None
         stopped.send_signal(signal.SIGSTOP)
-        said = "has not answered for 2 s" if joined else "did not appear .* rank 0 is stopped"
-        with pytest.raises(NoAgreementError, match=said):
-            require_equal(store or join(1, 2, **limits), {"--lr": "1"})
+        os.waitpid(stopped.pid, os.WUNTRACED)
+        if store is None:
+            with pytest.raises(NoAgreementError, match=r"did not appear .* rank 0 is stopped"):
+                join(1, 2, environment=here, rendezvous_timeout_s=8.0)
+        else:
+            shorten(store, heartbeat_timeout_s=1.0)
+            store.store._limit_s = 1.0
+            with pytest.raises(NoAgreementError, match="has not answered for 1 s"):
+                require_equal(store, {"--lr": "1"})
     finally:
         stopped.kill()
         stopped.communicate()
@@ -270,13 +257,18 @@ def test_a_rank_that_waits_calls_the_store_once_for_each_entry() -> None:
         return store
 
     def act(rank: int) -> str:
-        store = join(rank, 2, heartbeat_timeout_s=3.0)
+        def solve(_: object) -> str:
+            wait_until(lambda: store._entry > 2)
+            return "the plan"
+
+        store = join(rank, 2)
         if rank == 0:
-            return broadcast(store, lambda _: time.sleep(4.0) or "the plan")  # type: ignore[func-returns-value]
+            shorten(store, heartbeat_timeout_s=0.4)  # it sends them more often
+            return broadcast(store, solve)
         store.stop_heartbeat()  # it would send none, but for the time before it waits
         answer = broadcast(counted(store), lambda _: "never asked")
         assert len(calls) == 2 + store._entry, "two for its part, and one for each entry"
-        assert store._entry > 1, "rank 0 sent heartbeats meanwhile"
+        assert store._entry > 2, "rank 0 sent heartbeats meanwhile"
         return answer
 
     assert on_all_ranks(act, 2) == ["the plan"] * 2
@@ -288,11 +280,21 @@ def test_rank_0_may_come_later_than_a_heartbeat() -> None:
         port = free.getsockname()[1]
     agent = torch.distributed.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
     here = {**HERE, "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)}
+    waited, number = threading.Event(), itertools.count()
 
     def act(rank: int) -> str:
         if rank == 0:
-            time.sleep(5.0)
-        store = join(rank, 2, environment=here, heartbeat_timeout_s=3.0)
+            waited.wait(LONG_S)
+        store = join(rank, 2, environment=here)
+        wait_for = store.store.wait_for
+
+        def waiting(key: str, limit_s: float) -> str | None:
+            if next(number) < 2:  # the time of a heartbeat is over, and rank 0 is not there
+                return wait_for(key, 0.2)
+            waited.set()
+            return wait_for(key, limit_s)
+
+        store.store.wait_for = waiting  # type: ignore[method-assign]
         return broadcast(store, lambda _: "the plan")
 
     assert on_all_ranks(act, 2) == ["the plan"] * 2
@@ -301,7 +303,8 @@ def test_rank_0_may_come_later_than_a_heartbeat() -> None:
 
 def test_two_jobs_on_one_host_find_their_own_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both want the same ports; each takes what is free and passes over the other's store."""
-    monkeypatch.setattr(rendezvous, "ports", lambda _: (24_007, 24_104))
+    tried = free_ports(4)
+    monkeypatch.setattr(rendezvous, "ports", lambda _: tried)
 
     def job(name: str) -> list[str]:
         here = {**HERE, "MASTER_PORT": name}
@@ -339,8 +342,9 @@ def agents_store(is_there: str, restarts: str) -> dict[str, str]:
 
 
 def test_no_free_port_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "ports", lambda _: (24_201,))
-    kept = connect(context(0))
+    only = free_ports(1)
+    monkeypatch.setattr(rendezvous, "ports", lambda _: only)
+    kept = join(0)
     with pytest.raises(UserInputError, match=r"nest\.port"):
         connect(context(0))
     assert kept.store.get(rendezvous.key_of(kept.context, "hello")) == "yes"
@@ -354,11 +358,16 @@ def test_without_an_address_it_is_said() -> None:
 def test_rank_0_may_search_longer_than_ranks_wait_for_each_other() -> None:
     def solve(hosts: Callable[[], Any]) -> str:
         hosts()
-        time.sleep(3)
+        time.sleep(1.0)
         return "the plan"
 
-    limits = {"rendezvous_timeout_s": 1.0, "planning_s": 30.0}
-    assert on_all_ranks(lambda rank: broadcast(join(rank, **limits), solve)) == ["the plan"] * 3
+    def act(rank: int) -> str:
+        store = join(rank, planning_s=LONG_S)
+        if rank:
+            shorten(store, rendezvous_timeout_s=0.2)
+        return broadcast(store, solve)
+
+    assert on_all_ranks(act) == ["the plan"] * 3
 
 
 @pytest.mark.parametrize(

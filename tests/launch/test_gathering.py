@@ -2,66 +2,47 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 
 import pytest
 
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.integrations.megatron_lm.agreement import Check, broadcast, gather
-from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
-from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore, connect
+from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
+from tests.launch.stores import give_up_soon, join, on_all_ranks
+from tests.patience import LONG_S
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-HERE = {"MASTER_ADDR": "localhost"}
 WORLD = 3
-#: Stores live as long as their processes; here, as long as the tests.
-STORES: list[RendezvousStore] = []
 
 
-@pytest.fixture(autouse=True)
-def another_job(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Each test is a job of its own, so none meets the store of another or of another checkout."""
-    HERE["SLURM_JOB_ID"] = f"{request.node.name} of {os.getpid()}"
-    yield
-    for store in STORES:
-        store.stop_heartbeat()
+def gathered(
+    work: Callable[[int, Check], str],
+    prepare: Callable[[RendezvousStore], None] = lambda _: None,
+    limit_of_rank_0_s: float = LONG_S,
+) -> list[object]:
+    """What each rank gathers, or the error that ends it, after the ranks have shared something.
 
-
-def join(rank: int, heartbeat_timeout_s: float = 20.0) -> RendezvousStore:
-    context = RankContext(
-        rank=rank,
-        world_size=WORLD,
-        environment={**HERE},
-        rendezvous_timeout_s=20.0,
-        heartbeat_timeout_s=heartbeat_timeout_s,
-    )
-    STORES.append(connect(context))
-    return STORES[-1]
-
-
-def on_all_ranks(work: Callable[[int, Check], str], limit_s: float = 20.0) -> list[object]:
-    """What each rank gathers, or the error that ends it, after the ranks have shared something."""
+    Args:
+        prepare: called with each rank's store before the ranks work.
+    """
 
     def act(rank: int) -> object:
-        store = join(rank)
-        try:
-            broadcast(store, lambda _: "orders", what="orders")
-            return gather(store, lambda check: work(rank, check), what="parts", limit_s=limit_s)
-        except NestError as error:
-            return f"{type(error).__name__}: {error}"
+        store = join(rank, WORLD)
+        broadcast(store, lambda _: "orders", what="orders")
+        prepare(store)
+        limit_s = LONG_S if rank else limit_of_rank_0_s
+        return gather(store, lambda check: work(rank, check), what="parts", limit_s=limit_s)
 
-    with ThreadPoolExecutor(WORLD) as pool:
-        return list(pool.map(act, range(WORLD)))
+    return on_all_ranks(act, WORLD)
 
 
 def until_told(check: Check) -> str:
     """Work that only ends when it hears of a failure."""
-    ended = time.monotonic() + 300
+    ended = time.monotonic() + LONG_S
     while time.monotonic() < ended:
         check()
         time.sleep(0.05)
@@ -69,7 +50,7 @@ def until_told(check: Check) -> str:
 
 
 def test_rank_0_has_all_parts_in_order() -> None:
-    assert on_all_ranks(lambda rank, _: f"part {rank}") == [("part 0", "part 1", "part 2"), (), ()]
+    assert gathered(lambda rank, _: f"part {rank}") == [("part 0", "part 1", "part 2"), (), ()]
 
 
 @pytest.mark.parametrize("failing", range(WORLD))
@@ -79,7 +60,7 @@ def test_a_rank_that_fails_ends_all_with_its_reason(failing: int) -> None:
             return until_told(check)
         raise UserInputError("child", value=1, limit="it died", fix="Look at its last words.")
 
-    answers = on_all_ranks(work)
+    answers = gathered(work)
     for rank, answer in enumerate(answers):
         if rank == failing:
             assert str(answer).startswith("UserInputError: child = 1: it died")
@@ -95,35 +76,38 @@ def test_those_who_are_done_hear_of_a_later_failure() -> None:
         time.sleep(1.0)
         raise NestError("late")
 
-    assert ["late" in str(answer) for answer in on_all_ranks(work)] == [True] * WORLD
+    assert ["late" in str(answer) for answer in gathered(work)] == [True] * WORLD
 
 
 def test_a_rank_that_falls_silent_is_given_up() -> None:
     release = threading.Event()
 
     def act(rank: int) -> object:
-        store = join(rank, heartbeat_timeout_s=3.0)
+        store = join(rank, WORLD)
         broadcast(store, lambda _: "orders", what="orders")
         if rank == 2:
             store.stop_heartbeat()
-            release.wait(15)
+            release.wait(LONG_S)
             return None
+        if rank == 0:
+            give_up_soon(store, present=2, heartbeat_timeout_s=1.0)
         try:
-            return gather(store, lambda _: "part", what="parts", limit_s=15.0)
-        except NestError as error:
-            return str(error)
+            return gather(store, lambda _: "part", what="parts", limit_s=LONG_S)
         finally:
             release.set()
 
-    with ThreadPoolExecutor(WORLD) as pool:
-        answers = list(pool.map(act, range(WORLD)))
+    answers = on_all_ranks(act, WORLD)
     assert "no heartbeat from rank 2 (" in str(answers[0])
     assert answers[1] == answers[0]
 
 
 def test_a_rank_that_takes_too_long_is_given_up() -> None:
+    def prepare(store: RendezvousStore) -> None:
+        if store.context.rank == 0:
+            give_up_soon(store, present=2)
+
     def work(rank: int, check: Check) -> str:
         return until_told(check) if rank == 1 else "done"
 
-    answers = on_all_ranks(work, limit_s=1.0)
+    answers = gathered(work, prepare, limit_of_rank_0_s=0.5)
     assert all("no parts from rank 1 (" in str(answer) for answer in answers)

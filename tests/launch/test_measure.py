@@ -331,7 +331,7 @@ import sys, time
 from nest_megatron.integrations.megatron_lm.measure_child import end_with
 end_with(int(sys.argv[1]))
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(600)
 '''
 child = subprocess.Popen([sys.executable, "-c", code, str(os.getpid())])
 print("child", child.pid, flush=True)

@@ -191,7 +191,7 @@ def test_a_slow_rank_is_named(runs: Path) -> None:
 
 
 def test_a_killed_rank_stops_no_other(runs: Path) -> None:
-    processes = launch({1: "killed"}, 3, runs)
+    processes = launch({0: "without one", 1: "killed"}, 3, runs)
     said = outputs(processes)
     assert [process.returncode for process in processes] == [0, -signal.SIGKILL, 0], said
     (run,) = history.read(runs)

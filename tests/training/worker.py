@@ -25,7 +25,7 @@ from tests.training import cpu_megatron, train
 from tests.training.parent import end_with_parent
 
 #: A rank that runs longer says where it is and ends; a job takes about a second.
-JOB_SECONDS = 60
+JOB_SECONDS = 600
 _LAST_WORDS_SECONDS = 2
 
 

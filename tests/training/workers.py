@@ -18,7 +18,7 @@ from tests.training.layouts import Layout, planned
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Longest time for all layouts, which take half a minute on two cores.
-ALL_SECONDS = 600
+ALL_SECONDS = 3600
 _LOG_CHARACTERS = 4000
 
 

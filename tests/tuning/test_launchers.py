@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +26,7 @@ from nest_megatron.tuning.launchers import (
 )
 from nest_megatron.tuning.session import open_locked
 from nest_megatron.tuning.trial import Ended, Failure, State, Trial, judged
+from tests.patience import LONG_S, wait_until
 from tests.tuning.stand_in import job
 
 COMMAND = RunCommand(
@@ -39,12 +39,14 @@ COMMAND = RunCommand(
 )
 ALLOCATION = {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "gpu[07-08]"}
 TRIAL = Trial(number=1, plan="", layout="", predicted_s=1.0, state=State.STARTED)
+#: What sleeps until it is ended, and is told by its words from what other tests start.
+SLEEP = f"time.sleep({3600 + os.getpid()})"
 #: A launcher whose child, in a session of its own, outlives a SIGTERM of the launcher's group.
-PARENT = """
+PARENT = f"""
 import subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+subprocess.Popen([sys.executable, "-c", "import time; {SLEEP}"], start_new_session=True)
 print("started", flush=True)
-time.sleep(600)
+{SLEEP}
 """
 
 
@@ -126,17 +128,30 @@ def test_a_job_of_submitit_is_waited_for(tmp_path: Path) -> None:
         num_nodes=1,
         gpus_per_node=1,
     )
-    ended = Submitit(options={}, cluster="local").run(command, 60.0, tmp_path / "output.txt")
+    ended = Submitit(options={}, cluster="local").run(command, LONG_S, tmp_path / "output.txt")
     assert ended.code == 3
     assert (tmp_path / "output.txt").read_text() == "ran 1\n"
 
 
-def test_a_run_takes_all_its_processes_with_it(tmp_path: Path) -> None:
+def test_a_run_takes_all_its_processes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = tmp_path / "output.txt"
+
+    class Launcher(subprocess.Popen):
+        """Its time is over once it has started its child."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout == 5.0:
+                wait_until(lambda: output.read_text() == "started\n")
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Launcher)
     ended = run_process([sys.executable, "-c", PARENT], os.environ, 5.0, output)
     assert ended.code is None
     assert output.read_text() == "started\n"
-    assert not processes_with("time.sleep(600)")
+    wait_until(lambda: not processes_with(SLEEP))
 
 
 def test_a_killed_tuner_ends_its_run(tmp_path: Path) -> None:
@@ -144,17 +159,16 @@ def test_a_killed_tuner_ends_its_run(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path;"
         "from nest_megatron.tuning.launchers import run_process;"
-        "run_process([sys.executable, '-c', 'import time; time.sleep(601)'], os.environ, 600.0,"
+        f"run_process([sys.executable, '-c', 'import time; {SLEEP}'], os.environ, 600.0,"
         f" Path({str(output)!r}))"
     )
     tuner = subprocess.Popen([sys.executable, "-c", code])
-    while not processes_with("time.sleep(601)", but=tuner.pid):
-        time.sleep(0.1)
+    wait_until(lambda: processes_with(SLEEP, but=tuner.pid))
     with open_locked(running_file(tmp_path)) as lock:
         assert lock is None, "the run holds the lock of its folder"
     tuner.send_signal(signal.SIGKILL)
     tuner.wait()
-    with open_locked(running_file(tmp_path), 60.0) as lock:
+    with open_locked(running_file(tmp_path), LONG_S) as lock:
         assert lock is not None, "the run ends with the tuner"
 
 
