@@ -23,9 +23,11 @@ class NestError(Exception):
 
     Attributes:
         exit_code: of a process that it ends.
+        rule: that does not allow what it refuses; ``None`` where it is no refusal.
     """
 
     exit_code = BAD_INPUT
+    rule: str | None = None
 
 
 class FaultError(NestError):

@@ -65,6 +65,8 @@ class SignatureError(UserInputError):
         exit_code: one for each reason, as prologs of a scheduler tell them apart.
     """
 
+    rule = "launch.signers"
+
     def __init__(self, reason: Reason, *, value: object, limit: str, fix: str) -> None:
         self.reason, self.exit_code = reason, _EXIT_CODES[reason]
         super().__init__("signature", value=value, limit=limit, fix=fix)

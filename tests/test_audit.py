@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import stat
 import threading
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,17 @@ import yaml
 from nest_megatron import files
 from nest_megatron.config import policy as policies
 from nest_megatron.config import site_files
+from nest_megatron.errors import INTERRUPTED, NestError, UserInputError
 from nest_megatron.files import append_line
 from nest_megatron.history.records import FlagChange, Launch, Outcome
-from nest_megatron.history.store import line_of, read
+from nest_megatron.history.store import line_of, read, read_audit
 from nest_megatron.integrations import audit
-from nest_megatron.parallel.policy import PolicyError
-from tests.cli.runs import ROOT, run
+from nest_megatron.minisign import Reason, SignatureError
+from nest_megatron.parallel.policy import PolicyError, PolicyFile
+from nest_megatron.planner.pinned_job import refusal
+from nest_megatron.planner.pins import ChangedPinError
+from nest_megatron.report.runs import outcome_words
+from tests.cli.runs import ROOT, interrupted, run
 from tests.history.runs import run_record
 
 STARTED = run_record(
@@ -196,7 +202,8 @@ def test_who_ran_what_beside_its_prediction() -> None:
     first, second = (line for line in done.out.splitlines() if "llama3_8b" in line)
     for word in ("ada", "1234", "0123456789abcdef", "87C09460C7CF688F", "2.000 s", "+7.5 %"):
         assert word in first
-    assert "started" in second
+    assert "no end recorded" in second
+    assert "running" not in second
     assert "bob" in second
     told = run("audit", "--run", STARTED.id).out
     assert "signed with key 87C09460C7CF688F" in told
@@ -219,6 +226,99 @@ def test_launches_are_chosen_by_what_they_are(
     document = run("audit", str(audited), *words, "--json").json()
     assert [each["id"] for each in document["runs"]] == found
     assert run("audit", *words).code == 0
+
+
+@pytest.mark.parametrize(
+    ("later_s", "said"),
+    [
+        (30, "no end recorded, started less than 2 min ago"),
+        (7_200, "no end recorded, started 2.0 h ago"),
+        (-60, "no end recorded"),  # the clocks of hosts differ
+    ],
+)
+def test_a_killed_launch_has_no_end(later_s: int, said: str) -> None:
+    now = datetime.fromisoformat(STARTED.start) + timedelta(seconds=later_s)
+    assert outcome_words(STARTED, now) == said
+    assert outcome_words(run_record(), now) == "finished"
+
+
+@pytest.mark.usefixtures("audited")
+def test_programs_learn_how_long_no_end_was_recorded() -> None:
+    first, second = run("audit", "--json").json()["runs"]
+    assert first["without_end_s"] is None
+    assert second["without_end_s"] >= 0
+
+
+def refuse(**launch: Any) -> None:
+    """A rule does not allow a launch."""
+    with audit.refusals(**{"mode": "auto", "plan_file": None, "num_ranks": 16, **launch}):
+        raise PolicyFile(path="/etc/policy.yaml", lines={"launch.pinned_only": 4}).broken(
+            "launch.pinned_only", "+nest", "auto", "only pinned plans are launched here"
+        )
+
+
+def test_a_refused_launch_is_written_down_with_its_rule(audited: Path) -> None:
+    with pytest.raises(PolicyError):
+        refuse()
+    assert len(read(audited)) == 2
+    _, (refused,) = read_audit(audited)
+    assert (refused.rule, refused.exit_code, refused.num_ranks) == ("launch.pinned_only", 16, 16)
+    assert "/etc/policy.yaml:4" in refused.reason
+    told = run("audit")
+    assert told.code == 0
+    assert "Refused before they began" in told.out
+    assert "launch.pinned_only" in told.out
+    one = run("audit", "--run", refused.id).out
+    assert "only pinned plans are launched here" in one
+    assert "llama3_8b" not in one
+    document = run("audit", "--json").json()
+    assert [each["outcome"] for each in document["refused"]] == ["refused"]
+    assert run("audit", "--user", "nobody", "--json").json()["refused"] == []
+    assert run("audit", "--plan", "0123", "--json").json()["refused"] == []
+
+
+@pytest.mark.parametrize(
+    ("error", "rule"),
+    [
+        (
+            SignatureError(Reason.WRONG, value="x", limit="it is wrong", fix="Sign."),
+            "launch.signers",
+        ),
+        (ChangedPinError("plan", value="x", limit="changed", fix="Pin."), "nest.plan"),
+        (refusal([]), "nest.on_mismatch"),
+        (UserInputError("nest.cluster", value="x", limit="there is none", fix="Name one."), None),
+    ],
+)
+def test_what_no_rule_refuses_is_no_refusal(
+    error: NestError, rule: str | None, tmp_path: Path
+) -> None:
+    with pytest.raises(type(error)), audit.refusals("pinned", "/plans/a.yaml", 8):
+        raise error
+    path = tmp_path / "audit.jsonl"
+    found = read_audit(path)[1] if path.exists() else ()
+    assert [(each.rule, each.plan_file) for each in found] == [(rule, "/plans/a.yaml")][
+        : bool(rule)
+    ]
+
+
+def test_a_refusal_that_cannot_be_written_is_told_and_ends_the_launch_alike(
+    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(policy, file=str(tmp_path), required=True)
+    with pytest.raises(PolicyError, match="pinned_only"):
+        refuse()
+    assert f"this refusal is not in the audit {tmp_path}" in capsys.readouterr().out
+
+
+def test_ctrl_c_while_an_audit_is_read(audited: Path, tmp_path: Path) -> None:
+    slow = (
+        "import time; from nest_megatron.history import store\n"
+        "store.read_audit = lambda *paths: time.sleep(3600)"
+    )
+    at = "nest_megatron.history.store:read_audit"
+    done = interrupted(at, "audit", str(audited), cwd=tmp_path, prepare=slow)
+    assert (done.code, done.out) == (INTERRUPTED, "")
+    assert done.err.strip() == "Interrupted; nothing was written."
 
 
 def test_any_file_is_read_or_named(audited: Path, tmp_path: Path) -> None:

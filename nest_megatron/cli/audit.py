@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +12,20 @@ from nest_megatron.cli.command_kinds import command, json_option
 from nest_megatron.cli.history import document, moment_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.history import store
+from nest_megatron.history.records import Outcome, RefusedLaunch, RunRecord
+from nest_megatron.plain import to_plain
+from nest_megatron.report.console import say, show, show_json
+from nest_megatron.report.runs import (
+    audit_table,
+    refusal_details,
+    refusals_table,
+    run_details,
+    since_start_s,
+)
+from nest_megatron.report.tables import heading
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 @command(
@@ -35,30 +50,55 @@ def audit(
 ) -> None:
     """Who launched what, with which plan, and what it took beside its prediction.
 
-    FILEs are audits that a policy names (docs/audit.md), rotated and compressed ones (.gz) too, in
-    any order; without one, those that the policies here name.
+    Launches that a rule did not allow stand behind those that began. FILEs are audits that a policy
+    names (docs/audit.md), rotated and compressed ones (.gz) too, in any order; without one, those
+    that the policies here name.
     """
-    from nest_megatron.report.console import say, show, show_json
-    from nest_megatron.report.runs import audit_table, run_details
-
     moment = None if since is None else moment_of(since)
     named = files or _named_by_policies()
     for path in named:
         if not path.exists():
             limit, fix = "there is no such file", "A launch writes the first line of an audit."
             raise UserInputError("audit", value=str(path), limit=limit, fix=fix)
-    kept = store.read(*named)
+    kept, kept_refused = store.read_audit(*named)
     runs = store.selected(kept, user=user, since=moment, plan=plan)
+    refused = store.selected_refusals(kept_refused, user=user, since=moment) if plan is None else ()
     if run is not None:
-        runs = (store.find(runs, run),)
+        launches: list[RunRecord | RefusedLaunch] = [*runs, *refused]
+        found = store.find(launches, run)
+        runs = tuple(each for each in runs if each is found)
+        refused = tuple(each for each in refused if each is found)
     if as_json:
-        show_json({"files": [*map(str, named)], "runs": [document(each) for each in runs]})
+        show_json(
+            {
+                "files": [*map(str, named)],
+                "runs": [_document(each) for each in runs],
+                "refused": [to_plain(each) for each in refused],
+            }
+        )
     elif run is not None:
-        show(run_details(runs[0]))
-    elif runs:
-        show(audit_table(runs))
+        show(*map(run_details, runs), *map(refusal_details, refused))
+    elif runs or refused:
+        show(*_tables(runs, refused))
     else:
-        say(f"None of the {len(kept)} launches in {', '.join(map(str, named))} is such.")
+        known = len(kept) + len(kept_refused)
+        say(f"None of the {known} launches in {', '.join(map(str, named))} is such.")
+
+
+def _document(run: RunRecord) -> dict[str, Any]:
+    """A run for programs; of one without an end, for how long none has been recorded."""
+    without_end_s = max(0.0, since_start_s(run)) if run.outcome is Outcome.STARTED else None
+    return {**document(run), "without_end_s": without_end_s}
+
+
+def _tables(
+    runs: Sequence[RunRecord], refused: Sequence[RefusedLaunch]
+) -> Iterator[RenderableType]:
+    if runs:
+        yield audit_table(runs)
+    if refused:
+        yield heading("Refused before they began")
+        yield refusals_table(refused)
 
 
 def _named_by_policies() -> Sequence[Path]:

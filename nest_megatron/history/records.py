@@ -17,6 +17,8 @@ from nest_megatron.units import Bytes, Seconds
 
 #: Version of the records; a reader passes over newer ones, and says so.
 SCHEMA = 1
+#: The outcome of what did not begin.
+REFUSED = "refused"
 
 
 class Outcome(Name):
@@ -293,6 +295,36 @@ class RunRecord:
             measured=known.measured,
             warnings=known.warnings,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedLaunch:
+    """A launch that a rule did not allow, so that no run of it began.
+
+    Args:
+        start: when it was refused, ISO 8601 in UTC.
+        host: of the rank that planned.
+        num_ranks: that were launched.
+        mode: of ``+nest=``.
+        plan_file: the pinned file that was asked for, if one was.
+        rule: a policy's (``launch.pinned_only``), or the setting that a plan does not meet.
+        reason: the error, with the rule's file and line.
+        exit_code: of the processes.
+    """
+
+    schema: int = SCHEMA
+    id: str
+    outcome: str = REFUSED
+    start: str
+    user: str
+    batch_job: str | None
+    host: str
+    num_ranks: int
+    mode: str
+    plan_file: str | None
+    rule: str
+    reason: str
+    exit_code: int
 
 
 def job_key(plan: ParallelPlan) -> JobKey:

@@ -14,12 +14,14 @@ import zlib
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.files import MAX_BYTES, append_line, expanded, warn_once
-from nest_megatron.history.records import SCHEMA, Outcome, RunRecord
+from nest_megatron.history.records import REFUSED, SCHEMA, Outcome, RefusedLaunch, RunRecord
 from nest_megatron.plain import Source, from_plain, to_plain
+
+Record = TypeVar("Record", bound=RunRecord | RefusedLaunch)
 
 #: Names the file, or a folder for it; jobs of a site share one on a shared disk.
 VARIABLE = "NEST_MEGATRON_HISTORY"
@@ -70,7 +72,7 @@ def append(record: RunRecord, path: Path | None = None) -> Path:
     return path
 
 
-def line_of(record: RunRecord) -> bytes:
+def line_of(record: RunRecord | RefusedLaunch) -> bytes:
     """A record as a line of a file."""
     text = json.dumps(to_plain(record), separators=(",", ":"), ensure_ascii=False)
     return f"{text}\n".encode(errors="backslashreplace")
@@ -87,16 +89,29 @@ def read(*paths: Path) -> tuple[RunRecord, ...]:
     Raises:
         UserInputError: if a file is there and cannot be read.
     """
+    return read_audit(*paths or (history_file(),))[0]
+
+
+def read_audit(*paths: Path) -> tuple[tuple[RunRecord, ...], tuple[RefusedLaunch, ...]]:
+    """The runs of files as ``read`` has them, and the launches that were refused."""
     runs: dict[tuple[str, str, str], RunRecord] = {}
-    for path in paths or (history_file(),):
+    refused: dict[tuple[str, str, str], RefusedLaunch] = {}
+    for path in paths:
         for record in _records(path):
             key = (record.id, record.user, record.start)
+            if isinstance(record, RefusedLaunch):
+                refused[key] = record
+                continue
             before = runs.get(key)
             runs[key] = record if before is None else before.followed_by(record)
-    return tuple(sorted(runs.values(), key=lambda run: datetime.fromisoformat(run.start)))
+    return _by_start(runs.values()), _by_start(refused.values())
 
 
-def _records(path: Path) -> Iterator[RunRecord]:
+def _by_start(records: Iterable[Record]) -> tuple[Record, ...]:
+    return tuple(sorted(records, key=lambda each: datetime.fromisoformat(each.start)))
+
+
+def _records(path: Path) -> Iterator[RunRecord | RefusedLaunch]:
     broken: list[str] = []
     newer = 0
     for number, line in enumerate(_lines(path), 1):
@@ -107,7 +122,12 @@ def _records(path: Path) -> Iterator[RunRecord]:
             if isinstance(fields, dict) and fields.get("schema", 0) > SCHEMA:
                 newer += 1
                 continue
-            record = from_plain(RunRecord, fields, f"line {number}:", _LATER)
+            is_refusal = isinstance(fields, dict) and fields.get("outcome") == REFUSED
+            record: RunRecord | RefusedLaunch
+            if is_refusal:
+                record = from_plain(RefusedLaunch, fields, f"line {number}:", _LATER)
+            else:
+                record = from_plain(RunRecord, fields, f"line {number}:", _LATER)
             if datetime.fromisoformat(record.start).tzinfo is None:
                 raise ValueError(record.start)
         except (ValueError, TypeError, RecursionError):
@@ -178,7 +198,19 @@ def selected(
     )
 
 
-def find(records: Iterable[RunRecord], run: str) -> RunRecord:
+def selected_refusals(
+    records: Iterable[RefusedLaunch], *, user: str | None = None, since: datetime | None = None
+) -> tuple[RefusedLaunch, ...]:
+    """The launches of a user, refused at or after a moment."""
+    return tuple(
+        each
+        for each in records
+        if user in (None, each.user)
+        and (since is None or datetime.fromisoformat(each.start) >= since)
+    )
+
+
+def find(records: Iterable[Record], run: str) -> Record:
     """The record of a run, by its id or the start of it.
 
     Raises:

@@ -6,15 +6,22 @@ lock that a user could keep.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
+import socket
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from nest_megatron.config.policy import read_policy
+from nest_megatron.errors import NestError
 from nest_megatron.files import append_line
-from nest_megatron.history.records import FlagChange, RunRecord
+from nest_megatron.history.records import FlagChange, RefusedLaunch, RunRecord
 from nest_megatron.history.store import line_of
 from nest_megatron.integrations.fields import shown
+from nest_megatron.integrations.plan_output import user_name
+from nest_megatron.integrations.run_record import batch_job, now
 from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.policy import AuditRules, Policy, PolicyFile
 from nest_megatron.units import Seconds
@@ -53,6 +60,36 @@ def refuse(reason: str) -> None:
         _tell(f"this launch is not in the audit {rules.file}: {reason}")
 
 
+@contextlib.contextmanager
+def refusals(mode: str, plan_file: str | None, num_ranks: int) -> Iterator[None]:
+    """Write down a launch that a rule does not allow, on the rank that plans; its error goes on.
+
+    Args:
+        mode: of ``+nest=``.
+        plan_file: the pinned file that was asked for, if one was.
+    """
+    try:
+        yield
+    except NestError as error:
+        if error.rule is not None:
+            refused = RefusedLaunch(
+                id=secrets.token_hex(4),
+                start=now(),
+                user=user_name(),
+                batch_job=batch_job(os.environ),
+                host=socket.gethostname(),
+                num_ranks=num_ranks,
+                mode=mode,
+                plan_file=plan_file,
+                rule=error.rule,
+                reason=str(error),
+                exit_code=error.exit_code,
+            )
+            for _, rules, reason in _unwritten(refused):
+                _tell(f"this refusal is not in the audit {rules.file}: {reason}")
+        raise
+
+
 def follow(run: RunRecord) -> None:
     """Write down what became of a run; where that fails, it is told of, and training goes on."""
     for _, rules, reason in _unwritten(run):
@@ -71,7 +108,7 @@ def changed_flags(changes: Iterable[Change]) -> tuple[FlagChange, ...]:
     )
 
 
-def _unwritten(run: RunRecord) -> Iterator[tuple[PolicyFile, AuditRules, str]]:
+def _unwritten(run: RunRecord | RefusedLaunch) -> Iterator[tuple[PolicyFile, AuditRules, str]]:
     """Append a line to each audit; those that it is not in, and why."""
     for file, rules in audits():
         reason = _append(Path(rules.file), rules.mode, line_of(run))

@@ -49,7 +49,7 @@ def new_run(
         outcome=Outcome.STARTED,
         start=now(),
         user=user_name(),
-        batch_job=next((environment[v] for v in _BATCH_JOB if environment.get(v)), None),
+        batch_job=batch_job(environment),
         hosts=tuple(hosts),
         device=None if gpus is None else gpus.device_name,
         plan=plan.provenance.checksum,
@@ -61,6 +61,11 @@ def new_run(
         predicted=predicted(plan),
         launch=launch,
     )
+
+
+def batch_job(environment: Mapping[str, str]) -> str | None:
+    """The scheduler's number of the job, where there is one."""
+    return next((environment[name] for name in _BATCH_JOB if environment.get(name)), None)
 
 
 def now() -> str:

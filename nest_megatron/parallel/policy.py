@@ -111,7 +111,10 @@ class PolicyFile:
     def broken(self, rule: str, what: str, value: object, allowed: str) -> PolicyError:
         """The error for what a rule does not allow."""
         fix = "Stay within it, or ask the operators of the cluster."
-        return PolicyError(what, value=value, limit=f"{allowed} ({self.where(rule)})", fix=fix)
+        limit = f"{allowed} ({self.where(rule)})"
+        error = PolicyError(what, value=value, limit=limit, fix=fix)
+        error.rule = rule
+        return error
 
 
 #: Files in the order in which they are asked; none where there is no policy.

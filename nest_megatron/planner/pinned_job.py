@@ -97,11 +97,17 @@ def differences(pinned: PinnedPlan, job: ActualJob) -> tuple[Difference, ...]:
     )
 
 
+class MismatchError(UserInputError):
+    """A job, machines or software that a pinned plan was not made for."""
+
+    rule = "nest.on_mismatch"
+
+
 def refusal(
     found: Sequence[Difference], fix: str = "Launch the pinned job, or plan and pin this one."
-) -> UserInputError:
+) -> MismatchError:
     """The error that names every difference."""
-    return UserInputError(
+    return MismatchError(
         "nest.plan",
         value=", ".join(each.what for each in found),
         limit="the job is not the one that this plan was pinned for: " + "; ".join(map(str, found)),

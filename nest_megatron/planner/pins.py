@@ -27,12 +27,14 @@ class UnpinnedError(PlanFileError):
     """A plan file that nobody has pinned."""
 
     exit_code = 10
+    rule = "nest.plan"
 
 
 class ChangedPinError(PlanFileError):
     """A pinned file of which a byte was changed since."""
 
     exit_code = 11
+    rule = "nest.plan"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from nest_megatron.errors import exit_code_of
-from nest_megatron.history.records import RunRecord
+from nest_megatron.history.records import Outcome, RefusedLaunch, RunRecord
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.report.tables import (
     FittingTable,
@@ -18,7 +19,14 @@ from nest_megatron.report.tables import (
     pairs,
     word_columns,
 )
-from nest_megatron.units import Bytes, format_gib, format_range, format_seconds
+from nest_megatron.units import (
+    Bytes,
+    Seconds,
+    format_duration,
+    format_gib,
+    format_range,
+    format_seconds,
+)
 
 _LONGEST_ERROR = 300
 #: Of a run on a host whose driver names none, whatever it was planned for.
@@ -86,7 +94,7 @@ def _row(run: RunRecord) -> tuple[str, ...]:
     measured, error, memory = run.measured, run.error_percent, _highest_memory(run)
     return (
         run.id,
-        run.start[:16].replace("T", " "),
+        _minute(run.start),
         f"{run.job.model}, {_gpus(run)}",
         layout_words(run.grid),
         format_seconds(run.predicted.step_s),
@@ -95,6 +103,10 @@ def _row(run: RunRecord) -> tuple[str, ...]:
         "" if memory is None else format_gib(memory[1]),
         run.outcome.value.replace("_", " ") + (" (trial)" if run.trial else ""),
     )
+
+
+def _minute(start: str) -> str:
+    return start[:16].replace("T", " ")
 
 
 def audit_table(runs: Sequence[RunRecord]) -> RenderableType:
@@ -108,13 +120,59 @@ def audit_table(runs: Sequence[RunRecord]) -> RenderableType:
     )
 
 
+def refusals_table(refused: Sequence[RefusedLaunch]) -> RenderableType:
+    """Launches that a rule did not allow, one a row."""
+    return FittingTable(
+        *name_columns("Launch", "Refused (UTC)", "User", "Batch job", "Rule"),
+        *word_columns("Reason"),
+        rows=(
+            (each.id, _minute(each.start), each.user, each.batch_job or "", each.rule, each.reason)
+            for each in refused
+        ),
+    )
+
+
+def refusal_details(refused: RefusedLaunch) -> RenderableType:
+    """Everything that is known of a launch that a rule did not allow."""
+    return Group(
+        Text(f"{refused.id}: {refused.outcome}", style="bold"),
+        pairs(
+            [
+                ("refused", _who(refused)),
+                ("launch", f"+nest={refused.mode}, {refused.num_ranks} ranks, {refused.host}"),
+                ("plan", refused.plan_file or "none was named"),
+                ("rule", refused.rule),
+                ("reason", refused.reason),
+                ("exit code", str(refused.exit_code)),
+            ]
+        ),
+    )
+
+
+def outcome_words(run: RunRecord, now: datetime | None = None) -> str:
+    """How a run ended; what left no word of it may run, or may have been killed."""
+    if run.outcome is not Outcome.STARTED:
+        return run.outcome.value.replace("_", " ")
+    age_s = since_start_s(run, now)
+    return "no end recorded" if age_s < 0 else f"no end recorded, started {_ago(age_s)} ago"
+
+
+def since_start_s(run: RunRecord, now: datetime | None = None) -> Seconds:
+    """Time since a run started; below 0 where the clocks of hosts differ."""
+    return ((now or datetime.now(UTC)) - datetime.fromisoformat(run.start)).total_seconds()
+
+
+def _ago(seconds: Seconds) -> str:
+    return "less than 2 min" if seconds < 120 else format_duration(seconds)
+
+
 def _audit_row(run: RunRecord) -> tuple[str, ...]:
-    name, start, job, _, predicted, *others = _row(run)
+    name, start, job, _, predicted, *others, _ = _row(run)
     low, high = run.predicted.low_s, run.predicted.high_s
     known = "" if low is None or high is None else format_range(low, high)
     signer = "" if run.launch is None else run.launch.signer or "none"
     who = (run.user, run.batch_job or "", run.plan, signer)
-    return (name, start, *who, job, predicted, known, *others)
+    return (name, start, *who, job, predicted, known, *others, outcome_words(run))
 
 
 def _gpus(run: RunRecord) -> str:
@@ -153,7 +211,7 @@ def run_details(run: RunRecord) -> RenderableType:
     """Everything that is known of a run."""
     job, cluster = run.job, run.cluster
     parts: list[RenderableType] = [
-        Text(f"{run.id}: {run.outcome.value.replace('_', ' ')}", style="bold"),
+        Text(f"{run.id}: {outcome_words(run)}", style="bold"),
         pairs(
             [
                 ("job", f"{job.model}, {job.global_batch_size} sequences of {job.seq_length}"),
@@ -198,7 +256,7 @@ def _signed(run: RunRecord) -> str:
     return f" ({run.launch.mode}{'' if key is None else f', signed with key {key}'})"
 
 
-def _who(run: RunRecord) -> str:
+def _who(run: RunRecord | RefusedLaunch) -> str:
     batch = f", job {run.batch_job}" if run.batch_job else ""
     return f"{run.start} by {run.user}{batch}"
 

@@ -170,3 +170,16 @@ def test_an_audit_has_how_it_began_and_ended(script: Path, tmp_path: Path) -> No
     assert record.launch.changes
     policy.write_text(f"audit: {{file: {tmp_path}, required: true}}\n")
     assert run(script, "+nest=auto", *size, NEST_MEGATRON_POLICY=str(policy)).returncode == 16
+
+
+def test_an_audit_has_what_a_policy_refused(script: Path, tmp_path: Path) -> None:
+    policy, path = tmp_path / "policy.yaml", tmp_path / "audit.jsonl"
+    policy.write_text(f"audit: {{file: {path}}}\nlaunch: {{pinned_only: true}}\n")
+    size = ("nest.cluster=dgx_h100", "nest.cluster.num_gpus=16")
+    words = (script, "+nest=auto", *size)
+    assert run(*words, NEST_MEGATRON_POLICY=str(policy)).returncode == 16
+    runs, (refused,) = store.read_audit(path)
+    assert not runs
+    assert (refused.rule, refused.mode) == ("launch.pinned_only", "auto")
+    run(*words, "nest.dry_run=true", NEST_MEGATRON_POLICY=str(policy))
+    assert len(store.read_audit(path)[1]) == 1, "a dry run starts nothing"

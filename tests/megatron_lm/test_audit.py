@@ -48,3 +48,16 @@ def test_no_rank_trains_where_a_required_audit_cannot_be_written(tmp_path: Path)
     assert "audit.required" in trained.out
     assert "No such file or directory" in trained.out
     assert not trained.losses
+
+
+def test_a_refused_launch_is_written_down_once(tmp_path: Path) -> None:
+    audit, policy = tmp_path / "audit.jsonl", tmp_path / "policy.yaml"
+    policy.write_text(f"audit:\n  file: {audit}\nlaunch:\n  pinned_only: true\n")
+    nest = ["+nest=auto", "nest.cluster=dgx_h100"]
+    words = [*DENSE, *TRAINING, *ON_CPU, *nest]
+    trained = run(torchrun(2), words, **{VARIABLE: str(policy)})
+    assert trained.code != 0
+    assert not trained.losses
+    runs, (refused,) = store.read_audit(audit)
+    assert not runs
+    assert (refused.rule, refused.num_ranks) == ("launch.pinned_only", 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -10,6 +11,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -80,13 +82,14 @@ def plan_app(view: AppView, environment: Mapping[str, str]) -> AppPlan:
     """Find the plan of an application, in a process with these variables; ``NestError`` if none."""
     view.require_places()
     size = num_gpus(view, environment)
-    if is_launched(environment):
-        require_launch(view.settings.mode)
-    if view.settings.mode is Mode.PINNED:
-        plan, job, notes, signer = _pinned(view, size, environment)
-    else:
-        plan, job, notes = _searched(view, size, environment)
-        signer = None
+    with _writing_refusals(view, size, environment):
+        if is_launched(environment):
+            require_launch(view.settings.mode)
+        if view.settings.mode is Mode.PINNED:
+            plan, job, notes, signer = _pinned(view, size, environment)
+        else:
+            plan, job, notes = _searched(view, size, environment)
+            signer = None
     require_expressible(plan, view, job)
     values = {
         **planned_items(plan),
@@ -95,6 +98,15 @@ def plan_app(view: AppView, environment: Mapping[str, str]) -> AppPlan:
         "num_gpus": plan.placement.num_gpus,
     }
     return AppPlan(plan=plan, values=MappingProxyType(values), notes=notes, signer=signer)
+
+
+def _writing_refusals(
+    view: AppView, size: int, environment: Mapping[str, str]
+) -> AbstractContextManager[None]:
+    """What no rule allows is in the audit, once for all ranks, which plan each for itself."""
+    if not is_launched(environment) or not is_first(environment):
+        return contextlib.nullcontext()
+    return audit.refusals(view.settings.mode.value, view.settings.plan, size)
 
 
 def _searched(

@@ -25,6 +25,7 @@ from nest_megatron.config.cluster_detection import JobCluster, find_cluster
 from nest_megatron.config.job import Job
 from nest_megatron.config.launch import MixedGpus, Mode
 from nest_megatron.errors import OK, NestError, RefusedByMegatronError, UserInputError
+from nest_megatron.integrations import audit
 from nest_megatron.integrations.launched import flag_cost_report, launched_report
 from nest_megatron.integrations.megatron_lm import agreement, attach, groups, planning, watch
 from nest_megatron.integrations.megatron_lm.job_hosts import tell_hosts
@@ -79,8 +80,9 @@ def _run(launched: LaunchedJob, store: RendezvousStore | None) -> Any:
     measured = _measured(launched, store) if measures and words.mode is Mode.AUTO else None
 
     def solve(hosts: agreement.Hosts) -> str:
-        require_launch(words.mode, launched.launch.free, _release())
-        found = _find(launched) if measured is None else _decided(launched, *measured)
+        with _writing_refusals(launched):
+            require_launch(words.mode, launched.launch.free, _release())
+            found = _find(launched) if measured is None else _decided(launched, *measured)
         outcome = _with_ranks(launched, found, hosts)
         launched.changes = tuple(outcome.changes)
         show(launched_report(outcome.decision.plan, outcome.changes, outcome.notes))
@@ -103,6 +105,14 @@ def _run(launched: LaunchedJob, store: RendezvousStore | None) -> Any:
 
     agreement.broadcast(store, begin, what="word that the run may begin")
     return result
+
+
+def _writing_refusals(launched: LaunchedJob) -> AbstractContextManager[None]:
+    """What no rule allows is in the audit; what is not to train is no launch."""
+    launch = launched.launch
+    if launch.stop_before_training:
+        return contextlib.nullcontext()
+    return audit.refusals(launched.words.mode.value, launch.plan, launched.args.world_size)
 
 
 def dry_run(launched: LaunchedJob) -> None:

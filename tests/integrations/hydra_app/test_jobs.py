@@ -129,6 +129,19 @@ def test_an_audit_has_how_it_began(tmp_path: Path) -> None:
     assert "model.tensor_model_parallel_size" in {each.name for each in record.launch.changes}
 
 
+def test_an_audit_has_a_refusal_once_for_all_ranks(tmp_path: Path) -> None:
+    policy, path = tmp_path / "policy.yaml", tmp_path / "audit.jsonl"
+    policy.write_text(f"audit: {{file: {path}}}\nlaunch: {{pinned_only: true}}\n")
+    script = make_app(tmp_path)
+    for rank in ("0", "1"):
+        ranks = {"RANK": rank, "WORLD_SIZE": "64", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "8"}
+        run = run_app(script, *AUTO, NEST_MEGATRON_POLICY=str(policy), **ranks)
+        assert run.code == 16
+    runs, (refused,) = store.read_audit(path)
+    assert not runs
+    assert (refused.rule, refused.num_ranks) == ("launch.pinned_only", 64)
+
+
 def test_the_boot_line_leaves_the_application_alone(tmp_path: Path) -> None:
     """With ``+nest`` on its command line the process also watches for Megatron."""
     run = run_app(make_app(tmp_path, main="\n    import nest_megatron.boot\n" + MAIN), *AUTO)
