@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+import nest_megatron
 from nest_megatron.config import site_files
 from nest_megatron.config.defaults import VARIABLE, read_defaults, with_defaults
 from nest_megatron.config.launch import read_launch, read_words
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel import plan_file
+from nest_megatron.plain import to_plain
 from tests.cli.runs import SMALL, run
 
 MODEL = ("model=llama3_8b", "cluster.num_gpus=8")
@@ -48,6 +50,26 @@ def test_a_default_stands_until_a_user_says_otherwise(etc: Path, tmp_path: Path)
     typed = run("plan", *SMALL, "search.num_alternatives=2", "--json").json()
     assert len(typed["alternatives"]) == 2
     assert "defaults" not in typed["provenance"]
+
+
+def test_a_python_call_makes_the_plan_of_the_command(etc: Path, tmp_path: Path) -> None:
+    etc.write_text("cluster: h100_spine_leaf\nsearch.num_alternatives: 1\nmemory.margin: 0.1\n")
+    out = tmp_path / "plan.yaml"
+    assert run("plan", *SMALL, f"out={out}").code == 0
+    typed = plan_file.read(out)
+    clusters = ("dgx_h100", typed.cluster, to_plain(typed.cluster))  # a name, a record, its fields
+    for cluster in clusters:
+        found = nest_megatron.plan(model="llama3_8b", cluster=cluster, num_gpus=8).record
+        assert found.cluster.name == "dgx_h100"
+        assert len(found.alternatives) == 1
+        assert found.parallel == typed.parallel
+        assert found.predicted == typed.predicted
+        assert found.provenance.defaults == typed.provenance.defaults
+    own = nest_megatron.plan(
+        model="llama3_8b", cluster="dgx_h100", num_gpus=8, num_alternatives=2, margin=0.2
+    )
+    assert len(own.alternatives) == 2
+    assert own.record.provenance.defaults == ()
 
 
 def test_what_is_said_of_a_cluster_is_of_no_other(etc: Path) -> None:

@@ -11,6 +11,7 @@ from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import Composed, compose, model_fields
+from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import (
     GROUPS,
     check_choice,
@@ -75,6 +76,8 @@ def compose_keywords(
 ) -> Composed:
     """A job of records and keywords (as for ``setting_texts``), as the command line composes it.
 
+    The defaults of the site stand behind what is given.
+
     Args:
         model: ``None`` where a command describes it.
     """
@@ -94,7 +97,8 @@ def compose_keywords(
         else:
             described[group] = _fields(group, source)
     folder = None if config_dir is None else Path(config_dir)
-    parsed = parse(setting_texts({**named, **settings}), folder)
+    given = parse(setting_texts({**named, **settings}), folder)
+    parsed = with_defaults(given, names_cluster="cluster" in described)
     for setting in parsed if isinstance(cluster, Cluster) else ():
         if setting.key == "cluster.oversubscription":
             limit = "a record holds the bandwidth that its own oversubscription leaves"

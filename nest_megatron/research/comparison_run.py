@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from nest_megatron.config.compose import compose
+from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.request import request_of
 from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
@@ -48,7 +49,7 @@ def run_compare(
     refuse_sweeps(settings)
     if chart is not None:
         check_chart(chart)
-    composed = compose(settings, config_dir)
+    composed = compose(with_defaults(settings), config_dir)
     if composed.config.out is not None:
         raise UserInputError(
             "out",
