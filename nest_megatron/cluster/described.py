@@ -13,6 +13,9 @@ from nest_megatron.cluster.topology import Topology
 from nest_megatron.errors import UserInputError
 from nest_megatron.units import format_gib
 
+#: What `cluster discover` adds to the name of the cluster that stands in for what was not seen.
+DISCOVERED = "_discovered"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nest_megatron.cluster.described import described
+from nest_megatron.cluster.described import DISCOVERED, described
 from nest_megatron.cluster.discovery import LocalGpus, require_same_device
 from nest_megatron.cluster.hosts import Host, kinds, shown_names
 from nest_megatron.cluster.records import Cluster
@@ -92,7 +92,7 @@ def discovered(
     return DiscoveredCluster(
         cluster=dataclasses.replace(
             found.cluster,
-            name=f"{stand_in.name}_discovered",
+            name=f"{stand_in.name}{DISCOVERED}",
             description=" ".join(
                 (f"{len(hosts)} hosts, by nest-megatron cluster discover.", *notes)
             ),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from pathlib import Path
 
 import yaml
 
+from nest_megatron.cluster.described import DISCOVERED
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.site_calibration import FORMAT, SiteCalibration
 from nest_megatron.documents import parse_yaml
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import expanded, read_text, write_text
+from nest_megatron.history.records import link_hashes
 from nest_megatron.plain import from_plain, to_plain
 
 #: Names another folder than the user's; jobs on many hosts share one on a shared disk.
@@ -80,9 +83,24 @@ def find_site(cluster: Cluster) -> tuple[Path, SiteCalibration] | None:
     """
     path = site_path(cluster.name, cluster.accelerator.name)
     if not path.exists():
-        return None
+        return _of_same_machines(cluster)
     found = read_site(path)
     if differences := found.differences(cluster):
         limit = f"it is of {', '.join(differences)}"
         raise UserInputError("site calibration", value=str(path), limit=limit, fix=_AGAIN)
     return path, found
+
+
+def _of_same_machines(cluster: Cluster) -> tuple[Path, SiteCalibration] | None:
+    """The calibration of the cluster that a discovered one was described over, or the reverse.
+
+    Device, GPUs in a node and the figures of all links have to be the same, and known.
+    """
+    base = cluster.name.removesuffix(DISCOVERED)
+    other = base if base != cluster.name else f"{base}{DISCOVERED}"
+    path = site_path(other, cluster.accelerator.name)
+    if not path.exists():
+        return None
+    found = read_site(path)
+    is_same = not dataclasses.replace(found, cluster=cluster.name).differences(cluster)
+    return (path, found) if is_same and set(found.links) == set(link_hashes(cluster)) else None

@@ -12,6 +12,8 @@ import pytest
 import yaml
 from rich.console import Console
 
+from nest_megatron.cluster.discovery import with_hosts_of
+from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
@@ -150,6 +152,59 @@ def sites(
     path = site_file.site_path(calibration.cluster, calibration.accelerator)
     site_file.write_site(calibration, path)
     return calibration
+
+
+def test_a_discovered_cluster_has_the_calibration_of_the_same_machines(
+    sites: SiteCalibration,
+) -> None:
+    described = request("cluster.num_gpus=16").cluster
+    path = site_file.site_path(sites.cluster, sites.accelerator)
+
+    def found(cluster: Cluster) -> Path | None:
+        return next(iter(site_file.find_site(cluster) or ()), None)
+
+    def with_level(index: int, **changes: object) -> Cluster:
+        levels = list(seen.levels)
+        levels[index] = dataclasses.replace(levels[index], **changes)  # type: ignore[arg-type]
+        return dataclasses.replace(seen, levels=tuple(levels))
+
+    seen = dataclasses.replace(described, name="dgx_h100_discovered", description="by discovery")
+    assert found(described) == path
+    assert found(seen) == path
+    assert found(with_level(1, source="seen: 8 adapters of 400 Gb/s InfiniBand")) == path
+    rate = seen.levels[1].bandwidth_bytes_per_s
+    assert found(with_level(1, bandwidth_bytes_per_s=0.99 * rate)) is None
+    assert found(with_hosts_of(seen, 4)) is None
+    assert found(dataclasses.replace(seen, name="dgx_h100_copy")) is None
+    assert found(dataclasses.replace(seen, name="h200_discovered")) is None
+
+
+def test_runs_on_a_discovered_cluster_teach_what_is_seen_in_a_job(
+    calibration: SiteCalibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(site_file.VARIABLE, str(tmp_path))
+    described, name = request("cluster.num_gpus=16").cluster, "dgx_h100_discovered"
+    path = site_file.site_path(name, calibration.accelerator)
+    site_file.write_site(dataclasses.replace(calibration, cluster=name), path)
+    assert site_file.find_site(described) is not None
+    nothing_known = dataclasses.replace(calibration, cluster=name, links=())
+    site_file.write_site(nothing_known, path)
+    assert site_file.find_site(described) is None
+
+
+def test_a_comparison_names_the_calibration_it_rests_on(sites: SiteCalibration) -> None:
+    words = ("compare", *JOB[:2], "cluster.num_gpus=8", "planners=[manual]")
+    found, without = (
+        run(*words, "--json").json(),
+        run(*words, "profile.site=false", "--json").json(),
+    )
+    assert found["site"] == "dgx_h100-H100-SXM-80GB"
+    assert without["site"] is None
+    assert "by the site's calibration dgx_h100-H100-SXM-80GB (3 runs)" in " ".join(found["notes"])
+    assert not any("calibration" in note for note in without["notes"])
+    theirs, before = found["planners"][1], without["planners"][1]
+    assert theirs["iteration_time_s"] == before["iteration_time_s"]
+    assert theirs["chance_slower"] != before["chance_slower"]
 
 
 def text_of(found: ParallelPlan) -> str:
