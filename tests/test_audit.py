@@ -318,7 +318,7 @@ def test_ctrl_c_while_an_audit_is_read(audited: Path, tmp_path: Path) -> None:
     at = "nest_megatron.history.store:read_audit"
     done = interrupted(at, "audit", str(audited), cwd=tmp_path, prepare=slow)
     assert (done.code, done.out) == (INTERRUPTED, "")
-    assert done.err.strip() == "Interrupted; nothing was written."
+    assert done.err.strip() == "Interrupted."
 
 
 def test_any_file_is_read_or_named(audited: Path, tmp_path: Path) -> None:

@@ -72,6 +72,14 @@ def test_a_python_call_makes_the_plan_of_the_command(etc: Path, tmp_path: Path) 
     assert own.record.provenance.defaults == ()
 
 
+def test_a_comparison_is_of_the_job_that_is_planned(etc: Path) -> None:
+    etc.write_text("cluster: dgx_h100\n")
+    done = run("compare", *MODEL, "planners=[manual]", "--json")
+    assert done.code == 0, done.err
+    assert done.json()["cluster"] == "dgx_h100"
+    assert f"cluster=dgx_h100 from {etc} line 1" in " ".join(done.json()["notes"])
+
+
 def test_what_is_said_of_a_cluster_is_of_no_other(etc: Path) -> None:
     etc.write_text("cluster: h100_spine_leaf\ncluster.oversubscription: 2\n")
     keys = [setting.key for setting in with_defaults(parse(["model=llama3_8b"]))]

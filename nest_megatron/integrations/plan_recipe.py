@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from nest_megatron.cluster.discovery import LocalGpus, known_gpus, local_gpus
+from nest_megatron.cluster.hosts import Host
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.cluster_detection import JobCluster, find_cluster, names_cluster
+from nest_megatron.config.cluster_detection import (
+    JobCluster,
+    find_cluster,
+    like_gpus,
+    names_cluster,
+)
 from nest_megatron.config.compose import compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.job import FreeParameters, Job
+from nest_megatron.config.launch import MixedGpus
 from nest_megatron.config.overrides import Setting
 from nest_megatron.config.sequence_data import LENGTH_SETTINGS
 from nest_megatron.errors import UserInputError, require_known
@@ -60,16 +68,20 @@ def _choices(what: str, given: Sequence[str] | str) -> tuple[str, ...]:
     return names
 
 
-def pinned_recipe(job: Job, path: Path) -> PinnedPlan:
+def pinned_recipe(
+    job: Job, path: Path, *, hosts: Sequence[Host] = (), mixed: MixedGpus = MixedGpus.REFUSE
+) -> PinnedPlan:
     """A pinned file, for the job that it was made for and no other.
 
     What is not known where it is launched from (a login node has no GPUs) is not compared.
+
+    Args:
+        hosts, mixed: as for ``plan_recipe``.
     """
     pinned = read_launched(path, job.num_gpus)
     num_gpus = job.num_gpus or pinned.plan.placement.num_gpus
-    require_pinned_for(
-        pinned, job, num_gpus=num_gpus, gpus=known_gpus(), gpus_per_host=job.gpus_per_node
-    )
+    gpus, _ = like_gpus(hosts, known_gpus(), mixed)
+    require_pinned_for(pinned, job, num_gpus=num_gpus, gpus=gpus, gpus_per_host=job.gpus_per_node)
     return pinned
 
 
@@ -100,17 +112,27 @@ def require_pinned_for(
 
 
 def plan_recipe(
-    job: Job, *, cluster: str | Cluster | None, overrides: Sequence[Setting], choose: int = 0
-) -> ParallelPlan:
-    """Find the fastest plan for a job that was read; raises as ``nemo.auto_recipe`` does.
+    job: Job,
+    *,
+    cluster: str | Cluster | None,
+    overrides: Sequence[Setting],
+    choose: int = 0,
+    hosts: Sequence[Host] = (),
+    mixed: MixedGpus = MixedGpus.REFUSE,
+) -> tuple[ParallelPlan, tuple[str, ...]]:
+    """Find the fastest plan for a job that was read, and what was assumed for it.
+
+    Raises as ``nemo.auto_recipe`` does.
 
     Args:
         cluster: a name of the catalogue or a file, taken with the job's number of GPUs; a record;
             or ``None`` for the GPUs of this host.
         overrides: settings as ``nest-megatron plan`` takes them, the model and the batch apart.
         choose: take this runner-up instead of the best (0).
+        hosts: of a job whose ranks have started and told what they have.
+        mixed: what to do where their GPUs are unlike.
     """
-    place = _place(job, cluster, _settings(job, cluster, overrides))
+    place = _place(job, cluster, _settings(job, cluster, overrides), hosts, mixed)
     job = dataclasses.replace(job, notes=(*job.notes, *place.notes))
     if job.on_blackwell and is_blackwell(place.cluster.accelerator.name):
         job = dataclasses.replace(job, memory_flags={**job.memory_flags, **job.on_blackwell})
@@ -120,7 +142,8 @@ def plan_recipe(
         job.restored.check(found, job.version)
     by_words = job.free.option == "nest.free"  # only Megatron-Bridge's scripts take them
     framework = "Megatron-Bridge" if by_words else "NeMo or Megatron-Bridge"
-    return plan_file.made_for(found, framework, None, "+nest=auto" if by_words else "auto_recipe")
+    made_by = "+nest=auto" if by_words else "auto_recipe"
+    return plan_file.made_for(found, framework, None, made_by), request.notes
 
 
 def _settings(
@@ -144,7 +167,13 @@ def _settings(
     return (*settings, Setting(key=_NUM_GPUS, value=str(job.num_gpus)))
 
 
-def _place(job: Job, cluster: str | Cluster | None, settings: Sequence[Setting]) -> JobCluster:
+def _place(
+    job: Job,
+    cluster: str | Cluster | None,
+    settings: Sequence[Setting],
+    hosts: Sequence[Host],
+    mixed: MixedGpus,
+) -> JobCluster:
     if isinstance(cluster, Cluster):
         sized = cluster.resized(job.num_gpus or cluster.num_gpus)
         return JobCluster(cluster=sized, composed=compose(settings), notes=())
@@ -152,4 +181,7 @@ def _place(job: Job, cluster: str | Cluster | None, settings: Sequence[Setting])
         limit = "none is given, and this host shows no NVIDIA GPU"
         fix = "Give for example cluster='dgx_h100' (`nest-megatron clusters` lists them)."
         raise UserInputError("cluster", value=None, limit=limit, fix=fix)
-    return find_cluster(settings, job.num_gpus or 0, {}, dry_run=True)
+    variables = os.environ if hosts else {}
+    return find_cluster(
+        settings, job.num_gpus or 0, variables, dry_run=not hosts, hosts=hosts, mixed=mixed
+    )

@@ -192,21 +192,6 @@ def test_runs_on_a_discovered_cluster_teach_what_is_seen_in_a_job(
     assert site_file.find_site(described) is None
 
 
-def test_a_comparison_names_the_calibration_it_rests_on(sites: SiteCalibration) -> None:
-    words = ("compare", *JOB[:2], "cluster.num_gpus=8", "planners=[manual]")
-    found, without = (
-        run(*words, "--json").json(),
-        run(*words, "profile.site=false", "--json").json(),
-    )
-    assert found["site"] == "dgx_h100-H100-SXM-80GB"
-    assert without["site"] is None
-    assert "by the site's calibration dgx_h100-H100-SXM-80GB (3 runs)" in " ".join(found["notes"])
-    assert not any("calibration" in note for note in without["notes"])
-    theirs, before = found["planners"][1], without["planners"][1]
-    assert theirs["iteration_time_s"] == before["iteration_time_s"]
-    assert theirs["chance_slower"] != before["chance_slower"]
-
-
 def text_of(found: ParallelPlan) -> str:
     stream = io.StringIO()
     Console(file=stream, width=200).print(plan_report(found))

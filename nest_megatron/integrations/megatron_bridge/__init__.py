@@ -61,5 +61,5 @@ def auto_recipe(
     """
     job = read_recipe(cfg, vocab_size=vocab_size, environment=environment)
     job = dataclasses.replace(job, free=free_parameters(free, keep))
-    plan = plan_recipe(job, cluster=cluster, overrides=parse(overrides))
+    plan, _ = plan_recipe(job, cluster=cluster, overrides=parse(overrides))
     return plan, apply_plan(cfg, plan, environment=environment)

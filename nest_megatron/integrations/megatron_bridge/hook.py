@@ -16,13 +16,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from pathlib import Path
 from typing import Any
 
+from nest_megatron.cluster.hosts import Host
 from nest_megatron.config.job import Job
-from nest_megatron.config.launch import LaunchWords, Mode, read_launch, read_words, split_words
+from nest_megatron.config.launch import (
+    LaunchWords,
+    MixedGpus,
+    Mode,
+    read_launch,
+    read_words,
+    split_words,
+)
 from nest_megatron.config.overrides import leaves
 from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.config.target import installed_packages
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import OK, UserInputError
+from nest_megatron.integrations import audit
 from nest_megatron.integrations.field_mapping import STAGE_FIELDS
 from nest_megatron.integrations.launched import fields_report
 from nest_megatron.integrations.megatron_bridge.read import PATHS, read_recipe
@@ -33,6 +42,7 @@ from nest_megatron.integrations.megatron_lm.agreement import (
     propagating_errors,
     require_equal,
 )
+from nest_megatron.integrations.megatron_lm.job_hosts import tell_hosts
 from nest_megatron.integrations.megatron_lm.messages import Decision
 from nest_megatron.integrations.megatron_lm.ranks import (
     LaunchedJob,
@@ -40,6 +50,7 @@ from nest_megatron.integrations.megatron_lm.ranks import (
     ending_together,
     words_of,
 )
+from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.integrations.megatron_lm.same_job import fields, versions
 from nest_megatron.integrations.plan_output import pinned_file, plan_output
 from nest_megatron.integrations.plan_recipe import free_parameters, pinned_recipe, plan_recipe
@@ -52,7 +63,7 @@ from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.console import show
 
 #: Settings of ``+nest`` that need Megatron-LM's own arguments.
-_NOT_HERE = ("on_mismatch", "ranks", "mixed_gpus", "stop_before_training")
+_NOT_HERE = ("on_mismatch", "ranks", "stop_before_training")
 #: Item of a plan -> the choice that it belongs to, where the two have other names.
 _CHOICES = {
     **dict.fromkeys(RECOMPUTE, "recompute"),
@@ -120,15 +131,24 @@ def run(
     store = None
     if num_ranks > 1 and "RANK" in os.environ and not launch.dry_run:
         store = job.rendezvous.join(rank, num_ranks, words, _PATIENCE_S)
+    mixed, notes = MixedGpus(launch.mixed_gpus), recipe.notes
 
-    def solve(_: object) -> str:
-        if not launch.dry_run:
-            require_launch(words.mode, launch.free)
+    def planned() -> str:
+        nonlocal notes
         if words.mode is Mode.PINNED:
-            pinned = pinned_recipe(recipe, pinned_file(launch.plan))
+            path = pinned_file(launch.plan)
+            pinned = pinned_recipe(recipe, path, hosts=job.hosts, mixed=mixed)
             job.signer = pinned.signer
             return plan_file.dump(pinned.plan)
-        return plan_file.dump(_find(recipe, words, launch, keep))
+        found, notes = _find(recipe, words, launch, keep, job.hosts)
+        return plan_file.dump(found)
+
+    def solve(_: object) -> str:
+        if launch.dry_run:
+            return planned()
+        with audit.refusals(words.mode.value, launch.plan, num_ranks):
+            require_launch(words.mode, launch.free)
+            return planned()
 
     def begin(_: object) -> str:
         watch.begin(job, store)
@@ -137,12 +157,13 @@ def run(
     with propagating_errors(store):
         own = fields(cfg, "", launch.may_differ)
         require_equal(store, {**versions(), **words_of(words), **own}, what="command")
+        job.hosts = _hosts(store)
         plan = plan_file.load(broadcast(store, solve))
         job.changes = apply_plan(cfg, plan, environment={} if launch.dry_run else None)
         job.decision = Decision(plan=plan, values={}, environment={})
         told = connections(plan, os.environ)
         if rank == 0:
-            show(fields_report(plan, job.changes, (*recipe.notes, *told)))
+            show(fields_report(plan, job.changes, (*notes, *told)))
         if launch.dry_run:
             sys.exit(OK)
         require_equal(store, fields(cfg, "", launch.may_differ), what="configuration")
@@ -188,19 +209,35 @@ def stated_choices(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...
     return tuple(choice for choice in choices if choice not in free)
 
 
+def _hosts(store: RendezvousStore | None) -> tuple[Host, ...]:
+    """The job's hosts, on rank 0; ranks are not numbered by switches here, so that none is near."""
+    return tuple(dataclasses.replace(host, groups=()) for host in tell_hosts(store))
+
+
 def _find(
-    recipe: Job, words: LaunchWords, launch: LaunchConfig, keep: tuple[str, ...]
-) -> ParallelPlan:
+    recipe: Job,
+    words: LaunchWords,
+    launch: LaunchConfig,
+    keep: tuple[str, ...],
+    hosts: Sequence[Host],
+) -> tuple[ParallelPlan, tuple[str, ...]]:
     settings = tuple(setting for setting in words.job if setting.key != "out")
     given = [s.value for s in words.job if s.key == "out"]
     out = plan_output(given[-1] if given else None)
     sharding = {"all", "use_megatron_fsdp"}.intersection(launch.free)
     free = free_parameters(("all",) if sharding else None, keep, "nest.free")
     job = dataclasses.replace(recipe, free=free, packages=installed_packages())
-    plan = plan_recipe(job, cluster=None, overrides=settings, choose=launch.alternative)
+    plan, notes = plan_recipe(
+        job,
+        cluster=None,
+        overrides=settings,
+        choose=launch.alternative,
+        hosts=hosts,
+        mixed=MixedGpus(launch.mixed_gpus),
+    )
     if out is not None:
         plan_file.write(plan, out)
-    return plan
+    return plan, notes
 
 
 def _refuse_settings(words: LaunchWords) -> None:

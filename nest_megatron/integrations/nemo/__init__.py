@@ -65,5 +65,5 @@ def auto_recipe(
     """
     job = read_recipe(recipe, vocab_size=vocab_size)
     job = dataclasses.replace(job, free=free_parameters(free, keep))
-    plan = plan_recipe(job, cluster=cluster, overrides=parse(overrides))
+    plan, _ = plan_recipe(job, cluster=cluster, overrides=parse(overrides))
     return plan, apply_plan(recipe, plan, free=("num_gpus",))
