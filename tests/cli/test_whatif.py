@@ -233,6 +233,7 @@ def test_each_row_has_its_place_among_the_sliders(plan: ParallelPlan) -> None:
     text = variants_page(plan, combinations(plan, 2))
     assert re.findall(r'data-place="(.*?)"', text) == ["", "0,0", "0,1", "1,0", "1,1"]
     assert text.count('type="range"') == 2
+    assert text.count("<script>") == text.count("script-src 'sha256-") == 1
     assert 'type="range"' not in variants_page(plan, combinations(plan, 2)[:2])
 
 
