@@ -140,9 +140,8 @@ OTHERS: dict[str, tuple[str, ...]] = {
         *("anthropic_52b", "chinchilla", "gopher_280b", "lamda_137b", "palm_540b"),
     ),
     "no recipe yet": (
-        *("bloom_176b", "deepseek_1", "deepseek_32b", "deepseek_v2", "gemma3_", "glm4_5"),
-        *("kimi_", "ling_", "llama4_", "mpt_", "nemotron3_", "nemotron4_", "olmo2_"),
-        *("qwen1_5_moe_", "qwen2_57b_", "starcoder"),
+        *("bloom_176b", "deepseek_1", "deepseek_32b", "deepseek_v2", "kimi_", "ling_", "mpt_"),
+        *("olmo2_", "qwen1_5_moe_", "qwen2_57b_"),
     ),
     "shapes of benchmarks": ("llama_like_", "moe_8t"),
 }

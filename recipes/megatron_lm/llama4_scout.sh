@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# llama4_scout with its pinned plan: 128 GPUs of dgx_h100, 64 GPUs of gb200_nvl72. Written by `python recipes/make.py`.
+#   MEGATRON_LM_HOME=CHECKOUT bash llama4_scout.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
+# for Megatron-LM 0.16.1. LAUNCH replaces the launcher. To see the job and start nothing:
+# LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=GPUS behind your
+# flags. Flags that change no shape (rotary or router scaling) are yours to add.
+set -euo pipefail
+case ${1:-} in
+  dgx_h100) hosts="--nproc-per-node 8 --nnodes 16" ;;
+  gb200_nvl72) hosts="--nproc-per-node 4 --nnodes 16" ;;
+  *) echo "usage: bash llama4_scout.sh dgx_h100|gb200_nvl72 <flags>" >&2 && exit 2 ;;
+esac
+plan=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/plans/llama4_scout_$1.yaml
+shift
+cd "${MEGATRON_LM_HOME:?a checkout of Megatron-LM}"
+exec ${LAUNCH:-torchrun $hosts ${TORCHRUN_ARGS:-}} pretrain_gpt.py \
+  --num-layers 48 \
+  --seq-length 8192 \
+  --hidden-size 5120 \
+  --ffn-hidden-size 16384 \
+  --num-attention-heads 40 \
+  --group-query-attention \
+  --num-query-groups 8 \
+  --kv-channels 128 \
+  --max-position-embeddings 262144 \
+  --position-embedding-type rope \
+  --rotary-base 500000 \
+  --rotary-percent 1.0 \
+  --normalization RMSNorm \
+  --norm-epsilon 1e-05 \
+  --swiglu \
+  --hidden-dropout 0.0 \
+  --attention-dropout 0.0 \
+  --disable-bias-linear \
+  --untie-embeddings-and-output-weights \
+  --vocab-size 202048 \
+  --make-vocab-size-divisible-by 128 \
+  --num-experts 16 \
+  --moe-layer-freq 1 \
+  --moe-ffn-hidden-size 8192 \
+  --moe-router-topk 1 \
+  --moe-router-pre-softmax \
+  --moe-shared-expert-intermediate-size 8192 \
+  --padded-vocab-size 202112 \
+  --bf16 \
+  --global-batch-size 1024 \
+  +nest=pinned nest.plan="$plan" "$@"

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# qwen3_next_80b_a3b with its pinned plan: 64 GPUs of dgx_h100, 64 GPUs of gb200_nvl72. Written by `python recipes/make.py`.
+#   MEGATRON_LM_HOME=CHECKOUT bash qwen3_next_80b_a3b.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
+# for Megatron-LM 0.16.1. LAUNCH replaces the launcher. To see the job and start nothing:
+# LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=GPUS behind your
+# flags. Flags that change no shape (rotary or router scaling) are yours to add.
+set -euo pipefail
+case ${1:-} in
+  dgx_h100) hosts="--nproc-per-node 8 --nnodes 8" ;;
+  gb200_nvl72) hosts="--nproc-per-node 4 --nnodes 16" ;;
+  *) echo "usage: bash qwen3_next_80b_a3b.sh dgx_h100|gb200_nvl72 <flags>" >&2 && exit 2 ;;
+esac
+plan=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/plans/qwen3_next_80b_a3b_$1.yaml
+shift
+cd "${MEGATRON_LM_HOME:?a checkout of Megatron-LM}"
+exec ${LAUNCH:-torchrun $hosts ${TORCHRUN_ARGS:-}} pretrain_gpt.py \
+  --num-layers 48 \
+  --seq-length 4096 \
+  --hidden-size 2048 \
+  --ffn-hidden-size 5120 \
+  --num-attention-heads 16 \
+  --group-query-attention \
+  --num-query-groups 2 \
+  --kv-channels 256 \
+  --qk-layernorm \
+  --attention-output-gate \
+  --experimental-attention-variant gated_delta_net \
+  --linear-attention-freq 4 \
+  --linear-conv-kernel-dim 4 \
+  --linear-key-head-dim 128 \
+  --linear-value-head-dim 128 \
+  --linear-num-key-heads 16 \
+  --linear-num-value-heads 32 \
+  --max-position-embeddings 262144 \
+  --position-embedding-type rope \
+  --rotary-base 10000000 \
+  --rotary-percent 0.25 \
+  --normalization RMSNorm \
+  --norm-epsilon 1e-06 \
+  --apply-layernorm-1p \
+  --swiglu \
+  --hidden-dropout 0.0 \
+  --attention-dropout 0.0 \
+  --disable-bias-linear \
+  --untie-embeddings-and-output-weights \
+  --vocab-size 151936 \
+  --make-vocab-size-divisible-by 128 \
+  --num-experts 512 \
+  --moe-layer-freq 1 \
+  --moe-ffn-hidden-size 512 \
+  --moe-router-topk 10 \
+  --moe-shared-expert-intermediate-size 512 \
+  --moe-shared-expert-gate \
+  --padded-vocab-size 151936 \
+  --bf16 \
+  --global-batch-size 1024 \
+  +nest=pinned nest.plan="$plan" "$@"

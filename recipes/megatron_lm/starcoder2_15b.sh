@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# starcoder2_15b with its pinned plan: 64 GPUs of dgx_h100, 64 GPUs of gb200_nvl72. Written by `python recipes/make.py`.
+#   MEGATRON_LM_HOME=CHECKOUT bash starcoder2_15b.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
+# for Megatron-LM 0.16.1. LAUNCH replaces the launcher. To see the job and start nothing:
+# LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=GPUS behind your
+# flags. Flags that change no shape (rotary or router scaling) are yours to add.
+set -euo pipefail
+case ${1:-} in
+  dgx_h100) hosts="--nproc-per-node 8 --nnodes 8" ;;
+  gb200_nvl72) hosts="--nproc-per-node 4 --nnodes 16" ;;
+  *) echo "usage: bash starcoder2_15b.sh dgx_h100|gb200_nvl72 <flags>" >&2 && exit 2 ;;
+esac
+plan=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/plans/starcoder2_15b_$1.yaml
+shift
+cd "${MEGATRON_LM_HOME:?a checkout of Megatron-LM}"
+exec ${LAUNCH:-torchrun $hosts ${TORCHRUN_ARGS:-}} pretrain_gpt.py \
+  --num-layers 40 \
+  --seq-length 8192 \
+  --hidden-size 6144 \
+  --ffn-hidden-size 24576 \
+  --num-attention-heads 48 \
+  --group-query-attention \
+  --num-query-groups 4 \
+  --window-size 4095,0 \
+  --max-position-embeddings 16384 \
+  --position-embedding-type rope \
+  --rotary-base 10000 \
+  --rotary-percent 1.0 \
+  --normalization LayerNorm \
+  --norm-epsilon 1e-05 \
+  --hidden-dropout 0.0 \
+  --attention-dropout 0.0 \
+  --untie-embeddings-and-output-weights \
+  --vocab-size 49152 \
+  --make-vocab-size-divisible-by 128 \
+  --padded-vocab-size 49152 \
+  --bf16 \
+  --global-batch-size 1024 \
+  +nest=pinned nest.plan="$plan" "$@"
