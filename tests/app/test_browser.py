@@ -92,6 +92,7 @@ def test_a_plan_is_shown_copied_and_saved(page: Any, tmp_path: Path) -> None:
     assert saved.value.suggested_filename == "plan.html"
 
 
+@pytest.mark.slow
 def test_a_plan_is_planned_again_on_changed_clusters(page: Any) -> None:
     plan(page)
     page.get_by_label("What if").fill("memory=141GiB")
