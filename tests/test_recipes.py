@@ -18,7 +18,9 @@ from nest_megatron.integrations.megatron_lm.planned_job import PlannedJob
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan
+from nest_megatron.planner.layouts import Prices
 from nest_megatron.planner.pins import read_pinned
+from nest_megatron.solver.space import SearchSpace
 from recipes import make
 from tests import catalogue
 
@@ -116,12 +118,15 @@ def test_a_wrong_word_starts_nothing() -> None:
         make.main(["mixtral_8x7"])
 
 
-@pytest.mark.slow
 @every_plan
 def test_a_pinned_plan_is_priced_so_today(recipe: make.Recipe, cluster: str) -> None:
     plan = read(recipe.path(cluster)).plan
     job = PlannedJob(plan, None)
-    assert job.priced(job.own).predicted == plan.predicted, f"run recipes/make.py {plan.model.name}"
+    today, pinned = Prices(job.request(SearchSpace())).of(job.own), plan.predicted
+    assert (today.step_s, today.peak_memory_bytes) == (
+        pinned.iteration_time_s,
+        pinned.peak_memory_bytes,
+    ), f"run python recipes/make.py {plan.model.name}"
 
 
 @pytest.mark.slow
