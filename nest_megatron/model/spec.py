@@ -86,6 +86,7 @@ class TransformerSpec:
         moe_latent_size: width of the tokens that routed experts see, if not the hidden size.
         variant: what Megatron-LM's own layers do not have.
         adapters: what is trained where all other weights are frozen; ``None``: all weights are.
+        source: where the figures come from.
 
     Raises:
         UserInputError: if the shape is impossible (naming the field, the value and the rule).
