@@ -24,6 +24,8 @@ from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
 _LINEAR = frozenset({LayerBlock.LINEAR_FOR_ATTENTION, LayerBlock.LINEAR_FOR_MLP})
+#: The release whose rules hold where none is named.
+DEFAULT_VERSION = "0.16.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ class LaunchRequest:
     fp8_recipe: str = "delayed"
     transformer_impl: str = "transformer_engine"
     fused_attention: bool = True
-    version: str = "0.16.1"
+    version: str = DEFAULT_VERSION
     execution: Execution = PLAIN
     batch_schedule: BatchSchedule | None = None
 

@@ -28,7 +28,7 @@ from nest_megatron.parallel.objective import SURE
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.price import Rates
-from nest_megatron.parallel.rules import LaunchRequest
+from nest_megatron.parallel.rules import DEFAULT_VERSION, LaunchRequest
 from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.planner.assemble import assemble, nothing_searched, with_goodput
 from nest_megatron.planner.request import PlanRequest
@@ -144,6 +144,7 @@ def estimate_plan(
     sharding: DataParallelSharding | None = None,
     not_modelled: tuple[str, ...] = (),
     rates: Rates | None = None,
+    version: str = DEFAULT_VERSION,
 ) -> ParallelPlan:
     """A plan for a layout that the user chose, with its prediction; nothing is searched.
 
@@ -156,6 +157,7 @@ def estimate_plan(
         sharding: what divides states among replicas; ``None`` leaves it to the ZeRO stage.
         not_modelled: flags of the job whose effect on memory is not known.
         rates: what a GPU costs, and the length of the run.
+        version: the Megatron-LM release whose rules hold.
 
     Raises:
         UserInputError: if Megatron would refuse the layout, or it is not of the cluster's size.
@@ -167,7 +169,7 @@ def estimate_plan(
             limit=f"the cluster has {cluster.num_gpus} GPUs",
             fix="Lower a degree or raise cluster.num_gpus.",
         )
-    check_launchable(spec, settings, grid, partition, schedule)
+    check_launchable(spec, settings, grid, partition, schedule, version=version)
     model = CostModel(spec, cluster, settings, times)
     solved = SolvedGrid(grid=grid, boundaries=partition.boundaries, iteration=0)
     record = dataclasses.replace(nothing_searched(), not_modelled=not_modelled)
@@ -210,6 +212,8 @@ def check_launchable(
     grid: Grid,
     partition: StagePartition,
     schedule: BatchSchedule | None = None,
+    *,
+    version: str = DEFAULT_VERSION,
 ) -> None:
     """Refuse a layout that breaks one of Megatron's rules on degrees.
 
@@ -225,5 +229,6 @@ def check_launchable(
         moe_grouped_gemm=spec.is_moe,
         fused_attention=settings.traits.flash_attention,
         batch_schedule=schedule,
+        version=version,
     )
     require_legal(asked)

@@ -22,6 +22,7 @@ from nest_megatron.parallel.recompute import (
     RecomputeMethod,
     RecomputeModule,
 )
+from nest_megatron.parallel.rules import DEFAULT_VERSION
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import estimate_plan
 from nest_megatron.profile.lookup import LayerTimes
@@ -182,7 +183,10 @@ def _differences(
 ) -> Mapping[str, float] | None:
     try:
         settings = restored_settings(plan.provenance.settings)
-        priced = estimate_plan(plan.model, plan.cluster, settings, *layout_of(plan, other), times)
+        version = plan.provenance.framework_version or DEFAULT_VERSION
+        priced = estimate_plan(
+            *(plan.model, plan.cluster, settings, *layout_of(plan, other), times), version=version
+        )
     except UserInputError:
         return None
     found = priced.predicted

@@ -217,6 +217,7 @@ class PlannedJob:
             lengths=job.sequence_lengths,
             sharding=layout.sharding,
             not_modelled=job.not_modelled,
+            version=self._version,
         )
 
     def difference(self, layout: Layout) -> Difference:
