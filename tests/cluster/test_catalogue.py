@@ -312,7 +312,8 @@ def test_racks_that_cannot_be_filled_evenly_are_refused() -> None:
 @pytest.mark.parametrize("page", ["docs/users/network_architect.md", "docs/sweeps.md"])
 def test_examples_of_oversubscription_cross_the_level_that_it_narrows(page: str) -> None:
     text = (CONFIGS.parent / page).read_text(encoding="utf-8").replace("\\\n", " ")
-    found = [line for line in text.splitlines() if "cluster.oversubscription=" in line]
+    lines = (line for line in text.splitlines() if " cluster=" in line)
+    found = [line for line in lines if "cluster.oversubscription=" in line]
     assert found
     for line in found:
         words = dict(word.split("=", 1) for word in line.split() if "=" in word)
