@@ -107,9 +107,13 @@ class Recipe:
             cluster=cluster,
             num_gpus=self.job.num_gpus[cluster],
             global_batch_size=self.job.global_batch_size,
-            num_alternatives=0,
+            search={"num_alternatives": 0, "max_seconds": _MAX_SECONDS},
             target=self.target,
         ).record
+
+
+#: For each search: what time ends depends on the machine, and is no plan to keep.
+_MAX_SECONDS = 900
 
 
 @functools.cache
