@@ -73,7 +73,7 @@ levels:
     latency_s: 2.0e-4
     source: "by hand: gloo on the loopback"
 """
-#: Shapes of jobs: layers, hidden size, heads, sequence, batch, experts; each on 2 and 4 ranks.
+#: Shapes of jobs: layers, hidden size, heads, sequence, batch, experts; each on one rank per core.
 _SHAPES = (
     (8, 64, 8, 64, 8, 0),
     (4, 128, 8, 64, 8, 0),
@@ -81,8 +81,14 @@ _SHAPES = (
     (4, 64, 4, 256, 8, 0),
     (4, 64, 8, 64, 8, 4),
     (16, 32, 4, 64, 8, 0),
+    (2, 256, 8, 64, 8, 0),
+    (8, 64, 8, 128, 16, 0),
+    (4, 128, 8, 256, 4, 0),
+    (8, 32, 4, 64, 16, 4),
+    (24, 32, 4, 32, 8, 0),
+    (6, 96, 8, 96, 8, 0),
 )
-_RANKS = (2, 4)
+_RANKS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,21 +102,18 @@ class Measured:
 def jobs() -> Mapping[str, str]:
     """The commands of all jobs by name."""
     return {
-        f"L{shape[0]} h{shape[1]} s{shape[3]} b{shape[4]} e{shape[5]} on {ranks}": _command(
-            ranks, *shape
-        )
-        for ranks in _RANKS
+        f"L{shape[0]} h{shape[1]} s{shape[3]} b{shape[4]} e{shape[5]} on {_RANKS}": _command(*shape)
         for shape in _SHAPES
     }
 
 
-def _command(ranks: int, layers: int, hidden: int, heads: int, seq: int, batch: int, e: int) -> str:
+def _command(layers: int, hidden: int, heads: int, seq: int, batch: int, e: int) -> str:
     shape = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads}"
     shape += f" --seq-length {seq} --max-position-embeddings {seq}"
     shape += f" --micro-batch-size 1 --global-batch-size {batch}"
     experts = f"--num-experts {e} --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
     experts += " --disable-bias-linear --swiglu"
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(_RANKS)]
     words += [f"{HOME}/pretrain_gpt.py", *shlex.split(shape), *(shlex.split(experts) if e else [])]
     training = list(TRAINING)
     training[training.index("--train-iters") + 1] = "100000"
@@ -150,9 +153,9 @@ def profile(command: str, cluster: Path, folder: Path, seconds: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     plan = folder.with_suffix(".yaml")
     words = [*_NEST, "plan", "--from", command, "--free", "all", "--megatron-version", "0.16.1"]
-    words += [*_settings(command, cluster), "search.num_alternatives=15", f"out={plan}", "--force"]
+    words += [*_settings(cluster), "search.num_alternatives=15", f"out={plan}", "--force"]
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
-    _time(command, plan, folder, seconds, "--no-collectives")
+    _time(plan, folder, seconds, "--no-collectives")
 
 
 def measure_network(command: str, cluster: Path, folder: Path, seconds: float) -> Path:
@@ -162,17 +165,16 @@ def measure_network(command: str, cluster: Path, folder: Path, seconds: float) -
         folder.mkdir(parents=True, exist_ok=True)
         plan = folder / "plan.yaml"
         words = [*_NEST, "plan", "--from", command, "--megatron-version", "0.16.1"]
-        words += [*_settings(command, cluster), f"out={plan}", "--force"]
+        words += [*_settings(cluster), f"out={plan}", "--force"]
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
-        _time(command, plan, folder, seconds, "--network-out", str(network), "--force")
+        _time(plan, folder, seconds, "--network-out", str(network), "--force")
         words = [*_NEST, "network", "import", str(network), "--cluster", str(cluster)]
         subprocess.run([*words, "--out", str(found)], check=True)
     return found
 
 
-def _time(command: str, plan: Path, folder: Path, seconds: float, *more: str) -> None:
-    ranks = str(_ranks(command))
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks]
+def _time(plan: Path, folder: Path, seconds: float, *more: str) -> None:
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(_RANKS)]
     words += ["-m", "nest_megatron.profile", "--for", str(plan), "--cpu"]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "NEST_MEGATRON_PROFILES": str(folder)}
     words += ["--max-seconds", str(seconds), *more]
@@ -186,20 +188,15 @@ def _profile_names(folder: Path) -> list[str]:
     return [path.stem for path in folder.glob("[!.]*.yaml")]
 
 
-def _ranks(command: str) -> int:
-    return int(command.split("--nproc-per-node ")[1].split(maxsplit=1)[0])
-
-
-def _settings(command: str, cluster: Path) -> tuple[str, ...]:
-    ranks = f"cluster.num_gpus={_ranks(command)}"
-    return f"cluster={cluster}", ranks, "checks.plausibility=off"
+def _settings(cluster: Path) -> tuple[str, ...]:
+    return f"cluster={cluster}", f"cluster.num_gpus={_RANKS}", "checks.plausibility=off"
 
 
 def read_job(command: str, cluster: Path, num_layouts: int, profiles: Path) -> TunedJob:
     """A job with its layouts that are predicted to be the fastest, from its profile if any."""
     os.environ["NEST_MEGATRON_PROFILES"] = str(profiles)
     names = [f"profile.name={name}" for name in _profile_names(profiles)]
-    overrides = (*_settings(command, cluster), *names)
+    overrides = (*_settings(cluster), *names)
     asked = Asked(
         command=command,
         overrides=overrides,
