@@ -1,19 +1,21 @@
-"""The HTML report's section on the figures of the cluster that a plan's step follows."""
+"""The HTML report's section on what a plan's step follows: figures of its cluster, assumptions."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from nest_megatron.cluster.records import Cluster
+from nest_megatron.cluster.records import Accelerator, Cluster, Precision
 from nest_megatron.cost_model.compute import sixteen_bit
-from nest_megatron.cost_model.estimate import Estimate, estimate
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.settings import restored_settings
+from nest_megatron.cost_model.pipeline import evaluate
+from nest_megatron.cost_model.settings import CostSettings, restored_settings
+from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
@@ -23,25 +25,61 @@ from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.html_layout import reached_levels
 from nest_megatron.report.runners_up import layout_of, same_price
 from nest_megatron.report.words import memory_verdict
-from nest_megatron.units import GB, format_gib
+from nest_megatron.units import GB, Bytes, Seconds, format_gib, to_seconds
 
 #: What each figure is multiplied by, and how that is said.
 _FACTORS = {0.5: "half", 0.8: "20 % less", 1.25: "25 % more", 2.0: "twice"}
 #: Changes of a step that are not told, in per cent: they print as 0.0.
 _LEAST = 0.05
-_SAME = "0.0 %"
+_SAME, _IMPOSSIBLE = "0.0 %", "not possible"
+#: What the cost model assumes, by the setting that changes it; 0 is nothing to change.
+_ASSUMED_OF_EXPERTS = {"expert_imbalance": "load of the busiest experts over the mean"}
+_ASSUMED = {
+    "tp_overlap": "tensor-parallel traffic beside GEMMs",
+    "ep_overlap": "expert traffic beside other work",
+    "dp_overlap": "compute that hides traffic between replicas",
+    "overlap_slowdown": "compute lost to hidden traffic",
+    "straggler_delay_s": "delay of the slowest ranks",
+}
 
-_Priced = list[Estimate]
+_Job = tuple[Cluster, CostSettings]
 _Layouts = Sequence[tuple[Grid, StagePartition]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figure:
-    """A figure of a cluster: its name, its value, and the cluster with so many times as much."""
+    """What a step depends on: its name, its value, and the job with so many times as much.
+
+    Args:
+        most: how many times as much there can be.
+    """
 
     name: str
     value: str
-    times: Callable[[float], Cluster]
+    times: Callable[[float], _Job]
+    most: float = math.inf
+
+    def job(self, factor: float) -> _Job | None:
+        """With so many times as much; nothing where that is not possible."""
+        if factor > self.most:
+            return None
+        try:
+            return self.times(factor)
+        except UserInputError:
+            return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Priced:
+    """A layout's step and its peak of memory beside the limit."""
+
+    step_s: Seconds
+    peak_bytes: Bytes
+    limit_bytes: Bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.limit_bytes
 
 
 def sensitivity(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[str, Any] | None:
@@ -54,21 +92,21 @@ def sensitivity(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[
         ``None`` where this version prices them otherwise than the plan says.
     """
     try:
+        settings = restored_settings(plan.provenance.settings)
         layouts = [(plan.grid(), plan.partition())]
         layouts += [layout_of(plan, other) for other in plan.alternatives]
-        now = _priced(plan, plan.cluster, layouts, times)
+        price = partial(_priced, plan, layouts, times)
+        now = price((plan.cluster, settings))
     except UserInputError:
         return None
     steps = [plan.predicted.iteration_time_s]
     steps += [other.iteration_time_s for other in plan.alternatives]
-    if not all(map(same_price, (each.iteration_time_s for each in now), steps)):
+    if not all(map(same_price, (each.step_s for each in now), steps)):
         return None
     rows, without = [], []
-    for figure in _figures(plan):
-        changed = {
-            words: _priced(plan, figure.times(factor), layouts, times)
-            for factor, words in _FACTORS.items()
-        }
+    for figure in (*_figures(plan, settings), *_assumptions(plan, settings)):
+        jobs = {words: figure.job(factor) for factor, words in _FACTORS.items()}
+        changed = {words: job and price(job) for words, job in jobs.items()}
         row = _row(plan, figure, now, changed)
         rows.append(row) if row else without.append(figure.name)
     runners_up = ("runners-up",) if plan.alternatives else ()
@@ -95,91 +133,148 @@ def _notes(plan: ParallelPlan, times: LayerTimes | None) -> Iterator[str]:
 
 
 def _priced(
-    plan: ParallelPlan, cluster: Cluster, layouts: _Layouts, times: LayerTimes | None
-) -> _Priced:
-    settings = restored_settings(plan.provenance.settings)
-    model = CostModel(plan.model, cluster, settings, times)
-    return [estimate(model, grid, partition) for grid, partition in layouts]
+    plan: ParallelPlan, layouts: _Layouts, times: LayerTimes | None, job: _Job
+) -> list[_Priced]:
+    model, found = CostModel(plan.model, *job, times), []
+    for grid, partition in layouts:
+        problem = stage_problem(model, grid)
+        priced = evaluate(problem, partition.boundaries)
+        step_s = to_seconds(priced.iteration)
+        peak, limit = max(each.total for each in priced.memory), problem.capacity_bytes
+        found.append(_Priced(step_s=step_s, peak_bytes=peak, limit_bytes=limit))
+    return found
 
 
-def _figures(plan: ParallelPlan) -> Iterator[_Figure]:
+def _figures(plan: ParallelPlan, settings: CostSettings) -> Iterator[_Figure]:
+    """Figures of the cluster."""
     cluster, device = plan.cluster, plan.cluster.accelerator
     for number in reached_levels(cluster):
         level = cluster.levels[number]
-        yield _Figure(
-            name=f"bandwidth of level {level.name}",
-            value=f"{level.bandwidth_bytes_per_s / GB:g} GB/s per GPU",
-            times=partial(_with_level, cluster, number, "bandwidth_bytes_per_s"),
-        )
-        yield _Figure(
-            name=f"latency of level {level.name}",
-            value=f"{1e6 * level.latency_s:g} us",
-            times=partial(_with_level, cluster, number, "latency_s"),
-        )
-    precision, peaks = plan.train.precision, device.peak_flops_per_s
-    used = precision if device.supports(precision) else sixteen_bit(device)
+        for name, value, field in (
+            (
+                "bandwidth",
+                f"{level.bandwidth_bytes_per_s / GB:g} GB/s per GPU",
+                "bandwidth_bytes_per_s",
+            ),
+            ("latency", f"{1e6 * level.latency_s:g} us", "latency_s"),
+        ):
+            yield _Figure(
+                name=f"{name} of level {level.name}",
+                value=value,
+                times=partial(_with_level, (cluster, settings), number, field),
+            )
+    used = _format(plan, device)
+    peak = f"{device.peak_flops_per_s[used] / 1e12:,.0f} TFLOP/s in {used}"
+    bandwidth = f"{device.memory_bandwidth_bytes_per_s / GB:,.0f} GB/s"
     for name, value, field in (
-        ("arithmetic", f"{peaks[used] / 1e12:,.0f} TFLOP/s in {used}", "peak_flops_per_s"),
-        (
-            "memory bandwidth",
-            f"{device.memory_bandwidth_bytes_per_s / GB:,.0f} GB/s",
-            "memory_bandwidth_bytes_per_s",
-        ),
+        ("arithmetic", peak, "peak_flops_per_s"),
+        ("memory bandwidth", bandwidth, "memory_bandwidth_bytes_per_s"),
         ("memory", format_gib(device.memory_bytes), "memory_bytes"),
     ):
+        times = partial(_with_device, (cluster, settings), field)
+        yield _Figure(name=f"{name} of a GPU", value=value, times=times)
+
+
+def _assumptions(plan: ParallelPlan, settings: CostSettings) -> Iterator[_Figure]:
+    """Assumptions of the cost model."""
+    job, device = (plan.cluster, settings), plan.cluster.accelerator
+    used = _format(plan, device)
+    wide = used if used is Precision.FP32 else sixteen_bit(device)
+    for name, share, field, of in (
+        ("GEMMs", device.gemm_efficiency[used], "gemm_efficiency", used),
+        ("attention", device.attention_efficiency, "attention_efficiency", wide),
+    ):
         yield _Figure(
-            name=f"{name} of a GPU", value=value, times=partial(_with_device, cluster, field)
+            name=f"efficiency of {name}",
+            value=f"{100 * share:.0f} % of the peak in {of}",
+            times=partial(_with_device, job, field),
+            most=1 / share,
+        )
+    assumed = {**_ASSUMED_OF_EXPERTS, **_ASSUMED} if plan.model.is_moe else _ASSUMED
+    for field, name in assumed.items():
+        if value := getattr(settings, field):
+            times = partial(_with_setting, job, field)
+            yield _Figure(name=f"{name} (cost.{field})", value=f"{value:g}", times=times)
+    if (tokens := settings.traits.attended_tokens) is not None:
+        yield _Figure(
+            name="tokens that a token of a pack attends within",
+            value=f"{tokens:,.0f}",
+            times=partial(_with_lengths, job),
+            most=plan.model.seq_length / tokens,
         )
 
 
-def _with_level(cluster: Cluster, number: int, field: str, factor: float) -> Cluster:
+def _format(plan: ParallelPlan, device: Accelerator) -> Precision:
+    """The number format of the plan's GEMMs on a device."""
+    precision = plan.train.precision
+    return precision if device.supports(precision) else sixteen_bit(device)
+
+
+def _with_level(job: _Job, number: int, field: str, factor: float) -> _Job:
+    cluster, settings = job
     levels = [*cluster.levels]
     level = levels[number]
     levels[number] = dataclasses.replace(level, **{field: factor * getattr(level, field)})
-    return dataclasses.replace(cluster, levels=tuple(levels))
+    return dataclasses.replace(cluster, levels=tuple(levels)), settings
 
 
-def _with_device(cluster: Cluster, field: str, factor: float) -> Cluster:
+def _with_device(job: _Job, field: str, factor: float) -> _Job:
+    cluster, settings = job
     value = getattr(cluster.accelerator, field)
     if isinstance(value, Mapping):
         scaled: Any = {name: factor * peak for name, peak in value.items()}
     else:
         scaled = type(value)(factor * value)
     device = dataclasses.replace(cluster.accelerator, **{field: scaled})
-    return dataclasses.replace(cluster, accelerator=device)
+    return dataclasses.replace(cluster, accelerator=device), settings
+
+
+def _with_setting(job: _Job, field: str, factor: float) -> _Job:
+    cluster, settings = job
+    value = factor * getattr(settings, field)
+    return cluster, dataclasses.replace(settings, **{field: value})
+
+
+def _with_lengths(job: _Job, factor: float) -> _Job:
+    cluster, settings = job
+    tokens = factor * (settings.traits.attended_tokens or 0.0)
+    traits = dataclasses.replace(settings.traits, attended_tokens=tokens)
+    return cluster, dataclasses.replace(settings, traits=traits)
 
 
 def _row(
-    plan: ParallelPlan, figure: _Figure, now: _Priced, changed: Mapping[str, _Priced]
+    plan: ParallelPlan,
+    figure: _Figure,
+    now: Sequence[_Priced],
+    changed: Mapping[str, Sequence[_Priced] | None],
 ) -> tuple[str, ...] | None:
     """What a figure changes; nothing where it changes neither the step nor what fits."""
-    cells = [_cell(now[0], then[0], plan.search.not_modelled) for then in changed.values()]
-    tie = _tie_percent(plan)
-    overtaken = {words: _overtaken(now, then, tie) for words, then in changed.items()}
+    unknown, tie = plan.search.not_modelled, _tie_percent(plan)
+    cells = [_cell(now[0], then[0], unknown) if then else _IMPOSSIBLE for then in changed.values()]
+    overtaken = {words: _overtaken(now, then, tie) for words, then in changed.items() if then}
     told = [f"{words}: {said}" for words, said in overtaken.items() if said]
-    if not told and {*cells} == {_SAME}:
+    if not told and {*cells} <= {_SAME, _IMPOSSIBLE}:
         return None
     return (figure.name, figure.value, *cells, *(["; ".join(told) or "–"] if now[1:] else []))
 
 
-def _cell(now: Estimate, then: Estimate, unknown: Sequence[str]) -> str:
+def _cell(now: _Priced, then: _Priced, unknown: Sequence[str]) -> str:
     """By how much the plan's step is longer, or what is said of its memory where that is news."""
     if (said := _memory(then, unknown)) != _memory(now, unknown):
         return said or "fits"
-    percent = 100 * (then.iteration_time_s / now.iteration_time_s - 1)
+    percent = 100 * (then.step_s / now.step_s - 1)
     return f"{percent:+.1f} %" if abs(percent) >= _LEAST else _SAME
 
 
-def _memory(found: Estimate, unknown: Sequence[str]) -> str:
+def _memory(found: _Priced, unknown: Sequence[str]) -> str:
     """The first words of what is said of its peak."""
-    peak = max(stage.peak_memory_bytes for stage in found.stages)
-    return re.split("[:,]", memory_verdict(peak, found.capacity_bytes, unknown))[0]
+    return re.split("[:,]", memory_verdict(found.peak_bytes, found.limit_bytes, unknown))[0]
 
 
-def _overtaken(now: _Priced, then: _Priced, tie_percent: float) -> str:
+def _overtaken(now: Sequence[_Priced], then: Sequence[_Priced], tie_percent: float) -> str:
     """The fastest runner-up of those that fit, where it is news that it is faster than the plan."""
     plan, before = then[0], now[0]
-    fitting = [(each.iteration_time_s, n) for n, each in enumerate(then) if n and each.fits]
+    fitting = [(each.step_s, n) for n, each in enumerate(then) if n and each.fits]
     if not plan.fits:
         fits = f"runner-up {min(fitting)[1]} fits" if fitting else "none of them fits"
         return fits if before.fits else ""
@@ -187,10 +282,9 @@ def _overtaken(now: _Priced, then: _Priced, tie_percent: float) -> str:
     passing = [
         (step, n)
         for step, n in fitting
-        if step < tie * plan.iteration_time_s
-        and now[n].iteration_time_s >= tie * before.iteration_time_s
+        if step < tie * plan.step_s and now[n].step_s >= tie * before.step_s
     ]
     if not passing:
         return ""
     step, number = min(passing)
-    return f"runner-up {number} is {100 * (1 - step / plan.iteration_time_s):.1f} % faster"
+    return f"runner-up {number} is {100 * (1 - step / plan.step_s):.1f} % faster"
