@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from nest_megatron.integrations.megatron_lm.attach import with_launch
 from nest_megatron.integrations.megatron_lm.before_after import before_and_after
 from nest_megatron.integrations.megatron_lm.node_counts import TableJob, plan_for_nodes, sized
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.plan_file import sealed
 from nest_megatron.planner.pins import read_plan
 from nest_megatron.report.catalogue import Catalogue
 from nest_megatron.units import Seconds
@@ -172,8 +174,8 @@ def plan_command(
 
 def planned_command(found: planning.CommandPlan, composed: Composed) -> Plan:
     """The plan of a command beside what it runs today, here and on the command line."""
-    before = before_and_after(found, composed)
-    return Plan(record=found.plan, notes=found.notes, before=before)
+    today = before_and_after(found, composed)
+    return Plan(record=sealed(replace(found.plan, today=today)), notes=found.notes)
 
 
 def estimate(

@@ -11,7 +11,6 @@ from nest_megatron.integrations.megatron_lm.planned_job import SEARCH_S
 from nest_megatron.parallel.dims import SHORT_DEGREES
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import to_plain
-from nest_megatron.planner.changes import priced_parts
 from nest_megatron.report.console import Shown
 from nest_megatron.report.words import plan_verdict, term_words
 from nest_megatron.units import format_gib, format_seconds
@@ -35,8 +34,8 @@ class Versus(Shown):
         """What ``explain --versus --json`` prints."""
         found = self.record
         return {
-            "plan": priced_parts(found.plan),
-            "other": priced_parts(found.other),
+            "plan": to_plain(found.plan.priced()),
+            "other": to_plain(found.other.priced()),
             "difference": to_plain(found.difference),
             "term_differences_s": dict(found.terms),
             "memory_differences_bytes": dict(found.memory),
@@ -83,7 +82,7 @@ class WhyNot(Shown):
             "rule": found.rule,
             "needed_bytes": found.needed_bytes,
             "versus": found.versus and Versus(record=found.versus).to_dict(),
-            "nearest": found.nearest and priced_parts(found.nearest),
+            "nearest": found.nearest and to_plain(found.nearest.priced()),
             "changed": list(found.changed),
             "bounded": found.bounded,
         }

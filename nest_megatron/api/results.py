@@ -18,18 +18,12 @@ from nest_megatron.integrations.megatron_lm.write import parallel_argv
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.batch_schedule import TrainChoice
+from nest_megatron.parallel.before_after import BeforeAfter
 from nest_megatron.parallel.diff import Change
-from nest_megatron.parallel.plan import (
-    Alternative,
-    ParallelChoice,
-    ParallelPlan,
-    Placement,
-    Prediction,
-    SearchRecord,
-)
+from nest_megatron.parallel.plan import Alternative, ParallelPlan, SearchRecord
+from nest_megatron.parallel.prediction import ParallelChoice, Placement, Prediction
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import plan_table as planner_table
-from nest_megatron.planner.changes import BeforeAfter
 from nest_megatron.planner.pins import Pin
 from nest_megatron.report.console import Shown
 from nest_megatron.report.scaling import scaling_document, scaling_report
@@ -53,13 +47,11 @@ class Plan(Shown):
         record: the whole plan, field by field as in its file.
         notes: what was assumed, one sentence each.
         pin: who froze it, where it was read from a pinned file.
-        before: the command as it runs today beside the plan, where a command was planned.
     """
 
     record: ParallelPlan
     notes: tuple[str, ...] = ()
     pin: Pin | None = None
-    before: BeforeAfter | None = None
 
     @property
     def model(self) -> TransformerSpec:
@@ -100,6 +92,11 @@ class Plan(Shown):
     def search(self) -> SearchRecord:
         """What the search looked at, and what it proved."""
         return self.record.search
+
+    @property
+    def before(self) -> BeforeAfter | None:
+        """What the planned command ran beside the plan, where a command was planned."""
+        return self.record.today
 
     def explain(self) -> Explanation:
         """Why the plan is what it is: what ``nest-megatron explain`` prints.
@@ -178,7 +175,7 @@ class Plan(Shown):
     def to_dict(self) -> dict[str, Any]:
         """The plan as numbers, text, lists and dicts: what ``--json`` prints."""
         fields: dict[str, Any] = to_plain(self.record)
-        return fields if self.before is None else {**fields, "today": self.before.to_dict()}
+        return fields
 
     def report(self, *more: RenderableType) -> Iterator[RenderableType]:
         """The tables that ``nest-megatron plan`` prints, and more before its notes."""
@@ -187,7 +184,7 @@ class Plan(Shown):
         from nest_megatron.report.terminal import notes_report, plan_report
 
         if self.before is not None:
-            yield before_after_report(self.before, self.record)
+            yield before_after_report(self.before, self.record.priced())
         yield from (plan_report(self.record), "")
         if self.record.shortlist is not None:
             yield from (shortlist_report(self.record), "")
@@ -343,12 +340,8 @@ class Explanation(Shown):
         from nest_megatron.report.html import html_report
 
         plan = self.plan.record
-        return html_report(
-            plan,
-            self.times,
-            flags=() if plan.launch else parallel_argv(launch_request(plan)),
-            before=self.plan.before,
-        )
+        flags = () if plan.launch else parallel_argv(launch_request(plan))
+        return html_report(plan, self.times, flags=flags)
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Write the page of ``to_html``."""

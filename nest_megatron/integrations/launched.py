@@ -18,6 +18,7 @@ from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner.pins import Pin, pinned_for
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.records import ANALYTIC_NAME
+from nest_megatron.report.before_after import before_after_report
 from nest_megatron.report.console import command_lines
 from nest_megatron.report.terminal import changes_table, explain_report, notes_report, summary
 from nest_megatron.report.words import proof
@@ -37,6 +38,9 @@ def explanation(
         differences: as for ``explain_report``.
         pin: who froze the plan.
     """
+    if plan.today is not None:
+        yield before_after_report(plan.today, plan.priced())
+        yield f"Today is {plan.provenance.created[:10]}, when the plan was made.\n"
     yield explain_report(plan, differences)
     for name, launch in plan.launch.items():
         variables = [(k, v) for k, v in launch.environment.items() if v is not None]

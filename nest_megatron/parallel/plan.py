@@ -10,18 +10,15 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.batch_schedule import PredictedBatch, TrainChoice
+from nest_megatron.parallel.before_after import BeforeAfter
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import layout_string, parse_layout
 from nest_megatron.parallel.objective import Choice, Shortlist, SiteChange, Uncertainty
 from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.prediction import ParallelChoice, Placement, Prediction, PricedLayout
 from nest_megatron.parallel.price import Price
-from nest_megatron.parallel.recompute import (
-    Recompute,
-    RecomputeGranularity,
-    RecomputeMethod,
-    RecomputeModule,
-)
+from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity
 from nest_megatron.parallel.zero import STRATEGIES, ZERO_STAGES, DataParallelSharding, ZeroStage
 from nest_megatron.plain import added
 from nest_megatron.units import Bytes, Seconds
@@ -31,85 +28,6 @@ SCHEMA = 1
 
 #: Name of a framework in ``Provenance``.
 MEGATRON_LM = "Megatron-LM"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelChoice:
-    """What is written into the job, by Megatron's names; ``None`` is a flag left out."""
-
-    tensor_model_parallel_size: int
-    pipeline_model_parallel_size: int
-    virtual_pipeline_model_parallel_size: int | None
-    context_parallel_size: int
-    data_parallel_size: int
-    expert_model_parallel_size: int
-    expert_tensor_parallel_size: int
-    sequence_parallel: bool
-    pipeline_model_parallel_layout: str | None
-    recompute_granularity: RecomputeGranularity | None
-    recompute_method: RecomputeMethod | None
-    recompute_num_layers: int | None
-    recompute_modules: tuple[RecomputeModule, ...]
-    use_distributed_optimizer: bool
-    use_megatron_fsdp: bool
-    data_parallel_sharding_strategy: str | None
-    overlap_grad_reduce: bool
-    overlap_param_gather: bool
-    use_torch_fsdp2: bool = added(False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Where ranks lie.
-
-    Args:
-        stage_ranks: first and last global rank of each pipeline rank (of its first replica, where
-            the rank order spreads a pipeline rank over the cluster).
-        group_levels: outermost network level that each kind of group crosses.
-        rank_permutation: global rank that each launched rank takes; ``None`` leaves them as the
-            launcher gives them out, as long as it keeps each host's together.
-    """
-
-    rank_order: RankOrder
-    use_tp_pp_dp_mapping: bool
-    num_gpus: int
-    gpus_per_node: int
-    stage_ranks: tuple[tuple[int, ...], ...]
-    group_levels: Mapping[str, str]
-    rank_permutation: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PredictedStage:
-    """One pipeline rank: what it holds, its time for one micro batch, its memory by term."""
-
-    layers: tuple[str, ...]
-    forward_s: Seconds
-    backward_s: Seconds
-    busy_share: float
-    parameters: int
-    memory_bytes: Mapping[str, Bytes]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """What the cost model expects.
-
-    ``terms`` add up to ``iteration_time_s``: work and waiting of ``critical_rank``, the pipeline
-    rank that is busy longest.
-    """
-
-    iteration_time_s: Seconds
-    tokens_per_s_per_gpu: float
-    model_tflops_per_gpu: float
-    mfu: float
-    terms: Mapping[str, Seconds]
-    critical_rank: int
-    peak_memory_bytes: Bytes
-    capacity_bytes: Bytes
-    fits: bool
-    binding_constraint: str
-    stages: tuple[PredictedStage, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,6 +193,7 @@ class ParallelPlan:
         shortlist: which of the plan and its runners-up could be the fastest, where that is asked.
         batches: what is expected at each size of a batch that grows.
         price: where the price or the power of a GPU, or the length of the run, is given.
+        today: what the command that was planned ran when it was planned, beside the plan.
     """
 
     schema: int = SCHEMA
@@ -297,12 +216,26 @@ class ParallelPlan:
     headroom: Headroom | None = added(None)
     batches: tuple[PredictedBatch, ...] = added(())
     price: Price | None = added(None)
+    today: BeforeAfter | None = added(None)
 
     @property
     def shortest_step_s(self) -> Seconds:
         """The shortest predicted step, whether it is the plan's or a runner-up's."""
         others = (other.iteration_time_s for other in self.alternatives)
         return min([self.predicted.iteration_time_s, *others])
+
+    def priced(self) -> PricedLayout:
+        """What of the plan was priced."""
+        return PricedLayout(
+            train=self.train,
+            parallel=self.parallel,
+            placement=self.placement,
+            execution=self.execution,
+            predicted=self.predicted,
+            uncertainty=self.uncertainty,
+            price=self.price,
+            not_modelled=self.search.not_modelled,
+        )
 
     def grid(self) -> Grid:
         """The plan's degrees, batch, recomputation and ZeRO stage."""

@@ -25,15 +25,13 @@ from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import (
     Alternative,
     ParallelPlan,
-    Placement,
-    PredictedStage,
-    Prediction,
     Provenance,
     SearchRecord,
     parallel_choice,
 )
 from nest_megatron.parallel.plan_file import digest, sealed
 from nest_megatron.parallel.policy import Policy
+from nest_megatron.parallel.prediction import Placement, PredictedStage, Prediction
 from nest_megatron.parallel.price import Price, Rates, price
 from nest_megatron.parallel.rank_order import GroupKind, group_level, group_of_rank
 from nest_megatron.parallel.zero import DataParallelSharding

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -12,18 +11,16 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.before_after import Changes, ChoiceChange, LayoutChange
 from nest_megatron.parallel.dims import DEGREES, ParallelDims
 from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.knobs import KNOBS
 from nest_megatron.parallel.layout import layout_string, spread_partition
 from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.plain import to_plain
-from nest_megatron.planner.layouts import Difference, Layout, Priced, Prices, difference
+from nest_megatron.planner.layouts import Layout, Priced, Prices, difference
 from nest_megatron.planner.request import PlanRequest
-from nest_megatron.units import Bytes, Seconds
 
 #: Why Megatron refuses a layout, or nothing.
 Refusal = Callable[[Layout], str]
@@ -34,83 +31,6 @@ _STAGES, _ZERO = "pipeline_model_parallel_layout", "zero_stage"
 _REDUCES, _GATHERS = "overlap_grad_reduce", "overlap_param_gather"
 _FIELDS = tuple(each.name for each in dataclasses.fields(Execution) if each.init)
 _CHOICES = {knob.name: knob.choice for knob in KNOBS}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceChange:
-    """One choice by Megatron's name, with what it was and is."""
-
-    name: str
-    before: str
-    after: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutChange:
-    """Choices that are changed together, and what that does.
-
-    Args:
-        rule: of Megatron, for which one choice is not changed by itself; empty for none.
-        step_s: the predicted step with it; ``None`` where Megatron refuses the layout.
-        difference: to the layout that it changes.
-    """
-
-    choices: tuple[ChoiceChange, ...]
-    rule: str = ""
-    step_s: Seconds | None = None
-    difference: Difference | None = None
-    peak_memory_bytes: Bytes | None = None
-    fits: bool | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
-    """From one layout to another.
-
-    Args:
-        alone: each choice by itself, from the first layout.
-        in_order: one after another, every layout between legal; the last is the second layout, so
-            the differences add up to the whole one.
-        whole: the difference of the two.
-    """
-
-    alone: tuple[LayoutChange, ...]
-    in_order: tuple[LayoutChange, ...]
-    whole: Difference
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeforeAfter:
-    """A job as it runs today beside its plan.
-
-    Args:
-        before: what runs today, priced; ``None`` where it does not start.
-        refused: why it does not.
-        changes: what each change brings; ``None`` without ``before``.
-        needs: what has to be done for them, one sentence each.
-    """
-
-    before: ParallelPlan | None
-    refused: str = ""
-    changes: Changes | None = None
-    needs: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """The record as numbers, text, lists and dicts; of the plan what was priced."""
-        before = self.before and priced_parts(self.before)
-        changes = self.changes and to_plain(self.changes)
-        return {
-            "before": before,
-            "refused": self.refused,
-            "changes": changes,
-            "needs": [*self.needs],
-        }
-
-
-def priced_parts(plan: ParallelPlan) -> dict[str, Any]:
-    """What of a plan was priced, as numbers, text, lists and dicts."""
-    parts = ("train", "parallel", "placement", "execution", "predicted", "uncertainty")
-    return {name: to_plain(getattr(plan, name)) for name in parts}
 
 
 def changes(request: PlanRequest, before: Layout, after: Layout, refusal: Refusal) -> Changes:

@@ -22,9 +22,9 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.batch_schedule import BatchSchedule
+from nest_megatron.parallel.before_after import Difference
 from nest_megatron.parallel.degree_rules import require_legal
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.objective import SURE
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.price import Rates
@@ -71,29 +71,6 @@ class Priced:
     def peak_memory_bytes(self) -> Bytes:
         """Of the pipeline rank with the highest peak."""
         return max(stage.peak_memory_bytes for stage in self.found.stages)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """By how much a layout's step is longer than another's of the same job.
-
-    Args:
-        seconds: of the predicted steps.
-        percent: of the other's median step; 9 of 10 runs of both differ by ``low_percent`` to
-            ``high_percent``. Errors that both predictions share are not in that interval.
-        chance_faster: that it is the faster one of the two.
-    """
-
-    seconds: Seconds
-    percent: float
-    low_percent: float
-    high_percent: float
-    chance_faster: float
-
-    @property
-    def is_sure(self) -> bool:
-        """Whether predictions tell which of the two is the faster one."""
-        return max(self.chance_faster, 1.0 - self.chance_faster) >= SURE
 
 
 def difference(other: Priced, found: Priced) -> Difference:

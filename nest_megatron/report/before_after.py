@@ -8,10 +8,15 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from nest_megatron.parallel.before_after import (
+    BeforeAfter,
+    Changes,
+    ChoiceChange,
+    Difference,
+    LayoutChange,
+)
 from nest_megatron.parallel.dims import SHORT_DEGREES
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner.changes import BeforeAfter, Changes, ChoiceChange, LayoutChange
-from nest_megatron.planner.layouts import Difference
+from nest_megatron.parallel.prediction import PricedLayout
 from nest_megatron.report.tables import (
     FittingTable,
     figure_columns,
@@ -20,7 +25,7 @@ from nest_megatron.report.tables import (
     name_columns,
     word_columns,
 )
-from nest_megatron.report.words import degrees, plan_verdict
+from nest_megatron.report.words import degrees, memory_verdict
 from nest_megatron.units import GIB, format_chance, format_count, format_gib, format_seconds
 
 #: What the two tables of changes show, and what is said of a change in each that Megatron refuses.
@@ -30,7 +35,7 @@ _ALONE, _IN_ORDER = (
 )
 
 
-def before_after_report(found: BeforeAfter, plan: ParallelPlan) -> RenderableType:
+def before_after_report(found: BeforeAfter, plan: PricedLayout) -> RenderableType:
     """Both side by side, what each change brings, and what it needs."""
     title = Text("Today and planned", style="bold cyan")
     if found.before is None or found.changes is None:
@@ -54,7 +59,7 @@ def before_after_report(found: BeforeAfter, plan: ParallelPlan) -> RenderableTyp
     return Group(*parts, Text())
 
 
-def before_after_section(found: BeforeAfter, plan: ParallelPlan) -> Mapping[str, Any]:
+def before_after_section(found: BeforeAfter, plan: PricedLayout) -> Mapping[str, Any]:
     """The same for the page of a plan."""
     before, changes = found.before, found.changes
     if before is None or changes is None:
@@ -77,9 +82,12 @@ def refused_words(found: BeforeAfter) -> str:
     return f"What runs today cannot be priced: {found.refused}"
 
 
-def verdict(before: ParallelPlan, whole: Difference) -> str:
+def verdict(before: PricedLayout, whole: Difference) -> str:
     """What a difference means for who has a job that runs."""
-    misfit = "" if before.predicted.fits else f" The present layout: {plan_verdict(before)}."
+    found, misfit = before.predicted, ""
+    if not found.fits:
+        needs = found.peak_memory_bytes, found.capacity_bytes
+        misfit = f" The present layout: {memory_verdict(*needs, before.not_modelled)}."
     if whole.seconds == 0:
         return f"The plan is what runs today.{misfit}"
     chance = max(whole.chance_faster, 1 - whole.chance_faster)
@@ -96,7 +104,7 @@ def verdict(before: ParallelPlan, whole: Difference) -> str:
 
 
 def side_by_side(
-    before: ParallelPlan, plan: ParallelPlan, whole: Difference
+    before: PricedLayout, plan: PricedLayout, whole: Difference
 ) -> Iterator[tuple[str, str, str, str]]:
     """Each figure and each degree today and planned, and the difference of the steps."""
     for (name, today), (_, planned) in zip(_figures(before), _figures(plan), strict=True):
@@ -108,7 +116,7 @@ def side_by_side(
     yield "Micro batch", micro, planned_micro, ""
 
 
-def _figures(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
+def _figures(plan: PricedLayout) -> Iterator[tuple[str, str]]:
     found, gpus = plan.predicted, plan.placement.num_gpus
     yield "Step", format_seconds(found.iteration_time_s)
     yield "Tokens/s", f"{found.tokens_per_s_per_gpu * gpus:,.0f}"
@@ -135,7 +143,7 @@ def difference_words(found: Difference) -> str:
     return f"{found.percent:+.1f} % ({low:+.1f} to {high:+.1f} % in 9 of 10)"
 
 
-def _changes_report(before: ParallelPlan, found: Changes) -> Iterator[RenderableType]:
+def _changes_report(before: PricedLayout, found: Changes) -> Iterator[RenderableType]:
     for (title, what), changes, first in _tables(before, found):
         yield heading(title)
         yield FittingTable(
@@ -146,19 +154,19 @@ def _changes_report(before: ParallelPlan, found: Changes) -> Iterator[Renderable
 
 
 def _tables(
-    before: ParallelPlan, found: Changes
-) -> tuple[tuple[tuple[str, str], tuple[LayoutChange, ...], ParallelPlan | None], ...]:
+    before: PricedLayout, found: Changes
+) -> tuple[tuple[tuple[str, str], tuple[LayoutChange, ...], PricedLayout | None], ...]:
     """Both tables of changes: title and words, changes, and what stands at the head."""
     return (_ALONE, found.alone, None), (_IN_ORDER, found.in_order, before)
 
 
 def change_rows(
-    changes: Iterable[LayoutChange], first: ParallelPlan | None = None
+    changes: Iterable[LayoutChange], first: PricedLayout | None = None
 ) -> Iterator[tuple[str, str, str, str, str]]:
     """Number, change, step, difference and GiB of each; what runs today at the head, if given."""
     if first is not None:
         peak = f"{first.predicted.peak_memory_bytes / GIB:.1f}"
-        yield "", "today", format_seconds(first.predicted.iteration_time_s), "", peak
+        yield "0", "today", format_seconds(first.predicted.iteration_time_s), "", peak
     for number, row in enumerate(changes, start=1):
         if row.difference is None or row.step_s is None or row.peak_memory_bytes is None:
             yield str(number), change_words(row.choices), "refused", "", ""

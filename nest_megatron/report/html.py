@@ -12,7 +12,6 @@ from nest_megatron.model.parameters import active_parameters, total_parameters
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.launch import launch_words
 from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan, SearchRecord
-from nest_megatron.planner.changes import BeforeAfter
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.before_after import before_after_section
 from nest_megatron.report.charts import (
@@ -48,18 +47,13 @@ _ENTRY = re.compile(r"^(\w+): (.*(?:\n {4}.*)*)", re.MULTILINE)
 
 
 def html_report(
-    plan: ParallelPlan,
-    times: LayerTimes | None = None,
-    *,
-    flags: Iterable[str] = (),
-    before: BeforeAfter | None = None,
+    plan: ParallelPlan, times: LayerTimes | None = None, *, flags: Iterable[str] = ()
 ) -> str:
     """The report of a plan as one self-contained page.
 
     Args:
         times: the measured layer times that the plan was made with.
         flags: Megatron-LM's for the layout, shown where the plan holds no launch command.
-        before: what runs today beside the plan, where a command was planned.
     """
     rows = summary_rows(plan)
     return render_page(
@@ -82,7 +76,7 @@ def html_report(
         shortlist=plan.shortlist and shortlist_words(plan),
         search=_search(plan.search),
         launches=_launches(plan, flags),
-        today=before and before_after_section(before, plan),
+        today=plan.today and before_after_section(plan.today, plan.priced()),
         sensitivity=sensitivity(plan, times),
         site=plan.provenance.site and site_rows(plan.provenance.site),
         provenance=_provenance(plan),

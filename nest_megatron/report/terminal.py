@@ -15,7 +15,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from nest_megatron.errors import typed_setting
-from nest_megatron.parallel.plan import ParallelPlan, PredictedStage, sharding
+from nest_megatron.parallel.plan import ParallelPlan, sharding
+from nest_megatron.parallel.prediction import PredictedStage
 from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.planner import EndedEarly, NoPlan, describe_grid
 from nest_megatron.report.price import price_rows

@@ -11,14 +11,8 @@ from nest_megatron.errors import typed_setting
 from nest_megatron.parallel.batch_schedule import PredictedBatch
 from nest_megatron.parallel.dims import SHORT_DEGREES
 from nest_megatron.parallel.objective import SURE, Choice, Objective, SiteChange, Uncertainty
-from nest_megatron.parallel.plan import (
-    Alternative,
-    Goodput,
-    Headroom,
-    ParallelChoice,
-    ParallelPlan,
-    SearchRecord,
-)
+from nest_megatron.parallel.plan import Alternative, Goodput, Headroom, ParallelPlan, SearchRecord
+from nest_megatron.parallel.prediction import ParallelChoice
 from nest_megatron.planner.shortage import EndedEarly
 from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.units import (

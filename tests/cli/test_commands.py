@@ -371,12 +371,19 @@ def test_a_command_is_rewritten_with_every_change_shown() -> None:
     assert "--data-cache-path /tmp/cache" in " ".join(done.out.replace("\\\n", " ").split())
 
 
-def test_the_page_of_a_command_begins_with_what_runs_today(tmp_path: Path) -> None:
-    page = tmp_path / "plan.html"
-    done = run("plan", "--from", LLAMA3_8B, "cluster=dgx_h100", "--html", str(page))
+def test_a_command_s_page_begins_with_what_runs_today_and_its_plan_keeps_it(tmp_path: Path) -> None:
+    page, plan = tmp_path / "plan.html", tmp_path / "plan.yaml"
+    words = ("cluster=dgx_h100", f"out={plan}", "--html", str(page))
+    done = run("plan", "--from", LLAMA3_8B, *words)
     assert done.code == 0, done.err
     text = page.read_text(encoding="utf-8")
     assert 0 < text.index("Today and planned") < text.index("<h2>Launch")
+    again = tmp_path / "again.html"
+    explained = run("explain", str(plan), "--html", str(again))
+    assert again.read_text(encoding="utf-8") == text
+    assert explained.out.startswith("Today and planned\n")
+    report, _, _ = explained.out.partition("\nToday is ")
+    assert done.out.startswith(report)
 
 
 @pytest.mark.parametrize("other", ["--multirun", "--for-gpus=8..16", "--for-nodes=1..2"])

@@ -6,9 +6,11 @@ Skipped where playwright (``pip install playwright``) or a Chromium on the path 
 from __future__ import annotations
 
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -34,8 +36,9 @@ CONTRAST = """() => {
     return getComputedStyle(document.body).backgroundColor; };
   const words = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), low = [];
   while (words.nextNode()) { const node = words.currentNode.parentElement;
-    if (!words.currentNode.data.trim() || node.closest("svg, script, .bar")) continue;
-    const pair = [light(getComputedStyle(node).color), light(behind(node))].sort((a, b) => b - a);
+    if (!words.currentNode.data.trim() || node.closest("script, .bar, .number")) continue;
+    const look = getComputedStyle(node), ink = node.closest("svg") ? look.fill : look.color;
+    const pair = [light(ink), light(behind(node))].sort((a, b) => b - a);
     const ratio = (pair[0] + 0.05) / (pair[1] + 0.05);
     if (ratio < 4.5) low.push([words.currentNode.data.trim(), ratio.toFixed(2)]); }
   return low; }"""
@@ -44,6 +47,13 @@ CUT = """() => {
   const shown = document.querySelectorAll("main :is(p, dd, dt, h1, h2, th, td, li, pre)");
   return [...shown].filter(each => each.getBoundingClientRect().right > innerWidth + 1
     && !each.closest(".scroll:not(.cards), .picture")).map(each => each.textContent.trim()); }"""
+
+
+class Node(NamedTuple):
+    """A part of the page: its name, and the level of a heading."""
+
+    name: str
+    level: int | None
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +70,7 @@ def page_of(name: str) -> str:
     """The page of a shape of plans, or of a command beside what it runs today."""
     if name in SHAPES:
         return html_report(SHAPES[name]())
-    plan, before, _ = command_page()
-    return html_report(plan, before=before)
+    return html_report(command_page()[0])
 
 
 @pytest.fixture(scope="module", params=["searched", "interleaved", "one stage", "command"])
@@ -176,3 +185,50 @@ def test_a_print_cuts_nothing(browser: Any, address: str) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 703
     assert page.evaluate(CUT.replace(".scroll:not(.cards), .picture", ".none")) == []
     assert page.evaluate("getComputedStyle(document.querySelector('pre')).maxHeight") == "none"
+
+
+def tree(page: Any) -> dict[str, list[Node]]:
+    """What Chromium tells assistive technology, in reading order, by role."""
+    found = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
+    nodes, by_role = {each["nodeId"]: each for each in found}, defaultdict(list)
+    left = [found[0]["nodeId"]]
+    while left:
+        each = nodes[left.pop()]
+        left += reversed(each.get("childIds", ()))
+        if not each["ignored"]:
+            said = {name: each.get(name, {}).get("value", "") for name in ("role", "name")}
+            properties = {p["name"]: p["value"].get("value") for p in each.get("properties", ())}
+            by_role[said["role"]].append(Node(said["name"], properties.get("level")))
+    return by_role
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_screen_reader_is_told_what_each_part_is(browser: Any, address: str, width: int) -> None:
+    page, _ = opened(browser, address, viewport={"width": width, "height": 900})
+    told = tree(page)
+    assert [each.level for each in told["heading"]].count(1) == 1
+    levels = [0, *(each.level for each in told["heading"])]
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    captions = page.locator("caption").all_text_contents()
+    assert [each.name for each in told["table"]] == captions
+    assert len({*captions}) == len(captions)
+    assert len(told["rowheader"]) == page.locator("tbody tr").count()
+    if width > 600:  # cards bear the name of the column in each cell
+        assert len(told["columnheader"]) == page.locator("thead th").count()
+    assert len(told["main"]) == 1
+    for role in ("button", "radio", "group", "image"):
+        assert told[role], role
+        assert all(each.name for each in told[role]), (role, told[role])
+
+
+def test_tab_goes_through_the_page_in_its_order_and_shows_where(browser: Any, address: str) -> None:
+    page, _ = opened(browser, address)
+    stops = page.evaluate("""() => [...document.querySelectorAll("button, input, [tabindex]")]
+      .filter(each => each.tabIndex >= 0 && each.checkVisibility()
+        && (each.type !== "radio" || each.checked))
+      .map((each, place) => each.dataset.stop = place).length""")
+    for place in range(stops):
+        page.keyboard.press("Tab")
+        focused = page.evaluate("""() => { const at = document.activeElement;
+          return [at.dataset.stop, getComputedStyle(at).outlineStyle]; }""")
+        assert focused == [str(place), "solid"]

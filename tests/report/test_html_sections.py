@@ -12,10 +12,10 @@ import pytest
 from nest_megatron.api import planned_command
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.parallel.before_after import BeforeAfter
 from nest_megatron.parallel.objective import MechanismChange, Shortlist, SiteChange
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import estimate_plan
-from nest_megatron.planner.changes import BeforeAfter
 from nest_megatron.report.before_after import verdict
 from nest_megatron.report.html import html_report
 from nest_megatron.report.words import confidence_words
@@ -80,17 +80,18 @@ def test_the_verdict_is_that_of_the_terminal() -> None:
     plan, found, _ = command_page()
     assert found.before is not None
     assert found.changes is not None
-    text = unescape(html_report(plan, before=found))
+    text = unescape(html_report(plan))
     assert f'<p class="verdict">{verdict(found.before, found.changes.whole)}</p>' in text
     needs = dataclasses.replace(found, needs=("A package <b>.",))
-    assert "<li>A package &lt;b&gt;.</li>" in html_report(plan, before=needs)
+    assert "<li>A package &lt;b&gt;.</li>" in html_report(dataclasses.replace(plan, today=needs))
 
 
 def test_a_command_that_does_not_start_is_told() -> None:
     plan, _, _ = command_page()
-    page = html_report(plan, before=BeforeAfter(before=None, refused="heads = 3: no"))
+    refused = BeforeAfter(before=None, refused="heads = 3: no")
+    page = html_report(dataclasses.replace(plan, today=refused))
     assert "What runs today cannot be priced: heads = 3: no" in page
-    assert "Today and planned" not in html_report(plan)
+    assert "Today and planned" not in html_report(dataclasses.replace(plan, today=None))
 
 
 def with_bandwidth(factor: float) -> Callable[[Cluster], Cluster]:
@@ -132,6 +133,22 @@ def test_sensitivity_is_what_estimate_says_of_the_changed_cluster(
         )
         longer = found.predicted.iteration_time_s / plan.predicted.iteration_time_s - 1
         assert cell == f"{100 * longer:+.1f} %"
+
+
+def test_sensitivity_to_an_assumption_is_what_estimate_says_under_that_setting() -> None:
+    plan = searched_plan()
+    rows = {row[0]: row for row in Page(html_report(plan)).table("By how much the plan's step")}
+    row = rows["load of the busiest experts over the mean (cost.expert_imbalance)"]
+    assert row[1:4] == ["1", "not possible", "not possible"]
+    for cell, load in zip(row[4:6], (1.25, 2.0), strict=True):
+        settings = CostSettings(expert_imbalance=load)
+        found = estimate_plan(
+            plan.model, plan.cluster, settings, plan.grid(), plan.partition()
+        ).predicted
+        longer = found.iteration_time_s / plan.predicted.iteration_time_s - 1
+        assert cell == (f"{100 * longer:+.1f} %" if found.fits else "does not fit")
+    assert rows["efficiency of GEMMs"][5] == "not possible"
+    assert float(rows["efficiency of GEMMs"][2].removesuffix(" %")) > 0
 
 
 def test_sensitivity_says_where_the_plan_no_longer_fits() -> None:

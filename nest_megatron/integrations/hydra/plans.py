@@ -57,7 +57,8 @@ from nest_megatron.model.execution import Execution
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.diff import Change, plan_values, reason
 from nest_megatron.parallel.knobs import KNOBS
-from nest_megatron.parallel.plan import ParallelChoice, ParallelPlan
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.prediction import ParallelChoice
 from nest_megatron.report.console import say, show
 
 #: The application's own fields say which ZeRO stages it has (``zero_stages``).

@@ -23,7 +23,7 @@ from nest_megatron.integrations.megatron_lm.read import job_from_values
 from nest_megatron.integrations.recipe import lightning_precision
 from nest_megatron.model.arguments import EXPERT_NAMES, LINEAR_NAMES, SAME_NAMES
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.plan import ParallelChoice
+from nest_megatron.parallel.prediction import ParallelChoice
 
 #: Megatron's names, by which any application may have its fields.
 _NAMES = (

@@ -13,9 +13,10 @@ from nest_megatron.integrations.megatron_lm.checkpoint import check_loadable
 from nest_megatron.integrations.megatron_lm.layout_arguments import newest_flags
 from nest_megatron.integrations.megatron_lm.planning import CommandPlan
 from nest_megatron.integrations.megatron_lm.saved_by_plan import saved_by
+from nest_megatron.parallel.before_after import BeforeAfter
 from nest_megatron.parallel.knobs import KNOBS
 from nest_megatron.parallel.plan import ParallelPlan, sharding
-from nest_megatron.planner.changes import BeforeAfter, changes
+from nest_megatron.planner.changes import changes
 from nest_megatron.planner.layouts import Layout
 
 _RESHARDABLE = "dist_ckpt_optim_fully_reshardable"
@@ -36,7 +37,7 @@ def before_and_after(found: CommandPlan, composed: Composed) -> BeforeAfter:
         sharding=sharding(plan.parallel),
     )
     return BeforeAfter(
-        before=before,
+        before=before.priced(),
         changes=changes(request, own, after, refusal(request, found.command)),
         needs=(*_packages(before, plan), *_releases(found), *_checkpoint(found, before)),
     )

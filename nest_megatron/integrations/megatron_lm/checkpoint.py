@@ -25,7 +25,7 @@ from nest_megatron.integrations.megatron_lm.stage_options import user_partition
 from nest_megatron.model.layer_pattern import hybrid_kinds
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.layout import expand_layout, layout_string, uniform_partition
-from nest_megatron.parallel.plan import ParallelChoice
+from nest_megatron.parallel.prediction import ParallelChoice
 
 _Values = Mapping[str, Any]
 _RANKS = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")

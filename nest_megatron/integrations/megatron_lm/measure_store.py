@@ -26,7 +26,8 @@ from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.plan import Alternative, ParallelChoice, ParallelPlan
+from nest_megatron.parallel.plan import Alternative, ParallelPlan
+from nest_megatron.parallel.prediction import ParallelChoice
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.planner import PlanRequest
 from nest_megatron.profile import store

@@ -13,11 +13,12 @@ from nest_megatron.config.compose import Composed
 from nest_megatron.config.layout_words import read_layout
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.planned_job import SEARCH_S, PlannedJob
+from nest_megatron.parallel.before_after import Difference
 from nest_megatron.parallel.layout import spread_partition
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import EndedEarly, NoPlan
 from nest_megatron.planner import plan as find_plan
-from nest_megatron.planner.layouts import Difference, Layout
+from nest_megatron.planner.layouts import Layout
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.versus import peak_stage
 from nest_megatron.solver.space import SearchSpace

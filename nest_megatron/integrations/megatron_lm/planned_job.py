@@ -21,6 +21,7 @@ from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, STATED_ELSEW
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, read_argv
 from nest_megatron.integrations.megatron_lm.rules import check
 from nest_megatron.model.execution import Execution
+from nest_megatron.parallel.before_after import Difference
 from nest_megatron.parallel.dims import DEGREES, ParallelDims, RankOrder
 from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.grid import Grid
@@ -30,7 +31,7 @@ from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import ParallelPlan, sharding, zero_stage
 from nest_megatron.planner import PlanRequest, estimate_plan
-from nest_megatron.planner.layouts import Difference, Layout, Prices, difference
+from nest_megatron.planner.layouts import Layout, Prices, difference
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.space import SearchSpace
 
