@@ -183,6 +183,11 @@ _DIMENSIONS: Mapping[str, Dimension] = {
     "_watts": Dimension(
         words="a power in watts", units=_prefixed("W", binary=False), example="1.2kW"
     ),
+    "_minutes": Dimension(
+        words="a time in minutes",
+        units={name: size / 60 for name, size in _TIMES.items()},
+        example="90s, or 10min",
+    ),
     "_hours": Dimension(
         words="a time in hours",
         units={name: size / 3600 for name, size in _TIMES.items()},

@@ -67,8 +67,10 @@ def _run(arguments: list[str], begun_s: float) -> int:
         return BAD_INPUT
     except click.ClickException as error:  # in the form of our own errors
         command = getattr(getattr(error, "ctx", None), "command_path", PROGRAM)
-        limit = error.format_message().rstrip(".")
-        fix = f"`{command} --help` shows the options and examples."
+        limit, fix = error.format_message(), f"`{command} --help` shows the options and examples."
+        if close := getattr(error, "possibilities", None):  # of an option that is misspelt
+            limit, fix = error.message, f"Did you mean {' or '.join(close)}? {fix}"
+        limit = limit.rstrip(".")
         wrong = UserInputError("command line", value=command, limit=limit, fix=fix)
         print_error(wrong, as_json=as_json)
         return BAD_INPUT

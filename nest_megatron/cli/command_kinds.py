@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 import click
 
 from nest_megatron.cli.complete import complete_override, completing, freed_names
+from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.files import check_output, is_standard_output, reserved_standard_output
+from nest_megatron.units import dimension_of, read_quantity
 
 Made = TypeVar("Made")
 Decorator = Callable[[Callable[..., Any]], Made]
@@ -21,6 +23,29 @@ class OutputFile(click.Path):
 
     def __init__(self) -> None:
         super().__init__(path_type=Path, allow_dash=True)
+
+
+class Duration(click.types.FloatParamType):
+    """A time above 0 with a unit (``90s``), or a plain number of what its field's name says."""
+
+    name = "time"
+
+    def __init__(self, field: str) -> None:
+        self.field = field
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """The time in the unit of the field; ``UserInputError`` for anything else."""
+        what = self.field if param is None else param.opts[0]
+        try:
+            found = float(value)
+        except ValueError:
+            found = float(read_quantity(value, self.field, what))
+        if found > 0:
+            return found
+        limit, fix = "it must be above 0", f"Write for example {dimension_of(self.field).example}."
+        raise UserInputError(what, value=found, limit=limit, fix=fix)
 
 
 class Examples(click.Command):
@@ -91,6 +116,19 @@ class Group(Examples, click.Group):
 
     command_class = Command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a command; ``UserInputError`` with the nearest for a name that none has."""
+        name, known = args[0], self.list_commands(ctx)
+        found = self.get_command(ctx, name)
+        if found is not None or name.startswith("-") or ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
+        fix = nearest(name, known, count=1)
+        if "=" in name:
+            fix = f"Put a command before the settings; `{ctx.command_path} --help` lists them."
+        raise UserInputError("command", value=name, limit="there is no such command", fix=fix)
+
     def subcommand(self, name: str, *examples: str) -> Decorator[click.Command]:
         """Add a command with its examples."""
         return self.command(name, examples=examples)
@@ -132,14 +170,16 @@ from_option = click.option(
     "from_command",
     metavar="COMMAND",
     help="Your own Megatron-LM command, in quotes, or the script that launches it (train.sh), "
-    "which is read and not run; - reads a command from standard input.",
+    "which is read and not run; - reads a command from standard input. Or one that trains a recipe "
+    "(nemo llm pretrain --factory NAME), where its framework is installed.",
 )
 free_option = click.option(
     "--free",
     metavar="NAMES",
     default="",
     shell_complete=completing(freed_names),
-    help="With --from: flags of yours that may change, separated by commas, or all.",
+    help="With --from: flags of yours that may change, separated by commas, or all; of a recipe "
+    "all that keep the format of checkpoints, if not given.",
 )
 strict_option = click.option(
     "--strict",

@@ -18,6 +18,7 @@ from nest_megatron.cli.command_kinds import (
     NEXT,
     OUTPUT,
     PATH,
+    Duration,
     command,
     json_option,
     settings_argument,
@@ -71,10 +72,11 @@ _NETWORK_SHARE = 0.25
 )
 @click.option(
     "--max-seconds",
-    type=float,
+    type=Duration("max_seconds"),
     default=BUDGET_S,
     show_default=True,
-    help="Budget; shapes that the best plans need come first, the rest is interpolated.",
+    help="Budget, in seconds or with a unit (10min); shapes that the best plans need come first, "
+    "the rest is interpolated.",
 )
 @click.option(
     "--implementation",
@@ -132,9 +134,6 @@ class Timed:
 def _run(options: _Options) -> None:
     """Time the layer blocks of a model, and the collectives between the ranks."""
     started = time.monotonic()
-    if not options.max_seconds > 0:
-        limit, fix = "it must be above 0", "Give the seconds."
-        raise UserInputError("--max-seconds", value=options.max_seconds, limit=limit, fix=fix)
     if options.for_plan is None:
         asked = asked_by_settings(options.overrides, options.config_dir)
     else:

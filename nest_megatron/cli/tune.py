@@ -9,6 +9,7 @@ import click
 from nest_megatron.cli.command_kinds import (
     FOLDER,
     NEXT,
+    Duration,
     command,
     config_dir_option,
     json_option,
@@ -51,11 +52,13 @@ from nest_megatron.tuning import LAUNCHERS
 )
 @click.option(
     "--run-timeout",
-    type=click.FloatRange(0, min_open=True),
+    "run_timeout_minutes",
+    type=Duration("run_timeout_minutes"),
     default=30.0,
     show_default=True,
     metavar="MINUTES",
-    help="A run that takes longer is ended, and counts as failed.",
+    help="A run that takes longer, in minutes or with a unit (90s), is ended, and counts as "
+    "failed.",
 )
 @click.option(
     "--launcher",

@@ -48,7 +48,7 @@ class TuneOptions:
     megatron_version: str
     budget: int
     iterations: int
-    run_timeout: float
+    run_timeout_minutes: float
     launcher: str
     launcher_options: tuple[str, ...]
     out: Path | None
@@ -75,7 +75,7 @@ class TuneOptions:
             megatron_version=self.megatron_version,
             budget=self.budget,
             iterations=self.iterations,
-            run_timeout_s=60.0 * self.run_timeout,
+            run_timeout_s=60.0 * self.run_timeout_minutes,
             launcher=self.launcher,
             launcher_options=self.launcher_options,
             folder=str(Path.cwd()),

@@ -71,8 +71,11 @@ BAD = {
     "removed setting": ((*LLAMA, "~train.precision"), "train.precision=null"),
     "missing model file": (("plan", "model=./no.json", "cluster=dgx_h100"), "No such file"),
     "missing config dir": ((*LLAMA, "--config-dir", "/nope"), "no such folder"),
-    "unknown option": ((*LLAMA, "--jsn"), "--json"),
-    "unknown command": (("planx",), "plan"),
+    "unknown option": ((*LLAMA, "--jsn"), "Did you mean --json?"),
+    "unknown command": (("plna",), "Did you mean plan?"),
+    "unknown subcommand": (("cluster", "discver"), "Did you mean discover?"),
+    "no command": (("model=llama3_8b",), "before the settings"),
+    "misspelt setting": ((*LLAMA, "search.num_alternative=3"), "mean search.num_alternatives"),
     "free without from": ((*LLAMA, "--free", "all"), "--from"),
     "wrong flag value": (
         (*WITHOUT_MODEL, "--from", "pretrain_gpt.py --num-layers x"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from nest_megatron.cli.command_kinds import Duration
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.launch import read_launch, read_words
@@ -60,6 +61,38 @@ def test_a_cluster_is_the_same_with_units(typed: str, plain: str) -> None:
 )
 def test_a_setting_is_the_same_with_a_unit(typed: str, plain: str) -> None:
     assert composed(typed).config == composed(plain).config
+
+
+@pytest.mark.parametrize(
+    ("field", "typed", "found"),
+    [
+        ("max_seconds", "8", 8.0),
+        ("max_seconds", "90s", 90.0),
+        ("max_seconds", "10min", 600.0),
+        ("run_timeout_minutes", "30", 30.0),
+        ("run_timeout_minutes", "90s", 1.5),
+        ("run_timeout_minutes", "1.5h", 90.0),
+    ],
+)
+def test_a_time_of_an_option_has_a_unit_or_the_one_of_its_name(
+    field: str, typed: str, found: float
+) -> None:
+    assert Duration(field).convert(typed, None, None) == found
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("profile", "model=llama3_8b", "--max-seconds", "5GB"), "90s, or 2min"),
+        (("profile", "model=llama3_8b", "--max-seconds", "nan"), "above 0"),
+        (("tune", "--run-timeout", "10m"), "90s, or 10min"),
+        (("tune", "--run-timeout", "-5min"), "--run-timeout = -5.0: it must be above 0"),
+    ],
+)
+def test_a_wrong_time_of_an_option_is_named(words: tuple[str, ...], told: str) -> None:
+    done = run(*words)
+    assert done.code == 2
+    assert told in done.err.replace("\n       ", " ")
 
 
 def test_a_thousand_tokens_are_not_1024() -> None:
