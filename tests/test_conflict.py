@@ -15,8 +15,8 @@ from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.parser import read_command
-from nest_megatron.integrations.megatron_lm.planning import read_request
 from nest_megatron.integrations.megatron_lm.read import read_job
+from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition

@@ -26,7 +26,8 @@ from nest_megatron.config.overrides import Setting
 from nest_megatron.config.request import request_of
 from nest_megatron.config.target import read_target
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm import as_typed, planning
+from nest_megatron.integrations import typed_command
+from nest_megatron.integrations.megatron_lm import as_typed
 from nest_megatron.integrations.megatron_lm.attach import with_launch
 from nest_megatron.integrations.megatron_lm.before_after import before_and_after
 from nest_megatron.integrations.megatron_lm.node_counts import TableJob, plan_for_nodes, sized
@@ -134,11 +135,13 @@ def plan_command(
 
     Args:
         command: the command as a text or as words, or the script that launches it (``train.sh``),
-            which is read and not run.
+            which is read and not run; or one that trains a recipe (``nemo llm pretrain --factory
+            NAME``), where its framework is installed.
         cluster: as for ``plan``.
         num_gpus: size of the job; the launcher's own if not given.
         global_batch_size: the command's own if not given.
-        free: flags of the command that may change (``tensor_model_parallel_size``), or ``["all"]``.
+        free: flags of the command that may change (``tensor_model_parallel_size``), or ``["all"]``;
+            of a recipe all that keep the format of checkpoints, if not given.
         megatron_version: the release whose flags the command uses, ``0.16.1`` or ``0.20``.
         strict: refuse flags that Megatron-LM does not have, instead of passing them on.
         shortlist: also say which plans could be the fastest.
@@ -146,7 +149,8 @@ def plan_command(
         settings: as for ``plan``; they win over the command.
 
     Returns:
-        A plan whose ``to_megatron_args`` are the command's flags, rewritten.
+        A plan whose ``to_megatron_args`` are the command's flags, rewritten; of a recipe there are
+        none, and ``Plan.apply`` writes it.
 
     Raises:
         UserInputError: for a command that cannot be read; and the errors of ``plan``.
@@ -160,7 +164,7 @@ def plan_command(
     """
     given = {**_sizes(num_gpus, global_batch_size), **settings}
     composed = compose_keywords(None, cluster, given, config_dir)
-    found = planning.plan_command(
+    found = typed_command.plan_command(
         _text(command),
         composed,
         free=free,
@@ -172,7 +176,7 @@ def plan_command(
     return planned_command(found, composed)
 
 
-def planned_command(found: planning.CommandPlan, composed: Composed) -> Plan:
+def planned_command(found: typed_command.CommandPlan, composed: Composed) -> Plan:
     """The plan of a command beside what it runs today, here and on the command line."""
     today = before_and_after(found, composed)
     return Plan(record=sealed(replace(found.plan, today=today)), notes=found.notes)

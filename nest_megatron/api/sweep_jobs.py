@@ -14,7 +14,7 @@ import importlib.resources
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from nest_megatron.documents import read_json
 from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import write_text
 from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
-from nest_megatron.integrations.megatron_lm.planning import plan_command, read_typed
+from nest_megatron.integrations.typed_command import plan_command, read_typed
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.report.console import error_fields, progress
@@ -53,7 +53,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweptCommand:
-    """A user's Megatron-LM command, planned by each job of a sweep.
+    """A user's command, of Megatron-LM or of a recipe, planned by each job of a sweep.
 
     Args:
         text: the command, or the script that launches it.
@@ -89,10 +89,11 @@ class SweptCommand:
 
     def content(self, composed: Composed) -> object:
         """What it consists of, the file of a script included."""
-        command = read_typed(self.text, composed, version=self.version, strict=self.strict).command
-        assert command is not None
-        words = (command.environment, command.launcher, command.script, command.argv)
-        return to_plain((words, self.free, self.version, self.strict))
+        job, _ = read_typed(self.text, composed, version=self.version, strict=self.strict)
+        said: tuple[object, ...] = (job.spec, job.values, job.memory_flags)
+        if (command := job.command) is not None:
+            said = (command.environment, command.launcher, command.script, command.argv)
+        return to_plain((said, self.free, self.version, self.strict))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +106,7 @@ class SweepJob:
         key: what it consists of, in one word.
         config_dir: the folder of the user's own files.
         command: that it plans; ``None`` where the settings name a model.
+        traits: of the plan file whose job it is, as for ``plan_composed``.
     """
 
     settings: tuple[Setting, ...]
@@ -112,6 +114,7 @@ class SweepJob:
     key: str
     config_dir: str | None = None
     command: SweptCommand | None = None
+    traits: Mapping[str, float | str] | None = None
 
     def composed(self, *, without: Callable[[str], bool] | None = None) -> Composed:
         """Its settings, behind the defaults of the site.
@@ -127,7 +130,8 @@ class SweepJob:
         """Its plan; raises as ``plan_composed``."""
         if self.command is not None:
             return self.command.plan(self.composed(), begun_s=begun_s, on_progress=on_progress)
-        return plan_composed(self.composed(), begun_s=begun_s, on_progress=on_progress)
+        composed, traits = self.composed(), self.traits
+        return plan_composed(composed, begun_s=begun_s, traits=traits, on_progress=on_progress)
 
 
 def sweep_job(
@@ -135,19 +139,24 @@ def sweep_job(
     keys: Collection[str],
     config_dir: Path | None = None,
     command: SweptCommand | None = None,
+    traits: Mapping[str, float | str] | None = None,
 ) -> SweepJob:
     """A job with its key: the composed values, files of the user included.
 
     Args:
         keys: of the settings in which the jobs of its sweep differ.
+        config_dir, command, traits: as of ``SweepJob``.
     """
     varied = tuple(setting for setting in settings if setting.key in keys)
     folder = None if config_dir is None else str(config_dir.expanduser().resolve())
-    job = SweepJob(settings=settings, varied=varied, key="", config_dir=folder, command=command)
+    job = SweepJob(
+        settings=settings, varied=varied, key="", config_dir=folder, command=command, traits=traits
+    )
     try:
         composed = job.composed()
         values: list[object] = [to_plain(composed.config)]
         values += [] if command is None else [command.content(composed)]
+        values += [] if traits is None else [dict(traits)]
     except UserInputError as error:  # its result is the error, and is never kept
         values = [str(error), *map(str, settings)]
     text = json.dumps([__version__, *values], sort_keys=True, default=str)

@@ -29,7 +29,7 @@ from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.target import read_settings
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, require_folder
-from nest_megatron.integrations.megatron_lm.planning import read_model
+from nest_megatron.integrations.typed_command import read_model
 from nest_megatron.megatron_core import cache
 from nest_megatron.megatron_core.chain import build, extract_chain, read_inputs, require_torch
 from nest_megatron.megatron_core.layers import ExtractedLayer

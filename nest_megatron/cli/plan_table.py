@@ -13,7 +13,7 @@ from nest_megatron.config.compose import Composed
 from nest_megatron.config.overrides import Setting
 from nest_megatron.errors import OK, UserInputError
 from nest_megatron.integrations.megatron_lm.node_counts import TableJob, plan_for_nodes, sized
-from nest_megatron.integrations.megatron_lm.planning import command_of_plan, read_request
+from nest_megatron.integrations.typed_command import command_of_plan, read_request
 from nest_megatron.report.console import progress, say, show, show_json
 
 _OPTION = "--for-nodes"
@@ -53,11 +53,10 @@ def _job(composed: Composed, options: PlanOptions) -> TableJob:
     assert text is not None
     free, strict = options.freed, options.strict
     job, request = read_request(text, composed, free=free, version=version, strict=strict)
-    assert job.command is not None
     return TableJob(
         request=request,
         version=job.version,
-        values=job.command.values,
+        values=job.values,
         finished=lambda found: command_of_plan(job, request, composed, found).plan,
     )
 

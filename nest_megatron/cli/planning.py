@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from nest_megatron.api import Plan, planned_command
 from nest_megatron.api.composed import estimate_composed, plan_composed
+from nest_megatron.api.sweep_jobs import SweptCommand
 from nest_megatron.cli.command_kinds import forced
 from nest_megatron.cli.placing import placed, with_notes
 from nest_megatron.cluster.placement import Launcher
@@ -22,7 +23,7 @@ from nest_megatron.files import check_output, is_standard_output
 from nest_megatron.integrations.launched import change_rows
 from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
-from nest_megatron.integrations.megatron_lm.planning import CommandPlan, plan_command
+from nest_megatron.integrations.typed_command import CommandPlan, plan_command
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.launch import script_words
 from nest_megatron.report.console import command_lines, progress, say, show, show_json
@@ -75,6 +76,14 @@ class FreeingOptions(EstimateOptions):
     def require_command(self) -> None:
         """Refuse options that go with --from alone."""
         self._require_from(("--free", self.free), ("--strict", self.strict))
+
+    def swept_command(self) -> SweptCommand | None:
+        """The user's command as the jobs of a table plan it, if there is one."""
+        if (text := self.command()) is None:
+            return None
+        return SweptCommand(
+            text=text, free=tuple(self.freed), version=self.megatron_version, strict=self.strict
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,8 +227,11 @@ def _plan_command(
 
 
 def _command_parts(found: CommandPlan) -> list[RenderableType]:
-    command, launch = found.command, found.plan.launch[LAUNCHER]
-    changes = change_rows(found.changes)
+    command, changes = found.command, change_rows(found.changes)
+    if command is None:
+        changed = ["Changes to the recipe's fields\n", changes_table(changes), ""]
+        return changed if changes else ["The recipe is already the plan.\n"]
+    launch = found.plan.launch[LAUNCHER]
     changed = ["Changes to your command\n", changes_table(changes)]
     given = {**command.environment, **launch.environment}
     words = [*command.launcher, *script_words(command.script), *launch.argv]

@@ -23,15 +23,15 @@ def run_scaling(options: PlanOptions) -> int:
     refuse_other_jobs(options, _OPTION)
     refuse_sweeps(settings)
     given = {setting.key: setting.value for setting in settings}
-    for key, value, limit in (
-        ("--from", options.from_command, "a command is planned by itself"),
-        (_SIZE, given.get(_SIZE), f"{_OPTION} says it"),
-    ):
-        if value is not None:
-            raise UserInputError(key, value=value, limit=limit, fix="Leave one of the two out.")
+    if (value := given.get(_SIZE)) is not None:
+        limit, fix = f"{_OPTION} says it", "Leave one of the two out."
+        raise UserInputError(_SIZE, value=value, limit=limit, fix=fix)
     same = tuple(setting for setting in settings if setting.key != "out")
     each = [(*same, Setting(key=_SIZE, value=str(size))) for size in sizes]
-    jobs = [sweep_job(job, [_SIZE], options.config_dir) for job in each]
+    command = options.swept_command()
+    jobs = [sweep_job(job, [_SIZE], options.config_dir, command) for job in each]
+    if command is not None:
+        command.content(jobs[0].composed())  # what cannot be read is so in all
     swept = run_jobs(jobs, sweep_options(settings, launcher))
     found = Scaling(rows=tuple(swept.rows))
     if options.as_json:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nest_megatron.api.sweep import SweepOptions
-from nest_megatron.api.sweep_jobs import SweptCommand
 from nest_megatron.api.variants import WhatIf, command_variants, parse_changes, plan_variants
 from nest_megatron.cli.command_kinds import forced
 from nest_megatron.cli.planning import FreeingOptions
@@ -51,22 +50,16 @@ def run_whatif(options: WhatIfOptions) -> int:
 
 
 def _found(options: WhatIfOptions) -> WhatIf:
-    words, text = list(options.overrides), options.command()
-    plan = Path(words.pop(0)) if words and text is None else None
-    if text is None and (plan is None or ("=" in plan.name and not plan.exists())):
+    words, command = list(options.overrides), options.swept_command()
+    plan = Path(words.pop(0)) if words and command is None else None
+    if command is None and (plan is None or ("=" in plan.name and not plan.exists())):
         limit, fix = "no job is named", "Put a plan file before the changes, or add --from COMMAND."
         raise UserInputError("whatif", value=str(plan or ""), limit=limit, fix=fix)
     texts, launcher = split_launcher(words)
     changes = parse_changes(texts)
     out = None if options.out is None else str(options.out)
     where = SweepOptions(launcher=launcher, out=out, force=forced())
-    if text is None:
-        assert plan is not None
-        return plan_variants(plan, changes, where)
-    command = SweptCommand(
-        text=text,
-        free=tuple(options.freed),
-        version=options.megatron_version,
-        strict=options.strict,
-    )
-    return command_variants(command, changes, where)
+    if command is not None:
+        return command_variants(command, changes, where)
+    assert plan is not None
+    return plan_variants(plan, changes, where)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from nest_megatron.cost_model.targets import Target
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
+from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import Recompute
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
@@ -94,6 +95,7 @@ class Job:
         version: the release of Megatron-LM whose rules hold.
         batch_schedule: how its batch grows; ``global_batch_size`` is then where it ends, if stated.
         fixed: the parallel settings that the job states, by Megatron's names.
+        stated: all that the fields of a recipe say of its layout, by the same names.
         free: those of them that a plan may change.
         required: what a checkpoint or the data fixes, by the names of ``ParallelChoice``.
         restored: the checkpoint that it starts from, where a plan is checked against it.
@@ -112,6 +114,8 @@ class Job:
         packages: packages of a choice that were found where it runs.
         counts_on_host: numbers of tokens are read by the host before the all-to-all of experts.
         num_gpus, gpus_per_node: ranks of the whole job, and on each host.
+        command: that was read; ``None`` of a recipe.
+        changes: what a plan changes in the fields of a recipe.
         passthrough: flags that Megatron does not have, kept untouched.
         notes: what was assumed or will be ignored, one sentence each.
     """
@@ -126,6 +130,7 @@ class Job:
     precision: Precision = Precision.BF16
     transformer_impl: str = "transformer_engine"
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    stated: Mapping[str, Any] = field(default_factory=dict)
     free: FreeParameters = FreeParameters()
     required: Mapping[str, Requirement] = field(default_factory=dict)
     restored: Restored | None = None
@@ -148,8 +153,14 @@ class Job:
     num_gpus: int | None = None
     gpus_per_node: int | None = None
     command: ReadCommand | None = None
+    changes: Callable[[ParallelPlan], tuple[Change, ...]] | None = None
     passthrough: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """What it says of its layout, by Megatron's names: all flags of a command."""
+        return self.stated if self.command is None else self.command.values
 
     @property
     def not_modelled(self) -> tuple[str, ...]:

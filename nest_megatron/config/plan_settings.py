@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nest_megatron.config.buildable import buildable_space
@@ -12,7 +12,12 @@ from nest_megatron.config.overrides import Setting, value_text
 from nest_megatron.config.request import request_of
 from nest_megatron.config.schema import section_keys
 from nest_megatron.config.target import read_target
-from nest_megatron.cost_model.settings import stored_settings
+from nest_megatron.cost_model.settings import (
+    is_trait,
+    restored_settings,
+    stored_settings,
+    traits_of,
+)
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import PlanRequest
@@ -37,12 +42,33 @@ def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
     found = {key: value_text(value) for key, value in stated.items() if value is not None}
     request = _request(found)
     found |= _space_settings(plan, _words(request))
-    found |= _assumptions(plan.provenance.settings, stored_settings(request.settings), path)
+    found |= _assumptions(plan, stored_settings(request.settings), path)
     request = _request(found)
     if plan.search.space and dict(plan.search.space) != _words(request):
         lacks = _differing(plan.search.space, _words(request))
         raise _unstated(path, f"searched {lacks}")
     return [Setting(key=key, value=value) for key, value in found.items()]
+
+
+def own_traits(plan: ParallelPlan, settings: Sequence[Setting]) -> Mapping[str, float | str] | None:
+    """The traits of a recipe's plan, which its fields say; ``None`` where settings say the same.
+
+    Args:
+        settings: that state the plan's job.
+    """
+    stated = stored_settings(request_of(compose(settings)).settings)
+    own, theirs = (traits_of(each) for each in (plan.provenance.settings, stated))
+    return None if own == theirs else own
+
+
+def with_traits(request: PlanRequest, traits: Mapping[str, float | str] | None) -> PlanRequest:
+    """A request with the traits of a plan file (``own_traits``), which offers no other numbers."""
+    if traits is None:
+        return request
+    stated = stored_settings(request.settings)
+    others = {name: value for name, value in stated.items() if not is_trait(name)}
+    settings = restored_settings({**others, **traits})
+    return dataclasses.replace(request, settings=settings, numeric_offers=())
 
 
 def _request(stated: Mapping[str, str]) -> PlanRequest:
@@ -60,7 +86,6 @@ def _words(request: PlanRequest) -> dict[str, str]:
 def _refuse_unstated(plan: ParallelPlan, path: Path) -> None:
     train = plan.train
     for what, value in (
-        ("peft", plan.model.adapters),
         ("a batch that grows", train.batch_schedule),
         ("lengths of sequences", train.sequence_lengths),
     ):
@@ -107,10 +132,15 @@ def _recompute(plan: ParallelPlan) -> dict[str, str]:
 
 
 def _assumptions(
-    wanted: Mapping[str, float | str], found: Mapping[str, float | str], path: Path
+    plan: ParallelPlan, found: Mapping[str, float | str], path: Path
 ) -> dict[str, str]:
     """Assumptions of the cost model that are not the target's own."""
-    stated = {}
+    stated, wanted = {}, plan.provenance.settings
+    if not plan.launch:  # a recipe's fields are kept as they are (``own_traits``)
+        wanted, found = (
+            {name: value for name, value in each.items() if not is_trait(name)}
+            for each in (wanted, found)
+        )
     for name, value in wanted.items():
         if found.get(name) == value:
             continue

@@ -293,7 +293,7 @@ def read_spec(config: PlanConfig) -> TransformerSpec:
             "--from with your command.",
         )
     spec = with_seq_length(spec_from_mapping(config.model), config.train.seq_length)
-    spec = dataclasses.replace(spec, adapters=read_adapters(config))
+    spec = dataclasses.replace(spec, adapters=read_adapters(config) or spec.adapters)
     if config.checks.plausibility:
         require_plausible(spec, None)
     return spec

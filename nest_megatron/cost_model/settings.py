@@ -124,9 +124,19 @@ def stored_settings(settings: CostSettings) -> dict[str, float | str]:
     return stored
 
 
+def is_trait(name: str) -> bool:
+    """Whether a stored setting is one of the execution's traits."""
+    return name.startswith(_TRAITS)
+
+
+def traits_of(stored: Mapping[str, float | str]) -> dict[str, float | str]:
+    """The traits among stored settings; one that is not there has its default."""
+    return {name: value for name, value in stored.items() if is_trait(name)}
+
+
 def restored_settings(stored: Mapping[str, float | str]) -> CostSettings:
     """The settings that were stored; an unknown one is a ``UserInputError``."""
-    named = {name.removeprefix(_TRAITS): name for name in stored if name.startswith(_TRAITS)}
+    named = {name.removeprefix(_TRAITS): name for name in traits_of(stored)}
     plain = _in_kind(CostSettings, {k: v for k, v in stored.items() if k not in named.values()})
     plain["traits"] = _in_kind(ExecutionTraits, {k: stored[name] for k, name in named.items()})
     return from_plain(CostSettings, plain, "provenance.settings")

@@ -18,14 +18,16 @@ from nest_megatron.config.cluster_detection import (
 )
 from nest_megatron.config.compose import compose
 from nest_megatron.config.defaults import with_defaults
-from nest_megatron.config.job import FreeParameters, Job
+from nest_megatron.config.job import Job
 from nest_megatron.config.launch import MixedGpus
 from nest_megatron.config.overrides import Setting
 from nest_megatron.config.sequence_data import LENGTH_SETTINGS
-from nest_megatron.errors import UserInputError, require_known
-from nest_megatron.integrations.megatron_lm.attach import is_blackwell
-from nest_megatron.integrations.megatron_lm.planning import job_request, plan_to_launch
-from nest_megatron.integrations.megatron_lm.search_space import CHOICES
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_lm.planning import (
+    job_request,
+    on_device,
+    plan_to_launch,
+)
 from nest_megatron.integrations.site_policy import read_launched
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
@@ -33,39 +35,6 @@ from nest_megatron.planner.pinned_job import ActualJob, require_same_job
 from nest_megatron.planner.pins import PinnedPlan
 
 _NUM_GPUS = "cluster.num_gpus"
-
-
-def free_parameters(
-    free: Sequence[str] | str | None = None, keep: Sequence[str] | str = (), option: str = "free"
-) -> FreeParameters:
-    """What of a recipe's own layout the search may change.
-
-    Args:
-        free: choices that may change, a text is one; ``None`` is all of them but those kept and
-            ``use_megatron_fsdp``, which changes the format of checkpoints.
-        keep: choices that stay as the recipe states them; a text is one.
-        option: how the user frees a choice.
-
-    Raises:
-        UserInputError: for a name that is no choice, or one both freed and kept.
-    """
-    freed, stay = _choices("free", free or ()), _choices("keep", keep)
-    if both := set(freed) & set(stay):
-        limit, fix = "a choice is either freed or kept", "Name it once."
-        raise UserInputError("free, keep", value=sorted(both), limit=limit, fix=fix)
-    if free is None:  # all that leaves the checkpoints' format as it is
-        freed = tuple(name for name in CHOICES if name != "use_megatron_fsdp")
-    elif "all" in freed:
-        freed = tuple(CHOICES)
-    fixed = CHOICES if "all" in stay else stay
-    return FreeParameters(names=tuple(name for name in freed if name not in fixed), option=option)
-
-
-def _choices(what: str, given: Sequence[str] | str) -> tuple[str, ...]:
-    names = (given,) if isinstance(given, str) else tuple(given)
-    for name in names:
-        require_known(what, name, (*CHOICES, "all"), "it is no choice that a plan makes")
-    return names
 
 
 def pinned_recipe(
@@ -134,9 +103,7 @@ def plan_recipe(
     """
     place = _place(job, cluster, _settings(job, cluster, overrides), hosts, mixed)
     job = dataclasses.replace(job, notes=(*job.notes, *place.notes))
-    if job.on_blackwell and is_blackwell(place.cluster.accelerator.name):
-        job = dataclasses.replace(job, memory_flags={**job.memory_flags, **job.on_blackwell})
-    request = job_request(job, place.cluster, place.composed)
+    request = job_request(on_device(job, place.cluster), place.cluster, place.composed)
     found = plan_to_launch(request, place.composed, choose)
     if job.restored is not None:
         job.restored.check(found, job.version)

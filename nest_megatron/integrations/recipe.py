@@ -161,6 +161,7 @@ def job_of_fields(
     version = "0.16.1"  # of Megatron-LM, whose rules hold for both frameworks
     required = {} if restored is None else restored.required(version)
     seen = () if restored is None else (restored.note(),)
+    graphs = {name: value_or(config, name, None) for name in GRAPH_FIELDS}
     left_out = unpriced({name: value_or(config, name, None) for name in UNPRICED})
     return Job(
         spec=spec,
@@ -177,12 +178,20 @@ def job_of_fields(
             **family_requirements(config, spec),
         },
         restored=restored,
+        stated=MappingProxyType(
+            {
+                **_as_arguments(stated),
+                **_overlapped(root, places),
+                **graphs,
+                "use_megatron_fsdp": uses_fsdp,
+            }
+        ),
         recompute=read_recompute(stated),
         zero=read_zero({**stated, "use_megatron_fsdp": uses_fsdp}) or ZeroStage.NONE,
         sharding=DataParallelSharding.MEGATRON_FSDP if uses_fsdp else DataParallelSharding.DDP,
         memory_flags=flags,
         on_blackwell=unforced(root, places),
-        graphs=cuda_graphs({name: value_or(config, name, None) for name in GRAPH_FIELDS}),
+        graphs=cuda_graphs(graphs),
         packs=packs_sequences(data),
         closed=closed_choices(data, config),
         full_recompute=recomputes_layers(config),
@@ -222,6 +231,27 @@ def _stated(root: Any, items: Mapping[str, str]) -> dict[str, Any]:
     stated = {item: value for item, value in found.items() if value is not ABSENT}
     layout = "pipeline_model_parallel_layout"
     return {**stated, layout: layout_text(stated.get(layout))}
+
+
+def _as_arguments(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """What is stated, by the names of Megatron-LM's arguments; a layout says the virtual stages."""
+    virtual = "virtual_pipeline_model_parallel_size"
+    derived = stated.get(virtual) == 1 or stated.get("pipeline_model_parallel_layout") is not None
+    return {
+        _ARGUMENTS.get(item, item): value
+        for item, value in stated.items()
+        if not (item == virtual and derived)
+    }
+
+
+def _overlapped(root: Any, places: ExecutionPlaces) -> dict[str, bool]:
+    """What overlap settings make of the traffic between replicas: both kinds overlap.
+
+    Source: ``_get_optimizer_overlap_cfgs`` of both frameworks; what is set there itself wins.
+    """
+    names = ("overlap_grad_reduce", "overlap_param_gather") if places.overlap else ()
+    said = {name: [find(root, f"{path}.{name}") for path in places.overlap] for name in names}
+    return {name: False not in values for name, values in said.items()}
 
 
 def layout_text(layout: Any) -> str | None:

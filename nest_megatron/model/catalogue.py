@@ -22,7 +22,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 _MAY_BE_ZERO = ("mtp_num_layers", "hidden_dropout", "attention_dropout")
 _AT_MOST_ONE = ("rotary_percent", "hidden_dropout", "attention_dropout")
-#: What the settings ``peft.*`` say.
+#: What the settings ``peft.*`` say; a plan file has it, too.
 _NO_KEY = "adapters"
 _SOURCE = Source(
     correct="Correct the model's description.",
@@ -53,7 +53,7 @@ def spec_from_mapping(mapping: Mapping[str, object]) -> TransformerSpec:
     model = f"model {mapping.get('name', '(no name)')}:"
     known = known_keys()
     for key, value in mapping.items():
-        if key not in known:
+        if key not in known and key != _NO_KEY:
             limit, fix = "there is no such field", nearest(str(key), known)
             raise UserInputError(f"{model} {key}", value=value, limit=limit, fix=fix)
     fields: dict[str, Any] = dict(mapping)

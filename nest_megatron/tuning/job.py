@@ -11,7 +11,7 @@ from pathlib import Path
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.job import Job
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.planning import command_of_plan, read_request
+from nest_megatron.integrations.typed_command import command_of_plan, read_request
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.policy import require_allowed
 from nest_megatron.planner import Progress, Ranked, ranked
@@ -91,6 +91,9 @@ def read_tuned(
     """
     names = [name for name in asked.free.split(",") if name.strip()]
     job, request = read_request(asked.command, composed, free=names, version=asked.megatron_version)
+    if job.command is None:
+        limit, fix = "a run is a Megatron-LM command", "Measure the recipe's plans by hand."
+        raise UserInputError("--from", value=job.script, limit=limit, fix=fix)
     if job.batch_schedule is not None:
         limit = "the batch grows, so that the first steps are not those that are planned for"
         fix = "Leave --rampup-batch-size out to tune at the batch where it ends."

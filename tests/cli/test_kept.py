@@ -10,7 +10,7 @@ import pytest
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.integrations.megatron_lm import planning as kept
-from nest_megatron.integrations.megatron_lm.planning import read_request
+from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.planner import PlanRequest
 from tests.integrations.test_sharding import WIDE, job
 

@@ -19,7 +19,7 @@ from nest_megatron.cost_model.memory import capacity_bytes
 from nest_megatron.cost_model.memory_flags import NOT_MODELLED, READ
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.integrations.megatron_lm.planning import read_request
+from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition

@@ -14,7 +14,7 @@ from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.cost_model.memory import PEAK_ERROR
 from nest_megatron.cost_model.traits import ExecutionTraits
-from nest_megatron.integrations.megatron_lm.planning import read_request
+from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import NoPlan

@@ -123,6 +123,16 @@ def test_what_was_fixed_stays_fixed(tmp_path: Path) -> None:
     assert first["iteration_time_s"] == plan.predicted.iteration_time_s
 
 
+def test_adapters_of_a_plan_file_are_trained_again(tmp_path: Path) -> None:
+    path = tmp_path / "lora.yaml"
+    adapters = ("target=nemo_2.7", "peft.scheme=lora", "peft.dim=16")
+    assert run("plan", *JOB, BATCH, *QUICK, *adapters, f"out={path}").code == 0
+    plan = plan_file.read(path)
+    first, _ = rows(str(path), "memory=100GiB")
+    assert first["iteration_time_s"] == plan.predicted.iteration_time_s
+    assert first["present_layout"]["is_best"]
+
+
 def test_another_accelerator(path: Path) -> None:
     first, other = rows(str(path), "cluster.accelerator=h200_sxm_141gb")
     assert other["capacity_bytes"] > first["capacity_bytes"]

@@ -12,10 +12,11 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import catalogue_job, read_cluster
 from nest_megatron.integrations.megatron_bridge import read_recipe as read_bridge
 from nest_megatron.integrations.megatron_lm.parser import read_command
-from nest_megatron.integrations.megatron_lm.planning import job_request, read_request
+from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.integrations.megatron_lm.read import job_from_values, read_job
 from nest_megatron.integrations.megatron_lm.write import model_argv
 from nest_megatron.integrations.nemo import read_recipe as read_nemo
+from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import PlanRequest
 from nest_megatron.validation.golden import shape_of_test

@@ -25,7 +25,7 @@ from nest_megatron.cost_model.target_defaults import (
 from nest_megatron.cost_model.targets import Target, fitted_values
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import with_launch
-from nest_megatron.integrations.megatron_lm.planning import read_request
+from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.model.execution import PLAIN, Execution, FlexBackend, TokenDispatcher
 from nest_megatron.validation.frameworks import RULES
 from nest_megatron.validation.job import job_of

@@ -14,7 +14,7 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
 from nest_megatron.integrations.megatron_lm.before_after import before_and_after
-from nest_megatron.integrations.megatron_lm.planning import CommandPlan, plan_command
+from nest_megatron.integrations.typed_command import CommandPlan, plan_command
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.before_after import BeforeAfter, Changes
 from nest_megatron.parallel.plan import ParallelPlan

@@ -16,9 +16,9 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_launch
 from nest_megatron.integrations.megatron_lm.namespace import require_planned
 from nest_megatron.integrations.megatron_lm.parser import read_command
-from nest_megatron.integrations.megatron_lm.planning import read_request
 from nest_megatron.integrations.megatron_lm.read import read_job
-from nest_megatron.integrations.plan_recipe import free_parameters
+from nest_megatron.integrations.megatron_lm.search_space import free_parameters
+from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan

@@ -12,8 +12,8 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.errors import NestError
 from nest_megatron.integrations.megatron_lm.attach import require_kept, rewritten
 from nest_megatron.integrations.megatron_lm.parser import read_command
-from nest_megatron.integrations.megatron_lm.planning import read_request
 from nest_megatron.integrations.megatron_lm.search_space import kept_flags
+from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan
 from tests.integrations.test_sharding import job

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+import nest_megatron
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations import recipe_command
 from nest_megatron.integrations.megatron_bridge import (
     auto_recipe,
     hook,
@@ -62,6 +65,26 @@ def test_bridge_accepts_the_plan(name: str, num_gpus: int) -> None:
     for field in carried_out(plan):
         meant, value = getattr(plan.execution, field), getattr(trained, field)
         assert (value or None) == (meant or None), field
+
+
+def test_a_command_is_read_as_its_script_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.bridge import recipes
+    from megatron.bridge.recipes.gpt import gpt3_175b
+
+    name = "gpt3_175b_pretrain_config"  # asks no hub, and is not among those that are exported
+    monkeypatch.setattr(recipes, name, getattr(gpt3_175b, name), raising=False)
+    words = "torchrun --nproc-per-node 8 --nnodes 64 run_recipe.py --recipe "
+    words += "gpt3_175b_pretrain_config train.global_batch_size=1024"
+    job = recipe_command.read_recipe(words)
+    assert job is not None
+    assert (job.num_gpus, job.global_batch_size) == (512, 1024)
+    assert job.spec == read_recipe(bridge.config(GPT3), environment={}).spec
+    found = nest_megatron.estimate_command(words, cluster="dgx_h100")
+    stated = bridge.config(GPT3).model
+    assert found.parallel.tensor_model_parallel_size == stated.tensor_model_parallel_size
+    assert found.parallel.pipeline_model_parallel_size == stated.pipeline_model_parallel_size
+    with pytest.raises(UserInputError, match="gpt3_175b_pretrain_config"):
+        recipe_command.read_recipe("run_recipe.py --recipe gpt3_17b_pretrain_config")
 
 
 def carried_out(plan: ParallelPlan) -> Iterator[str]:

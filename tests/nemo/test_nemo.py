@@ -7,7 +7,9 @@ import os
 
 import pytest
 
+import nest_megatron
 from nest_megatron.errors import UnplannableModelError, UserInputError
+from nest_megatron.integrations import recipe_command
 from nest_megatron.integrations.nemo import (
     auto_recipe,
     plan_changes,
@@ -77,6 +79,19 @@ def test_families_with_layers_of_their_own_are_planned_within_their_limits(name:
         assert getattr(plan.parallel, degree) == value, degree
 
 
+def test_a_command_is_read_as_nemo_runs_it() -> None:
+    text = 'nemo llm pretrain --factory "llama3_8b(num_nodes=2)" data.global_batch_size=256 --yes'
+    job = recipe_command.read_recipe(text)
+    assert job is not None
+    assert (job.num_gpus, job.global_batch_size) == (16, 256)
+    assert job.spec == read_recipe(recipes.recipe("llama3_8b")).spec
+    found = nest_megatron.plan_command(text, cluster="dgx_h100", search={"num_alternatives": 0})
+    assert found.before is not None
+    assert found.before.before is not None
+    with pytest.raises(UserInputError, match="does not make it"):
+        recipe_command.read_recipe("nemo llm pretrain --factory llama3_9b")
+
+
 def test_capped_attention_takes_no_packs() -> None:
     source = recipes.finetune("gemma2_2b", packed_sequence=True)
     with pytest.raises(UserInputError, match="packed_sequence_size"):
@@ -101,8 +116,6 @@ def test_the_callback_sets_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_plain_recipe_gets_the_callback_that_makes_user_buffers() -> None:
     from nemo.collections.llm.recipes import llama3_8b
-
-    import nest_megatron
 
     source = llama3_8b.pretrain_recipe(
         name="nest", dir="/nowhere", num_nodes=8, num_gpus_per_node=8

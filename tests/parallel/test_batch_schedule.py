@@ -18,8 +18,8 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import megatron_bridge, nemo
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, with_launch
 from nest_megatron.integrations.megatron_lm.parser import read_command
-from nest_megatron.integrations.megatron_lm.planning import read_request
 from nest_megatron.integrations.megatron_lm.rules import require_launchable
+from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.batch_schedule import BatchSchedule, read_schedule
 from nest_megatron.parallel.plan import ParallelPlan

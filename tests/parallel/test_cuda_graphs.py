@@ -10,8 +10,8 @@ import pytest
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.integrations.megatron_lm.parser import read_command
-from nest_megatron.integrations.megatron_lm.planning import read_request
 from nest_megatron.integrations.megatron_lm.read import read_job
+from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.cuda_graphs import CudaGraphs, cuda_graphs
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, RecomputeModule, selective_recompute

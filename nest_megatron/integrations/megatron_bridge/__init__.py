@@ -24,7 +24,8 @@ from nest_megatron.integrations.megatron_bridge.write import (
     to_dotlist,
     to_yaml,
 )
-from nest_megatron.integrations.plan_recipe import free_parameters, plan_recipe
+from nest_megatron.integrations.megatron_lm.search_space import free_parameters
+from nest_megatron.integrations.plan_recipe import plan_recipe
 from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import ParallelPlan
 

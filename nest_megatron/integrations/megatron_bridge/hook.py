@@ -52,8 +52,9 @@ from nest_megatron.integrations.megatron_lm.ranks import (
 )
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.integrations.megatron_lm.same_job import fields, versions
+from nest_megatron.integrations.megatron_lm.search_space import free_parameters
 from nest_megatron.integrations.plan_output import pinned_file, plan_output
-from nest_megatron.integrations.plan_recipe import free_parameters, pinned_recipe, plan_recipe
+from nest_megatron.integrations.plan_recipe import pinned_recipe, plan_recipe
 from nest_megatron.integrations.recipe import RECOMPUTE
 from nest_megatron.integrations.site_policy import require_launch
 from nest_megatron.integrations.slurm import rank_variables

@@ -8,23 +8,23 @@ from typing import Any
 
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.job import Job, ReadCommand
-from nest_megatron.config.request import read_cluster, request_for
+from nest_megatron.config.request import request_for
 from nest_megatron.config.target import read_execution
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, layout_request
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
-from nest_megatron.integrations.megatron_lm.planning import CommandPlan, read_typed
 from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zero
 from nest_megatron.integrations.megatron_lm.rules import check
 from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
+from nest_megatron.integrations.typed_command import CommandPlan, made_for, read_typed
 from nest_megatron.model.execution import Execution
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import uniform_partition
-from nest_megatron.parallel.plan import MEGATRON_LM, LaunchCommand, ParallelPlan
-from nest_megatron.parallel.plan_file import made_for, sealed
+from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
+from nest_megatron.parallel.plan_file import sealed
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import PlanRequest
@@ -48,18 +48,14 @@ def estimate_command(
         UserInputError: for a command that cannot be read, that Megatron refuses, with its rule, or
             a setting of the layout, which is the command's.
     """
-    job = read_typed(text, composed, version=version, strict=strict)
+    job, cluster = read_typed(text, composed, version=version, strict=strict)
     for name in sorted(composed.given):
         if name.startswith("parallel.") or name == "train.micro_batch_size":
             limit, fix = "the layout is that of the command", "Change the command."
             raise UserInputError(name, value="given", limit=limit, fix=fix)
-    cluster = read_cluster(
-        composed.config, None if "cluster.num_gpus" in composed.given else job.num_gpus
-    )
     job = dataclasses.replace(job, num_gpus=job.num_gpus or cluster.num_gpus)
     request = request_for(job, cluster, composed, SearchSpace(), choose_execution=False)
     found = typed_plan(job, request, composed, "estimate --from")
-    assert job.command is not None
     return CommandPlan(
         job=job, request=request, plan=found, notes=request.notes, command=job.command, changes=()
     )
@@ -71,13 +67,13 @@ def typed_plan(job: Job, request: PlanRequest, composed: Composed, made_by: str)
     Raises:
         UserInputError: for what Megatron refuses.
     """
-    command = job.command
-    assert command is not None
     layout, execution = typed_layout(job, request, composed)
-    refused = refusal(request, command, execution)(layout)
+    refused = refusal(request, job, execution)(layout)
     if refused:
-        limit, fix = f"Megatron-LM {command.version} refuses it: {refused}", "Change the command."
-        raise UserInputError("--from", value=command.script, limit=limit, fix=fix)
+        limit, fix = f"Megatron-LM {job.version} refuses it: {refused}", "Change the command."
+        if job.command is None:
+            limit = f"the rules of Megatron-LM {job.version} refuse it: {refused}"
+        raise UserInputError("--from", value=job.script, limit=limit, fix=fix)
     found = estimate_for(
         request,
         layout.grid,
@@ -86,19 +82,20 @@ def typed_plan(job: Job, request: PlanRequest, composed: Composed, made_by: str)
         sharding=layout.sharding,
         not_modelled=request.not_modelled,
     )
-    launch = LaunchCommand(
-        script=command.script, argv=command.argv, environment=command.environment
-    )
     found = dataclasses.replace(
-        made_for(found, MEGATRON_LM, job.version, made_by),
+        made_for(found, job, made_by),
         parallel=dataclasses.replace(
             found.parallel,
-            overlap_grad_reduce=bool(command.values.get("overlap_grad_reduce")),
-            overlap_param_gather=bool(command.values.get("overlap_param_gather")),
+            overlap_grad_reduce=bool(job.values.get("overlap_grad_reduce")),
+            overlap_param_gather=bool(job.values.get("overlap_param_gather")),
         ),
-        launch={LAUNCHER: launch},
+        launch={} if job.command is None else {LAUNCHER: _launch(job.command)},
     )
     return sealed(found)
+
+
+def _launch(command: ReadCommand) -> LaunchCommand:
+    return LaunchCommand(script=command.script, argv=command.argv, environment=command.environment)
 
 
 def typed_layout(job: Job, request: PlanRequest, composed: Composed) -> tuple[Layout, Execution]:
@@ -111,9 +108,7 @@ def typed_layout(job: Job, request: PlanRequest, composed: Composed) -> tuple[La
         UserInputError: for degrees that do not multiply out to the GPUs or divide the batch, and
             stages that Megatron does not build.
     """
-    command = job.command
-    assert command is not None
-    values, spec = command.values, request.spec
+    values, spec = job.values, request.spec
     dims = _dims(job, request)
     pp = dims.pipeline_model_parallel_size
     stages = stated_partition(spec, values, pp) or uniform_partition(spec, pp)
@@ -152,7 +147,7 @@ def _overlapped(settings: CostSettings, values: Mapping[str, Any], zero: ZeroSta
     return dataclasses.replace(settings, traits=traits)
 
 
-def refusal(request: PlanRequest, command: ReadCommand, asked: Execution | None = None) -> Refusal:
+def refusal(request: PlanRequest, job: Job, asked: Execution | None = None) -> Refusal:
     """Why Megatron refuses a layout of a command's job: the first rule, with its source.
 
     Args:
@@ -170,8 +165,8 @@ def refusal(request: PlanRequest, command: ReadCommand, asked: Execution | None 
                 sharding=layout.sharding or grid.zero.sharding,
                 execution=asked or grid.execution,
                 schedule=request.batch_schedule,
-                values=command.values,
-                version=command.version,
+                values=job.values,
+                version=job.version,
             )
         )
         return next((f"{v.what} = {v.value}: {v.limit} ({r.source})" for r, v in broken), "")
@@ -181,8 +176,7 @@ def refusal(request: PlanRequest, command: ReadCommand, asked: Execution | None 
 
 def _dims(job: Job, request: PlanRequest) -> ParallelDims:
     """The degrees that are typed, one virtual stage a rank; the GPUs that are left replicate."""
-    assert job.command is not None
-    values = job.command.values
+    values = job.values
     names = (_TP, _PP, "context_parallel_size", "expert_model_parallel_size")
     degrees = {name: int(values.get(name) or 1) for name in names}
     if request.spec.is_moe:
@@ -208,8 +202,7 @@ def _micro_batch(values: Mapping[str, Any]) -> int:
 
 def _execution(job: Job, request: PlanRequest, composed: Composed) -> Execution:
     """As the flags say; of experts with the dispatcher that Megatron has where none is typed."""
-    assert job.command is not None
-    own = job.command.values.get(_DISPATCHER) if request.spec.is_moe else None
+    own = job.values.get(_DISPATCHER) if request.spec.is_moe else None
     flags = {**job.memory_flags, **({} if own is None else {_DISPATCHER: own})}
     job = dataclasses.replace(job, spec=request.spec, memory_flags=flags)
     return read_execution(composed.config, job, request.cluster.accelerator.name)

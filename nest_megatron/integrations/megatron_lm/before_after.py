@@ -11,8 +11,8 @@ from nest_megatron.integrations.megatron_lm.as_typed import refusal, typed_layou
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.checkpoint import check_loadable
 from nest_megatron.integrations.megatron_lm.layout_arguments import newest_flags
-from nest_megatron.integrations.megatron_lm.planning import CommandPlan
 from nest_megatron.integrations.megatron_lm.saved_by_plan import saved_by
+from nest_megatron.integrations.typed_command import CommandPlan
 from nest_megatron.parallel.before_after import BeforeAfter
 from nest_megatron.parallel.knobs import KNOBS
 from nest_megatron.parallel.plan import ParallelPlan, sharding
@@ -38,7 +38,7 @@ def before_and_after(found: CommandPlan, composed: Composed) -> BeforeAfter:
     )
     return BeforeAfter(
         before=before.priced(),
-        changes=changes(request, own, after, refusal(request, found.command)),
+        changes=changes(request, own, after, refusal(request, job)),
         needs=(*_packages(before, plan), *_releases(found), *_checkpoint(found, before)),
     )
 
@@ -54,6 +54,8 @@ def _packages(before: ParallelPlan, plan: ParallelPlan) -> Iterator[str]:
 
 def _releases(found: CommandPlan) -> Iterator[str]:
     """The release that the flags need which the plan adds."""
+    if found.command is None:
+        return
     argv = found.plan.launch[LAUNCHER].argv
     if needed := newest_flags(argv, given=found.command.argv):
         yield needed
@@ -61,7 +63,7 @@ def _releases(found: CommandPlan) -> Iterator[str]:
 
 def _checkpoint(found: CommandPlan, before: ParallelPlan) -> Iterator[str]:
     """Whether the plan goes on from a checkpoint of the present layout, and what that takes."""
-    values = found.command.values
+    values = found.job.values
     if not (values.get("save") or values.get("load")):
         return
     kind = "fsdp_dtensor" if before.parallel.use_megatron_fsdp else values.get("ckpt_format")

@@ -202,9 +202,9 @@ def split_command(command: str | Sequence[str]) -> SplitCommand:
     >>> parts.script, parts.argv, parts.world_size
     ('pretrain_gpt.py', ('--bf16',), 32)
     """
-    tokens = _unwrap_shell(_tokens(command))
-    leading = list(itertools.takewhile(_leads, tokens))
-    rest = tokens[len(leading) :]
+    words = _unwrap_shell(tokens(command))
+    leading = list(itertools.takewhile(_leads, words))
+    rest = words[len(leading) :]
     at, length = _find_script(rest)
     launcher = tuple(rest[:at])
     environment = tuple(filter(None, map(_assignment, (*leading, *launcher))))
@@ -234,7 +234,8 @@ def launched_ranks(launcher: Sequence[str], environment: dict[str, str]) -> int 
     return _count("WORLD_SIZE", environment.get("WORLD_SIZE"))
 
 
-def _tokens(command: str | Sequence[str]) -> list[str]:
+def tokens(command: str | Sequence[str]) -> list[str]:
+    """The words of a command of the shell; ``UserInputError`` for an open quote."""
     if not isinstance(command, str):
         return list(command)
     try:
@@ -244,12 +245,12 @@ def _tokens(command: str | Sequence[str]) -> list[str]:
         raise UserInputError("command", value=command, limit=str(error), fix=fix) from error
 
 
-def _unwrap_shell(tokens: list[str]) -> list[str]:
+def _unwrap_shell(words: list[str]) -> list[str]:
     """``srun ... bash -c "python x.py ..."`` as one flat command."""
-    for at, (shell, flags, command) in enumerate(zip(tokens, tokens[1:], tokens[2:], strict=False)):
+    for at, (shell, flags, command) in enumerate(zip(words, words[1:], words[2:], strict=False)):
         if shell.rpartition("/")[2] in _SHELLS and re.fullmatch(r"-[a-z]*c", flags):
-            return [*tokens[:at], *_tokens(command)]
-    return tokens
+            return [*words[:at], *tokens(command)]
+    return words
 
 
 def _assignment(token: str) -> tuple[str, str] | None:

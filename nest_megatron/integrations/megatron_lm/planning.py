@@ -1,4 +1,4 @@
-"""A command or a running job as a planning request, and its plan as a decision for all ranks."""
+"""A job as a planning request; of a running one, its plan as a decision for all ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.cluster_detection import JobCluster
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.job import FreeParameters, Job, ReadCommand
-from nest_megatron.config.request import read_cluster, read_spec, request_for
+from nest_megatron.config.request import request_for
 from nest_megatron.config.target import installed_packages
-from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm import checkpoint, namespace
-from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, with_launch
+from nest_megatron.integrations.megatron_lm.attach import (
+    LAUNCHER,
+    is_blackwell,
+    rewritten,
+    with_launch,
+)
 from nest_megatron.integrations.megatron_lm.messages import Decision
-from nest_megatron.integrations.megatron_lm.parser import read_command
-from nest_megatron.integrations.megatron_lm.read import job_of, read_job, refuse_unplannable
+from nest_megatron.integrations.megatron_lm.read import job_of, refuse_unplannable
 from nest_megatron.integrations.megatron_lm.search_space import (
     fixed_choices,
     freed_flags,
@@ -27,59 +30,21 @@ from nest_megatron.integrations.megatron_lm.search_space import (
     kept_flags,
 )
 from nest_megatron.integrations.megatron_lm.sharding import require_optimizer
-from nest_megatron.integrations.restore import restored_by_command
-from nest_megatron.integrations.shell_script.launch import script_launch
-from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
-from nest_megatron.planner import PlanRequest, Progress
+from nest_megatron.planner import PlanRequest
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.report.failure import require_plan
 from nest_megatron.units import Seconds
 
 
-def read_request(
-    text: str | Sequence[str],
-    composed: Composed,
-    *,
-    free: Collection[str],
-    version: str,
-    strict: bool = False,
-) -> tuple[Job, PlanRequest]:
-    """Read a command; settings on our own command line win over it.
-
-    Args:
-        free: parallel flags of the command that the search may change, or ``all``.
-        strict: refuse flags that Megatron-LM does not have.
-
-    Raises:
-        UserInputError: for a command that cannot be read, or a setting that cannot be kept.
-    """
-    job = read_typed(text, composed, version=version, strict=strict)
-    command = job.command
-    assert command is not None
-    # as large as the launcher says, unless a size is given
-    num_gpus = None if "cluster.num_gpus" in composed.given else job.num_gpus
-    cluster = read_cluster(composed.config, num_gpus)
-    job = dataclasses.replace(job, free=FreeParameters(names=free))
-    restored = restored_by_command(command.values)
-    if restored is not None:
-        required, notes = restored.required(version), (*job.notes, restored.note())
-        required = {**required, **job.required}
-        job = dataclasses.replace(job, required=required, restored=restored, notes=notes)
-    return job, job_request(job, cluster, composed)
-
-
-def read_typed(
-    text: str | Sequence[str], composed: Composed, *, version: str, strict: bool = False
-) -> Job:
-    """The job of a command; errors as of ``read_request``."""
-    job = _read(composed, text, version)
-    if strict:
-        _refuse_unknown(job)
-    return job
+def on_device(job: Job, cluster: Cluster) -> Job:
+    """A job with the settings that its recipe has on the devices of a cluster alone."""
+    if not (job.on_blackwell and is_blackwell(cluster.accelerator.name)):
+        return job
+    return dataclasses.replace(job, memory_flags={**job.memory_flags, **job.on_blackwell})
 
 
 def job_request(
@@ -107,139 +72,6 @@ def job_request(
         prefix=prefix,
         versions=versions,
     )
-
-
-def read_model(
-    composed: Composed, text: str | None, version: str
-) -> tuple[TransformerSpec, Mapping[str, Any]]:
-    """The model, and the values of the command's flags.
-
-    Args:
-        text: a command that stands for the model; ``None`` where the configuration names it.
-
-    Raises:
-        UserInputError: for both or neither, or a command that cannot be read.
-    """
-    if text is None:
-        return read_spec(composed.config), {}
-    job = _read(composed, text, version)
-    assert job.command is not None
-    return job.spec, job.command.values
-
-
-def _read(composed: Composed, text: str | Sequence[str], version: str) -> Job:
-    """The job of a command, its embedding padded by its own tensor-parallel size."""
-    model = composed.config.model
-    if model is not None:
-        limit = "with --from the model comes from the command"
-        fix = "Leave model out, or change the command."
-        raise UserInputError("model", value=model.get("name"), limit=limit, fix=fix)
-    command = _command(text, version)
-    if not command.argv:
-        limit = "it has no flags, so it says nothing about the model"
-        fix = "Give the whole command in quotes, or - to read it from standard input."
-        raise UserInputError("--from", value=command.script or text, limit=limit, fix=fix)
-    job = read_job(command)
-    assert job.command is not None
-    tp = job.command.values["tensor_model_parallel_size"]
-    return dataclasses.replace(job, spec=job.spec.with_padded_vocab(tp))
-
-
-def _command(text: str | Sequence[str], version: str) -> ReadCommand:
-    """A command, or the one that a script of the shell would launch."""
-    launch = script_launch(text)
-    if launch is None:
-        return read_command(text, version)
-    try:
-        command = read_command(launch.words, version)
-    except UserInputError as error:
-        fix = " ".join((error.fix, *launch.notes))
-        raise UserInputError(error.what, value=error.value, limit=error.limit, fix=fix) from error
-    return dataclasses.replace(command, notes=(*launch.notes, *command.notes))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommandPlan:
-    """The plan of a user's command.
-
-    Args:
-        job, request: what was planned.
-        command: as it was read.
-        changes: of its flags.
-    """
-
-    job: Job
-    request: PlanRequest
-    plan: ParallelPlan
-    notes: tuple[str, ...]
-    command: ReadCommand
-    changes: tuple[Change, ...]
-
-
-def plan_command(
-    text: str | Sequence[str],
-    composed: Composed,
-    *,
-    free: Collection[str],
-    version: str,
-    strict: bool = False,
-    begun_s: Seconds | None = None,
-    shortlist: bool = False,
-    on_progress: Progress | None = None,
-) -> CommandPlan:
-    """Plan a command, or the script that launches it; settings win over its flags.
-
-    Args:
-        free: parallel flags of the command that the search may change, or ``all``.
-        strict: refuse flags that Megatron-LM does not have.
-        begun_s: when ``search.max_seconds`` began (``time.monotonic``).
-
-    Raises:
-        NothingFitsError: if no plan fits in memory.
-        SearchEndedError: if time ended the search before it had a plan.
-        UserInputError: for a command that cannot be read, or a setting that cannot be kept.
-    """
-    job, request = read_request(text, composed, free=free, version=version, strict=strict)
-    request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
-    found = require_plan(find_plan(request, on_progress), request.notes)
-    return command_of_plan(job, request, composed, found)
-
-
-def command_of_plan(
-    job: Job, request: PlanRequest, composed: Composed, found: ParallelPlan
-) -> CommandPlan:
-    """A plan of a command with the command that it becomes.
-
-    Raises:
-        UserInputError: if Megatron, or the checkpoint that the job restores, would refuse it.
-    """
-    command = job.command
-    assert command is not None
-    if job.restored is not None:
-        job.restored.check(found, job.version)
-    found = plan_file.made_for(found, MEGATRON_LM, job.version, "plan --from")
-    kept = kept_flags(job, request, composed.config)
-    found = with_launch(found, command, kept=kept, notes=request.notes)
-    environment = found.launch[LAUNCHER].environment
-    unset = (f"{name} must not be set." for name, value in environment.items() if value is None)
-    return CommandPlan(
-        job=job,
-        request=request,
-        plan=found,
-        notes=(*request.notes, *unset),
-        command=command,
-        changes=rewritten(found, command, kept).changes,
-    )
-
-
-def _refuse_unknown(job: Job) -> None:
-    """Refuse a command with flags that Megatron-LM does not have."""
-    assert job.command is not None
-    flags = [word for word in job.passthrough if word.startswith("--")]
-    if flags:
-        limit = f"Megatron-LM {job.version} has no such flag"
-        fix = " ".join(job.command.notes) or "Correct it, or leave --strict out."
-        raise UserInputError("--from", value=" ".join(flags), limit=limit, fix=fix)
 
 
 #: Runners-up that a launch ranks, unless it is told how many; all that wait for it count seconds.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nest_megatron.config.job import FreeParameters, Job, ReadCommand, Requirement
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.config.space import fixed_degrees, read_space
-from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.errors import UserInputError, nearest, require_known
 from nest_megatron.integrations.megatron_lm import sharding
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
@@ -57,6 +57,39 @@ LAYOUT = {
 CHOICES = {**LAYOUT, **EXECUTION_ARGUMENTS}
 #: Flags that mean something together only, so that freeing one frees all.
 _TOGETHER = (RECOMPUTE, VIRTUAL_STAGES, *EXECUTION_ARGUMENTS.values())
+
+
+def free_parameters(
+    free: Sequence[str] | str | None = None, keep: Sequence[str] | str = (), option: str = "free"
+) -> FreeParameters:
+    """What of a recipe's own layout the search may change.
+
+    Args:
+        free: choices that may change, a text is one; ``None`` is all of them but those kept and
+            ``use_megatron_fsdp``, which changes the format of checkpoints.
+        keep: choices that stay as the recipe states them; a text is one.
+        option: how the user frees a choice.
+
+    Raises:
+        UserInputError: for a name that is no choice, or one both freed and kept.
+    """
+    freed, stay = _choices("free", free or ()), _choices("keep", keep)
+    if both := set(freed) & set(stay):
+        limit, fix = "a choice is either freed or kept", "Name it once."
+        raise UserInputError("free, keep", value=sorted(both), limit=limit, fix=fix)
+    if free is None:  # all that leaves the checkpoints' format as it is
+        freed = tuple(name for name in CHOICES if name != "use_megatron_fsdp")
+    elif "all" in freed:
+        freed = tuple(CHOICES)
+    fixed = CHOICES if "all" in stay else stay
+    return FreeParameters(names=tuple(name for name in freed if name not in fixed), option=option)
+
+
+def _choices(what: str, given: Sequence[str] | str) -> tuple[str, ...]:
+    names = (given,) if isinstance(given, str) else tuple(given)
+    for name in names:
+        require_known(what, name, (*CHOICES, "all"), "it is no choice that a plan makes")
+    return names
 
 
 def freed_flags(free: FreeParameters) -> frozenset[str]:

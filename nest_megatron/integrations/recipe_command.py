@@ -1,0 +1,148 @@
+"""A command that trains a recipe of NeMo 2.x or Megatron-Bridge, as a job.
+
+The recipe is made as the command would make it, by its framework, which has to be installed;
+nothing is launched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import re
+import sys
+from collections.abc import Sequence
+from functools import partial
+from itertools import dropwhile
+from pathlib import PurePath
+from typing import Any, NoReturn
+
+from nest_megatron.config.job import Job
+from nest_megatron.config.overrides import first_line
+from nest_megatron.errors import UserInputError, require_known
+from nest_megatron.integrations import megatron_bridge, nemo
+from nest_megatron.integrations.megatron_lm.parser import SplitCommand, split_command, tokens
+from nest_megatron.packages import install_command
+
+_NEMO, _RECIPE = "nemo llm", "--recipe"
+#: Which a setting may change, as it may the number of GPUs.
+_BATCH = "global_batch_size"
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+#: Options of ``nemo llm pretrain`` that do not change what is trained. Source: nemo-run 0.11.1
+#: ``RunContext.cli_command``.
+_SWITCHES = (
+    *("--yes", "-y", "--no-confirm", "--dryrun", "--detach", "--direct", "--no-direct"),
+    *("--tail-logs", "--no-tail-logs", "--verbose", "-v"),
+)
+
+
+def read_recipe(text: str | Sequence[str]) -> Job | None:
+    """The job of a command that trains a recipe; ``None`` for any other command.
+
+    Args:
+        text: ``nemo llm pretrain --factory llama3_8b trainer.num_nodes=4``, or
+            ``torchrun --nproc-per-node 8 run_recipe.py --recipe llama3_8b_pretrain_config``.
+
+    Raises:
+        UserInputError: for a recipe that is not known, a framework that is not installed, or a word
+            whose meaning is not known; and the errors of ``read_recipe`` of each framework.
+    """
+    words = list(dropwhile(_ASSIGNMENT.match, tokens(text)))
+    if words and PurePath(words[0]).name == "nemo":
+        return _of_nemo(words[1:])
+    if any(word.partition("=")[0] == _RECIPE for word in words):
+        return _of_bridge(split_command(words))
+    return None
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises our own error instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise _wrong(message, "its words cannot be read", "Correct them.")
+
+
+def _wrong(value: str, limit: str, fix: str) -> UserInputError:
+    return UserInputError("--from", value=value, limit=limit, fix=fix)
+
+
+def _fields(words: Sequence[str], where: str) -> list[str]:
+    """Words that set fields of a recipe; a ``UserInputError`` for any other."""
+    for word in words:
+        if word.startswith("-") or "=" not in word:
+            limit = "what it changes of the recipe is not known here"
+            raise _wrong(word, limit, f"Write the fields themselves, such as {where}=4.")
+    return list(words)
+
+
+def _of_nemo(words: Sequence[str]) -> Job:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("collection", choices=["llm"])
+    parser.add_argument("task", choices=["pretrain", "finetune"])
+    parser.add_argument("--factory", "-f", required=True)
+    parser.add_argument("--name", "-n")
+    for switch in _SWITCHES:
+        parser.add_argument(switch, action="store_true")
+    given, rest = parser.parse_known_args(words)
+    own = [word for word in rest if not word.startswith("run.")]  # the executor's, and plugins'
+    recipe = _nemo_recipe(given.task, given.factory, _fields(own, "trainer.num_nodes"))
+    return dataclasses.replace(
+        nemo.read_recipe(recipe),
+        script=given.factory,
+        changes=partial(nemo.plan_changes, recipe, free=("num_gpus", _BATCH)),
+    )
+
+
+def _nemo_recipe(task: str, factory: str, fields: list[str]) -> Any:
+    """What ``nemo llm`` would run, by NeMo-Run's own reader."""
+    nemo.require_language_models()
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # a plan's JSON may go to standard output
+            from nemo.collections import llm
+            from nemo_run.cli.api import RunContext
+    except ImportError as error:
+        limit, fix = f"it cannot be imported here ({first_line(error)})", install_command("nemo")
+        raise UserInputError(_NEMO, value=factory, limit=limit, fix=f"{fix}.") from error
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            return RunContext(name=task, factory=factory).parse_fn(getattr(llm, task), fields)
+    except Exception as error:
+        fix = f"`nemo llm {task} --factory NAME --dryrun` shows what it takes."
+        raise _wrong(factory, f"NeMo-Run does not make it: {first_line(error)}", fix) from error
+
+
+def _of_bridge(command: SplitCommand) -> Job:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument(_RECIPE, required=True)
+    parser.add_argument("--mode")  # what the recipe's own name says
+    given, rest = parser.parse_known_args(command.argv)
+    own = [word for word in rest if not word.lstrip("+").startswith(("nest=", "nest."))]
+    fields = _fields(own, "model.tensor_model_parallel_size")
+    cfg = _bridge_recipe(given.recipe, fields)
+    return dataclasses.replace(
+        megatron_bridge.read_recipe(cfg, environment={}),
+        script=given.recipe,
+        num_gpus=command.world_size,
+        changes=partial(megatron_bridge.plan_changes, cfg, free=(_BATCH,), environment={}),
+    )
+
+
+def _bridge_recipe(name: str, fields: list[str]) -> Any:
+    """The configuration that ``run_recipe.py`` makes of a recipe and its overrides."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            from megatron.bridge import recipes
+            from megatron.bridge.training.utils import omegaconf_utils
+    except ImportError as error:
+        limit = f"Megatron-Bridge cannot be imported here ({first_line(error)})"
+        fix = "Plan where it is installed; docs/nemo.md says how."
+        raise UserInputError(_RECIPE, value=name, limit=limit, fix=fix) from error
+    known = [each for each in dir(recipes) if each.endswith("_config")]
+    require_known(_RECIPE, name, known, "the installed Megatron-Bridge has no such recipe")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            cfg = getattr(recipes, name)()
+            return omegaconf_utils.process_config_with_overrides(cfg, cli_overrides=fields)
+    except Exception as error:
+        limit = f"Megatron-Bridge does not make it: {first_line(error)}"
+        raise _wrong(name, limit, "Correct the fields, or give what it lacks.") from error

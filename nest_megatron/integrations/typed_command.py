@@ -1,0 +1,224 @@
+"""A command that a user types, of Megatron-LM or of a recipe, as a planning request; its plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nest_megatron.cluster.records import Cluster
+from nest_megatron.config.compose import Composed
+from nest_megatron.config.job import FreeParameters, Job, ReadCommand
+from nest_megatron.config.request import read_cluster, read_spec
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, with_launch
+from nest_megatron.integrations.megatron_lm.parser import read_command
+from nest_megatron.integrations.megatron_lm.planning import job_request, on_device
+from nest_megatron.integrations.megatron_lm.read import read_job
+from nest_megatron.integrations.megatron_lm.search_space import free_parameters, kept_flags
+from nest_megatron.integrations.recipe_command import read_recipe
+from nest_megatron.integrations.restore import restored_by_command
+from nest_megatron.integrations.shell_script.launch import ScriptLaunch, script_launch
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.diff import Change
+from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
+from nest_megatron.planner import PlanRequest, Progress
+from nest_megatron.planner import plan as find_plan
+from nest_megatron.report.failure import require_plan
+from nest_megatron.units import Seconds
+
+
+def read_request(
+    text: str | Sequence[str],
+    composed: Composed,
+    *,
+    free: Collection[str],
+    version: str,
+    strict: bool = False,
+) -> tuple[Job, PlanRequest]:
+    """Read a command; settings on our own command line win over it.
+
+    Args:
+        free: parallel flags of the command that the search may change, or ``all``; of a recipe what
+            leaves the format of its checkpoints, where nothing is named.
+        strict: refuse flags that Megatron-LM does not have.
+
+    Raises:
+        UserInputError: for a command that cannot be read, or a setting that cannot be kept.
+    """
+    job, cluster = read_typed(text, composed, version=version, strict=strict)
+    if (command := job.command) is None:
+        job = dataclasses.replace(job, free=free_parameters(tuple(free) or None, option="--free"))
+        return job, job_request(job, cluster, composed)
+    job = dataclasses.replace(job, free=FreeParameters(names=free))
+    restored = restored_by_command(command.values)
+    if restored is not None:
+        required, notes = restored.required(version), (*job.notes, restored.note())
+        required = {**required, **job.required}
+        job = dataclasses.replace(job, required=required, restored=restored, notes=notes)
+    return job, job_request(job, cluster, composed)
+
+
+def read_typed(
+    text: str | Sequence[str], composed: Composed, *, version: str, strict: bool = False
+) -> tuple[Job, Cluster]:
+    """The job of a command, and where it runs; errors as of ``read_request``."""
+    job = _read(composed, text, version)
+    if strict:
+        _refuse_unknown(job)
+    # as large as the launcher says, unless a size is given
+    num_gpus = None if "cluster.num_gpus" in composed.given else job.num_gpus
+    cluster = read_cluster(composed.config, num_gpus)
+    return on_device(job, cluster), cluster
+
+
+def read_model(
+    composed: Composed, text: str | None, version: str
+) -> tuple[TransformerSpec, Mapping[str, Any]]:
+    """The model, and the values of the command's flags.
+
+    Args:
+        text: a command that stands for the model; ``None`` where the configuration names it.
+
+    Raises:
+        UserInputError: for both or neither, or a command that cannot be read.
+    """
+    if text is None:
+        return read_spec(composed.config), {}
+    job = _read(composed, text, version)
+    return job.spec, job.values
+
+
+def _read(composed: Composed, text: str | Sequence[str], version: str) -> Job:
+    """The job of a command, its embedding padded by its own tensor-parallel size; a recipe's."""
+    model = composed.config.model
+    if model is not None:
+        limit = "with --from the model comes from the command"
+        fix = "Leave model out, or change the command."
+        raise UserInputError("model", value=model.get("name"), limit=limit, fix=fix)
+    launch = script_launch(text)
+    # one in a script is not made: what a script holds is read and not run
+    if launch is None and (recipe := read_recipe(text)) is not None:
+        return recipe
+    command = _command(text, launch, version)
+    if not command.argv:
+        limit = "it has no flags, so it says nothing about the model"
+        fix = "Give the whole command in quotes, or - to read it from standard input."
+        raise UserInputError("--from", value=command.script or text, limit=limit, fix=fix)
+    job = read_job(command)
+    assert job.command is not None
+    tp = job.command.values["tensor_model_parallel_size"]
+    return dataclasses.replace(job, spec=job.spec.with_padded_vocab(tp))
+
+
+def _command(text: str | Sequence[str], launch: ScriptLaunch | None, version: str) -> ReadCommand:
+    """A command, or the one that a script of the shell would launch."""
+    if launch is None:
+        return read_command(text, version)
+    try:
+        command = read_command(launch.words, version)
+    except UserInputError as error:
+        fix = " ".join((error.fix, *launch.notes))
+        raise UserInputError(error.what, value=error.value, limit=error.limit, fix=fix) from error
+    return dataclasses.replace(command, notes=(*launch.notes, *command.notes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandPlan:
+    """The plan of a user's command.
+
+    Args:
+        job, request: what was planned.
+        command: as it was read; ``None`` of a recipe.
+        changes: of its flags, or of the recipe's fields.
+    """
+
+    job: Job
+    request: PlanRequest
+    plan: ParallelPlan
+    notes: tuple[str, ...]
+    command: ReadCommand | None
+    changes: tuple[Change, ...]
+
+
+def plan_command(
+    text: str | Sequence[str],
+    composed: Composed,
+    *,
+    free: Collection[str],
+    version: str,
+    strict: bool = False,
+    begun_s: Seconds | None = None,
+    shortlist: bool = False,
+    on_progress: Progress | None = None,
+) -> CommandPlan:
+    """Plan a command, or the script that launches it; settings win over its flags.
+
+    Args:
+        free, strict: as for ``read_request``.
+        begun_s: when ``search.max_seconds`` began (``time.monotonic``).
+
+    Raises:
+        NothingFitsError: if no plan fits in memory.
+        SearchEndedError: if time ended the search before it had a plan.
+        UserInputError: for a command that cannot be read, or a setting that cannot be kept.
+    """
+    job, request = read_request(text, composed, free=free, version=version, strict=strict)
+    request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
+    found = require_plan(find_plan(request, on_progress), request.notes)
+    return command_of_plan(job, request, composed, found)
+
+
+def command_of_plan(
+    job: Job, request: PlanRequest, composed: Composed, found: ParallelPlan
+) -> CommandPlan:
+    """A plan of a command with the command that it becomes, or with the fields of its recipe.
+
+    Raises:
+        UserInputError: if Megatron, or the checkpoint that the job restores, would refuse it.
+    """
+    if job.restored is not None:
+        job.restored.check(found, job.version)
+    found = made_for(found, job, "plan --from")
+    if (command := job.command) is None:
+        assert job.changes is not None
+        return CommandPlan(
+            job=job,
+            request=request,
+            plan=found,
+            notes=request.notes,
+            command=None,
+            changes=job.changes(found),
+        )
+    kept = kept_flags(job, request, composed.config)
+    found = with_launch(found, command, kept=kept, notes=request.notes)
+    environment = found.launch[LAUNCHER].environment
+    unset = (f"{name} must not be set." for name, value in environment.items() if value is None)
+    return CommandPlan(
+        job=job,
+        request=request,
+        plan=found,
+        notes=(*request.notes, *unset),
+        command=command,
+        changes=rewritten(found, command, kept).changes,
+    )
+
+
+def made_for(plan: ParallelPlan, job: Job, made_by: str) -> ParallelPlan:
+    """A plan with the framework of the command, or of the recipe, that it was made for."""
+    if job.command is not None:
+        return plan_file.made_for(plan, MEGATRON_LM, job.version, made_by)
+    assert job.target is not None
+    return plan_file.made_for(plan, job.target.framework, None, made_by)
+
+
+def _refuse_unknown(job: Job) -> None:
+    """Refuse a command with flags that Megatron-LM does not have; a recipe has none."""
+    flags = [word for word in job.passthrough if word.startswith("--")]
+    if flags:
+        limit = f"Megatron-LM {job.version} has no such flag"
+        said = job.command.notes if job.command else ()
+        fix = " ".join(said) or "Correct it, or leave --strict out."
+        raise UserInputError("--from", value=" ".join(flags), limit=limit, fix=fix)

@@ -1,0 +1,115 @@
+"""Commands that train a recipe: read by their framework's own words, priced, planned, compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import nest_megatron
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations import recipe_command
+from nest_megatron.integrations.recipe_command import read_recipe
+from tests import catalogue
+from tests.cli.runs import run
+from tests.integrations import frameworks
+
+NEMO = "nemo llm pretrain --factory mine"
+BRIDGE = "torchrun --nproc-per-node 8 --nnodes 2 run_recipe.py --recipe mine"
+QUICK = (
+    *("search.num_alternatives=0", "search.max_pipeline_model_parallel_size=2"),
+    *("search.max_context_parallel_size=1", "search.max_virtual_pipeline_model_parallel_size=1"),
+)
+
+
+@pytest.fixture(params=[NEMO, BRIDGE])
+def command(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A command whose framework is a stand-in: Llama 3 8B on two nodes, TP 4, PP 2."""
+    spec = catalogue.model("llama3_8b")
+
+    def of_nemo(*_: object) -> Any:
+        recipe = frameworks.nemo_recipe(spec, num_nodes=2)
+        recipe.trainer.strategy.tensor_model_parallel_size = 4
+        recipe.trainer.strategy.pipeline_model_parallel_size = 2
+        recipe.trainer.strategy.sequence_parallel = True
+        return recipe
+
+    def of_bridge(*_: object) -> Any:
+        cfg = frameworks.bridge_config(spec)
+        cfg.model.tensor_model_parallel_size = 4
+        cfg.model.pipeline_model_parallel_size = 2
+        cfg.model.sequence_parallel = True
+        return cfg
+
+    monkeypatch.setattr(recipe_command, "_nemo_recipe", of_nemo)
+    monkeypatch.setattr(recipe_command, "_bridge_recipe", of_bridge)
+    return str(request.param)
+
+
+def test_other_commands_are_none_of_a_recipe() -> None:
+    for text in ("pretrain_gpt.py --bf16", "--num-layers 4", ["train.py", "--x", "nemo"]):
+        assert read_recipe(text) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("nemo llm export --factory x", "invalid choice"),
+        ("nemo llm pretrain", "--factory"),
+        ("nemo llm pretrain --factory x --yaml y.yaml", "--yaml"),
+        ("run_recipe.py --recipe x --peft_scheme lora", "--peft_scheme"),
+        ("run_recipe.py --recipe x model.num_layers", "model.num_layers"),
+    ],
+)
+def test_words_of_unknown_meaning_are_refused(words: str, told: str) -> None:
+    with pytest.raises(UserInputError, match=told):
+        read_recipe(words)
+
+
+def test_a_recipe_is_priced_as_it_is(command: str) -> None:
+    found = nest_megatron.estimate_command(command, cluster="dgx_h100")
+    sizes = found.parallel.tensor_model_parallel_size, found.parallel.pipeline_model_parallel_size
+    assert (*sizes, found.parallel.data_parallel_size) == (4, 2, 2)
+    assert found.parallel.sequence_parallel
+    assert not found.record.launch
+
+
+def test_a_recipe_is_planned_beside_what_it_is(command: str) -> None:
+    done = run("plan", "--from", command, "cluster=dgx_h100", *QUICK)
+    assert done.code == 0, done.err
+    assert "Today and planned" in done.out
+    assert "Changes to the recipe's fields" in done.out
+    today = nest_megatron.estimate_command(command, cluster="dgx_h100")
+    kept = nest_megatron.plan_command(
+        command, cluster="dgx_h100", free=["recompute"], search={"num_alternatives": 0}
+    )
+    assert kept.before is not None
+    assert kept.before.before is not None
+    assert kept.before.before.predicted == today.predicted
+    assert kept.parallel.tensor_model_parallel_size == 4
+    framework = str(kept.record.provenance.framework)
+    assert framework.startswith("NeMo" if command == NEMO else "Megatron-Bridge")
+
+
+def test_what_if_of_a_recipe(command: str) -> None:
+    words = ("cluster=dgx_h100", "memory=80GB,141GB", *QUICK)
+    done = run("whatif", "--from", command, *words, "--json")
+    assert done.code == 0, done.err
+    first, *others = done.json()["rows"]
+    today = nest_megatron.estimate_command(command, cluster="dgx_h100").predicted
+    assert first["present_layout"]["iteration_time_s"] == today.iteration_time_s
+    assert [row["num_gpus"] for row in (first, *others)] == [16, 16, 16]
+    assert first["iteration_time_s"] <= today.iteration_time_s
+
+
+def test_numbers_of_gpus_of_a_recipe(command: str) -> None:
+    words = ("--from", command, "cluster=dgx_h100", *QUICK, "--for-gpus", "8..16", "--json")
+    done = run("plan", *words)
+    assert done.code == 0, done.err
+    assert [row["num_gpus"] for row in done.json()["rows"]] == [8, 16]
+
+
+def test_its_runs_are_not_tuned(command: str) -> None:
+    done = run("tune", "--from", command, "cluster=dgx_h100", "--dry-run", *QUICK)
+    assert done.code == 2
+    assert "a run is a Megatron-LM command" in done.err
