@@ -94,3 +94,5 @@ def test_the_markers_that_are_left_out_are_run_elsewhere() -> None:
     run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert "bash tests/run.sh" in run
     assert "-m slow" in run
+    nightly = jobs_of(ROOT / ".github/workflows/nightly.yml")["everything"]["steps"]
+    assert nightly[-1]["run"] == "bash .ci/run --all"

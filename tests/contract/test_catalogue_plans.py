@@ -97,7 +97,7 @@ def _name(index: int) -> str:
 
 def _marked(index: int) -> object:
     """Searches of many GPUs take seconds each."""
-    is_large = JOBS[index][2] > 256
+    is_large = JOBS[index][2] > 64
     return pytest.param(index, id=_name(index), marks=pytest.mark.slow if is_large else ())
 
 

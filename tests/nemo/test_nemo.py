@@ -41,7 +41,7 @@ def test_a_recipe_is_read_to_the_parameter(name: str) -> None:
     assert total_parameters(spec) == recipes.own_parameters(source, spec)
 
 
-@pytest.mark.parametrize("num_nodes", [1, 8, 128])
+@pytest.mark.parametrize("num_nodes", [1, 8, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_nemo_accepts_the_plan(name: str, num_nodes: int) -> None:
     source = recipes.recipe(name, num_nodes=num_nodes)
