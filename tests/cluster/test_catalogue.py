@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -58,6 +59,7 @@ def _hydra() -> Iterator[None]:
         yield
 
 
+@functools.cache
 def load(name: str, *overrides: str) -> Cluster:
     """One entry of the catalogue, composed by Hydra as the application composes it."""
     config = compose(overrides=[f"+cluster={name}", *overrides])

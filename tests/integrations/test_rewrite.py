@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from nest_megatron.cluster.catalogue import cluster_from_mapping
@@ -26,6 +28,7 @@ INCOMPATIBLE = {
 }
 
 
+@functools.cache
 def found_for(text: str) -> ParallelPlan:
     command = read_command(text)
     job = read_job(command)

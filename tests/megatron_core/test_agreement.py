@@ -43,7 +43,7 @@ MODELS = (
 
 def _shards(name: str, kind: LayerKind) -> Iterator[LayerShard]:
     spec = catalogue.model(name)
-    for tp in (1, 2, 4, 8):
+    for tp in (1, 2, 8):
         if spec.query_groups < tp and not spec.multi_latent_attention:
             continue
         for sp in {False, tp > 1}:
