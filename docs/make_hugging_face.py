@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nest_megatron.model.hugging_face import read_hf_config, reader_of, supported_model_types
+from nest_megatron.model.hugging_face import read_hf_model, reader_of, supported_model_types
 
 PAGE = Path(__file__).with_name("hugging_face.md")
 _MADE_UP = re.compile(r"^[a-z0-9_]+-\d+$")
@@ -35,11 +35,7 @@ transformers is installed).
 * "Not Megatron-LM's" are parts of published models that its command line cannot build. `models` and
   `estimate` take them; `plan` refuses them by name for a framework that does not build them. NeMo
   and Megatron-Bridge build those of Gemma, Megatron-Bridge those of OLMoE.
-* Of layers with Mamba-1 (Jamba), lightning attention (MiniMax-Text-01) and with attention and Mamba
-  side by side (Falcon-H1) parameters are counted; their work is not modelled, and pricing them is
-  refused.
-* A layer of Bamba, Granite 4 and Jamba is two of Megatron's `hybrid_layer_pattern`, one of
-  Falcon-H1 three.
+* A layer of Bamba and of Granite 4 is two of Megatron's `hybrid_layer_pattern`.
 * The bias that balances experts of `ernie4_5_moe` is a parameter there and a buffer in Megatron.
   transformers 5 drops the bias of its output layer with `use_bias`, which no published model has;
   the count is that of 4.57.
@@ -87,7 +83,7 @@ def _row(name: str, files: list[dict[str, Any]]) -> str:
 
 
 def _parts(config: dict[str, Any]) -> Iterator[str]:
-    spec, _ = read_hf_config(config, "x")
+    spec = read_hf_model(config, "x").spec
     yield from spec.variant.differences()
     if spec.position_embedding_type == "alibi":
         yield "alibi"

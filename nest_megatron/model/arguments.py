@@ -82,7 +82,7 @@ def spec_from_arguments(
         "num_attention_heads": values.get("num_attention_heads"),
         "apply_layernorm_1p": bool(centered),
         "mtp_num_layers": values.get("mtp_num_layers") or None,
-        **_window(values, spelled),
+        **_window(values),
         **_variant(values, spelled),
     }
     hybrid = fields.get("hybrid_layer_pattern")
@@ -130,7 +130,7 @@ def _given(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: values[name] for name in names if values.get(name) is not None}
 
 
-def _window(values: Mapping[str, Any], spelled: Callable[[str], str]) -> dict[str, Any]:
+def _window(values: Mapping[str, Any]) -> dict[str, Any]:
     """The sliding window; Megatron counts the tokens to the left of a token."""
     window, skip = values.get("window_size"), values.get("window_attn_skip_freq")
     if not window or window[0] < 0:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.model.stacks import sized
-from nest_megatron.model.unmodelled import lightning_parameters, mamba1_parameters
 from nest_megatron.model.variant import Bias, NormParameters, NormPlacement
 
 
@@ -68,7 +67,6 @@ def norm(spec: TransformerSpec, width: int) -> int:
 def _norms_around(spec: TransformerSpec, *, of_mlp: bool) -> int:
     """The norms of one block: before it, behind it, both, or none where attention's serves."""
     shared = spec.variant.norm_placement is NormPlacement.SHARED and of_mlp
-    shared = shared or (spec.variant.parallel_mixers and not of_mlp)  # Mamba's serves attention
     both = spec.variant.norm_placement is NormPlacement.SANDWICH
     return (0 if shared else 2 if both else 1) * norm(spec, spec.hidden_size)
 
@@ -157,8 +155,6 @@ def _mamba(spec: TransformerSpec, tp: int) -> int:
     Source: ``megatron.core.ssm.mamba_mixer.MambaMixer``: heads and groups are split; of each head
     there are ``dt_bias``, ``A_log`` and ``D``, and the convolution has a bias.
     """
-    if spec.variant.mamba_version == 1:
-        return norm(spec, spec.hidden_size) + mamba1_parameters(spec) // tp
     hidden, heads = spec.hidden_size, spec.num_mamba_heads // tp
     inner = heads * spec.mamba_head_dim
     mixed = inner + 2 * spec.mamba_num_groups // tp * spec.mamba_state_dim
@@ -166,7 +162,7 @@ def _mamba(spec: TransformerSpec, tp: int) -> int:
     variant = spec.variant
     count = norm(spec, hidden) + projections + 3 * heads
     count += mixed * (variant.mamba_conv_kernel + variant.mamba_conv_bias)
-    count += inner * variant.mamba_gated_norm + hidden * variant.has_bias(Bias.MAMBA_OUT)
+    count += inner + hidden * variant.has_bias(Bias.MAMBA_OUT)
     return count + (inner + mixed + heads) * variant.has_bias(Bias.MAMBA_IN)
 
 
@@ -176,8 +172,6 @@ def _gated_delta_net(spec: TransformerSpec, tp: int) -> int:
     Source: ``megatron.core.ssm.gated_delta_net.GatedDeltaNet``: of each value head there are
     ``dt_bias`` and ``A_log``, the convolution has no bias, and the output norm is over one head.
     """
-    if spec.variant.lightning_attention:
-        return norm(spec, spec.hidden_size) + lightning_parameters(spec) // tp
     hidden, heads = spec.hidden_size, spec.linear_num_value_heads // tp
     value = heads * spec.linear_value_head_dim
     mixed = 2 * spec.linear_num_key_heads // tp * spec.linear_key_head_dim + value

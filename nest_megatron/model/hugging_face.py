@@ -75,14 +75,6 @@ def reader_of(model_type: str) -> Callable[[ConfigFields], Shape]:
     return _READERS[model_type]
 
 
-def read_hf_config(
-    mapping: Config, name: str, *, seq_length: int | None = None
-) -> tuple[TransformerSpec, tuple[str, ...]]:
-    """The model of a Hugging Face configuration, and its unread keys: see ``read_hf_model``."""
-    read = read_hf_model(mapping, name, seq_length=seq_length)
-    return read.spec, read.unread
-
-
 def read_hf_model(mapping: Config, name: str, *, seq_length: int | None = None) -> HuggingFaceModel:
     """The model of a Hugging Face configuration.
 

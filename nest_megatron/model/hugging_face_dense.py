@@ -24,7 +24,7 @@ from nest_megatron.model.hugging_face_parts import (
 )
 from nest_megatron.model.variant import Bias, NormParameters, NormPlacement
 
-_MULTIPLIERS = (
+MULTIPLIERS = (
     *("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"),
 )
 
@@ -34,9 +34,9 @@ def llama(f: ConfigFields) -> Shape:
     return joined(decoder(f), all_biases(f))
 
 
-def all_biases(f: ConfigFields, *, default: bool = False) -> Shape:
+def all_biases(f: ConfigFields) -> Shape:
     """``attention_bias`` of all four projections of attention, ``mlp_bias`` of the MLP's."""
-    attends = f.flag("attention_bias", default)
+    attends = f.flag("attention_bias")
     return linear_biases(qkv=attends, projection=attends, mlp=f.flag("mlp_bias"))
 
 
@@ -248,7 +248,7 @@ def nemotron(f: ConfigFields) -> Shape:
 
 def granite(f: ConfigFields) -> Shape:
     """Granite 3: Llama with multipliers, which weigh nothing."""
-    f.weightless(*_MULTIPLIERS)
+    f.weightless(*MULTIPLIERS)
     return llama(f)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nest_megatron.model.hugging_face_dense import mistral, upper_windows
+from nest_megatron.model.hugging_face_dense import MULTIPLIERS, mistral, upper_windows
 from nest_megatron.model.hugging_face_fields import ConfigFields
 from nest_megatron.model.hugging_face_parts import (
     Shape,
@@ -20,10 +20,6 @@ from nest_megatron.model.hugging_face_parts import (
     windows,
 )
 from nest_megatron.model.variant import Bias
-
-_MULTIPLIERS = (
-    *("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"),
-)
 
 
 def mixtral(f: ConfigFields) -> Shape:
@@ -252,7 +248,7 @@ def _chunks(f: ConfigFields) -> Shape:
 
 def granitemoe(f: ConfigFields) -> Shape:
     """Granite 3 MoE."""
-    f.weightless(*_MULTIPLIERS, "position_embedding_type")
+    f.weightless(*MULTIPLIERS, "position_embedding_type")
     found = experts(f, "num_local_experts", "intermediate_size")
     return joined(decoder(f), _routed_biases(f), found)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib.resources
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from nest_megatron.documents import packaged
 from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.model.frequency import MAX_LAYERS
 
@@ -79,8 +78,7 @@ def is_harmless(key: str) -> bool:
 @functools.cache
 def _tables() -> Mapping[str, Any]:
     """What transformers takes where a file is silent, and its second names, by model type."""
-    path = importlib.resources.files(__package__).joinpath("hugging_face_defaults.json")
-    types: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))["types"]
+    types: Mapping[str, Any] = packaged(__package__, "hugging_face_defaults.json")["types"]
     return types
 
 

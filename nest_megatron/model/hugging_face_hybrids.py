@@ -27,11 +27,6 @@ from nest_megatron.model.variant import Bias
 
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "M*-E"
 _NO_POSITIONS: Shape = {"position_embedding_type": "none"}
-_MULTIPLIERS = (
-    *("lm_head_multiplier", "embedding_multiplier", "mlp_multipliers", "attention_in_multiplier"),
-    *("attention_out_multiplier", "key_multiplier", "ssm_multipliers", "ssm_in_multiplier"),
-    "ssm_out_multiplier",
-)
 _OF_NO_SHAPE = (
     *("num_logits_to_keep", "mamba_chunk_size", "use_mamba_kernels", "z_loss_coefficient"),
     *("time_step_limit", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank"),
@@ -117,62 +112,6 @@ def granitemoehybrid(f: ConfigFields) -> Shape:
         around = joined(around, all_biases(f), {"ffn_hidden_size": shared})
     positions = {} if f.get("position_embedding_type") == "rope" else _NO_POSITIONS
     return joined(around, _mamba2(f, inner), layers, positions)
-
-
-def falcon_h1(f: ConfigFields) -> Shape:
-    """Falcon-H1: Mamba-2 and attention side by side on one norm, then an MLP."""
-    f.weightless(*_MULTIPLIERS, "mamba_norm_before_gate", "mamba_use_mlp", "mlp_expansion_factor")
-    inner = f.whole("mamba_d_ssm", f.whole("mamba_expand", 2) * f.whole("hidden_size"))
-    attends, out = f.flag("attention_bias"), f.flag("projectors_bias")
-    of_mamba = _mamba2(f, inner)
-    enters = f.flag("mamba_proj_bias")
-    of_mamba["variant"].pop("biases", None)
-    given = {Bias.MAMBA_IN: enters, Bias.MAMBA_OUT: out, Bias.PROJECTION: attends}
-    given[Bias.MLP] = f.flag("mlp_bias")
-    return joined(
-        decoder(f),
-        of_mamba,
-        {"add_qkv_bias": attends},
-        variant(biases=tuple(bias for bias, has_it in given.items() if has_it)),
-        variant(parallel_mixers=True, mamba_gated_norm=f.flag("mamba_rms_norm")),
-        _pattern([_MAMBA + _ATTENTION + _MLP] * f.whole("num_hidden_layers")),
-    )
-
-
-def jamba(f: ConfigFields) -> Shape:
-    """Jamba: Mamba-1 or attention, each with an MLP or experts; no positions."""
-    f.weightless(*_OF_NO_SHAPE, "mamba_inner_layernorms", "sliding_window")
-    hidden, layers = f.whole("hidden_size"), range(f.whole("num_hidden_layers"))
-    routes = f.whole("num_experts", 16) > 1
-    period, offset = f.whole("expert_layer_period"), f.whole("expert_layer_offset", least=0)
-    every, first = f.whole("attn_layer_period"), f.whole("attn_layer_offset", least=0)
-    symbols = [
-        (_ATTENTION if i % every == first else _MAMBA)
-        + (_EXPERTS if routes and i % period == offset else _MLP)
-        for i in layers
-    ]
-    biases = (Bias.MAMBA_IN, Bias.MAMBA_OUT) if f.flag("mamba_proj_bias") else ()
-    auto = f.get("mamba_dt_rank", "auto") == "auto"
-    found: Shape = {}
-    if _EXPERTS in "".join(symbols):
-        found = experts(f, "num_experts", "intermediate_size")
-    else:
-        f.weightless("num_experts_per_tok")
-    return joined(
-        decoder(f),
-        found,
-        _pattern(symbols),
-        {
-            "mamba_num_heads": f.whole("mamba_expand", 2) * hidden,
-            "mamba_head_dim": 1,  # each channel has a state of its own
-            "mamba_num_groups": 1,
-            "mamba_state_dim": f.whole("mamba_d_state"),
-        },
-        _convolution(f.whole("mamba_d_conv", 4), f.flag("mamba_conv_bias", True)),
-        variant(mamba_version=1, biases=biases) if biases else variant(mamba_version=1),
-        variant(mamba_dt_rank=-(-hidden // 16) if auto else f.whole("mamba_dt_rank")),
-        _NO_POSITIONS,
-    )
 
 
 def mamba2(f: ConfigFields) -> Shape:
@@ -301,19 +240,3 @@ def _linear(f: ConfigFields, marked: Sequence[bool]) -> Shape:
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": frequency(marked) or [1] * len(marked),
     }
-
-
-def minimax(f: ConfigFields) -> Shape:
-    """MiniMax-Text-01: lightning attention on most layers, experts on all."""
-    f.weightless("block_size", "full_attn_alpha_factor", "full_attn_beta_factor", "sliding_window")
-    f.weightless("linear_attn_alpha_factor", "linear_attn_beta_factor", "mlp_alpha_factor")
-    f.weightless("mlp_beta_factor")
-    layers = range(f.whole("num_hidden_layers"))
-    shape = decoder(f)
-    linear = _linear(f, [i % 2 == 1 for i in layers])
-    return joined(
-        shape,
-        linear,
-        variant(lightning_attention=True) if linear else {},
-        experts(f, "num_local_experts", "intermediate_size"),
-    )

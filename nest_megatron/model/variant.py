@@ -60,13 +60,8 @@ class ModelVariant:
         embedding_size: width of the word embedding where projections lie between it and the
             decoder (OPT 350M).
         final_norm: a norm before the output layer.
-        mamba_version: 1 where the state-space layers are Jamba's instead of Mamba-2's.
         mamba_conv_kernel: width of the convolution in a Mamba layer.
         mamba_conv_bias: the convolution has a bias.
-        mamba_gated_norm: a norm behind the gate of a Mamba-2 layer.
-        mamba_dt_rank: width of the time step's projection in a Mamba-1 layer.
-        parallel_mixers: attention and Mamba work side by side on the same norm (Falcon-H1).
-        lightning_attention: the linear layers are MiniMax's lightning attention.
     """
 
     parallel_attention: bool = added(False)
@@ -79,13 +74,8 @@ class ModelVariant:
     embedding_norm: bool = added(False)
     embedding_size: int | None = added(None)
     final_norm: bool = added(True)
-    mamba_version: int = added(2)
     mamba_conv_kernel: int = added(4)
     mamba_conv_bias: bool = added(True)
-    mamba_gated_norm: bool = added(True)
-    mamba_dt_rank: int | None = added(None)
-    parallel_mixers: bool = added(False)
-    lightning_attention: bool = added(False)
 
     def differences(self) -> dict[str, object]:
         """The fields that are not as Megatron-LM builds them, with their values.

@@ -224,11 +224,6 @@ SPACES: Mapping[str, tuple[Part, ...]] = {
         *(falcon, _TIED, of(bias=_FLAG, multi_query=_FLAG, parallel_attn=_FLAG, alibi=_FLAG)),
         of(new_decoder_architecture=_FLAG, num_ln_in_parallel_attn=(None, 1, 2)),
     ),
-    "falcon_h1": (
-        *(sizes, _HEAD, _TIED, _ATTENTION_BIAS, _MAMBA2),
-        of(mlp_bias=_FLAG, projectors_bias=_FLAG, mamba_rms_norm=_FLAG),
-        of(mamba_d_ssm=(64, 96), mamba_n_heads=(8, 16), mamba_d_head=("auto",)),
-    ),
     "gemma": (sizes, _HEAD, _TIED, _ATTENTION_BIAS),
     "gemma2": (sizes, _HEAD, _TIED, _ATTENTION_BIAS, of(sliding_window=(64, 4096))),
     "gemma3_text": (
@@ -267,21 +262,6 @@ SPACES: Mapping[str, tuple[Part, ...]] = {
         *(sizes, _HEAD, _TIED, _ATTENTION_BIAS),
         routed("num_experts", "intermediate_size", "moe_topk"),
     ),
-    "jamba": (
-        *(sizes, _TIED, routed("num_experts", "intermediate_size")),
-        of(
-            expert_layer_period=(2, 3),
-            expert_layer_offset=(0, 1),
-            attn_layer_period=(2, 3),
-            attn_layer_offset=(0, 1),
-            mamba_d_state=any_of(4, 40),
-            mamba_d_conv=(2, 4),
-            mamba_expand=(1, 2, 4),
-            mamba_dt_rank=any_of(4, 40),
-            mamba_conv_bias=_FLAG,
-            mamba_proj_bias=_FLAG,
-        ),
-    ),
     "llama": (sizes, _HEAD, _TIED, _ATTENTION_BIAS, of(mlp_bias=_FLAG)),
     "llama4_text": (
         *(sizes, _HEAD, _TIED, _ATTENTION_BIAS, routed("num_local_experts", "intermediate_size")),
@@ -305,13 +285,6 @@ SPACES: Mapping[str, tuple[Part, ...]] = {
             use_conv_bias=_FLAG,
         ),
         *(_TIED, mamba2_heads(prefix="")),
-    ),
-    "minimax": (
-        *(sizes, _HEAD, _TIED, routed("num_local_experts", "intermediate_size")),
-        of(
-            num_hidden_layers=(4,),
-            layer_types=(None, ["linear_attention"] * 3 + ["full_attention"]),
-        ),
     ),
     "ministral": (sizes, _HEAD, _TIED, of(sliding_window=(None, 64))),
     "mistral": (sizes, _HEAD, _TIED, of(sliding_window=(None, 64))),

@@ -13,7 +13,6 @@ from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.hugging_face import (
     DEFAULT_SEQ_LENGTH,
-    read_hf_config,
     read_hf_model,
     supported_model_types,
 )
@@ -27,7 +26,7 @@ def spec_from_hf_config(
     config: Mapping[str, object], name: str, *, seq_length: int | None = None
 ) -> TransformerSpec:
     """The model alone."""
-    return read_hf_config(config, name, seq_length=seq_length)[0]
+    return read_hf_model(config, name, seq_length=seq_length).spec
 
 
 LLAMA3_70B: dict[str, object] = {
@@ -373,19 +372,19 @@ GEMMA3_4B: dict[str, object] = {
 
 
 def test_gemma3_without_its_vision_tower_is_the_catalogues() -> None:
-    spec, unread = read_hf_config(GEMMA3_4B, "gemma3_4b")
-    assert unread == ()
+    read = read_hf_model(GEMMA3_4B, "gemma3_4b")
+    assert read.unread == ()
     written = yaml.safe_load((MODELS / "gemma3_4b.yaml").read_text(encoding="utf-8"))
     catalogued = spec_from_mapping(written)
-    assert spec.variant == ModelVariant(norm_placement=NormPlacement.SANDWICH)
-    assert dataclasses.replace(spec, source=catalogued.source) == catalogued
+    assert read.spec.variant == ModelVariant(norm_placement=NormPlacement.SANDWICH)
+    assert dataclasses.replace(read.spec, source=catalogued.source) == catalogued
 
 
 def test_the_text_model_of_a_composed_config_is_read_and_its_encoder_named() -> None:
     text = {key: value for key, value in GEMMA3_4B.items() if key != "num_attention_heads"}
     config = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}}
     read = read_hf_model(config, "g")
-    assert read.spec == read_hf_config(GEMMA3_4B, "g")[0]
+    assert read.spec == read_hf_model(GEMMA3_4B, "g").spec
     assert read.notes == (
         "g: the text model alone is read; the encoder of model_type gemma3 is not.",
         "g: not in config.json, so transformers' own default: num_attention_heads 8.",
@@ -407,7 +406,7 @@ def test_a_misspelt_field_is_refused_with_the_right_one() -> None:
 
 def test_what_is_not_read_is_listed() -> None:
     config = {**LLAMA3_70B, "logit_scale": 0.1, "residual_multiplier": 0.2, "eos_token_id": 2}
-    assert read_hf_config(config, "x")[1] == ("logit_scale", "residual_multiplier")
+    assert read_hf_model(config, "x").unread == ("logit_scale", "residual_multiplier")
 
 
 @pytest.mark.parametrize(
@@ -428,8 +427,8 @@ def test_what_is_not_read_is_listed() -> None:
 )
 def test_an_architecture_field_that_is_not_read_is_refused(key: str, value: object) -> None:
     with pytest.raises(UnplannableModelError, match=key):
-        read_hf_config({**LLAMA3_70B, key: value}, "x")
-    assert read_hf_config({**LLAMA3_70B, key: None}, "x")[1] == ()
+        read_hf_model({**LLAMA3_70B, key: value}, "x")
+    assert read_hf_model({**LLAMA3_70B, key: None}, "x").unread == ()
 
 
 #: What published configurations carry beside the keys that give the shape.
@@ -471,16 +470,16 @@ CARRIED: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("name", CARRIED)
 def test_keys_of_published_configurations_are_silent(name: str) -> None:
-    assert read_hf_config({**CONFIGS[name], **CARRIED[name]}, name)[1] == ()
+    assert read_hf_model({**CONFIGS[name], **CARRIED[name]}, name).unread == ()
 
 
 def test_long_context_qwen2_is_read() -> None:
     windows = {"max_window_layers": 70, "sliding_window": 131072, "use_sliding_window": False}
     long = {"dual_chunk_attention_config": {"chunk_size": 262144}}
     config = {**LLAMA3_70B, "model_type": "qwen2", **windows, **long, "use_mrope": False}
-    assert read_hf_config(config, "q")[1] == ()
+    assert read_hf_model(config, "q").unread == ()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_real_configurations_are_read_whole(name: str) -> None:
-    assert read_hf_config(CONFIGS[name], name)[1] == ()
+    assert read_hf_model(CONFIGS[name], name).unread == ()

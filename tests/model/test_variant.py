@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.errors import UnplannableModelError
 from nest_megatron.model.graph import LayerGraph
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.operators import block_graph
@@ -92,8 +91,3 @@ def test_narrow_embeddings_are_projected() -> None:
     normed = graph(LayerBlock.EMBEDDING, embedding_norm=True)
     saved = normed.total_saved_bytes() - graph(LayerBlock.EMBEDDING).total_saved_bytes()
     assert saved == pytest.approx(HIDDEN_BYTES)
-
-
-def test_work_that_is_not_modelled_is_refused_by_name() -> None:
-    with pytest.raises(UnplannableModelError, match=r"variant\.mamba_version = 1"):
-        graph(LayerBlock.MAMBA, mamba_version=1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from nest_megatron.errors import UnplannableModelError
 from nest_megatron.model.graph import LayerCollective, LayerGraph, Operator, Part
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.operators.common import FP32, gemm, streaming
@@ -18,30 +17,14 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.model.variant import NormPlacement
 
 _OF_EACH_TOKEN = (LayerBlock.DENSE, LayerBlock.EXPERTS)
-#: Parts whose parameters are counted and whose work is not known here.
-_NOT_MODELLED = {
-    "mamba_version": (LayerBlock.MAMBA,),
-    "lightning_attention": (LayerBlock.GATED_DELTA_NET,),
-    "parallel_mixers": (LayerBlock.MAMBA, LayerBlock.ATTENTION),
-}
 
 
 def with_variant(
     graph: LayerGraph, spec: TransformerSpec, block: LayerBlock, shard: LayerShard
 ) -> LayerGraph:
-    """The work of a block as the model's variant has it.
-
-    Raises:
-        UnplannableModelError: for a part whose work is not modelled.
-    """
-    differences = spec.variant.differences()
-    if not differences:
+    """The work of a block as the model's variant has it."""
+    if not spec.variant.differences():
         return graph
-    for name in differences:
-        if block in _NOT_MODELLED.get(name, ()):
-            what, value = f"model {spec.name}: variant.{name}", differences[name]
-            fix = "nest-megatron models counts its parameters."
-            raise UnplannableModelError(what, value=value, limit="its work is not known", fix=fix)
     if block is LayerBlock.EMBEDDING:
         return graph + _embedding(spec, shard)
     if block is LayerBlock.HEAD:
@@ -49,7 +32,7 @@ def with_variant(
     if block is LayerBlock.MTP:
         return graph
     if spec.variant.parallel_attention and block in _OF_EACH_TOKEN:
-        graph = _beside_attention(graph, spec, block, shard)
+        graph = _beside_attention(graph, spec, shard)
     if spec.variant.norm_placement is NormPlacement.SANDWICH:
         graph += _norm_behind(spec, shard)
     if spec.variant.qk_norm_full_width and block.mixes_tokens and spec.qk_layernorm:
@@ -57,9 +40,7 @@ def with_variant(
     return graph
 
 
-def _beside_attention(
-    graph: LayerGraph, spec: TransformerSpec, block: LayerBlock, shard: LayerShard
-) -> LayerGraph:
+def _beside_attention(graph: LayerGraph, spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """An MLP that reads what attention reads: its output joins attention's before both are summed.
 
     It keeps no residual of its own, and adds to the one sum of the layer. With a shared norm its
