@@ -6,6 +6,7 @@ import contextlib
 import importlib.resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import Any
 
 from nest_megatron.errors import UserInputError, nearest
 
@@ -26,6 +27,16 @@ def catalogue_root() -> Traversable:
         limit, fix = "the catalogue is not installed", "Install nest-megatron again."
         raise UserInputError(PACKAGE, value=None, limit=limit, fix=fix)
     return checkout
+
+
+def catalogue_entry(group: str, name: str) -> dict[str, Any]:
+    """A file of the catalogue as it stands, by its folder and its name without ``.yaml``."""
+    import yaml
+
+    from nest_megatron.documents import LOADER
+
+    text = catalogue_root().joinpath(group, f"{name}.yaml").read_text(encoding="utf-8")
+    return dict(yaml.load(text, Loader=LOADER) or {})
 
 
 def catalogue_names(group: str, root: Traversable | None = None) -> tuple[str, ...]:

@@ -8,9 +8,11 @@ seen in the stream of events, which takes no more memory than one event.
 from __future__ import annotations
 
 import csv
+import importlib.resources
 import io
 import json
 import re
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -66,6 +68,14 @@ DATA = Limits(num_bytes=MAX_BYTES // 2, num_nodes=150_000)
 DESCRIPTION = Limits(num_bytes=2**18, num_nodes=5_000)
 #: Tables of measurements, and JSON, which takes a tenth of YAML's time and memory for a value.
 JSON = CSV = Limits(num_bytes=MAX_BYTES, num_nodes=2_000_000)
+
+
+def packaged(package: str, name: str) -> Any:
+    """What a TOML, YAML or JSON file of one of our own packages holds."""
+    text = importlib.resources.files(package).joinpath(name).read_text(encoding="utf-8")
+    if name.endswith(".toml"):
+        return tomllib.loads(text)
+    return json.loads(text) if name.endswith(".json") else yaml.load(text, Loader=LOADER)
 
 
 def read_yaml(path: Path, what: str) -> Any:

@@ -1,11 +1,26 @@
-"""What to install where an optional package is missing."""
+"""Optional packages, and this package's own compiled modules: what is there, what to install."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.metadata
+import logging
 import shlex
 
 _NAME = "nest-megatron"
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def is_built(module: str, otherwise: str) -> bool:
+    """Whether a compiled module is there; one warning says what happens ``otherwise``."""
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        _log.warning("The compiled %s is not built: %s.", module, otherwise)
+        return False
+    return True
 
 
 def install_command(extra: str) -> str:

@@ -8,19 +8,20 @@ form skips what repeats, so neither its time nor its memory grows with the micro
 
 from __future__ import annotations
 
-import logging
+import functools
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from nest_megatron.cost_model.schedule import ChunkTimes, pass_at, place_of, run, source_of
+from nest_megatron.packages import is_built
 from nest_megatron.units import Ticks
-
-_log = logging.getLogger(__name__)
 
 #: Above this, sums over a schedule could leave the compiled form's int64.
 _MOST = 1 << 62
+has_kernel = functools.partial(
+    is_built, "nest_megatron.cost_model._schedule", "schedules are simulated pass by pass"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,17 +96,6 @@ def summarize(
         p, v, m, array("q", columns), array("q", releases), array("q", reductions)
     )
     return ScheduleSummary(ends=ends, path=_path(first, last, counts))
-
-
-@cache
-def has_kernel() -> bool:
-    """Whether the compiled form is there; one warning says so if it is not."""
-    try:
-        from nest_megatron.cost_model import _schedule  # noqa: F401
-    except ImportError:
-        _log.warning("The compiled simulator is not built: schedules are simulated pass by pass.")
-        return False
-    return True
 
 
 def summarize_reference(

@@ -19,13 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import yaml
-
-from nest_megatron.catalogue_files import catalogue_root
+from nest_megatron.catalogue_files import catalogue_entry
 from nest_megatron.cluster.records import Accelerator, Cluster
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.student_t import cumulative, quantile
-from nest_megatron.documents import LOADER
 from nest_megatron.model.execution import FlexBackend, TokenDispatcher
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
@@ -162,8 +159,7 @@ class PeakError:
 @functools.cache
 def shipped_peak_errors() -> Mapping[str, PeakError]:
     """The catalogue's (``calibration/memory.yaml``): ``replicated`` and ``sharded``."""
-    path = catalogue_root().joinpath("calibration", "memory.yaml")
-    fits = yaml.load(path.read_text(encoding="utf-8"), Loader=LOADER)
+    fits = catalogue_entry("calibration", "memory")
     return {
         name: PeakError(**{key: fit[key] for key in ("median", "above", "below")})
         for name, fit in fits.items()

@@ -6,15 +6,13 @@ verdict on memory; one with a flag that is not modelled is planned too, and the 
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
-from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
-_TABLE = tomllib.loads(
-    resources.files(__package__).joinpath("memory_flags.toml").read_text(encoding="utf-8")
-)
+from nest_megatron.documents import packaged
+
+_TABLE = packaged(__package__, "memory_flags.toml")
 #: Argument -> its values that change nothing. Any other value makes memory uncertain.
 NOT_MODELLED: Mapping[str, list[object]] = MappingProxyType(_TABLE["not_modelled"])
 #: Arguments that a job is asked for, whatever holds them.

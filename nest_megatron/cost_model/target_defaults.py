@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
-from importlib import resources
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.targets import Default, Target
+from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError, nearest
 
-_TABLE = tomllib.loads(
-    resources.files(__package__).joinpath("targets.toml").read_text(encoding="utf-8")
-)
+_TABLE = packaged(__package__, "targets.toml")
 
 
 def _target(fields: dict[str, Any]) -> Target:

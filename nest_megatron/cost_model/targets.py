@@ -15,15 +15,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
-from nest_megatron.catalogue_files import catalogue_root
+from nest_megatron.catalogue_files import catalogue_entry
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.execution_flags import execution_of, execution_traits
 from nest_megatron.cost_model.formats import fp8_layouts
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
-from nest_megatron.documents import LOADER
 from nest_megatron.model.execution import Execution
 
 #: Entry of ``calibration/frameworks.yaml`` for what switches of ``Execution`` do in all of them.
@@ -159,6 +156,5 @@ def fitted_values(entry: str) -> Mapping[str, float]:
 
 @functools.cache
 def _calibration() -> Mapping[str, Mapping[str, float]]:
-    path = catalogue_root().joinpath("calibration", "frameworks.yaml")
-    entries = yaml.load(path.read_text(encoding="utf-8"), Loader=LOADER) or {}
+    entries = catalogue_entry("calibration", "frameworks")
     return {name: entry["values"] for name, entry in entries.items()}

@@ -26,9 +26,7 @@ from operator import mul
 from statistics import NormalDist
 from typing import Any
 
-import yaml
-
-from nest_megatron.catalogue_files import catalogue_root
+from nest_megatron.catalogue_files import catalogue_entry
 from nest_megatron.cost_model.cholesky import cholesky, solve_lower
 from nest_megatron.cost_model.features import (
     Confidence,
@@ -42,7 +40,6 @@ from nest_megatron.cost_model.features import (
 from nest_megatron.cost_model.mechanisms import Mechanism, Shares, shares
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.student_t import deviation, quantile
-from nest_megatron.documents import LOADER
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.units import Seconds
@@ -265,8 +262,7 @@ class Calibration:
 @functools.cache
 def shipped_calibration() -> Calibration:
     """The catalogue's (``calibration/uncertainty.yaml``)."""
-    path = catalogue_root().joinpath("calibration", "uncertainty.yaml")
-    return calibration_from(yaml.load(path.read_text(encoding="utf-8"), Loader=LOADER))
+    return calibration_from(catalogue_entry("calibration", "uncertainty"))
 
 
 def calibration_from(document: Mapping[str, Any]) -> Calibration:

@@ -8,19 +8,16 @@ or is refused; one that it does not name is refused as soon as it is set.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING
-from importlib import resources
 from types import FunctionType, MappingProxyType
 from typing import Any
 
+from nest_megatron.documents import packaged
 from nest_megatron.errors import UnplannableModelError
 from nest_megatron.integrations.fields import ABSENT, attribute, class_names, shown, value_or
 
-_TABLE: Mapping[str, Any] = tomllib.loads(
-    resources.files(__package__).joinpath("model_fields.toml").read_text(encoding="utf-8")
-)
+_TABLE: Mapping[str, Any] = packaged(__package__, "model_fields.toml")
 #: Field that must be off -> what this planner lacks otherwise.
 REFUSED: Mapping[str, str] = MappingProxyType(_TABLE["refused"])
 #: Field that is planned for as if it were off -> what the plan then leaves out.

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from nest_megatron.catalogue_files import catalogue_names, catalogue_root
+from nest_megatron.catalogue_files import catalogue_entry, catalogue_names
 from nest_megatron.cluster.records import Cluster, CollectiveKind, NetworkLevel
 from nest_megatron.errors import ProfileError, UserInputError
 from nest_megatron.files import read_text
@@ -125,8 +125,7 @@ def _defaults(name: str) -> list[Any]:
     """How a cluster of the catalogue names its accelerator, so that the new file follows it."""
     if name not in catalogue_names("cluster"):
         return []
-    path = catalogue_root().joinpath("cluster", f"{name}.yaml")
-    found: list[Any] = yaml.safe_load(path.read_text(encoding="utf-8")).get("defaults", [])
+    found: list[Any] = catalogue_entry("cluster", name).get("defaults", [])
     return found
 
 

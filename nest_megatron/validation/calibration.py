@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nest_megatron.catalogue_files import catalogue_entry
 from nest_megatron.cluster.records import Accelerator, Cluster, Precision
 from nest_megatron.cost_model.targets import EXECUTION
-from nest_megatron.validation.calibration_store import read_record
 from nest_megatron.validation.job import RowJob
 
 
@@ -218,4 +218,4 @@ class LeftOutConstants:
 
 def shipped_left_out() -> LeftOutConstants:
     """The catalogue's (``calibration/left_out.yaml``)."""
-    return LeftOutConstants(read_record("left_out"))
+    return LeftOutConstants(catalogue_entry("calibration", "left_out"))

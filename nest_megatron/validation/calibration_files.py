@@ -11,11 +11,12 @@ from pathlib import Path
 
 import yaml
 
+from nest_megatron.catalogue_files import catalogue_entry
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import write_text
 from nest_megatron.validation.calibrate import Fit, HeldOut, Sample, constants_without
 from nest_megatron.validation.calibration import PARAMETERS, Values, generation_of
-from nest_megatron.validation.calibration_store import read_record, write_record
+from nest_megatron.validation.calibration_store import write_record
 
 _HEAD = """\
 # values: fitted constants; prior: where each is pulled to. rows: measured runs that
@@ -41,7 +42,7 @@ def catalogue_values() -> Values:
     return {
         f"{owner}.{field}": value
         for name in ("devices", "frameworks")
-        for owner, entry in read_record(name).items()
+        for owner, entry in catalogue_entry("calibration", name).items()
         for field, value in entry["values"].items()
     }
 

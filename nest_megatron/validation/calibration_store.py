@@ -10,22 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
-from nest_megatron.catalogue_files import catalogue_root
+from nest_megatron.catalogue_files import catalogue_entry
 from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
-from nest_megatron.documents import LOADER
 from nest_megatron.files import write_text
 
 _WRITTEN = "# Written by `nest-megatron calibrate` (nest_megatron/validation); do not edit.\n"
-
-
-def read_record(name: str) -> dict[str, Any]:
-    """A file of the installed catalogue, by its name without ``.yaml``."""
-    path = catalogue_root().joinpath("calibration", f"{name}.yaml")
-    return cast("dict[str, Any]", yaml.load(path.read_text(encoding="utf-8"), Loader=LOADER) or {})
 
 
 def write_record(folder: Path, name: str, head: str, record: Mapping[str, object]) -> Path:
@@ -71,7 +64,8 @@ PARAMETERS = tuple(
 @cache
 def links() -> Mapping[str, LinkTechnology]:
     """All technologies of ``hydra_configs/calibration/links.yaml``, by name."""
-    return {name: _link(name, entry) for name, entry in read_record("links").items()}
+    entries = catalogue_entry("calibration", "links")
+    return {name: _link(name, entry) for name, entry in entries.items()}
 
 
 def link_of_level(level: NetworkLevel) -> str:

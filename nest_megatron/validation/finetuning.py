@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 from typing import Any
 
+from nest_megatron.documents import packaged
 from nest_megatron.model.adapters import Adapters
 from nest_megatron.validation.rows import Row
 
-_RECIPES = tomllib.loads(
-    resources.files(__package__).joinpath("finetuning.toml").read_text(encoding="utf-8")
-)["recipes"]
+_RECIPES = packaged(__package__, "finetuning.toml")["recipes"]
 _LORA = re.compile(r"lora|peft", re.IGNORECASE)
 
 

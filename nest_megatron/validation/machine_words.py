@@ -6,9 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-import yaml
-
-from nest_megatron.catalogue_files import catalogue_root
+from nest_megatron.catalogue_files import catalogue_entry
 from nest_megatron.cluster.catalogue import accelerator_from_mapping
 from nest_megatron.cluster.records import Accelerator
 from nest_megatron.units import GIB
@@ -82,8 +80,7 @@ def _blackwell(gpu: str) -> tuple[str, tuple[str, ...]]:
 @cache
 def accelerator(name: str) -> Accelerator:
     """An accelerator of the catalogue, by its file's name."""
-    text = catalogue_root().joinpath("accelerator", f"{name}.yaml").read_text(encoding="utf-8")
-    return accelerator_from_mapping(yaml.safe_load(text))
+    return accelerator_from_mapping(catalogue_entry("accelerator", name))
 
 
 _GBIT = 1e9 / 8

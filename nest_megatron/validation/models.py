@@ -8,10 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
-from nest_megatron.catalogue_files import catalogue_names, catalogue_root
-from nest_megatron.documents import LOADER
+from nest_megatron.catalogue_files import catalogue_entry, catalogue_names
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.parameters import total_parameters
@@ -36,6 +33,8 @@ from nest_megatron.validation.rows import RefusedRowError
 
 #: How far the parameters of a model may lie from the size in its name.
 _SIZE_TOLERANCE = 0.05
+#: A catalogue file by its name.
+_entry = functools.cache(functools.partial(catalogue_entry, "model"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,9 +135,3 @@ def _has_size(spec: TransformerSpec, size: float) -> bool:
     return any(
         abs(total_parameters(each) / 1e9 - size) <= _SIZE_TOLERANCE * size for each in (spec, plain)
     )
-
-
-@functools.cache
-def _entry(name: str) -> Mapping[str, object]:
-    text = catalogue_root().joinpath("model", f"{name}.yaml").read_text(encoding="utf-8")
-    return dict(yaml.load(text, Loader=LOADER))

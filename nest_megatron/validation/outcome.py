@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from nest_megatron.names import Name
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner.choice import Candidate
+from nest_megatron.validation.finetuning import trains_adapters
 from nest_megatron.validation.rows import Row, RowFile, number_or_zero
 
 #: Columns that rows of one job share; they differ in how the job was laid out.
@@ -170,7 +171,6 @@ LONG_SEQUENCE = 32_768
 #: GPUs from which stragglers and the network's upper levels are felt.
 LARGE_SCALE_GPUS = 1_024
 
-_LORA = re.compile(r"lora|peft", re.IGNORECASE)
 _SFT = re.compile(r"sft|fine-?tun|dpo|kto|\brm\b", re.IGNORECASE)
 _FSDP = re.compile(r"fsdp|zero[-_ ]?[23]", re.IGNORECASE)
 
@@ -202,12 +202,8 @@ def _is_moe(each: RowOutcome) -> bool:
     return _number(each, "ep") > 1 or _number(each, "experts") > 1
 
 
-def _is_lora(each: RowOutcome) -> bool:
-    return _LORA.search(f"{each.row.get('task', '')} {each.row.get('model', '')}") is not None
-
-
 def _is_sft(each: RowOutcome) -> bool:
-    return _SFT.search(each.row.get("task", "")) is not None and not _is_lora(each)
+    return _SFT.search(each.row.get("task", "")) is not None and not trains_adapters(each.row)
 
 
 def _is_fsdp(each: RowOutcome) -> bool:
@@ -251,7 +247,7 @@ REGIMES: tuple[Regime, ...] = (
         name="lora",
         definition="task or model names LoRA or PEFT",
         reason="most weights are frozen: no gradients, no states, a cheaper backward pass",
-        holds=_is_lora,
+        holds=lambda each: trains_adapters(each.row),
     ),
     Regime(
         name="sft",

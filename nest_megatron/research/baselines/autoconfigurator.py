@@ -21,13 +21,11 @@ Different here: a model's size is its number of parameters, where the tool reads
 
 from __future__ import annotations
 
-import importlib.resources
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-import yaml
-
+from nest_megatron.documents import packaged
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.grid import Grid
@@ -103,8 +101,7 @@ def row_for(spec: TransformerSpec, memory_bytes: int) -> DegreeRow:
 
 @cache
 def _table() -> _Table:
-    path = importlib.resources.files(__package__).joinpath("autoconfigurator.yaml")
-    return from_plain(_Table, yaml.safe_load(path.read_text(encoding="utf-8")))
+    return from_plain(_Table, packaged(__package__, "autoconfigurator.yaml"))
 
 
 def _candidates(job: ComparisonJob, row: DegreeRow) -> Iterator[Grid]:

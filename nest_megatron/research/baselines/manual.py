@@ -20,16 +20,14 @@ source advises, among it uneven stages and the second rank order.
 from __future__ import annotations
 
 import dataclasses
-import importlib.resources
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 
-import yaml
-
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.cost_model.stage_problems import stage_problem
+from nest_megatron.documents import packaged
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import (
@@ -226,5 +224,4 @@ def published(spec: TransformerSpec, cluster: Cluster, precision: Precision) -> 
 
 @cache
 def _recipes() -> tuple[Recipe, ...]:
-    path = importlib.resources.files(__package__).joinpath("nvidia_recipes.yaml")
-    return from_plain(_Recipes, yaml.safe_load(path.read_text(encoding="utf-8"))).recipes
+    return from_plain(_Recipes, packaged(__package__, "nvidia_recipes.yaml")).recipes

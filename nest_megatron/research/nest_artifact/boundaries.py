@@ -6,13 +6,14 @@ follows: positions from the end, starts ascending, ends ascending; the first lea
 
 from __future__ import annotations
 
-import logging
+import functools
 import math
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+from nest_megatron.packages import is_built
 from nest_megatron.research.nest_artifact.price import (
     links_of,
     recomputed_forward,
@@ -22,7 +23,11 @@ from nest_megatron.research.nest_artifact.price import (
 )
 from nest_megatron.research.nest_artifact.records import ArtifactRule, Chain, Instance
 
-_log = logging.getLogger(__name__)
+has_kernel = functools.partial(
+    is_built,
+    "nest_megatron.research.nest_artifact._stage_boundaries",
+    "the search of stage boundaries is slower",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,17 +87,6 @@ def boundary_table(
     fill = _fill_by_kernel if uses_kernel else _fill_by_reference
     fill(instance, tp, rule, most_weight_bytes, firsts, ends)
     return BoundaryTable(num_layers=num_layers, firsts=firsts, ends=ends)
-
-
-@cache
-def has_kernel() -> bool:
-    """Whether the compiled kernel is there; one warning says so if it is not."""
-    try:
-        from nest_megatron.research.nest_artifact import _stage_boundaries  # noqa: F401
-    except ImportError:
-        _log.warning("The compiled kernel is not built: the search of stage boundaries is slower.")
-        return False
-    return True
 
 
 def _link_levels(instance: Instance, tp: int) -> list[int]:

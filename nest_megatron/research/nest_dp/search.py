@@ -14,14 +14,14 @@ far by a total of ``limit`` has a bottleneck of at least the last table's, and s
 from __future__ import annotations
 
 import dataclasses
-import logging
+import functools
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.packages import is_built
 from nest_megatron.research.nest_artifact.search import NoSolution
 from nest_megatron.research.nest_dp import reference
 from nest_megatron.research.nest_dp.job import Division, ResearchJob, Strategy, strategies
@@ -37,6 +37,9 @@ from nest_megatron.research.nest_dp.records import (
 from nest_megatron.research.nest_dp.topology import Replicas
 from nest_megatron.units import Bytes, Ticks
 
+has_kernel = functools.partial(
+    is_built, "nest_megatron.research.nest_dp._recurrence", "the recurrence is far slower"
+)
 #: How far above the least bound each round looks.
 _ROUNDS = (1.05, 1.2, 1.5, 2.0, 4.0)
 
@@ -206,9 +209,6 @@ def _lacking(problem: Problem, strategy: PricedStrategy, node: int) -> Bytes:
     )
 
 
-_log = logging.getLogger(__name__)
-
-
 def best_pipeline(
     problem: Problem, limit: Ticks = UNREACHABLE, *, compiled: bool | None = None
 ) -> FoundPipeline | None:
@@ -257,17 +257,6 @@ def filled(
     question += [array("q", caps), sync_cap, table.data, scratch]
     _recurrence.fill(*question)
     return table.data  # whose items are Python's integers
-
-
-@cache
-def has_kernel() -> bool:
-    """Whether the compiled kernel is there; one warning says so if it is not."""
-    try:
-        from nest_megatron.research.nest_dp import _recurrence  # noqa: F401
-    except ImportError:
-        _log.warning("The compiled kernel is not built: the recurrence is far slower.")
-        return False
-    return True
 
 
 def _num_steps(problem: Problem, depth: int) -> int:

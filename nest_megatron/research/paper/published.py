@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.resources
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import yaml
+from nest_megatron.documents import packaged
 
 #: The planners of the paper, in its order, ours last.
 PLANNERS = ("manual", "mcmc", "alpa_e", "mist", "phaze", "nest")
@@ -108,7 +107,5 @@ def _job(cell: Mapping[str, Any], cluster: str) -> PaperJob:
 
 @cache
 def _load(name: str) -> dict[str, Any]:
-    files = importlib.resources.files("nest_megatron.research.paper")
-    text = files.joinpath("data", f"{name}.yaml").read_text(encoding="utf-8")
-    loaded: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    loaded: dict[str, Any] = packaged(__package__, f"data/{name}.yaml")
     return loaded

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nest_megatron.catalogue_files import catalogue_entry
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import TARGETS
 from nest_megatron.cost_model.targets import Target, fitted_values
@@ -19,7 +20,6 @@ from nest_megatron.report.markdown import figure
 from nest_megatron.units import GIB
 from nest_megatron.validation import row_settings
 from nest_megatron.validation.calibration import PARAMETERS, Parameter
-from nest_megatron.validation.calibration_store import read_record
 from nest_megatron.validation.frameworks import RULES
 from nest_megatron.validation.named_sets import scored_sets
 from nest_megatron.validation.outcome import REGIMES, Basis, Judged
@@ -273,14 +273,14 @@ _AT_BOUND = 0.005
 
 def reference() -> dict[str, object]:
     """What the page says of constants, links, targets and columns, whatever the files are."""
-    devices, frameworks = read_record("devices"), read_record("frameworks")
-    both = {**devices, **frameworks}
+    devices = catalogue_entry("calibration", "devices")
+    both = {**devices, **catalogue_entry("calibration", "frameworks")}
     return {
         "constants": list(_constants(both)),
         "fitted_sources": list(_sources(devices, both)),
         "unseen_models": _left_out(both, "model"),
-        "links": read_record("links"),
-        "collectives": read_record("collectives"),
+        "links": catalogue_entry("calibration", "links"),
+        "collectives": catalogue_entry("calibration", "collectives"),
         "rules": [(rule, _settings(rule.target)) for rule in RULES],
         "targets": TARGETS,
         "settings_file": SETTINGS_FILE,

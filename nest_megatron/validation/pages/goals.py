@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nest_megatron.catalogue_files import catalogue_entry
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.validation.calibration_store import read_record
 from nest_megatron.validation.margin import best_margin, left_out, margin_curve, risk_bins, samples
 from nest_megatron.validation.outcome import LAYOUT_COLUMNS, Basis, Judged, RowOutcome
 from nest_megatron.validation.report import BothScores, MeasuredJob, measured_jobs, pairs_by_regime
@@ -203,7 +203,8 @@ def _memory_and_collectives(judged: Sequence[Judged]) -> Iterator[Reached]:
 
 def _unseen_collectives_pct() -> float | None:
     """Mean error of the collectives of clusters that the fit has not seen, each row the same."""
-    known = [entry for entry in read_record("collectives").values() if entry.get("left_out_pct")]
+    entries = catalogue_entry("calibration", "collectives").values()
+    known = [entry for entry in entries if entry.get("left_out_pct")]
     rows = sum(entry["rows"] for entry in known)
     return sum(entry["rows"] * entry["left_out_pct"] for entry in known) / rows if rows else None
 
