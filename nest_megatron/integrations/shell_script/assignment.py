@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from nest_megatron.integrations.shell_script.expansion import expand, fill
 from nest_megatron.integrations.shell_script.scanning import split_words
-from nest_megatron.integrations.shell_script.state import ShellState
+from nest_megatron.integrations.shell_script.state import Shell
 from nest_megatron.integrations.shell_script.values import ScriptError
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^]]*)\])?(\+?)=", re.DOTALL)
 DECLARATIONS = frozenset(("export", "local", "declare", "readonly", "typeset"))
 
 
-def assign(shell: ShellState, word: str) -> str:
+def assign(shell: Shell, word: str) -> str:
     """Carry out ``NAME=value``, ``NAME+=value``, ``NAME[i]=value`` or ``NAME=(...)``; the name."""
     found = ASSIGNMENT.match(word)
     if found is None:
@@ -37,12 +37,12 @@ def assign(shell: ShellState, word: str) -> str:
     return name
 
 
-def _key(shell: ShellState, name: str, index: str) -> str:
+def _key(shell: Shell, name: str, index: str) -> str:
     text = fill(index, shell)
     return text if name in shell.keyed else str(shell.sum(text))
 
 
-def _elements(shell: ShellState, text: str, old: Mapping[str, str]) -> dict[str, str]:
+def _elements(shell: Shell, text: str, old: Mapping[str, str]) -> dict[str, str]:
     """The elements of ``(...)``, after those that are there."""
     found = dict(old)
     place = max((int(key) for key in found if key.isdigit()), default=-1) + 1
@@ -57,7 +57,7 @@ def _elements(shell: ShellState, text: str, old: Mapping[str, str]) -> dict[str,
     return found
 
 
-def declare(shell: ShellState, words: Sequence[str]) -> None:
+def declare(shell: Shell, words: Sequence[str]) -> None:
     """``export``, ``local``, ``declare``, ``readonly`` and ``typeset``."""
     flags = "".join(word[1:] for word in words[1:] if word.startswith("-"))
     exports = (words[0] == "export" or "x" in flags) and "n" not in flags
@@ -79,7 +79,7 @@ def declare(shell: ShellState, words: Sequence[str]) -> None:
                 shell.exported.add(name)
 
 
-def _hide(shell: ShellState, word: str) -> None:
+def _hide(shell: Shell, word: str) -> None:
     """Keep the value of a variable that a function declares for itself."""
     found = ASSIGNMENT.match(word)
     name = found[1] if found is not None else word

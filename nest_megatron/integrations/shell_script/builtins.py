@@ -10,7 +10,7 @@ from pathlib import Path
 from nest_megatron.files import read_text
 from nest_megatron.integrations.shell_script.conditions import Decision
 from nest_megatron.integrations.shell_script.expansion import home_relative
-from nest_megatron.integrations.shell_script.state import ShellState
+from nest_megatron.integrations.shell_script.state import Shell
 from nest_megatron.integrations.shell_script.syntax import parse
 from nest_megatron.integrations.shell_script.values import (
     Leave,
@@ -26,26 +26,26 @@ _SETUP = frozenset(
 )
 
 
-def _true(shell: ShellState, _args: list[str]) -> None:
+def _true(shell: Shell, _args: list[str]) -> None:
     shell.status = 0
 
 
-def _false(shell: ShellState, _args: list[str]) -> None:
+def _false(shell: Shell, _args: list[str]) -> None:
     shell.status = 1
 
 
-def _test(shell: ShellState, args: list[str]) -> None:
+def _test(shell: Shell, args: list[str]) -> None:
     shell.status = int(not Decision(args, shell, is_keyword=False).holds())
 
 
-def _bracket(shell: ShellState, args: list[str]) -> None:
+def _bracket(shell: Shell, args: list[str]) -> None:
     if args[-1:] != ["]"]:
         raise ScriptError("a ] is missing")
     _test(shell, args[:-1])
 
 
-def _leave(kind: str) -> Callable[[ShellState, list[str]], None]:
-    def leave(shell: ShellState, args: list[str]) -> None:
+def _leave(kind: str) -> Callable[[Shell, list[str]], None]:
+    def leave(shell: Shell, args: list[str]) -> None:
         status = shell.status
         if args and kind in ("exit", "return"):
             status = None if is_unknown(args[0]) else shell.sum(args[0]) & 255
@@ -54,7 +54,7 @@ def _leave(kind: str) -> Callable[[ShellState, list[str]], None]:
     return leave
 
 
-def _cd(shell: ShellState, args: list[str]) -> None:
+def _cd(shell: Shell, args: list[str]) -> None:
     words = [word for word in args if word == "-" or not word.startswith("-")]
     home, last = shell.lookup("HOME"), shell.lookup("OLDPWD")
     to = words[0] if words else str(home or "/")
@@ -66,29 +66,29 @@ def _cd(shell: ShellState, args: list[str]) -> None:
     shell.status = 0
 
 
-def _pwd(shell: ShellState, _args: list[str]) -> None:
+def _pwd(shell: Shell, _args: list[str]) -> None:
     shell.printed.append(f"{shell.folder}\n")
     shell.status = 0
 
 
-def _pushd(shell: ShellState, args: list[str]) -> None:
+def _pushd(shell: Shell, args: list[str]) -> None:
     shell.stack.append(shell.folder)
     _cd(shell, args)
 
 
-def _popd(shell: ShellState, _args: list[str]) -> None:
+def _popd(shell: Shell, _args: list[str]) -> None:
     if shell.stack:
         shell.folder = shell.stack.pop()
 
 
-def _shift(shell: ShellState, args: list[str]) -> None:
+def _shift(shell: Shell, args: list[str]) -> None:
     count = shell.sum(args[0]) if args else 1
     shell.status = int(count > len(shell.args))
     if not shell.status:
         shell.args = shell.args[count:]
 
 
-def _set(shell: ShellState, args: list[str]) -> None:
+def _set(shell: Shell, args: list[str]) -> None:
     for place, word in enumerate(args):
         if word == "--" or not word.startswith(("-", "+")):
             named = place and args[place - 1] in ("-o", "+o", "-euo", "-eo", "-exo", "-euxo")
@@ -104,7 +104,7 @@ def _set(shell: ShellState, args: list[str]) -> None:
         shell.options -= {letter} if names.get("+o") == flag else set()
 
 
-def _unset(shell: ShellState, args: list[str]) -> None:
+def _unset(shell: Shell, args: list[str]) -> None:
     for name in args:
         found = re.fullmatch(r"(\w+)\[(.*)\]", name)
         held = shell.variables.get(found[1]) if found else None
@@ -115,12 +115,12 @@ def _unset(shell: ShellState, args: list[str]) -> None:
         shell.exported.discard(name)
 
 
-def _eval(shell: ShellState, args: list[str]) -> None:
+def _eval(shell: Shell, args: list[str]) -> None:
     text = " ".join(args)
     shell.run(parse(text if "torchrun" in text or "python" in text else known(text, "eval")))
 
 
-def _source(shell: ShellState, args: list[str]) -> None:
+def _source(shell: Shell, args: list[str]) -> None:
     if not args:
         raise ScriptError("source names no file")
     path = Path(home_relative(known(args[0], "the file to read"), shell.folder))
@@ -135,7 +135,7 @@ def _source(shell: ShellState, args: list[str]) -> None:
         shell.walk(read_text(path, "source"), str(path))
 
 
-def _read(shell: ShellState, args: list[str]) -> None:
+def _read(shell: Shell, args: list[str]) -> None:
     """A line of standard input, or all of it with ``-d ''``."""
     names = [word for word in args if re.fullmatch(r"[A-Za-z_]\w*", word)] or ["REPLY"]
     if not shell.given or is_unknown(shell.given):
@@ -156,7 +156,7 @@ def _read(shell: ShellState, args: list[str]) -> None:
     shell.status = 0
 
 
-def _mapfile(shell: ShellState, args: list[str]) -> None:
+def _mapfile(shell: Shell, args: list[str]) -> None:
     names = [word for word in args if re.fullmatch(r"[A-Za-z_]\w*", word)] or ["MAPFILE"]
     lines = [shell.given] if is_unknown(shell.given) else shell.given.splitlines()
     if not shell.given:
@@ -165,28 +165,23 @@ def _mapfile(shell: ShellState, args: list[str]) -> None:
     shell.status = 0
 
 
-def _let(shell: ShellState, args: list[str]) -> None:
+def _let(shell: Shell, args: list[str]) -> None:
     value = 0
     for each in args:
         value = shell.sum(each)
     shell.status = int(not value)
 
 
-def _hostname(shell: ShellState, _args: list[str]) -> None:
+def _hostname(shell: Shell, _args: list[str]) -> None:
     shell.printed.append(unknown("$(hostname)"))
     shell.status = 0
 
 
-def _getopts(_shell: ShellState, _args: list[str]) -> None:
+def _getopts(_shell: Shell, _args: list[str]) -> None:
     raise ScriptError("getopts is not supported")
 
 
-def _nothing(_shell: ShellState, _args: list[str]) -> None:
-    """Of no effect on what is launched."""
-    _shell.status = 0
-
-
-BUILTINS: dict[str, Callable[[ShellState, list[str]], None]] = {
+BUILTINS: dict[str, Callable[[Shell, list[str]], None]] = {
     ":": _true,
     "true": _true,
     "false": _false,
@@ -212,5 +207,5 @@ BUILTINS: dict[str, Callable[[ShellState, list[str]], None]] = {
     "let": _let,
     "hostname": _hostname,
     "getopts": _getopts,
-    **dict.fromkeys(("trap", "shopt", "wait", "ulimit", "umask", "alias", "hash"), _nothing),
+    **dict.fromkeys(("trap", "shopt", "wait", "ulimit", "umask", "alias", "hash"), _true),
 }

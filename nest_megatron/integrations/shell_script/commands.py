@@ -8,7 +8,8 @@ from pathlib import Path
 from posixpath import basename, dirname, normpath
 
 from nest_megatron.files import read_text
-from nest_megatron.integrations.shell_script.expansion import Shell, home_relative
+from nest_megatron.integrations.shell_script.expansion import home_relative
+from nest_megatron.integrations.shell_script.state import Shell
 from nest_megatron.integrations.shell_script.values import ScriptError, is_unknown, known
 
 #: Commands that prepare a machine and print nothing that a script uses; they are taken to succeed.

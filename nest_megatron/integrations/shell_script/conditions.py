@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nest_megatron.integrations.shell_script.edits import matches
-from nest_megatron.integrations.shell_script.expansion import Shell, fill, home_relative, pattern_of
+from nest_megatron.integrations.shell_script.expansion import fill, home_relative, pattern_of
+from nest_megatron.integrations.shell_script.state import Shell
 from nest_megatron.integrations.shell_script.values import ScriptError, known
 
 _WHY = "a decision"

@@ -8,10 +8,10 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from nest_megatron.integrations.shell_script.edits import edit
 from nest_megatron.integrations.shell_script.scanning import braces, closing
+from nest_megatron.integrations.shell_script.state import Shell
 from nest_megatron.integrations.shell_script.values import (
     MAX_TEXT,
     MAX_WORDS,
@@ -23,36 +23,9 @@ from nest_megatron.integrations.shell_script.values import (
     unknown,
 )
 
-Value = str | dict[str, str]
 _PARAMETER = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!-]")
 _SPECIAL = frozenset("*?[")
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"', "r": "\r", "a": "\a", "e": "\x1b"}
-
-
-class Shell(Protocol):
-    """What words are filled in from."""
-
-    def lookup(self, name: str) -> Value | None:
-        """A variable or parameter; ``None`` if it is not set."""
-
-    def assign(self, name: str, value: Value) -> None:
-        """Set a variable."""
-
-    def sum(self, text: str) -> int:
-        """The value of an arithmetic expression."""
-
-    def output(self, source: str) -> str:
-        """What a command substitution gives."""
-
-    def positional(self) -> list[str]:
-        """The arguments of the script or function."""
-
-    def unset(self, name: str) -> None:
-        """Note that an expansion is empty because nothing sets the variable."""
-
-    @property
-    def folder(self) -> str:
-        """The current folder, absolute."""
 
 
 class _Star(list[str]):

@@ -28,7 +28,7 @@ from nest_megatron.integrations.shell_script.expansion import (
 )
 from nest_megatron.integrations.shell_script.programs import call
 from nest_megatron.integrations.shell_script.record import is_launch
-from nest_megatron.integrations.shell_script.state import ShellState
+from nest_megatron.integrations.shell_script.state import Shell
 from nest_megatron.integrations.shell_script.syntax import parse
 from nest_megatron.integrations.shell_script.values import (
     MAX_DEPTH,
@@ -48,7 +48,7 @@ _UNDECIDED = (
 )
 
 
-class Interpreter(ShellState):
+class Interpreter(Shell):
     """One shell that walks through commands."""
 
     __slots__ = ()

@@ -17,7 +17,7 @@ from nest_megatron.integrations.shell_script.slurm import (
     variables,
     with_sizes,
 )
-from nest_megatron.integrations.shell_script.state import ShellState
+from nest_megatron.integrations.shell_script.state import Shell
 from nest_megatron.integrations.shell_script.syntax import parse
 from nest_megatron.integrations.shell_script.values import (
     Leave,
@@ -48,7 +48,7 @@ class _Nested:
     options: dict[str, str] = field(default_factory=dict)
 
 
-def call(shell: ShellState, words: list[str]) -> None:
+def call(shell: Shell, words: list[str]) -> None:
     """Carry out a command."""
     if not words:
         return
@@ -65,7 +65,7 @@ def call(shell: ShellState, words: list[str]) -> None:
         _program(shell, name, words)
 
 
-def _with_prefix(shell: ShellState, words: list[str]) -> None:
+def _with_prefix(shell: Shell, words: list[str]) -> None:
     """What follows ``nohup``, ``env A=1`` and their like."""
     before = dict(shell.variables), set(shell.exported)
     while words and (found := _VARIABLE.fullmatch(words[0])):
@@ -76,7 +76,7 @@ def _with_prefix(shell: ShellState, words: list[str]) -> None:
     shell.variables, shell.exported = before
 
 
-def _function(shell: ShellState, name: str, args: list[str]) -> None:
+def _function(shell: Shell, name: str, args: list[str]) -> None:
     shell.hidden.append({})
     try:
         with shell.called(args):
@@ -88,7 +88,7 @@ def _function(shell: ShellState, name: str, args: list[str]) -> None:
                 shell.variables[hidden] = value
 
 
-def _program(shell: ShellState, name: str, words: list[str]) -> None:
+def _program(shell: Shell, name: str, words: list[str]) -> None:
     """Note a launch, compute what a program would print, or leave it out."""
     if is_launch(words):
         shell.record.launched.append(
@@ -108,7 +108,7 @@ def _program(shell: ShellState, name: str, words: list[str]) -> None:
     shell.printed.append(found)
 
 
-def _environment(shell: ShellState) -> dict[str, str]:
+def _environment(shell: Shell) -> dict[str, str]:
     """Variables that the script has exported, as far as they were not so before."""
     found = {}
     for name in sorted(shell.exported):
@@ -118,7 +118,7 @@ def _environment(shell: ShellState) -> dict[str, str]:
     return found
 
 
-def _nested(shell: ShellState, words: list[str]) -> _Nested | None:
+def _nested(shell: Shell, words: list[str]) -> _Nested | None:
     """A script or text that a command has a shell read."""
     for place, word in enumerate(words):
         name = word.rpartition("/")[2]
@@ -148,7 +148,7 @@ def _text(words: list[str]) -> int | None:
     return None
 
 
-def _read_nested(shell: ShellState, nested: _Nested) -> None:
+def _read_nested(shell: Shell, nested: _Nested) -> None:
     """Walk through what another shell reads, with the exported variables alone."""
     options = {**directives(nested.text), **nested.options}
     inner = shell.child()

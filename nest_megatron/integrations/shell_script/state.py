@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 
 from nest_megatron.integrations.shell_script import nodes
 from nest_megatron.integrations.shell_script.arithmetic import evaluate
-from nest_megatron.integrations.shell_script.expansion import Value
 from nest_megatron.integrations.shell_script.record import Record
-from nest_megatron.integrations.shell_script.values import Leave, ScriptError, unknown
+from nest_megatron.integrations.shell_script.values import Leave, ScriptError, Value, unknown
 
 _ONLY_IN_A_RUN = frozenset(("$", "!", "RANDOM", "SECONDS", "HOSTNAME"))
 
 
 @dataclass(slots=True)
-class ShellState(ABC):
+class Shell(ABC):
     """The state of one shell, and what its commands ask of it.
 
     Args:
@@ -114,7 +113,7 @@ class ShellState(ABC):
         """What a command substitution gives; unknown text where something would have to run."""
 
     @abstractmethod
-    def child(self) -> ShellState:
+    def child(self) -> Shell:
         """A subshell."""
 
     @abstractmethod

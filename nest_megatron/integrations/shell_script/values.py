@@ -11,6 +11,8 @@ MAX_TEXT = 1 << 20
 MAX_WORDS = 100_000
 MAX_DEPTH = 60
 MAX_SECONDS = 10.0
+#: A variable: text, or the elements of an array by key.
+Value = str | dict[str, str]
 
 
 _BY_HAND = (
