@@ -33,6 +33,7 @@ from nest_megatron.integrations.megatron_lm.before_after import before_and_after
 from nest_megatron.integrations.megatron_lm.node_counts import TableJob, plan_for_nodes, sized
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.plan_file import sealed
+from nest_megatron.parallel.rules import DEFAULT_VERSION
 from nest_megatron.planner.pins import read_plan
 from nest_megatron.report.catalogue import Catalogue
 from nest_megatron.units import Seconds
@@ -125,7 +126,7 @@ def plan_command(
     num_gpus: int | None = None,
     global_batch_size: int | None = None,
     free: Collection[str] = (),
-    megatron_version: str = "0.16.1",
+    megatron_version: str = DEFAULT_VERSION,
     strict: bool = False,
     shortlist: bool = False,
     config_dir: str | os.PathLike[str] | None = None,
@@ -214,7 +215,7 @@ def estimate_command(
     *,
     cluster: Source | Cluster,
     num_gpus: int | None = None,
-    megatron_version: str = "0.16.1",
+    megatron_version: str = DEFAULT_VERSION,
     strict: bool = False,
     config_dir: str | os.PathLike[str] | None = None,
     **settings: object,

@@ -19,7 +19,8 @@ from nest_megatron.config.request import request_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, write_text
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner.kept import keep_layout
+from nest_megatron.parallel.rules import DEFAULT_VERSION
+from nest_megatron.planner.layouts import keep_layout
 from nest_megatron.planner.pins import read_plan
 from nest_megatron.report.console import Shown
 from nest_megatron.report.whatif import (
@@ -104,7 +105,7 @@ def whatif_command(
     *,
     cluster: str | os.PathLike[str],
     free: Collection[str] = (),
-    megatron_version: str = "0.16.1",
+    megatron_version: str = DEFAULT_VERSION,
     strict: bool = False,
     out: str | os.PathLike[str] | None = None,
     **settings: object,

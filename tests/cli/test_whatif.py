@@ -21,7 +21,7 @@ from nest_megatron.config.request import read_cluster, request_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner.kept import keep_layout
+from nest_megatron.planner.layouts import keep_layout
 from nest_megatron.report.sweep import SweepRow
 from nest_megatron.report.whatif import Variant, variants_page
 from tests.cli.runs import run, start

@@ -6,6 +6,9 @@ import dataclasses
 
 import pytest
 
+from nest_megatron.config.compose import compose
+from nest_megatron.config.layout import estimate_layout
+from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
@@ -180,3 +183,13 @@ def test_heads_and_groups_of_mamba_layers(tp: int, cp: int, legal: bool) -> None
     request = _request("0.20", partition=None, sequence_parallel=tp > 1)
     found = {rule.name for rule, _ in check(dataclasses.replace(request, dims=dims))}
     assert ("mamba_over_tp_and_cp" not in found) is legal
+
+
+def test_an_estimate_is_judged_by_the_rules_of_its_own_release() -> None:
+    words = ["model=nemotron_h_8b", "cluster=dgx_h100", "cluster.num_gpus=8"]
+    words += [f"parallel.{name}_model_parallel_size=2" for name in ("pipeline", "virtual_pipeline")]
+    new = compose(parse([*words, "target=megatron_lm_0.20"]))
+    assert estimate_layout(new)[0].parallel.virtual_pipeline_model_parallel_size == 2
+    old = compose(parse([*words, "target=megatron_lm_0.16.1"]))
+    with pytest.raises(UserInputError, match="no virtual stages for hybrid models"):
+        estimate_layout(old)

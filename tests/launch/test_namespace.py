@@ -62,7 +62,7 @@ def test_every_model_comes_back_as_planned(name: str, version: str) -> None:
     assert (job.spec.vocab_size, job.spec.vocab_is_padded) == (rows, True)
     whole = dataclasses.replace(spec, vocab_size=rows, vocab_is_padded=True)
     assert total_parameters(job.spec) == total_parameters(whole)
-    assert not check(launch_request(plan, job.command))
+    assert not tuple(check(launch_request(plan, job.command)))
 
     before = vars(copy.copy(args))
     again = from_json(Decision, to_json(decision))

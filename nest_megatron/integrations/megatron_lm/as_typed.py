@@ -15,7 +15,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, layout_request
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
 from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zero
-from nest_megatron.integrations.megatron_lm.rules import check
+from nest_megatron.integrations.megatron_lm.rules import first_broken
 from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
 from nest_megatron.integrations.typed_command import CommandPlan, made_for, read_typed
 from nest_megatron.model.execution import Execution
@@ -80,7 +80,6 @@ def typed_plan(job: Job, request: PlanRequest, composed: Composed, made_by: str)
         layout.partition,
         settings=layout.settings,
         sharding=layout.sharding,
-        not_modelled=request.not_modelled,
     )
     found = dataclasses.replace(
         made_for(found, job, made_by),
@@ -156,20 +155,18 @@ def refusal(request: PlanRequest, job: Job, asked: Execution | None = None) -> R
 
     def refused(layout: Layout) -> str:
         grid = layout.grid
-        broken = check(
-            layout_request(
-                request.spec,
-                grid,
-                layout.partition,
-                layout.settings,
-                sharding=layout.sharding or grid.zero.sharding,
-                execution=asked or grid.execution,
-                schedule=request.batch_schedule,
-                values=job.values,
-                version=job.version,
-            )
+        launched = layout_request(
+            request.spec,
+            grid,
+            layout.partition,
+            layout.settings,
+            sharding=layout.sharding or grid.zero.sharding,
+            execution=asked or grid.execution,
+            schedule=request.batch_schedule,
+            values=job.values,
+            version=job.version,
         )
-        return next((f"{v.what} = {v.value}: {v.limit} ({r.source})" for r, v in broken), "")
+        return first_broken(launched)
 
     return refused
 

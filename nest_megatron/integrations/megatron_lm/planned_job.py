@@ -19,7 +19,7 @@ from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, STATED_ELSEWHERE, layout_request
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, read_argv
-from nest_megatron.integrations.megatron_lm.rules import check
+from nest_megatron.integrations.megatron_lm.rules import first_broken
 from nest_megatron.model.execution import Execution
 from nest_megatron.parallel.before_after import Difference
 from nest_megatron.parallel.dims import DEGREES, ParallelDims, RankOrder
@@ -30,8 +30,8 @@ from nest_megatron.parallel.layout import parse_layout, spread_partition
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import ParallelPlan, sharding, zero_stage
-from nest_megatron.planner import PlanRequest, estimate_plan
-from nest_megatron.planner.layouts import Layout, Prices, difference
+from nest_megatron.planner import PlanRequest
+from nest_megatron.planner.layouts import Layout, Prices, difference, estimate_for
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.space import SearchSpace
 
@@ -66,6 +66,7 @@ class PlannedJob:
             objective=Objective.NOMINAL,
             num_alternatives=0,
             num_compared=1,
+            space=SearchSpace(version=self._version),
             max_seconds=SEARCH_S,
             begun_s=time.monotonic(),
         )
@@ -199,8 +200,7 @@ class PlannedJob:
             values=self._values,
             version=self._version,
         )
-        broken = [(r, v) for r, v in check(request) if r.name not in STATED_ELSEWHERE]
-        return next((f"{v.what} = {v.value}: {v.limit} ({r.source})" for r, v in broken), "")
+        return first_broken(request, but=STATED_ELSEWHERE)
 
     def rule(self, composed: Composed) -> str:
         """The rule that the plan's layout with what was named breaks; empty for none."""
@@ -211,14 +211,10 @@ class PlannedJob:
 
     def priced(self, layout: Layout) -> ParallelPlan:
         """A layout as a plan, with its prediction."""
-        job = self._job
-        return estimate_plan(
-            *(job.spec, job.cluster, layout.settings, layout.grid, layout.partition, job.times),
-            schedule=job.batch_schedule,
-            lengths=job.sequence_lengths,
+        return estimate_for(
+            *(self._job, layout.grid, layout.partition),
+            settings=layout.settings,
             sharding=layout.sharding,
-            not_modelled=job.not_modelled,
-            version=self._version,
         )
 
     def difference(self, layout: Layout) -> Difference:

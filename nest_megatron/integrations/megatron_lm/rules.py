@@ -46,14 +46,20 @@ _MODULES_OF_ENGINE = {
 _launch_rules: list[Rule] = []
 
 
-def check(request: LaunchRequest) -> tuple[tuple[Rule, Violation], ...]:
-    """Every rule that a request breaks, in the order of ``RULES``."""
-    return tuple(violations(request, RULES))
+def check(request: LaunchRequest, *, but: Collection[str] = ()) -> Iterator[tuple[Rule, Violation]]:
+    """Rules that a request breaks, in the order of ``RULES``, but those that ``but`` names."""
+    return violations(request, (rule for rule in RULES if rule.name not in but))
+
+
+def first_broken(request: LaunchRequest, *, but: Collection[str] = ()) -> str:
+    """The first rule that a request breaks, in words with its source; empty for none."""
+    broken = check(request, but=but)
+    return next((f"{v.what} = {v.value}: {v.limit} ({r.source})" for r, v in broken), "")
 
 
 def require_launchable(request: LaunchRequest, *, but: Collection[str] = ()) -> None:
     """Raise on the first broken rule, those of the names in ``but`` apart."""
-    for rule, found in violations(request, [rule for rule in RULES if rule.name not in but]):
+    for rule, found in check(request, but=but):
         limit = f"{found.limit} (Megatron-LM {rule.source})"
         raise UserInputError(found.what, value=found.value, limit=limit, fix=found.fix)
 
