@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nest_megatron.cost_model.target_defaults import NEMO_LACKS, OF_THE_JOB
+from nest_megatron.integrations.execution_fields import OVERLAPPED
 from nest_megatron.parallel.knobs import KNOBS
 from nest_megatron.parallel.numeric_knobs import (
     BLACKWELL,
@@ -103,3 +105,21 @@ def _where(knob: NumericKnob) -> str:
     }
     jobs = [] if len(knob.precisions) == 3 else [f"{'/'.join(knob.precisions)} jobs"]
     return ", ".join([*jobs, *devices, *(need for need, asked in needs.items() if asked)])
+
+
+def framework_table() -> str:
+    """Where both frameworks have each choice, as ``docs/knobs.md`` lists them."""
+    rows = ["| Choice | NeMo 2.7 | Megatron-Bridge |", "|---" * 3 + "|"]
+    for knob in KNOBS:
+        nemo = NEMO_LACKS.get(knob.name)
+        own, bridge = f"`model.config.{knob.name}`", f"`model.{knob.name}`"
+        if knob.name == "tp_comm_overlap":
+            own = f"`{knob.name}` of `MegatronCommOverlapCallback`, which a plan adds"
+        if knob.name in OVERLAPPED:
+            bridge = f"`comm_overlap.{knob.name}`, without that object {bridge}"
+        if knob.name == "hierarchical_context_parallel_sizes":
+            bridge = f"{bridge}; not with `dist.use_decentralized_pg`"
+        if knob.name in OF_THE_JOB:
+            own = bridge = "left to the job"
+        rows.append(f"| `{knob.name}` | {f'no: {nemo}' if nemo else own} | {bridge} |")
+    return "\n".join(rows)

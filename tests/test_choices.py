@@ -18,7 +18,6 @@ from nest_megatron.cost_model.execution_flags import execution_of, execution_tra
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import NUMERIC_FIELDS
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.execution_fields import framework_table
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_launch
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, read_argv
 from nest_megatron.integrations.megatron_lm.read import read_job
@@ -42,7 +41,7 @@ from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import estimate_plan, plan
 from tests import catalogue
 from tests.integrations.requests import CARRIED
-from tests.knob_tables import LEFT_KNOBS, knob_table, left_table, numeric_table
+from tests.knob_tables import LEFT_KNOBS, framework_table, knob_table, left_table, numeric_table
 
 EXPERTS = (
     "model=mixtral_8x7b",

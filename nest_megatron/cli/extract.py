@@ -187,7 +187,7 @@ def _extract_module(options: _Options, name: str) -> None:
 
 def _extract_layers(options: _Options) -> None:
     """Draw, and print, the work of a model's layers."""
-    settings = parse(options.overrides, options.config_dir)
+    settings = parse(options.overrides)
     refuse_sweeps(settings)
     composed = compose(settings, options.config_dir)
     text = sys.stdin.read() if options.from_command == "-" else options.from_command

@@ -107,7 +107,7 @@ class PlanOptions(FreeingOptions):
     def settings(self) -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
         """Settings of the job, or of the sweep, and of the launcher that runs it."""
         overrides, launcher = split_launcher(self.overrides)
-        settings = parse(overrides, self.config_dir)
+        settings = parse(overrides)
         self.require_command()
         fix = "Leave one of the two out."
         if self.hostfile is not None and self.hosts is None:
@@ -183,7 +183,7 @@ def _planned(
 def run_estimate(options: EstimateOptions) -> int:
     """Price one layout and print the prediction."""
     options.require_command()
-    composed = composed_settings(parse(options.overrides, options.config_dir), options.config_dir)
+    composed = composed_settings(parse(options.overrides), options.config_dir)
     if (text := options.command()) is None:
         found = estimate_composed(composed)
     else:

@@ -73,7 +73,7 @@ class Asked:
 
 def asked_by_settings(overrides: Sequence[str], config_dir: Path | None) -> Asked:
     """The layers of a model; with a cluster first those of the best plans by data sheets."""
-    settings = parse(overrides, config_dir)
+    settings = parse(overrides)
     refuse_sweeps(settings)
     composed = compose(settings, config_dir)
     spec = read_spec(composed.config)

@@ -120,7 +120,7 @@ def _read(asked: Asked, begun_s: Seconds | None, trials: Collection[str]) -> Tun
         limit = f"it was begun in {asked.folder}, and names in its command are relative to that"
         raise UserInputError("--resume", value=None, limit=limit, fix=f"cd {asked.folder}")
     folder = None if asked.config_dir is None else Path(asked.config_dir)
-    composed = composed_settings(parse(asked.overrides, folder), folder)
+    composed = composed_settings(parse(asked.overrides), folder)
     with progress() as report:
         return read_tuned(asked, composed, begun_s, report, trials)
 

@@ -16,6 +16,7 @@ from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import Recompute
+from nest_megatron.parallel.rules import DEFAULT_VERSION
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
 
@@ -122,7 +123,7 @@ class Job:
 
     spec: TransformerSpec
     target: Target | None = None
-    version: str = "0.16.1"
+    version: str = DEFAULT_VERSION
     script: str = ""
     global_batch_size: int | None = None
     batch_schedule: BatchSchedule | None = None

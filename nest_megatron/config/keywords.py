@@ -97,7 +97,7 @@ def compose_keywords(
         else:
             described[group] = _fields(group, source)
     folder = None if config_dir is None else Path(config_dir)
-    given = parse(setting_texts({**named, **settings}), folder)
+    given = parse(setting_texts({**named, **settings}))
     parsed = with_defaults(given, names_cluster="cluster" in described)
     for setting in parsed if isinstance(cluster, Cluster) else ():
         if setting.key == "cluster.oversubscription":

@@ -47,7 +47,7 @@ class Setting:
         return f"~{self.key}" if self.value is None else f"{self.key}={self.value}"
 
 
-def parse(texts: Iterable[str], config_dir: Path | None = None) -> tuple[Setting, ...]:
+def parse(texts: Iterable[str]) -> tuple[Setting, ...]:
     """Read overrides and check their keys and the names they choose; errors name the nearest."""
     settings = tuple(map(_setting, texts))
     for setting in settings:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nest_megatron.cost_model.execution_flags import execution_of
-from nest_megatron.cost_model.target_defaults import NEMO_LACKS, OF_THE_JOB
+from nest_megatron.cost_model.target_defaults import OF_THE_JOB
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import ABSENT, FieldValue, find
 from nest_megatron.integrations.megatron_lm.attach import launch_request
@@ -21,6 +21,7 @@ from nest_megatron.model.execution import PLAIN, ContextTraffic, Execution, Grap
 from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS, EXECUTION_FIELDS
 from nest_megatron.parallel.knobs import KNOBS, execution_reason
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.rules import DEFAULT_VERSION
 from nest_megatron.plain import to_plain
 
 #: Settings that such an object has, where it has them: NeMo's has the first alone.
@@ -49,7 +50,7 @@ class ExecutionPlaces:
     overlap: tuple[str, ...] = ()
     lacks: Mapping[str, str] = field(default_factory=dict)
     forced: Mapping[str, object] = field(default_factory=dict)
-    version: str = "0.16.1"
+    version: str = DEFAULT_VERSION
 
     def paths(self, root: Any, argument: str) -> tuple[str, ...]:
         """Paths of a setting that counts."""
@@ -206,21 +207,3 @@ def _reason(wanted: Execution, meant: Execution, name: str, places: ExecutionPla
 
 def _arguments_of(field_name: str) -> list[str]:
     return [name for name, of in EXECUTION_FIELDS.items() if of == field_name]
-
-
-def framework_table() -> str:
-    """Where both frameworks have each choice, as ``docs/knobs.md`` lists them."""
-    rows = ["| Choice | NeMo 2.7 | Megatron-Bridge |", "|---" * 3 + "|"]
-    for knob in KNOBS:
-        nemo = NEMO_LACKS.get(knob.name)
-        own, bridge = f"`model.config.{knob.name}`", f"`model.{knob.name}`"
-        if knob.name == "tp_comm_overlap":
-            own = f"`{knob.name}` of `MegatronCommOverlapCallback`, which a plan adds"
-        if knob.name in OVERLAPPED:
-            bridge = f"`comm_overlap.{knob.name}`, without that object {bridge}"
-        if knob.name == _LEVELS:
-            bridge = f"{bridge}; not with `dist.use_decentralized_pg`"
-        if knob.name in OF_THE_JOB:
-            own = bridge = "left to the job"
-        rows.append(f"| `{knob.name}` | {f'no: {nemo}' if nemo else own} | {bridge} |")
-    return "\n".join(rows)

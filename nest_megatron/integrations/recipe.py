@@ -52,6 +52,7 @@ from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.batch_schedule import RAMPUP, BatchSchedule, read_schedule
 from nest_megatron.parallel.cuda_graphs import FIELDS as GRAPH_FIELDS
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
+from nest_megatron.parallel.rules import DEFAULT_VERSION
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
 #: Items that megatron-core's ``ModelParallelConfig`` or a strategy around it holds.
@@ -158,7 +159,7 @@ def job_of_fields(
             "fp8_recipe": precision[1],
         }
     )
-    version = "0.16.1"  # of Megatron-LM, whose rules hold for both frameworks
+    version = DEFAULT_VERSION  # of Megatron-LM, whose rules hold for both frameworks
     required = {} if restored is None else restored.required(version)
     seen = () if restored is None else (restored.note(),)
     graphs = {name: value_or(config, name, None) for name in GRAPH_FIELDS}

@@ -9,6 +9,7 @@ from typing import Any
 
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.rules import launched_expert_tensor_size
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.units import format_gib, format_seconds
 
@@ -82,7 +83,9 @@ def _experts(plan: ParallelPlan, size: Any) -> str:
 
 def _expert_tensor(plan: ParallelPlan, size: Any) -> str:
     if plan.model.num_experts is None:
-        return "the model has no experts"
+        if launched_expert_tensor_size(plan.model, plan.grid().dims) is None:
+            return "the model has no experts"
+        return "Megatron makes expert groups even so; this rank order needs tp * cp ranks in each"
     return "every expert is whole on its GPU" if size == 1 else f"an expert is cut over {size} GPUs"
 
 

@@ -45,7 +45,7 @@ def run_compare(
 ) -> int:
     """Compare planners on one job, and print or draw the result."""
     names, rest = split_planners(overrides)
-    settings = parse(rest, config_dir)
+    settings = parse(rest)
     refuse_sweeps(settings)
     if chart is not None:
         check_chart(chart)

@@ -52,7 +52,7 @@ ROWS = {
 
 def memory_gib(command: str, context_ranks: int = 1) -> list[float]:
     """Terms of the memory of one GPU, and their sum, in the layout of the script."""
-    composed = compose(parse(["cluster=dgx_h100"], None), None)
+    composed = compose(parse(["cluster=dgx_h100"]), None)
     _, inputs = read_request(command, composed, free=(), version="0.16.1")
     grid = Grid(
         dims=ParallelDims(

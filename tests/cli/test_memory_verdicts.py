@@ -38,7 +38,7 @@ NAMED = ("--fine-grained-activation-offloading", "--use-nccl-ub")
 
 
 def composed(*settings: str) -> Composed:
-    return compose(parse(["cluster=dgx_h100", *settings], None), None)
+    return compose(parse(["cluster=dgx_h100", *settings]), None)
 
 
 def searched(command: str, *settings: str) -> ParallelPlan | NoPlan:

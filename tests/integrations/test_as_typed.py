@@ -36,7 +36,7 @@ EXPERTS += "--expert-model-parallel-size 2 "
 
 
 def settings(*words: str) -> Composed:
-    return compose(parse(["cluster=dgx_h100", *words], None), None)
+    return compose(parse(["cluster=dgx_h100", *words]), None)
 
 
 def typed(command: str, *words: str) -> ParallelPlan:

@@ -89,5 +89,5 @@ def test_text_without_a_path_builds_plain_layers() -> None:
 
 
 def test_a_catalogue_model_has_no_file_to_name() -> None:
-    with pytest.raises(UnplannableModelError, match="--heterogeneous-layers-config-path"):
+    with pytest.raises(UnplannableModelError, match=r"config-path.*target=nemo_2\.7"):
         model_argv(catalogue.model("llama33_nemotron_super_49b"))

@@ -40,7 +40,7 @@ from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan, sharding
 from nest_megatron.parallel.plan_file import sealed
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
-from nest_megatron.parallel.rules import LaunchRequest
+from nest_megatron.parallel.rules import DEFAULT_VERSION, LaunchRequest
 from nest_megatron.parallel.zero import DataParallelSharding
 
 #: Key of ``ParallelPlan.launch``.
@@ -55,7 +55,7 @@ _COMPLETE_IT = (
 
 
 def launch_request(
-    plan: ParallelPlan, command: ReadCommand | None = None, *, version: str = "0.16.1"
+    plan: ParallelPlan, command: ReadCommand | None = None, *, version: str = DEFAULT_VERSION
 ) -> LaunchRequest:
     """What Megatron's rules look at, for a plan.
 

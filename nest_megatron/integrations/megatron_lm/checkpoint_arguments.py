@@ -9,15 +9,14 @@ torch is not needed. Source: ``load_args_from_checkpoint`` and its callers (core
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.config.job import ReadCommand
+from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, read_checkpoint
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error, flag_of
@@ -210,8 +209,8 @@ def _as_of_now(saved: _Values, version: str) -> dict[str, Any]:
 
 @cache
 def _data() -> dict[str, Any]:
-    folder = resources.files(__package__) / "arguments_data"
-    return tomllib.loads((folder / "checkpoint_arguments.toml").read_text("utf-8"))
+    found: dict[str, Any] = packaged(__package__, "arguments_data/checkpoint_arguments.toml")
+    return found
 
 
 def _rows(table: str, name: str) -> tuple[str, ...]:

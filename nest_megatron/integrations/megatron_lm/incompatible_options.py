@@ -15,7 +15,7 @@ from typing import Any
 
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeModule
-from nest_megatron.parallel.rules import initializes_on_meta_device
+from nest_megatron.parallel.rules import DEFAULT_VERSION, initializes_on_meta_device
 from nest_megatron.parallel.zero import ZeroStage
 
 
@@ -71,7 +71,7 @@ class IncompatibleOption:
 
 
 def contradicted(
-    plan: ParallelPlan, values: Mapping[str, Any], version: str = "0.16.1"
+    plan: ParallelPlan, values: Mapping[str, Any], version: str = DEFAULT_VERSION
 ) -> dict[str, str]:
     """Options among the user's that the plan contradicts, with the reason for each."""
     layout = _Layout(plan)

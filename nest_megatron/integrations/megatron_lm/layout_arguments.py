@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable
 from functools import cache
-from importlib import resources
 from typing import Any
 
+from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
 
@@ -67,8 +66,8 @@ def states_stages(dest: str, value: object) -> bool:
 
 @cache
 def _roles() -> dict[str, Any]:
-    text = resources.files(__package__).joinpath("arguments_data/roles.toml").read_text("utf-8")
-    return tomllib.loads(text)
+    found: dict[str, Any] = packaged(__package__, "arguments_data/roles.toml")
+    return found
 
 
 def arguments_of(role: str) -> tuple[str, ...]:

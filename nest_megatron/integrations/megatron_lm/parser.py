@@ -10,19 +10,19 @@ from __future__ import annotations
 import argparse
 import difflib
 import itertools
-import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 from nest_megatron.config.job import ReadCommand
+from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.model.frequency import read_frequency
+from nest_megatron.parallel.rules import DEFAULT_VERSION
 
 _DATA_FILES = {"0.16.1": "megatron_0_16_1.json", "0.20": "megatron_0_20.json"}
 VERSIONS = tuple(_DATA_FILES)
@@ -42,7 +42,7 @@ class Argument:
     default: Any = None
 
 
-def read_command(command: str | Sequence[str], version: str = "0.16.1") -> ReadCommand:
+def read_command(command: str | Sequence[str], version: str = DEFAULT_VERSION) -> ReadCommand:
     """Take a training command apart.
 
     Args:
@@ -94,8 +94,8 @@ def load_arguments(version: str) -> tuple[Argument, ...]:
     if version not in _DATA_FILES:
         limit, fix = "its options are not recorded", nearest(version, VERSIONS)
         raise UserInputError("Megatron-LM version", value=version, limit=limit, fix=fix)
-    data = resources.files(__package__) / "arguments_data" / _DATA_FILES[version]
-    rows: list[dict[str, Any]] = json.loads(data.read_text(encoding="utf-8"))["arguments"]
+    data = packaged(__package__, f"arguments_data/{_DATA_FILES[version]}")
+    rows: list[dict[str, Any]] = data["arguments"]
     for row in rows:
         row |= {name: tuple(row.get(name, ())) for name in ("flags", "choices")}
     return tuple(Argument(**row) for row in rows)

@@ -53,6 +53,7 @@ from nest_megatron.parallel.recompute import (
     RecomputeMethod,
     selective_recompute,
 )
+from nest_megatron.parallel.rules import DEFAULT_VERSION
 from nest_megatron.parallel.zero import ZERO_STAGES, DataParallelSharding, ZeroStage
 
 #: Arguments of attention and experts that ``model.arguments`` reads.
@@ -134,7 +135,7 @@ def job_from_values(
     *,
     explicit: Collection[str],
     script: str = "",
-    version: str = "0.16.1",
+    version: str = DEFAULT_VERSION,
     vocab_size: int | None = None,
 ) -> Job:
     """A job from Megatron's arguments by destination; ``explicit`` are those that the user sets."""

@@ -21,7 +21,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     reasons,
 )
 from nest_megatron.integrations.megatron_lm.parser import Argument, load_arguments
-from nest_megatron.parallel.diff import Change
+from nest_megatron.parallel.diff import Change, reason
 from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS, EXECUTION_FIELDS
 from nest_megatron.parallel.knobs import execution_reason
 from nest_megatron.parallel.plan import ParallelPlan
@@ -208,6 +208,8 @@ def _num_values(argument: Argument, rest: Sequence[str]) -> int:
 def _reason(dest: str, plan: ParallelPlan) -> str:
     if dest in EXECUTION_FIELDS:
         return execution_reason(EXECUTION_FIELDS[dest])
+    if dest == "expert_tensor_parallel_size" and not plan.model.is_moe:
+        return reason(plan, dest)
     count, predicted = plan.grid().num_microbatches, plan.predicted
     return (
         reasons("set")

@@ -20,6 +20,7 @@ from nest_megatron.parallel.execution_argv import execution_argv, execution_envi
 from nest_megatron.parallel.layout import layout_string
 from nest_megatron.parallel.recompute import RecomputeGranularity
 from nest_megatron.parallel.rules import (
+    DEFAULT_VERSION,
     LaunchRequest,
     initializes_on_meta_device,
     launched_expert_tensor_size,
@@ -42,7 +43,7 @@ def has_activation_flag(spec: TransformerSpec) -> bool:
 
 
 def model_argv(
-    spec: TransformerSpec, *, tokenizer_type: str | None = None, version: str = "0.16.1"
+    spec: TransformerSpec, *, tokenizer_type: str | None = None, version: str = DEFAULT_VERSION
 ) -> list[str]:
     """Flags with which Megatron-LM builds this model.
 
@@ -58,7 +59,8 @@ def model_argv(
             f"model {spec.name}: heterogeneous_layers",
             value=f"{spec.num_layers} layers",
             limit="Megatron-LM reads them from a file of yours",
-            fix="Plan your own command, with --heterogeneous-layers-config-path, by --from.",
+            fix="Plan your own command, with --heterogeneous-layers-config-path, by --from, or for "
+            "NeMo or Megatron-Bridge (target=nemo_2.7, target=megatron_bridge_0.3).",
         )
     rope = spec.position_embedding_type == "rope"
     adds_row = tokenizer_type == "NullTokenizer" and version.startswith("0.16")
@@ -333,7 +335,7 @@ def pattern_text(pattern: Sequence[int]) -> str:
     return "(" + "+".join(f"[{flag}]*{count}" for flag, count in runs) + ")"
 
 
-def script_name(spec: TransformerSpec, version: str = "0.16.1") -> str:
+def script_name(spec: TransformerSpec, version: str = DEFAULT_VERSION) -> str:
     """Megatron-LM's own script for a model."""
     if spec.hybrid_layer_pattern:
         return "pretrain_mamba.py" if version.startswith("0.16") else "pretrain_hybrid.py"

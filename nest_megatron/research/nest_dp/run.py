@@ -50,7 +50,7 @@ from nest_megatron.units import GIB, Bytes, Seconds, format_gib, format_seconds,
 def run_nest_plan(*, overrides: Sequence[str], config_dir: Path | None, as_json: bool) -> int:
     """Find the recurrence's best plan and print it."""
     own, given = split_research(overrides)
-    settings = parse(own, config_dir)
+    settings = parse(own)
     refuse_sweeps(settings)
     composed = compose(settings, config_dir)
     job, notes = research_job(composed, given)
