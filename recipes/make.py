@@ -5,8 +5,9 @@ usage: python recipes/make.py [MODEL...]
 ``megatron_lm/MODEL.sh`` has the flags of a model; a recipe of NeMo or of Megatron-Bridge gets its
 plan by ``pretrain.py`` of its folder. Each plan is for one of ``CLUSTERS``. A plan that is still
 what the planner finds keeps its file, so that only what changed is written. Columns of jobs.csv:
-GPUs of each cluster, the release of Megatron-LM, the recipe's name in the other frameworks, and how
-names of models begin that are of the family.
+GPUs of each cluster, the release of Megatron-LM, the recipe's name in the other frameworks, how
+names of models begin that are of the family, and flags of the published model that a plan has no
+field for.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Job:
         num_gpus: on each of ``CLUSTERS``.
         release: of Megatron-LM.
         covers: how the names of other models of its family begin.
+        flags: of Megatron-LM, for what of the published model no field of a plan states.
     """
 
     family: str
@@ -52,6 +54,7 @@ class Job:
     nemo: str
     bridge: str
     covers: tuple[str, ...]
+    flags: tuple[str, ...]
 
     @property
     def script(self) -> Path:
@@ -114,6 +117,8 @@ class Recipe:
 
 #: For each search: what time ends depends on the machine, and is no plan to keep.
 _MAX_SECONDS = 900
+#: ``search.certificate`` of a plan whose search has come to its end.
+FINISHED = ("optimal", "chosen")
 
 
 @functools.cache
@@ -130,6 +135,7 @@ def jobs() -> tuple[Job, ...]:
                 nemo=row[NEMO],
                 bridge=row[BRIDGE],
                 covers=tuple(row["covers"].split()),
+                flags=tuple(row["flags"].split()),
             )
             for row in csv.DictReader(file)
         )
@@ -143,11 +149,11 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "closed models, known from papers": (
         *("anthropic_52b", "chinchilla", "gopher_280b", "lamda_137b", "palm_540b"),
     ),
-    "no recipe yet": (
-        *("bloom_176b", "deepseek_1", "deepseek_32b", "deepseek_v2", "kimi_", "ling_", "mpt_"),
-        *("olmo2_", "qwen1_5_moe_", "qwen2_57b_"),
+    "benchmarks of MosaicML with learned positions, whose command `plan` prints; the published MPT "
+    "has ALiBi, which Megatron-LM does not build": ("mpt_",),
+    "shapes of benchmarks and of a simulator": (
+        *("deepseek_1", "deepseek_32b", "deepseek_v2_lite_28l", "llama_like_", "moe_8t"),
     ),
-    "shapes of benchmarks": ("llama_like_", "moe_8t"),
 }
 
 SCRIPT = """\
@@ -156,7 +162,7 @@ SCRIPT = """\
 #   MEGATRON_LM_HOME=CHECKOUT bash {model}.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
 # for Megatron-LM {release}. LAUNCH replaces the launcher. To see the job and start nothing:
 # LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=GPUS behind your
-# flags. Flags that change no shape (rotary or router scaling) are yours to add.
+# flags. Losses that balance experts and the extension of a context (YaRN) are yours to add.
 set -euo pipefail
 case ${{1:-}} in
 {cases}
@@ -179,7 +185,7 @@ def job_argv(job: Job, plan: ParallelPlan) -> list[str]:
     if spec.hybrid_layer_pattern and "--hybrid-override-pattern" not in words:
         words += ["--hybrid-layer-pattern", spec.hybrid_layer_pattern.replace("|", "")]
     words += ["--padded-vocab-size", str(spec.padded_vocab_size(1)), "--bf16"]
-    return [*words, "--global-batch-size", str(job.global_batch_size)]
+    return [*words, *job.flags, "--global-batch-size", str(job.global_batch_size)]
 
 
 def script_text(job: Job, plans: Mapping[str, ParallelPlan]) -> str:
@@ -211,8 +217,10 @@ def is_current(path: Path, plan: ParallelPlan) -> bool:
 
 
 def write_plan(recipe: Recipe, cluster: str) -> ParallelPlan:
-    """Write a plan unless its file is current."""
+    """Write a plan unless its file is current; one whose search time has ended is not kept."""
     plan, path = recipe.planned(cluster), recipe.path(cluster)
+    if plan.search.certificate not in FINISHED:
+        sys.exit(f"{path.name}: {_MAX_SECONDS} s ended the search ({plan.search.certificate})")
     if is_current(path, plan):
         return plan
     pin = Pin(
@@ -262,13 +270,12 @@ def readme_text() -> str:
 
 
 def _row(job: Job) -> str:
-    sizes = " | ".join(str(job.num_gpus[each]) for each in CLUSTERS)
+    sizes = [*map(str, job.num_gpus.values()), f"{job.global_batch_size:,}"]
+    if not any(job.recipes()):
+        sizes = ["-"] * len(sizes)
     script = "see below" if job.reason else f"[{job.release}]({LM}/{job.script.name})"
-    others = " | ".join(f"`{name}`" if name else "-" for name in (job.nemo, job.bridge))
-    return (
-        f"| {job.family} | `{job.model}` | {sizes} | {job.global_batch_size:,} | {script} "
-        f"| {others} |"
-    )
+    others = [f"`{name}`" if name else "-" for name in (job.nemo, job.bridge)]
+    return f"| {' | '.join((job.family, f'`{job.model}`', *sizes, script, *others))} |"
 
 
 def _named(prefixes: tuple[str, ...]) -> list[str]:

@@ -3,7 +3,7 @@
 #   MEGATRON_LM_HOME=CHECKOUT bash deepseek_v3.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
 # for Megatron-LM 0.16.1. LAUNCH replaces the launcher. To see the job and start nothing:
 # LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=GPUS behind your
-# flags. Flags that change no shape (rotary or router scaling) are yours to add.
+# flags. Losses that balance experts and the extension of a context (YaRN) are yours to add.
 set -euo pipefail
 case ${1:-} in
   dgx_h100) hosts="--nproc-per-node 8 --nnodes 128" ;;
@@ -50,5 +50,8 @@ exec ${LAUNCH:-torchrun $hosts ${TORCHRUN_ARGS:-}} pretrain_gpt.py \
   --mtp-num-layers 1 \
   --padded-vocab-size 129280 \
   --bf16 \
+  --moe-router-num-groups 8 \
+  --moe-router-group-topk 4 \
+  --moe-router-topk-scaling-factor 2.5 \
   --global-batch-size 8192 \
   +nest=pinned nest.plan="$plan" "$@"

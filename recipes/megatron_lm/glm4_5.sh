@@ -3,7 +3,7 @@
 #   MEGATRON_LM_HOME=CHECKOUT bash glm4_5.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
 # for Megatron-LM 0.16.1. LAUNCH replaces the launcher. To see the job and start nothing:
 # LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=GPUS behind your
-# flags. Flags that change no shape (rotary or router scaling) are yours to add.
+# flags. Losses that balance experts and the extension of a context (YaRN) are yours to add.
 set -euo pipefail
 case ${1:-} in
   dgx_h100) hosts="--nproc-per-node 8 --nnodes 32" ;;
@@ -27,7 +27,7 @@ exec ${LAUNCH:-torchrun $hosts ${TORCHRUN_ARGS:-}} pretrain_gpt.py \
   --max-position-embeddings 131072 \
   --position-embedding-type rope \
   --rotary-base 1000000 \
-  --rotary-percent 1.0 \
+  --rotary-percent 0.5 \
   --normalization RMSNorm \
   --norm-epsilon 1e-05 \
   --swiglu \
@@ -42,8 +42,11 @@ exec ${LAUNCH:-torchrun $hosts ${TORCHRUN_ARGS:-}} pretrain_gpt.py \
   --moe-ffn-hidden-size 1536 \
   --moe-router-topk 8 \
   --moe-shared-expert-intermediate-size 1536 \
+  --moe-router-enable-expert-bias \
+  --moe-router-score-function sigmoid \
   --mtp-num-layers 1 \
   --padded-vocab-size 151552 \
   --bf16 \
+  --moe-router-topk-scaling-factor 2.5 \
   --global-batch-size 2048 \
   +nest=pinned nest.plan="$plan" "$@"

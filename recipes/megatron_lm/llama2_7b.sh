@@ -3,7 +3,7 @@
 #   MEGATRON_LM_HOME=CHECKOUT bash llama2_7b.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
 # for Megatron-LM 0.16.1. LAUNCH replaces the launcher. To see the job and start nothing:
 # LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=GPUS behind your
-# flags. Flags that change no shape (rotary or router scaling) are yours to add.
+# flags. Losses that balance experts and the extension of a context (YaRN) are yours to add.
 set -euo pipefail
 case ${1:-} in
   dgx_h100) hosts="--nproc-per-node 8 --nnodes 4" ;;

@@ -3,7 +3,7 @@
 #   MEGATRON_LM_HOME=CHECKOUT bash moonlight_16b_a3b.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
 # for Megatron-LM 0.16.1. LAUNCH replaces the launcher. To see the job and start nothing:
 # LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=GPUS behind your
-# flags. Flags that change no shape (rotary or router scaling) are yours to add.
+# flags. Losses that balance experts and the extension of a context (YaRN) are yours to add.
 set -euo pipefail
 case ${1:-} in
   dgx_h100) hosts="--nproc-per-node 8 --nnodes 8" ;;
@@ -44,7 +44,10 @@ exec ${LAUNCH:-torchrun $hosts ${TORCHRUN_ARGS:-}} pretrain_gpt.py \
   --moe-ffn-hidden-size 1408 \
   --moe-router-topk 6 \
   --moe-shared-expert-intermediate-size 2816 \
+  --moe-router-enable-expert-bias \
+  --moe-router-score-function sigmoid \
   --padded-vocab-size 163840 \
   --bf16 \
+  --moe-router-topk-scaling-factor 2.446 \
   --global-batch-size 1024 \
   +nest=pinned nest.plan="$plan" "$@"

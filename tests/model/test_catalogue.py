@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.catalogue import CHOICES, known_keys, spec_from_mapping
 from nest_megatron.model.frequency import moe_layer_pattern
+from nest_megatron.model.hugging_face import read_hf_config
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
@@ -252,3 +254,83 @@ def test_catalogue_names_are_sorted_and_unknown_groups_refused() -> None:
     assert list(NAMES) == sorted(NAMES)
     with pytest.raises(UserInputError, match="Did you mean model"):
         catalogue_names("modle", CONFIGS)
+
+
+#: Entries, and the models of ``hugging_face_published.yaml`` that they are.
+PUBLISHED_AS = {
+    "bloom_176b": "bloom-176b",
+    "deepseek_v2": "DeepSeek-V2",
+    "deepseek_v2_lite": "DeepSeek-V2-Lite",
+    "deepseek_v3": "DeepSeek-V3",
+    "gemma2_27b": "gemma-2-27b",
+    "gemma2_9b": "gemma-2-9b",
+    "gemma3_1b": "gemma-3-1b",
+    "gemma_2b": "gemma-2b",
+    "gemma_7b": "gemma-7b",
+    "glm4_5": "GLM-4.5",
+    "glm4_5_air": "GLM-4.5-Air",
+    "gpt_oss_120b": "gpt-oss-120b",
+    "gpt_oss_20b": "gpt-oss-20b",
+    "kimi_k2": "Kimi-K2",
+    "llama2_7b": "Llama-2-7B",
+    "llama3_1_405b": "Llama-3.1-405B",
+    "llama3_2_1b": "Llama-3.2-1B",
+    "llama4_maverick": "Llama-4-Maverick",
+    "llama4_scout": "Llama-4-Scout",
+    "mistral_7b": "Mistral-7B-v0.1",
+    "mistral_nemo_12b": "Mistral-Nemo-12B",
+    "mixtral_8x22b": "Mixtral-8x22B",
+    "mixtral_8x7b": "Mixtral-8x7B",
+    "moonlight_16b_a3b": "Moonlight-16B-A3B",
+    "nemotron3_nano": "Nemotron-3-Nano-30B-A3B",
+    "nemotron4_340b": "Nemotron-4-340B",
+    "nemotron_h_8b": "Nemotron-H-8B",
+    "olmo2_32b": "OLMo-2-32B",
+    "olmo2_7b": "OLMo-2-7B",
+    "olmoe_7b_a1b": "OLMoE-1B-7B",
+    "phi3_mini": "Phi-3-mini",
+    "phi4_14b": "Phi-4",
+    "qwen1_5_moe_a2p7b": "Qwen1.5-MoE-A2.7B",
+    "qwen2_57b_a14b": "Qwen2-57B-A14B",
+    "qwen2_5_500m": "Qwen2.5-0.5B",
+    "qwen2_5_72b": "Qwen2.5-72B",
+    "qwen2_5_7b": "Qwen2.5-7B",
+    "qwen3_235b_a22b": "Qwen3-235B-A22B",
+    "qwen3_30b_a3b": "Qwen3-30B-A3B",
+    "qwen3_600m": "Qwen3-0.6B",
+    "qwen3_8b": "Qwen3-8B",
+    "qwen3_next_80b_a3b": "Qwen3-Next-80B-A3B",
+    "starcoder2_7b": "starcoder2-7b",
+    "starcoder_15b": "starcoder-15b",
+}
+#: Where an entry is not as its model was published: it is as NeMo trains it.
+OTHERWISE = {
+    "llama4_maverick": {"attention_chunk_size", "no_rope_freq"},
+    "llama4_scout": {"attention_chunk_size", "no_rope_freq"},
+    "phi3_mini": {"window_size"},
+    "qwen2_5_500m": {"untie_embeddings_and_output_weights"},
+    "starcoder2_7b": {"untie_embeddings_and_output_weights"},
+    "starcoder_15b": {"untie_embeddings_and_output_weights"},
+}
+#: Of no shape, of our own choice, or not stated in the published file's extract.
+_FREE = {"name", "source", "seq_length", "max_position_embeddings", "layernorm_epsilon"}
+_FREE |= {"rotary_base", "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout"}
+
+
+def _stated(spec: TransformerSpec) -> dict[str, object]:
+    """Fields of a model, with Megatron's defaults in the place of ``None``."""
+    values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    values |= {"num_query_groups": spec.query_groups, "kv_channels": spec.head_dim}
+    values |= {"moe_ffn_hidden_size": spec.is_moe and spec.expert_ffn_hidden_size}
+    return {name: value for name, value in values.items() if name not in _FREE}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_AS)
+def test_an_entry_is_the_published_model(name: str) -> None:
+    text = Path(__file__).with_name("hugging_face_published.yaml").read_text(encoding="utf-8")
+    config, own = yaml.safe_load(text)[PUBLISHED_AS[name]], load(name)
+    published, _ = read_hf_config(config, name)
+    found, wanted = _stated(own), _stated(published)
+    if base := config.get("rope_theta"):
+        assert own.rotary_base == base
+    assert {key for key in wanted if found[key] != wanted[key]} == OTHERWISE.get(name, set())

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# deepseek_v2 with its pinned plan: 256 GPUs of dgx_h100, 128 GPUs of gb200_nvl72. Written by `python recipes/make.py`.
+#   MEGATRON_LM_HOME=CHECKOUT bash deepseek_v2.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
+# for Megatron-LM 0.16.1. LAUNCH replaces the launcher. To see the job and start nothing:
+# LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=GPUS behind your
+# flags. Losses that balance experts and the extension of a context (YaRN) are yours to add.
+set -euo pipefail
+case ${1:-} in
+  dgx_h100) hosts="--nproc-per-node 8 --nnodes 32" ;;
+  gb200_nvl72) hosts="--nproc-per-node 4 --nnodes 32" ;;
+  *) echo "usage: bash deepseek_v2.sh dgx_h100|gb200_nvl72 <flags>" >&2 && exit 2 ;;
+esac
+plan=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/plans/deepseek_v2_$1.yaml
+shift
+cd "${MEGATRON_LM_HOME:?a checkout of Megatron-LM}"
+exec ${LAUNCH:-torchrun $hosts ${TORCHRUN_ARGS:-}} pretrain_gpt.py \
+  --num-layers 60 \
+  --seq-length 4096 \
+  --hidden-size 5120 \
+  --ffn-hidden-size 12288 \
+  --num-attention-heads 128 \
+  --kv-channels 128 \
+  --qk-layernorm \
+  --multi-latent-attention \
+  --q-lora-rank 1536 \
+  --kv-lora-rank 512 \
+  --qk-head-dim 128 \
+  --qk-pos-emb-head-dim 64 \
+  --v-head-dim 128 \
+  --max-position-embeddings 163840 \
+  --position-embedding-type rope \
+  --rotary-base 10000 \
+  --rotary-percent 1.0 \
+  --normalization RMSNorm \
+  --norm-epsilon 1e-06 \
+  --swiglu \
+  --hidden-dropout 0.0 \
+  --attention-dropout 0.0 \
+  --disable-bias-linear \
+  --untie-embeddings-and-output-weights \
+  --vocab-size 102400 \
+  --make-vocab-size-divisible-by 128 \
+  --num-experts 160 \
+  --moe-layer-freq '([0]*1+[1]*59)' \
+  --moe-ffn-hidden-size 1536 \
+  --moe-router-topk 6 \
+  --moe-shared-expert-intermediate-size 3072 \
+  --padded-vocab-size 102400 \
+  --bf16 \
+  --moe-router-pre-softmax \
+  --moe-router-num-groups 8 \
+  --moe-router-group-topk 3 \
+  --moe-router-topk-scaling-factor 16 \
+  --global-batch-size 2048 \
+  +nest=pinned nest.plan="$plan" "$@"

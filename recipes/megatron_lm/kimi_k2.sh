@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# kimi_k2 with its pinned plan: 1024 GPUs of dgx_h100, 256 GPUs of gb200_nvl72. Written by `python recipes/make.py`.
+#   MEGATRON_LM_HOME=CHECKOUT bash kimi_k2.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
+# for Megatron-LM 0.16.1. LAUNCH replaces the launcher. To see the job and start nothing:
+# LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=GPUS behind your
+# flags. Losses that balance experts and the extension of a context (YaRN) are yours to add.
+set -euo pipefail
+case ${1:-} in
+  dgx_h100) hosts="--nproc-per-node 8 --nnodes 128" ;;
+  gb200_nvl72) hosts="--nproc-per-node 4 --nnodes 64" ;;
+  *) echo "usage: bash kimi_k2.sh dgx_h100|gb200_nvl72 <flags>" >&2 && exit 2 ;;
+esac
+plan=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/plans/kimi_k2_$1.yaml
+shift
+cd "${MEGATRON_LM_HOME:?a checkout of Megatron-LM}"
+exec ${LAUNCH:-torchrun $hosts ${TORCHRUN_ARGS:-}} pretrain_gpt.py \
+  --num-layers 61 \
+  --seq-length 4096 \
+  --hidden-size 7168 \
+  --ffn-hidden-size 18432 \
+  --num-attention-heads 64 \
+  --kv-channels 128 \
+  --qk-layernorm \
+  --multi-latent-attention \
+  --q-lora-rank 1536 \
+  --kv-lora-rank 512 \
+  --qk-head-dim 128 \
+  --qk-pos-emb-head-dim 64 \
+  --v-head-dim 128 \
+  --max-position-embeddings 131072 \
+  --position-embedding-type rope \
+  --rotary-base 50000 \
+  --rotary-percent 1.0 \
+  --normalization RMSNorm \
+  --norm-epsilon 1e-06 \
+  --swiglu \
+  --hidden-dropout 0.0 \
+  --attention-dropout 0.0 \
+  --disable-bias-linear \
+  --untie-embeddings-and-output-weights \
+  --vocab-size 163840 \
+  --make-vocab-size-divisible-by 128 \
+  --num-experts 384 \
+  --moe-layer-freq '([0]*1+[1]*60)' \
+  --moe-ffn-hidden-size 2048 \
+  --moe-router-topk 8 \
+  --moe-shared-expert-intermediate-size 2048 \
+  --moe-router-enable-expert-bias \
+  --moe-router-score-function sigmoid \
+  --padded-vocab-size 163840 \
+  --bf16 \
+  --moe-router-topk-scaling-factor 2.827 \
+  --global-batch-size 8192 \
+  +nest=pinned nest.plan="$plan" "$@"

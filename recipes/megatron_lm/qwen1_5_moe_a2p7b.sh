@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# qwen1_5_moe_a2p7b with its pinned plan: 32 GPUs of dgx_h100, 32 GPUs of gb200_nvl72. Written by `python recipes/make.py`.
+#   MEGATRON_LM_HOME=CHECKOUT bash qwen1_5_moe_a2p7b.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
+# for Megatron-LM 0.16.1. LAUNCH replaces the launcher. To see the job and start nothing:
+# LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=GPUS behind your
+# flags. Losses that balance experts and the extension of a context (YaRN) are yours to add.
+set -euo pipefail
+case ${1:-} in
+  dgx_h100) hosts="--nproc-per-node 8 --nnodes 4" ;;
+  gb200_nvl72) hosts="--nproc-per-node 4 --nnodes 8" ;;
+  *) echo "usage: bash qwen1_5_moe_a2p7b.sh dgx_h100|gb200_nvl72 <flags>" >&2 && exit 2 ;;
+esac
+plan=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/plans/qwen1_5_moe_a2p7b_$1.yaml
+shift
+cd "${MEGATRON_LM_HOME:?a checkout of Megatron-LM}"
+exec ${LAUNCH:-torchrun $hosts ${TORCHRUN_ARGS:-}} pretrain_gpt.py \
+  --num-layers 24 \
+  --seq-length 8192 \
+  --hidden-size 2048 \
+  --ffn-hidden-size 5632 \
+  --num-attention-heads 16 \
+  --add-qkv-bias \
+  --max-position-embeddings 8192 \
+  --position-embedding-type rope \
+  --rotary-base 1000000 \
+  --rotary-percent 1.0 \
+  --normalization RMSNorm \
+  --norm-epsilon 1e-06 \
+  --swiglu \
+  --hidden-dropout 0.0 \
+  --attention-dropout 0.0 \
+  --disable-bias-linear \
+  --untie-embeddings-and-output-weights \
+  --vocab-size 151936 \
+  --make-vocab-size-divisible-by 128 \
+  --num-experts 60 \
+  --moe-layer-freq 1 \
+  --moe-ffn-hidden-size 1408 \
+  --moe-router-topk 4 \
+  --moe-shared-expert-intermediate-size 5632 \
+  --moe-shared-expert-gate \
+  --padded-vocab-size 151936 \
+  --bf16 \
+  --moe-router-pre-softmax \
+  --global-batch-size 512 \
+  +nest=pinned nest.plan="$plan" "$@"

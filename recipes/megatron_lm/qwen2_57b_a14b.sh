@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# qwen2_57b_a14b with its pinned plan: 64 GPUs of dgx_h100, 64 GPUs of gb200_nvl72. Written by `python recipes/make.py`.
+#   MEGATRON_LM_HOME=CHECKOUT bash qwen2_57b_a14b.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
+# for Megatron-LM 0.16.1. LAUNCH replaces the launcher. To see the job and start nothing:
+# LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=GPUS behind your
+# flags. Losses that balance experts and the extension of a context (YaRN) are yours to add.
+set -euo pipefail
+case ${1:-} in
+  dgx_h100) hosts="--nproc-per-node 8 --nnodes 8" ;;
+  gb200_nvl72) hosts="--nproc-per-node 4 --nnodes 16" ;;
+  *) echo "usage: bash qwen2_57b_a14b.sh dgx_h100|gb200_nvl72 <flags>" >&2 && exit 2 ;;
+esac
+plan=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/plans/qwen2_57b_a14b_$1.yaml
+shift
+cd "${MEGATRON_LM_HOME:?a checkout of Megatron-LM}"
+exec ${LAUNCH:-torchrun $hosts ${TORCHRUN_ARGS:-}} pretrain_gpt.py \
+  --num-layers 28 \
+  --seq-length 8192 \
+  --hidden-size 3584 \
+  --ffn-hidden-size 18944 \
+  --num-attention-heads 28 \
+  --group-query-attention \
+  --num-query-groups 4 \
+  --add-qkv-bias \
+  --max-position-embeddings 131072 \
+  --position-embedding-type rope \
+  --rotary-base 1000000 \
+  --rotary-percent 1.0 \
+  --normalization RMSNorm \
+  --norm-epsilon 1e-06 \
+  --swiglu \
+  --hidden-dropout 0.0 \
+  --attention-dropout 0.0 \
+  --disable-bias-linear \
+  --untie-embeddings-and-output-weights \
+  --vocab-size 151936 \
+  --make-vocab-size-divisible-by 128 \
+  --num-experts 64 \
+  --moe-layer-freq 1 \
+  --moe-ffn-hidden-size 2560 \
+  --moe-router-topk 8 \
+  --moe-shared-expert-intermediate-size 20480 \
+  --moe-shared-expert-gate \
+  --padded-vocab-size 151936 \
+  --bf16 \
+  --moe-router-pre-softmax \
+  --global-batch-size 1024 \
+  +nest=pinned nest.plan="$plan" "$@"
