@@ -13,7 +13,7 @@ from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.catalogue import CHOICES, known_keys, spec_from_mapping
 from nest_megatron.model.frequency import moe_layer_pattern
-from nest_megatron.model.hugging_face import read_hf_config
+from nest_megatron.model.hugging_face import read_hf_model
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
@@ -329,7 +329,7 @@ def _stated(spec: TransformerSpec) -> dict[str, object]:
 def test_an_entry_is_the_published_model(name: str) -> None:
     text = Path(__file__).with_name("hugging_face_published.yaml").read_text(encoding="utf-8")
     config, own = yaml.safe_load(text)[PUBLISHED_AS[name]], load(name)
-    published, _ = read_hf_config(config, name)
+    published = read_hf_model(config, name).spec
     found, wanted = _stated(own), _stated(published)
     if base := config.get("rope_theta"):
         assert own.rotary_base == base
