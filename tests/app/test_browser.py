@@ -106,8 +106,7 @@ def test_a_command_stands_beside_its_plan(page: Any) -> None:
     page.get_by_label("Command, or path").fill(LLAMA3_8B)
     page.get_by_label("GPUs").fill("16")
     page.get_by_role("button", name="Plan", exact=True).click()
-    page.get_by_text("As the command line prints it").click()
-    page.get_by_text("Today and planned").first.wait_for()
+    report(page).get_by_role("heading", name="Today and planned").wait_for()
 
 
 def test_a_mistake_is_named_with_its_fix_and_the_form_stays(page: Any) -> None:
