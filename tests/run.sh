@@ -9,12 +9,13 @@ exec </dev/null
 venv=${NEST_MEGATRON_TEST_VENV:-$PWD/.venv-test}
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
 export PATH="$venv/bin:$PATH"
-pip() { python -m pip --quiet --disable-pip-version-check "$@"; }
+# Of torch and the like, few modules are ever imported: they are compiled when they are.
+install() { python -m pip install --quiet --disable-pip-version-check --no-compile "$@"; }
 
 # torch by its exact version and before anything that only asks for "torch".
-pip install "$(grep '^torch==' requirements-dev.txt)"
-pip install --requirement requirements-dev.txt
-NEST_MEGATRON_REQUIRE_EXTENSION=1 pip install --no-build-isolation --no-deps --editable .
+install "$(grep '^torch==' requirements-dev.txt)"
+install --requirement requirements-dev.txt
+NEST_MEGATRON_REQUIRE_EXTENSION=1 install --no-build-isolation --no-deps --editable .
 
 failed=()
 check() {

@@ -78,6 +78,8 @@ def test_only_this_machine_is_served_and_ctrl_c_ends_it(tmp_path: Path) -> None:
 
 def test_other_machines_are_served_with_a_warning(tmp_path: Path) -> None:
     with served(tmp_path, "--host", "0.0.0.0") as started:
+        port = urlsplit(started.origin).port
+        assert status(f"http://127.0.0.1:{port}") == 403  # it is served
         started.process.send_signal(signal.SIGINT)
         _, err = started.process.communicate()
         assert started.process.returncode == 0
