@@ -198,11 +198,11 @@ def test_the_recipe_factory_lies_where_nemo_looks() -> None:
         cli.nest_auto("llama_9_billion")
 
 
-def test_a_recipe_of_nemo_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_of_nemo_by_its_name(capfd: pytest.CaptureFixture[str]) -> None:
     if importlib.util.find_spec("nemo") is None:
         pytest.skip("nemo-toolkit is not installed (.ci/nemo installs it)")
     task = cli.nest_auto("llama3_70b", num_nodes=4, cluster="dgx_h100")
-    seen = capsys.readouterr()
+    seen = capfd.readouterr()
     assert "nest: this job runs as" in seen.err
     assert "nest:" not in seen.out
     assert task.trainer.strategy.pipeline_model_parallel_size > 1
