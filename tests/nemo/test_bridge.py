@@ -48,7 +48,7 @@ def test_a_configuration_is_read_to_the_parameter(name: str) -> None:
     assert total_parameters(spec) == bridge.own_parameters(cfg, spec)
 
 
-@pytest.mark.parametrize("num_gpus", [8, 64, 1024])
+@pytest.mark.parametrize("num_gpus", [8, 64, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", bridge.HUGGING_FACE)
 def test_bridge_accepts_the_plan(name: str, num_gpus: int) -> None:
     cfg = bridge.config(name)

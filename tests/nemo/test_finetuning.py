@@ -105,7 +105,11 @@ def test_bridge_accepts_long_sequences(packed: bool, monkeypatch: pytest.MonkeyP
     [
         ("gemma.gemma2:gemma2_2b_pretrain_config", "google/gemma-2-2b"),
         ("gemma.gemma3:gemma3_1b_sft_config", "google/gemma-3-1b-pt"),
-        ("qwen.qwen3_next:qwen3_next_80b_a3b_sft_config", "Qwen/Qwen3-Next-80B-A3B-Instruct"),
+        pytest.param(
+            "qwen.qwen3_next:qwen3_next_80b_a3b_sft_config",
+            "Qwen/Qwen3-Next-80B-A3B-Instruct",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_families_of_bridge_have_the_parameters_of_their_checkpoints(
