@@ -291,8 +291,7 @@ _OWN_RUNS = """
 
 Of every job with two layouts and more, other layouts after so many runs of it, in random order: the
 mean error and the share inside 50 and 90 % intervals, in the mean over sources, then over all.
-That two degrees of freedom stay was chosen, of six ways, and the nugget, of eight, on these same
-tables, which flatters both.
+That two degrees of freedom stay was chosen, of six ways, on these same tables, which flatters it.
 
 """
 _OWN_HEADS = (

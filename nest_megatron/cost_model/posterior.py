@@ -5,7 +5,7 @@ Of a run, the logarithm of measured over predicted time is (``uncertainty``)
     sum over mechanisms of (share * error of its price)  +  job  +  layout  +  noise
 
 where the error of a mechanism's price is one at a site, the job's is one for its plans, the
-layout's is partly alike for near layouts, and the noise is each run's own. Plans and runs are
+layout's is alike for layouts near each other, and the noise is each run's own. Plans and runs are
 points of one Gaussian process with that covariance: means and covariances follow in closed form
 (Rasmussen and Williams 2006, equations 2.23 and 2.24). Each job's own runs also tell how far such
 predictions of it are off: they widen or narrow its variances by the factor of a Student process
@@ -30,7 +30,7 @@ from nest_megatron.cost_model.uncertainty import (
     RUN_NOISE,
     Learned,
     Predictive,
-    job_error,
+    layout_error,
     shared_error,
 )
 from nest_megatron.units import Seconds
@@ -104,7 +104,7 @@ class Posterior:
         explained = self._explained(
             [
                 self._kept(run) * shared_error(plan, run.predictive)
-                + (job_error(plan, run.predictive) if run.job == job else 0.0)
+                + (_job_error(plan, run.predictive) if run.job == job else 0.0)
                 for run in self.observations
             ]
         )
@@ -175,6 +175,11 @@ def changed(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]
     return tuple(sorted(n for n in {**one, **other} if one.get(n) != other.get(n)))
 
 
+def _job_error(a: Predictive, b: Predictive) -> float:
+    """Product of the scales of what two plans of one job have in common beside mechanisms."""
+    return a.job_scale * b.job_scale + layout_error(a, b)
+
+
 def _conditioned(observations: Sequence[Observation]) -> tuple[Matrix, tuple[float, ...]]:
     """The root of the runs' covariance, and their errors over it."""
     root = cholesky([[_covariance(a, b) for b in observations] for a in observations])
@@ -185,5 +190,5 @@ def _covariance(a: Observation, b: Observation) -> float:
     """Product of the scales of what two runs have in common."""
     common = KEPT ** len(changed(a.versions, b.versions)) * shared_error(a.predictive, b.predictive)
     if a.job == b.job:
-        common += job_error(a.predictive, b.predictive)
+        common += _job_error(a.predictive, b.predictive)
     return common + (RUN_NOISE**2 / a.runs if a is b else 0.0)

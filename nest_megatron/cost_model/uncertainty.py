@@ -6,8 +6,7 @@ The logarithm of measured over predicted time is a sum of independent errors:
   have them in common, so that in a comparison only the difference of shares counts;
 * of the job: what its features (``features``) make harder to predict, the same for all its plans;
 * of the layout: alike for layouts that lie near each other, with correlation
-  ``exp(-steps / layout_range)``. Where runs of the job are known, a share of it is the layout's
-  alone, however near another one lies (a nugget): one run tells less of its neighbours.
+  ``exp(-steps / layout_range)``.
 
 Scales are fitted to runs whose source was left out (``validation/fit_uncertainty``,
 ``hydra_configs/calibration/uncertainty.yaml``). A step's error follows Student's t distribution
@@ -49,11 +48,6 @@ from nest_megatron.units import Seconds
 ANY = "any"
 #: Standard deviation between two runs of the same job (``validation.scores.NOISE`` apart at most).
 RUN_NOISE = 0.01
-#: A plan at the point of another is the same if their predicted steps differ by less.
-_SAME_STEP = 1e-4
-#: Share of the variance of a layout's error that no other layout of the job has (a nugget, in the
-#: words of geostatistics); counted where runs are known. A choice (docs/uncertainty.md).
-NUGGET = 0.4
 #: What a standard deviation is in scales, of a plan of which nothing was measured.
 DEVIATION = deviation()
 
@@ -196,11 +190,11 @@ def covariance(a: Predictive, b: Predictive) -> float:
 
     The job's own error is left out where nothing was measured: it moves no choice.
     """
-    error = shared_error(a, b)
+    error, own = shared_error(a, b), layout_error(a, b)
     if a.learned is None or b.learned is None:
-        return DEVIATION**2 * (error + layout_error(a, b))
+        return DEVIATION**2 * (error + own)
     explained = math.fsum(map(mul, a.learned.explained, b.learned.explained))
-    left = error + job_error(a, b) - explained
+    left = error + own + a.job_scale * b.job_scale - explained
     return DEVIATION**2 * a.learned.factor * left
 
 
@@ -240,15 +234,6 @@ def layout_error(a: Predictive, b: Predictive) -> float:
     """Product of the scales of what two layouts of one job have in common of their own errors."""
     near = math.exp(-distance(a.point, b.point) / a.scales.layout_range)
     return near * a.layout_scale * b.layout_scale
-
-
-def job_error(a: Predictive, b: Predictive) -> float:
-    """Product of the scales of what two plans have in common beside mechanisms, given runs."""
-    is_same = a.point == b.point and math.isclose(
-        a.prior.median_s, b.prior.median_s, rel_tol=_SAME_STEP
-    )
-    near = layout_error(a, b) * (1.0 if is_same else 1.0 - NUGGET)
-    return a.job_scale * b.job_scale + near
 
 
 def difference_deviation(a: Predictive, b: Predictive) -> float:

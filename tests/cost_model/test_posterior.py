@@ -21,13 +21,7 @@ from nest_megatron.cost_model.posterior import (
 )
 from nest_megatron.cost_model.shortlist import measurements, moments, shortlist
 from nest_megatron.cost_model.student_t import cumulative, deviation, quantile
-from nest_megatron.cost_model.uncertainty import (
-    DEVIATION,
-    NUGGET,
-    RUN_NOISE,
-    Predictive,
-    covariance,
-)
+from nest_megatron.cost_model.uncertainty import DEVIATION, RUN_NOISE, Predictive
 from tests.cost_model.test_uncertainty import plan_of
 
 GEMM, TENSOR, EXPERT = Mechanism.GEMM, Mechanism.TENSOR, Mechanism.EXPERT
@@ -93,7 +87,6 @@ def by_numpy(
                 joint[i, j] += kept * both * scale**2
             if first.job == second.job:
                 near = math.exp(-distance(a.point, b.point) / a.scales.layout_range)
-                near *= 1.0 if (a.point, a.median_s) == (b.point, b.median_s) else 1.0 - NUGGET
                 joint[i, j] += a.job_scale * b.job_scale + near * a.layout_scale * b.layout_scale
     for i, (point, given) in enumerate(zip(points, [*runs, *plans], strict=True)):
         if isinstance(given, Observation):
@@ -160,22 +153,6 @@ def test_a_run_says_most_of_its_own_plan_then_of_its_job_then_of_the_site() -> N
     elsewhere = posterior.of(mixed(0.2), "b")
     assert again.median_s > near.median_s > elsewhere.median_s > 1.0
     assert again.scale < near.scale < elsewhere.scale < mixed(0.2).scale
-
-
-def test_a_run_of_a_neighbour_leaves_the_part_of_a_layout_that_is_its_own() -> None:
-    """However near the neighbour: its step is predicted otherwise, its point may be the same."""
-    ran, twin = mixed(0.2), mixed(0.2, median_s=1.01)
-    posterior = Posterior([run_of(ran, 1.1)])
-    again, other = posterior.of(ran, "a"), posterior.of(twin, "a")
-    assert again.learned is not None
-    assert other.learned is not None
-    own = NUGGET * ran.layout_scale**2
-    told = math.fsum(part * part for part in again.learned.explained)
-    assert told > math.fsum(part * part for part in other.learned.explained)
-    assert other.scale**2 > other.learned.factor * own
-    assert covariance(again, again) - covariance(again, other) > 0.0
-    # without runs of the job, the two are one layout
-    assert covariance(ran, twin) == covariance(ran, ran)
 
 
 def test_a_changed_version_widens_what_is_known() -> None:
