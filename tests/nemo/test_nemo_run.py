@@ -145,11 +145,15 @@ def test_without_a_plan_nothing_is_launched(tmp_path: Path) -> None:
     assert not added.jobs
 
 
-def ran_directly(caplog: pytest.LogCaptureFixture) -> list[str]:
-    task = run.Partial(print)
-    with caplog.at_level(logging.WARNING):
-        run.run(task, direct=True, dryrun=True)
-    return [record.message for record in caplog.records if "NestPlugin" in record.message]
+def ran_directly(caplog: pytest.LogCaptureFixture) -> set[str]:
+    """What the plugin says: NeMo-Run's first output takes a handler off the root logger."""
+    own = logging.getLogger(plugin_module.__name__)
+    own.addHandler(caplog.handler)
+    try:
+        run.run(run.Partial(print), direct=True, dryrun=True)
+    finally:
+        own.removeHandler(caplog.handler)
+    return {record.message for record in caplog.records if "NestPlugin" in record.message}
 
 
 def test_a_direct_run_says_that_it_calls_no_plugin(caplog: pytest.LogCaptureFixture) -> None:
