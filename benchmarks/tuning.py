@@ -7,8 +7,8 @@ Run from the project's root with files of measured runs (``nest-megatron validat
 
 Constants are those that were fitted without the row's source (``nest-megatron validate
 --left-out``). Measured layouts of one job stand for all that a search found; a run of one tells its
-measured step. The next run is chosen by expected improvement given the runs so far
-(``cost_model/posterior.py``), or in an order that needs no run.
+measured step. The next run is chosen as ``tune`` does, by what it is expected to gain given the
+runs so far (``cost_model/shortlist.py``), or in an order that needs no run.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from typing import NamedTuple
 
 from memory_runs import peak_runs, section
 
-from nest_megatron.cost_model.posterior import Observation, Posterior, expected_improvement
+from nest_megatron.cost_model.posterior import Observation, Posterior
+from nest_megatron.cost_model.shortlist import run_gains
 from nest_megatron.files import write_text
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.report.markdown import table
 from nest_megatron.research.baselines.autoconfigurator import row_for
+from nest_megatron.tuning.selection import START_S
 from nest_megatron.units import Seconds
 from nest_megatron.validation.assess import Assessor
 from nest_megatron.validation.calibration import shipped_left_out
@@ -43,6 +45,8 @@ from nest_megatron.validation.report import measured_jobs
 from nest_megatron.validation.rows import RowKind, read_rows
 from nest_megatron.validation.scores import coverage_of
 
+#: Iterations of a run, as ``tune`` has them by default.
+ITERATIONS = 20
 #: Regret that ends a search, measured layouts that a job needs, and shuffles of a random order.
 REGRET, LAYOUTS, SHUFFLES = 0.01, 8, 200
 #: Of a site: runs of each job, runs in all, and jobs that are left out in turn.
@@ -90,24 +94,22 @@ def runs_until(job: Job, order: Sequence[Layout]) -> int:
     return next(n for n, each in enumerate(order, 1) if each.step_s <= enough)
 
 
-def by_posterior(job: Job) -> int:
-    """Runs chosen by expected improvement, the first by the prediction alone."""
+def by_gain(job: Job) -> int:
+    """Runs that ``tune`` would choose: most expected gain a second, the first by the prediction."""
     enough = (1 + REGRET) * min(each.step_s for each in job.layouts)
-    left = list(job.layouts)
-    runs: list[Layout] = []
-    while True:
+    left = sorted(job.layouts, key=lambda each: each.candidate.step.median_s)
+    runs = [left.pop(0)]
+    while runs[-1].step_s > enough:
         posterior = Posterior(
             [Observation(predictive=r.candidate.step, step_s=r.step_s, job="") for r in runs]
         )
-        steps = [posterior.of(each.candidate.step, "") for each in left]
-        best_s = min((run.step_s for run in runs), default=None)
+        steps = [posterior.of(each.candidate.step, "") for each in [*left, *runs]]
         values = [
-            -step.median_s if best_s is None else expected_improvement(step, best_s)
-            for step in steps
-        ]
+            gain / (START_S + (ITERATIONS + 1) * step.median_s)
+            for gain, step in zip(run_gains(steps), steps, strict=True)
+        ][: len(left)]
         runs.append(left.pop(values.index(max(values))))
-        if runs[-1].step_s <= enough:
-            return len(runs)
+    return len(runs)
 
 
 def by_prediction(job: Job) -> int:
@@ -166,7 +168,7 @@ def _degrees_of(grid: Grid) -> tuple[int, ...]:
 
 
 ORDERS: Mapping[str, Callable[[Job], float]] = {
-    "expected improvement": by_posterior,
+    "expected gain": by_gain,
     "prediction alone": by_prediction,
     "AutoConfigurator's table": by_table,
     "grid": by_grid,

@@ -21,7 +21,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import mul
-from statistics import NormalDist
 
 from nest_megatron.cost_model.cholesky import Matrix, cholesky, solve_lower
 from nest_megatron.cost_model.mechanisms import Mechanism
@@ -157,17 +156,6 @@ class Posterior:
 
     def _explained(self, covariances: Sequence[float]) -> tuple[float, ...]:
         return solve_lower(self._root, covariances)
-
-
-def expected_improvement(plan: Predictive, best_s: Seconds) -> float:
-    """By what share a plan is expected to run faster than the best step that was measured.
-
-    Its error is taken as normal. Source: Jones, Schonlau and Welch 1998, equation 15.
-    """
-    spread = deviation() * plan.scale
-    lead = math.log(best_s / plan.median_s) / spread
-    normal = NormalDist()
-    return spread * (lead * normal.cdf(lead) + normal.pdf(lead))
 
 
 def changed(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]:
