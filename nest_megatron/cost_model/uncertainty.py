@@ -170,10 +170,9 @@ def predictive(
     grid: Grid,
     partition: StagePartition,
     step_s: Seconds,
-    calibration: Calibration | None = None,
 ) -> Predictive:
     """The predictive distribution of a plan's predicted step; by the catalogue's calibration."""
-    fitted = calibration or shipped_calibration()
+    fitted = shipped_calibration()
     features = features_of(model, grid, step_s, fitted.devices)
     return Predictive(
         median_s=step_s,

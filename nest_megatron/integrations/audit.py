@@ -23,21 +23,20 @@ from nest_megatron.integrations.fields import shown
 from nest_megatron.integrations.plan_output import user_name
 from nest_megatron.integrations.run_record import batch_job, now
 from nest_megatron.parallel.diff import Change
-from nest_megatron.parallel.policy import AuditRules, Policy, PolicyFile
+from nest_megatron.parallel.policy import AuditRules, PolicyFile
 from nest_megatron.units import Seconds
 
 #: A disk that does not answer stops no job for longer.
 _WRITE_S: Seconds = 10.0
 
 
-def audits(policy: Policy | None = None) -> tuple[tuple[PolicyFile, AuditRules], ...]:
+def audits() -> tuple[tuple[PolicyFile, AuditRules], ...]:
     """The files of the policy that name an audit.
 
     Raises:
         UserInputError: for a policy that is not understood.
     """
-    files = read_policy() if policy is None else policy
-    return tuple((file, file.audit) for file in files if file.audit is not None)
+    return tuple((file, file.audit) for file in read_policy() if file.audit is not None)
 
 
 def begin(run: RunRecord) -> None:

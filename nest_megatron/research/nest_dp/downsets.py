@@ -94,12 +94,12 @@ class Downsets:
             )
 
 
-def downsets_of(dag: LayerDag, most: int = MOST_DOWNSETS) -> Downsets:
+def downsets_of(dag: LayerDag) -> Downsets:
     """All downsets of a graph; a chain of n nodes has n + 1.
 
     Raises:
-        UserInputError: if there are more than ``most``, naming how many, and the nodes that can run
-            side by side and are to be contracted.
+        UserInputError: if there are more than ``MOST_DOWNSETS``, naming how many, and the nodes
+            that can run side by side and are to be contracted.
     """
     readers = dag.readers()
     found: dict[int, tuple[int, int]] = {0: (0, -1)}
@@ -113,13 +113,13 @@ def downsets_of(dag: LayerDag, most: int = MOST_DOWNSETS) -> Downsets:
                 masks.append(grown)
         if len(masks) > _MOST_COUNTED:
             break
-    if len(masks) > most:
+    if len(masks) > MOST_DOWNSETS:
         more = "more than " if len(masks) > _MOST_COUNTED else ""
         names = ", ".join(dag.names[node] for node in widest)
         raise UserInputError(
             "downsets of the layer graph",
             value=f"{more}{min(len(masks), _MOST_COUNTED)}",
-            limit=f"at most {most} are searched",
+            limit=f"at most {MOST_DOWNSETS} are searched",
             fix=f"Contract branches that run side by side into one node each: {names}.",
         )
     masks.sort(key=lambda mask: (mask.bit_count(), mask))
