@@ -14,7 +14,7 @@ from nest_megatron.profile.installed import installed_versions, nccl_version
 
 
 def choose_site(
-    config: PlanConfig, cluster: Cluster, versions: Mapping[str, str] | None
+    config: PlanConfig, cluster: Cluster, versions: Mapping[str, str] | None = None
 ) -> tuple[Site | None, tuple[str, ...]]:
     """The calibration of the site, and what to say where it cannot be used."""
     if not config.profile.site:

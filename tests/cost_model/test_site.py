@@ -26,6 +26,7 @@ from nest_megatron.cost_model.uncertainty import predictive
 from nest_megatron.errors import UserInputError
 from nest_megatron.history import store
 from nest_megatron.history.records import Outcome, RunRecord, cluster_key, job_key
+from nest_megatron.integrations.megatron_lm import other_layout
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import PlanRequest, plan
 from nest_megatron.planner.uncertain import allocatable
@@ -190,6 +191,22 @@ def test_runs_on_a_discovered_cluster_teach_what_is_seen_in_a_job(
     nothing_known = dataclasses.replace(calibration, cluster=name, links=())
     site_file.write_site(nothing_known, path)
     assert site_file.find_site(described) is None
+
+
+def test_other_layouts_of_a_plan_have_it_too(
+    sites: SiteCalibration, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plan = planned("cluster.num_gpus=8", "parallel.tensor_model_parallel_size=8")
+    found = other_layout.versus(plan, "tp=4")
+    for each in (found.plan, found.other):
+        assert each.provenance.site is not None
+        assert each.provenance.site.digest == plan.provenance.site.digest  # type: ignore[union-attr]
+    assert found.plan.uncertainty == plan.uncertainty
+    assert found.notes == ()
+    monkeypatch.setenv(site_file.VARIABLE, str(tmp_path / "absent"))
+    found = other_layout.versus(plan, "tp=4")
+    assert found.plan.provenance.site is None
+    assert "is not here" in found.notes[0]
 
 
 def text_of(found: ParallelPlan) -> str:

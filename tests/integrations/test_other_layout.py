@@ -50,6 +50,24 @@ def test_differences_add_up_to_the_difference_of_the_steps(
     assert low <= found.difference.percent <= high
 
 
+def test_other_layouts_have_the_rates_of_the_plan(tmp_path: Path) -> None:
+    rates = {"gpu_hour": 2.5, "gpu_watts": 1000.0}
+    job = {"model": "llama3_8b", "cluster": "dgx_h100", "num_gpus": 16, "global_batch_size": 64}
+    plan = api.plan(
+        **job, cost=rates, train={"tokens": 10**12}, reliability={"mtbf_hours": 50_000.0}
+    )
+    plan.save(tmp_path / "plan.yaml")
+    found = load_plan(tmp_path / "plan.yaml").explain().versus("mbs=2,tp=4").record
+    own, other, said = found.plan.price, found.other.price, plan.record.price
+    assert own is not None
+    assert other is not None
+    assert said is not None
+    assert own.run_dollars == pytest.approx(said.run_dollars)
+    assert own.run_mwh == pytest.approx(said.run_mwh)
+    steps = found.other.predicted.iteration_time_s / found.plan.predicted.iteration_time_s
+    assert other.run_dollars == pytest.approx(steps * said.run_dollars, rel=0.01)
+
+
 def test_the_other_layout_is_priced_as_estimate_prices_it(explained: Explanation) -> None:
     words = "tensor_model_parallel_size=4,pipeline_model_parallel_size=2,micro_batch_size=1"
     priced = api.estimate(

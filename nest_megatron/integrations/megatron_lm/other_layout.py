@@ -200,5 +200,11 @@ def _notes(plan: ParallelPlan, own: ParallelPlan) -> Iterator[str]:
             f"The plan's file says {format_seconds(said)}; priced here and now it is "
             f"{format_seconds(now)} (another version, or a profile that is not here)."
         )
-    if plan.provenance.site is not None:
-        yield "Intervals are those of the catalogue, without this site's calibration."
+    site, here = plan.provenance.site, own.provenance.site
+    if site is not None and here is None:
+        yield (
+            f"The calibration of the site ({site.name}) that the plan was made with is not here: "
+            "intervals are those of the catalogue."
+        )
+    elif site is not None and here is not None and site.digest != here.digest:
+        yield f"The calibration of the site ({here.name}) has changed since the plan was made."
