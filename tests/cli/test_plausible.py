@@ -8,10 +8,11 @@ from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.plausible import require_plausible
-from nest_megatron.config.request import read_cluster, read_spec
+from nest_megatron.config.request import read_cluster
 from nest_megatron.errors import BAD_INPUT, settings_typed_as
 from nest_megatron.planner import EndedEarly
 from nest_megatron.report.words import ended_early
+from tests import catalogue
 from tests.cli.runs import SMALL, run
 
 JOB = (
@@ -75,7 +76,7 @@ def test_the_catalogue_is_plausible() -> None:
     for name in catalogue_names("cluster"):
         require_plausible(None, read_cluster(compose(parse([f"cluster={name}"])).config))
     for name in catalogue_names("model"):
-        require_plausible(read_spec(compose(parse([f"model={name}"])).config), None)
+        require_plausible(catalogue.model(name), None)
 
 
 def test_extract_refuses_what_the_cost_model_would() -> None:

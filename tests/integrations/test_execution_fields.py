@@ -38,6 +38,13 @@ from tests.integrations.frameworks import (
 )
 
 _GPUS = ["cluster.num_gpus=64"]
+#: A layout of experts inside a node.
+_FIXED = (
+    "parallel.tensor_model_parallel_size=1",
+    "parallel.pipeline_model_parallel_size=1",
+    "parallel.expert_model_parallel_size=8",
+    "parallel.expert_tensor_parallel_size=1",
+)
 _FLEX = Execution(
     moe_token_dispatcher_type=TokenDispatcher.FLEX,
     moe_flex_dispatcher_backend=FlexBackend.HYBRIDEP,
@@ -217,8 +224,8 @@ def test_choices_are_searched_written_and_kept(adapter: Bridge | Nemo) -> None:
     assert (line.before, line.after) == (False, True)
     assert "one kernel" in line.reason
     for words, settings in (
-        (("search.keep=[moe_permute_fusion,cp_comm_type]",), {}),
-        ((), {"keep": ["moe_permute_fusion"]}),
+        ((*_FIXED, "search.keep=[moe_permute_fusion,cp_comm_type]"), {}),
+        (_FIXED, {"keep": ["moe_permute_fusion"]}),
         ((), {"free": ["tensor_model_parallel_size", "pipeline_model_parallel_size"]}),
     ):
         kept_job = adapter.job(plan, {"moe_token_dispatcher_type": "alltoall"})
@@ -230,17 +237,8 @@ def test_choices_are_searched_written_and_kept(adapter: Bridge | Nemo) -> None:
 def test_a_dispatcher_is_chosen_where_its_package_is_said_to_be() -> None:
     adapter = ADAPTERS["Megatron-Bridge"]
     plan = laid_out("mixtral_8x7b", ep=8)
-    fixed = [
-        f"parallel.{name}={size}"
-        for name, size in (
-            ("tensor_model_parallel_size", 1),
-            ("pipeline_model_parallel_size", 1),
-            ("expert_model_parallel_size", 8),
-            ("expert_tensor_parallel_size", 1),
-        )
-    ]
     job = adapter.job(plan, {"moe_token_dispatcher_type": "alltoall"})
-    found, _ = auto(adapter, job, *fixed, "search.packages=[hybrid_ep]")
+    found, _ = auto(adapter, job, *_FIXED, "search.packages=[hybrid_ep]")
     backend = found.execution.moe_flex_dispatcher_backend
     assert backend in (None, FlexBackend.HYBRIDEP)
     assert carried_out(adapter.read(job)) == found.execution
