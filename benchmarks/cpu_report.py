@@ -183,7 +183,7 @@ def _notes(outcome: Outcome) -> Iterator[str]:
         f"all-reduce hidden beside products, optimizer {1e9 * outcome.optimizer_step_s:.2f} ns a "
         f"parameter. The products' rate changed by {outcome.drift_pct:+.1f} % until the end."
     )
-    yield from (f"Network: {note}" for note in outcome.network.notes)
+    yield from (f"Network: {note}" for note in (*outcome.network.notes, *outcome.network.fit_notes))
     taken = max(row.others_share for row in outcome.rows.values())
     if taken > DISTURBED:
         yield (

@@ -113,6 +113,16 @@ def format_count(number: float) -> str:
     return f"{number:,.0f}"
 
 
+def counted(number: int, thing: str) -> str:
+    """A number of things for people.
+
+    >>> counted(1, "host"), counted(8, "process")
+    ('1 host', '8 processes')
+    """
+    plural = "es" if thing.endswith("s") else "s"
+    return f"{number} {thing}{'' if number == 1 else plural}"
+
+
 def format_chance(share: float) -> str:
     """A chance for people, which is never quite 0 and never quite 1.
 

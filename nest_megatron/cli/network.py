@@ -108,4 +108,5 @@ def network_show(path: Path, *, as_json: bool) -> None:
         show_json(to_plain(found))
     else:
         tables = levels_table(found.fits), samples_table(found.samples)
-        show(profile_lines(found), *tables, notes_report(found.notes))
+        notes = (*found.notes, *found.fit_notes)
+        show(profile_lines(found), *tables, notes_report(notes))

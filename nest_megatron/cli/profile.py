@@ -27,14 +27,14 @@ from nest_megatron.cli.profile_asked import Asked, asked_by_plan, asked_by_setti
 from nest_megatron.cli.profile_device import measuring_here
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.layout import LAYER_DEGREES
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import BAD_INPUT, OK, UserInputError, require_seconds
 from nest_megatron.megatron_core.stage import Where, require_megatron
 from nest_megatron.megatron_core.substitutes import quiet
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
 from nest_megatron.profile import network, store
-from nest_megatron.profile.network import NetworkProfile
+from nest_megatron.profile.network import NETWORK_SHARE, NetworkProfile
 from nest_megatron.profile.ranks import Ranks, leave, measure_network, meet, ranks
 from nest_megatron.profile.records import (
     LayerProfile,
@@ -44,15 +44,12 @@ from nest_megatron.profile.records import (
     fingerprint,
     fingerprint_of,
 )
-from nest_megatron.profile.session import BUDGET_S
+from nest_megatron.profile.session import BUDGET_S, Skipped, Task, gpu_uuid, run, with_clocks
 from nest_megatron.report.console import say, show, show_json
+from nest_megatron.units import counted
 
 if TYPE_CHECKING:
     from nest_megatron.profile.layer_timer import Measuring
-    from nest_megatron.profile.session import Task
-
-#: Share of the budget that the network gets where there are several ranks.
-_NETWORK_SHARE = 0.25
 
 
 @command(
@@ -92,13 +89,13 @@ _NETWORK_SHARE = 0.25
 )
 @click.option("--network-out", type=OUTPUT, help="Write the network's figures here.")
 @json_option
-def profile(**options: Any) -> None:
+def profile(**options: Any) -> int:
     """Time a model's layers on the devices that are here, and the network between them.
 
     In one process, or under torchrun: each rank times its share of the shapes on its own GPU.
     Timings are stored (`nest-megatron profiles`) and used by plans for the same device and layers.
     """
-    _run(_Options(**options))
+    return _run(_Options(**options))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,21 +116,22 @@ class _Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """What all ranks together have measured.
+    """What was measured: by this process, or by all.
 
     Args:
-        skipped: shapes that could not be timed, and why.
+        seconds: of the layers; ``network_s`` of the network.
     """
 
     timings: Sequence[Timing]
-    skipped: Sequence[str]
-    network: NetworkProfile | None
+    skipped: Sequence[Skipped]
     seconds: float
+    network: NetworkProfile | None = None
+    network_s: float = 0.0
 
 
-def _run(options: _Options) -> None:
+def _run(options: _Options) -> int:
     """Time the layer blocks of a model, and the collectives between the ranks."""
-    started = time.monotonic()
+    require_seconds("--max-seconds", options.max_seconds)
     if options.for_plan is None:
         asked = asked_by_settings(options.overrides, options.config_dir)
     else:
@@ -141,32 +139,71 @@ def _run(options: _Options) -> None:
     require_megatron("profile")
     here = ranks()
     times_network = options.collectives and here.size > 1
-    budget = options.max_seconds * (1 - _NETWORK_SHARE if times_network else 1.0)
     measuring = measuring_here(here, options.implementation, on_cpu=options.on_cpu)
     tasks = tasks_of_rank(asked, here, measuring, again=options.again)
-    if asked.plan is not None:
+    times_both = times_network and tasks.num_left > 0
+    layers_s = options.max_seconds * (1 - NETWORK_SHARE if times_both else 1.0)
+    if options.for_plan is not None:
         if not (tasks.num_shapes or times_network):
-            limit = f"{asked.names} have the same shapes of layers"
-            fix = "Run them: nest-megatron tune tells how long that takes."
-            raise UserInputError("--for", value=str(options.for_plan), limit=limit, fix=fix)
-        if here.rank == 0:
-            on_cpu = measuring.where is Where.CPU
-            words = asked.told(tasks.tasks, options.max_seconds, on_cpu=on_cpu)
-            print(words, file=sys.stderr, flush=True)
-    timings, skipped = _time(tasks, measuring, started + budget)
-    measured = None
+            raise _nothing_to_time(asked, options.for_plan)
+        words = asked.told(
+            tasks.tasks,
+            num_shapes=tasks.num_shapes,
+            num_left=tasks.num_left,
+            ends=f"{layers_s:g} s (--max-seconds{' less a quarter' if times_both else ''})",
+            on_cpu=measuring.where is Where.CPU,
+        )
+        _tell_before(here, words)
+    begun = time.monotonic()
+    timings, skipped = _time(tasks, measuring, begun + layers_s)
+    found = Timed(timings=timings, skipped=skipped, seconds=time.monotonic() - begun)
     if here.size > 1:
-        everyone, hosts = meet(measuring.where, (timings, skipped))
-        timings = [timing for part, _ in everyone for timing in part]
-        skipped = [words for _, part in everyone for words in part]
-        if times_network:
-            left = options.max_seconds - (time.monotonic() - started)
-            measured = measure_network(hosts, left)
-        leave()
+        until = begun + options.max_seconds if times_network else None
+        found = _joined(found, here, measuring.where, until)
     if here.rank == 0:
-        seconds = time.monotonic() - started
-        found = Timed(timings=timings, skipped=skipped, network=measured, seconds=seconds)
         _tell(tasks, found, options.network_out, as_json=options.as_json)
+    is_refused = any(not one.is_too_large for one in found.skipped)
+    return BAD_INPUT if is_refused and not (found.timings or tasks.known) else OK
+
+
+def _nothing_to_time(asked: Asked, plan: Path) -> UserInputError:
+    return UserInputError(
+        "--for",
+        value=str(plan),
+        limit=f"{asked.names} have the same shapes of layers",
+        fix="Time the network too, under torchrun with a process for each GPU; or run them: "
+        "nest-megatron tune tells how long that takes.",
+    )
+
+
+def _joined(found: Timed, here: Ranks, where: Where, until: float | None) -> Timed:
+    """What all ranks have measured, and on rank 0 the network between them.
+
+    Args:
+        until: moment after which no collective is measured; ``None`` for no network.
+    """
+    everyone, hosts = meet(where, found, to_measure=until is not None)
+    measured, begun = None, time.monotonic()
+    if until is not None:
+        left = max(1.0, until - begun)
+        ends = f"no measurement begins after {left:.0f} s (--max-seconds)"
+        _tell_before(here, f"Timing the network between {counted(here.size, 'process')}: {ends}.")
+        measured = measure_network(hosts, left)
+    network_s = time.monotonic() - begun
+    leave()
+    return Timed(
+        timings=[timing for part in everyone for timing in part.timings],
+        skipped=[one for part in everyone for one in part.skipped],
+        seconds=max(part.seconds for part in everyone),
+        network=measured,
+        network_s=network_s,
+    )
+
+
+def _tell_before(here: Ranks, words: str) -> None:
+    """Say on rank 0's standard error what comes next."""
+    if here.rank == 0:
+        print(words, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,13 +223,18 @@ class RankTasks:
     num_shapes: int
     known: frozenset[object]
 
+    @property
+    def num_left(self) -> int:
+        """Shapes that are still to be timed, by all ranks."""
+        return self.num_shapes - len(self.known)
+
     def profile(self, timings: Sequence[Timing]) -> LayerProfile:
         """The profile that timings make."""
         return LayerProfile(
             name=default_name(self.machine, self.spec, self.precision),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             precision=self.precision,
-            machine=self.machine,
+            machine=with_clocks(self.machine),
             model=self.spec,
             timings=tuple(timings),
         )
@@ -241,23 +283,24 @@ def _known(machine: Machine, spec: TransformerSpec, precision: Precision) -> tup
     return tuple(timing for profile in own for timing in profile.timings)
 
 
-def _time(own: RankTasks, measuring: Measuring, until: float) -> tuple[list[Timing], list[str]]:
+def _time(own: RankTasks, measuring: Measuring, until: float) -> tuple[list[Timing], list[Skipped]]:
     """Time this process's tasks; each timing is stored at once, so that none is lost."""
-    from nest_megatron.profile.session import run
-
-    skipped: list[str] = []
-
-    def skip(task: Task, why: str) -> None:
-        shard = task.shard
-        words = f"{task.block} at tp {shard.tensor_model_parallel_size}"
-        skipped.append(f"{words}, micro batch {shard.micro_batch_size}: {why}")
-
     timings: list[Timing] = []
-    with quiet(), _status(own) as report:
-        for timing in run(own.spec, own.tasks, measuring, until=until, on_skip=skip):
-            timings.append(timing)
-            store.record(own.profile([timing]))
-            report(len(timings))
+    skipped: list[Skipped] = []
+    on_cpu = own.machine.is_cpu
+    alone = contextlib.nullcontext() if on_cpu else store.timing_alone(gpu_uuid())
+    try:
+        with quiet(), alone, _status(own) as report:
+            for found in run(own.spec, own.tasks, measuring, until=until):
+                if isinstance(found, Skipped):
+                    skipped.append(found)
+                    continue
+                timings.append(found)
+                store.record(own.profile([found]))
+                report(len(timings))
+    except KeyboardInterrupt as error:
+        stored = f"{counted(len(timings), 'shape')} timed by this process, and stored"
+        raise KeyboardInterrupt(stored) from error
     return timings, skipped
 
 
@@ -294,10 +337,10 @@ def _tell(own: RankTasks, found: Timed, network_out: Path | None, *, as_json: bo
         show_json(
             {
                 "profile": None if profile is None else profile.name,
-                "seconds": found.seconds,
+                "seconds": found.seconds + found.network_s,
                 "measured": to_plain(timings),
                 "known": num_known,
-                "skipped": to_plain(skipped),
+                "skipped": [f"{one.task}: {one.reason}" for one in skipped],
                 "left_to_interpolate": left,
                 "network": to_plain(measured),
                 "network_file": None if written is None else str(written),
@@ -305,19 +348,39 @@ def _tell(own: RankTasks, found: Timed, network_out: Path | None, *, as_json: bo
         )
         return
     from nest_megatron.report.measured_tables import levels_table, profile_lines, timings_table
+    from nest_megatron.report.terminal import notes_report
 
     if timings:
         show(timings_table(timings))
-    stored = f", {num_known} were stored already" if num_known else ""
-    later = f", {left} are left to interpolate" if left else ""
-    shapes = f"{len(timings)} of {own.num_shapes} shapes"
-    say(f"{shapes} timed in {found.seconds:.0f} s{stored}{later}.")
-    for words in skipped:
-        say(f"Not timed: {words}.")
+    if own.num_shapes:
+        stored = f", {num_known} were stored already" if num_known else ""
+        later = f", {left} are left to interpolate" if left else ""
+        shapes = f"{len(timings)} of {counted(own.num_shapes, 'shape')} timed"
+        say(f"{shapes} in {found.seconds:.0f} s{stored}{later}.")
+    for line in _not_timed(skipped):
+        say(line)
     if profile is not None:
         device = "this CPU" if own.machine.is_cpu else own.machine.device_name
         say(f"Profile {profile.name} is of {device}; `nest-megatron profiles show {profile.name}`.")
     if measured is not None:
-        show(profile_lines(measured), levels_table(measured.fits))
+        say(f"The network was timed in {found.network_s:.0f} s.")
+        table = [levels_table(measured.fits)] if measured.fits else []
+        notes = notes_report((*measured.notes, *measured.fit_notes))
+        show(profile_lines(measured), *table, notes)
         say(f"The network is in {written}; `nest-megatron network import {written} --cluster NAME")
         say("--out measured.yaml` makes a cluster of it.")
+
+
+#: Shapes of one reason that are named.
+_NAMED = 3
+
+
+def _not_timed(skipped: Sequence[Skipped]) -> Iterator[str]:
+    """A line for each reason, with the shapes that it is of."""
+    reasons: dict[str, list[Skipped]] = {}
+    for one in skipped:
+        reasons.setdefault(one.reason, []).append(one)
+    for reason, those in reasons.items():
+        more = f"; and {len(those) - _NAMED} more" if len(those) > _NAMED else ""
+        named = "; ".join(str(one.task) for one in those[:_NAMED])
+        yield f"Not timed ({reason}): {named}{more}."

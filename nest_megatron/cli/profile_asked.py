@@ -24,6 +24,7 @@ from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.planner.to_measure import minutes, profile_s, undecided
 from nest_megatron.profile.session import Task, divides, tasks_of, telling_apart, usual_shards
+from nest_megatron.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +62,33 @@ class Asked:
             if divides(self.spec, layout.tensor_model_parallel_size)
         ]
 
-    def told(self, tasks: Sequence[Task], max_seconds: float, *, on_cpu: bool) -> str:
-        """How long the tasks of a process take, before they begin."""
+    def told(
+        self,
+        own: Sequence[Task],
+        *,
+        num_shapes: int,
+        num_left: int,
+        ends: str,
+        on_cpu: bool,
+    ) -> str:
+        """What is timed of the layers, and for how long, before it begins.
+
+        Args:
+            own: tasks of this process; the others have as many.
+            num_shapes: in which the layouts differ; of these ``num_left`` are not stored yet.
+            ends: after which time none begins.
+        """
+        if not num_shapes:
+            return f"No layer differs in shape between {self.names}: no layer is timed."
+        if not num_left:
+            shapes = f"{counted(num_shapes, 'shape')} of layers in which {self.names} differ"
+            return f"Stored already, and not timed again (--again): {shapes}."
         assert self.plan is not None
-        what = f"{len(tasks)} shapes of layers in which {self.names} differ"
         settings = restored_settings(self.plan.provenance.settings)
         model = CostModel(self.plan.model, self.plan.cluster, settings)
-        needed = "" if on_cpu else f"{minutes(profile_s(model, tasks))}; "
-        return f"Timing {what}: {needed}none begins after {max_seconds:g} s (--max-seconds)."
+        needed = "" if on_cpu else f"{minutes(profile_s(model, own))}; "
+        shapes = f"{counted(num_left, 'shape')} of layers in which {self.names} differ"
+        return f"Timing {shapes}: {needed}none begins after {ends}."
 
 
 def asked_by_settings(overrides: Sequence[str], config_dir: Path | None) -> Asked:
@@ -89,18 +109,32 @@ def asked_by_plan(path: Path, overrides: Sequence[str]) -> Asked:
         raise UserInputError("--for", value=" ".join(overrides), limit=limit, fix=fix)
     plan = load_plan(path).record
     _require_timed(plan.model, plan.train.precision)
+    numbers = undecided(plan)
+    if len(numbers) < 2:
+        limit = "it lists no other layout that could be the fastest, so that nothing is undecided"
+        fix = "`nest-megatron profile model=...` times the layers of a model."
+        raise UserInputError("--for", value=str(path), limit=limit, fix=fix)
     own = (plan.parallel, plan.train.micro_batch_size)
     others = [(other, other.micro_batch_size) for other in plan.alternatives]
-    numbers = sorted(undecided(plan))
-    listed = ", ".join(str(number) for number in numbers if number)
-    names = [*(["the plan"] if 0 in numbers else []), *([f"runners-up {listed}"] if listed else [])]
     return Asked(
         spec=plan.model,
         precision=plan.train.precision,
-        layouts=tuple([own, *others][number] for number in undecided(plan)),
+        layouts=tuple([own, *others][number] for number in numbers),
         plan=plan,
-        names=" and ".join(names),
+        names=_names(sorted(numbers)),
     )
+
+
+def _names(numbers: Sequence[int]) -> str:
+    """What a plan's tables call layouts.
+
+    >>> _names([0, 1]), _names([0, 2, 3])
+    ('the plan and runner-up 1', 'the plan and runners-up 2, 3')
+    """
+    others = [str(number) for number in numbers if number]
+    what = "runner-up" if len(others) == 1 else "runners-up"
+    plan = "the plan and " if 0 in numbers else ""
+    return f"{plan}{what} {', '.join(others)}"
 
 
 def _require_timed(spec: TransformerSpec, precision: Precision) -> None:

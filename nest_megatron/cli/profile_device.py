@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING
 
-from nest_megatron.cluster.discovery import known_gpus
+from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.errors import UserInputError
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.megatron_core.substitutes import quiet
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.profile.ranks import Ranks
+from nest_megatron.units import format_gib
 
 if TYPE_CHECKING:
     from nest_megatron.profile.layer_timer import Measuring
@@ -28,11 +30,10 @@ def measuring_here(here: Ranks, implementation: str | None, *, on_cpu: bool) -> 
     where = Where.GPU if torch.cuda.is_available() and not on_cpu else Where.CPU
     if where is Where.GPU:
         torch.cuda.set_device(here.local_rank % _num_gpus(here))
+        _tell_others()
     else:
-        if not on_cpu and (gpus := known_gpus()) is not None:
-            limit = f"it sees none of this host's GPUs: {gpus.describe()}"
-            fix = "Install torch for CUDA, or look at CUDA_VISIBLE_DEVICES; --cpu times the CPU."
-            raise UserInputError("torch", value=str(torch.__version__), limit=limit, fix=fix)
+        if not on_cpu:
+            _require_no_gpu()
         cores = len(os.sched_getaffinity(0))  # more threads than these wait for one another
         torch.set_num_threads(max(1, cores // here.local_size))
     has_engine = where is Where.GPU and "transformer_engine" in installed_versions()
@@ -42,6 +43,42 @@ def measuring_here(here: Ranks, implementation: str | None, *, on_cpu: bool) -> 
     if chosen is Implementation.TRANSFORMER_ENGINE:
         _require_engine(has_engine)
     return Measuring(where=where, implementation=chosen)
+
+
+def _require_no_gpu() -> None:
+    """Refuse to time the CPU where the driver has GPUs that torch does not see."""
+    import torch
+
+    try:
+        gpus = local_gpus()
+        found = None if gpus is None else gpus.describe()
+    except UserInputError as error:  # there are some, of which no job is planned
+        found = f"{error.value} ({error.limit})"
+    if found is None:
+        return
+    limit = f"it sees none of this host's GPUs: {found}"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # as a torch without CUDA has it
+        limit += f"; it says: {next(iter(str(error).splitlines()), '')}"
+    fix = "Install torch for CUDA, or look at CUDA_VISIBLE_DEVICES; --cpu times the CPU."
+    raise UserInputError("torch", value=str(torch.__version__), limit=limit, fix=fix)
+
+
+#: Share of a GPU's memory that CUDA itself and an idle process may hold.
+_IDLE = 0.05
+
+
+def _tell_others() -> None:
+    """Say that a GPU is in use before anything is timed on it."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    if total - free > _IDLE * total:
+        gpu = f"GPU {torch.cuda.current_device()} ({torch.cuda.get_device_name()})"
+        told = f"{format_gib(total - free)} of {gpu} are in use before anything is timed"
+        fix = "What else runs there makes times longer: end it (nvidia-smi names it)"
+        print(f"warning: {told}. {fix}.", file=sys.stderr, flush=True)
 
 
 def _num_gpus(here: Ranks) -> int:

@@ -276,6 +276,7 @@ def _times(
         versions=versions or {},
         prefix=prefix,
         command="--from <your script and its flags>" if prefix else own,
+        implementation=job.transformer_impl,
     )
     mode = choice(f"{prefix}profile.mode", asked.mode, ProfileMode)
     require_seconds(f"{prefix}profile.max_seconds", asked.max_seconds)

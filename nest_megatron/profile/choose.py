@@ -36,7 +36,8 @@ class Wanted:
 
     ``versions`` are those of the running job, by the names of ``Machine``; none are known on a
     laptop. ``prefix`` stands before ``profile.mode`` where the user types it (``nest.``);
-    ``command`` measures this job, for messages.
+    ``command`` measures this job, for messages; ``implementation`` is its ``--transformer-impl``,
+    where that is known.
     """
 
     spec: TransformerSpec
@@ -45,6 +46,7 @@ class Wanted:
     versions: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""
     command: str = "model=... cluster=..."
+    implementation: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +95,19 @@ def choose_times(wanted: Wanted, mode: ProfileMode, name: str | None = None) -> 
     choice = _matching(wanted) if name is None else _named(wanted, name)
     if mode is ProfileMode.REQUIRE:
         _require_all(wanted, choice)
-    return choice
+    notes = (*choice.notes, *_other_implementations(wanted, choice))
+    return dataclasses.replace(choice, notes=notes)
+
+
+def _other_implementations(wanted: Wanted, choice: Choice) -> Iterator[str]:
+    """A note for each profile of layers that Megatron makes otherwise than those of the job."""
+    for profile in () if choice.times is None else choice.times.profiles:
+        has = profile.machine.implementation
+        if wanted.implementation not in (None, has):
+            yield (
+                f"Profile {profile.name} is of the layers of --transformer-impl {has}, and the "
+                f"job's are of {wanted.implementation}: they take other times."
+            )
 
 
 def times_of(provenance: str, spec: TransformerSpec) -> LayerTimes | None:

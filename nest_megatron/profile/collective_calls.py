@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.errors import ProfileError
+from nest_megatron.profile.clock import OUT_OF_MEMORY
 
 Call = Callable[[], object]
 
+#: Longest that NCCL waits for one call, which takes seconds at most: then something hangs.
+LIMIT = timedelta(minutes=3)
 #: What torch raises where a backend lacks a collective.
 _LACKING = (RuntimeError, NotImplementedError, ValueError, AttributeError)
 
@@ -41,6 +45,8 @@ class Caller:
             )
         on_gpu = self.backend == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
+        #: Of one call; NCCL ends the process then, gloo's is torch's own.
+        self._timeout = LIMIT if on_gpu else None
 
     def versions(self) -> dict[str, str]:
         """Of the software that runs the collectives."""
@@ -54,7 +60,7 @@ class Caller:
         """This rank's of several groups; every rank makes every group, in the same order."""
         own = None
         for ranks in groups:
-            group = self._dist.new_group(list(ranks), backend=self.backend)
+            group = self._dist.new_group(list(ranks), timeout=self._timeout, backend=self.backend)
             own = group if self.rank in ranks else own
         return own
 
@@ -88,10 +94,23 @@ class Caller:
         scatter = _named(self._dist, "reduce_scatter_single", "reduce_scatter_tensor")
         return lambda: scatter(part, whole, group=group)
 
+    def fitting(self, kind: CollectiveKind, message_bytes: int, group: Any) -> Call | None:
+        """The same; nothing where a rank has too little memory for its tensors."""
+        call = None
+        try:
+            call = self.prepared(kind, message_bytes, group)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            if not OUT_OF_MEMORY.search(str(error)):
+                raise
+        return None if self.agree(call is None) else call
+
     def timed(self, call: Call, calls: int) -> float:
         """Seconds of one of several calls that follow each other; all ranks start together."""
-        self._dist.barrier(self._world)
-        if self.backend != "nccl":
+        on_gpu = self.backend == "nccl"
+        # else torch warns that it takes the current one
+        device_ids = [self._torch.cuda.current_device()] if on_gpu else None
+        self._dist.barrier(self._world, device_ids=device_ids)
+        if not on_gpu:
             start = time.perf_counter()
             for _ in range(calls):
                 call()

@@ -19,6 +19,7 @@ from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.errors import ProfileError
 from nest_megatron.profile.collective_calls import Caller
 from nest_megatron.profile.network import (
+    NETWORK_SHARE,
     CollectiveSample,
     NetworkBackend,
     NetworkProfile,
@@ -26,6 +27,7 @@ from nest_megatron.profile.network import (
 )
 from nest_megatron.profile.network_fit import fit_hosts
 from nest_megatron.profile.spread import middle_half, middle_out
+from nest_megatron.units import counted
 from nest_megatron.version import __version__
 
 #: From where latency rules to where bandwidth does, a factor of four apart.
@@ -78,7 +80,7 @@ def measure(
     own = [caller.own_group(pattern.groups) for pattern in patterns]
     reasons = {kind: caller.try_out(kind) for kind in CollectiveKind}
     usable = [kind for kind, reason in reasons.items() if reason is None]
-    run = _Run(caller=caller, patterns=patterns, groups=own, until=time.monotonic() + max_seconds)
+    run = _Run(caller=caller, patterns=patterns, groups=own, seconds=max_seconds)
     samples, notes = run.all_of(_tasks(patterns, usable, sizes))
     if caller.rank:
         return None
@@ -140,33 +142,49 @@ def _tasks(
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """Goes through the tasks until the budget is spent; rank 0's clock decides for all."""
+    """Goes through the tasks until the budget is spent on any rank."""
 
     caller: Caller
     patterns: Sequence[_Pattern]
     groups: Sequence[Any]
-    until: float
+    seconds: float
 
     def all_of(self, tasks: Iterator[_Task]) -> tuple[list[CollectiveSample], list[str]]:
-        todo, samples, left_out = list(tasks), list[CollectiveSample](), 0
-        longest: dict[tuple[int, CollectiveKind], float] = {}
-        for done, task in enumerate(todo):
-            share = max(0.0, self.until - time.monotonic()) / (len(todo) - done)
-            key = (task.pattern, task.kind)
-            needed = longest.get(key, 0.0) * task.message_bytes * (_MIN_REPETITIONS + 2)
-            if self.caller.agree(needed > self.until - time.monotonic() or share <= 0):
-                left_out += 1
-                continue
-            sample = self._one(task, share)
-            samples.append(sample)
-            per_byte = sample.seconds / task.message_bytes
-            longest[key] = min(per_byte, longest.get(key, per_byte))
-        notes = [f"{left_out} of {len(todo)} measurements were left out: the budget was spent."]
-        return samples, notes if left_out else []
+        todo, samples = list(tasks), list[CollectiveSample]()
+        left_out, too_large = list[_Task](), list[_Task]()
+        begun = time.monotonic()
+        until = begun + self.seconds
+        rates: dict[tuple[int, CollectiveKind], list[float]] = {}  # seconds of a byte
 
-    def _one(self, task: _Task, budget: float) -> CollectiveSample:
+        def least(task: _Task) -> float:
+            """Seconds that a task takes, as far as others of its kind tell."""
+            rate = min(rates.get((task.pattern, task.kind), [0.0]))
+            return rate * task.message_bytes * (_MIN_REPETITIONS + 2)
+
+        for done, task in enumerate(todo):
+            left = until - time.monotonic()
+            if self.caller.agree(left <= 0 or least(task) > left):
+                left_out.append(task)
+                continue
+            sample = self._one(task, max(0.0, left) / (len(todo) - done))
+            if sample is None:
+                too_large.append(task)
+                continue
+            samples.append(sample)
+            known = rates.setdefault((task.pattern, task.kind), [])
+            known.append(sample.seconds / task.message_bytes)
+        needed = time.monotonic() - begun + sum(map(least, left_out))
+        # the shortest message by itself tells its latency alone
+        is_told = all(len(rates.get((t.pattern, t.kind), [])) > 1 for t in left_out)
+        told = _notes(len(todo), left_out, too_large, self.seconds, needed if is_told else None)
+        return samples, list(told)
+
+    def _one(self, task: _Task, budget: float) -> CollectiveSample | None:
+        """A task's sample; nothing where a rank has too little memory for it."""
         pattern, group = self.patterns[task.pattern], self.groups[task.pattern]
-        call = self.caller.prepared(task.kind, task.message_bytes, group)
+        call = self.caller.fitting(task.kind, task.message_bytes, group)
+        if call is None:
+            return None
         first = self.caller.slowest([self.caller.timed(call, 1)])[0]  # connections and buffers
         trial = min(first, self.caller.slowest([self.caller.timed(call, 1)])[0])
         calls = max(1, min(_MAX_CALLS, int(_STRETCH_S / trial)))
@@ -185,6 +203,45 @@ class _Run:
         )
 
 
+def _notes(
+    num_tasks: int,
+    left_out: Sequence[_Task],
+    too_large: Sequence[_Task],
+    budget: float,
+    needed: float | None,
+) -> Iterator[str]:
+    """What is missing, and what brings it.
+
+    Args:
+        needed: seconds that all tasks take, if that is known.
+    """
+    if left_out:
+        yield (
+            f"{len(left_out)} of {num_tasks} measurements were left out: {budget:.3g} s were too "
+            f"short. {_longer(budget, needed)}"
+        )
+    if too_large:
+        smallest = min(task.message_bytes for task in too_large)
+        yield (
+            f"{len(too_large)} of {num_tasks} measurements, of messages from {smallest} bytes on, "
+            "do not fit in the memory that is free."
+        )
+
+
+#: More time is shared by all, also by those that had enough.
+_ROOM = 1.5
+
+
+def _longer(budget: float, needed: float | None) -> str:
+    if needed is None:
+        return "A longer --max-seconds measures more."
+    enough = 10 * (_ROOM * max(needed, budget) // 10 + 1)
+    return (
+        f"All take about {enough:.0f} s: --max-seconds {enough:.0f}, or "
+        f"{enough / NETWORK_SHARE:.0f} where layers are timed as well."
+    )
+
+
 def _profile(
     caller: Caller,
     hosts: Sequence[str],
@@ -194,11 +251,11 @@ def _profile(
 ) -> NetworkProfile:
     """The profile; samples that fit nothing are kept, and said to."""
     names = sorted(set(hosts))
+    shown = f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
     profile = NetworkProfile(
         name=f"{names[0]}-{len(hosts)}",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        source=f"{len(hosts)} ranks on {len(names)} hosts ({', '.join(names[:4])}"
-        + (", ...)" if len(names) > 4 else ")"),
+        source=f"{len(hosts)} ranks on {counted(len(names), 'host')} ({shown})",
         backend=NetworkBackend(caller.backend),
         versions={"nest-megatron": __version__, **caller.versions()},
         samples=tuple(samples),
@@ -208,6 +265,5 @@ def _profile(
     try:
         fitted = fit_hosts(samples)
     except ProfileError as error:
-        return sealed(dataclasses.replace(profile, notes=(*profile.notes, f"No fit: {error}")))
-    said = (*profile.notes, *fitted.notes)
-    return sealed(dataclasses.replace(profile, fits=fitted.fits, notes=said))
+        return sealed(dataclasses.replace(profile, fit_notes=(f"No fit: {error}",)))
+    return sealed(dataclasses.replace(profile, fits=fitted.fits, fit_notes=fitted.notes))

@@ -15,11 +15,13 @@ from nest_megatron.errors import ProfileError
 from nest_megatron.files import read_text, write_text
 from nest_megatron.names import Name
 from nest_megatron.parallel.plan_file import digest
-from nest_megatron.plain import to_plain
+from nest_megatron.plain import added, to_plain
 from nest_megatron.profile.profile_file import read_fields, record_of
 from nest_megatron.profile.records import require_number
 from nest_megatron.units import Bytes, Seconds
 
+#: Share of the time for a profile that the network has, where layers are timed as well.
+NETWORK_SHARE = 0.25
 #: Version of the file's fields.
 SCHEMA = 1
 
@@ -119,7 +121,8 @@ class NetworkProfile:
     """A measured network; ``source`` says in words where its samples come from, ``created`` when.
 
     ``fits`` are levels that the samples determine, innermost first: ``node`` (one host) and
-    ``network`` (between hosts). ``notes`` are what a reader of the figures must know.
+    ``network`` (between hosts). ``notes`` are what a reader of the samples must know, ``fit_notes``
+    what one of the fits must.
     """
 
     name: str
@@ -131,6 +134,7 @@ class NetworkProfile:
     fits: tuple[LevelFit, ...] = ()
     not_measured: Mapping[CollectiveKind, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    fit_notes: tuple[str, ...] = added(())
     schema: int = SCHEMA
     checksum: str = ""
 

@@ -89,7 +89,7 @@ def fit_network(profile: NetworkProfile, described: Cluster | None) -> FittedNet
         fitted = fit_levels(placed(profile.samples, described), described.levels)
         cluster = _measured_cluster(profile, described, fitted)
     return FittedNetwork(
-        profile=dataclasses.replace(profile, fits=fitted.fits),
+        profile=dataclasses.replace(profile, fits=fitted.fits, fit_notes=fitted.notes),
         fits=fitted.fits,
         notes=(*profile.notes, *fitted.notes),
         described=described,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from nest_megatron.cluster.discovery import open_nvml
+from nest_megatron.errors import ProfileError
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock
@@ -25,6 +26,24 @@ class Task:
 
     block: LayerBlock
     shard: LayerShard
+
+    def __str__(self) -> str:
+        shard = self.shard
+        experts = self.block is LayerBlock.EXPERTS
+        ep = f", ep {shard.expert_model_parallel_size}" if experts else ""
+        return (
+            f"{self.block} at tp {shard.tensor_model_parallel_size}{ep}, "
+            f"micro batch {shard.micro_batch_size}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A block that was not timed, and why; one that is too large does not fit on the device."""
+
+    task: Task
+    reason: str
+    is_too_large: bool
 
 
 #: A profile ends after so long where nothing else is said.
@@ -103,33 +122,51 @@ def share_of(tasks: Sequence[Task], rank: int, num_ranks: int) -> tuple[Task, ..
 
 
 def run(
-    spec: TransformerSpec,
-    tasks: Sequence[Task],
-    measuring: Measuring,
-    *,
-    until: Seconds,
-    on_skip: Callable[[Task, str], None],
-) -> Iterator[Timing]:
+    spec: TransformerSpec, tasks: Sequence[Task], measuring: Measuring, *, until: Seconds
+) -> Iterator[Timing | Skipped]:
     """Time tasks in order, none begun after ``until`` on ``time.monotonic``.
 
-    ``on_skip`` is told of what does not fit on the device, and of blocks that are not built here.
+    One that cannot be timed says why, and the others are timed all the same.
+
+    Raises:
+        ProfileError: if CUDA has failed for good: nothing more runs in this process.
     """
     for task in tasks:
         if not can_time(task.block):
-            on_skip(task, "its layers are not built here, so that it keeps its analytic time")
+            reason = "its layers are not built here, so that it keeps its analytic time"
+            yield Skipped(task=task, reason=reason, is_too_large=False)
             continue
         left = until - time.monotonic()
         if left <= 0:
             return
         within = dataclasses.replace(measuring, max_seconds=min(measuring.max_seconds, left))
         try:
-            yield time_block(spec, task.block, task.shard, within)
+            found: Timing | Skipped = time_block(spec, task.block, task.shard, within)
         except MemoryError:
-            on_skip(task, "it does not fit on this device")
+            found = Skipped(task=task, reason="it does not fit on this device", is_too_large=True)
+        except Exception as error:  # noqa: BLE001 - whatever Megatron has against this shape
+            words = next(iter(str(error).strip().splitlines()), "")
+            reason = f"{type(error).__name__}: {words}"
+            found = Skipped(task=task, reason=reason, is_too_large=False)
+        yield found
+        if isinstance(found, Skipped) and measuring.where is Where.GPU:
+            _require_device(found)
+
+
+def _require_device(skipped: Skipped) -> None:
+    """Go on after an error if CUDA does: some it reports again at each call."""
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        fix = "What was timed before is stored; start again for the rest."
+        limit = f"CUDA has failed for good: {skipped.reason}"
+        raise ProfileError("timing", value=str(skipped.task), limit=limit, fix=fix) from error
 
 
 def this_machine(where: Where, implementation: Implementation) -> Machine:
-    """What blocks run on here; torch's ``RuntimeError`` if there is no GPU to ask."""
+    """What blocks run on here, its clocks apart; torch's ``RuntimeError`` if there is no GPU."""
     import torch
     from megatron.core import __version__ as megatron_core
 
@@ -152,16 +189,28 @@ def this_machine(where: Where, implementation: Implementation) -> Machine:
     if machine.is_cpu:
         return machine
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
-    graphics_mhz, memory_mhz = _clocks(device.uuid)
     return dataclasses.replace(
         machine,
         device_name=device.name,
         memory_bytes=device.total_memory,
         driver=driver_version(),
         nccl=".".join(map(str, torch.cuda.nccl.version())),
-        graphics_mhz=graphics_mhz,
-        memory_mhz=memory_mhz,
     )
+
+
+def with_clocks(machine: Machine) -> Machine:
+    """A machine with the clocks that it has now: after its work, as a GPU at rest lowers them."""
+    if machine.is_cpu:
+        return machine
+    graphics_mhz, memory_mhz = _clocks(gpu_uuid())
+    return dataclasses.replace(machine, graphics_mhz=graphics_mhz, memory_mhz=memory_mhz)
+
+
+def gpu_uuid() -> str:
+    """What tells this process's GPU, or its part of one, from all others."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 def _processor_name() -> str:
@@ -182,7 +231,7 @@ def _host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _clocks(uuid: object) -> tuple[int | None, int | None]:
+def _clocks(uuid: str) -> tuple[int | None, int | None]:
     """Clocks of graphics and memory in MHz, as the driver finds them now.
 
     A process that is shown some GPUs alone counts them otherwise than the driver does.

@@ -217,19 +217,34 @@ def _same_profile(profile: LayerProfile) -> LayerProfile | None:
 
 
 @contextlib.contextmanager
-def _locked(timeout_s: Seconds) -> Iterator[Path]:
-    """Hold the store's lock; the folder exists then."""
+def timing_alone(gpu: str) -> Iterator[None]:
+    """Be the only process that times on a GPU; a ``ProfileError`` where another does so now."""
+    held = ProfileError(
+        "GPU",
+        value=gpu,
+        limit="another process times layers on it, and each would slow the other",
+        fix="Start one process for each GPU with torchrun, or wait until that one ends.",
+    )
+    with _locked(0.0, f".gpu-{gpu}{_LOCK}", held):
+        yield
+
+
+@contextlib.contextmanager
+def _locked(
+    timeout_s: Seconds, name: str = _LOCK, held: ProfileError | None = None
+) -> Iterator[Path]:
+    """Hold a lock of the store, whose folder exists then; ``held`` is raised where it is taken."""
     from filelock import FileLock, Timeout
 
     folder = profiles_folder()
-    lock = FileLock(folder / _LOCK, timeout=timeout_s)
+    lock = FileLock(folder / name, timeout=timeout_s)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout as error:
-        raise ProfileError(
+        raise held or ProfileError(
             "profile store",
-            value=str(folder / _LOCK),
+            value=str(folder / name),
             limit=f"another process has held the lock for {timeout_s:g} s",
             fix=f"End that process, or use another folder with {FOLDER_VARIABLE}.",
         ) from error

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from nest_megatron.profile import network
+from nest_megatron.profile.network_fit import fit_hosts
+from nest_megatron.profile.network_import import read_measurements
 from tests.cli.runs import ROOT, run
 
 DATA = ROOT / "tests" / "profile" / "data"
@@ -100,3 +103,25 @@ def test_a_profile_that_was_edited_is_refused(tmp_path: Path) -> None:
     assert "does not match the contents" in run("network", "show", str(path)).err
     both = run("network", "import", str(path), A100)
     assert both.code == 2
+
+
+def test_what_a_fit_says_is_said_once(tmp_path: Path) -> None:
+    """A profile that was measured holds its fit's notes; an import fits anew and has its own."""
+    path = tmp_path / "network.yaml"
+    noisy = [
+        replace(each, seconds=each.seconds * (1 + 9 * (n % 2)))
+        for n, each in enumerate(read_measurements([Path(NODE)], None).samples)
+    ]
+    fitted = fit_hosts(noisy)
+    measured = replace(
+        read_measurements([Path(NODE)], None),
+        samples=tuple(noisy),
+        fits=fitted.fits,
+        fit_notes=fitted.notes,
+    )
+    network.write(measured, path)
+    words = "predicted and measured times differ by"
+    for arguments in (("show",), ("import",), ("import", "--cluster", "dgx_h100")):
+        done = run("network", *arguments, str(path))
+        assert done.code == 0, done.err
+        assert " ".join(done.out.split()).count(words) == 1, arguments

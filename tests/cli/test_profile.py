@@ -19,15 +19,16 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from nest_megatron.cli import profile as command
 from nest_megatron.cli.profile_asked import asked_by_plan, asked_by_settings
 from nest_megatron.cli.profile_device import measuring_here
-from nest_megatron.errors import BAD_INPUT
+from nest_megatron.errors import BAD_INPUT, INTERRUPTED, ProfileError
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
-from nest_megatron.profile import network, store
+from nest_megatron.profile import network, session, store
 from nest_megatron.profile.layer_timer import Measuring
-from nest_megatron.profile.ranks import Ranks
+from nest_megatron.profile.ranks import Ranks, meet
 from nest_megatron.profile.records import SHAPE
 from nest_megatron.profile.session import Task
-from tests.cli.runs import ROOT, Run, environment, run, spawn
+from nest_megatron.units import counted
+from tests.cli.runs import ROOT, Run, environment, interrupted, run, spawn
 from tests.megatron_lm.training import free_port
 
 MODEL = {
@@ -194,6 +195,7 @@ def test_where_no_profile_decides_it_is_said(model: str, tmp_path: Path) -> None
     ("arguments", "words"),
     [
         (("model=llama3_8b", "--max-seconds", "0"), "--max-seconds = 0.0: it must be above 0"),
+        (("model=llama3_8b", "--max-seconds", "inf"), "it must be above 0 and finite"),
         (("model=bert_large",), "GPT-like"),
         (("model=llama3_8b", "--implementation", "transformer_engine"), "transformer-engine"),
         (("model=llama3_8b", "train.precision=fp8"), "timed in bf16"),
@@ -231,3 +233,46 @@ def test_ranks_share_alike_whatever_is_stored_by_then(
     monkeypatch.setattr(command, "_known", lambda *_: stored)
     assert tasks_of_rank(1) == second
     assert tasks_of_rank(0) == first[1:]
+
+
+def test_shapes_that_cannot_be_timed_are_told_by_their_reason(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise RuntimeError("no such kernel\nand why")
+
+    monkeypatch.setattr(session, "time_block", refuses)
+    done = run("profile", model, *AMPLE)
+    assert done.code == BAD_INPUT, "nothing was timed"
+    assert f"0 of {NUM_SHAPES} shapes timed" in done.out
+    (line,) = (line for line in done.out.splitlines() if line.startswith("Not timed"))
+    assert line.startswith(
+        "Not timed (RuntimeError: no such kernel): attention at tp 1, micro batch 1; "
+    )
+    assert line.endswith(f"; and {NUM_SHAPES - 3} more.")
+
+
+@pytest.mark.slow
+def test_ctrl_c_says_what_is_stored(model: str, tmp_path: Path) -> None:
+    at = "nest_megatron.profile.session:time_block"
+    done = interrupted(at, "profile", model, *AMPLE, cwd=tmp_path)
+    assert done.code == INTERRUPTED, done.err
+    count = sum(len(entry.read().timings) for entry in store.stored_entries())
+    assert f"Interrupted: {counted(count, 'shape')} timed by this process, and stored." in done.err
+
+
+def test_ranks_that_do_not_come_together_are_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure of NCCL is no fault of this program, and loses no layer."""
+    import torch.distributed as dist
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("NCCL error: Duplicate GPU detected : rank 1 and rank 0\nmore")
+
+    monkeypatch.setattr(dist, "init_process_group", fails)
+    with pytest.raises(
+        ProfileError, match="'nccl': it failed: NCCL error: Duplicate GPU"
+    ) as caught:
+        meet(Where.GPU, ())
+    assert "What was timed is stored" in str(caught.value)
+    with pytest.raises(ProfileError, match="'gloo'"):
+        meet(Where.GPU, (), to_measure=False)

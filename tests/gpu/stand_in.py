@@ -30,8 +30,13 @@ BYTES_PER_S = 1e9  # of a link
 H100 = "NVIDIA H100 80GB HBM3"
 H100_BYTES = 85_029_158_912
 DRIVER, GRAPHICS_MHZ, MEMORY_MHZ = "570.86.15", 1980, 2619
-UUID = "11111111-2222-3333-4444-555555555555"
-CUDA = torch.device("cuda", 0)
+
+
+def uuid_of(device: int) -> str:
+    """What the driver and CUDA call a device."""
+    return f"11111111-2222-3333-4444-{device:012}"
+
+
 #: What torch's own C++ takes the device for: a build for the CPU can be told of no other.
 _OURS = "stand_in"
 #: Reserved by the allocator in blocks of so many bytes.
@@ -46,6 +51,8 @@ class Gpu:
         slow: factors on the next products of matrices, in turn.
         foreign_bytes: held by CUDA itself and by other processes.
         capacity: bytes that the allocator may hand out.
+        index: of the device that the process uses.
+        failure: what CUDA says from now on, once it has failed for good.
         calls: what was asked of the device, in order.
     """
 
@@ -54,6 +61,8 @@ class Gpu:
     peak: int = 0
     foreign_bytes: int = 1 << 30
     capacity: int = H100_BYTES
+    index: int = 0
+    failure: str = ""
     slow: list[float] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     held: dict[int, tuple[Any, int]] = field(default_factory=dict)
@@ -106,7 +115,7 @@ class CudaTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return CUDA
+        return torch.device("cuda", _GPU[-1].index)
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
@@ -303,13 +312,21 @@ class Stream:
 
 def _cuda(gpu: Gpu, name: str, devices: int, generator: torch.Generator) -> dict[str, Any]:
     """The functions of ``torch.cuda`` that a job uses."""
-    properties = SimpleNamespace(
-        name=name, major=9, minor=0, multi_processor_count=132, total_memory=H100_BYTES, uuid=UUID
-    )
+    sizes = {"multi_processor_count": 132, "total_memory": H100_BYTES}
+
+    def get_device_properties(device: Any = None) -> SimpleNamespace:
+        return SimpleNamespace(name=name, major=9, minor=0, uuid=uuid_of(gpu.index), **sizes)
+
     stream = Stream()
+
+    def set_device(device: Any) -> None:
+        gpu.calls.append(f"set_device {device}")
+        gpu.index = device
 
     def synchronize(device: Any = None) -> None:
         gpu.calls.append("synchronize")
+        if gpu.failure:
+            raise RuntimeError(gpu.failure)
         gpu.done_ms = gpu.now_ms
 
     def reset_peak_memory_stats(device: Any = None) -> None:
@@ -329,12 +346,12 @@ def _cuda(gpu: Gpu, name: str, devices: int, generator: torch.Generator) -> dict
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: devices,
-        "current_device": lambda: 0,
-        "set_device": lambda device: gpu.calls.append(f"set_device {device}"),
-        "get_device_properties": lambda device=None: properties,
+        "current_device": lambda: gpu.index,
+        "set_device": set_device,
+        "get_device_properties": get_device_properties,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: name,
-        "default_generators": (generator,),
+        "default_generators": (generator,) * devices,
         "get_rng_state": lambda device="cuda": generator.get_state(),
         "set_rng_state": lambda new_state, device="cuda": generator.set_state(new_state),
         "manual_seed": generator.manual_seed,
@@ -394,12 +411,20 @@ def _nccl(gpu: Gpu) -> dict[str, Any]:
             args = tuple("gloo" if each == "nccl" else each for each in args)
             if kwargs.get("backend") == "nccl":
                 kwargs["backend"] = "gloo"
+                kwargs["timeout"] = None  # a busy machine keeps no limit
             found = real(*args, **kwargs)
             if "nccl" in [each for each in given if isinstance(each, str)]:
                 names[0] = "nccl"
             return found
 
         return call
+
+    def barrier(
+        group: Any = None, async_op: bool = False, device_ids: Any = None, timeout: Any = None
+    ) -> Any:
+        if names and device_ids != [gpu.index]:
+            raise RuntimeError("barrier(): using the device under current context")
+        return _barrier(group, async_op)
 
     def get_backend(group: Any = None) -> str:
         real = _get_backend(group)
@@ -410,10 +435,10 @@ def _nccl(gpu: Gpu) -> dict[str, Any]:
         gpu.works(max(op.tensor.nbytes for op in p2p_op_list) / BYTES_PER_S)
         return [op.op(op.tensor.inner, op.peer, op.group, op.tag) for op in p2p_op_list]
 
-    _get_backend = dist.get_backend
+    _get_backend, _barrier = dist.get_backend, dist.barrier
     calls = {name: collective(name) for name in _SENT}
     calls |= {name: renamed(getattr(dist, name)) for name in ("init_process_group", "new_group")}
-    calls["get_backend"] = get_backend
+    calls |= {"get_backend": get_backend, "barrier": barrier}
     calls["batch_isend_irecv"] = batch_isend_irecv
     return {name: call for name, call in calls.items() if call is not None}
 
@@ -422,9 +447,10 @@ def _nvml(name: str, devices: int) -> dict[str, Any]:
     """The driver's answers; a device is found by its UUID."""
 
     def by_uuid(uuid: str) -> int:
-        if uuid != f"GPU-{UUID}":
+        known = [f"GPU-{uuid_of(index)}" for index in range(devices)]
+        if uuid not in known:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return 0
+        return known.index(uuid)
 
     memory = pynvml.c_nvmlMemory_t()
     memory.total = H100_BYTES

@@ -26,6 +26,8 @@ from tests.gpu.stand_in import H100, stand_in_gpu
 from tests.gpu.test_machine import MODEL
 from tests.launch.jobs import job_argv, namespace, pad_like_megatron, running
 
+HOST = Path(__file__).with_name("host")
+
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow]
 
 
@@ -56,17 +58,24 @@ def test_what_was_measured_for_a_decision_is_what_the_next_plan_rests_on(
     assert "measured" in used
 
 
+@pytest.mark.parametrize("in_child", [False, True])
 def test_a_job_that_measures_first_is_planned_with_what_it_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_child: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``+nest=auto nest.profile.mode=measure``, its child's work done in this process."""
+    """``+nest=auto nest.profile.mode=measure``, in a child or its work in this process."""
     monkeypatch.setenv(store.FOLDER_VARIABLE, str(tmp_path / "profiles"))
     pad_like_megatron(monkeypatch)
-    # the layers that a script builds need its Megatron-LM: here those of the model's shape
-    monkeypatch.setattr(own_layers, "JobLayers", lambda *_: None)
-    monkeypatch.setattr(
-        measure_process, "measure_in_child", lambda orders, *_: measure_child.measured(orders, 1)
-    )
+    if in_child:
+        monkeypatch.syspath_prepend(str(HOST))  # the child's, too
+        monkeypatch.setenv("NEST_TEST_GPUS", "8")
+    else:
+        # the layers that a script builds need its Megatron-LM: here those of the model's shape
+        monkeypatch.setattr(own_layers, "JobLayers", lambda *_: None)
+        monkeypatch.setattr(
+            measure_process,
+            "measure_in_child",
+            lambda orders, *_: measure_child.measured(orders, 1),
+        )
     argv = job_argv(TransformerSpec(**MODEL), "--global-batch-size", "16")
     argv += ["--transformer-impl", "local"]
 

@@ -17,7 +17,7 @@ import torch
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.integrations.megatron_lm import measure_child, own_layers
-from nest_megatron.integrations.megatron_lm.messages import Orders, Skipped
+from nest_megatron.integrations.megatron_lm.messages import Orders
 from nest_megatron.integrations.megatron_lm.own_layers import JobArguments
 from nest_megatron.megatron_core import units
 from nest_megatron.megatron_core.stage import Where, staged
@@ -25,7 +25,8 @@ from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.profile import layer_timer, session
 from nest_megatron.profile.layer_timer import time_block
-from nest_megatron.profile.session import Task
+from nest_megatron.profile.records import Timing
+from nest_megatron.profile.session import Skipped, Task
 from tests.gpu.stand_in import FLOPS, MEMORY_BYTES_PER_S, Gpu, stand_in_gpu
 from tests.profile.test_layer_timer import DENSE, EXPERTS, QUICK, shard
 
@@ -147,53 +148,50 @@ def test_short_memory_is_known_whoever_says_it(
 
 
 def test_a_block_that_does_not_fit_is_told_and_the_next_has_all_memory(gpu: Gpu) -> None:
-    told: list[str] = []
     gpu.capacity = 1 << 20  # the head with its logits needs more
     tasks = [Task(block, shard()) for block in (LayerBlock.HEAD, LayerBlock.DENSE)]
-    done = session.run(
-        dataclasses.replace(DENSE, vocab_size=8192),
-        tasks,
-        ON_GPU,
-        until=float("inf"),
-        on_skip=lambda task, why: told.append(f"{task.block}: {why}"),
-    )
-    assert [timing.block for timing in done] == [LayerBlock.DENSE]
-    assert told == ["head: it does not fit on this device"]
+    spec = dataclasses.replace(DENSE, vocab_size=8192)
+    large, timed = session.run(spec, tasks, ON_GPU, until=float("inf"))
+    assert isinstance(large, Skipped)
+    assert large.is_too_large
+    assert large.reason == "it does not fit on this device"
+    assert isinstance(timed, Timing)
+    assert timed.block is LayerBlock.DENSE
 
 
-@pytest.mark.parametrize(
-    ("words", "ends"),
-    [
-        ("CUDA error: an illegal memory access was encountered", True),
-        ("gemm.cu:12 in function gemm: CUDA Error: unspecified launch failure", True),
-        ("this shape is not supported", False),
-    ],
-)
-def test_after_an_error_of_cuda_nothing_more_is_timed(
-    words: str, ends: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("words", ["CUDA error: an illegal memory access was encountered", ""])
+def test_what_was_timed_before_cuda_failed_is_kept(
+    words: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else each later block would fail for it, and be stored as one that cannot be timed."""
+    """Later blocks would fail for it, and be stored as ones that cannot be timed."""
+    built = layer_timer._built
 
-    def fails(*_: Any) -> Any:
-        raise RuntimeError(words)
+    def fails(layers: Any, kind: Any, *rest: Any) -> Any:
+        if kind is LayerKind.EMBEDDING:
+            gpu.failure = words
+            raise RuntimeError(words or "cuBLAS error: this shape is not supported")
+        return built(layers, kind, *rest)
 
     monkeypatch.setattr(layer_timer, "_built", fails)
+    monkeypatch.setattr(own_layers, "JobLayers", lambda *_: None)
+    blocks = (LayerBlock.DENSE, LayerBlock.EMBEDDING, LayerBlock.HEAD)
     orders = Orders(
         spec=DENSE,
         precision=Precision.BF16,
-        tasks=(Task(LayerBlock.DENSE, shard()),),
+        tasks=tuple(Task(block, shard()) for block in blocks),
         job=JobArguments(script="pretrain_gpt.py", argv=()),
         implementation=Implementation.LOCAL,
         where=Where.GPU,
-        max_seconds=5.0,
+        max_seconds=3600.0,
     )
-    if ends:
-        with pytest.raises(RuntimeError, match=words):
-            measure_child._one(orders, orders.tasks[0], ON_GPU, float("inf"))
-        return
-    (skipped,) = measure_child._one(orders, orders.tasks[0], ON_GPU, float("inf"))
-    assert isinstance(skipped, Skipped)
-    assert (skipped.reason, skipped.is_too_large) == (words, False)
+    answer = measure_child.measured(orders, 1)
+    timed = [LayerBlock.DENSE] if words else [LayerBlock.DENSE, LayerBlock.HEAD]
+    assert [timing.block for timing in answer.timings] == timed
+    (skipped,) = answer.skipped
+    assert skipped.task.block is LayerBlock.EMBEDDING
+    said = words or "cuBLAS error: this shape is not supported"
+    assert skipped.reason == f"RuntimeError: {said}"
+    assert not skipped.is_too_large
 
 
 def test_fused_permutation_gets_its_counts_on_the_device(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,23 +15,28 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+import pynvml
 import torch
 import yaml
 
+from nest_megatron.cli.profile import shape_of
+from nest_megatron.cli.profile_asked import asked_by_plan
 from nest_megatron.cli.profile_device import measuring_here
 from nest_megatron.cluster.records import CollectiveKind
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import ProfileError, UserInputError
 from nest_megatron.integrations import recorder
 from nest_megatron.integrations.megatron_lm import measure_child, measure_store
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.profile import network, session, store
 from nest_megatron.profile.clock import job_clock
+from nest_megatron.profile.collective_calls import Caller
 from nest_megatron.profile.ranks import Ranks
 from nest_megatron.profile.session import this_machine
-from tests.cli.runs import ROOT, environment
+from tests.cli.runs import ROOT, environment, run
 from tests.gpu import stand_in
 from tests.gpu.stand_in import BYTES_PER_S, H100, H100_BYTES, stand_in_gpu
+from tests.megatron_lm.training import free_port
 
 ALONE = Ranks(0, 1, 0, 1)
 MODEL = {
@@ -45,9 +51,11 @@ MODEL = {
 
 
 def test_the_machine_is_what_the_driver_says() -> None:
-    with stand_in_gpu():
-        machine = this_machine(Where.GPU, Implementation.LOCAL)
+    with stand_in_gpu(devices=8) as gpu:
+        torch.cuda.set_device(3)
+        machine = session.with_clocks(this_machine(Where.GPU, Implementation.LOCAL))
         here = measure_store.here(Implementation.LOCAL)
+        assert session.gpu_uuid() == stand_in.uuid_of(gpu.index) == stand_in.uuid_of(3)
     assert (machine.device_name, machine.memory_bytes) == (H100, H100_BYTES)
     assert (machine.driver, machine.nccl) == (stand_in.DRIVER, "2.27.5")
     assert machine.graphics_mhz == stand_in.GRAPHICS_MHZ
@@ -71,6 +79,49 @@ def test_the_peak_counts_what_lies_outside_the_allocator() -> None:
         assert recorder.peak_memory_bytes() == gpu.foreign_bytes + (4 << 20)
 
 
+def test_the_peak_of_a_job_s_tensors_is_none_before_cuda_starts() -> None:
+    with stand_in_gpu(), pytest.MonkeyPatch.context() as monkeypatch:
+        kept = [torch.zeros(3 << 20, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        kept.pop()
+        assert recorder.peak_allocated_bytes() == 6 << 20
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+        assert recorder.peak_allocated_bytes() is None
+
+
+def test_watched_steps_are_read_when_all_are_done() -> None:
+    """Steps of 0.5 s, half of it in passes of this rank's layers; capturing marks nothing."""
+    with stand_in_gpu() as gpu, pytest.MonkeyPatch.context() as monkeypatch:
+        watched = recorder.Recorder(steps=4, rank=1, num_ranks=2, store=None, own_run=None)
+        run_layers = watched.timed(lambda: gpu.works(0.25))
+        for capturing in (False, False, False, True, False):
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
+            with watched.step():
+                run_layers()
+                gpu.works(0.25)
+        assert watched.measured is not None
+        assert watched.measured.step_times_s == pytest.approx((0.5,) * 4)
+        assert watched.measured.peak_memory_bytes == gpu.foreign_bytes
+        assert gpu.calls.count("synchronize") == 1 + len(watched.measured.step_times_s)
+
+
+def test_a_message_that_a_device_does_not_hold_is_not_timed() -> None:
+    import torch.distributed as dist
+
+    with stand_in_gpu() as gpu:
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            caller, world = Caller(dist.group.WORLD), dist.group.WORLD
+            gpu.capacity = 3 << 20
+            held = CollectiveKind.ALL_TO_ALL, 1 << 20, world  # a megabyte each way
+            assert caller.fitting(*held) is not None
+            assert caller.fitting(CollectiveKind.ALL_TO_ALL, 2 << 20, world) is None
+            call = caller.fitting(*held)
+            assert call is not None
+            assert caller.timed(call, 3) == 0.0  # one rank sends nothing
+        finally:
+            dist.destroy_process_group()
+
+
 def test_a_job_s_clock_waits_for_the_device_when_it_is_read_alone() -> None:
     with stand_in_gpu() as gpu:
         clock = job_clock()
@@ -92,14 +143,47 @@ def test_each_rank_has_a_gpu_of_its_own() -> None:
         measuring_here(Ranks(0, 8, 0, 8), None, on_cpu=False)
 
 
-def test_nothing_is_timed_on_the_processor_in_place_of_a_gpu(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_gpu_that_is_in_use_is_said_before_anything_is_timed(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with stand_in_gpu(devices=8):
+    with stand_in_gpu(devices=8) as gpu:
+        measuring_here(Ranks(3, 8, 3, 8), None, on_cpu=False)
+        assert capsys.readouterr().err == ""
+        gpu.foreign_bytes = 30 << 30
+        measuring_here(Ranks(3, 8, 3, 8), None, on_cpu=False)
+    assert f"warning: 30.0 GiB of GPU 3 ({H100}) are in use" in capsys.readouterr().err
+
+
+def test_two_processes_do_not_time_on_one_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a host of one GPU is given two, or srun starts eight that take each for itself."""
+    monkeypatch.setenv(store.FOLDER_VARIABLE, str(tmp_path / "profiles"))
+    one, other = stand_in.uuid_of(0), stand_in.uuid_of(1)
+    held = pytest.raises(ProfileError, match="another process times layers on it")
+    with store.timing_alone(one), store.timing_alone(other), held:
+        store.timing_alone(one).__enter__()
+    with store.timing_alone(one):
+        assert store.stored_entries() == ()
+
+
+def test_nothing_is_timed_on_the_processor_in_place_of_a_gpu() -> None:
+    with stand_in_gpu(devices=8), pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         with pytest.raises(UserInputError, match=r"none of this host's GPUs: 8 x NVIDIA H100"):
             measuring_here(ALONE, None, on_cpu=False)
         assert measuring_here(ALONE, None, on_cpu=True).where is Where.CPU
+        old = "The NVIDIA driver on your system is too old\n(found version 11040)."
+
+        def init() -> None:
+            raise RuntimeError(old)
+
+        monkeypatch.setattr(torch.cuda, "init", init)
+        divided = [pynvml.NVML_DEVICE_MIG_ENABLE] * 2
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetMigMode", lambda _: divided)
+        with pytest.raises(UserInputError, match="MIG divides them") as caught:
+            measuring_here(ALONE, None, on_cpu=False)
+        assert "it says: The NVIDIA driver on your system is too old." in str(caught.value)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         orders: Any = type("Orders", (), {"where": Where.CPU})
         with pytest.raises(RuntimeError, match="NVIDIA_DRIVER_CAPABILITIES"):
@@ -128,23 +212,19 @@ def test_an_engine_that_does_not_load_is_said(
         del sys.modules[name]
 
 
-@pytest.mark.slow
-def test_two_ranks_time_layers_and_nccl(tmp_path: Path) -> None:
-    """The command as a user types it; each collective's time is known from its bytes."""
-    model, out = tmp_path / "tiny.yaml", tmp_path / "network.yaml"
-    model.write_text(yaml.safe_dump(MODEL), encoding="utf-8")
+def on_two_gpus(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command as a user types it, each process of it with GPUs that stand in."""
     folders = (str(ROOT / "tests" / "gpu" / "host"), str(ROOT))
     variables = {
+        "NEST_TEST_GPUS": "2",
         "PYTHONPATH": os.pathsep.join(folders),
-        store.FOLDER_VARIABLE: str(tmp_path / "profiles"),
+        store.FOLDER_VARIABLE: str(folder / "profiles"),
         "OMP_NUM_THREADS": "1",
     }
-    port = str(20_000 + os.getpid() % 10_000)
-    done = subprocess.run(
+    return subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--master-port", port, "-m", "nest_megatron.profile", f"model={model}"),
-            *("--max-seconds", "40", "--network-out", str(out), "--json"),
+            *("--master-port", free_port(), "-m", "nest_megatron.profile", *arguments),
         ],
         capture_output=True,
         text=True,
@@ -152,20 +232,61 @@ def test_two_ranks_time_layers_and_nccl(tmp_path: Path) -> None:
         timeout=2400,
         check=False,
     )
+
+
+def planned(folder: Path, *words: str) -> Path:
+    """A plan of eight GPUs in a file, with its runners-up."""
+    model, out = folder / "tiny.yaml", folder / "plan.yaml"
+    model.write_text(yaml.safe_dump(MODEL), encoding="utf-8")
+    job = ("cluster=dgx_h100", "cluster.num_gpus=8", "train.global_batch_size=64")
+    assert run("plan", f"model={model}", *job, *words, f"out={out}").code == 0
+    return out
+
+
+@pytest.mark.slow
+def test_two_ranks_time_layers_and_nccl(tmp_path: Path) -> None:
+    """Each collective's time is known from its bytes."""
+    plan, out = planned(tmp_path), tmp_path / "network.yaml"
+    asked = asked_by_plan(plan, ())
+    shapes = {shape_of(task) for task in asked.tasks(flash_attention=False)}
+    done = on_two_gpus(
+        tmp_path, "--for", str(plan), "--max-seconds", "60", "--network-out", str(out)
+    )
     assert done.returncode == 0, done.stderr
+    assert f"Timing {len(shapes)} shapes of layers in which {asked.names} differ: " in done.stderr
+    assert "none begins after 45 s" in done.stderr
+    assert "Timing the network between 2 processes: no measurement begins after" in done.stderr
+    assert f" of {len(shapes)} shapes timed in " in done.stdout
+    assert "Not timed" not in done.stdout
     found = network.read(out)
     assert found.backend is network.NetworkBackend.NCCL
     assert (found.versions["nccl"], found.versions["cuda"]) == ("2.27.5", "12.8")
     assert found.not_measured == {}
+    assert f"2 ranks on 1 host ({socket.gethostname()})" in found.source
     assert {each.kind for each in found.samples} == set(CollectiveKind)
     for each in found.samples:
         # a ring of two: each rank sends half of it, twice for a sum, or all of it to its neighbour
         share = 1.0 if each.kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.SEND_RECV) else 0.5
         assert each.seconds == pytest.approx(share * each.message_bytes / BYTES_PER_S), each
     assert [fit.name for fit in found.fits] == ["node"]
-    profiles = [entry.read() for entry in stored(tmp_path / "profiles")]
-    assert profiles[0].machine.device_name == H100
-    assert profiles[0].timings
+    (profile,) = (entry.read() for entry in stored(tmp_path / "profiles"))
+    assert profile.machine.device_name == H100
+    assert {timing.shape for timing in profile.timings} <= shapes  # a busy machine times some
+
+
+@pytest.mark.slow
+def test_where_no_layer_differs_the_network_is_timed_alone(tmp_path: Path) -> None:
+    one = ("parallel.tensor_model_parallel_size=1", "train.micro_batch_size=1")
+    plan = planned(tmp_path, *one)
+    names = asked_by_plan(plan, ()).names
+    done = on_two_gpus(tmp_path, "--for", str(plan), "--max-seconds", "5")
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stderr.split())
+    assert f"No layer differs in shape between {names}: no layer is timed." in said
+    assert "no measurement begins after 5 s (--max-seconds)" in said
+    assert "shapes timed" not in done.stdout
+    assert "The network was timed in " in done.stdout
+    assert stored(tmp_path / "profiles") == []
 
 
 def stored(folder: Path) -> Any:

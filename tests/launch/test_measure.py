@@ -36,7 +36,6 @@ from nest_megatron.integrations.megatron_lm.measure_store import shape_of, tasks
 from nest_megatron.integrations.megatron_lm.messages import (
     Answer,
     Orders,
-    Skipped,
     from_json,
     to_json,
 )
@@ -48,7 +47,7 @@ from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.profile import store
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.profile.mode import ProfileMode
-from nest_megatron.profile.session import Task
+from nest_megatron.profile.session import Skipped, Task
 from tests import catalogue
 from tests.cli.runs import environment
 from tests.launch.jobs import job_argv, namespace, pad_like_megatron, running

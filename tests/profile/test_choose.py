@@ -184,3 +184,12 @@ def test_shipped_profiles_stand_in_for_own_ones(
 def test_what_is_shipped_is_sound() -> None:
     broken = [error for _, error in store.faults() if error is not None]
     assert not broken
+
+
+def test_times_of_layers_that_the_job_does_not_run_are_said_to_be_so() -> None:
+    store.record(whole_profile("mine"))
+    same = choose_times(wanted(implementation="transformer_engine"), AUTO)
+    assert same.notes == ()
+    (note,) = choose_times(wanted(implementation="local"), AUTO).notes
+    assert "Profile mine is of the layers of --transformer-impl transformer_engine" in note
+    assert "the job's are of local" in note

@@ -88,7 +88,7 @@ def test_every_time_was_measured(outcome: Outcome) -> None:
         assert row.plan.provenance.profile.endswith(": 4 measured")
     assert outcome.optimizer_step_s > 0
     level = outcome.rows[outcome.choice].plan.cluster.levels[0]
-    assert level.source.startswith("measured: 2 ranks on 1 hosts")
+    assert level.source.startswith("measured: 2 ranks on 1 host (")
 
 
 def test_every_layout_ran(outcome: Outcome) -> None:

@@ -16,7 +16,8 @@ from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.profile import layer_timer
 from nest_megatron.profile.layer_timer import Measuring, time_block
-from nest_megatron.profile.session import Task, run, share_of, tasks_of
+from nest_megatron.profile.records import Timing
+from nest_megatron.profile.session import Skipped, run, share_of, tasks_of
 from tests import catalogue
 from tests.megatron_core.local_layers import local_layer
 
@@ -149,17 +150,10 @@ def test_what_does_not_fit_is_told_and_the_rest_goes_on(monkeypatch: pytest.Monk
         return real(spec, block, *rest)
 
     monkeypatch.setattr("nest_megatron.profile.session.time_block", full)
-    told: list[Task] = []
-    timings = list(
-        run(
-            DENSE,
-            tasks_of(DENSE, [shard()]),
-            QUICK,
-            until=float("inf"),
-            on_skip=lambda task, _: told.append(task),
-        )
-    )
-    assert [task.block for task in told] == [LayerBlock.DENSE]
+    found = list(run(DENSE, tasks_of(DENSE, [shard()]), QUICK, until=float("inf")))
+    (told,) = (each for each in found if isinstance(each, Skipped))
+    timings = [each for each in found if isinstance(each, Timing)]
+    assert (told.task.block, told.is_too_large) == (LayerBlock.DENSE, True)
     assert LayerBlock.DENSE not in {timing.block for timing in timings}
     assert len(timings) == len(DENSE.blocks) - 1
 

@@ -6,9 +6,11 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.errors import ProfileError
 from nest_megatron.profile import collectives, network
 from nest_megatron.profile.collectives import DEFAULT_SIZES
+from nest_megatron.profile.ranks import NETWORK_SHARE
 from nest_megatron.profile.spread import middle_half, middle_out
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +80,7 @@ def test_two_ranks_of_one_host(tmp_path: Path) -> None:
         assert each.repetitions >= 3
         assert each.spread is not None
     assert [fit.name for fit in found.fits] in (["node"], [])
-    assert found.fits or "No fit" in found.notes[0]
+    assert found.fits or "No fit" in found.fit_notes[0]
 
 
 def test_two_hosts_of_one_rank_and_a_kind_that_gloo_lacks(tmp_path: Path) -> None:
@@ -86,13 +89,84 @@ def test_two_hosts_of_one_rank_and_a_kind_that_gloo_lacks(tmp_path: Path) -> Non
     assert found.not_measured["reduce_scatter"] == "ProcessGroup does not support it"
     assert {each.kind for each in found.samples} == set(CollectiveKind) - set(found.not_measured)
     assert {each.shape for each in found.samples} == {(1, 2)}
-    assert "2 sizes are too few" in found.notes[-1]
+    assert "2 sizes are too few" in found.fit_notes[-1]
     assert found.source == "2 ranks on 2 hosts (left, right)"
 
 
 def test_a_budget_that_runs_out_is_said(tmp_path: Path) -> None:
     found = measured(tmp_path, ["here", "here"], seconds=0.05, sizes=list(DEFAULT_SIZES))
-    assert "were left out: the budget was spent" in found.notes[0]
+    assert "measurements were left out: " in found.notes[0]
+
+
+class Clocked:
+    """One rank by itself, whose calls take 20 us and the bytes at 100 MB/s, by a clock of its own.
+
+    Args:
+        memory: largest message that fits.
+    """
+
+    def __init__(self, memory: int = 2**40) -> None:
+        self.now, self.memory = 0.0, memory
+
+    def agree(self, flag: bool) -> bool:
+        return flag
+
+    def same(self, number: int) -> int:
+        return number
+
+    def slowest(self, times: list[float]) -> list[float]:
+        return times
+
+    def fitting(self, kind: CollectiveKind, size: int, group: object) -> int | None:
+        return size if size <= self.memory else None
+
+    def timed(self, size: int, calls: int) -> float:
+        seconds = 2e-5 + size / 1e8
+        self.now += 1e-3 + calls * seconds  # a barrier, too
+        return seconds
+
+
+def went_through(
+    caller: Clocked, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[network.CollectiveSample], list[str]]:
+    monkeypatch.setattr(collectives, "time", SimpleNamespace(monotonic=lambda: caller.now))
+    patterns = collectives._patterns(["here", "here"], 2)
+    tasks = collectives._tasks(patterns, list(CollectiveKind), DEFAULT_SIZES)
+    run = collectives._Run(
+        caller=caller,  # type: ignore[arg-type]
+        patterns=patterns,
+        groups=[None],
+        seconds=seconds,
+    )
+    return run.all_of(tasks)
+
+
+@pytest.mark.parametrize("seconds", [2.0, 15.0, 100.0])
+def test_the_time_that_is_said_to_be_enough_is(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples, (note,) = went_through(Clocked(), seconds, monkeypatch)
+    total = len(CollectiveKind) * len(DEFAULT_SIZES)
+    left_out = total - len(samples)
+    assert note.startswith(f"{left_out} of {total} measurements were left out: {seconds:g} s were ")
+    enough, both = map(float, re.findall(r"--max-seconds (\d+), or (\d+) where", note)[0])
+    assert both == enough / NETWORK_SHARE
+    samples, notes = went_through(Clocked(), enough, monkeypatch)
+    assert (len(samples), notes) == (total, [])
+
+
+def test_how_long_is_enough_is_not_guessed_from_latencies(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (note,) = went_through(Clocked(), 0.01, monkeypatch)
+    assert note.endswith("0.01 s were too short. A longer --max-seconds measures more.")
+
+
+def test_a_message_that_does_not_fit_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, (note,) = went_through(Clocked(memory=2**28), 2000.0, monkeypatch)
+    assert {each.message_bytes for each in samples} == set(DEFAULT_SIZES[:-1])
+    kinds = len(CollectiveKind)
+    assert (
+        f"{kinds} of {11 * kinds} measurements, of messages from {2**30} bytes on, do not" in note
+    )
 
 
 def test_groups_of_two_hosts_of_four_ranks() -> None:

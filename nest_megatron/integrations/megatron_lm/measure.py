@@ -22,7 +22,6 @@ from nest_megatron.integrations.megatron_lm.measure_store import tasks_for
 from nest_megatron.integrations.megatron_lm.messages import (
     Answer,
     Orders,
-    Skipped,
     from_json,
     to_json,
 )
@@ -34,10 +33,10 @@ from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.profile.mode import ProfileMode
 from nest_megatron.profile.records import LayerProfile, Timing
-from nest_megatron.profile.session import share_of
+from nest_megatron.profile.session import Skipped, share_of
 from nest_megatron.profile.store import profiles_folder
 from nest_megatron.report.console import say
-from nest_megatron.units import Seconds
+from nest_megatron.units import Seconds, counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +77,10 @@ def measure_job(
         orders, before = _orders(found, place, defaults or {}, tuple(free))
         known.append((place.composed.config.profile.name, before))
         if orders.tasks:
-            processes = _count(range(min(context.world_size, len(orders.tasks))), "process", "es")
+            processes = counted(min(context.world_size, len(orders.tasks)), "process")
             say(
-                f"nest: {_count(orders.tasks)} of this job's layers to measure, in {processes}, "
-                f"for at most {orders.max_seconds:g} s."
+                f"nest: {counted(len(orders.tasks), 'block')} of this job's layers to measure, "
+                f"in {processes}, for at most {orders.max_seconds:g} s."
             )
         return to_json(orders)
 
@@ -195,13 +194,13 @@ def _notes(orders: Orders, measured: Measured, num_processes: int) -> Iterator[s
     where = f"profile {profile.name} is in {profiles_folder()}"
     if not orders.tasks:
         failed = measure_store.untimed(profile)
-        words = f", or known not to be timed ({_count(failed)})" if failed else ""
+        words = f", or known not to be timed ({counted(len(failed), 'block')})" if failed else ""
         yield f"Nothing was measured: all blocks are timed already{words}; {where}."
         return
     device = "the CPU" if orders.where is Where.CPU else profile.machine.device_name
     yield (
-        f"Measured {_count(measured.timings)} of this job's layers in {measured.seconds:.0f} s, in "
-        f"{_count(range(num_processes), 'process', 'es')} on {device}; {where}."
+        f"Measured {counted(len(measured.timings), 'block')} of this job's layers in "
+        f"{measured.seconds:.0f} s, in {counted(num_processes, 'process')} on {device}; {where}."
     )
     large = [one for one in measured.skipped if one.is_too_large]
     refused = [one for one in measured.skipped if not one.is_too_large]
@@ -215,14 +214,9 @@ def _notes(orders: Orders, measured: Measured, num_processes: int) -> Iterator[s
         )
     if left > 0:
         yield (
-            f"Not reached within {orders.max_seconds:g} s: {_count(range(left))}; the next launch "
-            "measures on (nest.profile.max_seconds)."
+            f"Not reached within {orders.max_seconds:g} s: {counted(left, 'block')}; the next "
+            "launch measures on (nest.profile.max_seconds)."
         )
-
-
-def _count(things: Iterable[object], word: str = "block", plural: str = "s") -> str:
-    count = len(tuple(things))
-    return f"{count} {word}{'' if count == 1 else plural}"
 
 
 def _named(skipped: list[Skipped]) -> str:
@@ -232,4 +226,5 @@ def _named(skipped: list[Skipped]) -> str:
         f"{one.task.shard.micro_batch_size})"
         for one in skipped[:3]
     ]
-    return f"{_count(skipped)}, {', '.join(shown)}{' ...' if len(skipped) > 3 else ''}"
+    more = " ..." if len(skipped) > 3 else ""
+    return f"{counted(len(skipped), 'block')}, {', '.join(shown)}{more}"

@@ -7,6 +7,7 @@ the frameworks print goes to standard error.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -14,17 +15,17 @@ import sys
 import time
 from typing import TextIO
 
+from nest_megatron.errors import ProfileError
 from nest_megatron.integrations.megatron_lm.messages import (
     Answer,
     Orders,
-    Skipped,
     from_json,
     to_json,
 )
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.profile.layer_timer import Measuring
 from nest_megatron.profile.records import Timing
-from nest_megatron.profile.session import Task, run, this_machine
+from nest_megatron.profile.session import Skipped, run, this_machine, with_clocks
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
@@ -67,30 +68,12 @@ def measured(orders: Orders, num_threads: int) -> Answer:
     )
     machine = this_machine(orders.where, orders.implementation)
     until = time.monotonic() + orders.max_seconds
-    done = [each for task in orders.tasks for each in _one(orders, task, measuring, until)]
+    done: list[Timing | Skipped] = []
+    with contextlib.suppress(ProfileError):  # CUDA has failed: what it did before counts
+        done.extend(run(orders.spec, orders.tasks, measuring, until=until))
     timings = tuple(each for each in done if isinstance(each, Timing))
     skipped = tuple(each for each in done if isinstance(each, Skipped))
-    return Answer(machine=machine, timings=timings, skipped=skipped)
-
-
-def _one(orders: Orders, task: Task, measuring: Measuring, until: float) -> list[Timing | Skipped]:
-    """One block; what cannot be built says so, and the others are timed all the same.
-
-    After an error of CUDA itself nothing more runs in a process, so that one ends it.
-    """
-    done: list[Timing | Skipped] = []
-
-    def skip(_: object, reason: str, *, is_too_large: bool = True) -> None:
-        done.append(Skipped(task=task, reason=reason, is_too_large=is_too_large))
-
-    try:
-        done += run(orders.spec, [task], measuring, until=until, on_skip=skip)
-    except Exception as error:  # whatever Megatron has against this shape
-        if "cuda error" in str(error).lower():  # "CUDA Error" is Transformer Engine's
-            raise
-        words = str(error).strip().splitlines() or [type(error).__name__]
-        skip(task, words[0], is_too_large=False)
-    return done
+    return Answer(machine=with_clocks(machine), timings=timings, skipped=skipped)
 
 
 def _own_output() -> TextIO:

@@ -19,7 +19,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.documents import read_json
 from nest_megatron.errors import ProfileError, UserInputError
-from nest_megatron.integrations.megatron_lm.messages import Answer, Orders, Skipped
+from nest_megatron.integrations.megatron_lm.messages import Answer, Orders
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock
@@ -41,7 +41,7 @@ from nest_megatron.profile.records import (
     fingerprint,
     shape_digest,
 )
-from nest_megatron.profile.session import Task, tasks_of, this_machine
+from nest_megatron.profile.session import Skipped, Task, tasks_of, this_machine
 from nest_megatron.solver.grids import GridSpace
 
 #: A block and the point that its time depends on.

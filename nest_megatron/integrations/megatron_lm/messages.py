@@ -15,7 +15,7 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.profile.records import Machine, Timing
-from nest_megatron.profile.session import Task
+from nest_megatron.profile.session import Skipped, Task
 from nest_megatron.units import Seconds
 
 Message = TypeVar("Message", "Decision", "Orders", "Answer")
@@ -63,15 +63,6 @@ class Orders:
         """Time for the repetitions of one block."""
         each = self.max_seconds / max(1, len(self.tasks))
         return min(_LONGEST_BLOCK_S, max(_SHORTEST_BLOCK_S, each))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped:
-    """A block that was not timed, and why; one that is too large does not fit on the device."""
-
-    task: Task
-    reason: str
-    is_too_large: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
