@@ -19,7 +19,6 @@ from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.errors import ProfileError
 from nest_megatron.profile import collectives, network
 from nest_megatron.profile.collectives import DEFAULT_SIZES
-from nest_megatron.profile.ranks import NETWORK_SHARE
 from nest_megatron.profile.spread import middle_half, middle_out
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,7 +149,7 @@ def test_the_time_that_is_said_to_be_enough_is(
     left_out = total - len(samples)
     assert note.startswith(f"{left_out} of {total} measurements were left out: {seconds:g} s were ")
     enough, both = map(float, re.findall(r"--max-seconds (\d+), or (\d+) where", note)[0])
-    assert both == enough / NETWORK_SHARE
+    assert both == enough / network.NETWORK_SHARE
     samples, notes = went_through(Clocked(), enough, monkeypatch)
     assert (len(samples), notes) == (total, [])
 
