@@ -150,7 +150,7 @@ def test_a_chosen_plan_is_least_by_its_objective(model: str, num_gpus: int) -> N
             tie_percent=0.0,
             max_out_of_memory_percent=20.0,
         )
-        limit = 0.2 if objective is Objective.CAUTIOUS else 1.0
+        limit = 0.2 if objective is Objective.CAUTIOUS else 0.5
         assert taken.choice is not None
         assert taken.choice.value_s == min(values(taken, objective, limit))
 
@@ -159,10 +159,11 @@ def test_a_chosen_plan_is_least_by_its_objective(model: str, num_gpus: int) -> N
 @pytest.mark.parametrize("percent", [0.5, 1.0, 3.0])
 def test_no_plan_of_a_tie_is_simpler(model: str, num_gpus: int, percent: float) -> None:
     taken = chosen(model, num_gpus, tie_percent=percent)
-    mine, everything = taken.known[taken.plan], taken.known.values()
-    worth = values(taken, Objective.EXPECTED)
+    mine = taken.known[taken.plan]
+    everything = [each for each in taken.known.values() if each.out_of_memory <= 0.5]
+    worth = values(taken, Objective.EXPECTED, 0.5)
     most = min(worth) * (1 + percent / 100)
-    risk = max(0.1, [*everything][worth.index(min(worth))].out_of_memory)
+    risk = max(0.1, everything[worth.index(min(worth))].out_of_memory)
     ties = [
         each
         for each, value in zip(everything, worth, strict=True)
@@ -214,6 +215,29 @@ def test_what_a_plan_changes_of_the_users_settings_is_counted() -> None:
     assert same.known[taken.plan].changes == 0
     other = chosen("llama3_70b", 64, own={**own, "micro_batch_size": 99})
     assert other.known[taken.plan].changes == 1
+
+
+def test_what_more_likely_runs_out_of_memory_than_not_is_not_taken() -> None:
+    nominal = found(request(num_gpus=32, objective=Objective.NOMINAL, shortlist=True))
+    assert nominal.uncertainty is not None
+    assert nominal.uncertainty.out_of_memory > 0.5
+    taken = found(request(num_gpus=32))
+    assert taken.uncertainty is not None
+    assert taken.uncertainty.out_of_memory <= 0.5
+    fastest = taken.alternatives[0]
+    assert fastest.iteration_time_s == nominal.predicted.iteration_time_s
+    assert fastest.uncertainty == nominal.uncertainty
+
+
+def test_where_every_plan_more_likely_runs_out_the_least_likely_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choosing, "out_of_memory", lambda *plan: 0.6 + plan[3] * 1e-13)
+    taken = chosen("llama3_8b", 8)
+    assert taken.choice is not None
+    least = min(each.out_of_memory for each in taken.known.values())
+    assert taken.known[taken.plan].out_of_memory == least
+    assert taken.choice.max_out_of_memory_percent == 50
 
 
 def test_cautious_takes_no_risk_above_its_limit() -> None:

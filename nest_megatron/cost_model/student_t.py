@@ -24,11 +24,13 @@ def cumulative(t: float) -> float:
 
 
 def quantile(share: float) -> float:
-    """The value that a share of all values is at most, above 0 and below 1.
+    """The value that a share of all values is at most.
 
-    >>> round(quantile(0.95), 6), quantile(0.5)
-    (2.919986, 0.0)
+    >>> round(quantile(0.95), 6), quantile(0.5), quantile(1.0)
+    (2.919986, 0.0, inf)
     """
+    if share in (0.0, 1.0):
+        return math.copysign(math.inf, share - 0.5)
     return (2.0 * share - 1.0) / math.sqrt(2.0 * share * (1.0 - share))
 
 

@@ -30,7 +30,7 @@ from nest_megatron.planner.choice import (
     runner_up,
     worth_comparing,
 )
-from nest_megatron.planner.headroom import headroom_of, roomier
+from nest_megatron.planner.headroom import headroom_of, likely_to_start, roomier
 from nest_megatron.planner.layouts import check_launchable, estimate_plan
 from nest_megatron.planner.offers import offers
 from nest_megatron.planner.request import NUM_ALTERNATIVES, PlanRequest
@@ -150,8 +150,9 @@ def _search(
     """Search a request's space, and again where a plan may be worth more than the fastest ones.
 
     These searches look no further than what may be taken instead of the plans that are known: among
-    plans that leave more memory free, unless the best known ties with what is proven; and among
-    plans with even stages, if none of them ties with the best.
+    plans that leave more memory free, unless the best known ties with what is proven; among those
+    that are unlikely enough to run out of memory, if none known is; and among plans with even
+    stages, if none of them ties with the best.
     """
     searched = _search_within(request, deadline, on_progress)
     is_nominal = request.objective is Objective.NOMINAL and not request.shortlist
@@ -175,8 +176,10 @@ def _search(
     roomy = roomier(request, enough)
     known = Comparison(request, searched.model, peaks)
     tied = searched.result.certificate.lower_bound * (1 + request.tie_percent / 100)
-    if roomy is not None and min(known.values) > tied:
+    if roomy is not None and known.least > tied:
         add(roomy, _ROOMY_LAYOUTS)
+    if not Comparison(request, searched.model, peaks).allowed:
+        add(likely_to_start(request, searched.model, searched.result.plans[0]), _ROOMY_LAYOUTS)
     if Comparison(request, searched.model, peaks).needs_even_stages():
         even = dataclasses.replace(request.space, even_stages=True)
         add(dataclasses.replace(roomy or request, space=even), 1)

@@ -118,26 +118,34 @@ class Comparison:
 
     def __init__(self, request: PlanRequest, model: CostModel, peaks: Peaks) -> None:
         self.request, self.model, self.peaks = request, model, peaks
-        steps = [float(plan.iteration) for plan in peaks]
-        self.chances = [
-            out_of_memory(model, plan.grid, plan.partition(), peak, request.site)
+        self.chances = {
+            plan: out_of_memory(model, plan.grid, plan.partition(), peak, request.site)
             for plan, peak in peaks.items()
-        ]
-        self.values = with_retries(steps, self.chances, request.failed_start_percent)
-        self.longest_tie = min(self.values) * (1 + request.tie_percent / 100)
+        }
+        most = request.most_out_of_memory
+        self.allowed = [plan for plan, chance in self.chances.items() if chance <= most]
+        self.values = with_retries(
+            [float(plan.iteration) for plan in self.allowed],
+            [self.chances[plan] for plan in self.allowed],
+            request.failed_start_percent,
+        )
+        self.least = min(self.values, default=math.inf)
 
     @property
     def slowest(self) -> Ticks:
         """The longest predicted step with which another plan may be taken instead of these.
 
-        No plan has less than its step under any objective.
+        No plan has less than its step under any objective. Where none of these is allowed, any is.
         """
-        return min(math.floor(min(self.longest_tie, NO_THRESHOLD)), NO_THRESHOLD - 1)
+        longest_tie = self.least * (1 + self.request.tie_percent / 100)
+        return math.floor(min(longest_tie, NO_THRESHOLD - 1))
 
     def ties(self) -> list[SolvedGrid]:
-        """Those that tie with the best."""
-        plans = list(self.peaks)
-        return [plans[n] for n in _ties(self.values, self.chances, self.request.tie_percent)]
+        """Those that tie with the best; the least likely to run out where none is allowed."""
+        if not self.allowed:
+            return [min(self.chances, key=self.chances.__getitem__)]
+        chances = [self.chances[plan] for plan in self.allowed]
+        return [self.allowed[n] for n in _ties(self.values, chances, self.request.tie_percent)]
 
     def needs_even_stages(self) -> bool:
         """Whether none with stages that Megatron cuts by itself ties with the best."""
@@ -151,9 +159,9 @@ class Comparison:
 
         A site's calibration may move any of them to the front.
         """
-        most, model = min(self.values) * (1 + _CLOSE), self.model
+        most, model = self.least * (1 + _CLOSE), self.model
         most = most if self.request.site is None else math.inf
-        for (plan, peak), chance in zip(self.peaks.items(), self.chances, strict=True):
+        for plan, peak in self.peaks.items():
             if plan.iteration <= most or plan in listed:
                 partition, step_s = plan.partition(), to_seconds(plan.iteration)
                 yield Candidate(
@@ -161,7 +169,7 @@ class Comparison:
                     peak_memory_bytes=peak,
                     capacity_bytes=model.capacity_bytes,
                     step=expected(self.request.site, model, plan.grid, partition, step_s),
-                    out_of_memory=chance,
+                    out_of_memory=self.chances[plan],
                     is_custom=not is_uniform(model.spec, partition),
                     changes=_changes(self.request, plan),
                 )
@@ -214,14 +222,13 @@ def choose_plan(
     fastest = known[plans[0]]
     if objective is Objective.NOMINAL:
         return Chosen(plan=plans[0], others=plans[1:], known=known)
-    allowed = _allowed(request, candidates)
+    allowed = allowed_of(candidates, request.most_out_of_memory)
     values = values_of(allowed, objective, request.failed_start_percent)
     number = simplest_of_best(allowed, values, request.tie_percent)
     taken = allowed[number]
     others = {*_best_of_layouts(request, candidates), plans[0]} - {taken.solved}
     num_others = max(request.num_alternatives, int(taken.solved != plans[0]))
-    most = request.max_out_of_memory_percent
-    missed = objective is Objective.CAUTIOUS and 100 * taken.out_of_memory > most
+    most = request.most_out_of_memory
     num_layouts = len({layout_of(plan.grid) for plan in peaks})
     choice = Choice(
         objective=objective,
@@ -232,7 +239,7 @@ def choose_plan(
         bound_s=least_s(request, to_seconds(result.certificate.lower_bound), taken.step),
         slower_percent=100.0 * (taken.solved.iteration / fastest.solved.iteration - 1.0),
         separates=tuple(_separates(request, taken, fastest)),
-        max_out_of_memory_percent=most if missed else None,
+        max_out_of_memory_percent=100 * most if taken.out_of_memory > most else None,
     )
     listed = tuple(sorted(others, key=lambda plan: plan.rank)[:num_others])
     return Chosen(plan=taken.solved, others=listed, choice=choice, known=known)
@@ -258,7 +265,7 @@ def with_retries(
     >>> [round(each, 3) for each in with_retries([1.0, 1.02], [0.1, 0.0], 4.0)]
     [1.006, 1.02]
     """
-    failed_s = failed_start_percent / 100 * min(steps)
+    failed_s = failed_start_percent / 100 * min(steps, default=0.0)
     order = sorted(range(len(steps)), key=chances.__getitem__)
     safer: list[tuple[float, Seconds, Seconds]] = []
     after: dict[float, Seconds] = {}
@@ -277,6 +284,12 @@ def with_retries(
         step_s + chance * (failed_s + after[chance] - step_s)
         for step_s, chance in zip(steps, chances, strict=True)
     ]
+
+
+def allowed_of(candidates: Sequence[Candidate], most: float) -> list[Candidate]:
+    """Those that run out of memory with a chance of at most this; the least likely if none does."""
+    allowed = [each for each in candidates if each.out_of_memory <= most]
+    return allowed or [min(candidates, key=lambda each: each.out_of_memory)]
 
 
 def values_of(
@@ -323,9 +336,16 @@ def _ties(values: Sequence[float], chances: Sequence[float], tie_percent: float)
 def _best_of_layouts(request: PlanRequest, candidates: Sequence[Candidate]) -> set[SolvedGrid]:
     """The best plan of each layout under the request's objective."""
     values = values_of(candidates, request.objective, request.failed_start_percent)
-    pairs = zip(values, (each.solved for each in candidates), strict=True)
-    worst_first = sorted(pairs, key=lambda pair: (pair[0], pair[1].rank), reverse=True)
-    return set({layout_of(plan.grid): plan for _, plan in worst_first}.values())
+    worst_first = sorted(
+        zip(values, candidates, strict=True),
+        key=lambda pair: (
+            pair[1].out_of_memory > request.most_out_of_memory,
+            pair[0],
+            pair[1].solved.rank,
+        ),
+        reverse=True,
+    )
+    return set({layout_of(each.solved.grid): each.solved for _, each in worst_first}.values())
 
 
 def runner_up(chosen: Chosen, number: int) -> Chosen:
@@ -358,15 +378,6 @@ def _changes(request: PlanRequest, plan: SolvedGrid) -> int:
     return sum(
         to_plain(value) != values[name] for name, value in request.own.items() if name in values
     )
-
-
-def _allowed(request: PlanRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those whose chance to run out of memory the objective takes; the least where none is."""
-    if request.objective is not Objective.CAUTIOUS:
-        return list(candidates)
-    most = request.max_out_of_memory_percent / 100
-    allowed = [each for each in candidates if each.out_of_memory <= most]
-    return allowed or [min(candidates, key=lambda each: each.out_of_memory)]
 
 
 def _separates(request: PlanRequest, taken: Candidate, fastest: Candidate) -> Iterator[str]:

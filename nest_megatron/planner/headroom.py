@@ -11,6 +11,8 @@ from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import Headroom, ParallelPlan
 from nest_megatron.planner.choice import Peaks
 from nest_megatron.planner.request import PlanRequest
+from nest_megatron.planner.uncertain import comfortable_bytes
+from nest_megatron.solver.ranking import SolvedGrid
 from nest_megatron.units import Bytes, to_seconds
 
 #: Free memory beyond what a plan leaves whose price is told.
@@ -32,10 +34,20 @@ def roomier(request: PlanRequest, comfortable: Bytes) -> PlanRequest | None:
     if share is None or request.objective is Objective.NOMINAL:
         return None
     if request.site is not None and request.site.peaks.runs:
-        taken = comfortable + request.settings.memory_reserve_bytes
-        free = 1.0 - taken / request.cluster.accelerator.memory_bytes
-        share = min(MOST_HEADROOM, max(share, free))
+        share = max(share, _free(request, comfortable))
     return _leaving(request, share) if share > request.settings.memory_margin else None
+
+
+def likely_to_start(request: PlanRequest, model: CostModel, plan: SolvedGrid) -> PlanRequest:
+    """The request for plans that the objective allows, as far as their peaks err as this one's."""
+    most = comfortable_bytes(model, plan, request.site, request.most_out_of_memory)
+    return _leaving(request, max(request.settings.memory_margin, _free(request, most)))
+
+
+def _free(request: PlanRequest, peak_bytes: Bytes) -> float:
+    """The share of a device that a plan with such a peak leaves free, the reserve apart."""
+    taken = peak_bytes + request.settings.memory_reserve_bytes
+    return min(MOST_HEADROOM, 1.0 - taken / request.cluster.accelerator.memory_bytes)
 
 
 def _leaving(request: PlanRequest, share: float) -> PlanRequest:

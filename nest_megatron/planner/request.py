@@ -36,6 +36,8 @@ from nest_megatron.units import Seconds
 NUM_ALTERNATIVES = 10
 #: Layouts that a plan is chosen among.
 NUM_COMPARED = 11
+#: A plan that more likely runs out of memory than not is one that does not fit.
+MOST_OUT_OF_MEMORY = 0.5
 #: Plans that leave this share of a device free, the reserve not counted, are always among those
 #: compared. Of NVIDIA's performance runs with Megatron-Bridge, nine of ten leave 8.9 % or more, as
 #: predicted (docs/memory.md).
@@ -200,6 +202,15 @@ class PlanRequest:
     def cost_model(self, settings: CostSettings | None = None) -> CostModel:
         """What the job costs, under other settings than its own if they are given."""
         return CostModel(self.spec, self.cluster, settings or self.settings, self.times)
+
+    @property
+    def most_out_of_memory(self) -> float:
+        """Largest chance to run out of memory with which a plan is taken while another has less."""
+        return {
+            Objective.NOMINAL: 1.0,
+            Objective.EXPECTED: MOST_OUT_OF_MEMORY,
+            Objective.CAUTIOUS: self.max_out_of_memory_percent / 100,
+        }[self.objective]
 
     def deadline(self) -> Deadline:
         """The time that planning has, from now on where nothing says when it began."""

@@ -61,10 +61,12 @@ def out_of_memory(
     return out_of_memory_probability(peak_bytes, allocatable(model, grid), error)
 
 
-def comfortable_bytes(model: CostModel, plan: SolvedGrid, site: Site | None) -> Bytes:
-    """The predicted peak of a plan from which on plans that need less are looked for."""
+def comfortable_bytes(
+    model: CostModel, plan: SolvedGrid, site: Site | None, chance: float = _COMFORTABLE
+) -> Bytes:
+    """The predicted peak with which a plan would run out of memory with such a chance."""
     error = _peak_error(model, plan.grid, plan.partition(), site)
-    return max(0, int(allocatable(model, plan.grid) * (1.0 - headroom_for(_COMFORTABLE, error))))
+    return max(0, int(allocatable(model, plan.grid) * (1.0 - headroom_for(chance, error))))
 
 
 def _peak_error(

@@ -104,8 +104,8 @@ def _choice_words(choice: Choice) -> str:
     if choice.max_out_of_memory_percent is not None:
         said = (
             f"None of the {layouts}{others} runs out of memory with a chance of at most "
-            f"{choice.max_out_of_memory_percent:g} % (search.max_out_of_memory_percent): the one "
-            "with the least chance is taken."
+            f"{choice.max_out_of_memory_percent:g} % (search.objective={choice.objective}): the "
+            "one with the least chance is taken."
         )
     value, bound = format_seconds(choice.value_s), format_seconds(choice.bound_s)
     if choice.ended_early:

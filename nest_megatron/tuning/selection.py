@@ -20,7 +20,7 @@ from nest_megatron.cost_model.shortlist import run_gains, shortlist
 from nest_megatron.cost_model.site import job_of
 from nest_megatron.parallel.objective import SURE
 from nest_megatron.planner import Ranked, describe_grid
-from nest_megatron.planner.choice import Candidate, values_of
+from nest_megatron.planner.choice import Candidate, allowed_of, values_of
 from nest_megatron.planner.uncertain import allocatable
 from nest_megatron.solver.ranking import SolvedGrid
 from nest_megatron.units import Bytes, Seconds
@@ -165,11 +165,13 @@ class Known:
 def chosen(known: Known) -> Candidate | None:
     """The plan to take: that of least value under the objective; of equals, one that was measured.
 
-    The value is the planner's own (``planner.choice``).
+    The value, and the chance to run out of memory that is allowed, are the planner's own
+    (``planner.choice``).
     """
     candidates, request = known.candidates(), known.ranked.request
     if not candidates:
         return None
+    candidates = allowed_of(candidates, request.most_out_of_memory)
     values = values_of(candidates, request.objective, request.failed_start_percent)
     most = min(values) * (1 + request.tie_percent / 100)
     ties = [each for each in zip(candidates, values, strict=True) if each[1] <= most]

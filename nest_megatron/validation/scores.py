@@ -19,8 +19,8 @@ from nest_megatron.cost_model.shortlist import shortlist
 from nest_megatron.cost_model.uncertainty import Predictive, predictive, probability_faster
 from nest_megatron.parallel.layout import is_uniform
 from nest_megatron.parallel.objective import Objective
-from nest_megatron.planner.choice import Candidate, simplest_of_best, values_of
-from nest_megatron.planner.request import FAILED_START_PERCENT, TIE_PERCENT
+from nest_megatron.planner.choice import Candidate, allowed_of, simplest_of_best, values_of
+from nest_megatron.planner.request import FAILED_START_PERCENT, MOST_OUT_OF_MEMORY, TIE_PERCENT
 from nest_megatron.planner.uncertain import LEVEL, out_of_memory
 from nest_megatron.solver.ranking import SolvedGrid
 from nest_megatron.units import Seconds, to_ticks
@@ -218,6 +218,7 @@ def choice_scores(layouts: Sequence[tuple[Candidate, Seconds]]) -> ChoiceScores:
 
 
 def _default(candidates: Sequence[Candidate]) -> Candidate:
+    candidates = allowed_of(candidates, MOST_OUT_OF_MEMORY)
     values = values_of(candidates, Objective.EXPECTED, FAILED_START_PERCENT)
     return candidates[simplest_of_best(candidates, values, TIE_PERCENT)]
 

@@ -59,6 +59,24 @@ def test_the_chosen_plan_is_the_fastest_where_a_mechanism_was_mispriced(tmp_path
     assert launcher.step_s(taken) <= 1.02 * launcher.step_s(best)
 
 
+def test_what_more_likely_runs_out_of_memory_than_not_is_not_chosen_unless_it_ran(
+    tmp_path: Path,
+) -> None:
+    with new_session(tmp_path, ASKED) as session:
+        known = tuner(session, Answered(as_predicted)).known()
+    fast, *rest = sorted(known.ranked.candidates, key=as_predicted)
+    risky = dataclasses.replace(fast, out_of_memory=0.6)
+    safe = [dataclasses.replace(each, out_of_memory=0.01) for each in rest]
+    ranked = dataclasses.replace(known.ranked, candidates=(risky, *safe))
+    known = dataclasses.replace(known, ranked=ranked)
+    taken = chosen(known)
+    assert taken is not None
+    assert taken.solved != risky.solved
+    ran = chosen(known.measured(risky.solved, 0.5 * as_predicted(risky), START_S))
+    assert ran is not None
+    assert ran.solved == risky.solved
+
+
 def test_runs_end_with_the_budget(tmp_path: Path) -> None:
     launcher = off_by(pipeline=1.0)
     found = tuned(tmp_path, launcher, budget=2)
