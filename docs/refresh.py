@@ -39,8 +39,9 @@ WHOLE = {
     ),
     "tuning_published.md": (
         "measurements",
-        "python $ROOT/benchmarks/tuning.py $MEASUREMENTS/throughput.csv"
-        " $MEASUREMENTS/throughput_2.csv $MEASUREMENTS/throughput_vtrain_a100.csv --out $PAGE",
+        "cd $MEASUREMENTS && python $ROOT/benchmarks/tuning.py throughput.csv throughput_2.csv"
+        " throughput_vtrain_a100.csv memory_peak.csv memory_peak_2.csv memory_megatron_golden.csv"
+        " --out $PAGE",
     ),
     "published_choices.md": (
         "measurements",
