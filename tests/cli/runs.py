@@ -81,6 +81,17 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+#: For ``interrupted``: the second job of a sweep goes on for ever, in a function of its own.
+SECOND_JOB = "nest_megatron.api.sweep_jobs:second_job"
+ENDLESS_SECOND_JOB = """
+import itertools, time
+from nest_megatron.api import sweep_jobs
+outcome, calls = sweep_jobs.outcome, itertools.count()
+sweep_jobs.second_job = lambda: time.sleep(10**6)
+sweep_jobs.outcome = lambda plan: sweep_jobs.second_job() if next(calls) == 1 else outcome(plan)
+"""
+
+
 def interrupted(at: str, *arguments: str, cwd: Path, prepare: str = "", **more: str) -> Run:
     """Run a command and press Ctrl-C while it is inside a function.
 

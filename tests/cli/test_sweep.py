@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import signal
 import time
 from pathlib import Path
 
@@ -12,7 +11,16 @@ import pytest
 from nest_megatron.api.sweep_jobs import SweepJob, opened, read_result, write_result
 from nest_megatron.parallel import plan_file
 from nest_megatron.report.sweep import SweepRow, sweep_chart, to_csv, to_parquet
-from tests.cli.runs import SMALL, Run, run, spawn, start
+from tests.cli.runs import (
+    ENDLESS_SECOND_JOB,
+    SECOND_JOB,
+    SMALL,
+    Run,
+    interrupted,
+    run,
+    spawn,
+    start,
+)
 
 #: Quickly planned: what is swept is not how the layers are divided.
 JOB = (
@@ -136,16 +144,10 @@ def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_sweep_says_how_far_it_came(tmp_path: Path) -> None:
-    out = tmp_path / "sweep"
-    process = start("plan", "-m", *JOB, "cluster.num_gpus=range(8,512,8)", f"out={out}")
-    deadline = time.monotonic() + 600
-    while not (out / ".jobs").is_dir() or not results(out):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode == 130
-    assert "of 63 jobs are done; the same command goes on from there" in errors
+    words = ("plan", "-m", *JOB, "cluster.num_gpus=8,16,24", f"out={tmp_path / 'sweep'}")
+    done = interrupted(SECOND_JOB, *words, cwd=tmp_path, prepare=ENDLESS_SECOND_JOB)
+    assert done.code == 130
+    assert "1 of 3 jobs are done; the same command goes on from there" in done.err
 
 
 def test_two_sweeps_in_one_folder(tmp_path: Path) -> None:

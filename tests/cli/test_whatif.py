@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner.layouts import keep_layout
 from nest_megatron.report.sweep import SweepRow
 from nest_megatron.report.whatif import Variant, variants_page
-from tests.cli.runs import run, start
+from tests.cli.runs import ENDLESS_SECOND_JOB, SECOND_JOB, interrupted, run
 
 #: A small search, so that many can be made.
 LIMITS = (
@@ -293,21 +291,19 @@ def test_two_in_one_folder(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["whatif", "plan"])
-def test_an_interruption_says_what_is_kept(command: str, path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "done_of"),
+    [("whatif", "2 of 9"), ("plan", "1 of 8")],  # the plan itself is the first of whatif's
+)
+def test_an_interruption_says_what_is_kept(
+    command: str, done_of: str, path: Path, tmp_path: Path
+) -> None:
     out, sizes = tmp_path / "kept", "8..64:8"
     words = ["whatif", str(path), "gpus=range(8,72,8)", "--out", str(out)]
     if command == "plan":
         words = ["plan", *JOB[:2], "--for-gpus", sizes, f"out={out}"]
-    process = start(*words)
-    deadline = time.monotonic() + 600
-    while not (out / ".jobs").is_dir() or len(list((out / ".jobs").glob("*.json"))) < 2:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode == 130
-    assert "jobs are done; the same command goes on from there." in errors
-    assert "nothing was written" not in errors
+    done = interrupted(SECOND_JOB, *words, cwd=tmp_path, prepare=ENDLESS_SECOND_JOB)
+    assert done.code == 130
+    assert f"{done_of} jobs are done; the same command goes on from there." in done.err
+    assert "nothing was written" not in done.err
     assert not (out / "sweep.csv").exists()
