@@ -202,9 +202,9 @@ def _search_within(
         slowest: plans that take longer are of no interest; some plan is if this is not said.
     """
 
-    def report(solved: int, best: Ticks, bound: Ticks) -> None:
+    def report(solved: int, best: Ticks | None, bound: Ticks) -> None:
         assert on_progress is not None
-        on_progress(solved, to_seconds(best), to_seconds(bound))
+        on_progress(solved, None if best is None else to_seconds(best), to_seconds(bound))
 
     if model is None:
         model = request.cost_model()

@@ -65,7 +65,8 @@ class Search:
         slowest: plans that take longer are of no interest.
         out_of_time: asked now and then; once true the search stops with what it has proven.
         short_of_time: asked as well while no plan is known; once true, any plan is looked for.
-        on_progress: called with (candidates solved, best so far, proven bound), in ticks.
+        on_progress: called with (candidates solved, best so far, proven bound), in ticks; the best
+            is ``None`` before there is a plan.
     """
 
     model: CostModel
@@ -77,7 +78,7 @@ class Search:
     slowest: InitVar[Ticks] = NO_THRESHOLD
     out_of_time: OutOfTime = lambda: False
     short_of_time: OutOfTime = lambda: False
-    on_progress: Callable[[int, Ticks, Ticks], None] | None = None
+    on_progress: Callable[[int, Ticks | None, Ticks], None] | None = None
 
     def __post_init__(self, slowest: Ticks) -> None:
         space = self.space
@@ -100,7 +101,7 @@ class Search:
         self.infeasible: Counter[str] = Counter()
         self._sorted_choices: dict[object, Choices] = {}
         self.candidates = self.solved = self.nodes = self.simulations = 0
-        self.unproven = NO_THRESHOLD
+        self.unproven, self._least_open = NO_THRESHOLD, 0
 
     def run(self) -> SearchResult:
         """Search until nothing left can change the answer, or time is up."""
@@ -147,6 +148,7 @@ class Search:
             node = self.heap[0]
             if node.bound > self.worst_kept:
                 return True
+            self._least_open = node.bound
             if self._has_to_end():
                 return False
             heapq.heappop(self.heap)
@@ -358,7 +360,15 @@ class Search:
             self.interrupted |= self.out_of_time()
         if found.boundaries:
             self._keep(SolvedGrid.of(grid, recompute, found))
+        if self.on_progress:
+            self._tell(self.on_progress)
         return found
+
+    def _tell(self, on_progress: Callable[[int, Ticks | None, Ticks], None]) -> None:
+        """Say how far the search is; what is being expanded is open, and no longer on the heap."""
+        best = min((kept.iteration for kept in self.best.values()), default=None)
+        proven = (self._least_open, self.unproven, *(() if best is None else (best,)))
+        on_progress(self.solved, best, min(proven))
 
     def _solve(
         self, problem: PipelineProblem, threshold: Ticks, node_limit: int = DEFAULT_NODE_LIMIT
@@ -377,6 +387,3 @@ class Search:
         if len(self.best) >= self.num_layouts:
             times = sorted(kept.iteration for kept in self.best.values())
             self.worst_kept = min(self.worst_kept, times[self.num_layouts - 1])
-        if self.on_progress and self.enumerated:
-            best = min(kept.iteration for kept in self.best.values())
-            self.on_progress(self.solved, best, min(best, self._open_bound()))

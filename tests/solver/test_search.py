@@ -183,6 +183,19 @@ def test_a_search_that_ended_early_claims_nothing_more(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
+def test_what_is_told_on_the_way_holds_at_the_end(seed: int) -> None:
+    told: list[tuple[int, int | None, int]] = []
+    asked = timed(seed)
+    asked.on_progress = lambda *each: told.append(each)
+    found = asked.run()
+    assert [solved for solved, _, _ in told] == list(range(1, found.certificate.solved + 1))
+    bests = [best for _, best, _ in told if best is not None]
+    assert bests == sorted(bests, reverse=True)
+    assert all(bound <= best_time(found) for _, _, bound in told)
+    assert not told or told[-1][1] == best_time(found)
+
+
+@pytest.mark.parametrize("seed", range(40))
 def test_a_first_plan_changes_no_answer(seed: int) -> None:
     found, whole = timed(seed, short_of_time=lambda: True).run(), timed(seed).run()
     assert found.plans == whole.plans
