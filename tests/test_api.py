@@ -67,6 +67,19 @@ def test_the_public_names_are_frozen() -> None:
         _ = nest_megatron.plam
 
 
+def test_a_search_says_how_far_it_is_and_is_ended_by_what_that_raises() -> None:
+    told: list[tuple[int, float | None, float]] = []
+    found = nest_megatron.plan(**NAMES, **JOB, on_progress=lambda *each: told.append(each))
+    assert told[-1][0] == found.search.solved
+    assert told[-1][2] <= min(best for _, best, _ in told if best is not None)
+
+    def end(solved: int, best: float | None, bound: float) -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        nest_megatron.plan_command(COMMAND, cluster="dgx_h100", num_gpus=16, on_progress=end)
+
+
 def test_importing_the_package_loads_nothing_else() -> None:
     code = (
         "import sys; before = set(sys.modules); import nest_megatron;"

@@ -34,6 +34,7 @@ from nest_megatron.integrations.megatron_lm.node_counts import TableJob, plan_fo
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.plan_file import sealed
 from nest_megatron.parallel.rules import DEFAULT_VERSION
+from nest_megatron.planner import Progress
 from nest_megatron.planner.pins import read_plan
 from nest_megatron.report.catalogue import Catalogue
 from nest_megatron.units import Seconds
@@ -90,6 +91,7 @@ def plan(
     global_batch_size: int | None = None,
     shortlist: bool = False,
     config_dir: str | os.PathLike[str] | None = None,
+    on_progress: Progress | None = None,
     **settings: object,
 ) -> Plan:
     """Find the plan that is expected to be the fastest and to fit in memory.
@@ -102,6 +104,9 @@ def plan(
         global_batch_size: sequences of one optimizer step; 512 if not given.
         shortlist: also say which plans could be the fastest.
         config_dir: a folder with ``model/``, ``cluster/`` or ``accelerator/`` files of yours.
+        on_progress: called while the search runs, with the number of candidates that are solved,
+            the best step so far and the proven bound, both in seconds; ``None`` as the best is none
+            yet. What it raises ends the search.
         settings: as ``nest-megatron plan`` takes them: by name where only one section has it
             (``tensor_model_parallel_size=8``), or by section (``search={"max_seconds": 5}``).
 
@@ -116,7 +121,8 @@ def plan(
     (True, 128)
     """
     given = {**_sizes(num_gpus, global_batch_size), **settings}
-    return plan_composed(compose_keywords(model, cluster, given, config_dir), shortlist=shortlist)
+    composed = compose_keywords(model, cluster, given, config_dir)
+    return plan_composed(composed, shortlist=shortlist, on_progress=on_progress)
 
 
 def plan_command(
@@ -130,6 +136,7 @@ def plan_command(
     strict: bool = False,
     shortlist: bool = False,
     config_dir: str | os.PathLike[str] | None = None,
+    on_progress: Progress | None = None,
     **settings: object,
 ) -> Plan:
     """Plan a Megatron-LM command of your own: what ``nest-megatron plan --from`` does.
@@ -146,7 +153,7 @@ def plan_command(
         megatron_version: the release whose flags the command uses, ``0.16.1`` or ``0.20``.
         strict: refuse flags that Megatron-LM does not have, instead of passing them on.
         shortlist: also say which plans could be the fastest.
-        config_dir: as for ``plan``.
+        config_dir, on_progress: as for ``plan``.
         settings: as for ``plan``; they win over the command.
 
     Returns:
@@ -173,6 +180,7 @@ def plan_command(
         strict=strict,
         begun_s=time.monotonic(),
         shortlist=shortlist,
+        on_progress=on_progress,
     )
     return planned_command(found, composed)
 

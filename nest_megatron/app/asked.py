@@ -15,6 +15,7 @@ from nest_megatron.parallel import plan_file
 
 if TYPE_CHECKING:
     from nest_megatron import Plan, WhatIf
+    from nest_megatron.planner import Progress
 
 _NUMBER = r"(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?[A-Za-z]*(?:/s)?|true|false)"
 _SECTIONS = "cluster|cost|memory|parallel|reliability|search"
@@ -112,14 +113,18 @@ class Asked:
             given[key] = value
         return given
 
-    def answer(self) -> Answer:
-        """Ask the API; raises as it does."""
+    def answer(self, on_progress: Progress | None = None) -> Answer:
+        """Ask the API; raises as it does.
+
+        Args:
+            on_progress: called while a plan is searched.
+        """
         if not self.is_local:
             self._require_no_file()
         with tempfile.TemporaryDirectory(prefix="nest-megatron-app-") as folder:
             if self.work is Work.WHATIF:
                 return Answer(text=str(self._what_if(Path(folder))))
-            found = self._plan(Path(folder))
+            found = self._plan(Path(folder), on_progress)
         page = found.explain().to_html()
         return Answer(text=str(found), page=page, plan_file=plan_file.dump(found.record))
 
@@ -141,7 +146,7 @@ class Asked:
     def _freed(self) -> list[str]:
         return [name.strip() for name in self.free.split(",") if name.strip()]
 
-    def _plan(self, folder: Path) -> Plan:
+    def _plan(self, folder: Path, on_progress: Progress | None) -> Plan:
         api, settings = nest_megatron, self.keywords()
         cluster = _source(self.cluster, folder / "cluster.yaml")
         is_plan = self.work is Work.PLAN
@@ -156,12 +161,13 @@ class Asked:
                 cluster=cluster,
                 free=self._freed(),
                 megatron_version=version,
+                on_progress=on_progress,
                 **settings,
             )
         model = _source(self.model, folder / "pasted.json")
         if not is_plan:
             return api.estimate(model=model, cluster=cluster, **settings)
-        return api.plan(model=model, cluster=cluster, **settings)
+        return api.plan(model=model, cluster=cluster, on_progress=on_progress, **settings)
 
 
 _OTHERS = "paths are refused, for they would be read for whoever reaches this page"

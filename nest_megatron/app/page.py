@@ -130,7 +130,7 @@ class Page:
                 if isinstance(message, Answer):
                     self._show(asked, message)
                 else:
-                    self._progress.text = message
+                    self._progress.text = f"{message.text}, {message.elapsed_s:.0f} s"
         finally:
             self._run = None
             self._set_working(False)

@@ -13,14 +13,24 @@ import multiprocessing
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from nest_megatron.app.asked import Answer, Asked
 from nest_megatron.errors import NestError
-from nest_megatron.report.console import print_error, show
+from nest_megatron.report.console import print_error, search_words, show
 from nest_megatron.report.failure import WITHOUT_PLAN, report
+from nest_megatron.units import Seconds
 
 _REFRESH_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Working:
+    """How far a run is, in words, and for how long it has run."""
+
+    text: str
+    elapsed_s: Seconds
 
 
 class Run:
@@ -30,33 +40,63 @@ class Run:
         spawning = multiprocessing.get_context("spawn")
         self._messages, theirs = spawning.Pipe(duplex=False)
         self._process = spawning.Process(target=_work, args=(asked, theirs), daemon=True)
+        self._begun_s, self._is_cancelled = time.monotonic(), False
         with _interrupts_held():
             self._process.start()
         theirs.close()
 
-    async def messages(self) -> AsyncIterator[str | Answer]:
+    async def messages(self) -> AsyncIterator[Working | Answer]:
         """How far it is, and at last the answer."""
-        begun_s = time.monotonic()
-        while not self._messages.poll():
-            yield f"planning, {time.monotonic() - begun_s:.0f} s"
-            await asyncio.sleep(_REFRESH_S)
+        message: str | Answer = "planning"
         with self._messages:
-            try:
-                yield self._messages.recv()
-            except (EOFError, OSError):
-                yield self._ended()
+            while True:
+                while self._messages.poll() and isinstance(message, str):
+                    message = self._received()
+                if isinstance(message, Answer):
+                    yield message
+                    return
+                yield Working(text=message, elapsed_s=self._elapsed_s())
+                await asyncio.sleep(_REFRESH_S)
 
     def cancel(self) -> None:
         """End it without an answer."""
+        self._is_cancelled = True
         self._process.terminate()
 
+    def _elapsed_s(self) -> Seconds:
+        return time.monotonic() - self._begun_s
+
+    def _received(self) -> str | Answer:
+        try:
+            message: str | Answer = self._messages.recv()
+        except (EOFError, OSError):
+            return self._ended()
+        return message
+
     def _ended(self) -> Answer:
+        """Why there is no answer."""
         self._process.join()
-        code = self._process.exitcode
-        if code == -signal.SIGTERM:
+        if self._is_cancelled:
             return Answer(text="Cancelled.", is_error=True)
-        text = f"error: the planning process ended with {code}; memory may have run out."
-        return Answer(text=text, is_error=True)
+        how = _ending(self._process.exitcode)
+        after = f"after {self._elapsed_s():.0f} s"
+        return Answer(text=f"error: planning ended without an answer {after}: {how}", is_error=True)
+
+
+def _ending(code: int | None) -> str:
+    """How a process ended that left no answer, and what helps."""
+    if code is None or code >= 0:
+        return (
+            f"its exit code is {code}.\n       What it printed is in the terminal of the app; "
+            "`nest-megatron plan` there says more."
+        )
+    name = signal.Signals(-code).name
+    if -code == signal.SIGKILL:
+        return (
+            f"it was killed ({name}), as Linux does where memory runs out.\n"
+            "       Free some memory, or allow the job more, and plan again."
+        )
+    return f"the signal {name} ended it.\n       Plan again; the form is as it was."
 
 
 @contextlib.contextmanager
@@ -69,12 +109,25 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+class _Sender:
+    """Sends how far a search is, as often as it is read, so that no search waits for a reader."""
+
+    def __init__(self, messages: Connection) -> None:
+        self._messages, self._sent_s = messages, 0.0
+
+    def __call__(self, solved: int, best: float | None, bound: float) -> None:
+        now_s = time.monotonic()
+        if now_s - self._sent_s >= _REFRESH_S:
+            self._sent_s = now_s
+            self._messages.send(search_words(solved, best, bound))
+
+
 def _work(asked: Asked, messages: Connection) -> None:
-    """Send the answer to a form; a server that has gone wants none."""
+    """Send how far the answer to a form is, and the answer; a server that has gone wants none."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
-            answer = asked.answer()
+            answer = asked.answer(_Sender(messages))
         except Exception as error:  # noqa: BLE001 - no user should see a traceback
             _print(error)
             answer = Answer(text=printed.getvalue().rstrip(), is_error=True)

@@ -202,6 +202,16 @@ def command_lines(
     return "\n".join(line.rstrip() for line in lines)
 
 
+def search_words(solved: int, best: float | None, bound: float) -> str:
+    """How far a search is, of what ``planner.Progress`` is called with.
+
+    >>> search_words(12, 6.71, 6.5)
+    'searching: 12 solved, best 6.710 s, bound 6.500 s'
+    """
+    told = "no plan yet" if best is None else f"best {format_seconds(best)}"
+    return f"searching: {solved} solved, {told}, bound {format_seconds(bound)}"
+
+
 @contextlib.contextmanager
 def progress() -> Iterator[Progress | None]:
     """A callback that writes a line, on a terminal and only if the search takes a while.
@@ -216,8 +226,7 @@ def progress() -> Iterator[Progress | None]:
 
     def report(solved: int, best: float | None, bound: float) -> None:
         nonlocal latest
-        told = "no plan yet" if best is None or best > 1e5 else f"best {format_seconds(best)}"
-        latest = f"searching: {solved} solved, {told}, bound {format_seconds(bound)}"
+        latest = search_words(solved, best, bound)
 
     def write() -> None:
         if finished.wait(_PATIENCE_S):

@@ -5,6 +5,7 @@ Skipped where nicegui, playwright or a Chromium on the path is missing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,8 +122,12 @@ def test_a_mistake_is_named_with_its_fix_and_the_form_stays(page: Any) -> None:
     assert alert.count() == 0
 
 
-def test_a_plan_is_cancelled(page: Any) -> None:
+def test_a_search_says_how_far_it_is_and_is_cancelled(page: Any) -> None:
+    choose(page, "Model", "deepseek_v3")
+    page.get_by_label("GPUs").fill("1024")
     page.get_by_role("button", name="Plan", exact=True).click()
+    told = re.compile(r"searching: \d+ solved, .*, bound .* s, \d+ s")
+    page.get_by_role("status").filter(has_text=told).wait_for()
     page.get_by_role("button", name="Cancel").click()
     page.get_by_role("alert").filter(has_text="Cancelled.").wait_for()
     assert page.get_by_role("button", name="Plan", exact=True).is_enabled()

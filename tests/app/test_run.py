@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import signal
+from multiprocessing import Pipe
+
+import pytest
 
 from nest_megatron.app.asked import Answer, Asked, Work
-from nest_megatron.app.run import Run
+from nest_megatron.app.run import Run, Working, _Sender
 from nest_megatron.parallel import plan_file
 
 SMALL = {"cluster": "dgx_h100", "num_gpus": "8"}
+#: Solves thousands of candidates.
+LARGE = Asked(work=Work.PLAN, model="deepseek_v3", cluster="dgx_h100", num_gpus="1024")
 
 
 async def answer(run: Run) -> Answer:
@@ -50,15 +58,47 @@ def test_a_fault_is_told_without_a_traceback() -> None:
 
 
 def test_a_cancelled_run_ends() -> None:
-    run = Run(Asked(work=Work.PLAN, model="deepseek_v3", cluster="dgx_h100", num_gpus="1024"))
+    run = Run(LARGE)
     run.cancel()
     assert asyncio.run(answer(run)) == Answer(text="Cancelled.", is_error=True)
     run.cancel()  # a button that is pressed twice
 
 
-def test_a_process_that_dies_is_no_endless_wait() -> None:
-    run = Run(Asked(work=Work.PLAN, model="deepseek_v3", cluster="dgx_h100", num_gpus="1024"))
-    run._process.kill()
+@pytest.mark.parametrize(
+    ("ended_by", "told"),
+    [(signal.SIGKILL, "killed (SIGKILL), as Linux does where memory runs out"), (15, "SIGTERM")],
+)
+def test_a_process_that_dies_is_no_endless_wait(ended_by: int, told: str) -> None:
+    run = Run(LARGE)
+    assert run._process.pid is not None
+    os.kill(run._process.pid, ended_by)
     found = asyncio.run(answer(run))
     assert found.is_error
-    assert "-9" in found.text
+    assert told in found.text
+    assert "Cancelled" not in found.text
+    assert "again" in found.text
+
+
+def test_a_search_says_how_far_it_is_and_can_be_cancelled_then() -> None:
+    async def cancelled() -> list[Working | Answer]:
+        run, found = Run(LARGE), []
+        async for message in run.messages():
+            found.append(message)
+            if isinstance(message, Working) and "solved" in message.text:
+                run.cancel()
+        return found
+
+    *working, last = asyncio.run(cancelled())
+    assert last == Answer(text="Cancelled.", is_error=True)
+    assert isinstance(working[0], Working)
+    assert working[0].text == "planning"
+    assert re.fullmatch(
+        r"searching: \d+ solved, (no plan yet|best .* s), bound .* s", working[-1].text
+    )
+
+
+def test_a_server_that_has_gone_ends_the_search() -> None:
+    ours, theirs = Pipe(duplex=False)
+    ours.close()
+    with theirs, pytest.raises(OSError, match="Broken pipe"):
+        _Sender(theirs)(1, None, 2.0)
