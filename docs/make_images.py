@@ -59,7 +59,9 @@ def app_picture(folder: str, target: Path) -> None:
             page.goto(served.stdout.readline().strip())
             page.get_by_label("GPUs").fill("64")
             page.get_by_role("button", name="Plan", exact=True).click()
-            page.frame_locator("iframe").get_by_role("heading").first.wait_for(timeout=600_000)
+            page.frame_locator("[title='Report: The plan']").get_by_role("heading").first.wait_for(
+                timeout=600_000
+            )
             page.screenshot(path=target)
             browser.close()
     finally:

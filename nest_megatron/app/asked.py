@@ -40,7 +40,7 @@ class Answer:
     Args:
         text: as the command line prints it.
         is_error: the text says why there is no plan.
-        page: the report of a plan.
+        page: the report of a plan, or the heat maps of its job on changed clusters.
         plan_file: the contents of its file.
     """
 
@@ -123,7 +123,8 @@ class Asked:
             self._require_no_file()
         with tempfile.TemporaryDirectory(prefix="nest-megatron-app-") as folder:
             if self.work is Work.WHATIF:
-                return Answer(text=str(self._what_if(Path(folder))))
+                changed = self._what_if(Path(folder))
+                return Answer(text=str(changed), page=changed.to_html())
             found = self._plan(Path(folder), on_progress)
         page = found.explain().to_html()
         return Answer(text=str(found), page=page, plan_file=plan_file.dump(found.record))

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import TypeVar
 
 from nicegui import ui
+from nicegui.events import KeyEventArguments
 
 import nest_megatron
 from nest_megatron.app.asked import Answer, Asked, Work
+from nest_megatron.app.results import Section, focus, heading_label
 from nest_megatron.app.run import Run
 
 _MODEL, _COMMAND = "A model", "My Megatron-LM command"
 _RELEASES = ("0.16.1", "0.20")
-_PRINTED = "whitespace-pre-wrap break-words font-mono text-sm w-full"
+_Field = TypeVar("_Field", ui.input, ui.textarea, ui.select)
+_ERROR = "whitespace-pre-wrap break-words font-mono text-sm w-full text-negative"
 
 
 class Page:
@@ -26,39 +30,41 @@ class Page:
     def __init__(self, *, is_local: bool) -> None:
         self._is_local = is_local
         self._run: Run | None = None
-        self._planned, self._shown = Asked(work=Work.PLAN), Answer(text="")
+        self._planned = Asked(work=Work.PLAN)
         ui.context.client.on_delete(self._cancel)
-        with ui.row(wrap=False).classes("w-full items-start gap-8"):
-            with ui.column().classes("w-96 shrink-0"):
+        self._keys = ui.keyboard(self._on_key, active=False, ignore=[])
+        with ui.element("div").classes("w-full flex flex-col lg:flex-row gap-8"):
+            with ui.column().classes("w-full lg:w-96 shrink-0"):
                 self._make_form()
-            with ui.column().classes("grow min-w-0"):
+            with ui.column().classes("w-full lg:w-auto grow min-w-0"):
                 self._make_results()
 
     def _make_form(self) -> None:
-        ui.label("Plan a Megatron training job").classes("text-h6").props("role=heading")
-        self._source = ui.toggle([_MODEL, _COMMAND], value=_MODEL).classes("w-full")
-        self._source.visible = self._is_local
+        heading_label("Plan a Megatron training job", level=1)
+        self._source = ui.toggle([_MODEL, _COMMAND], value=_MODEL).props("no-caps spread")
+        self._source.classes("w-full").visible = self._is_local
         with ui.column().classes("w-full") as by_model:
             self._model = _choice("Model", nest_megatron.models(), "llama3_8b")
             self._own_model = self._text("Instead: path or contents of a model file")
         with ui.column().classes("w-full") as by_command:
             self._command = self._text("Command, or path of the script that launches it")
-            self._free = ui.input("Flags that may change", value="all").classes("w-full")
+            self._free = self._line("Flags that may change", value="all").classes("w-full")
             self._release = _choice("Megatron-LM release", _RELEASES, _RELEASES[0])
         by_model.bind_visibility_from(self._source, "value", value=_MODEL)
         by_command.bind_visibility_from(self._source, "value", value=_COMMAND)
         self._cluster = _choice("Cluster", nest_megatron.clusters(), "dgx_h100")
         self._own_cluster = self._text("Instead: path or contents of a cluster file")
         with ui.row(wrap=False).classes("w-full"):
-            self._gpus = ui.input("GPUs", placeholder="as given")
-            self._batch = ui.input("Global batch size", placeholder="as given")
-        self._settings = ui.textarea(
-            "More settings, one a line", placeholder="parallel.tensor_model_parallel_size=8"
-        )
-        self._settings.classes("w-full").props("autogrow")
-        with ui.row():
+            self._gpus = self._line("GPUs", placeholder="as given")
+            self._batch = self._line("Global batch size", placeholder="as given")
+        self._settings = _labelled(
+            ui.textarea(
+                "More settings, one a line", placeholder="parallel.tensor_model_parallel_size=8"
+            )
+        ).props("autogrow")
+        with ui.row().classes("moves-focus"):
             self._buttons = [
-                ui.button("Plan", on_click=lambda: self._start(Work.PLAN)),
+                ui.button("Plan", on_click=self._plan),
                 ui.button("Price as it is", on_click=lambda: self._start(Work.ESTIMATE)),
             ]
             self._buttons[1].props("outline").tooltip(
@@ -66,35 +72,40 @@ class Page:
                 "command, or of the settings with Megatron's defaults"
             )
 
+    def _line(self, label: str, value: str = "", placeholder: str | None = None) -> ui.input:
+        """A field of one line, in which Enter plans."""
+        field = _labelled(ui.input(label, value=value, placeholder=placeholder))
+        field.on("keydown.enter", self._plan)
+        return field
+
     def _text(self, label: str) -> ui.textarea:
         """A field for a path or for contents, where those are taken."""
-        field = ui.textarea(label).classes("w-full").props("autogrow")
+        field = _labelled(ui.textarea(label)).props("autogrow")
         field.visible = self._is_local
         return field
 
     def _make_results(self) -> None:
-        with ui.row().classes("items-center") as self._working:
-            ui.spinner()
+        with ui.row().classes("items-center moves-focus"):
+            self._working = ui.spinner()
             self._progress = ui.label().props("role=status")
-            ui.button("Cancel", on_click=self._cancel).props("flat")
-        self._error = ui.label().classes(f"{_PRINTED} text-negative").props("role=alert")
-        with ui.column().classes("w-full") as self._found:
-            with ui.row():
-                ui.button("Save the plan", on_click=self._save_plan).props("outline")
-                ui.button("Save the report", on_click=self._save_report).props("outline")
-            with ui.row(wrap=False).classes("w-full items-center"):
-                example = "gpus=16,32 memory=141GiB"
-                self._changes = ui.input("What if", placeholder=example).classes("grow")
-                compare = ui.button("Compare", on_click=self._compare).props("outline")
-                self._buttons.append(compare)
-            self._table = ui.label().classes(_PRINTED)
-            with ui.expansion("As the command line prints it").classes("w-full"):
-                self._printed = ui.label().classes(_PRINTED)
-            self._report = ui.element("iframe").props(
-                'sandbox="allow-scripts" allow="clipboard-write *" title="Report of the plan"'
-            )
-            self._report.classes("w-full border-0").style("height: 90vh")
-        self._working.visible = self._found.visible = False
+            self._elapsed = ui.label()  # apart, so that no second is read out
+            self._stop = ui.button("Cancel", on_click=self._cancel).props("flat")
+        self._error = ui.label().classes(_ERROR).props("role=alert tabindex=-1")
+        saved = {
+            "Save the plan": ("plan.yaml", lambda answer: answer.plan_file),
+            "Save the report": ("plan.html", lambda answer: answer.page),
+        }
+        self._found = Section("The plan", saved, make_more=self._make_what_if)
+        self._working.visible = self._stop.visible = False
+
+    def _make_what_if(self) -> None:
+        with ui.row(wrap=False).classes("w-full items-center moves-focus"):
+            example = "gpus=16,32 memory=141GiB"
+            self._changes = _labelled(ui.input("What if", placeholder=example)).classes("grow")
+            self._changes.on("keydown.enter", self._compare)
+            self._buttons.append(ui.button("Compare", on_click=self._compare).props("outline"))
+        saved = {"Save this comparison": ("whatif.html", lambda answer: answer.page)}
+        self._changed = Section("On changed clusters", saved, is_table=True)
 
     def _asked(self, work: Work) -> Asked:
         by_command = self._source.value == _COMMAND
@@ -111,12 +122,15 @@ class Page:
             settings=_first(self._settings.value),
         )
 
+    async def _plan(self) -> None:
+        await self._start(Work.PLAN)
+
     async def _start(self, work: Work) -> None:
         await self._answer(self._asked(work))
 
     async def _compare(self) -> None:
         """Plan the job that is shown again, changed; the form may be another by now."""
-        changes, plan_file = _first(self._changes.value), self._shown.plan_file
+        changes, plan_file = _first(self._changes.value), self._found.answer.plan_file
         job = dataclasses.replace(self._planned, work=Work.WHATIF, plan_file=plan_file)
         await self._answer(dataclasses.replace(job, changes=changes))
 
@@ -130,42 +144,51 @@ class Page:
                 if isinstance(message, Answer):
                     self._show(asked, message)
                 else:
-                    self._progress.text = f"{message.text}, {message.elapsed_s:.0f} s"
+                    self._progress.text = message.text
+                    self._elapsed.text = f"{message.elapsed_s:.0f} s"
         finally:
             self._run = None
             self._set_working(False)
 
     def _set_working(self, is_working: bool) -> None:
-        self._progress.text, self._working.visible = "planning", is_working
+        self._working.visible = self._stop.visible = self._keys.active = is_working
         for button in self._buttons:
             button.set_enabled(not is_working)
+        if is_working:
+            self._progress.text, self._elapsed.text = "planning", ""
+            focus(self._stop)
 
     def _show(self, asked: Asked, answer: Answer) -> None:
         self._error.text = answer.text if answer.is_error else ""
+        self._progress.text = "" if answer.is_error else "Done after"
         if answer.is_error:
-            return
-        if asked.work is Work.WHATIF:
-            self._table.text = answer.text
-            return
-        self._planned, self._shown, self._table.text = asked, answer, ""
-        self._printed.text = answer.text
-        self._report.props["srcdoc"] = answer.page
-        self._report.update()
-        self._found.visible = True
+            self._elapsed.text = ""
+            focus(self._error)
+        elif asked.work is Work.WHATIF:
+            self._changed.show(answer)
+            self._changed.focus()
+        else:
+            self._planned = asked
+            self._changed.hide()
+            self._found.show(answer)
+            self._found.focus()
+
+    def _on_key(self, pressed: KeyEventArguments) -> None:
+        if pressed.key.escape and pressed.action.keydown:
+            self._cancel()
 
     def _cancel(self) -> None:
         if self._run is not None:
             self._run.cancel()
 
-    def _save_plan(self) -> None:
-        ui.download.content(self._shown.plan_file, "plan.yaml")
-
-    def _save_report(self) -> None:
-        ui.download.content(self._shown.page, "plan.html")
-
 
 def _choice(label: str, names: Iterable[str], chosen: str) -> ui.select:
-    return ui.select([*names], label=label, value=chosen, with_input=True).classes("w-full")
+    return _labelled(ui.select([*names], label=label, value=chosen, with_input=True))
+
+
+def _labelled(field: _Field) -> _Field:
+    """A field with its label above it, whatever it holds."""
+    return field.props("stack-label outlined dense").classes("w-full")
 
 
 def _first(*texts: str | None) -> str:

@@ -60,6 +60,7 @@ def test_a_sweep_has_a_row_for_each_change(planned: Answer) -> None:
     found = answer(Work.WHATIF, plan_file=planned.plan_file, changes="memory=141GiB")
     assert "unchanged" in found.text
     assert "141GiB" in found.text
+    assert "A cell is the darker the larger its share of the most" in found.page
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on the path"),
 ]
 #: A plan on two busy cores takes some seconds.
-PATIENCE_MS = 300_000
+PATIENCE_MS = 120_000
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +72,8 @@ def plan(page: Any, model: str = "llama3_8b", **fields: str) -> None:
     page.get_by_role("button", name="Plan", exact=True).click()
 
 
-def report(page: Any) -> Any:
-    return page.frame_locator("iframe")
+def report(page: Any, of: str = "The plan") -> Any:
+    return page.frame_locator(f"iframe[title='Report: {of}']")
 
 
 def test_a_plan_is_shown_copied_and_saved(page: Any, tmp_path: Path) -> None:
@@ -93,12 +93,19 @@ def test_a_plan_is_shown_copied_and_saved(page: Any, tmp_path: Path) -> None:
     assert saved.value.suggested_filename == "plan.html"
 
 
-@pytest.mark.slow
-def test_a_plan_is_planned_again_on_changed_clusters(page: Any) -> None:
+def test_a_plan_is_planned_again_on_changed_clusters(page: Any, tmp_path: Path) -> None:
     plan(page)
-    page.get_by_label("What if").fill("memory=141GiB")
-    page.get_by_role("button", name="Compare").click()
-    page.get_by_text("unchanged").wait_for()
+    changes = page.get_by_label("What if")
+    changes.fill("memory=141GiB")
+    changes.press("Enter")
+    page.get_by_role("region", name="On changed clusters").filter(has_text="unchanged").wait_for()
+    maps = report(page, "On changed clusters")
+    maps.get_by_role("heading", name="Tokens/s", exact=True).wait_for()
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save this comparison").click()
+    saved.value.save_as(tmp_path / "whatif.html")
+    heading = maps.get_by_role("heading").first.text_content()
+    assert heading in (tmp_path / "whatif.html").read_text(encoding="utf-8")
     assert report(page).get_by_role("heading", name="llama3_8b on 8 x H100").is_visible()
 
 
@@ -126,7 +133,7 @@ def test_a_search_says_how_far_it_is_and_is_cancelled(page: Any) -> None:
     choose(page, "Model", "deepseek_v3")
     page.get_by_label("GPUs").fill("1024")
     page.get_by_role("button", name="Plan", exact=True).click()
-    told = re.compile(r"searching: \d+ solved, .*, bound .* s, \d+ s")
+    told = re.compile(r"searching: \d+ solved, .*, bound .* s")
     page.get_by_role("status").filter(has_text=told).wait_for()
     page.get_by_role("button", name="Cancel").click()
     page.get_by_role("alert").filter(has_text="Cancelled.").wait_for()
