@@ -17,6 +17,13 @@ from nest_megatron.app.run import Run
 _MODEL, _COMMAND = "A model", "My Megatron-LM command"
 _RELEASES = ("0.16.1", "0.20")
 _Field = TypeVar("_Field", ui.input, ui.textarea, ui.select)
+#: With a contrast of 4.5 to 1 and more on light and on dark pages. Of two rules that are important
+#: the one in the earlier layer wins, and NiceGUI has Quasar's in a later one.
+_COLOURS = """
+body { --q-primary: #2a65a8 !important; }
+body.body--dark { --q-primary: #8ab8ea !important; --q-negative: #ff8a80 !important; }
+@layer theme { .body--dark .q-btn.bg-primary { color: #14171c !important; } }
+"""
 _ERROR = "whitespace-pre-wrap break-words font-mono text-sm w-full text-negative"
 
 
@@ -32,6 +39,7 @@ class Page:
         self._run: Run | None = None
         self._planned = Asked(work=Work.PLAN)
         ui.context.client.on_delete(self._cancel)
+        ui.add_css(_COLOURS)
         self._keys = ui.keyboard(self._on_key, active=False, ignore=[])
         with ui.element("div").classes("w-full flex flex-col lg:flex-row gap-8"):
             with ui.column().classes("w-full lg:w-96 shrink-0"):
@@ -160,9 +168,9 @@ class Page:
 
     def _show(self, asked: Asked, answer: Answer) -> None:
         self._error.text = answer.text if answer.is_error else ""
-        self._progress.text = "" if answer.is_error else "Done after"
+        took, self._elapsed.text = self._elapsed.text, ""
+        self._progress.text = "" if answer.is_error else f"Done after {took}."
         if answer.is_error:
-            self._elapsed.text = ""
             focus(self._error)
         elif asked.work is Work.WHATIF:
             self._changed.show(answer)

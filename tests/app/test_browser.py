@@ -25,6 +25,21 @@ pytestmark = [
 PATIENCE_MS = 120_000
 
 
+#: Of a text against what is painted behind it (WCAG 2.2, 1.4.3).
+CONTRAST = """element => {
+  const parts = text => (text.match(/[\\d.]+/g) || []).map(Number);
+  const light = text => parts(text).slice(0, 3).map(each => each / 255)
+    .map(each => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, each, at) => sum + each * [0.2126, 0.7152, 0.0722][at], 0);
+  let behind = element;
+  while (behind && parts(getComputedStyle(behind).backgroundColor)[3] === 0)
+    behind = behind.parentElement;
+  const painted = behind ? getComputedStyle(behind).backgroundColor : "rgb(255, 255, 255)";
+  const both = [light(getComputedStyle(element).color), light(painted)].sort((a, b) => b - a);
+  return (both[0] + 0.05) / (both[1] + 0.05);
+}"""
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -138,6 +153,45 @@ def test_a_search_says_how_far_it_is_and_is_cancelled(page: Any) -> None:
     page.get_by_role("button", name="Cancel").click()
     page.get_by_role("alert").filter(has_text="Cancelled.").wait_for()
     assert page.get_by_role("button", name="Plan", exact=True).is_enabled()
+
+
+def test_the_keyboard_alone_plans_cancels_and_reads_on(page: Any) -> None:
+    page.get_by_label("Model", exact=True).focus()
+    for label in ("Instead: path or contents of a model file", "Cluster", "Instead", "GPUs"):
+        page.keyboard.press("Tab")
+        assert page.locator(":focus").get_attribute("aria-label").startswith(label)
+    page.keyboard.type("8")
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Cancel").wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_role("alert").filter(has_text="Cancelled.").wait_for()
+    assert page.locator(":focus").get_attribute("aria-label") == "GPUs"  # it was left there
+    page.get_by_role("button", name="Plan", exact=True).focus()
+    page.keyboard.press("Enter")
+    page.locator(":focus", has_text="Cancel").wait_for()
+    page.locator("[role=heading]:focus", has_text="The plan").wait_for()
+    assert page.get_by_role("status").text_content().startswith("Done after")
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (390, "dark"), (1280, "dark")])
+def test_a_page_of_any_width_is_read_without_scrolling_sideways(
+    browser: Any, app: Served, width: int, scheme: str
+) -> None:
+    window = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
+    with browser.new_context(**window) as context:
+        page = opened(context, app)
+        page.get_by_role("button", name="My Megatron-LM command").click()
+        page.get_by_label("Command, or path").fill(LLAMA3_8B)
+        page.get_by_role("button", name="Price as it is").click()
+        report(page).get_by_role("heading").first.wait_for()
+        page.get_by_role("button", name="As the command line prints it").first.click()
+        page.get_by_role("region", name="The plan, as printed").wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        unnamed = r"(?m)^ *- '?(button|textbox|combobox|region|alert|status)[^\"\n]*$"
+        assert set(re.findall(unnamed, page.locator("main").aria_snapshot())) <= {"alert", "status"}
+        for role, shown in (("button", "Plan"), ("button", "Price as it is")):
+            found = page.get_by_role(role, name=shown, exact=True)
+            assert found.evaluate(CONTRAST) >= 4.5
 
 
 def test_two_tabs_do_not_mix(page: Any, app: Served) -> None:
