@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -121,11 +123,12 @@ class Asked:
         """
         if not self.is_local:
             self._require_no_file()
-        with tempfile.TemporaryDirectory(prefix="nest-megatron-app-") as folder:
+        with tempfile.TemporaryDirectory(prefix="nest-megatron-app-") as name, _named(Path(name)):
+            folder = Path(name)
             if self.work is Work.WHATIF:
-                changed = self._what_if(Path(folder))
+                changed = self._what_if(folder)
                 return Answer(text=str(changed), page=changed.to_html())
-            found = self._plan(Path(folder), on_progress)
+            found = self._plan(folder, on_progress)
         page = found.explain().to_html()
         return Answer(text=str(found), page=page, plan_file=plan_file.dump(found.record))
 
@@ -165,6 +168,9 @@ class Asked:
                 on_progress=on_progress,
                 **settings,
             )
+        if not self.model:
+            limit, fix = "neither is given", "Choose a model, or type the command that you launch."
+            raise UserInputError("model or command", value=None, limit=limit, fix=fix)
         model = _source(self.model, folder / "pasted.json")
         if not is_plan:
             return api.estimate(model=model, cluster=cluster, **settings)
@@ -172,6 +178,22 @@ class Asked:
 
 
 _OTHERS = "paths are refused, for they would be read for whoever reaches this page"
+
+
+#: Options of the command line by the fields of the form that stand for them.
+_FIELDS = {"--from": "command", "--free": "flags that may change"}
+
+
+@contextlib.contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Let errors name fields of the form, and not the files that hold what was pasted."""
+    try:
+        yield
+    except UserInputError as error:
+        error.what = _FIELDS.get(error.what, error.what)
+        if str(folder) in str(error.value):
+            error.value = "what was pasted"
+        raise
 
 
 def _source(text: str, path: Path) -> str | Path:

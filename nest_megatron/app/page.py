@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import TypeVar
 
 from nicegui import ui
 from nicegui.events import KeyEventArguments
 
 import nest_megatron
 from nest_megatron.app.asked import Answer, Asked, Work
+from nest_megatron.app.fields import NameField, labelled
 from nest_megatron.app.results import Section, focus, heading_label
 from nest_megatron.app.run import Run
 
 _MODEL, _COMMAND = "A model", "My Megatron-LM command"
 _RELEASES = ("0.16.1", "0.20")
-_Field = TypeVar("_Field", ui.input, ui.textarea, ui.select)
 #: With a contrast of 4.5 to 1 and more on light and on dark pages. Of two rules that are important
 #: the one in the earlier layer wins, and NiceGUI has Quasar's in a later one.
 _COLOURS = """
@@ -38,7 +36,8 @@ class Page:
         self._is_local = is_local
         self._run: Run | None = None
         self._planned = Asked(work=Work.PLAN)
-        ui.context.client.on_delete(self._cancel)
+        self._is_closed = False
+        ui.context.client.on_delete(self._close)
         ui.add_css(_COLOURS)
         self._keys = ui.keyboard(self._on_key, active=False, ignore=[])
         with ui.element("div").classes("w-full flex flex-col lg:flex-row gap-8"):
@@ -52,20 +51,20 @@ class Page:
         self._source = ui.toggle([_MODEL, _COMMAND], value=_MODEL).props("no-caps spread")
         self._source.classes("w-full").visible = self._is_local
         with ui.column().classes("w-full") as by_model:
-            self._model = _choice("Model", nest_megatron.models(), "llama3_8b")
+            self._model = NameField("Model", nest_megatron.models(), "llama3_8b")
             self._own_model = self._text("Instead: path or contents of a model file")
         with ui.column().classes("w-full") as by_command:
             self._command = self._text("Command, or path of the script that launches it")
             self._free = self._line("Flags that may change", value="all").classes("w-full")
-            self._release = _choice("Megatron-LM release", _RELEASES, _RELEASES[0])
+            self._release = NameField("Megatron-LM release", _RELEASES, _RELEASES[0])
         by_model.bind_visibility_from(self._source, "value", value=_MODEL)
         by_command.bind_visibility_from(self._source, "value", value=_COMMAND)
-        self._cluster = _choice("Cluster", nest_megatron.clusters(), "dgx_h100")
+        self._cluster = NameField("Cluster", nest_megatron.clusters(), "dgx_h100")
         self._own_cluster = self._text("Instead: path or contents of a cluster file")
         with ui.row(wrap=False).classes("w-full"):
             self._gpus = self._line("GPUs", placeholder="as given")
             self._batch = self._line("Global batch size", placeholder="as given")
-        self._settings = _labelled(
+        self._settings = labelled(
             ui.textarea(
                 "More settings, one a line", placeholder="parallel.tensor_model_parallel_size=8"
             )
@@ -82,13 +81,13 @@ class Page:
 
     def _line(self, label: str, value: str = "", placeholder: str | None = None) -> ui.input:
         """A field of one line, in which Enter plans."""
-        field = _labelled(ui.input(label, value=value, placeholder=placeholder))
+        field = labelled(ui.input(label, value=value, placeholder=placeholder))
         field.on("keydown.enter", self._plan)
         return field
 
     def _text(self, label: str) -> ui.textarea:
         """A field for a path or for contents, where those are taken."""
-        field = _labelled(ui.textarea(label)).props("autogrow")
+        field = labelled(ui.textarea(label)).props("autogrow")
         field.visible = self._is_local
         return field
 
@@ -109,7 +108,7 @@ class Page:
     def _make_what_if(self) -> None:
         with ui.row(wrap=False).classes("w-full items-center moves-focus"):
             example = "gpus=16,32 memory=141GiB"
-            self._changes = _labelled(ui.input("What if", placeholder=example)).classes("grow")
+            self._changes = labelled(ui.input("What if", placeholder=example)).classes("grow")
             self._changes.on("keydown.enter", self._compare)
             self._buttons.append(ui.button("Compare", on_click=self._compare).props("outline"))
         saved = {"Save this comparison": ("whatif.html", lambda answer: answer.page)}
@@ -149,6 +148,8 @@ class Page:
         self._set_working(True)
         try:
             async for message in self._run.messages():
+                if self._is_closed:
+                    continue  # until the process has ended
                 if isinstance(message, Answer):
                     self._show(asked, message)
                 else:
@@ -156,7 +157,8 @@ class Page:
                     self._elapsed.text = f"{message.elapsed_s:.0f} s"
         finally:
             self._run = None
-            self._set_working(False)
+            if not self._is_closed:
+                self._set_working(False)
 
     def _set_working(self, is_working: bool) -> None:
         self._working.visible = self._stop.visible = self._keys.active = is_working
@@ -185,18 +187,13 @@ class Page:
         if pressed.key.escape and pressed.action.keydown:
             self._cancel()
 
+    def _close(self) -> None:
+        self._is_closed = True
+        self._cancel()
+
     def _cancel(self) -> None:
         if self._run is not None:
             self._run.cancel()
-
-
-def _choice(label: str, names: Iterable[str], chosen: str) -> ui.select:
-    return _labelled(ui.select([*names], label=label, value=chosen, with_input=True))
-
-
-def _labelled(field: _Field) -> _Field:
-    """A field with its label above it, whatever it holds."""
-    return field.props("stack-label outlined dense").classes("w-full")
 
 
 def _first(*texts: str | None) -> str:

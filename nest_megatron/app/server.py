@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import multiprocessing
 import secrets
@@ -60,9 +61,21 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        limit = f"it cannot be listened on: {error.strerror or error}"
-        fix = "Name an address of this machine as --host, and a free --port (0 finds one)."
-        raise UserInputError("--host", value=f"{host}:{port}", limit=limit, fix=fix) from error
+        raise _refused(host, port, error) from error
+
+
+def _refused(host: str, port: int, error: OSError) -> UserInputError:
+    """Why an address cannot be listened on, and which other one can."""
+    if error.errno == errno.EADDRINUSE:
+        limit = f"another program listens there on {host}, perhaps another nest-megatron app"
+        fix = "Open the address that it printed, or take a free port: --port 0 finds one."
+        return UserInputError("--port", value=port, limit=limit, fix=fix)
+    if error.errno == errno.EACCES:
+        limit = "ports below 1024 are the administrator's as a rule"
+        return UserInputError("--port", value=port, limit=limit, fix="--port 0 finds a free one.")
+    limit = f"it cannot be listened on: {error.strerror or error}"
+    fix = "Name an address of this machine, or leave it out for this machine alone."
+    return UserInputError("--host", value=host, limit=limit, fix=fix)
 
 
 def _shown(host: str, bound: str) -> str:

@@ -218,7 +218,7 @@ def refuse_sweeps(settings: Sequence[Setting]) -> None:
     for setting in settings:
         if len(_values(setting)) > 1:
             limit = "it has several values, and one job is planned"
-            fix = "Give one value, or add --multirun to plan each."
+            fix = "Give one value; `nest-megatron plan --multirun` plans each."
             raise UserInputError(setting.key, value=setting.value, limit=limit, fix=fix)
 
 

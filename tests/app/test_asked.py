@@ -56,6 +56,12 @@ def test_a_command_is_planned_beside_what_it_runs() -> None:
     assert "Today and planned" not in own.text
 
 
+def test_a_flag_that_megatron_lacks_is_named() -> None:
+    command = f"{LLAMA3_8B} --frobnicate 3"
+    found = answer(Work.ESTIMATE, command=command, num_gpus="16", global_batch_size="")
+    assert "Megatron 0.16.1 has no flag --frobnicate; it is passed on as it is." in found.text
+
+
 def test_a_sweep_has_a_row_for_each_change(planned: Answer) -> None:
     found = answer(Work.WHATIF, plan_file=planned.plan_file, changes="memory=141GiB")
     assert "unchanged" in found.text
@@ -90,6 +96,9 @@ def test_settings_are_those_of_the_command_line() -> None:
         ({"model": "llama9"}, "model", "no such model in the catalogue"),
         ({"model": "./missing.json"}, "model", "cannot be read"),
         ({"model": '{"model_type": '}, "model", "JSON"),
+        ({"model": ""}, "model or command", "neither is given"),
+        ({"command": "missing.sh"}, "command", "cannot be read"),
+        ({"command": LLAMA3_8B, "free": "tensor"}, "flags that may change", "no flag"),
         ({"cluster": "x: ${oc.env:HOME}\ny: 1"}, "cluster", "calls a resolver"),
     ],
 )
@@ -101,6 +110,7 @@ def test_what_is_wrong_is_named_with_its_limit(
     assert raised.value.what == what
     assert limit in raised.value.limit
     assert raised.value.fix
+    assert "/nest-megatron-app-" not in f"{raised.value.value} {raised.value.limit}"
 
 
 def test_a_model_that_does_not_fit_is_no_mistake() -> None:

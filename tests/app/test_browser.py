@@ -5,7 +5,10 @@ Skipped where nicegui, playwright or a Chromium on the path is missing.
 
 from __future__ import annotations
 
+import os
 import re
+import select
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,6 +147,17 @@ def test_a_mistake_is_named_with_its_fix_and_the_form_stays(page: Any) -> None:
     assert alert.count() == 0
 
 
+def test_a_name_that_is_wrong_is_told_and_no_other_is_planned(page: Any) -> None:
+    page.get_by_label("Model", exact=True).fill("llama3_9b")
+    page.get_by_role("button", name="Plan", exact=True).click()
+    page.get_by_role("alert").filter(has_text="model = llama3_9b: there is no such").wait_for()
+    assert page.get_by_label("Model", exact=True).input_value() == "llama3_9b"
+    choose(page, "Model", "gpt3_126m")
+    page.get_by_label("GPUs").fill("8")
+    page.get_by_role("button", name="Price as it is").click()
+    report(page).get_by_role("heading", name="gpt3_126m on 8").wait_for()
+
+
 def test_a_search_says_how_far_it_is_and_is_cancelled(page: Any) -> None:
     choose(page, "Model", "deepseek_v3")
     page.get_by_label("GPUs").fill("1024")
@@ -200,6 +214,51 @@ def test_two_tabs_do_not_mix(page: Any, app: Served) -> None:
     plan(other, "gpt3_7b")
     report(other).get_by_role("heading", name="gpt3_7b on 8").wait_for()
     report(page).get_by_role("heading", name="llama3_8b on 8").wait_for()
+
+
+def test_a_tab_that_is_closed_ends_what_it_runs(browser: Any, tmp_path: Path) -> None:
+    with served(tmp_path) as started:
+        with browser.new_context() as context:
+            page = opened(context, started)
+            choose(page, "Model", "deepseek_v3")
+            page.get_by_label("GPUs").fill("4096")
+            page.get_by_role("button", name="Plan", exact=True).click()
+            page.get_by_role("button", name="Cancel").wait_for()
+            planning = planning_process(started)
+        assert ended(planning)
+        started.process.send_signal(signal.SIGINT)
+        _, err = started.process.communicate()
+    assert (started.process.returncode, err) == (0, "")
+
+
+def test_ctrl_c_ends_what_tabs_run(browser: Any, tmp_path: Path) -> None:
+    with served(tmp_path) as started, browser.new_context() as context:
+        page = opened(context, started)
+        page.get_by_role("button", name="Plan", exact=True).click()
+        page.get_by_role("button", name="Cancel").wait_for()
+        planning = planning_process(started)
+        started.process.send_signal(signal.SIGINT)
+        _, err = started.process.communicate()
+        assert ended(planning)
+    assert (started.process.returncode, err) == (0, "")
+
+
+def planning_process(started: Served) -> int:
+    """A descriptor of the child of the app that plans; another one counts what both share."""
+    pid = started.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
+    words = {
+        child: Path(f"/proc/{child}/cmdline").read_text(encoding="utf-8") for child in children
+    }
+    (planning,) = (int(child) for child, each in words.items() if "spawn_main" in each)
+    return os.pidfd_open(planning)
+
+
+def ended(process: int) -> bool:
+    """Whether a process has ended, which is waited for."""
+    readable, _, _ = select.select([process], [], [], PATIENCE_MS / 1000)
+    os.close(process)
+    return bool(readable)
 
 
 def test_over_the_network_the_form_takes_no_path(browser: Any, tmp_path: Path) -> None:

@@ -88,10 +88,19 @@ def test_other_machines_are_served_with_a_warning(tmp_path: Path) -> None:
 
 def test_an_address_that_is_taken_or_not_ours_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        with pytest.raises(UserInputError, match="cannot be listened on"):
-            listen("127.0.0.1", taken.getsockname()[1])
-        with pytest.raises(UserInputError, match="cannot be listened on"):
-            listen("192.0.2.1", 0)  # of no machine
+        port = taken.getsockname()[1]
+        with pytest.raises(UserInputError, match=f"--port = {port}: another program") as raised:
+            listen("127.0.0.1", port)
+    assert "--port 0" in raised.value.fix
+    for host in ("192.0.2.1", "no such host"):
+        with pytest.raises(UserInputError, match=f"--host = '{host}': it cannot be") as raised:
+            listen(host, 0)
+
+
+def test_a_second_app_on_the_same_port_says_so(app: Served) -> None:
+    done = run("app", "--port", str(urlsplit(app.origin).port), "--no-browser")
+    assert (done.code, done.out) == (2, "")
+    assert "perhaps another nest-megatron app" in done.err
 
 
 def test_without_the_library_the_command_names_what_to_install(
