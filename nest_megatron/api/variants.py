@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _SHORT = {"gpus": "cluster.num_gpus", "memory": "cluster.accelerator.memory_bytes"}
 #: What a plan's job is; other settings say how it is planned.
 _OF_JOB = ("cluster", "model", "train", "parallel")
+#: How long its run is, in either of two ways.
+_RUN_LENGTH = ("train.tokens", "train.train_samples")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -220,7 +222,7 @@ def _no_change(changes: Sequence[Setting], limit: str, fix: str) -> UserInputErr
 
 
 def _is_of_job(key: str) -> bool:
-    return key.partition(".")[0] in _OF_JOB and key != "train.tokens"
+    return key.partition(".")[0] in _OF_JOB and key not in _RUN_LENGTH
 
 
 def _is_of_layout(key: str) -> bool:
@@ -248,6 +250,7 @@ def _jobs(
 def _merged(base: Sequence[Setting], given: Sequence[Setting]) -> tuple[Setting, ...]:
     """The settings of a plan's job, with others in the place of its own."""
     keys = {setting.key for setting in given}
+    keys |= {*_RUN_LENGTH} if keys.intersection(_RUN_LENGTH) else set()
     return (*(setting for setting in base if setting.key not in keys), *given)
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from nest_megatron.config.buildable import buildable_space
 from nest_megatron.config.compose import compose
+from nest_megatron.config.given import planned_with
 from nest_megatron.config.overrides import Setting, value_text
 from nest_megatron.config.request import request_of
 from nest_megatron.config.schema import section_keys
 from nest_megatron.config.target import read_target
+from nest_megatron.cost_model.goodput import Reliability, goodput
 from nest_megatron.cost_model.settings import (
     is_trait,
     restored_settings,
@@ -20,13 +22,19 @@ from nest_megatron.cost_model.settings import (
 )
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.price import Rates
 from nest_megatron.planner import PlanRequest
 from nest_megatron.planner.assemble import describe_space
+from nest_megatron.profile.mode import ProfileMode
+from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.solver.space import DEGREES
 
 
 def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
     """Settings that state the job of a plan file: its model, cluster, batch and search space.
+
+    With them goes all that the plan was made with: what it was chosen for, whether by a profile and
+    the site's calibration, what a GPU costs, how often the job fails.
 
     Args:
         path: of the file, which holds the model and the cluster; by ``is_path`` it is one.
@@ -40,6 +48,7 @@ def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
     stated["train.precision"] = plan.train.precision.value
     stated["train.global_batch_size"] = plan.train.global_batch_size
     found = {key: value_text(value) for key, value in stated.items() if value is not None}
+    found |= planned_with(plan) | _sources(plan) | _paid(plan)
     request = _request(found)
     found |= _space_settings(plan, _words(request))
     found |= _assumptions(plan, stored_settings(request.settings), path)
@@ -81,6 +90,35 @@ def _request(stated: Mapping[str, str]) -> PlanRequest:
 def _words(request: PlanRequest) -> dict[str, str]:
     """A request's space in the words of a plan file."""
     return dict(describe_space(request.space, request.cluster, request.policy))
+
+
+def _sources(plan: ParallelPlan) -> dict[str, str]:
+    """What of measurements a plan was made without: its changes are not priced by it either."""
+    found = {}
+    if plan.provenance.profile == ANALYTIC_NAME:
+        found["profile.mode"] = ProfileMode.ANALYTIC.value
+    if plan.provenance.site is None:
+        found["profile.site"] = "false"
+    return found
+
+
+def _paid(plan: ParallelPlan) -> dict[str, str]:
+    """What a GPU costs, the length of the run, and how often it fails."""
+    rates, reliability = rates_of(plan), reliability_of(plan)
+    found = {} if reliability is None else _fields("reliability", reliability)
+    if rates is not None:
+        found |= _fields("cost", rates)
+        if (tokens := found.pop("cost.tokens", None)) is not None:
+            found["train.tokens"] = tokens
+    return found
+
+
+def _fields(section: str, record: Rates | Reliability) -> dict[str, str]:
+    return {
+        f"{section}.{name}": value_text(value)
+        for name, value in dataclasses.asdict(record).items()
+        if value is not None
+    }
 
 
 def _refuse_unstated(plan: ParallelPlan, path: Path) -> None:
@@ -152,3 +190,30 @@ def _assumptions(
     for name in found.keys() - wanted.keys():
         raise _unstated(path, f"{name} (not set)")
     return stated
+
+
+def reliability_of(plan: ParallelPlan) -> Reliability | None:
+    """How often the job of a plan fails, where its file says it.
+
+    It saves as often as is best, if that is what the plan does.
+    """
+    found, num_gpus = plan.goodput, plan.placement.num_gpus
+    if found is None:
+        return None
+    best = Reliability(
+        mtbf_hours=float(f"{found.mtbf_s * num_gpus / 3600:.12g}"),
+        checkpoint_s=found.checkpoint_s,
+        restart_s=found.restart_s,
+    )
+    said = goodput(best, plan.predicted.iteration_time_s, num_gpus).save_interval
+    if said == found.save_interval:
+        return best
+    return dataclasses.replace(best, save_interval=found.save_interval)
+
+
+def rates_of(plan: ParallelPlan) -> Rates | None:
+    """What a GPU of the job of a plan costs, where its file says it."""
+    found = plan.price
+    if found is None:
+        return None
+    return Rates(gpu_hour=found.gpu_hour, gpu_watts=found.gpu_watts, tokens=found.tokens)

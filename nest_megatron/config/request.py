@@ -13,6 +13,7 @@ from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.config.batch import REPLICA_DEGREES, batch_of, batch_schedule_of
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.defaults import naming_defaults
+from nest_megatron.config.given import given_settings
 from nest_megatron.config.job import Job
 from nest_megatron.config.plausible import require_plausible
 from nest_megatron.config.policy import (
@@ -225,6 +226,7 @@ def request_for(
         sequence_lengths=lengths,
         policy=policy,
         defaults=defaults,
+        given=given_settings(config),
         site=site,
     )
 

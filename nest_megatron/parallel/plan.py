@@ -112,6 +112,7 @@ class Provenance:
         made_by: the command or the call that planned it.
         site: the calibration of the site, where one was used.
         defaults: settings that are the site's, each with its file and line.
+        given: settings that no other part of the file says, as typed (``search.tie_percent=2``).
     """
 
     nest_megatron_version: str
@@ -126,6 +127,7 @@ class Provenance:
     made_by: str | None = added(None)
     site: SiteChange | None = added(None)
     defaults: tuple[str, ...] = added(())
+    given: tuple[str, ...] = added(())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

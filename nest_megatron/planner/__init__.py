@@ -267,6 +267,7 @@ def _assemble(
         lengths=request.sequence_lengths,
         site=request.site,
         defaults=request.defaults,
+        given=request.given,
         **others,
     )
 

@@ -63,6 +63,7 @@ def assemble(
     lengths: SequenceLengths | None = None,
     site: Site | None = None,
     defaults: tuple[str, ...] = (),
+    given: tuple[str, ...] = (),
 ) -> ParallelPlan:
     """The plan file of a solved grid, sealed.
 
@@ -71,6 +72,7 @@ def assemble(
         lengths: of the data's sequences.
         site: the site's calibration.
         defaults: settings that are the site's.
+        given: settings that nothing else of the plan says.
     """
     spec, cluster, grid = model.spec, model.cluster, best.grid
     partition = best.partition()
@@ -107,6 +109,7 @@ def assemble(
             settings=stored_settings(model.settings),
             site=None if site is None else site.change(known, memory),
             defaults=defaults,
+            given=given,
         ),
         execution=grid.execution,
         uncertainty=described(known, short),

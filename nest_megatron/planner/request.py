@@ -143,6 +143,7 @@ class PlanRequest:
         sequence_lengths: of the data, which the traits of ``settings`` price.
         policy: rules that plans keep to, beside those that ``space`` holds already.
         defaults: settings of the job that are the site's, each with its file and line.
+        given: settings that only the plan's record of them says, as typed.
         site: the site's calibration, by which plans are chosen; ``None`` for the catalogue's alone.
         rates: what a GPU costs, and the length of the run; ``None`` says nothing of prices.
     """
@@ -177,6 +178,7 @@ class PlanRequest:
     sequence_lengths: SequenceLengths | None = None
     policy: Policy = ()
     defaults: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
     site: Site | None = None
     rates: Rates | None = None
 

@@ -146,6 +146,9 @@ def _notes(present: ParallelPlan | None, variants: Sequence[Variant]) -> Iterato
             f"Planned again, unchanged, the job takes {now} with {same} layout, and {then} in the "
             "file: it was made with other settings, profiles or another version."
         )
+    if present is not None:
+        yield from _site_notes(present, again)
+    yield from _uncalibrated(again, others)
     for variant in others:
         found = variant.row.plan
         if found is not None and step_s(found) == step_s(again):
@@ -159,6 +162,23 @@ def _notes(present: ParallelPlan | None, variants: Sequence[Variant]) -> Iterato
             "predicted step can be longer on a better cluster; search.objective=nominal compares "
             "predicted steps alone."
         )
+
+
+def _site_notes(present: ParallelPlan, again: ParallelPlan) -> Iterator[str]:
+    """In what the site's calibration of the unchanged job is not that of the plan's file."""
+    then, now = present.provenance.site, again.provenance.site
+    if then is not None and now is None:
+        yield f"Planned again, the job is without the site's calibration ({then.name}) of its file."
+    elif then is not None and now is not None and then.digest != now.digest:
+        yield f"The calibration of the site ({now.name}) has changed since the plan was made."
+
+
+def _uncalibrated(again: ParallelPlan, others: Sequence[Variant]) -> Iterator[str]:
+    """Changes for which the site's calibration is not, although it is for the unchanged job."""
+    plans = ((each.row.plan, each.words()) for each in others)
+    names = [words for plan, words in plans if plan and plan.provenance.site is None]
+    if again.provenance.site is not None and names:
+        yield f"The site's calibration is of the unchanged cluster, and not of {'; '.join(names)}."
 
 
 def _ending(row: SweepRow) -> str:

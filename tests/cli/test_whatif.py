@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ from nest_megatron.api.sweep_jobs import opened
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
-from nest_megatron.config.plan_settings import settings_of
+from nest_megatron.config.plan_settings import rates_of, reliability_of, settings_of
 from nest_megatron.config.request import read_cluster, request_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel import plan_file
@@ -119,6 +120,50 @@ def test_what_was_fixed_stays_fixed(tmp_path: Path) -> None:
     assert set(fixed) <= stated
     first, _ = rows(str(path), "memory=100GiB")
     assert first["iteration_time_s"] == plan.predicted.iteration_time_s
+
+
+PLANNED_WITH = (
+    *("search.objective=cautious", "search.failed_start_percent=9.0", "search.tie_percent=2.5"),
+    *("search.max_out_of_memory_percent=1.0", "search.keep=[cp_comm_type]"),
+    *("cost.gpu_hour=2.5", "cost.gpu_watts=1000.0", "train.tokens=1000000000000"),
+    *("reliability.mtbf_hours=50000.0", "reliability.restart_s=300.0", "profile.site=false"),
+)
+
+
+def test_what_a_plan_was_made_with_need_not_be_given_again(tmp_path: Path) -> None:
+    path = tmp_path / "made.yaml"
+    assert run("plan", *JOB, BATCH, *QUICK, *PLANNED_WITH, f"out={path}").code == 0
+    plan = plan_file.read(path)
+    stated = {str(setting) for setting in settings_of(plan, path)}
+    assert {*PLANNED_WITH, "profile.mode=analytic", "reliability.checkpoint_s=60.0"} <= stated
+    assert "reliability.save_interval" not in " ".join(stated), "the best of each job"
+    changes = {"memory": "100GiB", "search.objective": "nominal", "search.num_alternatives": 0}
+    found = nest_megatron.whatif(path, changes)
+    again = found.variants[0].row.plan
+    assert again is not None
+    assert (rates_of(again), reliability_of(again)) == (rates_of(plan), reliability_of(plan))
+    assert again.choice is None, "a word that is typed wins"
+    assert again.provenance.given == (
+        "search.objective=nominal",
+        *(text for text in plan.provenance.given if not text.startswith("search.objective")),
+    )
+
+
+def test_a_nominal_plan_of_an_earlier_version_stays_one(plan: ParallelPlan, path: Path) -> None:
+    old = dataclasses.replace(plan, choice=None)
+    stated = {str(setting) for setting in settings_of(plan_file.sealed(old), path)}
+    assert {"search.objective=nominal", "search.tie_percent=1.0"} <= stated
+
+
+def test_other_rates_and_the_length_of_the_run_are_typed(path: Path, tmp_path: Path) -> None:
+    priced = tmp_path / "priced.yaml"
+    words = (*JOB, BATCH, *QUICK, "train.tokens=1T", "cost.gpu_hour=2")
+    assert run("plan", *words, f"out={priced}").code == 0
+    changes = {"memory": "100GiB", "train.train_samples": 1000, "search.num_alternatives": 0}
+    again = nest_megatron.whatif(priced, changes).variants[0].row.plan
+    assert again is not None
+    assert again.price is not None
+    assert (again.price.gpu_hour, again.price.tokens) == (2.0, 1000 * again.train.seq_length)
 
 
 def test_adapters_of_a_plan_file_are_trained_again(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+import nest_megatron
 from nest_megatron.cluster.discovery import with_hosts_of
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import compose
@@ -27,6 +28,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.history import store
 from nest_megatron.history.records import Outcome, RunRecord, cluster_key, job_key
 from nest_megatron.integrations.megatron_lm import other_layout
+from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import PlanRequest, plan
 from nest_megatron.planner.uncertain import allocatable
@@ -207,6 +209,22 @@ def test_other_layouts_of_a_plan_have_it_too(
     found = other_layout.versus(plan, "tp=4")
     assert found.plan.provenance.site is None
     assert "is not here" in found.notes[0]
+
+
+def test_other_clusters_of_a_plan_are_said_to_be_without_it(
+    sites: SiteCalibration, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.yaml"
+    plan_file.write(planned("cluster.num_gpus=8", "parallel.tensor_model_parallel_size=8"), path)
+    changes = {"cluster.accelerator": "h200_sxm_141gb"}
+    found = nest_megatron.whatif(path, changes)
+    again, other = (row.row.plan for row in found.variants)
+    assert again is not None
+    assert other is not None
+    assert again.provenance.site is not None
+    assert other.provenance.site is None
+    words = " ".join(str(found).split())
+    assert "calibration is of the unchanged cluster, and not of accelerator=h200" in words
 
 
 def text_of(found: ParallelPlan) -> str:

@@ -12,10 +12,10 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.batch import REPLICA_DEGREES
 from nest_megatron.config.buildable import buildable_space
 from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.plan_settings import rates_of, reliability_of
 from nest_megatron.config.site import choose_site
 from nest_megatron.config.space import fixed_degrees, read_rank_order, read_recompute, read_zero
 from nest_megatron.config.target import fields_of
-from nest_megatron.cost_model.goodput import Reliability
 from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.cost_model.site import Site
 from nest_megatron.cost_model.target_defaults import target_named
@@ -34,7 +34,6 @@ from nest_megatron.parallel.layout import parse_layout, spread_partition
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import ParallelPlan, sharding, zero_stage
-from nest_megatron.parallel.price import Rates
 from nest_megatron.planner import PlanRequest
 from nest_megatron.planner.layouts import Layout, Prices, difference, estimate_for
 from nest_megatron.profile.lookup import LayerTimes
@@ -71,8 +70,8 @@ class PlannedJob:
             objective=Objective.NOMINAL,
             num_alternatives=0,
             num_compared=1,
-            reliability=_reliability(plan),
-            rates=_rates(plan),
+            reliability=reliability_of(plan),
+            rates=rates_of(plan),
             site=_site(plan, cluster),
             space=SearchSpace(version=self._version),
             max_seconds=SEARCH_S,
@@ -244,24 +243,3 @@ class PlannedJob:
 def _site(plan: ParallelPlan, cluster: Cluster) -> Site | None:
     """The calibration of the site, where the plan was made with one and it is here."""
     return None if plan.provenance.site is None else choose_site(compose(()).config, cluster)[0]
-
-
-def _reliability(plan: ParallelPlan) -> Reliability | None:
-    """How often the job of a plan fails, where its file says it."""
-    found = plan.goodput
-    if found is None:
-        return None
-    return Reliability(
-        mtbf_hours=found.mtbf_s * plan.placement.num_gpus / 3600,
-        checkpoint_s=found.checkpoint_s,
-        restart_s=found.restart_s,
-        save_interval=found.save_interval,
-    )
-
-
-def _rates(plan: ParallelPlan) -> Rates | None:
-    """What a GPU of the job of a plan costs, where its file says it."""
-    found = plan.price
-    if found is None:
-        return None
-    return Rates(gpu_hour=found.gpu_hour, gpu_watts=found.gpu_watts, tokens=found.tokens)
