@@ -60,7 +60,7 @@ OWN = Source()
 
 
 def to_plain(value: object) -> Any:
-    """Records, enums, tuples and mappings as dicts, lists, numbers and text."""
+    """Records, enums, tuples, sets and mappings as dicts, lists, numbers and text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (f for f in dataclasses.fields(value) if f.init and not _is_left_out(f, value))
         return {key_of(f): to_plain(getattr(value, f.name)) for f in fields}
@@ -70,6 +70,8 @@ def to_plain(value: object) -> Any:
         return {str(to_plain(key)): to_plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
         return [to_plain(item) for item in value]
+    if isinstance(value, frozenset):
+        return sorted(map(to_plain, value))
     return value
 
 

@@ -14,7 +14,7 @@ import importlib.resources
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from nest_megatron.documents import read_json
 from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import write_text
 from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
+from nest_megatron.integrations.stated_job import StatedJob
 from nest_megatron.integrations.typed_command import plan_command, read_typed
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
@@ -106,7 +107,7 @@ class SweepJob:
         key: what it consists of, in one word.
         config_dir: the folder of the user's own files.
         command: that it plans; ``None`` where the settings name a model.
-        traits: of the plan file whose job it is, as for ``plan_composed``.
+        stated: by the recipe of the plan file whose job it is, as for ``plan_composed``.
     """
 
     settings: tuple[Setting, ...]
@@ -114,7 +115,7 @@ class SweepJob:
     key: str
     config_dir: str | None = None
     command: SweptCommand | None = None
-    traits: Mapping[str, float | str] | None = None
+    stated: StatedJob | None = None
 
     def composed(self, *, without: Callable[[str], bool] | None = None) -> Composed:
         """Its settings, behind the defaults of the site.
@@ -130,8 +131,8 @@ class SweepJob:
         """Its plan; raises as ``plan_composed``."""
         if self.command is not None:
             return self.command.plan(self.composed(), begun_s=begun_s, on_progress=on_progress)
-        composed, traits = self.composed(), self.traits
-        return plan_composed(composed, begun_s=begun_s, traits=traits, on_progress=on_progress)
+        composed, stated = self.composed(), self.stated
+        return plan_composed(composed, begun_s=begun_s, stated=stated, on_progress=on_progress)
 
 
 def sweep_job(
@@ -139,24 +140,24 @@ def sweep_job(
     keys: Collection[str],
     config_dir: Path | None = None,
     command: SweptCommand | None = None,
-    traits: Mapping[str, float | str] | None = None,
+    stated: StatedJob | None = None,
 ) -> SweepJob:
     """A job with its key: the composed values, files of the user included.
 
     Args:
         keys: of the settings in which the jobs of its sweep differ.
-        config_dir, command, traits: as of ``SweepJob``.
+        config_dir, command, stated: as of ``SweepJob``.
     """
     varied = tuple(setting for setting in settings if setting.key in keys)
     folder = None if config_dir is None else str(config_dir.expanduser().resolve())
     job = SweepJob(
-        settings=settings, varied=varied, key="", config_dir=folder, command=command, traits=traits
+        settings=settings, varied=varied, key="", config_dir=folder, command=command, stated=stated
     )
     try:
         composed = job.composed()
         values: list[object] = [to_plain(composed.config)]
         values += [] if command is None else [command.content(composed)]
-        values += [] if traits is None else [dict(traits)]
+        values += [] if stated is None else [to_plain(stated)]
     except UserInputError as error:  # its result is the error, and is never kept
         values = [str(error), *map(str, settings)]
     text = json.dumps([__version__, *values], sort_keys=True, default=str)

@@ -14,10 +14,10 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.keywords import setting_texts
 from nest_megatron.config.overrides import Setting, expand, parse, swept, value_text
-from nest_megatron.config.plan_settings import own_traits, settings_of, with_traits
-from nest_megatron.config.request import request_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, write_text
+from nest_megatron.integrations.plan_settings import settings_of, stated_job
+from nest_megatron.integrations.stated_job import StatedJob
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.rules import DEFAULT_VERSION
 from nest_megatron.planner.layouts import keep_layout
@@ -182,12 +182,11 @@ def plan_variants(path: Path, changes: Sequence[Setting], options: SweepOptions)
         fix = "For example cluster.levels.node.bandwidth=900GB/s, memory=141GiB or gpus=256,512."
         raise _no_change(changes, "it names no change of the job", fix)
     base = settings_of(present, path if path.is_absolute() else Path.cwd() / path)
-    traits = own_traits(present, base)
-    jobs = _jobs(base, changes, keys, traits=traits)
+    stated = stated_job(present, base)
+    jobs = _jobs(base, changes, keys, stated=stated)
 
     def kept(job: SweepJob) -> ParallelPlan:
-        request = request_of(job.composed(), choose_execution=True)
-        return keep_layout(present, with_traits(request, traits))
+        return keep_layout(present, stated.request(job.composed()))
 
     return _asked(present, jobs, kept, options)
 
@@ -234,7 +233,7 @@ def _jobs(
     changes: Sequence[Setting],
     keys: Collection[str],
     command: SweptCommand | None = None,
-    traits: Mapping[str, float | str] | None = None,
+    stated: StatedJob | None = None,
 ) -> list[SweepJob]:
     """The job unchanged, and one for each combination of the changes."""
     held = [setting for setting in changes if setting.key not in keys]
@@ -242,8 +241,8 @@ def _jobs(
     compose(with_defaults(each[-1]))  # what is wrong with the keys is wrong in all
     unchanged, *changed = each
     return [
-        sweep_job(unchanged, (), command=command, traits=traits),
-        *(sweep_job(settings, keys, command=command, traits=traits) for settings in changed),
+        sweep_job(unchanged, (), command=command, stated=stated),
+        *(sweep_job(settings, keys, command=command, stated=stated) for settings in changed),
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -81,7 +81,7 @@ class FreeParameters:
         option: how the user gives them, for messages.
     """
 
-    names: Collection[str] = ()
+    names: tuple[str, ...] = ()
     option: str = "--free"
 
 

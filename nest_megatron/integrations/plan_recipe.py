@@ -23,12 +23,9 @@ from nest_megatron.config.launch import MixedGpus
 from nest_megatron.config.overrides import Setting
 from nest_megatron.config.sequence_data import LENGTH_SETTINGS
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.planning import (
-    job_request,
-    on_device,
-    plan_to_launch,
-)
+from nest_megatron.integrations.megatron_lm.planning import job_request, plan_to_launch
 from nest_megatron.integrations.site_policy import read_launched
+from nest_megatron.integrations.stated_job import recorded
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner.pinned_job import ActualJob, require_same_job
@@ -103,14 +100,14 @@ def plan_recipe(
     """
     place = _place(job, cluster, _settings(job, cluster, overrides), hosts, mixed)
     job = dataclasses.replace(job, notes=(*job.notes, *place.notes))
-    request = job_request(on_device(job, place.cluster), place.cluster, place.composed)
+    request = job_request(job, place.cluster, place.composed)
     found = plan_to_launch(request, place.composed, choose)
     if job.restored is not None:
         job.restored.check(found, job.version)
     by_words = job.free.option == "nest.free"  # only Megatron-Bridge's scripts take them
     framework = "Megatron-Bridge" if by_words else "NeMo or Megatron-Bridge"
     made_by = "+nest=auto" if by_words else "auto_recipe"
-    return plan_file.made_for(found, framework, None, made_by), request.notes
+    return plan_file.made_for(found, framework, None, made_by, recorded(job)), request.notes
 
 
 def _settings(

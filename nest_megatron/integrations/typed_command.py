@@ -14,12 +14,13 @@ from nest_megatron.config.request import read_cluster, read_spec
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, with_launch
 from nest_megatron.integrations.megatron_lm.parser import read_command
-from nest_megatron.integrations.megatron_lm.planning import job_request, on_device
+from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters, kept_flags
 from nest_megatron.integrations.recipe_command import read_recipe
 from nest_megatron.integrations.restore import restored_by_command
 from nest_megatron.integrations.shell_script.launch import ScriptLaunch, script_launch
+from nest_megatron.integrations.stated_job import recorded
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.diff import Change
@@ -52,7 +53,7 @@ def read_request(
     if (command := job.command) is None:
         job = dataclasses.replace(job, free=free_parameters(tuple(free) or None, option="--free"))
         return job, job_request(job, cluster, composed)
-    job = dataclasses.replace(job, free=FreeParameters(names=free))
+    job = dataclasses.replace(job, free=FreeParameters(names=tuple(free)))
     restored = restored_by_command(command.values)
     if restored is not None:
         required, notes = restored.required(version), (*job.notes, restored.note())
@@ -71,7 +72,7 @@ def read_typed(
     # as large as the launcher says, unless a size is given
     num_gpus = None if "cluster.num_gpus" in composed.given else job.num_gpus
     cluster = read_cluster(composed.config, num_gpus)
-    return on_device(job, cluster), cluster
+    return job, cluster
 
 
 def read_model(
@@ -211,7 +212,7 @@ def made_for(plan: ParallelPlan, job: Job, made_by: str) -> ParallelPlan:
     if job.command is not None:
         return plan_file.made_for(plan, MEGATRON_LM, job.version, made_by)
     assert job.target is not None
-    return plan_file.made_for(plan, job.target.framework, None, made_by)
+    return plan_file.made_for(plan, job.target.framework, None, made_by, recorded(job))
 
 
 def _refuse_unknown(job: Job) -> None:

@@ -113,6 +113,7 @@ class Provenance:
         site: the calibration of the site, where one was used.
         defaults: settings that are the site's, each with its file and line.
         given: settings that no other part of the file says, as typed (``search.tie_percent=2``).
+        recipe: what the recipe of the job says beside them (``integrations/stated_job.py``).
     """
 
     nest_megatron_version: str
@@ -128,6 +129,7 @@ class Provenance:
     site: SiteChange | None = added(None)
     defaults: tuple[str, ...] = added(())
     given: tuple[str, ...] = added(())
+    recipe: Mapping[str, Any] | None = added(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

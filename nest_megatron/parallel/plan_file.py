@@ -46,11 +46,19 @@ def sealed(plan: ParallelPlan, **origin: Any) -> ParallelPlan:
     return dataclasses.replace(plan, provenance=provenance)
 
 
-def made_for(plan: ParallelPlan, framework: str, version: str | None, made_by: str) -> ParallelPlan:
+def made_for(
+    plan: ParallelPlan,
+    framework: str,
+    version: str | None,
+    made_by: str,
+    recipe: Mapping[str, Any] | None = None,
+) -> ParallelPlan:
     """The plan with what it was made for, unless it says so already; sealed again."""
     if plan.provenance.framework is not None:
         return plan
-    return sealed(plan, framework=framework, framework_version=version, made_by=made_by)
+    return sealed(
+        plan, framework=framework, framework_version=version, made_by=made_by, recipe=recipe
+    )
 
 
 def dump(plan: ParallelPlan) -> str:

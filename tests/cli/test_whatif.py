@@ -15,9 +15,9 @@ from nest_megatron.api.sweep_jobs import opened
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
-from nest_megatron.config.plan_settings import rates_of, reliability_of, settings_of
 from nest_megatron.config.request import read_cluster, request_of
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.plan_settings import rates_of, reliability_of, settings_of
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner.layouts import keep_layout

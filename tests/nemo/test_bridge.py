@@ -22,6 +22,7 @@ from nest_megatron.integrations.megatron_bridge import (
     to_yaml,
 )
 from nest_megatron.model.parameters import total_parameters
+from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.knobs import KNOBS
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.failure import NothingFitsError
@@ -97,6 +98,19 @@ def carried_out(plan: ParallelPlan) -> Iterator[str]:
         plain = knob.name.startswith(("cuda_graph", "cp_comm"))
         if not (spelled or absent or plain) and (plan.model.is_moe or not knob.of_experts):
             yield knob.name
+
+
+def test_the_plan_file_states_the_job(tmp_path: Path) -> None:
+    cfg, path = bridge.config("qwen.qwen3_moe:qwen3_30b_a3b_pretrain_config"), tmp_path / "p.yaml"
+    few = ["cluster.num_gpus=32", "search.num_alternatives=0"]
+    plan, _ = auto_recipe(
+        cfg, cluster="gb200_nvl72", keep=["micro_batch_size"], overrides=few, environment={}
+    )
+    plan_file.write(plan, path)
+    changes = {"memory": "141GB", "search.num_alternatives": 0}
+    again = nest_megatron.whatif(path, changes).variants[0].row.plan
+    assert again is not None
+    assert (again.predicted, again.parallel) == (plan.predicted, plan.parallel)
 
 
 def test_experts_travel_as_planned() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from nest_megatron.integrations.nemo import (
     require_language_models,
 )
 from nest_megatron.model.parameters import total_parameters
+from nest_megatron.parallel import plan_file
 from nest_megatron.report.failure import NothingFitsError
 
 pytest.importorskip("nemo_run", reason="nemo-run is not installed (.ci/nemo installs it)")
@@ -58,6 +60,18 @@ def test_nemo_accepts_the_plan(name: str, num_nodes: int) -> None:
     if not plan.model.is_moe:
         stated, of_plan = {}, {}
     assert {name: value or False for name, value in stated.items()} == of_plan
+
+
+@pytest.mark.parametrize("name", ["llama3_8b", "qwen3_30b_a3b"])
+def test_the_plan_file_states_the_job(name: str, tmp_path: Path) -> None:
+    source, path = recipes.recipe(name, num_nodes=4), tmp_path / "plan.yaml"
+    few = ["search.num_alternatives=0"]
+    plan, _ = auto_recipe(source, cluster="dgx_h100", keep=["micro_batch_size"], overrides=few)
+    plan_file.write(plan, path)
+    changes = {"memory": "141GB", "search.num_alternatives": 0}
+    again = nest_megatron.whatif(path, changes).variants[0].row.plan
+    assert again is not None
+    assert (again.predicted, again.parallel) == (plan.predicted, plan.parallel)
 
 
 _OF_EXPERTS = (

@@ -14,6 +14,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, layout_request
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
+from nest_megatron.integrations.megatron_lm.planning import on_device
 from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zero
 from nest_megatron.integrations.megatron_lm.rules import first_broken
 from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
@@ -54,7 +55,8 @@ def estimate_command(
             limit, fix = "the layout is that of the command", "Change the command."
             raise UserInputError(name, value="given", limit=limit, fix=fix)
     job = dataclasses.replace(job, num_gpus=job.num_gpus or cluster.num_gpus)
-    request = request_for(job, cluster, composed, SearchSpace(), choose_execution=False)
+    asked = on_device(job, cluster)
+    request = request_for(asked, cluster, composed, SearchSpace(), choose_execution=False)
     found = typed_plan(job, request, composed, "estimate --from")
     return CommandPlan(
         job=job, request=request, plan=found, notes=request.notes, command=job.command, changes=()
@@ -200,6 +202,7 @@ def _micro_batch(values: Mapping[str, Any]) -> int:
 def _execution(job: Job, request: PlanRequest, composed: Composed) -> Execution:
     """As the flags say; of experts with the dispatcher that Megatron has where none is typed."""
     own = job.values.get(_DISPATCHER) if request.spec.is_moe else None
-    flags = {**job.memory_flags, **({} if own is None else {_DISPATCHER: own})}
+    own_flags = on_device(job, request.cluster).memory_flags
+    flags = {**own_flags, **({} if own is None else {_DISPATCHER: own})}
     job = dataclasses.replace(job, spec=request.spec, memory_flags=flags)
     return read_execution(composed.config, job, request.cluster.accelerator.name)

@@ -12,7 +12,6 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.batch import REPLICA_DEGREES
 from nest_megatron.config.buildable import buildable_space
 from nest_megatron.config.compose import Composed, compose
-from nest_megatron.config.plan_settings import rates_of, reliability_of
 from nest_megatron.config.site import choose_site
 from nest_megatron.config.space import fixed_degrees, read_rank_order, read_recompute, read_zero
 from nest_megatron.config.target import fields_of
@@ -24,6 +23,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, STATED_ELSEWHERE, layout_request
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, read_argv
 from nest_megatron.integrations.megatron_lm.rules import first_broken
+from nest_megatron.integrations.plan_settings import rates_of, reliability_of
 from nest_megatron.model.execution import Execution
 from nest_megatron.parallel.before_after import Difference
 from nest_megatron.parallel.dims import DEGREES, ParallelDims, RankOrder

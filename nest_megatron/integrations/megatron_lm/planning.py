@@ -64,6 +64,7 @@ def job_request(
     Raises:
         UserInputError: for a setting that cannot be kept.
     """
+    job = on_device(job, cluster)
     space, offer = job_space(job, composed.config)
     return request_for(
         *(job, cluster, composed, space),
@@ -207,7 +208,7 @@ def costs(searched: Searched) -> list[tuple[str, Seconds]]:
     found = []
     for choice in (*searched.kept, "all"):
         names = {choice, "stage_layout"} if choice == _PIPELINE else {choice}
-        free = dataclasses.replace(searched.job.free, names=[*searched.job.free.names, *names])
+        free = dataclasses.replace(searched.job.free, names=(*searched.job.free.names, *names))
         request = running_request(dataclasses.replace(searched.job, free=free), searched.place)
         wanted = dataclasses.replace(request, num_alternatives=0, offer=None, num_compared=1)
         plan = find_plan(wanted)

@@ -6,21 +6,18 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nest_megatron.config.buildable import buildable_space
-from nest_megatron.config.compose import compose
+from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.given import planned_with
 from nest_megatron.config.overrides import Setting, value_text
-from nest_megatron.config.request import request_of
 from nest_megatron.config.schema import section_keys
-from nest_megatron.config.target import read_target
 from nest_megatron.cost_model.goodput import Reliability, goodput
 from nest_megatron.cost_model.settings import (
     is_trait,
-    restored_settings,
     stored_settings,
     traits_of,
 )
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.stated_job import StatedJob
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.price import Rates
 from nest_megatron.planner import PlanRequest
@@ -49,42 +46,33 @@ def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
     stated["train.global_batch_size"] = plan.train.global_batch_size
     found = {key: value_text(value) for key, value in stated.items() if value is not None}
     found |= planned_with(plan) | _sources(plan) | _paid(plan)
-    request = _request(found)
+    job = StatedJob.of(plan)
+    request = job.request(_composed(found))
     found |= _space_settings(plan, _words(request))
     found |= _assumptions(plan, stored_settings(request.settings), path)
-    request = _request(found)
+    request = job.request(_composed(found))
     if plan.search.space and dict(plan.search.space) != _words(request):
         lacks = _differing(plan.search.space, _words(request))
         raise _unstated(path, f"searched {lacks}")
     return [Setting(key=key, value=value) for key, value in found.items()]
 
 
-def own_traits(plan: ParallelPlan, settings: Sequence[Setting]) -> Mapping[str, float | str] | None:
-    """The traits of a recipe's plan, which its fields say; ``None`` where settings say the same.
+def stated_job(plan: ParallelPlan, settings: Sequence[Setting]) -> StatedJob:
+    """What the fields of a plan's recipe say; nothing where settings say the same.
 
     Args:
         settings: that state the plan's job.
     """
-    stated = stored_settings(request_of(compose(settings)).settings)
+    found = StatedJob.of(plan)
+    if found.fields is not None:
+        return found
+    stated = stored_settings(found.request(compose(settings)).settings)
     own, theirs = (traits_of(each) for each in (plan.provenance.settings, stated))
-    return None if own == theirs else own
+    return found if own == theirs else StatedJob(traits=own)
 
 
-def with_traits(request: PlanRequest, traits: Mapping[str, float | str] | None) -> PlanRequest:
-    """A request with the traits of a plan file (``own_traits``), which offers no other numbers."""
-    if traits is None:
-        return request
-    stated = stored_settings(request.settings)
-    others = {name: value for name, value in stated.items() if not is_trait(name)}
-    settings = restored_settings({**others, **traits})
-    return dataclasses.replace(request, settings=settings, numeric_offers=())
-
-
-def _request(stated: Mapping[str, str]) -> PlanRequest:
-    composed = compose([Setting(key=key, value=value) for key, value in stated.items()])
-    request = request_of(composed, choose_execution=True)
-    space = buildable_space(request.spec, read_target(composed.config), request.space)
-    return dataclasses.replace(request, space=space)
+def _composed(stated: Mapping[str, str]) -> Composed:
+    return compose([Setting(key=key, value=value) for key, value in stated.items()])
 
 
 def _words(request: PlanRequest) -> dict[str, str]:
@@ -174,7 +162,7 @@ def _assumptions(
 ) -> dict[str, str]:
     """Assumptions of the cost model that are not the target's own."""
     stated, wanted = {}, plan.provenance.settings
-    if not plan.launch:  # a recipe's fields are kept as they are (``own_traits``)
+    if not plan.launch:  # a recipe's fields say them (``StatedJob``)
         wanted, found = (
             {name: value for name, value in each.items() if not is_trait(name)}
             for each in (wanted, found)

@@ -1,0 +1,118 @@
+"""The plan file of a recipe states its job: planned again it is the same, the framework apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nest_megatron
+from nest_megatron.api.variants import WhatIf
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
+from nest_megatron.config.request import read_cluster
+from nest_megatron.integrations import megatron_bridge, nemo
+from nest_megatron.integrations.megatron_lm.planning import job_request
+from nest_megatron.integrations.stated_job import StatedJob, recorded
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.plan import ParallelPlan
+from tests import catalogue
+from tests.integrations import frameworks
+
+LIMITS = {
+    "search.num_alternatives": 0,
+    "search.max_pipeline_model_parallel_size": 2,
+    "search.max_context_parallel_size": 1,
+    "search.max_virtual_pipeline_model_parallel_size": 2,
+}
+TYPED = [f"{key}={value}" for key, value in LIMITS.items()]
+SEARCHED = ("space", "settings", "own", "global_batch_size", "not_modelled", "numeric_offers")
+
+
+def mixtral(framework: str) -> Any:
+    spec = catalogue.model("mixtral_8x7b")
+    if framework == "nemo":
+        recipe = frameworks.nemo_recipe(spec, num_nodes=4)
+        recipe.trainer.strategy.tensor_model_parallel_size = 2
+        return recipe
+    cfg = frameworks.bridge_config(spec)
+    cfg.model.tensor_model_parallel_size = 2
+    return cfg
+
+
+def planned(framework: str, path: Path, cluster: str = "dgx_h100", **choices: Any) -> ParallelPlan:
+    overrides = [*TYPED, "cost.tp_overlap=0.25", "search.tie_percent=0.5"]
+    if framework == "nemo":
+        found, _ = nemo.auto_recipe(
+            mixtral(framework), cluster=cluster, overrides=overrides, **choices
+        )
+    else:
+        found, _ = megatron_bridge.auto_recipe(
+            mixtral(framework),
+            cluster=cluster,
+            overrides=[*overrides, "cluster.num_gpus=32"],
+            environment={},
+            **choices,
+        )
+    plan_file.write(found, path)
+    return plan_file.read(path)
+
+
+@pytest.fixture(scope="module", params=["nemo", "bridge"])
+def framework(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def path(framework: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(framework) / "plan.yaml"
+    planned(framework, path, keep=["tensor_model_parallel_size", "moe_permute_fusion"])
+    return path
+
+
+def what_if(path: Path, **changes: object) -> WhatIf:
+    named = {key.replace("__", "."): value for key, value in changes.items()}
+    return nest_megatron.whatif(path, {"search.num_alternatives": 0, **named})
+
+
+def test_planned_again_unchanged_it_is_the_same(path: Path) -> None:
+    plan = plan_file.read(path)
+    first, more = what_if(path, memory="141GB").variants
+    assert first.row.plan is not None
+    assert more.row.plan is not None
+    for part in ("model", "parallel", "train", "execution", "placement", "predicted", "choice"):
+        assert getattr(first.row.plan, part) == getattr(plan, part), part
+    assert first.kept is not None
+    assert first.kept.predicted == plan.predicted
+    for found in (plan, more.row.plan):
+        assert found.parallel.tensor_model_parallel_size == 2, "what it keeps stays"
+        assert not found.execution.moe_permute_fusion
+
+
+def test_what_is_typed_wins_over_what_was_kept(path: Path) -> None:
+    _, changed = what_if(path, parallel__tensor_model_parallel_size=4).variants
+    assert changed.row.plan is not None
+    assert changed.row.plan.parallel.tensor_model_parallel_size == 4
+
+
+def test_what_the_recipe_says_itself_is_not_changed(path: Path) -> None:
+    _, changed = what_if(path, train__precision="fp8").variants
+    assert changed.row.plan is None
+    assert "the job itself says bf16" in changed.told
+
+
+@pytest.mark.parametrize("cluster", ["dgx_h100", "gb200_nvl72"])
+def test_its_job_is_searched_as_that_of_the_recipe(
+    framework: str, path: Path, cluster: str
+) -> None:
+    read = nemo.read_recipe if framework == "nemo" else megatron_bridge.read_recipe
+    job = read(mixtral(framework))
+    composed = compose(parse([f"cluster={cluster}", "cluster.num_gpus=72"]))
+    asked = job_request(job, read_cluster(composed.config), composed)
+    model = ("model=mixtral_8x7b", f"target={asked.settings.target}")
+    plan = plan_file.read(path)
+    text = plan_file.dump(plan_file.sealed(plan, recipe=recorded(job)))
+    said = StatedJob.of(plan_file.load(text))
+    again = said.request(compose(parse([*model, f"cluster={cluster}", "cluster.num_gpus=72"])))
+    assert {n: getattr(again, n) for n in SEARCHED} == {n: getattr(asked, n) for n in SEARCHED}
