@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nest_megatron.cluster.discovery import LocalGpus
 from nest_megatron.errors import RefusedByMegatronError, exit_code_of
+from nest_megatron.integrations.megatron_lm import launch
 from nest_megatron.integrations.megatron_lm.launch import validated
+from tests import catalogue
 
 
 def validate(args: Namespace, defaults: Any) -> str:
@@ -38,3 +42,22 @@ def test_a_flag_of_the_plan_s_is_no_fault_of_the_user_s() -> None:
     with pytest.raises(AssertionError, match="no groups for 4"):  # refused without it, for another
         validated(validate, job(tensor_model_parallel_size=4), {}, job(min_lr=2))
     assert validated(validate, job(), {}, job()) == "validated"
+
+
+HOPPER = LocalGpus(device_name="NVIDIA H100 80GB HBM3", memory_bytes=85520809984, count=8)
+
+
+@pytest.mark.parametrize("here", [None, HOPPER])
+@pytest.mark.parametrize(("cluster", "major"), [("dgx_h100", 9), ("gb200_nvl72", 10)])
+def test_a_dry_run_is_validated_for_the_planned_device(
+    here: LocalGpus | None, cluster: str, major: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(launch, "known_gpus", lambda: here)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: here is not None)
+    local = SimpleNamespace(major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: local)
+    plan = SimpleNamespace(cluster=catalogue.cluster(cluster, 72))
+    with launch._device_of(plan):  # type: ignore[arg-type]
+        assert torch.cuda.get_device_properties("cuda:0").major == major
+    assert torch.cuda.get_device_properties("cuda:0") is local

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from nest_megatron.cluster.discovery import is_same_device, known_gpus
 from nest_megatron.cluster.hosts import Host
 from nest_megatron.config.cluster_detection import JobCluster, find_cluster
 from nest_megatron.config.job import Job
@@ -146,12 +147,10 @@ def _show_command(launched: LaunchedJob, plan: ParallelPlan) -> None:
 
 
 def _device_of(plan: ParallelPlan) -> AbstractContextManager[None]:
-    """Stand in for the planned device where there is none: Megatron asks for its generation."""
-    import torch
-
-    if torch.cuda.is_available():
+    """Stand in for the planned device unless it is here: Megatron asks for its generation."""
+    device, here = plan.cluster.accelerator, known_gpus()
+    if here is not None and is_same_device(device, here):
         return contextlib.nullcontext()
-    device = plan.cluster.accelerator
     return stand_in_device(device.name, attach.device_architecture(plan), device.memory_bytes)
 
 
