@@ -17,6 +17,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.graph import Group, OperatorKind
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.operators import block_graph
+from nest_megatron.model.operators.common import dispatch_buffer_bytes
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.profile.lookup import LayerTimes, Point, point_of, shard_of
@@ -28,6 +29,10 @@ _GROUPS = (Group.TENSOR, Group.CONTEXT, Group.EXPERT, Group.EXPERT_TENSOR)
 _Shape = tuple[object, ...]
 #: What it depends on of how the layers are carried out (``Execution.of_graph`` and the like).
 _Way = tuple[object, ...]
+
+
+#: Blocks without experts that work beside the buffers of the dispatcher.
+_BESIDE_BUFFERS = (LayerBlock.DENSE, LayerBlock.HEAD)
 
 
 class BlockTimes:
@@ -104,6 +109,8 @@ class BlockTimes:
             shape: _Shape = (block, tokens, tp, shard.sequence_parallel, places[0])
         else:
             shape = (block, *dense_shape(places, shard))
+        if block.base in _BESIDE_BUFFERS:
+            shape = (*shape, dispatch_buffer_bytes(self.spec, shard))
         if block is LayerBlock.EXPERTS:
             ep, etp = shard.expert_model_parallel_size, shard.expert_tensor_parallel_size
             way, shape = execution.of_experts, (*shape, ep, etp, places[2:])

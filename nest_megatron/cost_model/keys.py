@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.layer_pattern import LayerKind
+from nest_megatron.model.operators.common import dispatch_buffer_bytes
 from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
@@ -35,12 +37,19 @@ def dense_shape(places: GroupPlaces, shard: LayerShard) -> tuple[object, ...]:
     )
 
 
-def unit_key(kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> UnitKey:
-    """What a unit's time depends on; expert degrees matter to units with experts alone."""
+def unit_key(
+    spec: TransformerSpec, kind: LayerKind, places: GroupPlaces, shard: LayerShard
+) -> UnitKey:
+    """What a unit's time and memory depend on.
+
+    Expert degrees matter to units with experts alone; the others work beside the dispatcher's
+    buffers.
+    """
     if kind.has_experts or kind is LayerKind.MTP:
         expert = (shard.expert_model_parallel_size, shard.expert_tensor_parallel_size)
         return (kind, *dense_shape(places, shard), places[2:], expert, shard.execution)
-    return (kind, *dense_shape(places, shard), shard.execution.outside_experts)
+    beside = dispatch_buffer_bytes(spec, shard)
+    return (kind, *dense_shape(places, shard), shard.execution.outside_experts, beside)
 
 
 def inner_degrees(dims: ParallelDims) -> tuple[int, int, int, int]:

@@ -135,7 +135,7 @@ class CostModel:
 
     def unit_time(self, kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
         """A unit without recomputation, with its groups in the given places."""
-        key = unit_key(kind, places, shard)
+        key = unit_key(self.spec, kind, places, shard)
         if key not in self._times:
             blocks = self._blocks.of_unit(kind, places, shard)
             layers, device = self.spec.num_layers, self.cluster.accelerator
@@ -149,7 +149,7 @@ class CostModel:
         self, kind: LayerKind, places: GroupPlaces, shard: LayerShard, recompute: Recompute
     ) -> UnitRun:
         """A unit under a recompute setting."""
-        key = (unit_key(kind, places, shard), recompute)
+        key = (unit_key(self.spec, kind, places, shard), recompute)
         if key not in self._runs and kind is LayerKind.EMBEDDING and self.spec.vision is not None:
             self._runs[key] = self._run_with_encoder(places, shard, recompute)
         if key not in self._runs:

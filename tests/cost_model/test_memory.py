@@ -198,6 +198,32 @@ def test_hybrid_ep_has_a_place_for_every_token_of_its_group_twice() -> None:
         assert with_buffers.working_bytes == plain.working_bytes + buffers
 
 
+@pytest.mark.parametrize("model", ["deepseek_v2_lite", "gpt_oss_120b"])
+def test_a_price_does_not_depend_on_what_was_priced_before(model: str) -> None:
+    """The first layer of DeepSeek V2 and every head have no experts, and work beside buffers."""
+    spec, cluster = catalogue.model(model), catalogue.cluster("gb200_nvl72", 64)
+    flex = Execution(
+        moe_token_dispatcher_type=TokenDispatcher.FLEX,
+        moe_flex_dispatcher_backend=FlexBackend.HYBRIDEP,
+    )
+    grids = [
+        Grid(
+            dims=ParallelDims(data_parallel_size=64, expert_model_parallel_size=experts),
+            global_batch_size=1024,
+            micro_batch_size=2,
+            sequence_parallel=False,
+            execution=execution,
+        )
+        for execution in (PLAIN, flex)
+        for experts in (1, 8, 32)
+    ]
+    partition = uniform_partition(spec, 1)
+    alone = [estimate(CostModel(spec, cluster, CostSettings()), g, partition) for g in grids]
+    for order in (1, -1):
+        together = CostModel(spec, cluster, CostSettings())
+        assert [estimate(together, g, partition) for g in grids[::order]] == alone[::order]
+
+
 def test_a_stage_of_deepspeed_keeps_what_it_sent() -> None:
     spec = catalogue.model("mixtral_8x7b")
     kept = [
