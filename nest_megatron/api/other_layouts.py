@@ -12,7 +12,8 @@ from nest_megatron.parallel.dims import SHORT_DEGREES
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import to_plain
 from nest_megatron.report.console import Shown
-from nest_megatron.report.words import plan_verdict, term_words
+from nest_megatron.report.memory_words import plan_verdict
+from nest_megatron.report.words import term_words
 from nest_megatron.units import format_gib, format_seconds
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.launch import script_words
 from nest_megatron.report.console import command_lines, progress, say, show, show_json
 from nest_megatron.report.failure import WITHOUT_PLAN
+from nest_megatron.report.memory_words import plan_verdict
 from nest_megatron.report.terminal import changes_table
-from nest_megatron.report.words import plan_verdict
 from nest_megatron.units import Seconds
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from nest_megatron.parallel.before_after import (
 )
 from nest_megatron.parallel.dims import SHORT_DEGREES
 from nest_megatron.parallel.prediction import PricedLayout
+from nest_megatron.report.memory_words import memory_level, memory_verdict, risk_words
 from nest_megatron.report.tables import (
     FittingTable,
     figure_columns,
@@ -25,7 +26,7 @@ from nest_megatron.report.tables import (
     name_columns,
     word_columns,
 )
-from nest_megatron.report.words import degrees, memory_verdict
+from nest_megatron.report.words import degrees
 from nest_megatron.units import GIB, format_chance, format_count, format_gib, format_seconds
 
 #: What the two tables of changes show, and what is said of a change in each that Megatron refuses.
@@ -63,18 +64,24 @@ def before_after_section(found: BeforeAfter, plan: PricedLayout) -> Mapping[str,
     """The same for the page of a plan."""
     before, changes = found.before, found.changes
     if before is None or changes is None:
-        return {"verdict": refused_words(found), "is_bad": True, "figures": ()}
+        return {"verdict": refused_words(found), "level": "bad", "figures": ()}
     tables = [
         {"caption": title, "rows": [*change_rows(rows, first)], "rules": [*rules(rows, what)]}
         for (title, what), rows, first in _tables(before, changes)
     ]
     return {
         "verdict": verdict(before, changes.whole),
-        "is_bad": not before.predicted.fits,
+        "level": memory_level(before) or _level(changes.whole),
         "figures": [*side_by_side(before, plan, changes.whole)],
         "tables": tables if changes.in_order else (),
         "needs": found.needs,
     }
+
+
+def _level(whole: Difference) -> str:
+    """A warning where predictions do not tell that the plan is the faster one."""
+    is_better = whole.seconds == 0 or (whole.is_sure and whole.chance_faster >= 0.5)
+    return "" if is_better else "warning"
 
 
 def refused_words(found: BeforeAfter) -> str:
@@ -88,6 +95,8 @@ def verdict(before: PricedLayout, whole: Difference) -> str:
     if not found.fits:
         needs = found.peak_memory_bytes, found.capacity_bytes
         misfit = f" The present layout: {memory_verdict(*needs, before.not_modelled)}."
+    if risk := risk_words(before, "The present layout"):
+        misfit += f" {risk}"
     if whole.seconds == 0:
         return f"The plan is what runs today.{misfit}"
     chance = max(whole.chance_faster, 1 - whole.chance_faster)

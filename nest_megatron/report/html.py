@@ -24,6 +24,7 @@ from nest_megatron.report.console import command_lines
 from nest_megatron.report.html_layout import choices, groups, runners_up, stages
 from nest_megatron.report.html_schedule import schedule
 from nest_megatron.report.html_sensitivity import sensitivity
+from nest_megatron.report.memory_words import memory_level, plan_verdict, risk_words
 from nest_megatron.report.page import render_page
 from nest_megatron.report.runners_up import shortlist_words
 from nest_megatron.report.schedule_view import schedule_view
@@ -34,7 +35,6 @@ from nest_megatron.report.words import (
     TERM_WORDS,
     certificate,
     confidence_words,
-    plan_verdict,
     proof,
     range_words,
 )
@@ -65,6 +65,7 @@ def html_report(
         model=_model_words(plan.model),
         range=plan.uncertainty and range_words(plan.uncertainty),
         verdict=_verdict(plan),
+        level=memory_level(plan.priced()),
         facts=[row for row in rows if row[0] not in _FIGURES],
         stages=stages(plan),
         terms=_terms(plan),
@@ -103,7 +104,8 @@ def _verdict(plan: ParallelPlan) -> str:
     """What is known of its memory, unless the certificate says it, and the certificate."""
     said, verdict = proof(plan), plan_verdict(plan)
     told = not verdict or said.startswith("May fit")
-    return said if told else f"In memory this layout {verdict}. {said}"
+    memory = "" if told else f"In memory this layout {verdict}."
+    return " ".join(filter(None, (memory, risk_words(plan.priced(), "This layout"), said)))
 
 
 def _model_words(spec: TransformerSpec) -> str:

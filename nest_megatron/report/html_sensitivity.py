@@ -23,8 +23,8 @@ from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner.request import TIE_PERCENT
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.html_layout import reached_levels
+from nest_megatron.report.memory_words import memory_verdict
 from nest_megatron.report.runners_up import layout_of, same_price
-from nest_megatron.report.words import memory_verdict
 from nest_megatron.units import GB, Bytes, Seconds, format_gib, to_seconds
 
 #: What each figure is multiplied by, and how that is said.

@@ -19,6 +19,7 @@ from nest_megatron.parallel.plan import ParallelPlan, sharding
 from nest_megatron.parallel.prediction import PredictedStage
 from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.planner import EndedEarly, NoPlan, describe_grid
+from nest_megatron.report.memory_words import memory_level, no_plan_verdict, plan_verdict
 from nest_megatron.report.price import price_rows
 from nest_megatron.report.runners_up import alternatives_table, shortlist_report
 from nest_megatron.report.site import memory_rows, site_rows, site_words
@@ -41,8 +42,6 @@ from nest_megatron.report.words import (
     fastest_words,
     goodput_words,
     headroom_words,
-    no_plan_verdict,
-    plan_verdict,
     proof,
     range_words,
     schedule_words,
@@ -203,7 +202,9 @@ def _memory_line(plan: ParallelPlan) -> Text:
     if verdict := plan_verdict(plan):
         text.append(f"   {verdict}", style="yellow" if predicted.fits else "bold red")
     if plan.uncertainty is not None:
-        text.append(f"; {format_chance(plan.uncertainty.out_of_memory)} chance to run out")
+        style = {"bad": "bold red", "warning": "yellow"}.get(memory_level(plan.priced()), "")
+        chance = format_chance(plan.uncertainty.out_of_memory)
+        text.append(f"; {chance} chance to run out", style=style)
     return text
 
 

@@ -10,6 +10,7 @@ from rich.text import Text
 from nest_megatron.parallel.before_after import Difference
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.before_after import difference_words
+from nest_megatron.report.memory_words import plan_verdict
 from nest_megatron.report.tables import (
     FittingTable,
     figure_columns,
@@ -17,7 +18,7 @@ from nest_megatron.report.tables import (
     indented,
     name_columns,
 )
-from nest_megatron.report.words import MEMORY_WORDS, TERM_WORDS, degrees, plan_verdict
+from nest_megatron.report.words import MEMORY_WORDS, TERM_WORDS, degrees
 from nest_megatron.units import GIB, Bytes, Seconds, format_chance, format_gib, format_seconds
 
 #: Shorter times are rounding.

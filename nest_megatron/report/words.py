@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from nest_megatron.cost_model.device_memory import FRAGMENTATION
-from nest_megatron.cost_model.memory import PEAK_ERROR, PUBLIC_PEAK_ERROR, within_error
+from nest_megatron.cost_model.memory import PEAK_ERROR, PUBLIC_PEAK_ERROR
 from nest_megatron.errors import typed_setting
 from nest_megatron.parallel.batch_schedule import PredictedBatch
 from nest_megatron.parallel.dims import SHORT_DEGREES
@@ -16,10 +16,8 @@ from nest_megatron.parallel.prediction import ParallelChoice
 from nest_megatron.planner.shortage import EndedEarly
 from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.units import (
-    Bytes,
     Seconds,
     format_duration,
-    format_gib,
     format_range,
     format_seconds,
 )
@@ -260,62 +258,9 @@ def incomplete_ranking(record: SearchRecord) -> str:
     return "The search did not finish: layouts faster than some of these may be missing."
 
 
-def memory_verdict(needed: Bytes, limit: Bytes, not_modelled: Sequence[str] = ()) -> str:
-    """What can be said of a predicted peak beside its limit; nothing where it simply fits.
-
-    Args:
-        not_modelled: flags of the job whose effect on memory is not known.
-
-    >>> memory_verdict(70 << 30, 74 << 30)
-    ''
-    >>> memory_verdict(70 << 30, 74 << 30, ["--use-nccl-ub"])
-    'may fit, not modelled: --use-nccl-ub'
-    >>> memory_verdict(75 << 30, 74 << 30)
-    'may fit: 1.0 GiB over the limit, less than the error of such predictions (3.1 %)'
-    >>> memory_verdict(80 << 30, 74 << 30)
-    'does not fit, as predicted: 6.0 GiB missing'
-    """
-    over = f"{format_gib(needed - limit)} over the limit"
-    if not_modelled:
-        unknown = f"not modelled: {', '.join(not_modelled)}"
-        return f"may fit, {unknown}" if needed <= limit else f"may not fit: {over}; {unknown}"
-    if needed <= limit:
-        return ""
-    if within_error(needed, limit):
-        error = f"{100 * PEAK_ERROR:.1f} %"
-        return f"may fit: {over}, less than the error of such predictions ({error})"
-    return f"does not fit, as predicted: {format_gib(needed - limit)} missing"
-
-
 def degrees(layout: ParallelChoice | Alternative) -> dict[str, int]:
     """Every degree of a layout by its short name."""
     return {short: getattr(layout, name) or 1 for name, short in SHORT_DEGREES.items()}
-
-
-def plan_verdict(plan: ParallelPlan) -> str:
-    """What ``memory_verdict`` says of a plan."""
-    found = plan.predicted
-    unknown = plan.search.not_modelled
-    return memory_verdict(found.peak_memory_bytes, found.capacity_bytes, unknown)
-
-
-def no_plan_verdict(missing: Bytes, limit: Bytes, not_modelled: Sequence[str] = ()) -> str:
-    """What can be said where no plan was found, of the nearest that is known.
-
-    >>> no_plan_verdict(9 << 30, 74 << 30)
-    'no plan is predicted to fit in memory'
-    >>> no_plan_verdict(9 << 30, 74 << 30, ["--cpu-offloading-num-layers"])
-    'no plan fits in what is modelled of memory; not modelled: --cpu-offloading-num-layers'
-    """
-    if not_modelled:
-        unknown = ", ".join(not_modelled)
-        return f"no plan fits in what is modelled of memory; not modelled: {unknown}"
-    if within_error(limit + missing, limit):
-        return (
-            f"no plan is predicted to fit, but the nearest lacks less than the error of such "
-            f"predictions ({100 * PEAK_ERROR:.1f} %), so it may fit"
-        )
-    return "no plan is predicted to fit in memory"
 
 
 #: By certificate; ``gap`` says how far from the best the plan may be.

@@ -21,8 +21,9 @@ from nest_megatron.planner import NoPlan
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.report.failure import NothingFitsError
 from nest_megatron.report.html import html_report
+from nest_megatron.report.memory_words import memory_verdict, no_plan_verdict
 from nest_megatron.report.terminal import no_plan_report
-from nest_megatron.report.words import certificate, memory_verdict, no_plan_verdict
+from nest_megatron.report.words import certificate
 from tests.cli.runs import run
 from tests.integrations.commands import LLAMA3_8B
 

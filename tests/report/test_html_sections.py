@@ -16,7 +16,7 @@ from nest_megatron.parallel.before_after import BeforeAfter
 from nest_megatron.parallel.objective import MechanismChange, Shortlist, SiteChange
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import estimate_plan
-from nest_megatron.report.before_after import verdict
+from nest_megatron.report.before_after import before_after_section, verdict
 from nest_megatron.report.html import html_report
 from nest_megatron.report.words import confidence_words
 from nest_megatron.units import format_seconds
@@ -84,6 +84,40 @@ def test_the_verdict_is_that_of_the_terminal() -> None:
     assert f'<p class="verdict">{verdict(found.before, found.changes.whole)}</p>' in text
     needs = dataclasses.replace(found, needs=("A package <b>.",))
     assert "<li>A package &lt;b&gt;.</li>" in html_report(dataclasses.replace(plan, today=needs))
+
+
+def told_at(out_of_memory: float, plan: ParallelPlan) -> str:
+    """The verdict's paragraph on the page of a plan with a chance to run out of memory."""
+    assert plan.uncertainty is not None
+    known = dataclasses.replace(plan.uncertainty, out_of_memory=out_of_memory)
+    text = unescape(html_report(dataclasses.replace(plan, uncertainty=known)))
+    return text[text.rindex('<p class="verdict') :].partition("</p>")[0]
+
+
+def test_the_verdict_warns_of_a_plan_that_may_run_out_of_memory() -> None:
+    plan = searched_plan()
+    assert plan.predicted.fits
+    assert told_at(0.05, plan).startswith('<p class="verdict">The fastest')
+    said = 'class="verdict warning">This layout may run out of memory: the chance is 23 %. '
+    assert said in told_at(0.23, plan)
+    said = "This layout more likely than not runs out of memory: the chance is 57 %. "
+    assert f'class="verdict bad">{said}' in told_at(0.57, plan)
+
+
+def test_what_runs_today_is_judged_by_the_same_chances() -> None:
+    plan, found, _ = command_page()
+    assert found.before is not None
+    assert found.before.uncertainty is not None
+    assert found.changes is not None
+    known = dataclasses.replace(found.before.uncertainty, out_of_memory=0.6)
+    before = dataclasses.replace(found.before, uncertainty=known)
+    page = before_after_section(dataclasses.replace(found, before=before), plan.priced())
+    assert page["level"] == "bad"
+    assert page["verdict"].endswith("runs out of memory: the chance is 60 %.")
+    slower = dataclasses.replace(found.changes.whole, chance_faster=0.3)
+    changes = dataclasses.replace(found.changes, whole=slower)
+    page = before_after_section(dataclasses.replace(found, changes=changes), plan.priced())
+    assert page["level"] == "warning"
 
 
 def test_a_command_that_does_not_start_is_told() -> None:

@@ -1,0 +1,86 @@
+"""What is said of a layout's memory: whether it fits, and the chance that it runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nest_megatron.cost_model.memory import PEAK_ERROR, within_error
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.prediction import PricedLayout
+from nest_megatron.units import Bytes, format_chance, format_gib
+
+#: Chances to run out of memory: above the first it is likely, from the second on a warning.
+_LIKELY, _WORTH_A_WARNING = 0.5, 0.1
+
+
+def memory_verdict(needed: Bytes, limit: Bytes, not_modelled: Sequence[str] = ()) -> str:
+    """What can be said of a predicted peak beside its limit; nothing where it simply fits.
+
+    Args:
+        not_modelled: flags of the job whose effect on memory is not known.
+
+    >>> memory_verdict(70 << 30, 74 << 30)
+    ''
+    >>> memory_verdict(70 << 30, 74 << 30, ["--use-nccl-ub"])
+    'may fit, not modelled: --use-nccl-ub'
+    >>> memory_verdict(75 << 30, 74 << 30)
+    'may fit: 1.0 GiB over the limit, less than the error of such predictions (3.1 %)'
+    >>> memory_verdict(80 << 30, 74 << 30)
+    'does not fit, as predicted: 6.0 GiB missing'
+    """
+    over = f"{format_gib(needed - limit)} over the limit"
+    if not_modelled:
+        unknown = f"not modelled: {', '.join(not_modelled)}"
+        return f"may fit, {unknown}" if needed <= limit else f"may not fit: {over}; {unknown}"
+    if needed <= limit:
+        return ""
+    if within_error(needed, limit):
+        error = f"{100 * PEAK_ERROR:.1f} %"
+        return f"may fit: {over}, less than the error of such predictions ({error})"
+    return f"does not fit, as predicted: {format_gib(needed - limit)} missing"
+
+
+def plan_verdict(plan: ParallelPlan) -> str:
+    """What ``memory_verdict`` says of a plan."""
+    found = plan.predicted
+    unknown = plan.search.not_modelled
+    return memory_verdict(found.peak_memory_bytes, found.capacity_bytes, unknown)
+
+
+def no_plan_verdict(missing: Bytes, limit: Bytes, not_modelled: Sequence[str] = ()) -> str:
+    """What can be said where no plan was found, of the nearest that is known.
+
+    >>> no_plan_verdict(9 << 30, 74 << 30)
+    'no plan is predicted to fit in memory'
+    >>> no_plan_verdict(9 << 30, 74 << 30, ["--cpu-offloading-num-layers"])
+    'no plan fits in what is modelled of memory; not modelled: --cpu-offloading-num-layers'
+    """
+    if not_modelled:
+        unknown = ", ".join(not_modelled)
+        return f"no plan fits in what is modelled of memory; not modelled: {unknown}"
+    if within_error(limit + missing, limit):
+        return (
+            f"no plan is predicted to fit, but the nearest lacks less than the error of such "
+            f"predictions ({100 * PEAK_ERROR:.1f} %), so it may fit"
+        )
+    return "no plan is predicted to fit in memory"
+
+
+def memory_level(plan: PricedLayout) -> str:
+    """How serious what is known of a layout's memory is: ``bad``, ``warning``, or nothing."""
+    chance = _chance(plan)
+    if not plan.predicted.fits or chance > _LIKELY:
+        return "bad"
+    return "warning" if chance >= _WORTH_A_WARNING or plan.not_modelled else ""
+
+
+def risk_words(plan: PricedLayout, which: str) -> str:
+    """The chance that a layout runs out of memory, in a sentence; nothing where it is small."""
+    if (chance := _chance(plan)) < _WORTH_A_WARNING:
+        return ""
+    likely = "more likely than not runs" if chance > _LIKELY else "may run"
+    return f"{which} {likely} out of memory: the chance is {format_chance(chance)}."
+
+
+def _chance(plan: PricedLayout) -> float:
+    return 0.0 if plan.uncertainty is None else plan.uncertainty.out_of_memory
