@@ -88,6 +88,7 @@ class Predicted:
         peak_terms: bytes of the highest of these, by term.
         allocatable_bytes: what the job's tensors may take of a device; ``None`` in older records.
         expert_imbalance: as measured ones are, that was planned for; ``None`` in older records.
+        own_runs: plans of the job whose runs the prediction rests on; 0 in older records.
     """
 
     step_s: Seconds
@@ -100,6 +101,7 @@ class Predicted:
     peak_terms: Mapping[str, Bytes] = field(default_factory=dict)
     allocatable_bytes: Bytes | None = None
     expert_imbalance: float | None = None
+    own_runs: int = added(0)
 
     def __post_init__(self) -> None:
         if self.step_s <= 0 or not self.peak_memory_bytes:

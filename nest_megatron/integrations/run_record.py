@@ -98,4 +98,5 @@ def predicted(plan: ParallelPlan) -> Predicted:
         peak_terms=highest.memory_bytes,
         allocatable_bytes=allocatable(model, grid),
         expert_imbalance=settings.expert_imbalance if plan.model.is_moe else None,
+        own_runs=plan.provenance.own_runs,
     )

@@ -131,6 +131,11 @@ class Provenance:
     given: tuple[str, ...] = added(())
     recipe: Mapping[str, Any] | None = added(None)
 
+    @property
+    def own_runs(self) -> int:
+        """Plans of this very job whose runs the prediction rests on."""
+        return 0 if self.site is None else self.site.own_runs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:

@@ -37,6 +37,7 @@ from nest_megatron.report.words import (
     confidence_words,
     proof,
     range_words,
+    ranged_words,
 )
 from nest_megatron.units import GIB, format_chance, format_gib, format_seconds, to_ticks
 
@@ -95,7 +96,7 @@ def _headline(plan: ParallelPlan, layout: object) -> str:
         median = format_seconds(known.median_s)
         said = f"{median} a step by this site's calibration ({site.name}), {step} without it"
     return (
-        f"{layout}: {said}; {range_words(known)} in 9 of 10 runs. Confidence "
+        f"{layout}: {said}; {ranged_words(known, plan.provenance.own_runs)}. Confidence "
         f"{confidence_words(known, site)}."
     )
 

@@ -16,7 +16,13 @@ from nest_megatron.parallel.rank_order import GroupKind, group_of_rank, group_sh
 from nest_megatron.plain import to_plain
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.runners_up import as_alternative, degree_cells, term_differences
-from nest_megatron.report.words import incomplete_ranking, range_words, term_words, ties
+from nest_megatron.report.words import (
+    incomplete_ranking,
+    narrow_words,
+    range_words,
+    term_words,
+    ties,
+)
 from nest_megatron.units import GB, Seconds, format_gib, format_seconds
 
 #: Letter and name of each kind of layer.
@@ -199,11 +205,18 @@ def runners_up(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[s
     caption = "Other layouts at their best. What differs is marked, what all share is left out."
     sure = ("chance to be slower",) if told else ()
     within = ("9 of 10 runs",) if any(ranges) else ()
+    narrow = narrow_words(plan.provenance.own_runs) if any(ranges) else ""
+    said = (
+        caption,
+        narrow and f"Ranges are {narrow}.",
+        ties(plan),
+        incomplete_ranking(plan.search),
+    )
     return {
         "head": ("#", "slower by", *sure, "step", *within, *differ, "where the time goes"),
         "ranges": any(ranges),
         "rows": rows,
-        "caption": " ".join(filter(None, (caption, ties(plan), incomplete_ranking(plan.search)))),
+        "caption": " ".join(filter(None, said)),
     }
 
 

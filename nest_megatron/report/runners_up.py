@@ -34,7 +34,7 @@ from nest_megatron.report.tables import (
     name_columns,
     word_columns,
 )
-from nest_megatron.report.words import degrees, incomplete_ranking, range_words, ties
+from nest_megatron.report.words import degrees, incomplete_ranking, narrow_words, range_words, ties
 from nest_megatron.units import GIB, Seconds, format_chance, format_seconds
 
 #: What a column of the runners-up says where nothing is unusual; a degree is 1.
@@ -90,10 +90,12 @@ def shortlist_words(plan: ParallelPlan) -> str:
     found = plan.shortlist
     assert found is not None, "a shortlist was asked for"
     chance = sum(found.chances) if found.chance is None else found.chance
+    narrow = narrow_words(plan.provenance.own_runs)
     return (
         f"With a chance of {100 * chance:.0f} % one of these is as fast as the fastest of the plan "
         f"and its {len(plan.alternatives)} runners-up, but for the {100 * AS_FAST:.0f} % by which "
         "two runs of one plan may differ. Best: the chance of each."
+        f"{f' Ranges are {narrow}.' if narrow else ''}"
     )
 
 

@@ -19,6 +19,7 @@ from nest_megatron.report.tables import (
     pairs,
     word_columns,
 )
+from nest_megatron.report.words import narrow_words
 from nest_megatron.units import (
     Bytes,
     Seconds,
@@ -41,7 +42,8 @@ def comparison(run: RunRecord) -> str:
     if predicted.low_s is not None and predicted.high_s is not None:
         inside = "inside" if predicted.low_s <= step <= predicted.high_s else "outside"
         known = format_range(predicted.low_s, predicted.high_s)
-        where = f", {inside} {known}, where 9 of 10 runs lie"
+        narrow = narrow_words(predicted.own_runs)
+        where = f", {inside} {known}, where 9 of 10 runs lie{narrow and f', {narrow}'}"
     line = (
         f"measured over watched steps {measured.warm_up + 1} to {len(measured.step_times_s)}: "
         f"{format_seconds(step)} a step (predicted {format_seconds(predicted.step_s)}, "
@@ -111,13 +113,15 @@ def _minute(start: str) -> str:
 
 def audit_table(runs: Sequence[RunRecord]) -> RenderableType:
     """Launches for operators, one a row: who, which plan, signed with which key, what it took."""
-    return FittingTable(
+    narrow = narrow_words(1) if any(run.predicted.own_runs == 1 for run in runs) else ""
+    table = FittingTable(
         *name_columns("Run", "Start (UTC)", "User", "Batch job", "Plan", "Signer"),
         *word_columns("Job"),
         *figure_columns("Predicted", "9 of 10 runs", "Measured", "Error", "Memory"),
         *name_columns("Outcome"),
         rows=(_audit_row(run) for run in runs),
     )
+    return Group(table, f"* {narrow}.") if narrow else table
 
 
 def refusals_table(refused: Sequence[RefusedLaunch]) -> RenderableType:
@@ -170,6 +174,7 @@ def _audit_row(run: RunRecord) -> tuple[str, ...]:
     name, start, job, _, predicted, *others, _ = _row(run)
     low, high = run.predicted.low_s, run.predicted.high_s
     known = "" if low is None or high is None else format_range(low, high)
+    known += "*" if known and run.predicted.own_runs == 1 else ""
     signer = "" if run.launch is None else run.launch.signer or "none"
     who = (run.user, run.batch_job or "", run.plan, signer)
     return (name, start, *who, job, predicted, known, *others, outcome_words(run))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,6 +15,8 @@ from rich.text import Text
 
 #: Least width of a column of words, which wraps; of one that is cut with an ellipsis by design.
 _WORDS, _CUT = 12, 8
+#: Columns of the longest bar, and of the shortest on a narrow terminal.
+_BAR_WIDTH, _LEAST_BAR = 22, 6
 
 
 class FittingTable(Table):
@@ -110,3 +113,18 @@ def indented(part: RenderableType | str) -> RenderableType:
 def heading(text: str) -> Text:
     """Of a section."""
     return Text(f"\n{text}", style="bold cyan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """A share of the width that is left for bars, in whole characters, which survive plain text."""
+
+    share: float
+    style: str
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(_LEAST_BAR, options.max_width), min(_BAR_WIDTH, options.max_width))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(options.max_width, _BAR_WIDTH)
+        yield Text("#" * round(self.share * width), style=self.style)

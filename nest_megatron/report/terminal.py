@@ -6,11 +6,9 @@ Everything reads well at 80 columns and as plain text; colour only repeats what 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
+from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -24,6 +22,7 @@ from nest_megatron.report.price import price_rows
 from nest_megatron.report.runners_up import alternatives_table, shortlist_report
 from nest_megatron.report.site import memory_rows, site_rows, site_words
 from nest_megatron.report.tables import (
+    Bar,
     FittingTable,
     figure_columns,
     heading,
@@ -43,15 +42,15 @@ from nest_megatron.report.words import (
     goodput_words,
     headroom_words,
     proof,
-    range_words,
+    ranged_words,
     schedule_words,
     sequence_words,
     term_words,
 )
 from nest_megatron.units import GIB, format_chance, format_gib, format_seconds
 
-#: Columns of the longest bar, and of the shortest on a narrow terminal.
-_BAR_WIDTH, _LEAST_BAR = 22, 6
+#: By what is known of memory.
+_STYLES = {"bad": "bold red", "warning": "yellow", "": ""}
 #: Pipeline ranks that the short table shows before it leaves some out.
 _SHORT_ROWS = 8
 _MEMORY_HEADS = {
@@ -129,7 +128,7 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
     rows.append(("Basis", basis(plan)))
     if plan.uncertainty is not None:
         rows[1:1] = [
-            ("Range", f"{range_words(plan.uncertainty)} in 9 of 10 runs"),
+            ("Range", ranged_words(plan.uncertainty, plan.provenance.own_runs)),
             ("Confidence", confidence_words(plan.uncertainty, plan.provenance.site)),
         ]
     if plan.provenance.site is not None and plan.uncertainty is not None:
@@ -196,13 +195,13 @@ def _batch(plan: ParallelPlan) -> str:
 
 
 def _memory_line(plan: ParallelPlan) -> Text:
-    predicted = plan.predicted
-    peak, capacity = predicted.peak_memory_bytes, predicted.capacity_bytes
+    found = plan.predicted
+    peak, capacity = found.peak_memory_bytes, found.capacity_bytes
     text = Text(f"{format_gib(peak)} of {format_gib(capacity)}, peak memory per GPU")
+    style = _STYLES[memory_level(plan.priced())]
     if verdict := plan_verdict(plan):
-        text.append(f"   {verdict}", style="yellow" if predicted.fits else "bold red")
+        text.append(f"   {verdict}", style=style)
     if plan.uncertainty is not None:
-        style = {"bad": "bold red", "warning": "yellow"}.get(memory_level(plan.priced()), "")
         chance = format_chance(plan.uncertainty.out_of_memory)
         text.append(f"; {chance} chance to run out", style=style)
     return text
@@ -229,26 +228,11 @@ def _time_bars(plan: ParallelPlan) -> RenderableType:
             share = seconds / total
             table.add_row(
                 TERM_WORDS.get(name, name),
-                _Bar(share=share, style="green" if name == "compute" else "yellow"),
+                Bar(share=share, style="green" if name == "compute" else "yellow"),
                 format_seconds(seconds),
                 f"{100 * share:.1f} %",
             )
     return indented(table)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Bar:
-    """A share of the width that is left for bars, in whole characters, which survive plain text."""
-
-    share: float
-    style: str
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(min(_LEAST_BAR, options.max_width), min(_BAR_WIDTH, options.max_width))
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = min(options.max_width, _BAR_WIDTH)
-        yield Text("#" * round(self.share * width), style=self.style)
 
 
 def _memory_table(plan: ParallelPlan, *, short: bool) -> RenderableType:

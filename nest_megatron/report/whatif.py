@@ -17,7 +17,7 @@ from nest_megatron.report.sweep import (
     tokens_per_s,
     without_effect,
 )
-from nest_megatron.report.words import range_words
+from nest_megatron.report.words import narrow_words, range_words
 from nest_megatron.units import format_count, format_gib, format_seconds
 
 if TYPE_CHECKING:
@@ -248,9 +248,11 @@ def _common_words(before: ParallelPlan | None) -> str:
     if before is None or (known := before.uncertainty) is None:
         return ""
     low, high = (percent(each, step_s(before)) for each in (known.low_s, known.high_s))
+    narrow = narrow_words(before.provenance.own_runs)
     return (
-        f": 9 of 10 runs of the unchanged job take {low:+.0f} to {high:+.0f} % of its step; errors "
-        "that two changes have in common cancel in their difference"
+        f": 9 of 10 runs of the unchanged job take {low:+.0f} to {high:+.0f} % of its step"
+        f"{narrow and f', {narrow}'}; errors that two changes have in common "
+        "cancel in their difference"
     )
 
 

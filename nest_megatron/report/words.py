@@ -130,6 +130,26 @@ def range_words(known: Uncertainty) -> str:
     return format_range(known.low_s, known.high_s)
 
 
+def narrow_words(own_runs: int) -> str:
+    """What is known of ranges that rest on one run of their job; nothing of others.
+
+    Args:
+        own_runs: plans of the job whose runs they rest on.
+    """
+    if own_runs != 1:
+        return ""
+    return (
+        "likely too narrow after one run of the job: of published runs fewer than 9 in 10 lay "
+        "inside, in the mean over sources (docs/tuning_published.md)"
+    )
+
+
+def ranged_words(known: Uncertainty, own_runs: int) -> str:
+    """The same, in words."""
+    narrow = narrow_words(own_runs)
+    return f"{range_words(known)} in 9 of 10 runs{f', {narrow}' if narrow else ''}"
+
+
 def confidence_words(known: Uncertainty, site: SiteChange | None = None) -> str:
     """How far to trust a prediction, and why; its range rests on the site's runs, too."""
     runs = "1 run" if known.runs == 1 else f"{known.runs:,} runs"

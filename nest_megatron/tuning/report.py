@@ -20,6 +20,7 @@ from nest_megatron.report.tables import (
     name_columns,
     word_columns,
 )
+from nest_megatron.report.words import narrow_words
 from nest_megatron.tuning.selection import Known, NextRun, Stop, chosen, layout_words
 from nest_megatron.tuning.trial import State, Trial
 from nest_megatron.tuning.tuner import Tuned, outcome_words
@@ -143,7 +144,7 @@ def tuned_report(tuned: Tuned, trials: Sequence[Trial], plan: Path | None) -> It
     if taken is None or plan is None:
         yield indented("No plan ran, and none is chosen.")
         return
-    yield indented(_taken_words(known, taken))
+    yield indented(taken_words(known, taken))
     yield indented(_lost_words(known, taken))
     yield indented(
         f"Written to {plan}; `nest-megatron explain {plan}` prints its command, and "
@@ -200,14 +201,17 @@ def _off_words(known: Known) -> str:
     return f"Measured over predicted steps: {min(errors):+.1f} % to {max(errors):+.1f} %."
 
 
-def _taken_words(known: Known, taken: Candidate) -> str:
+def taken_words(known: Known, taken: Candidate) -> str:
+    """The plan that is taken, with its measured step or the one that is expected."""
     layout = layout_words(taken)
     if taken.solved in known.steps_s:
         return f"{layout}: measured {format_seconds(known.steps_s[taken.solved])} a step."
     low_s, high_s = taken.step.interval(0.9)
+    narrow = narrow_words(taken.step.own_runs)
     return (
         f"{layout}: it has not run; {format_seconds(taken.step.median_s)} a step is expected, "
-        f"between {format_seconds(low_s)} and {format_seconds(high_s)} with a chance of 90 %."
+        f"between {format_seconds(low_s)} and {format_seconds(high_s)} with a chance of 90 %"
+        f"{narrow and f', {narrow}'}."
     )
 
 

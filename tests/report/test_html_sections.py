@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from functools import cache
 from html import unescape
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,8 @@ from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import estimate_plan
 from nest_megatron.report.before_after import before_after_section, verdict
 from nest_megatron.report.html import html_report
+from nest_megatron.report.runners_up import shortlist_words
+from nest_megatron.report.terminal import summary_rows
 from nest_megatron.report.words import confidence_words
 from nest_megatron.units import format_seconds
 from tests.integrations.test_as_typed import DENSE, compared, settings
@@ -239,3 +242,30 @@ def test_the_shortlist_has_the_chance_that_was_found() -> None:
         ["this plan", "70 %"],
         ["runner-up 2", "40 %"],
     ]
+
+
+def test_ranges_after_one_run_of_the_job_are_said_to_be_too_narrow() -> None:
+    """On the page, in the terminal and of the shortlist; not after none or two."""
+    short = Shortlist(numbers=(0, 2), chances=(0.7, 0.4), measurements=(), chance=0.93)
+    for own_runs, said in ((0, False), (1, True), (2, False)):
+        plan = at_site(dataclasses.replace(SITE, own_runs=own_runs))
+        plan = dataclasses.replace(plan, shortlist=short)
+        page = unescape(html_report(plan))
+        places = (
+            page.partition("headline")[2].partition("</p>")[0],
+            page.partition("<caption><span>Other layouts")[2].partition("</caption>")[0],
+            shortlist_words(plan),
+            str(dict(summary_rows(plan))["Range"]),
+        )
+        told = ["likely too narrow after one run of the job" in place for place in places]
+        assert told == [said] * len(places), own_runs
+
+
+def test_what_is_said_of_one_run_is_what_published_tables_show() -> None:
+    text = Path("docs/tuning_published.md").read_text("utf-8")
+    rows = {
+        cells[0]: cells[5]
+        for line in text.partition("## After runs of the job itself")[2].splitlines()
+        if len(cells := [each.strip() for each in line.strip("|").split("|")]) == 9
+    }
+    assert float(rows["1"]) < 90 < float(rows["2"])

@@ -13,7 +13,13 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.history import store
 from nest_megatron.history.records import Outcome
 from nest_megatron.planner.choice import Candidate
-from nest_megatron.tuning.report import lessons, lost_percent, tuned_document, tuned_report
+from nest_megatron.tuning.report import (
+    lessons,
+    lost_percent,
+    taken_words,
+    tuned_document,
+    tuned_report,
+)
 from nest_megatron.tuning.selection import Stop, chosen
 from nest_megatron.tuning.session import new_session, resumed_session
 from nest_megatron.tuning.trial import Failure, State, Trial, in_history
@@ -236,6 +242,19 @@ def test_what_was_learnt_is_told(tmp_path: Path) -> None:
         document = tuned_document(found, session.trials, tmp_path / "plan.yaml", tmp_path)
         assert document["without_runs_slower_percent"] == lost
         assert [*tuned_report(found, session.trials, tmp_path / "plan.yaml")]
+
+
+def test_a_range_after_one_run_is_said_to_be_too_narrow(tmp_path: Path) -> None:
+    found = tuned(tmp_path, off_by(pipeline=1.0, replicas=0.5))
+    measured = found.known.steps_s
+    assert len(measured) > 1
+    one = dict([*measured.items()][:1])
+    told = []
+    for steps_s in (one, measured):
+        known = dataclasses.replace(found.known, steps_s=steps_s)
+        other = next(each for each in known.candidates() if each.solved not in measured)
+        told.append("too narrow after one run of the job" in taken_words(known, other))
+    assert told == [True, False]
 
 
 def test_runs_are_in_the_site_s_history_once_and_told_apart(
