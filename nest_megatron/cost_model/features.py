@@ -34,7 +34,7 @@ class Feature(Name):
     EXPERTS = "experts", "experts"
     FP8 = "fp8", "fp8"
     LORA = "lora", "LoRA"
-    SCAN = "scan", "layers of a scan"
+    SCAN = "scan", "state-space layers"
     IMAGES = "images", "an encoder of images"
     LONG_CONTEXT = "long_context", "long sequences"
     OTHER_FRAMEWORK = "other_framework", "kernels that are not Megatron's"

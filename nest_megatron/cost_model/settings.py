@@ -28,15 +28,15 @@ class CostSettings:
         expert_imbalance: busiest expert rank's tokens over the mean; 1 is balanced routing.
         compute_slowdown: time of the device's work over what its calibrated kernels need: kernels
             that a framework does not fuse, gaps between them.
-        attention_slowdown: the same of attention: older kernels, rings that do not overlap.
+        attention_slowdown: the same of attention alone: older kernels, rings that do not overlap.
         fp8_attention_speedup: rate of attention in fp8 over that in 16 bits.
         tp_overlap: share of tensor-parallel traffic that runs beside the GEMMs which need it,
             with user buffers (``--tp-comm-overlap``).
         ep_overlap: share of the token all-to-all with experts that runs beside another micro
             batch's work, with ``--overlap-moe-expert-parallel-comm``.
-        alltoall_slowdown: time of that all-to-all over what the network's own tables say: parts of
-            unequal size, and the dispatcher's kernels.
-        flex_slowdown: the same with DeepEP or HybridEP.
+        alltoall_slowdown: time of the token all-to-all over what the network's own tables say:
+            parts of unequal size, and the dispatcher's kernels.
+        flex_slowdown: the same of the token all-to-all with DeepEP or HybridEP.
         dp_slowdown: time of the traffic between replicas over what the network needs: weights that
             a framework gathers one by one.
         host_kernel_s: time that the host takes to launch one operator outside CUDA graphs, in place
@@ -49,16 +49,13 @@ class CostSettings:
             one: gradient, master weight and two moments read, three written, model weight written.
         memory_reserve_bytes: CUDA context, NCCL buffers and library workspaces, outside the
             allocator.
-        memory_margin: share of device memory left free against fragmentation; with the reserve, the
-            largest whole per cent that refuses at most 1 % of what ran in ``throughput.csv`` and
-            ``throughput_2.csv`` as planned (``validation/margin.py``); 5 to 14 % catch no more of
-            those that did not fit (``docs/accuracy.md``).
-        straggler_delay_s: standard deviation of what a rank is late after a second of work, growing
-            with its square root (``stragglers``; fitted in ``calibration/stragglers.yaml``).
+        memory_margin: share of a GPU's memory that a plan leaves free against fragmentation, chosen
+            by published runs (``docs/accuracy.md``).
+        straggler_delay_s: delay of a rank after one second of work, its standard deviation; it
+            grows with the square root of the work.
         iteration_floor_s: CPU overhead of a step that nothing hides (data, logging, launch).
         traits: what the job's flags say beside the layout: formats of states, fused kernels.
-        target: name of the framework and release whose defaults fill what the job leaves open
-            (``cost_model/targets.py``); ``None`` for the cost model's own.
+        target: framework and release whose defaults fill what the job leaves open.
     """
 
     precision: Precision = Precision.BF16
@@ -76,7 +73,10 @@ class CostSettings:
     overlap_slowdown: float = ranged(0.12, 0.0, 1.0)
     optimizer_bytes_per_parameter: float = ranged(30.0, 0.0, 1e3)
     memory_reserve_bytes: int = ranged(2 * GIB, 0, 1 << 50)
+    #: With the reserve, the largest whole per cent that refuses at most 1 % of what ran in
+    #: ``throughput.csv`` and ``throughput_2.csv`` as planned (``validation/margin.py``).
     memory_margin: float = ranged(0.04, 0.0, 0.9)
+    #: Fitted in ``calibration/stragglers.yaml``.
     straggler_delay_s: float = ranged(0.027, 0.0, 10.0)
     iteration_floor_s: float = ranged(0.005, 0.0, 1e3)
     traits: ExecutionTraits = dataclasses.field(default_factory=ExecutionTraits)
@@ -106,6 +106,8 @@ class CostSettings:
         return dataclasses.replace(self, traits=traits)
 
 
+#: Settings that say nothing of a model without experts.
+OF_EXPERTS = frozenset({"expert_imbalance", "ep_overlap", "alltoall_slowdown", "flex_slowdown"})
 #: What stands before the name of a trait.
 _TRAITS = "traits."
 

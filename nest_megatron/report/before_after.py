@@ -31,8 +31,8 @@ from nest_megatron.units import GIB, format_chance, format_count, format_gib, fo
 
 #: What the two tables of changes show, and what is said of a change in each that Megatron refuses.
 _ALONE, _IN_ORDER = (
-    ("What each change brings alone, from what runs today", "not by itself"),
-    ("One after another, each legal", "together"),
+    ("What each change brings alone, beside what runs today", "not by itself"),
+    ("One after another, each on top of those above it", "together"),
 )
 
 
@@ -74,6 +74,7 @@ def before_after_section(found: BeforeAfter, plan: PricedLayout) -> Mapping[str,
         "level": memory_level(before) or _level(changes.whole),
         "figures": [*side_by_side(before, plan, changes.whole)],
         "tables": tables if changes.in_order else (),
+        "sum": sum_words(changes.whole),
         "needs": found.needs,
     }
 
@@ -160,6 +161,21 @@ def _changes_report(before: PricedLayout, found: Changes) -> Iterator[Renderable
             rows=change_rows(changes, first),
         )
         yield from map(indented, rules(changes, what))
+    yield indented(sum_words(found.whole))
+
+
+def sum_words(whole: Difference) -> str:
+    """What the changes add up to that are made one after another.
+
+    >>> sum_words(Difference(seconds=-0.5, percent=-10.0, low_percent=-14.0, high_percent=-6.0,
+    ...                      chance_faster=0.99))
+    'All together: -500.0 ms, -10.0 %. Seconds add up; each % is of the step in the row above.'
+    """
+    seconds = f"{'-' if whole.seconds < 0 else '+'}{format_seconds(abs(whole.seconds))}"
+    return (
+        f"All together: {seconds}, {whole.percent:+.1f} %. Seconds add up; each % is of the step "
+        "in the row above."
+    )
 
 
 def _tables(

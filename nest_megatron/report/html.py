@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.settings import OF_EXPERTS, CostSettings
 from nest_megatron.model.parameters import active_parameters, total_parameters
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.launch import launch_words
@@ -38,6 +38,7 @@ from nest_megatron.report.words import (
     proof,
     range_words,
     ranged_words,
+    setting_value,
 )
 from nest_megatron.units import GIB, format_chance, format_gib, format_seconds, to_ticks
 
@@ -78,6 +79,7 @@ def html_report(
         shortlist=plan.shortlist and shortlist_words(plan),
         search=_search(plan.search),
         launches=_launches(plan, flags),
+        flags_words=_flags_words(plan),
         today=plan.today and before_after_section(plan.today, plan.priced()),
         sensitivity=sensitivity(plan, times),
         site=plan.provenance.site and site_rows(plan.provenance.site),
@@ -114,10 +116,17 @@ def _model_words(spec: TransformerSpec) -> str:
     words = [f"{total_parameters(spec) / 1e9:.3g} billion parameters"]
     if spec.is_moe:
         words.append(f"{active_parameters(spec) / 1e9:.3g} billion of them active for a token")
-    words += [f"{spec.num_layers} layers", f"hidden size {spec.hidden_size}"]
+    encoder = spec.encoder_num_layers
+    layers = f"{encoder} layers of an encoder and {spec.num_layers} of a decoder"
+    words.append(f"{spec.num_layers} layers" if encoder is None else layers)
+    words.append(f"hidden size {spec.hidden_size:,}")
     if spec.is_moe:
         words.append(f"{spec.num_experts} experts, {spec.moe_router_topk} for each token")
-    return ", ".join([*words, f"sequences of {spec.seq_length} tokens"])
+    decoded = "" if encoder is None else f" and, in the decoder, of {spec.decoder_seq_length:,}"
+    words.append(f"sequences of {spec.seq_length:,} tokens{decoded}")
+    if spec.adapters is not None:
+        words.append(f"all weights frozen but those of adapters ({spec.adapters.words()})")
+    return ", ".join(words)
 
 
 def _terms(plan: ParallelPlan) -> Sequence[Mapping[str, Any]]:
@@ -156,7 +165,7 @@ def _memory(plan: ParallelPlan) -> Mapping[str, Any]:
         (str(rank), *(_gib(each.get(name, 0)) for name in names), _gib(peak))
         for rank, (each, peak) in enumerate(zip(by_rank, peaks, strict=True))
     ]
-    chance = known and f"A run needs more with a chance of {format_chance(known.out_of_memory)}."
+    chance = known and f"The chance to run out of memory is {format_chance(known.out_of_memory)}."
     return {
         "ranks": ranks,
         "legend": [_memory_part(name) for name in names],
@@ -210,6 +219,17 @@ def _log_percent(count: int, digits: int) -> float:
     return 100 * min(1.0, (length - 1 + count / 10**length) / digits) if count else 0.0
 
 
+def _flags_words(plan: ParallelPlan) -> str:
+    """What flags are for that stand in the place of a launch command."""
+    target = str(plan.provenance.settings.get("target", "megatron_lm"))
+    if target.startswith("megatron_lm"):
+        return "Flags of the layout, for the Megatron-LM command that starts the job:"
+    return (
+        f"The layout as Megatron-LM's flags, to compare: the plan is for {target}, whose "
+        "configuration takes the fields under What the plan sets, and why."
+    )
+
+
 def _launches(plan: ParallelPlan, flags: Iterable[str]) -> Sequence[Mapping[str, Any]]:
     if not plan.launch:
         return [{"name": "", "command": command_lines([*flags], indent=""), "notes": ()}]
@@ -234,11 +254,12 @@ def _provenance(plan: ParallelPlan) -> Sequence[tuple[str, str]]:
 
 
 def _settings(plan: ParallelPlan) -> Sequence[tuple[str, str, str]]:
-    """Every setting of the cost model, its value and its meaning."""
+    """Every setting of the cost model that says something of the model, value and meaning."""
     meanings = setting_meanings()
     return [
         (name, setting_value(name, value), meanings.get(name, "").replace("``", ""))
         for name, value in plan.provenance.settings.items()
+        if plan.model.is_moe or name not in OF_EXPERTS
     ]
 
 
@@ -248,16 +269,3 @@ def setting_meanings() -> dict[str, str]:
     _, _, rest = text.partition("Args:\n")
     body = inspect.cleandoc("    " + rest.partition("\n\n")[0].lstrip())
     return {name: " ".join(words.split()) for name, words in _ENTRY.findall(body)}
-
-
-def setting_value(name: str, value: float | str) -> str:
-    """A setting for people.
-
-    >>> setting_value("memory_reserve_bytes", 2.0 * GIB), setting_value("iteration_floor_s", 0.005)
-    ('2 GiB', '5 ms')
-    """
-    if isinstance(value, str):
-        return value
-    if name.endswith("_bytes"):
-        return f"{value / GIB:g} GiB"
-    return f"{1e3 * value:g} ms" if name.endswith("_s") else f"{value:g}"

@@ -23,7 +23,7 @@ from nest_megatron.report.words import (
     term_words,
     ties,
 )
-from nest_megatron.units import GB, Seconds, format_gib, format_seconds
+from nest_megatron.units import GB, Seconds, format_chance, format_gib, format_seconds
 
 #: Letter and name of each kind of layer.
 _NAMES = {
@@ -200,8 +200,8 @@ def runners_up(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[s
     for number, (other, described, terms, known) in enumerate(each, start=1):
         degrees = [(described[name], described[name] == best[name]) for name in differ]
         why = term_words(terms, most=3) if terms else "priced otherwise by this version"
-        slower = f"{other.slower_percent:.2f} %"
-        rows.append(_runner_up(str(number), slower, other, degrees, why, told, known))
+        longer = f"{other.slower_percent:+.2f} %"
+        rows.append(_runner_up(str(number), longer, other, degrees, why, told, known))
     caption = "Other layouts at their best. What differs is marked, what all share is left out."
     sure = ("chance to be slower",) if told else ()
     within = ("9 of 10 runs",) if any(ranges) else ()
@@ -213,7 +213,7 @@ def runners_up(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[s
         incomplete_ranking(plan.search),
     )
     return {
-        "head": ("#", "slower by", *sure, "step", *within, *differ, "where the time goes"),
+        "head": ("#", "step longer by", *sure, "step", *within, *differ, "difference by term"),
         "ranges": any(ranges),
         "rows": rows,
         "caption": " ".join(filter(None, said)),
@@ -222,15 +222,15 @@ def runners_up(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[s
 
 def _runner_up(
     first: str,
-    slower: str,
+    longer: str,
     other: Alternative,
     degrees: Sequence[tuple[str, bool]],
     why: str,
     told: bool,
     known: Mapping[str, Any] | None,
 ) -> Mapping[str, Any]:
-    odds = "" if other.chance_slower is None else f"{100 * other.chance_slower:.0f} %"
-    figures = [slower, *([odds] if told else []), format_seconds(other.iteration_time_s)]
+    odds = "" if other.chance_slower is None else format_chance(other.chance_slower)
+    figures = [longer, *([odds] if told else []), format_seconds(other.iteration_time_s)]
     return {"first": first, "figures": figures, "range": known, "degrees": degrees, "why": why}
 
 

@@ -18,7 +18,7 @@ from nest_megatron.report.timeline import (
     is_numbered,
     legend,
 )
-from nest_megatron.units import Seconds, format_seconds
+from nest_megatron.units import Seconds, format_seconds, to_seconds, to_ticks
 
 #: How much wider than its place the picture can be made; ``style.css`` shows what fits then.
 ZOOMS = (1, 4, 16)
@@ -169,7 +169,7 @@ def _sums(view: ScheduleView, rank: int) -> tuple[str, ...]:
         sent = sum(view.communication(span).values())
         work[span.kind] += span.end - span.start - sent
         exposed += sent
-    idle = view.iteration_time_s - exposed - sum(work.values())
+    idle = to_ticks(view.iteration_time_s - exposed - sum(work.values()))
     forward, backward = work.pop(SpanKind.FORWARD), work.pop(SpanKind.BACKWARD)
-    times = (forward, backward, exposed, idle, sum(work.values()))
+    times = (forward, backward, exposed, to_seconds(max(0, idle)), sum(work.values()))
     return (str(rank), *(format_seconds(max(0.0, each)) for each in times))

@@ -14,7 +14,7 @@ from nest_megatron.cluster.records import Accelerator, Cluster, Precision
 from nest_megatron.cost_model.compute import sixteen_bit
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import evaluate
-from nest_megatron.cost_model.settings import CostSettings, restored_settings
+from nest_megatron.cost_model.settings import OF_EXPERTS, CostSettings, restored_settings
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.grid import Grid
@@ -25,21 +25,22 @@ from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.html_layout import reached_levels
 from nest_megatron.report.memory_words import memory_verdict
 from nest_megatron.report.runners_up import layout_of, same_price
+from nest_megatron.report.words import setting_value
 from nest_megatron.units import GB, Bytes, Seconds, format_gib, to_seconds
 
 #: What each figure is multiplied by, and how that is said.
 _FACTORS = {0.5: "half", 0.8: "20 % less", 1.25: "25 % more", 2.0: "twice"}
 #: Changes of a step that are not told, in per cent: they print as 0.0.
 _LEAST = 0.05
-_SAME, _IMPOSSIBLE = "0.0 %", "not possible"
+_SAME, _IMPOSSIBLE = "0.0\N{NO-BREAK SPACE}%", "not possible"
 #: What the cost model assumes, by the setting that changes it; 0 is nothing to change.
-_ASSUMED_OF_EXPERTS = {"expert_imbalance": "load of the busiest experts over the mean"}
 _ASSUMED = {
-    "tp_overlap": "tensor-parallel traffic beside GEMMs",
-    "ep_overlap": "expert traffic beside other work",
-    "dp_overlap": "compute that hides traffic between replicas",
-    "overlap_slowdown": "compute lost to hidden traffic",
-    "straggler_delay_s": "delay of the slowest ranks",
+    "expert_imbalance": "load of the busiest experts over the mean",
+    "tp_overlap": "share of tensor-parallel traffic beside GEMMs",
+    "ep_overlap": "share of expert traffic beside other work",
+    "dp_overlap": "share of compute that hides traffic between replicas",
+    "overlap_slowdown": "compute lost for a second of hidden traffic",
+    "straggler_delay_s": "delay of a rank after a second of work, standard deviation",
 }
 
 _Job = tuple[Cluster, CostSettings]
@@ -190,11 +191,11 @@ def _assumptions(plan: ParallelPlan, settings: CostSettings) -> Iterator[_Figure
             times=partial(_with_device, job, field),
             most=1 / share,
         )
-    assumed = {**_ASSUMED_OF_EXPERTS, **_ASSUMED} if plan.model.is_moe else _ASSUMED
-    for field, name in assumed.items():
-        if value := getattr(settings, field):
-            times = partial(_with_setting, job, field)
-            yield _Figure(name=f"{name} (cost.{field})", value=f"{value:g}", times=times)
+    for field, name in _ASSUMED.items():
+        value = getattr(settings, field)
+        if value and (plan.model.is_moe or field not in OF_EXPERTS):
+            times, shown = partial(_with_setting, job, field), setting_value(field, value)
+            yield _Figure(name=f"{name} (cost.{field})", value=shown, times=times)
     if (tokens := settings.traits.attended_tokens) is not None:
         yield _Figure(
             name="tokens that a token of a pack attends within",
@@ -263,7 +264,7 @@ def _cell(now: _Priced, then: _Priced, unknown: Sequence[str]) -> str:
     if (said := _memory(then, unknown)) != _memory(now, unknown):
         return said or "fits"
     percent = 100 * (then.step_s / now.step_s - 1)
-    return f"{percent:+.1f} %" if abs(percent) >= _LEAST else _SAME
+    return f"{percent:+.1f}\N{NO-BREAK SPACE}%" if abs(percent) >= _LEAST else _SAME
 
 
 def _memory(found: _Priced, unknown: Sequence[str]) -> str:
@@ -287,4 +288,4 @@ def _overtaken(now: Sequence[_Priced], then: Sequence[_Priced], tie_percent: flo
     if not passing:
         return ""
     step, number = min(passing)
-    return f"runner-up {number} is {100 * (1 - step / plan.step_s):.1f} % faster"
+    return f"runner-up {number} is {100 * (plan.step_s / step - 1):.1f} % faster"

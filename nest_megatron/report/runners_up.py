@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from nest_megatron.cost_model.estimate import estimate
+from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.cost_model.shortlist import AS_FAST
 from nest_megatron.errors import UserInputError
@@ -22,9 +24,7 @@ from nest_megatron.parallel.recompute import (
     RecomputeMethod,
     RecomputeModule,
 )
-from nest_megatron.parallel.rules import DEFAULT_VERSION
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.planner import estimate_plan
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.tables import (
     FittingTable,
@@ -177,21 +177,21 @@ def term_differences(
     Returns:
         One mapping a runner-up; ``None`` where this version prices it otherwise than the plan says.
     """
-    return tuple(_differences(plan, other, times) for other in plan.alternatives)
+    try:
+        settings = restored_settings(plan.provenance.settings)
+    except UserInputError:
+        return (None,) * len(plan.alternatives)
+    model = CostModel(plan.model, plan.cluster, settings, times)
+    return tuple(_differences(plan, other, model) for other in plan.alternatives)
 
 
 def _differences(
-    plan: ParallelPlan, other: Alternative, times: LayerTimes | None
+    plan: ParallelPlan, other: Alternative, model: CostModel
 ) -> Mapping[str, float] | None:
     try:
-        settings = restored_settings(plan.provenance.settings)
-        version = plan.provenance.framework_version or DEFAULT_VERSION
-        priced = estimate_plan(
-            *(plan.model, plan.cluster, settings, *layout_of(plan, other), times), version=version
-        )
+        found = estimate(model, *layout_of(plan, other))
     except UserInputError:
         return None
-    found = priced.predicted
     if not same_price(found.iteration_time_s, other.iteration_time_s):
         return None
     return {name: s - plan.predicted.terms.get(name, 0.0) for name, s in found.terms.items()}

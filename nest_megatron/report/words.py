@@ -16,6 +16,7 @@ from nest_megatron.parallel.prediction import ParallelChoice
 from nest_megatron.planner.shortage import EndedEarly
 from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.units import (
+    GIB,
     Seconds,
     format_duration,
     format_range,
@@ -355,3 +356,16 @@ def term_words(differences: Mapping[str, float], *, most: int = 4) -> str:
         if abs(seconds) >= 5e-5
     )
     return ", ".join(words) or "the same in every term"
+
+
+def setting_value(name: str, value: float | str) -> str:
+    """A setting for people.
+
+    >>> setting_value("memory_reserve_bytes", 2.0 * GIB), setting_value("iteration_floor_s", 0.005)
+    ('2 GiB', '5 ms')
+    """
+    if isinstance(value, str):
+        return value
+    if name.endswith("_bytes"):
+        return f"{value / GIB:g} GiB"
+    return f"{1e3 * value:g} ms" if name.endswith("_s") else f"{value:g}"

@@ -65,5 +65,7 @@ SHAPES = {
     "interleaved": lambda: hand_plan(8, 4),
     "long": lambda: hand_plan(4, microbatches=512),
     "64 stages": lambda: hand_plan(64, microbatches=256),
+    "hybrid": lambda: hand_plan(1, model="nemotron_h_4b"),
+    "two stacks": lambda: hand_plan(1, model="t5_220m"),
     "searched": searched_plan,
 }

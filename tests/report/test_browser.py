@@ -73,7 +73,9 @@ def page_of(name: str) -> str:
     return html_report(command_page()[0])
 
 
-@pytest.fixture(scope="module", params=["searched", "interleaved", "one stage", "command"])
+@pytest.fixture(
+    scope="module", params=["searched", "interleaved", "one stage", "hybrid", "command"]
+)
 def address(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Of the page of a plan."""
     path: Path = tmp_path_factory.mktemp("pages") / "plan.html"

@@ -17,7 +17,7 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from nest_megatron.cost_model.settings import CostSettings, stored_settings
+from nest_megatron.cost_model.settings import OF_EXPERTS, CostSettings, stored_settings
 from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
 from nest_megatron.report.charts import IDLE, INK
 from nest_megatron.report.html import funnel_steps, html_report, setting_meanings
@@ -73,7 +73,7 @@ class Page(HTMLParser):
             self.caption += data
             self.tables[self.caption] = []
         elif self.caption and self.tables[self.caption] and {"td", "th"} & set(self.open):
-            self.tables[self.caption][-1][-1] += data
+            self.tables[self.caption][-1][-1] += data.replace("\N{NO-BREAK SPACE}", " ")
 
     def table(self, start: str) -> list[list[str]]:
         """Body rows of the table whose caption starts so."""
@@ -88,8 +88,8 @@ def test_every_stage_is_there(shape: str) -> None:
     rows = Page(page_of(shape)).table("Pipeline ranks")
     assert [row[0] for row in rows] == [str(rank) for rank in range(len(plan.predicted.stages))]
     letters = "".join(row[2] for row in rows)
-    layers = sum(int(n or 1) for n in re.findall(r"t(?:×(\d+))?", letters))
-    assert layers == plan.model.num_layers
+    layers = sum(int(n or 1) for n in re.findall(r"[tM*-](?:×(\d+))?", letters))
+    assert layers == plan.model.num_stacked_layers
     assert letters.count("E") == letters.count("L") == 1
 
 
@@ -137,6 +137,26 @@ def test_tables_are_accessible() -> None:
     assert ("html", {"lang": "en"}) in page.tags
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_cell_of_a_card_bears_the_name_of_its_column(shape: str) -> None:
+    """On a narrow screen, where a row is a card and the head of the table is hidden."""
+    cards = re.findall(r'<div class="scroll[^"]* cards".*?</div>', page_of(shape), re.DOTALL)
+    assert len(cards) > 5
+    for card in cards:
+        cells = re.findall(r"<t[hd][ >][^>]*>", card.partition("<tbody>")[2])
+        assert cells
+        assert [each for each in cells if "data-label" not in each] == []
+
+
+def test_a_dense_model_s_page_has_no_assumptions_about_experts() -> None:
+    settings = {row[0] for row in Page(page_of("one stage")).table("What the cost model takes")}
+    assert not settings & OF_EXPERTS
+    assert "straggler_delay_s" in settings
+    assert "cost.ep_overlap" not in page_of("one stage")
+    with_experts = Page(page_of("searched")).table("What the cost model takes")
+    assert {row[0] for row in with_experts} >= OF_EXPERTS
+
+
 def test_figures_of_the_plan_are_shown() -> None:
     plan = searched_plan()
     page = Page(html_report(plan))
@@ -179,6 +199,8 @@ def test_every_setting_has_a_meaning() -> None:
     meanings = setting_meanings()
     assert set(meanings) == {field.name for field in dataclasses.fields(CostSettings)}
     assert all(len(words) > 20 for words in meanings.values())
+    named = [each for each in meanings.values() if re.search(r"\.(py|csv|yaml)|None", each)]
+    assert named == []
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -273,6 +295,18 @@ def test_what_each_rank_does_adds_up_to_the_step(shape: str) -> None:
         busy = sum(span.end - span.start for span in spans)
         assert row[3] == format_seconds(exposed)
         assert row[4] == format_seconds(max(0.0, view.iteration_time_s - busy))
+
+
+def test_waiting_below_the_clock_s_tick_is_none() -> None:
+    times = [cell for row in Page(page_of("hybrid")).table("What the step") for cell in row]
+    assert "0 us" in times
+    assert not any("e-" in cell for cell in times)
+
+
+def test_a_model_of_two_stacks_is_told_with_both() -> None:
+    text = unescape(page_of("two stacks"))
+    assert "12 layers of an encoder and 12 of a decoder, hidden size 768" in text
+    assert "sequences of 512 tokens and, in the decoder, of 128;" in text
 
 
 def test_the_page_says_how_many_micro_batches_it_draws() -> None:

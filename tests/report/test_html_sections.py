@@ -17,9 +17,11 @@ from nest_megatron.parallel.before_after import BeforeAfter
 from nest_megatron.parallel.objective import MechanismChange, Shortlist, SiteChange
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import estimate_plan
-from nest_megatron.report.before_after import before_after_section, verdict
+from nest_megatron.planner.pins import PinnedPlan, read_pinned
+from nest_megatron.report.before_after import before_after_section, sum_words, verdict
 from nest_megatron.report.html import html_report
-from nest_megatron.report.runners_up import shortlist_words
+from nest_megatron.report.html_sensitivity import _overtaken, _Priced
+from nest_megatron.report.runners_up import as_alternative, shortlist_words, term_differences
 from nest_megatron.report.terminal import summary_rows
 from nest_megatron.report.words import confidence_words
 from nest_megatron.units import format_seconds
@@ -76,6 +78,7 @@ def test_changes_of_a_command_end_with_the_plan() -> None:
     assert [row[0] for row in alone] == [str(n) for n in range(1, len(found.changes.alone) + 1)]
     first, *others = page.table("One after another")
     assert first[1] == "today"
+    assert sum_words(found.changes.whole) in unescape(html_report(plan))
     assert others[-1][2] == format_seconds(plan.predicted.iteration_time_s)
 
 
@@ -186,6 +189,33 @@ def test_sensitivity_to_an_assumption_is_what_estimate_says_under_that_setting()
         assert cell == (f"{100 * longer:+.1f} %" if found.fits else "does not fit")
     assert rows["efficiency of GEMMs"][5] == "not possible"
     assert float(rows["efficiency of GEMMs"][2].removesuffix(" %")) > 0
+
+
+def test_assumptions_have_their_units() -> None:
+    table = Page(html_report(searched_plan())).table("By how much the plan's")
+    (delay,) = (row for row in table if "cost.straggler_delay_s" in row[0])
+    assert delay[1] == "27 ms"
+
+
+def test_faster_means_more_steps_in_the_same_time_everywhere() -> None:
+    """As "slower" does: a plan 5 % slower than another is the one than which that is 5 % faster."""
+    then = [_Priced(step_s=s, peak_bytes=1, limit_bytes=2) for s in (1.05, 1.0)]
+    now = [dataclasses.replace(each, step_s=1.0) for each in then]
+    assert _overtaken(now, then, 1.0) == "runner-up 1 is 5.0 % faster"
+
+
+def test_runners_up_of_a_hybrid_are_told_by_term_under_0_20() -> None:
+    """Its virtual stages are legal there, and not under 0.16.1, whose rules refuse none of it."""
+    pinned = read_pinned(Path("recipes/megatron_lm/plans/nemotron_h_56b_dgx_h100.yaml"))
+    assert isinstance(pinned, PinnedPlan)
+    plan = pinned.plan
+    assert plan.parallel.virtual_pipeline_model_parallel_size
+    provenance = dataclasses.replace(plan.provenance, framework=None, framework_version=None)
+    alternatives = (as_alternative(plan),)
+    other = dataclasses.replace(plan, provenance=provenance, alternatives=alternatives)
+    (lost,) = term_differences(other)
+    assert lost is not None
+    assert not any(lost.values())
 
 
 def test_sensitivity_says_where_the_plan_no_longer_fits() -> None:
