@@ -169,7 +169,7 @@ def _sums(view: ScheduleView, rank: int) -> tuple[str, ...]:
         sent = sum(view.communication(span).values())
         work[span.kind] += span.end - span.start - sent
         exposed += sent
-    idle = to_ticks(view.iteration_time_s - exposed - sum(work.values()))
+    idle = to_ticks(max(0.0, view.iteration_time_s - exposed - sum(work.values())))
     forward, backward = work.pop(SpanKind.FORWARD), work.pop(SpanKind.BACKWARD)
-    times = (forward, backward, exposed, to_seconds(max(0, idle)), sum(work.values()))
+    times = (forward, backward, exposed, to_seconds(idle), sum(work.values()))
     return (str(rank), *(format_seconds(max(0.0, each)) for each in times))
