@@ -51,6 +51,9 @@ from nest_megatron.units import counted
 if TYPE_CHECKING:
     from nest_megatron.profile.layer_timer import Measuring
 
+#: A block and how it is divided (``Timing.shape``).
+Shape = tuple[object, ...]
+
 
 @command(
     "nest-megatron profile model=llama3_8b train.seq_length=128 --max-seconds 5",
@@ -144,11 +147,11 @@ def _run(options: _Options) -> int:
     times_both = times_network and tasks.num_left > 0
     layers_s = options.max_seconds * (1 - NETWORK_SHARE if times_both else 1.0)
     if options.for_plan is not None:
-        if not (tasks.num_shapes or times_network):
+        if not (tasks.shapes or times_network):
             raise _nothing_to_time(asked, options.for_plan)
         words = asked.told(
             tasks.tasks,
-            num_shapes=tasks.num_shapes,
+            num_shapes=len(tasks.shapes),
             num_left=tasks.num_left,
             ends=f"{layers_s:g} s (--max-seconds{' less a quarter' if times_both else ''})",
             on_cpu=measuring.where is Where.CPU,
@@ -162,8 +165,7 @@ def _run(options: _Options) -> int:
         found = _joined(found, here, measuring.where, until)
     if here.rank == 0:
         _tell(tasks, found, options.network_out, as_json=options.as_json)
-    is_refused = any(not one.is_too_large for one in found.skipped)
-    return BAD_INPUT if is_refused and not (found.timings or tasks.known) else OK
+    return BAD_INPUT if tasks.shapes and not (found.timings or tasks.known) else OK
 
 
 def _nothing_to_time(asked: Asked, plan: Path) -> UserInputError:
@@ -211,7 +213,7 @@ class RankTasks:
     """What this process is to time.
 
     Args:
-        num_shapes: shapes that all ranks together should have.
+        shapes: that all ranks together should have.
         known: of these, those that were stored when this process looked.
     """
 
@@ -220,13 +222,13 @@ class RankTasks:
     machine: Machine
     ranks: Ranks
     tasks: tuple[Task, ...]
-    num_shapes: int
-    known: frozenset[object]
+    shapes: frozenset[Shape]
+    known: frozenset[Shape]
 
     @property
     def num_left(self) -> int:
         """Shapes that are still to be timed, by all ranks."""
-        return self.num_shapes - len(self.known)
+        return len(self.shapes - self.known)
 
     def profile(self, timings: Sequence[Timing]) -> LayerProfile:
         """The profile that timings make."""
@@ -254,7 +256,8 @@ def tasks_of_rank(asked: Asked, here: Ranks, measuring: Measuring, *, again: boo
     known = () if again else _known(machine, spec, precision)
     flash = measuring.implementation is Implementation.TRANSFORMER_ENGINE
     tasks = asked.tasks(flash_attention=flash)
-    stored = frozenset(timing.shape for timing in known).intersection(map(shape_of, tasks))
+    shapes = frozenset(map(shape_of, tasks))
+    stored = shapes.intersection(timing.shape for timing in known)
     # Shared out before what is known is left out: another rank may have stored its first by now.
     mine = share_of(tasks, here.rank, here.size)
     return RankTasks(
@@ -263,12 +266,12 @@ def tasks_of_rank(asked: Asked, here: Ranks, measuring: Measuring, *, again: boo
         machine=machine,
         ranks=here,
         tasks=tuple(task for task in mine if shape_of(task) not in stored),
-        num_shapes=len(tasks),
+        shapes=shapes,
         known=stored,
     )
 
 
-def shape_of(task: Task) -> tuple[object, ...]:
+def shape_of(task: Task) -> Shape:
     """What tells timings apart (``Timing.shape``)."""
     names = (*LAYER_DEGREES, "micro_batch_size", "sequence_parallel")
     return (task.block, *(getattr(task.shard, name) for name in names))
@@ -332,7 +335,7 @@ def _tell(own: RankTasks, found: Timed, network_out: Path | None, *, as_json: bo
     profile = store.record(own.profile(timings)) if timings else None
     written = None if measured is None else _write_network(measured, network_out)
     num_known = len(own.known - {timing.shape for timing in timings})
-    left = own.num_shapes - num_known - len(timings) - len(skipped)
+    analytic, left = _without_times(own), len(own.shapes) - num_known - len(timings) - len(skipped)
     if as_json:
         show_json(
             {
@@ -341,7 +344,8 @@ def _tell(own: RankTasks, found: Timed, network_out: Path | None, *, as_json: bo
                 "measured": to_plain(timings),
                 "known": num_known,
                 "skipped": [f"{one.task}: {one.reason}" for one in skipped],
-                "left_to_interpolate": left,
+                "not_begun": left,
+                "analytic": analytic,
                 "network": to_plain(measured),
                 "network_file": None if written is None else str(written),
             }
@@ -352,13 +356,15 @@ def _tell(own: RankTasks, found: Timed, network_out: Path | None, *, as_json: bo
 
     if timings:
         show(timings_table(timings))
-    if own.num_shapes:
+    if own.shapes:
         stored = f", {num_known} were stored already" if num_known else ""
-        later = f", {left} are left to interpolate" if left else ""
-        shapes = f"{len(timings)} of {counted(own.num_shapes, 'shape')} timed"
-        say(f"{shapes} in {found.seconds:.0f} s{stored}{later}.")
+        later = f", {left} were not begun in time (--max-seconds)" if left else ""
+        shapes = f"{len(timings)} of {counted(len(own.shapes), 'shape')}"
+        say(f"{shapes} timed in {found.seconds:.0f} s{stored}{later}.")
     for line in _not_timed(skipped):
         say(line)
+    if rest := ", ".join(analytic):
+        say(f"No time of {rest} is stored: plans take it from data sheets or imported profiles.")
     if profile is not None:
         device = "this CPU" if own.machine.is_cpu else own.machine.device_name
         say(f"Profile {profile.name} is of {device}; `nest-megatron profiles show {profile.name}`.")
@@ -369,6 +375,13 @@ def _tell(own: RankTasks, found: Timed, network_out: Path | None, *, as_json: bo
         show(profile_lines(measured), *table, notes)
         say(f"The network is in {written}; `nest-megatron network import {written} --cluster NAME")
         say("--out measured.yaml` makes a cluster of it.")
+
+
+def _without_times(own: RankTasks) -> list[str]:
+    """Blocks of which no shape is stored now: there is nothing to interpolate from."""
+    stored = {timing.block for timing in _known(own.machine, own.spec, own.precision)}
+    asked = {shape[0] for shape in own.shapes}
+    return [block.value for block in own.spec.blocks if block in asked - stored]
 
 
 #: Shapes of one reason that are named.

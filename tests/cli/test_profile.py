@@ -110,7 +110,7 @@ def test_what_was_timed_is_not_timed_again(model: str) -> None:
     assert first.code == 0, first.err
     found = first.json()
     assert len(found["measured"]) == NUM_SHAPES
-    assert found["left_to_interpolate"] == 0
+    assert (found["not_begun"], found["analytic"]) == (0, [])
     assert all(t["forward_s"] > 0 and t["backward_s"] > 0 for t in found["measured"])
     assert all(t["parameters"] > 0 and t["saved_bytes"] > 0 for t in found["measured"])
     second = timed(model, *AMPLE, "--json").json()
@@ -120,8 +120,17 @@ def test_what_was_timed_is_not_timed_again(model: str) -> None:
 
 def test_a_budget_that_runs_out_leaves_the_rest_to_interpolate(model: str) -> None:
     found = timed(model, "--max-seconds", "0.5", "--json").json()
-    assert len(found["measured"]) + found["left_to_interpolate"] == NUM_SHAPES
-    assert found["left_to_interpolate"] > 0
+    assert len(found["measured"]) + found["not_begun"] == NUM_SHAPES
+    assert found["not_begun"] > 0
+
+
+def test_where_nothing_was_timed_nothing_is_interpolated(model: str) -> None:
+    done = run("profile", model, "--max-seconds", "1e-9")
+    assert done.code == BAD_INPUT
+    said = " ".join(done.out.split())
+    assert f"0 of {NUM_SHAPES} shapes timed in 0 s, {NUM_SHAPES} were not begun in time" in said
+    assert "No time of attention, dense, embedding, head is stored: plans take it from data" in said
+    assert "interpolate" not in said
 
 
 @pytest.mark.slow
