@@ -14,7 +14,7 @@ from nest_megatron.cost_model.graph_times import GraphTimes, Scale, graph_times
 from nest_megatron.cost_model.keys import GroupPlaces, dense_shape
 from nest_megatron.cost_model.layer_cost import UnitTimes, unit_times
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.model.graph import Group, OperatorKind
+from nest_megatron.model.graph import Group, LayerGraph, OperatorKind
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.operators import block_graph
 from nest_megatron.model.operators.common import dispatch_buffer_bytes
@@ -54,6 +54,7 @@ class BlockTimes:
         self.cluster = cluster
         self.settings = settings
         self.times = times
+        self.graphs: dict[tuple[LayerBlock, LayerShard], LayerGraph] = {}
         self._units = {kind: spec.unit_blocks(kind) for kind in set(spec.layer_kinds())}
         self._times: dict[tuple[_Shape, _Way, Seconds], UnitTimes] = {}
         self._graph_times: dict[tuple[_Shape, _Way], GraphTimes] = {}
@@ -71,7 +72,7 @@ class BlockTimes:
             sum(operator_times(operator, accelerator, settings))
             for kind in self.spec.layer_kinds()
             for block in self._units[kind]
-            for operator in block_graph(self.spec, block, shard).operators
+            for operator in self._graph(block, shard).operators
             if operator.kind is OperatorKind.ATTENTION
         )
 
@@ -130,7 +131,7 @@ class BlockTimes:
         key = (shape, shard.execution.of_graph)
         if key not in self._graph_times:
             self._graph_times[key] = graph_times(
-                block_graph(self.spec, block, shard),
+                self._graph(block, shard),
                 dict(zip(_GROUPS, places, strict=True)),
                 self.cluster,
                 self.settings,
@@ -138,6 +139,12 @@ class BlockTimes:
                 shard.execution,
             )
         return self._graph_times[key]
+
+    def _graph(self, block: LayerBlock, shard: LayerShard) -> LayerGraph:
+        """The work of a block, which no figure of a cluster changes."""
+        if (block, shard) not in self.graphs:
+            self.graphs[block, shard] = block_graph(self.spec, block, shard)
+        return self.graphs[block, shard]
 
     def _scale(self, block: LayerBlock, shard: LayerShard) -> Scale:
         """The mean of the neighbours' ratios, which for a shape's own timing is its ratio."""

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from typing import NamedTuple
 
 from nest_megatron.cluster.communication import collective_time, send_time
 from nest_megatron.cluster.records import Cluster, CollectiveKind
@@ -31,6 +30,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stragglers import slowest, straggler_wait
 from nest_megatron.cost_model.unit_cost import (
     ReplicaCost,
+    Structure,
     UnitKind,
     memory_time,
     optimizer_step,
@@ -55,17 +55,6 @@ from nest_megatron.units import Seconds, Ticks, to_ticks
 
 #: Groups of dense layers or of experts: which, two degrees, the world's size.
 _Group = tuple[str, int, int, int]
-
-
-class Structure(NamedTuple):
-    """Which distinct unit stands at each place, the distinct units, and all their parameters.
-
-    Parameters are those on one rank; all of them together as if there were one pipeline rank.
-    """
-
-    sequence: bytes
-    units: tuple[tuple[LayerKind, ParameterCount], ...]
-    parameters: ParameterCount
 
 
 class CostModel:
@@ -115,6 +104,18 @@ class CostModel:
         other = copy.copy(self)
         other.settings = dataclasses.replace(self.settings, memory_margin=share)
         other.capacity_bytes = capacity_bytes(self.cluster.accelerator, other.settings)
+        return other
+
+    def under(self, cluster: Cluster, settings: CostSettings) -> CostModel:
+        """The job with other figures of its cluster, or settings; what neither changes is shared.
+
+        Args:
+            cluster: with the same groups of GPUs.
+        """
+        other = CostModel(self.spec, cluster, settings, self.times)
+        for name in ("_structures", "_places", "_spans", "_links"):
+            setattr(other, name, getattr(self, name))
+        other._blocks.graphs = self._blocks.graphs
         return other
 
     def places(self, dims: ParallelDims) -> GroupPlaces:

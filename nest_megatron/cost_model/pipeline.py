@@ -169,6 +169,18 @@ def chunk_cost(problem: PipelineProblem, first: int, end: int) -> UnitCost:
     )
 
 
+def chunks_of(problem: PipelineProblem, boundaries: Sequence[int]) -> list[UnitCost]:
+    """The chunks of a partition; those of the same units at the same place in it are one."""
+    found: dict[tuple[bytes, bool, int], UnitCost] = {}
+    keys = []
+    for first, end in pairwise(boundaries):
+        behind = max(0, end - 1 - problem.num_layers)
+        keys.append((problem.unit_kinds[first:end], first == 0, behind))
+        if keys[-1] not in found:
+            found[keys[-1]] = chunk_cost(problem, first, end)
+    return [found[key] for key in keys]
+
+
 def evaluate(
     problem: PipelineProblem, boundaries: tuple[int, ...], run: Summarize = summarize
 ) -> Evaluation:
@@ -179,7 +191,7 @@ def evaluate(
         run: what simulates; each returns the same.
     """
     p, v, m = problem.num_stages, problem.num_virtual, problem.num_microbatches
-    chunks = [chunk_cost(problem, a, b) for a, b in pairwise(boundaries)]
+    chunks = chunks_of(problem, boundaries)
     times = tuple(chunk_times(problem, k, chunk) for k, chunk in enumerate(chunks))
     ranks = [chunks[rank::p] for rank in range(p)]
     gathers = tuple(_larger(r, "gather_unhidden", "gather_hideable") for r in ranks)
@@ -242,7 +254,7 @@ def rank_memory(problem: PipelineProblem, rank: int, chunks: Sequence[UnitCost])
 
 def fits_in_memory(problem: PipelineProblem, boundaries: Sequence[int]) -> bool:
     """Whether every rank of a partition stays within the capacity."""
-    chunks = [chunk_cost(problem, a, b) for a, b in pairwise(boundaries)]
+    chunks = chunks_of(problem, boundaries)
     step = problem.num_stages
     return all(
         rank_memory(problem, rank, chunks[rank::step]).total <= problem.capacity_bytes

@@ -62,6 +62,17 @@ class Passes(NamedTuple):
     working_bytes: Bytes
 
 
+class Structure(NamedTuple):
+    """Which distinct unit stands at each place, the distinct units, and all their parameters.
+
+    Parameters are those on one rank; all of them together as if there were one pipeline rank.
+    """
+
+    sequence: bytes
+    units: tuple[tuple[LayerKind, ParameterCount], ...]
+    parameters: ParameterCount
+
+
 class UnitKind(NamedTuple):
     """A distinct unit of a grid: its passes, its parameters on one rank.
 

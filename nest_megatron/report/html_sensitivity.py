@@ -96,7 +96,8 @@ def sensitivity(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[
         settings = restored_settings(plan.provenance.settings)
         layouts = [(plan.grid(), plan.partition())]
         layouts += [layout_of(plan, other) for other in plan.alternatives]
-        price = partial(_priced, plan, layouts, times)
+        model = CostModel(plan.model, plan.cluster, settings, times)
+        price = partial(_priced, model, layouts)
         now = price((plan.cluster, settings))
     except UserInputError:
         return None
@@ -133,10 +134,8 @@ def _notes(plan: ParallelPlan, times: LayerTimes | None) -> Iterator[str]:
         yield "Layer times of the profile stay as they are."
 
 
-def _priced(
-    plan: ParallelPlan, layouts: _Layouts, times: LayerTimes | None, job: _Job
-) -> list[_Priced]:
-    model, found = CostModel(plan.model, *job, times), []
+def _priced(model: CostModel, layouts: _Layouts, job: _Job) -> list[_Priced]:
+    model, found = model.under(*job), []
     for grid, partition in layouts:
         problem = stage_problem(model, grid)
         priced = evaluate(problem, partition.boundaries)

@@ -18,9 +18,15 @@ import pytest
 from rich.console import Console
 
 from nest_megatron.cost_model.settings import OF_EXPERTS, CostSettings, stored_settings
+from nest_megatron.model.adapters import Adapters
 from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
 from nest_megatron.report.charts import IDLE, INK
-from nest_megatron.report.html import funnel_steps, html_report, setting_meanings
+from nest_megatron.report.html import (
+    _model_words,
+    funnel_steps,
+    html_report,
+    setting_meanings,
+)
 from nest_megatron.report.html_layout import groups
 from nest_megatron.report.schedule_view import schedule_view
 from nest_megatron.report.terminal import plan_report, summary_rows
@@ -187,6 +193,23 @@ def test_launch_command_is_shell() -> None:
         *command.argv,
     ]
     assert "read me" in text
+
+
+def test_flags_of_a_plan_for_nemo_are_not_said_to_start_it() -> None:
+    plan = hand_plan(1, model="bert_large")
+    assert "for the Megatron-LM command that starts the job:" in html_report(plan)
+    settings = {**plan.provenance.settings, "target": "nemo_2.7"}
+    provenance = dataclasses.replace(plan.provenance, settings=settings)
+    text = html_report(dataclasses.replace(plan, provenance=provenance))
+    assert "the plan is for nemo_2.7" in text
+    assert "that starts the job:" not in text
+
+
+def test_frozen_weights_are_told() -> None:
+    plan = hand_plan(1, model="bert_large")
+    spec = dataclasses.replace(plan.model, adapters=Adapters(dim=16))
+    assert "all weights frozen but those of adapters (lora of rank 16" in _model_words(spec)
+    assert "frozen" not in _model_words(plan.model)
 
 
 def test_a_layout_that_does_not_fit_says_so() -> None:
