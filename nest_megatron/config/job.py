@@ -117,6 +117,7 @@ class Job:
         num_gpus, gpus_per_node: ranks of the whole job, and on each host.
         command: that was read; ``None`` of a recipe.
         changes: what a plan changes in the fields of a recipe.
+        fields: the recipe's field of each choice whose value is the field's own.
         passthrough: flags that Megatron does not have, kept untouched.
         notes: what was assumed or will be ignored, one sentence each.
     """
@@ -155,6 +156,7 @@ class Job:
     gpus_per_node: int | None = None
     command: ReadCommand | None = None
     changes: Callable[[ParallelPlan], tuple[Change, ...]] | None = None
+    fields: Mapping[str, str] = field(default_factory=dict)
     passthrough: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 

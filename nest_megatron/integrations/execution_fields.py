@@ -7,6 +7,7 @@ object of overlap settings over it, which takes what is unset there as off.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +67,12 @@ class ExecutionPlaces:
             if knob.name not in {*self.lacks, *OF_THE_JOB}
             and any(self.present(root, _arguments_of(knob.name)))
         )
+
+    def choices(self, root: Any) -> dict[str, str]:
+        """The field of each choice that is a single one."""
+        counts = Counter(knob.choice for knob in KNOBS)
+        single = (knob.name for knob in KNOBS if counts[knob.choice] == 1)
+        return {name: self.paths(root, name)[0] for name in single}
 
     def present(self, root: Any, arguments: Iterable[str]) -> Iterator[str]:
         """Those settings that the configuration has."""

@@ -197,6 +197,7 @@ def job_of_fields(
         closed=closed_choices(data, config),
         full_recompute=recomputes_layers(config),
         can_state=places.can_state(root),
+        fields=MappingProxyType({**places.choices(root), **paths.items}),
         use_distributed_optimizer=bool(stated.get("use_distributed_optimizer")),
         num_gpus=num_gpus,
         gpus_per_node=gpus_per_node,

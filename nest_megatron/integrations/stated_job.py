@@ -23,7 +23,7 @@ from nest_megatron.planner import PlanRequest
 
 _PLAIN: Final = (bool, int, float, str, list, dict, type(None))
 #: What the plan's file says elsewhere, and what is of the process that has read the recipe.
-_LEFT_OUT: Final = ("spec", "target", "restored", "command", "changes", "notes")
+_LEFT_OUT: Final = ("spec", "target", "restored", "command", "changes", "fields", "notes")
 
 
 def recorded(job: Job) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceChange:
-    """One choice by Megatron's name, with what it was and is."""
+    """One choice by Megatron's name, or by a recipe's field, with what it was and is."""
 
     name: str
     before: str

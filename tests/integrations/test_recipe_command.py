@@ -91,6 +91,24 @@ def test_a_recipe_is_planned_beside_what_it_is(command: str) -> None:
     assert framework.startswith("NeMo" if command == NEMO else "Megatron-Bridge")
 
 
+def test_changes_are_named_by_the_fields_of_the_recipe(command: str) -> None:
+    few = {"num_alternatives": 0, "max_pipeline_model_parallel_size": 1}
+    found = nest_megatron.plan_command(command, cluster="dgx_h100", search=few)
+    assert found.before is not None
+    assert found.before.changes is not None
+    tables = (found.before.changes.alone, found.before.changes.in_order)
+    tensor, micro = "model.tensor_model_parallel_size", "train.micro_batch_size"
+    if command == NEMO:
+        tensor, micro = "trainer.strategy.tensor_model_parallel_size", "data.micro_batch_size"
+    for table in tables:
+        names = [choice.name for change in table for choice in change.choices]
+        assert tensor in names
+        assert not {"tensor_model_parallel_size", "micro_batch_size"}.intersection(names)
+    changed = found.train.micro_batch_size != 1
+    assert changed == (micro in names)
+    assert f"{tensor} 4 ->" in " ".join(str(found).split())
+
+
 def test_what_if_of_a_recipe(command: str) -> None:
     words = ("cluster=dgx_h100", "memory=80GB,141GB", *QUICK)
     done = run("whatif", "--from", command, *words, "--json")

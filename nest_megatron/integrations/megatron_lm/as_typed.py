@@ -75,6 +75,7 @@ def typed_plan(job: Job, request: PlanRequest, composed: Composed, made_by: str)
         limit, fix = f"Megatron-LM {job.version} refuses it: {refused}", "Change the command."
         if job.command is None:
             limit = f"the rules of Megatron-LM {job.version} refuse it: {refused}"
+            fix = "Change the recipe's fields."
         raise UserInputError("--from", value=job.script, limit=limit, fix=fix)
     found = estimate_for(
         request,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from nest_megatron.integrations.megatron_lm.checkpoint import check_loadable
 from nest_megatron.integrations.megatron_lm.layout_arguments import newest_flags
 from nest_megatron.integrations.megatron_lm.saved_by_plan import saved_by
 from nest_megatron.integrations.typed_command import CommandPlan
-from nest_megatron.parallel.before_after import BeforeAfter
+from nest_megatron.parallel.before_after import BeforeAfter, Changes, LayoutChange
 from nest_megatron.parallel.knobs import KNOBS
 from nest_megatron.parallel.plan import ParallelPlan, sharding
 from nest_megatron.planner.changes import changes
@@ -38,8 +39,23 @@ def before_and_after(found: CommandPlan, composed: Composed) -> BeforeAfter:
     )
     return BeforeAfter(
         before=before.priced(),
-        changes=changes(request, own, after, refusal(request, job)),
+        changes=_by_fields(changes(request, own, after, refusal(request, job)), job.fields),
         needs=(*_packages(before, plan), *_releases(found), *_checkpoint(found, before)),
+    )
+
+
+def _by_fields(found: Changes, fields: Mapping[str, str]) -> Changes:
+    """Changes of a recipe by its own fields, as far as a choice is one of them."""
+
+    def named(change: LayoutChange) -> LayoutChange:
+        choices = (
+            dataclasses.replace(each, name=fields.get(each.name, each.name))
+            for each in change.choices
+        )
+        return dataclasses.replace(change, choices=tuple(choices))
+
+    return dataclasses.replace(
+        found, alone=tuple(map(named, found.alone)), in_order=tuple(map(named, found.in_order))
     )
 
 
