@@ -178,7 +178,9 @@ def opened(folder: Path) -> Iterator[None]:
         folder.mkdir(exist_ok=True)
         (folder / _JOBS).mkdir(exist_ok=True)
     except OSError as error:
-        limit = f"with --multirun it is a folder, and it cannot be made: {error.strerror}"
+        limit = (
+            f"results of several jobs are kept in a folder, and it cannot be made: {error.strerror}"
+        )
         raise _refused(folder, limit, "Name a folder inside one that is there.") from error
     try:
         with FileLock(folder / _JOBS / "lock").acquire(timeout=0):

@@ -184,6 +184,7 @@ def plan_variants(path: Path, changes: Sequence[Setting], options: SweepOptions)
     base = settings_of(present, path if path.is_absolute() else Path.cwd() / path)
     stated = stated_job(present, base)
     jobs = _jobs(base, changes, keys, stated=stated)
+    _require_one(jobs, stated)
 
     def kept(job: SweepJob) -> ParallelPlan:
         return keep_layout(present, stated.request(job.composed()))
@@ -251,6 +252,21 @@ def _merged(base: Sequence[Setting], given: Sequence[Setting]) -> tuple[Setting,
     keys = {setting.key for setting in given}
     keys |= {*_RUN_LENGTH} if keys.intersection(_RUN_LENGTH) else set()
     return (*(setting for setting in base if setting.key not in keys), *given)
+
+
+def _require_one(jobs: Sequence[SweepJob], stated: StatedJob) -> None:
+    """Refuse what is wrong in the unchanged job, or in all of its changes."""
+    unchanged, *changed = jobs
+    stated.request(unchanged.composed())
+    errors = []
+    for job in changed:
+        try:
+            stated.request(job.composed())
+        except UserInputError as error:
+            errors.append(error)
+        else:
+            return
+    raise errors[0]
 
 
 def _asked(

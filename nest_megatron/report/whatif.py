@@ -134,7 +134,7 @@ def _notes(present: ParallelPlan | None, variants: Sequence[Variant]) -> Iterato
     first, *others = variants
     again = first.row.plan
     if again is None:
-        yield f"Planned again, unchanged, the job {_ending(first.row)}: nothing is compared."
+        yield f"The unchanged job has no plan ({_ending(first.row)}): nothing is compared."
         return
     if present is not None and (layout_of(again), step_s(again)) != (
         layout_of(present),
@@ -156,11 +156,11 @@ def _notes(present: ParallelPlan | None, variants: Sequence[Variant]) -> Iterato
     for key in without_effect([variant.row for variant in others]):
         if len({variant.row.settings[key] for variant in others}) > 1:
             yield f"{short_key(key)} makes no difference: its values give the same step."
-    if any(v.row.plan and step_s(v.row.plan) > step_s(again) for v in others):
+    if any(map(_is_safer, others)):
         yield (
             "A plan is chosen for its expected step with the price of memory risk, so that its "
-            "predicted step can be longer on a better cluster; search.objective=nominal compares "
-            "predicted steps alone."
+            "predicted step can be longer than that of the present layout; "
+            "search.objective=nominal compares predicted steps alone."
         )
 
 
@@ -181,8 +181,16 @@ def _uncalibrated(again: ParallelPlan, others: Sequence[Variant]) -> Iterator[st
         yield f"The site's calibration is of the unchanged cluster, and not of {'; '.join(names)}."
 
 
+def _is_safer(variant: Variant) -> bool:
+    """Whether another plan was taken although the present layout fits and has a shorter step."""
+    found, kept = variant.row.plan, variant.kept
+    if found is None or kept is None or found.choice is None or not kept.predicted.fits:
+        return False
+    return step_s(kept) < step_s(found)
+
+
 def _ending(row: SweepRow) -> str:
-    return f"{row.status} ({row.told})" if row.told else row.status
+    return row.told or row.status
 
 
 def variants_document(variants: Sequence[Variant]) -> dict[str, Any]:

@@ -214,6 +214,12 @@ def test_a_job_of_a_command_is_refused(tmp_path: Path) -> None:
         (("memory=80GB", "memory=90GB"), "given twice"),
         (("out=x", "memory=80GB"), "--out FOLDER"),
         (("gpu=8",), "no such setting"),
+        (("cluster.levels.node.bandwith=1GB/s",), "no such field"),
+        (("memory=80",), "not plausible"),
+        (("gpus=0,abc",), "cluster.num_gpus = 0"),
+        (("parallel.tensor_model_parallel_size=3",), "must divide the 32 GPUs"),
+        (("memory=80GB", "cost.gpu_hour=-1"), "above 0 and finite"),
+        (("memory=80GB", "--out", "/absent/x/y"), "are kept in a folder"),
         (("--free", "all", "memory=80GB"), "goes with --from"),
     ],
 )
@@ -222,6 +228,33 @@ def test_a_wrong_change_is_refused(path: Path, words: tuple[str, ...], told: str
     assert done.code == 2
     assert told in done.err + done.out
     assert run("whatif", "absent.yaml", "memory=80GB").code == 2
+
+
+def test_what_is_wrong_in_some_changes_has_rows_of_its_own(path: Path) -> None:
+    _, wrong, right = nest_megatron.whatif(
+        path, {"gpus": [0, 32], "search.num_alternatives": 0}
+    ).variants
+    assert "at least 1" in wrong.told
+    assert right.row.plan is not None
+
+
+def test_a_longer_step_has_a_reason_where_the_present_layout_is_shorter(
+    plan: ParallelPlan,
+) -> None:
+    longer = dataclasses.replace(
+        plan, predicted=dataclasses.replace(plan.predicted, iteration_time_s=99.0)
+    )
+
+    def notes(kept: ParallelPlan, found: ParallelPlan) -> str:
+        first = SweepRow(number=0, settings={}, status="ok", plan=plan)
+        row = SweepRow(number=1, settings={"a.x": "1"}, status="ok", plan=found)
+        rows = [Variant(row=first, kept=plan), Variant(row=row, kept=kept)]
+        return variants_page(plan, rows)
+
+    words = "longer than that of the present layout"
+    assert words in notes(plan, longer)
+    assert words not in notes(longer, longer), "a worse cluster"
+    assert words not in notes(plan, dataclasses.replace(longer, choice=None)), "nominal"
 
 
 def test_oversubscription_of_a_plan_file_is_that_of_its_cluster(path: Path, tmp_path: Path) -> None:
