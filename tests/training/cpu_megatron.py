@@ -44,6 +44,7 @@ class _CpuForCuda(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         options = {name: _cpu_for_cuda(value) for name, value in (kwargs or {}).items()}
+        options.pop("pin_memory", None)  # pinning pages needs CUDA
         answer = func(*map(_cpu_for_cuda, args), **options)
         if func is torch.Tensor.type and isinstance(answer, str):
             return answer.replace("torch.", "torch.cuda.")
