@@ -400,6 +400,9 @@ def test_the_shortlist_is_the_smallest_that_holds_the_best() -> None:
     assert short["chances"] == sorted(short["chances"], reverse=True)
     assert max(short["numbers"]) <= len(document["alternatives"])
     assert short["measurements"]
+    assert all(": expected to " in each for each in short["measurements"]), (
+        "nothing is measured yet"
+    )
 
 
 @pytest.mark.parametrize("objective", Objective)

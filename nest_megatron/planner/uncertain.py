@@ -119,15 +119,15 @@ def shortlisted(model: CostModel, plans: Sequence[Predictive], grids: Sequence[G
 
 def _words(found: Measurement, profile: Profile | None) -> str:
     """A measurement, what it costs and what it is worth, for people."""
-    faster = f"a choice {found.gain_percent:.1f} % faster"
+    faster = f"to make the choice {found.gain_percent:.1f} % faster"
     if profile is not None and profile.num_nodes:
         # how far a prediction can be off does not follow from a network that was measured
-        return f"{_time(profile)} on {_NODES[profile.num_nodes]} (the network): {faster}"
+        return f"{_time(profile)} on {_NODES[profile.num_nodes]} (the network): expected {faster}"
     if profile is None:
         what = "a run of " + ("the plan" if found.plan == 0 else f"runner-up {found.plan}")
     else:
         what = f"{_time(profile)} on one GPU ({profile.num_shapes} shapes of layers)"
-    return f"{what}: {found.shortlist_size:.1f} plans left on average, {faster}"
+    return f"{what}: expected to leave {found.shortlist_size:.1f} plans and {faster}"
 
 
 _NODES = {1: "one node", 2: "two nodes"}
