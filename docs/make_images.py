@@ -57,7 +57,7 @@ def app_picture(folder: str, target: Path) -> None:
             browser = started.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
             page = browser.new_page(viewport={"width": 1500, "height": 1000})
             page.goto(served.stdout.readline().strip())
-            page.get_by_label("GPUs").fill("64")
+            page.get_by_label("GPUs", exact=True).fill("64")
             page.get_by_role("button", name="Plan", exact=True).click()
             page.frame_locator("[title='Report: The plan']").get_by_role("heading").first.wait_for(
                 timeout=600_000

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import nest_megatron
+from nest_megatron.config.keywords import compose_keywords
+from nest_megatron.config.overrides import read_counts
 from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.parallel import plan_file
+from nest_megatron.report.sweep import to_csv
 
 if TYPE_CHECKING:
     from nest_megatron import Plan, WhatIf
@@ -33,6 +37,9 @@ class Work(Enum):
     PLAN = "plan"
     ESTIMATE = "estimate"
     WHATIF = "whatif"
+    SIZES = "sizes"
+    PLANNERS = "planners"
+    SHOW = "show"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +49,18 @@ class Answer:
     Args:
         text: as the command line prints it.
         is_error: the text says why there is no plan.
-        page: the report of a plan, or the heat maps of its job on changed clusters.
+        page: the report of a plan, the heat maps of its job on changed clusters, or planners.
         plan_file: the contents of its file.
+        table: plans for several numbers of GPUs as CSV.
+        plans: the contents of their files, by the number.
     """
 
     text: str
     is_error: bool = False
     page: str = ""
     plan_file: str = ""
+    table: str = ""
+    plans: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +72,10 @@ class Asked:
         model, cluster: a name of the catalogue, a path, or the contents of a file.
         command: a Megatron-LM command, in the place of a model.
         free: flags of the command that may change, separated by commas.
-        num_gpus, global_batch_size: as typed.
+        num_gpus, global_batch_size: as typed; of ``SIZES`` numbers, as ``--for-gpus`` takes them.
         settings: others, a line of ``section.key=value`` each.
-        plan_file: contents of the plan whose job is planned again, where no command is given.
+        plan_file: contents of the plan that is shown, or whose job is planned again where no
+            command is given.
         changes: those of the job, as ``nest-megatron whatif`` takes them.
     """
 
@@ -115,11 +127,16 @@ class Asked:
             given[key] = value
         return given
 
-    def answer(self, on_progress: Progress | None = None) -> Answer:
+    def answer(
+        self,
+        on_progress: Progress | None = None,
+        on_part: Callable[[str], None] = lambda text: None,
+    ) -> Answer:
         """Ask the API; raises as it does.
 
         Args:
-            on_progress: called while a plan is searched.
+            on_progress: called while one plan is searched.
+            on_part: called with what is planned next, where that is several.
         """
         if not self.is_local:
             self._require_no_file()
@@ -128,16 +145,64 @@ class Asked:
             if self.work is Work.WHATIF:
                 changed = self._what_if(folder)
                 return Answer(text=str(changed), page=changed.to_html())
-            found = self._plan(folder, on_progress)
+            if self.work is Work.SIZES:
+                return self._sizes(folder, on_part)
+            if self.work is Work.PLANNERS:
+                return self._planners(folder, on_part)
+            if self.work is Work.SHOW:
+                found = nest_megatron.load_plan(self._written(folder))
+            else:
+                found = self._plan(folder, on_progress)
         page = found.explain().to_html()
         return Answer(text=str(found), page=page, plan_file=plan_file.dump(found.record))
+
+    def _written(self, folder: Path) -> Path:
+        path = folder / "plan.yaml"
+        path.write_text(self.plan_file, encoding="utf-8")
+        return path
+
+    def _sizes(self, folder: Path, on_part: Callable[[str], None]) -> Answer:
+        self._require_model("what if gpus=16,32 beside its plan asks that of a command")
+        settings = dataclasses.replace(self, num_gpus="").keywords()
+        if (given := settings.get("cluster.num_gpus")) is not None:
+            limit, fix = "the field GPUs says it", "Leave one of the two out."
+            raise UserInputError("cluster.num_gpus", value=given, limit=limit, fix=fix)
+
+        def told() -> Iterator[int]:
+            for size in read_counts(self.num_gpus, "GPUs", doubling=True):
+                on_part(f"planning for {size} GPUs")
+                yield size
+
+        model, cluster = self._sources(folder)
+        found = nest_megatron.plan_for_gpus(model=model, cluster=cluster, gpus=told(), **settings)
+        plans = {size: plan_file.dump(each.record) for size, each in found.plans().items()}
+        return Answer(text=str(found), table=to_csv(found.rows), plans=plans)
+
+    def _planners(self, folder: Path, on_part: Callable[[str], None]) -> Answer:
+        from nest_megatron.research.comparison_run import compare_composed
+
+        self._require_model("the other planners know no commands")
+        composed = compose_keywords(*self._sources(folder), self.keywords())
+        found = compare_composed(composed, on_planner=lambda name: on_part(f"planning: {name}"))
+        return Answer(text=str(found), page=found.to_html())
+
+    def _require_model(self, why: str) -> None:
+        if self.command:
+            limit, fix = f"a model is planned here: {why}", "Choose a model."
+            raise UserInputError("command", value=self.command, limit=limit, fix=fix)
+
+    def _sources(self, folder: Path) -> tuple[str | Path, str | Path]:
+        """The model and the cluster, as the API takes them."""
+        if not self.model:
+            limit, fix = "neither is given", "Choose a model, or type the command that you launch."
+            raise UserInputError("model or command", value=None, limit=limit, fix=fix)
+        cluster = _source(self.cluster, folder / "cluster.yaml")
+        return _source(self.model, folder / "pasted.json"), cluster
 
     def _what_if(self, folder: Path) -> WhatIf:
         changes = dict(change.partition("=")[::2] for change in self.changes.split())
         if not self.command:
-            path = folder / "plan.yaml"
-            path.write_text(self.plan_file, encoding="utf-8")
-            return nest_megatron.whatif(path, changes)
+            return nest_megatron.whatif(self._written(folder), changes)
         return nest_megatron.whatif_command(
             self.command,
             changes,
@@ -152,9 +217,9 @@ class Asked:
 
     def _plan(self, folder: Path, on_progress: Progress | None) -> Plan:
         api, settings = nest_megatron, self.keywords()
-        cluster = _source(self.cluster, folder / "cluster.yaml")
         is_plan = self.work is Work.PLAN
         if self.command:
+            cluster = _source(self.cluster, folder / "cluster.yaml")
             version = self.megatron_version
             if not is_plan:
                 return api.estimate_command(
@@ -168,10 +233,7 @@ class Asked:
                 on_progress=on_progress,
                 **settings,
             )
-        if not self.model:
-            limit, fix = "neither is given", "Choose a model, or type the command that you launch."
-            raise UserInputError("model or command", value=None, limit=limit, fix=fix)
-        model = _source(self.model, folder / "pasted.json")
+        model, cluster = self._sources(folder)
         if not is_plan:
             return api.estimate(model=model, cluster=cluster, **settings)
         return api.plan(model=model, cluster=cluster, on_progress=on_progress, **settings)

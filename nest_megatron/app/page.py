@@ -35,7 +35,7 @@ class Page:
     def __init__(self, *, is_local: bool) -> None:
         self._is_local = is_local
         self._run: Run | None = None
-        self._planned = Asked(work=Work.PLAN)
+        self._planned = self._sized = Asked(work=Work.PLAN)
         self._is_closed = False
         ui.context.client.on_delete(self._close)
         ui.add_css(_COLOURS)
@@ -62,7 +62,8 @@ class Page:
         self._cluster = NameField("Cluster", nest_megatron.clusters(), "dgx_h100")
         self._own_cluster = self._text("Instead: path or contents of a cluster file")
         with ui.row(wrap=False).classes("w-full"):
-            self._gpus = self._line("GPUs", placeholder="as given")
+            self._gpus = self._line("GPUs", placeholder="8, or 8..64")
+            self._gpus.tooltip("8..64, which doubles, or 8..64:8 plans each; the batch stays")
             self._batch = self._line("Global batch size", placeholder="as given")
         self._settings = labelled(
             ui.textarea(
@@ -73,7 +74,10 @@ class Page:
             self._buttons = [
                 ui.button("Plan", on_click=self._plan),
                 ui.button("Price as it is", on_click=lambda: self._start(Work.ESTIMATE)),
+                ui.button("Other planners", on_click=lambda: self._start(Work.PLANNERS)),
             ]
+            self._buttons[2].props("outline").tooltip("The job of a model, by published planners")
+            self._buttons[2].bind_visibility_from(self._source, "value", value=_MODEL)
             self._buttons[1].props("outline").tooltip(
                 "Nothing is searched: the layout of the "
                 "command, or of the settings with Megatron's defaults"
@@ -98,12 +102,22 @@ class Page:
             self._elapsed = ui.label()  # apart, so that no second is read out
             self._stop = ui.button("Cancel", on_click=self._cancel).props("flat")
         self._error = ui.label().classes(_ERROR).props("role=alert tabindex=-1")
+        saved = {"Save the table": ("sizes.csv", lambda answer: answer.table)}
+        self._sizes = Section("By number of GPUs", saved, is_table=True, make_more=self._make_sizes)
+        saved = {"Save this comparison": ("planners.html", lambda answer: answer.page)}
+        self._planners = Section("Planners", saved)
         saved = {
             "Save the plan": ("plan.yaml", lambda answer: answer.plan_file),
             "Save the report": ("plan.html", lambda answer: answer.page),
         }
         self._found = Section("The plan", saved, make_more=self._make_what_if)
         self._working.visible = self._stop.visible = False
+
+    def _make_sizes(self) -> None:
+        with ui.row().classes("items-center moves-focus"):
+            self._size = labelled(ui.select([], label="Plan for GPUs"))
+            self._size.classes("w-32", remove="w-full")
+            self._buttons.append(ui.button("Show", on_click=self._show_size).props("outline"))
 
     def _make_what_if(self) -> None:
         with ui.row(wrap=False).classes("w-full items-center moves-focus"):
@@ -130,7 +144,7 @@ class Page:
         )
 
     async def _plan(self) -> None:
-        await self._start(Work.PLAN)
+        await self._start(Work.SIZES if ".." in _first(self._gpus.value) else Work.PLAN)
 
     async def _start(self, work: Work) -> None:
         await self._answer(self._asked(work))
@@ -140,6 +154,12 @@ class Page:
         changes, plan_file = _first(self._changes.value), self._found.answer.plan_file
         job = dataclasses.replace(self._planned, work=Work.WHATIF, plan_file=plan_file)
         await self._answer(dataclasses.replace(job, changes=changes))
+
+    async def _show_size(self) -> None:
+        """Show the plan that was found for a number of GPUs."""
+        if (plan_file := self._sizes.answer.plans.get(self._size.value)) is None:
+            return  # no number has a plan
+        await self._answer(dataclasses.replace(self._sized, work=Work.SHOW, plan_file=plan_file))
 
     async def _answer(self, asked: Asked) -> None:
         if self._run is not None:  # a button that is pressed twice
@@ -174,14 +194,30 @@ class Page:
         self._progress.text = "" if answer.is_error else f"Done after {took}."
         if answer.is_error:
             focus(self._error)
-        elif asked.work is Work.WHATIF:
-            self._changed.show(answer)
-            self._changed.focus()
         else:
+            section = self._section(asked, answer)
+            section.show(answer)
+            section.focus()
+
+    def _section(self, asked: Asked, answer: Answer) -> Section:
+        """Where an answer is shown; what it takes the place of is hidden."""
+        if asked.work is Work.WHATIF:
+            return self._changed
+        for section in (self._changed, self._found, self._planners):
+            section.hide()
+        if asked.work is Work.SHOW:
             self._planned = asked
-            self._changed.hide()
-            self._found.show(answer)
-            self._found.focus()
+            return self._found
+        self._sizes.hide()
+        if asked.work is Work.SIZES:
+            self._sized = asked
+            sizes = [*answer.plans]
+            self._size.set_options(sizes, value=sizes[0] if sizes else None)
+            return self._sizes
+        if asked.work is Work.PLANNERS:
+            return self._planners
+        self._planned = asked
+        return self._found
 
     def _on_key(self, pressed: KeyEventArguments) -> None:
         if pressed.key.escape and pressed.action.keydown:

@@ -127,7 +127,7 @@ def _work(asked: Asked, messages: Connection) -> None:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
-            answer = asked.answer(_Sender(messages))
+            answer = asked.answer(_Sender(messages), messages.send)
         except Exception as error:  # noqa: BLE001 - no user should see a traceback
             _print(error)
             answer = Answer(text=printed.getvalue().rstrip(), is_error=True)

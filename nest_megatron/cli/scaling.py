@@ -5,10 +5,10 @@ from __future__ import annotations
 from nest_megatron.api.results import Scaling
 from nest_megatron.api.sweep import run_jobs
 from nest_megatron.api.sweep_jobs import sweep_job
-from nest_megatron.cli.plan_table import read_counts, refuse_other_jobs
+from nest_megatron.cli.plan_table import refuse_other_jobs
 from nest_megatron.cli.planning import PlanOptions
 from nest_megatron.cli.sweep import say_written, sweep_options
-from nest_megatron.config.overrides import Setting, refuse_sweeps
+from nest_megatron.config.overrides import Setting, read_counts, refuse_sweeps
 from nest_megatron.errors import OK, UserInputError
 from nest_megatron.report.console import show, show_json
 

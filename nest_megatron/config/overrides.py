@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -16,6 +17,10 @@ from nest_megatron.cluster.records import Accelerator, NetworkLevel
 from nest_megatron.config.schema import SECTIONS, is_numeric, section_keys
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.units import is_quantity, read_quantity, without_suffix
+
+#: As many nodes as a job may be asked to be planned for at once.
+_MOST = 1000
+_RANGE = re.compile(r"(\d{1,7})(?:\.\.(\d{1,7})(?::(\d{1,7}))?)?")
 
 #: Groups of the catalogue that a job chooses from.
 GROUPS = ("model", "cluster")
@@ -285,3 +290,41 @@ def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, for one line of ours."""
     return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+
+
+def read_counts(text: str, option: str, *, doubling: bool = False) -> tuple[int, ...]:
+    """Numbers of nodes or GPUs: ``16``, ``120..128`` or ``96..128:8``.
+
+    Args:
+        option: what takes them, in errors.
+        doubling: a range without a step doubles, and does not grow by 1.
+
+    Raises:
+        UserInputError: for anything else, a range that is empty, or one of more than 1,000.
+
+    >>> read_counts("12..16:2", "--for-nodes"), read_counts("64..300", "GPUs", doubling=True)
+    ((12, 14, 16), (64, 128, 256))
+    """
+    of, example = "nodes", "120..128, or 96..128:8"
+    if doubling:
+        of, example = "GPUs", "64..4096, which doubles, or 64..512:64"
+
+    def wrong(limit: str) -> UserInputError:
+        fix = f"Write for example {option} {example}."
+        return UserInputError(option, value=text, limit=limit, fix=fix)
+
+    if (found := _RANGE.fullmatch(text.strip())) is None:
+        raise wrong(f"it is a number of {of}, or the first and the last of a range")
+    first, last, step = (int(part) if part else None for part in found.groups())
+    assert first is not None
+    if first < 1 or step == 0:
+        raise wrong(f"{of}, and the step between two numbers of them, are at least 1")
+    if last is not None and last < first:
+        raise wrong(f"the range goes up, and {last} is below {first}")
+    last = first if last is None else last
+    counts: Sequence[int] = range(first, last + 1, step or 1)
+    if doubling and step is None:
+        counts = [first << power for power in range((last // first).bit_length())]
+    if len(counts) > _MOST:
+        raise wrong(f"it is {len(counts)} numbers, and at most {_MOST} are planned at once")
+    return tuple(counts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from nest_megatron.cost_model.estimate import mean_terms
@@ -221,3 +221,25 @@ def baselines_named(names: Iterable[str]) -> tuple[Baseline, ...]:
                 fix=nearest(name, PLANNERS),
             )
     return tuple(by_name[name] for name in wanted)
+
+
+def split_planners(overrides: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Names of ``planners=[...]``, and the other settings.
+
+    >>> split_planners(["model=llama3_8b", "planners=[nest, mist]"])
+    (('nest', 'mist'), ['model=llama3_8b'])
+    """
+    given = [text for text in overrides if text.partition("=")[0] == "planners"]
+    rest = [text for text in overrides if text not in given]
+    if not given:
+        return PLANNERS, rest
+    text = given[-1].partition("=")[2].strip().strip("[]()")
+    names = tuple(name.strip().strip("'\"") for name in text.split(",") if name.strip())
+    if not names:
+        raise UserInputError(
+            "planners",
+            value=given[-1],
+            limit="it names no planner",
+            fix=f"Name some of {', '.join(PLANNERS)}, or leave it out for all.",
+        )
+    return names, rest

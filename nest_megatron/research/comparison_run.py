@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from nest_megatron.config.compose import compose
+from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.request import request_of
@@ -24,7 +24,7 @@ from nest_megatron.plain import to_plain
 from nest_megatron.planner import PlanRequest
 from nest_megatron.planner.assemble import priced
 from nest_megatron.report.charts import SOFT, SUFFIXES, TERM_COLOURS, ink_on, write_chart
-from nest_megatron.report.console import say, show, show_json
+from nest_megatron.report.console import Shown, say, show, show_json
 from nest_megatron.report.page import render_page
 from nest_megatron.report.tables import (
     FittingTable,
@@ -36,7 +36,13 @@ from nest_megatron.report.tables import (
 )
 from nest_megatron.report.terminal import notes_report
 from nest_megatron.report.words import TERM_WORDS
-from nest_megatron.research.comparison import NEST, PLANNERS, Compared, compare
+from nest_megatron.research.comparison import (
+    NEST,
+    PLANNERS,
+    Compared,
+    compare,
+    split_planners,
+)
 from nest_megatron.units import GIB, Seconds, format_count, format_seconds
 
 
@@ -57,23 +63,53 @@ def run_compare(
             limit="a comparison writes no plan",
             fix="Use --chart for a picture, or `nest-megatron plan` for the plan.",
         )
-    request = _without_site(request_of(composed))  # layers run as the other planners have them
     with _told() as on_planner:
-        rows = compare(request, names, on_planner)
-    title = f"{request.spec.name} on {request.cluster.describe()}, {request.cluster.name}"
+        found = compare_composed(composed, names, on_planner)
     if chart is not None:
-        write_comparison(rows, chart, title, request.notes)
+        write_comparison(found.rows, chart, found.title, found.request.notes)
     if as_json:
-        show_json(_plain(request, rows))
+        show_json(_plain(found.request, found.rows))
     else:
-        show(Text(title), comparison_report(rows, request.rates), "")
-        if request.notes:
-            show(notes_report(request.notes))
+        show(*found.report())
         if chart is not None:
             say(f"Drawn into {chart}.")
-    if rows[0].plan is not None:
+    if found.rows[0].plan is not None:
         return OK
-    return ENDED_EARLY if rows[0].ended_early else NOTHING_FITS
+    return ENDED_EARLY if found.rows[0].ended_early else NOTHING_FITS
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison(Shown):
+    """One job by several planners: what ``compare`` prints and draws."""
+
+    request: PlanRequest
+    rows: tuple[Compared, ...]
+
+    @property
+    def title(self) -> str:
+        """The job."""
+        cluster = self.request.cluster
+        return f"{self.request.spec.name} on {cluster.describe()}, {cluster.name}"
+
+    def report(self) -> Iterator[RenderableType]:
+        """The table, why each lost, and what was assumed."""
+        yield from (Text(self.title), comparison_report(self.rows, self.request.rates), "")
+        if self.request.notes:
+            yield notes_report(self.request.notes)
+
+    def to_html(self) -> str:
+        """The page of ``compare --chart page.html``."""
+        return comparison_page(self.rows, self.title, self.request.notes)
+
+
+def compare_composed(
+    composed: Composed,
+    names: Sequence[str] = PLANNERS,
+    on_planner: Callable[[str], None] = lambda name: None,
+) -> Comparison:
+    """Compare planners on a composed job; arguments as of ``compare``."""
+    request = _without_site(request_of(composed))  # layers run as the other planners have them
+    return Comparison(request=request, rows=compare(request, names, on_planner))
 
 
 def _without_site(request: PlanRequest) -> PlanRequest:
@@ -82,28 +118,6 @@ def _without_site(request: PlanRequest) -> PlanRequest:
         return request
     note = f"Planners are compared without the calibration of this site ({request.site.name})."
     return dataclasses.replace(request, site=None, notes=(*request.notes, note))
-
-
-def split_planners(overrides: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """Names of ``planners=[...]``, and the other settings.
-
-    >>> split_planners(["model=llama3_8b", "planners=[nest, mist]"])
-    (('nest', 'mist'), ['model=llama3_8b'])
-    """
-    given = [text for text in overrides if text.partition("=")[0] == "planners"]
-    rest = [text for text in overrides if text not in given]
-    if not given:
-        return PLANNERS, rest
-    text = given[-1].partition("=")[2].strip().strip("[]()")
-    names = tuple(name.strip().strip("'\"") for name in text.split(",") if name.strip())
-    if not names:
-        raise UserInputError(
-            "planners",
-            value=given[-1],
-            limit="it names no planner",
-            fix=f"Name some of {', '.join(PLANNERS)}, or leave it out for all.",
-        )
-    return names, rest
 
 
 @contextlib.contextmanager
@@ -165,7 +179,7 @@ _WIDTH, _BAR, _ROW, _CHARACTER = 11.0, 7.2, 0.5, 0.065
 
 
 def comparison_report(rows: Sequence[Compared], rates: Rates | None = None) -> RenderableType:
-    """What ``compare`` prints: the table, a row a planner, and why each lost."""
+    """A row a planner, and why each lost."""
     has_price = rates is not None and rates.gpu_hour is not None
     ordered = fastest_first(rows)
     table = FittingTable(
@@ -346,11 +360,7 @@ def _draw_row(axes: Any, row: Compared, at: int, scale: float) -> None:
 
 
 def comparison_page(rows: Sequence[Compared], title: str, notes: Sequence[str] = ()) -> str:
-    """The whole page; it loads nothing from anywhere.
-
-    Args:
-        notes: what was assumed of the job.
-    """
+    """The whole page, with notes on what was assumed; it loads nothing from anywhere."""
     ordered = fastest_first(rows)
     return render_page(
         "comparison.html",

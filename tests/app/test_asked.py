@@ -12,6 +12,7 @@ from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel import plan_file
 from nest_megatron.report.failure import NothingFitsError
+from nest_megatron.research.comparison import PLANNERS
 from tests.integrations.commands import LLAMA3_8B
 
 CONFIG = {
@@ -74,6 +75,44 @@ def test_a_sweep_of_a_command_says_what_runs_today_there() -> None:
     job = {"command": LLAMA3_8B, "free": "micro_batch_size", "num_gpus": "16"}
     found = answer(Work.WHATIF, **job, global_batch_size="", changes="memory=80GiB,141GiB")
     assert "141GiB" in found.text
+
+
+def test_several_numbers_of_gpus_have_a_table_and_their_plans() -> None:
+    told: list[str] = []
+    asked = Asked(work=Work.SIZES, model="llama3_8b", **{**SMALL, "num_gpus": "8..16:4"})
+    found = asked.answer(on_part=told.append)
+    assert told == [f"planning for {size} GPUs" for size in (8, 12, 16)]
+    assert "job takes" in found.text  # whole nodes, and 12 is one and a half
+    assert list(found.plans) == [8, 16]
+    assert len(found.table.splitlines()) == 4
+    shown = answer(Work.SHOW, model="llama3_8b", plan_file=found.plans[16])
+    assert plan_file.load(shown.plan_file).placement.num_gpus == 16
+    assert "torchrun" in shown.page
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"num_gpus": "16..8"}, "GPUs"),
+        ({"settings": "cluster.num_gpus=8"}, "cluster.num_gpus"),
+        ({"command": LLAMA3_8B}, "command"),
+        ({"command": LLAMA3_8B, "work": Work.PLANNERS}, "command"),
+    ],
+)
+def test_what_is_not_asked_of_several_is_said(fields: dict[str, object], what: str) -> None:
+    asked = {**SMALL, "work": Work.SIZES, "model": "llama3_8b", "num_gpus": "8..16", **fields}
+    with pytest.raises(UserInputError) as raised:
+        Asked(**asked).answer()  # type: ignore[arg-type]
+    assert raised.value.what == what
+
+
+def test_planners_are_compared_on_the_page_of_compare() -> None:
+    told: list[str] = []
+    asked = Asked(work=Work.PLANNERS, model="gpt3_126m", **SMALL)
+    found = asked.answer(on_part=told.append)
+    assert told == [f"planning: {name}" for name in PLANNERS]
+    assert "Why each is where it is" in found.text
+    assert "default-src 'none'" in found.page
 
 
 def test_settings_are_those_of_the_command_line() -> None:

@@ -85,7 +85,7 @@ def choose(page: Any, label: str, name: str) -> None:
 
 def plan(page: Any, model: str = "llama3_8b", **fields: str) -> None:
     choose(page, "Model", model)
-    page.get_by_label("GPUs").fill("8")
+    page.get_by_label("GPUs", exact=True).fill("8")
     page.get_by_label("Global batch size").fill("64")
     page.get_by_role("button", name="Plan", exact=True).click()
 
@@ -127,21 +127,45 @@ def test_a_plan_is_planned_again_on_changed_clusters(page: Any, tmp_path: Path) 
     assert report(page).get_by_role("heading", name="llama3_8b on 8 x H100").is_visible()
 
 
+def test_numbers_of_gpus_and_planners_are_compared_and_saved(page: Any, tmp_path: Path) -> None:
+    choose(page, "Model", "gpt3_126m")
+    page.get_by_label("Global batch size").fill("64")
+    page.get_by_label("GPUs", exact=True).fill("8..16")
+    page.get_by_label("GPUs", exact=True).press("Enter")
+    page.get_by_role("region", name="By number of GPUs").filter(has_text="Pareto").wait_for()
+    page.get_by_role("button", name="Show", exact=True).click()
+    report(page).get_by_role("heading", name="gpt3_126m on 8 x H100").wait_for()
+    saves = {"Save the table": "sizes.csv", "Save the plan": "plan.yaml"}
+    for button, name in saves.items():
+        with page.expect_download() as saved:
+            page.get_by_role("button", name=button).click()
+        saved.value.save_as(tmp_path / name)
+    table = (tmp_path / "sizes.csv").read_text(encoding="utf-8")
+    assert table.startswith("number,cluster.num_gpus,")
+    assert plan_file.read(tmp_path / "plan.yaml").placement.num_gpus == 8
+    page.get_by_label("GPUs", exact=True).fill("8")
+    page.get_by_role("button", name="Other planners").click()
+    report(page, "Planners").get_by_role("heading", name="gpt3_126m on 8 x H100").wait_for()
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save this comparison").click()
+    assert saved.value.suggested_filename == "planners.html"
+
+
 def test_a_command_stands_beside_its_plan(page: Any) -> None:
     page.get_by_role("button", name="My Megatron-LM command").click()
     page.get_by_label("Command, or path").fill(LLAMA3_8B)
-    page.get_by_label("GPUs").fill("16")
+    page.get_by_label("GPUs", exact=True).fill("16")
     page.get_by_role("button", name="Plan", exact=True).click()
     report(page).get_by_role("heading", name="Today and planned").wait_for()
 
 
 def test_a_mistake_is_named_with_its_fix_and_the_form_stays(page: Any) -> None:
-    page.get_by_label("GPUs").fill("13x")
+    page.get_by_label("GPUs", exact=True).fill("13x")
     page.get_by_role("button", name="Plan", exact=True).click()
     alert = page.get_by_role("alert").filter(has_text="error: ")
     alert.wait_for()
     assert "Traceback" not in alert.text_content()
-    assert page.get_by_label("GPUs").input_value() == "13x"
+    assert page.get_by_label("GPUs", exact=True).input_value() == "13x"
     plan(page)
     report(page).get_by_role("heading", name="llama3_8b on 8 x H100").wait_for()
     assert alert.count() == 0
@@ -153,14 +177,14 @@ def test_a_name_that_is_wrong_is_told_and_no_other_is_planned(page: Any) -> None
     page.get_by_role("alert").filter(has_text="model = llama3_9b: there is no such").wait_for()
     assert page.get_by_label("Model", exact=True).input_value() == "llama3_9b"
     choose(page, "Model", "gpt3_126m")
-    page.get_by_label("GPUs").fill("8")
+    page.get_by_label("GPUs", exact=True).fill("8")
     page.get_by_role("button", name="Price as it is").click()
     report(page).get_by_role("heading", name="gpt3_126m on 8").wait_for()
 
 
 def test_a_search_says_how_far_it_is_and_is_cancelled(page: Any) -> None:
     choose(page, "Model", "deepseek_v3")
-    page.get_by_label("GPUs").fill("1024")
+    page.get_by_label("GPUs", exact=True).fill("1024")
     page.get_by_role("button", name="Plan", exact=True).click()
     told = re.compile(r"searching: \d+ solved, .*, bound .* s")
     page.get_by_role("status").filter(has_text=told).wait_for()
@@ -221,7 +245,7 @@ def test_a_tab_that_is_closed_ends_what_it_runs(browser: Any, tmp_path: Path) ->
         with browser.new_context() as context:
             page = opened(context, started)
             choose(page, "Model", "deepseek_v3")
-            page.get_by_label("GPUs").fill("4096")
+            page.get_by_label("GPUs", exact=True).fill("4096")
             page.get_by_role("button", name="Plan", exact=True).click()
             page.get_by_role("button", name="Cancel").wait_for()
             planning = planning_process(started)
