@@ -80,6 +80,11 @@ def test_a_search_says_how_far_it_is_and_is_ended_by_what_that_raises() -> None:
         nest_megatron.plan_command(COMMAND, cluster="dgx_h100", num_gpus=16, on_progress=end)
 
 
+def test_a_number_of_gpus_is_not_said_twice() -> None:
+    with pytest.raises(UserInputError, match=r"cluster\.num_gpus = 8: gpus says it"):
+        nest_megatron.plan_for_gpus(**NAMES, gpus=[8, 16], **{"cluster.num_gpus": 8})
+
+
 def test_importing_the_package_loads_nothing_else() -> None:
     code = (
         "import sys; before = set(sys.modules); import nest_megatron;"

@@ -313,12 +313,15 @@ def plan_for_gpus(
         gpus: numbers of GPUs; one that cannot be planned has the reason in its row.
 
     Raises:
-        UserInputError: if a setting is wrong for all of them.
+        UserInputError: if a setting is wrong for all of them, or says the number of GPUs, too.
 
     >>> found = plan_for_gpus(model="llama3_8b", cluster="dgx_h100", gpus=[8, 12])
     >>> {size: plan.predicted.fits for size, plan in found.plans().items()}
     {8: True}
     """
+    if (value := settings.get("cluster.num_gpus")) is not None:
+        limit, fix = "gpus says it", "Leave one of the two out."
+        raise UserInputError("cluster.num_gpus", value=value, limit=limit, fix=fix)
     results = []
     for size in gpus:
         given = {**_sizes(size, global_batch_size), **settings}

@@ -164,9 +164,6 @@ class Asked:
     def _sizes(self, folder: Path, on_part: Callable[[str], None]) -> Answer:
         self._require_model("what if gpus=16,32 beside its plan asks that of a command")
         settings = dataclasses.replace(self, num_gpus="").keywords()
-        if (given := settings.get("cluster.num_gpus")) is not None:
-            limit, fix = "the field GPUs says it", "Leave one of the two out."
-            raise UserInputError("cluster.num_gpus", value=given, limit=limit, fix=fix)
 
         def told() -> Iterator[int]:
             for size in read_counts(self.num_gpus, "GPUs", doubling=True):
