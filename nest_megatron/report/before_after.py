@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -71,7 +72,7 @@ def before_after_section(found: BeforeAfter, plan: PricedLayout) -> Mapping[str,
     ]
     return {
         "verdict": verdict(before, changes.whole),
-        "level": memory_level(before) or _level(changes.whole),
+        "level": _level(before, changes.whole),
         "figures": [*side_by_side(before, plan, changes.whole)],
         "tables": tables if changes.in_order else (),
         "sum": sum_words(changes.whole),
@@ -79,10 +80,14 @@ def before_after_section(found: BeforeAfter, plan: PricedLayout) -> Mapping[str,
     }
 
 
-def _level(whole: Difference) -> str:
-    """A warning where predictions do not tell that the plan is the faster one."""
+def _level(before: PricedLayout, whole: Difference) -> str:
+    """A warning where predictions do not tell that the plan is the faster one, or of memory.
+
+    A flag whose memory is not modelled is none: the job runs with it.
+    """
     is_better = whole.seconds == 0 or (whole.is_sure and whole.chance_faster >= 0.5)
-    return "" if is_better else "warning"
+    memory = memory_level(dataclasses.replace(before, not_modelled=()))
+    return memory or ("" if is_better else "warning")
 
 
 def refused_words(found: BeforeAfter) -> str:

@@ -5,6 +5,7 @@ Skipped where playwright (``pip install playwright``) or a Chromium on the path 
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import pytest
 from nest_megatron.report.html import html_report
 from nest_megatron.report.whatif import variants_page
 from tests.cli.test_whatif import combinations
-from tests.report.plans import SHAPES, hand_plan
+from tests.report.plans import SHAPES, hand_plan, searched_plan
 from tests.report.test_html_sections import command_page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
@@ -187,6 +188,15 @@ def test_a_print_cuts_nothing(browser: Any, address: str) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 703
     assert page.evaluate(CUT.replace(".scroll:not(.cards), .picture", ".none")) == []
     assert page.evaluate("getComputedStyle(document.querySelector('pre')).maxHeight") == "none"
+
+
+def test_a_print_cuts_no_long_label(browser: Any, tmp_path: Path) -> None:
+    plan = searched_plan()
+    label = "moe_act+layernorm+mla_up_proj+shared_experts"
+    others = tuple(dataclasses.replace(each, recompute=label) for each in plan.alternatives)
+    path = tmp_path / "plan.html"
+    path.write_text(html_report(dataclasses.replace(plan, alternatives=others)), encoding="utf-8")
+    test_a_print_cuts_nothing(browser, path.as_uri())
 
 
 def tree(page: Any) -> dict[str, list[Node]]:

@@ -120,6 +120,9 @@ def test_what_runs_today_is_judged_by_the_same_chances() -> None:
     page = before_after_section(dataclasses.replace(found, before=before), plan.priced())
     assert page["level"] == "bad"
     assert page["verdict"].endswith("runs out of memory: the chance is 60 %.")
+    unknown = dataclasses.replace(found.before, not_modelled=("--ours",))
+    page = before_after_section(dataclasses.replace(found, before=unknown), plan.priced())
+    assert page["level"] == ""
     slower = dataclasses.replace(found.changes.whole, chance_faster=0.3)
     changes = dataclasses.replace(found.changes, whole=slower)
     page = before_after_section(dataclasses.replace(found, changes=changes), plan.priced())
