@@ -123,7 +123,11 @@ def judged(trial: Trial, record: RunRecord | None, ended: Ended, output: Path) -
         failure, reason = Failure.OTHER, _SILENT
     else:
         failure, reason = _failure(lines)
-        reason = (record and record.error) or reason or f"exit code {ended.code}"
+        if record is not None and record.error is not None:
+            reason = record.error
+            if failure is Failure.NCCL:  # where one rank ends, the others lose its connections
+                failure, _ = _failure([record.error])
+        reason = reason or f"exit code {ended.code}"
     return dataclasses.replace(known, state=State.FAILED, failure=failure, reason=reason)
 
 

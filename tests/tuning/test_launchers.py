@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.history.records import Outcome
 from nest_megatron.tuning import launchers
 from nest_megatron.tuning.command import RunCommand, run_command
 from nest_megatron.tuning.launchers import (
@@ -26,6 +27,7 @@ from nest_megatron.tuning.launchers import (
 )
 from nest_megatron.tuning.session import open_locked
 from nest_megatron.tuning.trial import Ended, Failure, State, Trial, judged
+from tests.history.runs import run_record
 from tests.patience import LONG_S, wait_until
 from tests.tuning.stand_in import job
 
@@ -206,6 +208,20 @@ def test_failures_are_told_apart(text: str, failure: Failure, tmp_path: Path) ->
     found = judged(TRIAL, None, Ended(code=1, seconds=3.0), output)
     assert (found.state, found.failure) == (State.FAILED, failure)
     assert text.rstrip() in (found.reason or "")
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [("Exception: no data", Failure.OTHER), ("DistBackendError: NCCL error", Failure.NCCL)],
+)
+def test_connections_that_a_failed_rank_leaves_are_no_failure(
+    error: str, failure: Failure, tmp_path: Path
+) -> None:
+    output = tmp_path / "output.txt"
+    output.write_text("[rank1]: RuntimeError: Connection closed by peer [127.0.0.1]:32898\n")
+    record = run_record(outcome=Outcome.FAILED, measured=None, error=f"rank 0 (vm): {error}")
+    found = judged(TRIAL, record, Ended(code=1, seconds=3.0), output)
+    assert (found.failure, found.reason) == (failure, record.error)
 
 
 def test_time_is_a_failure_of_its_own(tmp_path: Path) -> None:
