@@ -12,9 +12,11 @@ from nest_megatron.cost_model.site_calibration import SiteCalibration, calibrati
 from nest_megatron.cost_model.site_file import site_path, write_site
 from nest_megatron.errors import OK, UserInputError
 from nest_megatron.files import check_output
+from nest_megatron.history.records import RunRecord
 from nest_megatron.history.store import VARIABLE, history_file, read
 from nest_megatron.report.console import say, show, show_json
 from nest_megatron.report.site import site_report
+from nest_megatron.units import counted
 
 
 def calibrate_site(out: Path | None, *, force: bool | None, as_json: bool) -> int:
@@ -28,8 +30,9 @@ def calibrate_site(out: Path | None, *, force: bool | None, as_json: bool) -> in
         UserInputError: if the history has no run that teaches anything, or runs on several kinds of
             clusters for one file, or a file cannot be written.
     """
-    found = [each for each in calibrations(read(), _today()) if each.by_date]
-    _require(found, out)
+    records = read()
+    found = [each for each in calibrations(records, _today()) if each.by_date]
+    _require(found, records, out)
     paths = [out or site_path(each.cluster, each.accelerator) for each in found]
     for each, path in zip(found, paths, strict=True):
         if out is None:
@@ -51,9 +54,15 @@ def _today() -> str:
     return datetime.now(UTC).date().isoformat()
 
 
-def _require(found: Sequence[SiteCalibration], out: Path | None) -> None:
+def _require(
+    found: Sequence[SiteCalibration], records: Sequence[RunRecord], out: Path | None
+) -> None:
     if not found:
-        limit = "it has no run that finished, or ran out of memory, and whose prediction is known"
+        limit = (
+            "it has no run on NVIDIA GPUs that finished, or ran out of memory, and whose "
+            f"prediction is known ({counted(len(records), 'run')}, of which "
+            f"{sum(each.device is None for each in records)} on no NVIDIA GPU)"
+        )
         fix = f"Runs of planned jobs are recorded there; {VARIABLE} names another file."
         raise UserInputError("history", value=str(history_file()), limit=limit, fix=fix)
     if out is not None and len(found) > 1:

@@ -23,6 +23,7 @@ from nest_megatron.report.words import narrow_words
 from nest_megatron.units import (
     Bytes,
     Seconds,
+    counted,
     format_duration,
     format_gib,
     format_range,
@@ -182,7 +183,9 @@ def _audit_row(run: RunRecord) -> tuple[str, ...]:
 
 def _gpus(run: RunRecord) -> str:
     num_ranks = run.grid.dims.world_size
-    return f"{num_ranks} x {run.cluster.accelerator}" if run.device else f"{num_ranks}, {_NO_GPU}"
+    if run.device:
+        return f"{num_ranks} x {run.cluster.accelerator}"
+    return f"{counted(num_ranks, 'rank')}, {_NO_GPU}"
 
 
 def layout_words(grid: Grid) -> str:

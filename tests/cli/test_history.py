@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nest_megatron.errors import BAD_INPUT
 from nest_megatron.history import store
 from nest_megatron.history.records import Outcome
 from tests.cli.runs import run
@@ -72,6 +73,16 @@ def test_a_run_on_a_cpu_is_not_called_one_on_gpus(runs: Path) -> None:
     assert "no NVIDIA GPU" in row
     assert "h100" not in row
     assert "no NVIDIA GPU" in run("history", "show", "cccc").out
+
+
+def test_runs_on_a_cpu_teach_nothing_and_it_is_said(runs: Path) -> None:
+    runs.unlink()
+    store.append(run_record(id="cccc0000", device=None), runs)
+    done = run("calibrate", "--site")
+    assert done.code == BAD_INPUT
+    assert "(1 run, of which 1 on no NVIDIA GPU)" in " ".join(done.err.split())
+    (row,) = (line for line in run("history").out.splitlines() if "cccc0000" in line)
+    assert " ranks, no NVIDIA" in row
 
 
 def test_a_program_reads_what_people_see(runs: Path) -> None:
