@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from nest_megatron.cost_model.memory import PEAK_ERROR, within_error
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.prediction import PricedLayout
+from nest_megatron.planner.request import MOST_OUT_OF_MEMORY
 from nest_megatron.units import Bytes, format_chance, format_gib
 
-#: Chances to run out of memory: above the first it is likely, from the second on a warning.
-_LIKELY, _WORTH_A_WARNING = 0.5, 0.1
+#: Chance to run out of memory from which on it is a warning.
+_WORTH_A_WARNING = 0.1
 
 
 def memory_verdict(needed: Bytes, limit: Bytes, not_modelled: Sequence[str] = ()) -> str:
@@ -69,7 +70,7 @@ def no_plan_verdict(missing: Bytes, limit: Bytes, not_modelled: Sequence[str] = 
 def memory_level(plan: PricedLayout) -> str:
     """How serious what is known of a layout's memory is: ``bad``, ``warning``, or nothing."""
     chance = _chance(plan)
-    if not plan.predicted.fits or chance > _LIKELY:
+    if not plan.predicted.fits or chance > MOST_OUT_OF_MEMORY:
         return "bad"
     return "warning" if chance >= _WORTH_A_WARNING or plan.not_modelled else ""
 
@@ -78,7 +79,7 @@ def risk_words(plan: PricedLayout, which: str) -> str:
     """The chance that a layout runs out of memory, in a sentence; nothing where it is small."""
     if (chance := _chance(plan)) < _WORTH_A_WARNING:
         return ""
-    likely = "more likely than not runs" if chance > _LIKELY else "may run"
+    likely = "more likely than not runs" if chance > MOST_OUT_OF_MEMORY else "may run"
     return f"{which} {likely} out of memory: the chance is {format_chance(chance)}."
 
 

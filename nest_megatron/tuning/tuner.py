@@ -64,14 +64,19 @@ class Tuner:
     tell: Callable[[str], None]
 
     def run(self) -> Tuned:
-        """Run until the budget is spent or nothing is left to learn that is worth its time."""
+        """Run until the budget is spent or nothing is left to learn that is worth its time.
+
+        Raises:
+            KeyboardInterrupt: if the user interrupts; it says how to go on.
+        """
         self.settle()
-        while True:
-            known = self.known()
-            found = self._next(known)
-            if isinstance(found, Stop):
-                return Tuned(known=known, stop=found)
-            self._run(found)
+        try:
+            while not isinstance(found := self._next(self.known()), Stop):
+                self._run(found)
+        except KeyboardInterrupt as error:
+            resume = f"nest-megatron tune --resume {shlex.quote(str(self.session.folder))}"
+            raise KeyboardInterrupt(f"`{resume}` goes on from there") from error
+        return Tuned(known=self.known(), stop=found)
 
     def known(self) -> Known:
         """What the runs so far say."""
@@ -98,10 +103,15 @@ class Tuner:
             for trial in counted
             if trial.state is State.FAILED and trial.failure is not Failure.OUT_OF_MEMORY
         ]
-        if not known.steps_s and len(failed) >= _HOPELESS:
-            where = self.session.path(failed[-1], _OUTPUT)
-            return Stop(f"the job itself fails: {failed[-1].reason} ({where})")
-        return next_run(known, self.session.asked.budget - len(counted))
+        found = next_run(known, self.session.asked.budget - len(counted))
+        if known.steps_s or not failed:
+            return found
+        last = f"{failed[-1].reason} ({self.session.path(failed[-1], _OUTPUT)})"
+        if len(failed) >= _HOPELESS:
+            return Stop(f"the job itself fails: {last}")
+        if isinstance(found, Stop):
+            return Stop(f"{found.reason}, and nothing was measured: {last}")
+        return found
 
     def _run(self, run: NextRun) -> None:
         number, candidate = len(self.session.trials) + 1, run.candidate

@@ -22,7 +22,7 @@ from nest_megatron.tuning.report import (
 )
 from nest_megatron.tuning.selection import Stop, chosen
 from nest_megatron.tuning.session import new_session, resumed_session
-from nest_megatron.tuning.trial import Failure, State, Trial, in_history
+from nest_megatron.tuning.trial import Ended, Failure, State, Trial, in_history
 from nest_megatron.tuning.tuner import Tuned, trials_of
 from tests.history.runs import run_record
 from tests.tuning.stand_in import ASKED, START_S, Answered, job, tuner
@@ -138,15 +138,33 @@ def test_runs_teach_what_plans_need(tmp_path: Path) -> None:
     assert all(less[plan] < before[plan] for plan in near)
 
 
-def test_a_job_that_fails_by_itself_is_given_up(tmp_path: Path) -> None:
-    class Broken(Answered):
-        def record(self, *_: object) -> None:
-            """A job that dies before it says anything."""
+class Broken(Answered):
+    """Runs that die before they say anything."""
 
+    def record(self, *_: object) -> None:
+        pass
+
+
+def test_a_job_that_fails_by_itself_is_given_up(tmp_path: Path) -> None:
     launcher = Broken(as_predicted)
     found = tuned(tmp_path, launcher)
     assert len(launcher.ran) == 2
     assert "the job itself fails" in found.stop.reason
+
+
+def test_a_budget_that_measured_nothing_says_why(tmp_path: Path) -> None:
+    found = tuned(tmp_path, Broken(as_predicted), budget=1)
+    assert "the budget is spent, and nothing was measured: " in found.stop.reason
+    assert str(tmp_path / "run-1" / "output.txt") in found.stop.reason
+
+
+def test_an_interruption_says_how_to_go_on(tmp_path: Path) -> None:
+    class Interrupted(Answered):
+        def run(self, *_: object) -> Ended:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match=f"--resume {tmp_path}` goes on from there"):
+        tuned(tmp_path, Interrupted(as_predicted))
 
 
 def test_a_resumed_tuning_goes_on_where_it_stopped(tmp_path: Path) -> None:
