@@ -75,8 +75,8 @@ Shape = tuple[object, ...]
     type=Duration("max_seconds"),
     default=BUDGET_S,
     show_default=True,
-    help="Budget, in seconds or with a unit (10min); shapes that the best plans need come first, "
-    "the rest is interpolated.",
+    help="No shape begins after so long, in seconds or with a unit (10min); those that the best "
+    "plans need come first, the rest is interpolated.",
 )
 @click.option(
     "--implementation",
