@@ -81,8 +81,13 @@ def test_a_search_says_how_far_it_is_and_is_ended_by_what_that_raises() -> None:
 
 
 def test_a_number_of_gpus_is_not_said_twice() -> None:
-    with pytest.raises(UserInputError, match=r"cluster\.num_gpus = 8: gpus says it"):
-        nest_megatron.plan_for_gpus(**NAMES, gpus=[8, 16], **{"cluster.num_gpus": 8})
+    said = r"cluster\.num_gpus = '8': another argument says 16"
+    with pytest.raises(UserInputError, match=said):
+        nest_megatron.plan_for_gpus(**NAMES, gpus=[16, 32], **{"cluster.num_gpus": 8})
+    with pytest.raises(UserInputError, match=said):
+        nest_megatron.plan(**NAMES, num_gpus=16, **{"cluster.num_gpus": 8})
+    with pytest.raises(UserInputError, match=r"train\.global_batch_size = '8': another argument"):
+        nest_megatron.estimate(**NAMES, global_batch_size=16, train={"global_batch_size": 8})
 
 
 def test_importing_the_package_loads_nothing_else() -> None:

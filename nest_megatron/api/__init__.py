@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,13 @@ from nest_megatron.api.variants import WhatIf, whatif, whatif_command
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.buildable import require_buildable
 from nest_megatron.config.compose import Composed
-from nest_megatron.config.keywords import Source, cluster_entry, compose_keywords, model_entry
+from nest_megatron.config.keywords import (
+    Source,
+    cluster_entry,
+    compose_keywords,
+    model_entry,
+    setting_texts,
+)
 from nest_megatron.config.overrides import Setting
 from nest_megatron.config.request import request_of
 from nest_megatron.config.target import read_target
@@ -120,7 +126,7 @@ def plan(
     >>> found.predicted.fits, found.train.global_batch_size
     (True, 128)
     """
-    given = {**_sizes(num_gpus, global_batch_size), **settings}
+    given = _sized(settings, num_gpus, global_batch_size)
     composed = compose_keywords(model, cluster, given, config_dir)
     return plan_composed(composed, shortlist=shortlist, on_progress=on_progress)
 
@@ -170,7 +176,7 @@ def plan_command(
     >>> found.parallel.data_parallel_size * found.parallel.tensor_model_parallel_size
     16
     """
-    given = {**_sizes(num_gpus, global_batch_size), **settings}
+    given = _sized(settings, num_gpus, global_batch_size)
     composed = compose_keywords(None, cluster, given, config_dir)
     found = typed_command.plan_command(
         _text(command),
@@ -214,7 +220,7 @@ def estimate(
     >>> priced.parallel.data_parallel_size
     8
     """
-    given = {**_sizes(num_gpus, global_batch_size), **settings}
+    given = _sized(settings, num_gpus, global_batch_size)
     return estimate_composed(compose_keywords(model, cluster, given, config_dir))
 
 
@@ -248,7 +254,7 @@ def estimate_command(
     >>> priced.parallel.data_parallel_size, priced.parallel.overlap_grad_reduce
     (16, False)
     """
-    given = {**_sizes(num_gpus, None), **settings}
+    given = _sized(settings, num_gpus)
     composed = compose_keywords(None, cluster, given, config_dir)
     text = _text(command)
     found = as_typed.estimate_command(text, composed, version=megatron_version, strict=strict)
@@ -260,9 +266,18 @@ def _text(command: str | os.PathLike[str] | Sequence[str]) -> str | Sequence[str
     return [os.fspath(command)] if isinstance(command, os.PathLike) else command
 
 
-def _sizes(num_gpus: int | None, global_batch_size: int | None) -> dict[str, object]:
+def _sized(
+    settings: Mapping[str, object], num_gpus: int | None, global_batch_size: int | None = None
+) -> dict[str, object]:
+    """Settings with the sizes that arguments of their own say; ``UserInputError`` if both do."""
     sizes = {"cluster.num_gpus": num_gpus, "train.global_batch_size": global_batch_size}
-    return {key: value for key, value in sizes.items() if value is not None}
+    said = {key: value for key, value in sizes.items() if value is not None}
+    for text in setting_texts(settings):
+        key, _, value = text.partition("=")
+        if key in said:
+            limit, fix = f"another argument says {said[key]}", "Leave one of the two out."
+            raise UserInputError(key, value=value, limit=limit, fix=fix)
+    return {**said, **settings}
 
 
 def plan_table(
@@ -292,7 +307,7 @@ def plan_table(
     if not counts or min(counts) < 1:
         limit, fix = "it holds numbers of at least 1", "Give for example range(15, 17)."
         raise UserInputError("nodes", value=counts, limit=limit, fix=fix)
-    given = {**_sizes(None, global_batch_size), **settings}
+    given = _sized(settings, None, global_batch_size)
     job = table_job(sized(compose_keywords(model, cluster, given, config_dir), counts))
     return PlanTable(record=plan_for_nodes(job, counts), notes=job.request.notes)
 
@@ -319,12 +334,9 @@ def plan_for_gpus(
     >>> {size: plan.predicted.fits for size, plan in found.plans().items()}
     {8: True}
     """
-    if (value := settings.get("cluster.num_gpus")) is not None:
-        limit, fix = "gpus says it", "Leave one of the two out."
-        raise UserInputError("cluster.num_gpus", value=value, limit=limit, fix=fix)
     results = []
     for size in gpus:
-        given = {**_sizes(size, global_batch_size), **settings}
+        given = _sized(settings, size, global_batch_size)
         composed = partial(compose_keywords, model, cluster, given, config_dir)
         size_of = Setting(key="cluster.num_gpus", value=str(size))
         results.append((size_of, outcome(partial(_planned, composed))))
