@@ -227,6 +227,7 @@ def test_what_more_likely_runs_out_of_memory_than_not_is_not_taken() -> None:
     fastest = taken.alternatives[0]
     assert fastest.iteration_time_s == nominal.predicted.iteration_time_s
     assert fastest.uncertainty == nominal.uncertainty
+    assert "that run out of memory with a chance of at most 50 %" in proof(taken)
 
 
 def test_where_every_plan_more_likely_runs_out_the_least_likely_is_taken(

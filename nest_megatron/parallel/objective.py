@@ -146,8 +146,8 @@ class Choice:
         bound_s: no plan of the space has a smaller one, proven.
         slower_percent: the plan's predicted step over that of the fastest one.
         separates: what the plan has that the fastest one has not; empty where it is the fastest.
-        max_out_of_memory_percent: the largest chance to run out of memory that the objective takes,
-            where no plan keeps it.
+        max_out_of_memory_percent: the largest chance to run out of memory with which a plan is
+            taken while another has less; ``None`` in older files whose plan keeps it.
         ended_early: time ended the search for plans to compare; more of it may prefer another.
     """
 

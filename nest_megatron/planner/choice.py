@@ -228,7 +228,6 @@ def choose_plan(
     taken = allowed[number]
     others = {*_best_of_layouts(request, candidates), plans[0]} - {taken.solved}
     num_others = max(request.num_alternatives, int(taken.solved != plans[0]))
-    most = request.most_out_of_memory
     num_layouts = len({layout_of(plan.grid) for plan in peaks})
     choice = Choice(
         objective=objective,
@@ -239,7 +238,7 @@ def choose_plan(
         bound_s=least_s(request, to_seconds(result.certificate.lower_bound), taken.step),
         slower_percent=100.0 * (taken.solved.iteration / fastest.solved.iteration - 1.0),
         separates=tuple(_separates(request, taken, fastest)),
-        max_out_of_memory_percent=100 * most if taken.out_of_memory > most else None,
+        max_out_of_memory_percent=100 * request.most_out_of_memory,
     )
     listed = tuple(sorted(others, key=lambda plan: plan.rank)[:num_others])
     return Chosen(plan=taken.solved, others=listed, choice=choice, known=known)

@@ -70,7 +70,7 @@ def proof(plan: ParallelPlan) -> str:
     """What the search proved, and how the plan was chosen among those that it kept."""
     said = certificate(plan.search)
     if plan.choice is not None:
-        said = f"{said} {_choice_words(plan.choice)}"
+        said = f"{said} {_choice_words(plan, plan.choice)}"
         if plan.provenance.site is not None:
             said += " The search ordered plans by the catalogue's constants; those compared are "
             said += "chosen by this site's calibration."
@@ -91,20 +91,24 @@ _LEAST = {
 }
 
 
-def _choice_words(choice: Choice) -> str:
+def _choice_words(plan: ParallelPlan, choice: Choice) -> str:
     """What a plan was chosen for, between how many, and what of that is proven."""
     others = f" and {choice.num_neighbours} neighbours of them" if choice.num_neighbours else ""
     layouts = f"{choice.num_layouts} fastest layouts" if choice.num_layouts > 1 else "one layout"
-    said = (
-        f"Chosen for {_LEAST[choice.objective]} (search.objective={choice.objective}) among the "
-        f"{layouts}{others}; those within {choice.tie_percent:g} % of the best are equal, and the "
-        "simplest of them is taken."
-    )
-    if choice.max_out_of_memory_percent is not None:
+    among, most = f"the {layouts}{others}", choice.max_out_of_memory_percent
+    at_most = f"out of memory with a chance of at most {most or 0:g} %"
+    chance = 0.0 if plan.uncertainty is None else plan.uncertainty.out_of_memory
+    if most is not None and 100 * chance > most:
         said = (
-            f"None of the {layouts}{others} runs out of memory with a chance of at most "
-            f"{choice.max_out_of_memory_percent:g} % (search.objective={choice.objective}): the "
-            "one with the least chance is taken."
+            f"None of {among} runs {at_most} (search.objective={choice.objective}): the one with "
+            "the least chance is taken."
+        )
+    else:
+        among = among if most is None else f"those of {among} that run {at_most}"
+        said = (
+            f"Chosen for {_LEAST[choice.objective]} (search.objective={choice.objective}) among "
+            f"{among}; plans within {choice.tie_percent:g} % of the best are equal, and the "
+            "simplest of them is taken."
         )
     value, bound = format_seconds(choice.value_s), format_seconds(choice.bound_s)
     if choice.ended_early:
