@@ -335,15 +335,10 @@ def _ties(values: Sequence[float], chances: Sequence[float], tie_percent: float)
 def _best_of_layouts(request: PlanRequest, candidates: Sequence[Candidate]) -> set[SolvedGrid]:
     """The best plan of each layout under the request's objective."""
     values = values_of(candidates, request.objective, request.failed_start_percent)
+    most, pairs = request.most_out_of_memory, zip(values, candidates, strict=True)
     worst_first = sorted(
-        zip(values, candidates, strict=True),
-        key=lambda pair: (
-            pair[1].out_of_memory > request.most_out_of_memory,
-            pair[0],
-            pair[1].solved.rank,
-        ),
-        reverse=True,
-    )
+        pairs, key=lambda pair: (pair[1].out_of_memory > most, pair[0], pair[1].solved.rank)
+    )[::-1]
     return set({layout_of(each.solved.grid): each.solved for _, each in worst_first}.values())
 
 
