@@ -161,26 +161,26 @@ def _search(
     # Without the deadline, so that ranks that search each for itself choose alike.
     solve = as_built(solver_of(choose(request.backend)), request.spec)
     peaks = worth_comparing(request, searched.grids, searched.result.plans, solve)
-    finished = []
+    known, finished = Comparison(request, searched.model, peaks), []
 
-    def add(asked: PlanRequest, num_layouts: int) -> None:
-        """Plans of a narrower space that may be taken instead of those known."""
-        slowest = Comparison(request, searched.model, peaks).slowest
+    def add(asked: PlanRequest, num_layouts: int) -> Comparison:
+        """With plans of a narrower space that may be taken instead of those known."""
+        slowest = known.slowest
         more = _search_within(
             asked, deadline, model=searched.model, num_layouts=num_layouts, slowest=slowest
         )
         peaks.update(worth_comparing(request, more.grids, more.result.plans, solve, slowest))
         finished.append(more.result.certificate.finished)
+        return Comparison(request, searched.model, peaks)
 
-    enough = comfortable_bytes(searched.model, searched.result.plans[0], request.site)
-    roomy = roomier(request, enough)
-    known = Comparison(request, searched.model, peaks)
+    fastest = searched.result.plans[0]
+    roomy = roomier(request, comfortable_bytes(searched.model, fastest, request.site))
     tied = searched.result.certificate.lower_bound * (1 + request.tie_percent / 100)
     if roomy is not None and known.least > tied:
-        add(roomy, _ROOMY_LAYOUTS)
-    if not Comparison(request, searched.model, peaks).allowed:
-        add(likely_to_start(request, searched.model, searched.result.plans[0]), _ROOMY_LAYOUTS)
-    if Comparison(request, searched.model, peaks).needs_even_stages():
+        known = add(roomy, _ROOMY_LAYOUTS)
+    if not known.allowed:
+        known = add(likely_to_start(request, searched.model, fastest), _ROOMY_LAYOUTS)
+    if known.needs_even_stages():
         even = dataclasses.replace(request.space, even_stages=True)
         add(dataclasses.replace(roomy or request, space=even), 1)
     return searched._replace(compared=peaks, ended_early=not all(finished))
