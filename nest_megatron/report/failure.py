@@ -52,9 +52,8 @@ class NothingFitsError(NestError):
         super().__init__(f"{self._verdict()}; {nearest} ({refusal.nearest}) {lacks}")
 
     def _verdict(self) -> str:
-        from nest_megatron.report.memory_words import (
-            no_plan_verdict,  # a rank's start needs no report
-        )
+        # a rank's start needs no report
+        from nest_megatron.report.memory_words import no_plan_verdict
 
         found = self.refusal
         unknown = found.search.not_modelled
