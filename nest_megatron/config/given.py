@@ -36,7 +36,7 @@ def given_settings(config: PlanConfig) -> tuple[str, ...]:
     return tuple(f"{key}={value}" for key, value in values.items() if value != DEFAULTS[key])
 
 
-def planned_with(plan: ParallelPlan) -> dict[str, str]:
+def given_of(plan: ParallelPlan) -> dict[str, str]:
     """All of them as a plan was made with; files of earlier versions say few."""
     found = dict(DEFAULTS)
     if plan.choice is not None:

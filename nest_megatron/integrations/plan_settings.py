@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nest_megatron.config.compose import Composed, compose
-from nest_megatron.config.given import planned_with
+from nest_megatron.config.given import given_of
 from nest_megatron.config.overrides import Setting, value_text
 from nest_megatron.config.schema import section_keys
 from nest_megatron.cost_model.goodput import Reliability, goodput
@@ -45,7 +45,7 @@ def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
     stated["train.precision"] = plan.train.precision.value
     stated["train.global_batch_size"] = plan.train.global_batch_size
     found = {key: value_text(value) for key, value in stated.items() if value is not None}
-    found |= planned_with(plan) | _sources(plan) | _paid(plan)
+    found |= given_of(plan) | _sources(plan) | _paid(plan)
     job = StatedJob.of(plan)
     request = job.request(_composed(found))
     found |= _space_settings(plan, _words(request))

@@ -79,7 +79,7 @@ def run_compare(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison(Shown):
+class PlannerComparison(Shown):
     """One job by several planners: what ``compare`` prints and draws."""
 
     request: PlanRequest
@@ -106,10 +106,10 @@ def compare_composed(
     composed: Composed,
     names: Sequence[str] = PLANNERS,
     on_planner: Callable[[str], None] = lambda name: None,
-) -> Comparison:
+) -> PlannerComparison:
     """Compare planners on a composed job; arguments as of ``compare``."""
     request = _without_site(request_of(composed))  # layers run as the other planners have them
-    return Comparison(request=request, rows=compare(request, names, on_planner))
+    return PlannerComparison(request=request, rows=compare(request, names, on_planner))
 
 
 def _without_site(request: PlanRequest) -> PlanRequest:

@@ -10,6 +10,7 @@ import pytest
 import nest_megatron
 from nest_megatron.api.variants import WhatIf
 from nest_megatron.config.compose import compose
+from nest_megatron.config.given import given_settings
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import read_cluster
 from nest_megatron.errors import UserInputError
@@ -95,6 +96,11 @@ def test_what_is_typed_wins_over_what_was_kept(path: Path) -> None:
     _, changed = what_if(path, parallel__tensor_model_parallel_size=4).variants
     assert changed.row.plan is not None
     assert changed.row.plan.parallel.tensor_model_parallel_size == 4
+
+
+def test_the_defaults_of_what_a_file_need_not_say_are_those_of_the_settings() -> None:
+    """They stand beside ``hydra_configs/plan.yaml``, so that reading a file composes nothing."""
+    assert given_settings(compose(parse(["model=llama3_8b", "cluster=dgx_h100"])).config) == ()
 
 
 def test_what_the_recipe_says_itself_is_not_changed(path: Path) -> None:
