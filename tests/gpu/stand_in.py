@@ -474,7 +474,9 @@ def _known_to_torch() -> None:
     """Tell torch's C++ of the device, once in a process."""
     from torch.utils import backend_registration
 
-    backend_registration._setup_privateuseone_for_python_backend(_OURS)
+    backend = backend_registration._DummyBackendModule()
+    backend.is_available = lambda: bool(_GPU)  # files are saved in another way where it is
+    backend_registration._setup_privateuseone_for_python_backend(_OURS, backend)
 
 
 @contextlib.contextmanager
