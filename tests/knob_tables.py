@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nest_megatron.cost_model.target_defaults import NEMO_LACKS, OF_THE_JOB
+from nest_megatron.cost_model.target_defaults import GRAPHS_OF_THE_JOB, NEMO_LACKS, OF_THE_JOB
 from nest_megatron.integrations.execution_fields import OVERLAPPED
 from nest_megatron.parallel.knobs import KNOBS
 from nest_megatron.parallel.numeric_knobs import (
@@ -120,6 +120,8 @@ def framework_table() -> str:
         if knob.name == "hierarchical_context_parallel_sizes":
             bridge = f"{bridge}; not with `dist.use_decentralized_pg`"
         if knob.name in OF_THE_JOB:
-            own = bridge = "left to the job"
+            own = "left to the job"
+            graphs = knob.name in GRAPHS_OF_THE_JOB
+            bridge = f"{bridge}; a search leaves it to the job" if graphs else own
         rows.append(f"| `{knob.name}` | {f'no: {nemo}' if nemo else own} | {bridge} |")
     return "\n".join(rows)

@@ -118,7 +118,7 @@ def read_settings(
     said = {name: value for name, value in given.items() if value is not None}
     precision = read_precision(config, job.precision)
     settings = read_target(config, job.target).settings(
-        accelerator, precision, job.memory_flags, has_experts=job.spec.is_moe, **said
+        accelerator, precision, job.memory_flags, job.spec, **said
     )
     return settings.on_packs(lengths) if lengths is not None and lengths.packed else settings
 
@@ -128,9 +128,7 @@ def read_execution(config: PlanConfig, job: Job, accelerator: str) -> Execution:
     precision, said = read_precision(config, job.precision), job.memory_flags
     if job.spec.vision is not None:  # samples have lengths for which no buffers are made
         said = {"tp_comm_overlap": False, **said}
-    return read_target(config, job.target).execution(
-        accelerator, precision, said, has_experts=job.spec.is_moe
-    )
+    return read_target(config, job.target).execution(accelerator, precision, said, job.spec)
 
 
 def read_numeric_offers(
@@ -138,9 +136,7 @@ def read_numeric_offers(
 ) -> tuple[NumericOffer, ...]:
     """Choices that change numbers and that the job has not made."""
     target, precision = read_target(config, job.target), read_precision(config, job.precision)
-    has_experts = job.spec.is_moe
-    said = {name: value for name, value in job.memory_flags.items() if value is not None}
-    own = {**target.flags(accelerator, precision, has_experts=has_experts), **said}
+    own = target.flags(accelerator, precision, job.memory_flags, job.spec)
     fields = NUMERIC_FIELDS.get(target.fitted, {})
     if target in MEGATRON_LM:
         fields = {knob.flags: knob.flags for knob in NUMERIC_KNOBS}
@@ -149,7 +145,9 @@ def read_numeric_offers(
         words = fields.get(knob.flags)
         if knob.precision is not None and job.spec.vision is not None:
             continue  # an encoder of images is priced in 16 bits
-        if words is None or not knob.is_for(own, precision, accelerator, has_experts=has_experts):
+        if words is None or not knob.is_for(
+            own, precision, accelerator, has_experts=job.spec.is_moe
+        ):
             continue
         flags = {**job.memory_flags, **dict.fromkeys(knob.instead_of, False), **knob.values}
         asked = config

@@ -135,7 +135,8 @@ def uneven_sides(
 ) -> tuple[int, ...]:
     """Sides of a rank's matrices that the format does not divide (``assert_dim_for_fp8_exec``)."""
     tp, etp = dims.tensor_model_parallel_size, dims.expert_tensor_parallel_size
-    sides = {spec.hidden_size, spec.num_attention_heads * spec.head_dim // tp}
+    head_dim = spec.v_head_dim if spec.multi_latent_attention else spec.head_dim
+    sides = {spec.hidden_size, spec.num_attention_heads * head_dim // tp}
     sides.update(size // tp for size in spec.ffn_hidden_sizes)
     if spec.is_moe:
         sides.add(spec.expert_ffn_hidden_size // etp)

@@ -27,6 +27,8 @@ def _target(fields: dict[str, Any]) -> Target:
             gpu=row.get("gpu", ""),
             precision=None if precision is None else Precision(precision),
             experts=row.get("experts"),
+            mamba=row.get("mamba"),
+            also=row.get("also", {}),
         )
 
     name, fields["builds"] = fields["name"], tuple(fields.get("builds", ()))
@@ -69,14 +71,16 @@ NEMO_LACKS: Mapping[str, str] = {
     ),
     "hierarchical_context_parallel_sizes": "NeMo makes no process groups of two levels",
 }
-#: Field of ``Execution`` -> why a plan switches it off, but not on.
-OF_THE_JOB: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("cuda_graph_impl", "cuda_graph_scope"),
-        "CUDA graphs need the job's own RNG tracker (use_te_rng_tracker) and NCCL_GRAPH_REGISTER=0",
-    ),
+#: Fields of ``Execution`` that a plan does not set by itself, and why.
+GRAPHS_OF_THE_JOB: Mapping[str, str] = dict.fromkeys(
+    ("cuda_graph_impl", "cuda_graph_scope"),
+    "CUDA graphs need the job's own RNG tracker (use_te_rng_tracker) and NCCL_GRAPH_REGISTER=0",
+)
+OFFLOADS_OF_THE_JOB: Mapping[str, str] = {
     "offload_modules": "offloaded modules need NVTE_CPU_OFFLOAD_V1=1 where the job is launched",
 }
+#: What the search for a job leaves as it is: it may switch it off, but not on.
+OF_THE_JOB = frozenset({*GRAPHS_OF_THE_JOB, *OFFLOADS_OF_THE_JOB})
 _STATES_IN = (
     "{0}.use_precision_aware_optimizer=True {0}.exp_avg_dtype=torch.{1} "
     "{0}.exp_avg_sq_dtype=torch.{1}"

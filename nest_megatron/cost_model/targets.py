@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +22,7 @@ from nest_megatron.cost_model.formats import fp8_layouts
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.model.execution import Execution
+from nest_megatron.model.spec import TransformerSpec
 
 #: Entry of ``calibration/frameworks.yaml`` for what switches of ``Execution`` do in all of them.
 EXECUTION = "execution"
@@ -38,6 +39,8 @@ class Default:
         gpu: pattern that the accelerator's name begins with; empty for every one.
         precision: the number format that it goes with; ``None`` for every one.
         experts: only with experts (``True``) or only without (``False``).
+        mamba: only with Mamba layers, or only without.
+        also: arguments that it brings along, by name.
     """
 
     argument: str
@@ -46,13 +49,21 @@ class Default:
     gpu: str = ""
     precision: Precision | None = None
     experts: bool | None = None
+    mamba: bool | None = None
+    also: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    def holds(self, accelerator: str, precision: Precision, *, has_experts: bool) -> bool:
-        """Whether a job on such a device, in such a format, is given it."""
+    def holds(
+        self, accelerator: str, precision: Precision, spec: TransformerSpec | None = None
+    ) -> bool:
+        """Whether a job on such a device, in such a format, is given it.
+
+        ``spec`` is the job's model; without one it is dense.
+        """
         return (
             re.match(self.gpu, accelerator, re.IGNORECASE) is not None
             and self.precision in (None, precision)
-            and self.experts in (None, has_experts)
+            and self.experts in (None, spec is not None and spec.is_moe)
+            and self.mamba in (None, spec is not None and "M" in spec.hybrid_layer_pattern)
         )
 
     def words(self) -> str:
@@ -62,9 +73,11 @@ class Default:
         'fp8_recipe mxfp8 (B200)'
         """
         value = {True: "on", False: "off", None: "as Megatron"}.get(self.value, self.value)  # type: ignore[call-overload]
-        kinds = {True: "with experts", False: "without experts", None: ""}[self.experts]
-        when = ", ".join(filter(None, (self.gpu, self.precision or "", kinds)))
-        return f"{self.argument} {value}" + (f" ({when})" if when else "")
+        also = "".join(f" with {k} {','.join(map(str, v))}" for k, v in self.also.items())
+        kinds = {"experts": self.experts, "Mamba layers": self.mamba}
+        parts = [f"{'with' if v else 'without'} {k}" for k, v in kinds.items() if v is not None]
+        when = ", ".join(filter(None, (self.gpu, self.precision or "", *parts)))
+        return f"{self.argument} {value}{also}" + (f" ({when})" if when else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,22 +105,28 @@ class Target:
     cost: Mapping[str, object] = field(default_factory=dict)
 
     def flags(
-        self, accelerator: str, precision: Precision, *, has_experts: bool = False
-    ) -> Mapping[str, Any]:
-        """What it sets for a job that says nothing, by Megatron's names."""
-        found: dict[str, Any] = {}
+        self,
+        accelerator: str,
+        precision: Precision,
+        said: Mapping[str, Any] = _NO_FLAGS,
+        spec: TransformerSpec | None = None,
+    ) -> dict[str, Any]:
+        """The arguments of a job that says some of them itself, by Megatron's names.
+
+        What comes along with a default does not where the job has said otherwise.
+        """
+        found = {name: value for name, value in said.items() if value is not None}
         for default in self.defaults:
-            if default.holds(accelerator, precision, has_experts=has_experts):
-                found.setdefault(default.argument, default.value)
-        return MappingProxyType(found)
+            if default.argument not in found and default.holds(accelerator, precision, spec):
+                found = {**default.also, **found, default.argument: default.value}
+        return found
 
     def settings(
         self,
         accelerator: str,
         precision: Precision,
         flags: Mapping[str, Any] = _NO_FLAGS,
-        *,
-        has_experts: bool = False,
+        spec: TransformerSpec | None = None,
         **fields: object,
     ) -> CostSettings:
         """The cost model's settings of a job that runs on it.
@@ -115,7 +134,7 @@ class Target:
         ``flags`` are what the job itself says, by Megatron's names; ``fields`` of ``CostSettings``
         and ``ExecutionTraits`` count over everything else.
         """
-        both = self._with_defaults(accelerator, precision, flags, has_experts=has_experts)
+        both = self.flags(accelerator, precision, flags, spec)
         fields = {**fitted_values(EXECUTION), **self.cost, **fitted_values(self.fitted), **fields}
         names = {each.name for each in dataclasses.fields(ExecutionTraits)}
         of_traits: dict[str, Any] = {k: v for k, v in fields.items() if k in names}
@@ -134,19 +153,10 @@ class Target:
         accelerator: str,
         precision: Precision,
         flags: Mapping[str, Any] = _NO_FLAGS,
-        *,
-        has_experts: bool = False,
+        spec: TransformerSpec | None = None,
     ) -> Execution:
         """How a job that runs on it carries its layers out; arguments as of ``settings``."""
-        return execution_of(
-            self._with_defaults(accelerator, precision, flags, has_experts=has_experts)
-        )
-
-    def _with_defaults(
-        self, accelerator: str, precision: Precision, flags: Mapping[str, Any], *, has_experts: bool
-    ) -> dict[str, Any]:
-        said = {name: value for name, value in flags.items() if value is not None}
-        return {**self.flags(accelerator, precision, has_experts=has_experts), **said}
+        return execution_of(self.flags(accelerator, precision, flags, spec))
 
 
 def fitted_values(entry: str) -> Mapping[str, float]:

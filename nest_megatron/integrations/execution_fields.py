@@ -13,12 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nest_megatron.cost_model.execution_flags import execution_of
-from nest_megatron.cost_model.target_defaults import OF_THE_JOB
+from nest_megatron.cost_model.target_defaults import (
+    GRAPHS_OF_THE_JOB,
+    OF_THE_JOB,
+    OFFLOADS_OF_THE_JOB,
+)
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import ABSENT, FieldValue, find
 from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.incompatible_options import contradicted
-from nest_megatron.model.execution import PLAIN, ContextTraffic, Execution, GraphImpl
+from nest_megatron.model.execution import OF_LAYERS, PLAIN, ContextTraffic, Execution, GraphImpl
 from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS, EXECUTION_FIELDS
 from nest_megatron.parallel.knobs import KNOBS, execution_reason
 from nest_megatron.parallel.plan import ParallelPlan
@@ -44,6 +48,7 @@ class ExecutionPlaces:
         overlap: paths of the objects whose ``OVERLAPPED`` the framework copies over it.
         lacks: field of ``Execution`` -> why the framework cannot have it here.
         forced: settings that something puts over the model's as training starts.
+        beside_graphs: switches that graphs of layers need on; without any, those are the job's own.
         version: the release of megatron-core.
     """
 
@@ -51,6 +56,7 @@ class ExecutionPlaces:
     overlap: tuple[str, ...] = ()
     lacks: Mapping[str, str] = field(default_factory=dict)
     forced: Mapping[str, object] = field(default_factory=dict)
+    beside_graphs: tuple[str, ...] = ()
     version: str = DEFAULT_VERSION
 
     def paths(self, root: Any, argument: str) -> tuple[str, ...]:
@@ -135,6 +141,9 @@ def execution_fields(
                 value = execution_value(wanted, argument, places.version)
                 for path in places.paths(root, argument):
                     yield path, value, reason
+    if wanted.cuda_graph_impl in OF_LAYERS:
+        for path in places.beside_graphs:
+            yield path, True, "random numbers inside CUDA graphs are drawn by this tracker"
 
 
 def _differs(wanted: Execution, meant: Execution, stated: Mapping[str, Any], name: str) -> bool:
@@ -171,7 +180,9 @@ def _is_asked(wanted: Execution, name: str) -> bool:
 def _refuse_lacking(
     wanted: Execution, meant: Execution, fields: Iterable[str], places: ExecutionPlaces
 ) -> None:
-    for name, why in {**OF_THE_JOB, **places.lacks}.items():
+    written = places.beside_graphs and wanted.cuda_graph_impl in OF_LAYERS
+    own = {} if written else GRAPHS_OF_THE_JOB
+    for name, why in {**OFFLOADS_OF_THE_JOB, **own, **places.lacks}.items():
         value = getattr(wanted, name)
         if name in fields and _is_asked(wanted, name) and value != getattr(meant, name):
             fix = "Set it up in the job, or plan the job itself (auto_recipe) with what it has."

@@ -18,6 +18,7 @@ from nest_megatron.integrations.megatron_lm.attach import launch_request, requir
 from nest_megatron.integrations.megatron_lm.incompatible_options import contradicted
 from nest_megatron.integrations.megatron_lm.rules import require_launchable
 from nest_megatron.integrations.restore import finetuning_fields
+from nest_megatron.model.sizes import LATENT_SIZES
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.diff import plan_values, reason
@@ -69,12 +70,14 @@ _SHAPE = (
     "moe_router_topk",
     "moe_shared_expert_intermediate_size",
     "multi_latent_attention",
+    *LATENT_SIZES,
     "num_mtp_layers",
     "hybrid_layer_pattern",
     "heterogeneous_layers",
     "linear_attention_freq",
     "variant",
 )
+_OF_HEADS = ("query_groups", "head_dim")
 _OF_EXPERTS = ("moe_layer_pattern", "expert_ffn_hidden_size", "moe_router_topk")
 _FSDP_FORMAT = "fsdp_dtensor"
 _DEFERRED = (
@@ -250,7 +253,9 @@ def require_plannable(plan: ParallelPlan, version: str, spec: TransformerSpec) -
     """Refuse a plan that this release of megatron-core would refuse, or one of another model."""
     require_placed(plan)
     require_launchable(launch_request(plan, version=version), but=_OF_THE_COMMAND_LINE)
-    names = [name for name in _SHAPE if spec.num_experts or name not in _OF_EXPERTS]
+    unused: tuple[str, ...] = _OF_HEADS if spec.multi_latent_attention else LATENT_SIZES
+    unused += () if spec.num_experts else _OF_EXPERTS
+    names = [name for name in _SHAPE if name not in unused]
     differing = [
         f"{name} {getattr(spec, name)} (plan: {getattr(plan.model, name)})"
         for name in names

@@ -16,6 +16,7 @@ from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.cost_model.unit_cost import replicas
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.sizes import LATENT_SIZES
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.batch_schedule import BatchSchedule
@@ -143,8 +144,10 @@ def _resolved(spec: TransformerSpec, name: str) -> Any:
         "moe_ffn_hidden_size": spec.expert_ffn_hidden_size,
         "mtp_num_layers": spec.num_mtp_layers,
     }
-    if name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
+    if name in LATENT_SIZES:
         return getattr(spec, name) if spec.multi_latent_attention else None
+    if name in ("num_query_groups", "kv_channels") and spec.multi_latent_attention:
+        return None  # latent attention has sizes of its own
     if name.startswith("moe_") and spec.num_experts is None:
         return None
     return defaults.get(name, getattr(spec, name))
@@ -203,7 +206,7 @@ def _traits_of(plan: ParallelPlan, target: str | None, flags: Mapping[str, Any])
     if target is None:  # a plan of a version that knew no targets
         return execution_traits(flags, precision)
     made_for = target_named(target)
-    return made_for.settings(device, precision, flags, has_experts=plan.model.is_moe).traits
+    return made_for.settings(device, precision, flags, plan.model).traits
 
 
 def _totals(plan: ParallelPlan, settings: CostSettings) -> tuple[float, ...]:

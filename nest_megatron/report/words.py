@@ -18,6 +18,7 @@ from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.units import (
     GIB,
     Seconds,
+    counted,
     format_duration,
     format_range,
     format_seconds,
@@ -93,7 +94,8 @@ _LEAST = {
 
 def _choice_words(plan: ParallelPlan, choice: Choice) -> str:
     """What a plan was chosen for, between how many, and what of that is proven."""
-    others = f" and {choice.num_neighbours} neighbours of them" if choice.num_neighbours else ""
+    near = counted(choice.num_neighbours, "neighbour")
+    others = f" and {near} of them" if choice.num_neighbours else ""
     layouts = f"{choice.num_layouts} fastest layouts" if choice.num_layouts > 1 else "one layout"
     among, most = f"the {layouts}{others}", choice.max_out_of_memory_percent
     at_most = f"out of memory with a chance of at most {most or 0:g} %"

@@ -101,8 +101,7 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
         flash_attention=fused != "unfused",
     )
     precision, name = _precision(row, machine.cluster), machine.cluster.accelerator.name
-    defaults = rule.target.flags(name, precision, has_experts=spec.is_moe)
-    flags = {**defaults, **stated}
+    flags = rule.target.flags(name, precision, stated, spec)
     notes = [*known, *match.assumptions, *machine.assumptions, f"defaults of {rule.target.name}"]
     notes += [tuned.assumption] if tuned.assumption else []
     try:
@@ -111,14 +110,15 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
         if as_planned:
             grids = tuple(planned_grids(row, spec, grid, precision))
         else:
-            grids = tuple(possible_grids(row, spec, grid, {**defaults, **words}, recipe))
+            unsaid = rule.target.flags(name, precision, words, spec)
+            grids = tuple(possible_grids(row, spec, grid, unsaid, recipe))
     except UserInputError as error:
         raise RefusedRowError("layout is impossible", str(error)) from error
     settings = rule.target.settings(
         name,
         precision,
         stated,
-        has_experts=spec.is_moe,
+        spec,
         **rule.kernels(name),
         **stated_in(row, TRAITS),
     )

@@ -31,7 +31,7 @@ def step(share: float, *, overlaps: bool = False) -> float:
         "overlap_cpu_optimizer_d2h_h2d": overlaps,
     }
     settings = target_named("megatron_bridge_0.3").settings(
-        cluster.accelerator.name, Precision.BF16, flags, has_experts=True
+        cluster.accelerator.name, Precision.BF16, flags, spec
     )
     dims = ParallelDims(
         tensor_model_parallel_size=2,

@@ -30,6 +30,7 @@ from nest_megatron.model.execution import PLAIN, Execution, FlexBackend, TokenDi
 from nest_megatron.validation.frameworks import RULES
 from nest_megatron.validation.job import job_of
 from nest_megatron.validation.models import ModelBook
+from tests import catalogue
 
 EVERY = {target.name: target for target in (*TARGETS, *(rule.target for rule in RULES))}
 #: A framework as a row names it -> the target of a plan for it.
@@ -104,17 +105,34 @@ def test_flags_of_the_job_win_over_the_defaults() -> None:
 
 
 def test_a_default_goes_with_its_device_and_format() -> None:
-    flags = BRIDGE_2026.flags("GB200-NVL72-186GB", Precision.FP8, has_experts=True)
+    flags = BRIDGE_2026.flags(
+        "GB200-NVL72-186GB", Precision.FP8, spec=catalogue.model("mixtral_8x7b")
+    )
     assert flags["fp8_recipe"] == "mxfp8"
     assert flags["cuda_graph_impl"] == "full_iteration"
-    flags = BRIDGE_2026.flags("H100-SXM-80GB", Precision.FP8, has_experts=False)
+    flags = BRIDGE_2026.flags("H100-SXM-80GB", Precision.FP8)
     assert flags["fp8_recipe"] == "tensorwise"
     assert flags["cuda_graph_impl"] == "none"
 
 
+def test_graphs_of_layers_hold_the_modules_that_the_recipes_of_a_model_name() -> None:
+    routed = ("attn", "moe_preprocess", "moe_router")
+
+    def graphs(model: str, **said: object) -> tuple[str, tuple[str, ...]]:
+        spec = catalogue.model(model)
+        found = BRIDGE_0_3.execution("GB200-NVL72-186GB", Precision.BF16, said, spec)
+        return found.cuda_graph_impl, found.cuda_graph_scope
+
+    assert graphs("qwen3_30b_a3b") == ("transformer_engine", routed)
+    assert graphs("nemotron3_nano") == ("transformer_engine", ("attn", "mamba", *routed[1:]))
+    assert graphs("qwen3_30b_a3b", cuda_graph_impl="local") == ("local", ())
+    assert graphs("qwen3_30b_a3b", cuda_graph_scope=["attn"]) == ("transformer_engine", ("attn",))
+    assert graphs("llama3_8b") == ("none", ())
+
+
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_a_plan_file_keeps_the_target_and_its_settings(target: Target) -> None:
-    settings = target.settings("H100-SXM-80GB", Precision.FP8, has_experts=True)
+    settings = target.settings("H100-SXM-80GB", Precision.FP8, spec=catalogue.model("mixtral_8x7b"))
     assert restored_settings(stored_settings(settings)) == settings
 
 

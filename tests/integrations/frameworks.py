@@ -185,6 +185,7 @@ class GPTModelProvider(TransformerConfig):
     num_layers_in_last_pipeline_stage: int | None = None
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
+    use_te_rng_tracker: bool = False
     microbatch_group_size_per_vp_stage: int | None = None
     pipeline_dtype: Any = "torch.bfloat16"
     should_pad_vocab: bool = False
@@ -216,6 +217,7 @@ def bridge_config(spec: TransformerSpec, *, batch: int = 512) -> Any:
         optimizer=SimpleNamespace(use_distributed_optimizer=True, optimizer="adam"),
         ddp=DistributedDataParallelConfig(use_distributed_optimizer=True),
         dist=SimpleNamespace(use_megatron_fsdp=False, use_tp_pp_dp_mapping=False),
+        rng=SimpleNamespace(te_rng_tracker=False),
         dataset=SimpleNamespace(seq_length=spec.seq_length),
         checkpoint=SimpleNamespace(ckpt_format="torch_dist", async_save=False),
         tokenizer=SimpleNamespace(tokenizer_type="NullTokenizer", vocab_size=None),

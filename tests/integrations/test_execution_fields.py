@@ -15,7 +15,7 @@ from nest_megatron.cost_model.target_defaults import NEMO_LACKS
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import megatron_bridge, nemo
 from nest_megatron.integrations.execution_fields import execution_value
-from nest_megatron.integrations.megatron_bridge.hook import connections, stated_choices
+from nest_megatron.integrations.megatron_bridge.hook import adapt, stated_choices
 from nest_megatron.model.execution import (
     PLAIN,
     ContextTraffic,
@@ -156,7 +156,7 @@ def carried_out(found: Job) -> Execution:
     """What a job means, as it is priced."""
     assert found.target is not None
     execution = found.target.execution(
-        "H100-SXM-80GB", found.precision, found.memory_flags, has_experts=found.spec.is_moe
+        "H100-SXM-80GB", found.precision, found.memory_flags, found.spec
     )
     if found.spec.is_moe:
         return execution
@@ -195,8 +195,9 @@ def test_a_job_is_carried_out_as_its_plan_was_priced(
 def test_what_is_left_to_the_job_is_its_own(adapter: Bridge | Nemo, name: str) -> None:
     own, planned = OWN[name]
     plan = planned()
-    with pytest.raises(UserInputError, match="need"):
-        adapter.apply(adapter.job(plan, {}), plan)
+    if isinstance(adapter, Nemo) or name != "graphs":  # which bring Bridge what they need
+        with pytest.raises(UserInputError, match="need"):
+            adapter.apply(adapter.job(plan, {}), plan)
     job = adapter.job(plan, own)
     assert not any(field in change.field for change in adapter.apply(job, plan) for field in own)
     assert carried_out(adapter.read(job)) == plan.execution
@@ -349,12 +350,28 @@ def test_what_a_user_of_bridge_typed_is_kept() -> None:
 def test_one_connection_does_not_undo_the_overlap() -> None:
     plan = PLANS["exchange beside another micro batch"]()
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    assert "overlaps" in connections(plan, variables)[0]
+    assert "overlaps" in next(adapt(plan, variables))
     assert variables == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    assert connections(plan, variables) == ()
+    assert not [*adapt(plan, variables)]
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    assert connections(PLANS["nothing"](), one) == ()
+    assert not [*adapt(PLANS["nothing"](), one)]
     assert one == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+def test_a_plan_with_graphs_brings_bridge_what_they_need() -> None:
+    graphs = Execution(cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE)
+    plan, variables = laid_out(execution=graphs), dict[str, str]()
+    cfg = bridge_config(plan.model)
+    megatron_bridge.apply_plan(cfg, plan, environment={})
+    assert (cfg.model.cuda_graph_impl, cfg.model.use_te_rng_tracker) == ("transformer_engine", True)
+    assert carried_out(megatron_bridge.read_recipe(cfg, environment={})) == graphs
+    assert not megatron_bridge.apply_plan(cfg, plan, environment={})
+    assert [*adapt(plan, variables)] == [
+        "NCCL_GRAPH_REGISTER=0: with CUDA graphs Megatron asks for it."
+    ]
+    assert not [*adapt(plan, variables)]
+    with pytest.raises(UserInputError, match="RNG tracker"):
+        nemo.apply_plan(nemo_recipe(plan.model), plan)
 
 
 def test_no_predictors_are_spelled_as_bridge_takes_them() -> None:

@@ -59,7 +59,7 @@ from nest_megatron.integrations.recipe import RECOMPUTE
 from nest_megatron.integrations.site_policy import require_launch
 from nest_megatron.integrations.slurm import rank_variables
 from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
+from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS, execution_environment
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.console import show
 
@@ -162,7 +162,7 @@ def run(
         plan = plan_file.load(broadcast(store, solve))
         job.changes = apply_plan(cfg, plan, environment={} if launch.dry_run else None)
         job.decision = Decision(plan=plan, values={}, environment={})
-        told = connections(plan, os.environ)
+        told = tuple(adapt(plan, os.environ))
         if rank == 0:
             show(fields_report(plan, job.changes, (*notes, *told)))
         if launch.dry_run:
@@ -172,22 +172,26 @@ def run(
     return job
 
 
-def connections(plan: ParallelPlan, variables: MutableMapping[str, str]) -> tuple[str, ...]:
-    """See to it that the overlapped all-to-all has more than one connection to the device.
+def adapt(plan: ParallelPlan, variables: MutableMapping[str, str]) -> Iterator[str]:
+    """Bring a process's variables to a plan, in place; what became of each is one sentence.
 
-    CUDA reads their number as it starts. A process's variables are changed where that still helps;
-    what became of it is returned as a sentence.
+    The overlapped all-to-all wants more than one connection to the device, whose number CUDA reads
+    as it starts. NCCL may not register the buffers of graphs (``execution_environment``).
     """
-    if not plan.execution.overlap_moe_expert_parallel_comm or variables.get(_CONNECTIONS) != "1":
-        return ()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return (
-            f"{_CONNECTIONS}=1 keeps the token all-to-all from overlapping, and CUDA has "
-            "started: launch the job with 32.",
-        )
-    variables[_CONNECTIONS] = "32"
-    return (f"{_CONNECTIONS}=32 instead of 1: the token all-to-all overlaps.",)
+    if plan.execution.overlap_moe_expert_parallel_comm and variables.get(_CONNECTIONS) == "1":
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            yield (
+                f"{_CONNECTIONS}=1 keeps the token all-to-all from overlapping, and CUDA has "
+                "started: launch the job with 32."
+            )
+        else:
+            variables[_CONNECTIONS] = "32"
+            yield f"{_CONNECTIONS}=32 instead of 1: the token all-to-all overlaps."
+    for name, value in execution_environment(plan.execution).items():
+        if name.startswith("NCCL_") and value is not None and variables.get(name) != value:
+            variables[name] = value
+            yield f"{name}={value}: with CUDA graphs Megatron asks for it."
 
 
 def stated_choices(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...]:

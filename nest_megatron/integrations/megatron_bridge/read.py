@@ -110,6 +110,7 @@ def execution_places(cfg: Any) -> ExecutionPlaces:
         model="model",
         overlap=() if find(cfg, "comm_overlap") in (ABSENT, None) else ("comm_overlap",),
         lacks={"hierarchical_context_parallel_sizes": BRIDGE_LACKS_LEVELS} if alone else {},
+        beside_graphs=("model.use_te_rng_tracker", "rng.te_rng_tracker"),
         version=installed_target().megatron_core,
     )
 
