@@ -24,7 +24,7 @@ from nest_megatron.api.results import Plan
 from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.defaults import with_defaults
-from nest_megatron.config.overrides import Setting, first_line
+from nest_megatron.config.overrides import Setting, first_line, type_limit
 from nest_megatron.documents import read_json
 from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import write_text
@@ -316,7 +316,7 @@ def _plain_error(error: Exception, settings: Sequence[Setting]) -> UserInputErro
     name, text = _launcher(settings), str(error)
     about = next((s for s in settings if s.key.rpartition(".")[2] in text and "." in s.key), None)
     if about is not None:
-        limit = first_line(error.__cause__ or error)
+        limit = type_limit(error.__cause__ or error)
         fix = f"The settings of the launcher {name} are in its own documentation."
         return UserInputError(about.key, value=about.value, limit=limit, fix=fix)
     package = next((p for start, p in _PACKAGES.items() if name.startswith(start)), None)

@@ -23,6 +23,7 @@ from nest_megatron.config.overrides import (
     first_line,
     hydra_form,
     is_path,
+    type_limit,
     unreadable,
 )
 from nest_megatron.config.schema import PlanConfig
@@ -268,7 +269,7 @@ def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:
         if inner and group in GROUPS and "root: NoneType" in str(error):  # there is no such node
             limit, fix = f"no {group} is named whose field it could be", f"Name one: {group}=NAME."
             return UserInputError(key, value=value, limit=limit, fix=fix)
-    limit = first_line(error.__cause__ or error)
+    limit = type_limit(error.__cause__ or error)
     fix = "Correct the value; hydra_configs/plan.yaml and the catalogue show what is expected."
     return UserInputError(what, value=wrong, limit=limit, fix=fix)
 

@@ -10,9 +10,9 @@ from typing import Any
 from nest_megatron.config.defaults import naming_defaults, with_defaults
 from nest_megatron.config.overrides import (
     Setting,
-    first_line,
     parse,
     refuse_sweeps,
+    type_limit,
     unreadable,
 )
 from nest_megatron.config.schema import LaunchConfig, is_numeric, launch_keys, section_keys
@@ -134,7 +134,7 @@ def _read_launch(words: LaunchWords) -> LaunchConfig:
         try:
             OmegaConf.update(config, setting.key, _value(setting))
         except OmegaConfBaseException as error:
-            what, limit = f"nest.{setting.key}", first_line(error)
+            what, limit = f"nest.{setting.key}", type_limit(error)
             fix = "Correct the value."
             raise UserInputError(what, value=setting.value, limit=limit, fix=fix) from error
     launch = OmegaConf.to_object(config)

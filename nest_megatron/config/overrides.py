@@ -292,6 +292,23 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
 
 
+#: What OmegaConf says of a value of the wrong type, and what the value must be.
+_TYPES = {
+    "could not be converted to Integer": "a whole number",
+    "could not be converted to Float": "a number",
+    "is not a valid bool": "true or false",
+    "is not a ListConfig": "a list, [A,B]",
+    "is not a DictConfig": "several settings, {NAME: VALUE}",
+}
+
+
+def type_limit(error: BaseException) -> str:
+    """What a setting must be that OmegaConf refuses for its type; else the error's first line."""
+    said = first_line(error)
+    kind = next((kind for words, kind in _TYPES.items() if words in said), None)
+    return said if kind is None else f"it must be {kind}"
+
+
 def read_counts(text: str, option: str, *, doubling: bool = False) -> tuple[int, ...]:
     """Numbers of nodes or GPUs: ``16``, ``120..128`` or ``96..128:8``.
 

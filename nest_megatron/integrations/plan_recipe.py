@@ -105,9 +105,10 @@ def plan_recipe(
     if job.restored is not None:
         job.restored.check(found, job.version)
     by_words = job.free.option == "nest.free"  # only Megatron-Bridge's scripts take them
-    framework = "Megatron-Bridge" if by_words else "NeMo or Megatron-Bridge"
     made_by = "+nest=auto" if by_words else "auto_recipe"
-    return plan_file.made_for(found, framework, None, made_by, recorded(job)), request.notes
+    assert job.target is not None
+    named = plan_file.made_for(found, job.target.framework, None, made_by, recorded(job))
+    return named, request.notes
 
 
 def _settings(

@@ -35,7 +35,7 @@ BAD = {
     "no margin": ((*LLAMA, "memory.margin=nan"), "memory.margin"),
     "no reserve": ((*LLAMA, "memory.reserve_bytes=-1"), "memory.reserve_bytes"),
     "not a number": ((*LLAMA, "train.micro_batch_size=abc"), "abc"),
-    "half a sequence": ((*LLAMA, "train.micro_batch_size=2.5"), "Integer"),
+    "half a sequence": ((*LLAMA, "train.micro_batch_size=2.5"), "it must be a whole number"),
     "no sequence": ((*LLAMA, "train.micro_batch_size=0"), "at least 1"),
     "negative batch": ((*LLAMA, "train.global_batch_size=-8"), "at least 1"),
     "indivisible batch": (

@@ -124,7 +124,7 @@ def test_a_stage_layout_keeps_its_commas() -> None:
         ("tp", "has no value"),
         ("", "names no size"),
         ("tp=8,tp=4", "is given as well"),
-        ("tp=eight", "could not be converted"),
+        ("tp=eight", "must be a whole number"),
         ("tp='8", "quot"),
         ("tp=1,2", "it has several values"),
     ],
