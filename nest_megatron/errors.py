@@ -65,7 +65,7 @@ class UserInputError(NestError, ValueError):
 
     def __init__(self, what: str, *, value: object, limit: str, fix: str) -> None:
         self.what = shortened(what)
-        self.value = shortened(value) if isinstance(value, str) else value
+        self.value = shortened(str(value)) if isinstance(value, str) else value
         self.limit = limit
         self.fix = fix
         super().__init__(f"{self.what} = {shortened(repr(self.value))}: {limit}. {fix}")

@@ -243,8 +243,11 @@ def _graphs_layout(request: LaunchRequest) -> Iterator[str]:
 
 @_rule("graphs_experts", "cuda_graph_impl", "tc:1762 (run)")
 def _graphs_experts(request: LaunchRequest) -> Iterator[str]:
-    scope = request.execution.cuda_graph_scope
-    planned = request.cuda_graphs is None  # the job's own graphs are its own matter
+    how = request.execution
+    scope, whole_step = how.cuda_graph_scope, how.cuda_graph_impl is GraphImpl.FULL_ITERATION
+    # the job's own graphs are its own matter, and the buffers of fixed sizes that 0.20 has for
+    # experts in a graph of the step (moe_expert_rank_capacity_factor, moe_paged_stash)
+    planned = request.cuda_graphs is None and (request.is_0_16 or not whole_step)
     if planned and request.spec.is_moe and (not scope or "moe" in scope):
         yield "experts without a capacity get as many tokens as come, which no graph holds"
 
