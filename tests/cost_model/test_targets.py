@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import nest_megatron
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.compose import compose
 from nest_megatron.config.job import Job
@@ -24,6 +25,7 @@ from nest_megatron.cost_model.target_defaults import (
 )
 from nest_megatron.cost_model.targets import Target, fitted_values
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.field_mapping import require_plannable
 from nest_megatron.integrations.megatron_lm.attach import with_launch
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.model.execution import PLAIN, Execution, FlexBackend, TokenDispatcher
@@ -128,6 +130,19 @@ def test_graphs_of_layers_hold_the_modules_that_the_recipes_of_a_model_name() ->
     assert graphs("qwen3_30b_a3b", cuda_graph_impl="local") == ("local", ())
     assert graphs("qwen3_30b_a3b", cuda_graph_scope=["attn"]) == ("transformer_engine", ("attn",))
     assert graphs("llama3_8b") == ("none", ())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("target", [NEMO, BRIDGE_0_3, BRIDGE_2026], ids=lambda t: t.name)
+def test_what_a_framework_sets_goes_with_the_layout_that_is_found(
+    target: Target, precision: str
+) -> None:
+    cluster = {"cluster": "gb200_nvl72", "num_gpus": 16, "train": {"precision": precision}}
+    search = {"num_alternatives": 0, "max_pipeline_model_parallel_size": 2}
+    found = nest_megatron.plan(
+        model="qwen3_30b_a3b", **cluster, global_batch_size=64, target=target.name, search=search
+    ).record
+    require_plannable(found, target.megatron_core, found.model)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
