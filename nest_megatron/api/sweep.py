@@ -6,11 +6,12 @@ import contextlib
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nest_megatron.api.sweep_jobs import (
+    ON_JOB,
     Result,
     SweepJob,
     check_launcher,
@@ -40,12 +41,14 @@ class SweepOptions:
         force: whether files there that this program has not written are replaced; ``None`` where
             nobody could say so.
         tell: whether to say on standard error how far they are.
+        on_job: called with which job begins, where they run here.
     """
 
     launcher: Sequence[Setting] = ()
     out: str | None = None
     force: bool | None = None
     tell: bool = True
+    on_job: Callable[[str], None] = lambda text: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +115,16 @@ def _run_left(folder: Path, jobs: Sequence[SweepJob], options: SweepOptions) -> 
     if len(left) < len(jobs) and options.tell:
         print(f"{len(jobs) - len(left)} of {len(jobs)} jobs are done.", file=sys.stderr)
     if left:
-        launch(folder, left, options.launcher)
+        token = ON_JOB.set(lambda number: options.on_job(_begun(jobs, number)))
+        try:
+            launch(folder, left, options.launcher)
+        finally:
+            ON_JOB.reset(token)
+
+
+def _begun(jobs: Sequence[SweepJob], number: int) -> str:
+    words = ", ".join(map(str, jobs[number].varied)) or "unchanged"
+    return f"{number + 1} of {len(jobs)}: {words}"
 
 
 def _how_far(folder: Path, jobs: Sequence[SweepJob], options: SweepOptions) -> str:

@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -256,6 +257,10 @@ def check_launcher(settings: Sequence[Setting], *, has_folder: bool) -> None:
         raise UserInputError(LAUNCHER, value=name, limit=limit, fix=fix)
 
 
+#: Called with the number of each job that begins in this process.
+ON_JOB = ContextVar[Callable[[int], None]]("on_job", default=lambda number: None)
+
+
 def launch(folder: Path, numbers: Sequence[int], settings: Sequence[Setting]) -> None:
     """Run jobs of a folder's list, with the launcher and its own settings."""
     import hydra
@@ -285,6 +290,7 @@ def run_one(config: DictConfig) -> int:
     listed = read_json(folder / _JOBS / _LIST, "sweep")
     job, tell = from_plain(SweepJob, listed["jobs"][config.job]), listed["tell"]
     if not is_done(folder, job):
+        ON_JOB.get()(config.job)
         with progress() if tell else contextlib.nullcontext() as report:
             result = outcome(lambda begun_s: job.plan(begun_s, report))
         write_result(folder, job, result)

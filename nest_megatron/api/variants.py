@@ -86,6 +86,7 @@ def whatif(
     changes: Mapping[str, object],
     *,
     out: str | os.PathLike[str] | None = None,
+    on_job: Callable[[str], None] = lambda text: None,
 ) -> WhatIf:
     """Plan the job of a plan file on changed clusters: what ``nest-megatron whatif`` does.
 
@@ -94,11 +95,12 @@ def whatif(
         changes: values by setting, several in a list: every combination is planned. ``gpus`` and
             ``memory`` are short for ``cluster.num_gpus`` and ``cluster.accelerator.memory_bytes``.
         out: a folder that keeps the plans and their table; the same call goes on from there.
+        on_job: called as each row is begun, with which one it is.
 
     Raises:
         UserInputError: for a wrong setting, or a job that the file does not state.
     """
-    return plan_variants(Path(plan), parse_changes(_texts(changes)), _quiet(out))
+    return plan_variants(Path(plan), parse_changes(_texts(changes)), _quiet(out, on_job))
 
 
 def whatif_command(
@@ -110,13 +112,14 @@ def whatif_command(
     megatron_version: str = DEFAULT_VERSION,
     strict: bool = False,
     out: str | os.PathLike[str] | None = None,
+    on_job: Callable[[str], None] = lambda text: None,
     **settings: object,
 ) -> WhatIf:
     """Plan a Megatron-LM command on changed clusters: what ``whatif --from`` does.
 
     Args:
         command, free, megatron_version, strict: as for ``plan_command``.
-        changes, out: as for ``whatif``; settings with several values are the changes.
+        changes, out, on_job: as for ``whatif``; settings with several values are the changes.
         cluster: a name of ``clusters()``, or the path of a YAML file.
         settings: as for ``plan``; they hold for every row.
 
@@ -128,7 +131,7 @@ def whatif_command(
     texts = _texts({"cluster": where, **settings, **changes})
     words = command if isinstance(command, str) else _words(command)
     read = SweptCommand(text=words, free=tuple(free), version=megatron_version, strict=strict)
-    return command_variants(read, parse_changes(texts), _quiet(out))
+    return command_variants(read, parse_changes(texts), _quiet(out, on_job))
 
 
 def _texts(changes: Mapping[str, object]) -> list[str]:
@@ -146,8 +149,9 @@ def _words(command: os.PathLike[str] | Sequence[str]) -> tuple[str, ...]:
     return (os.fspath(command),) if isinstance(command, os.PathLike) else tuple(command)
 
 
-def _quiet(out: str | os.PathLike[str] | None) -> SweepOptions:
-    return SweepOptions(out=None if out is None else os.fspath(out), force=False, tell=False)
+def _quiet(out: str | os.PathLike[str] | None, on_job: Callable[[str], None]) -> SweepOptions:
+    path = None if out is None else os.fspath(out)
+    return SweepOptions(out=path, force=False, tell=False, on_job=on_job)
 
 
 def parse_changes(texts: Sequence[str]) -> tuple[Setting, ...]:

@@ -64,7 +64,11 @@ def test_a_flag_that_megatron_lacks_is_named() -> None:
 
 
 def test_a_sweep_has_a_row_for_each_change(planned: Answer) -> None:
-    found = answer(Work.WHATIF, plan_file=planned.plan_file, changes="memory=141GiB")
+    told: list[str] = []
+    asked = Asked(work=Work.WHATIF, plan_file=planned.plan_file, changes="memory=141GiB")
+    found = asked.answer(on_part=told.append)
+    changed = "cluster.accelerator.memory_bytes=141GiB"
+    assert told == ["planning 1 of 2: unchanged", f"planning 2 of 2: {changed}"]
     assert "unchanged" in found.text
     assert "141GiB" in found.text
     assert "A cell is the darker the larger its share of the most" in found.page
