@@ -48,7 +48,7 @@ class SweepOptions:
     out: str | None = None
     force: bool | None = None
     tell: bool = True
-    on_job: Callable[[str], None] = lambda text: None
+    on_job: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,12 +114,14 @@ def _run_left(folder: Path, jobs: Sequence[SweepJob], options: SweepOptions) -> 
     left = [number for number, job in enumerate(jobs) if not is_done(folder, job)]
     if len(left) < len(jobs) and options.tell:
         print(f"{len(jobs) - len(left)} of {len(jobs)} jobs are done.", file=sys.stderr)
-    if left:
-        token = ON_JOB.set(lambda number: options.on_job(_begun(jobs, number)))
-        try:
-            launch(folder, left, options.launcher)
-        finally:
-            ON_JOB.reset(token)
+    if not left:
+        return
+    on_job = options.on_job
+    token = ON_JOB.set(on_job and (lambda number: on_job(_begun(jobs, number))))
+    try:
+        launch(folder, left, options.launcher)
+    finally:
+        ON_JOB.reset(token)
 
 
 def _begun(jobs: Sequence[SweepJob], number: int) -> str:

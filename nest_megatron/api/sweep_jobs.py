@@ -258,7 +258,7 @@ def check_launcher(settings: Sequence[Setting], *, has_folder: bool) -> None:
 
 
 #: Called with the number of each job that begins in this process.
-ON_JOB = ContextVar[Callable[[int], None]]("on_job", default=lambda number: None)
+ON_JOB = ContextVar[Callable[[int], None] | None]("on_job", default=None)
 
 
 def launch(folder: Path, numbers: Sequence[int], settings: Sequence[Setting]) -> None:
@@ -290,7 +290,8 @@ def run_one(config: DictConfig) -> int:
     listed = read_json(folder / _JOBS / _LIST, "sweep")
     job, tell = from_plain(SweepJob, listed["jobs"][config.job]), listed["tell"]
     if not is_done(folder, job):
-        ON_JOB.get()(config.job)
+        if (on_job := ON_JOB.get()) is not None:
+            on_job(config.job)
         with progress() if tell else contextlib.nullcontext() as report:
             result = outcome(lambda begun_s: job.plan(begun_s, report))
         write_result(folder, job, result)

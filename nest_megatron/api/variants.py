@@ -86,7 +86,7 @@ def whatif(
     changes: Mapping[str, object],
     *,
     out: str | os.PathLike[str] | None = None,
-    on_job: Callable[[str], None] = lambda text: None,
+    on_job: Callable[[str], None] | None = None,
 ) -> WhatIf:
     """Plan the job of a plan file on changed clusters: what ``nest-megatron whatif`` does.
 
@@ -112,7 +112,7 @@ def whatif_command(
     megatron_version: str = DEFAULT_VERSION,
     strict: bool = False,
     out: str | os.PathLike[str] | None = None,
-    on_job: Callable[[str], None] = lambda text: None,
+    on_job: Callable[[str], None] | None = None,
     **settings: object,
 ) -> WhatIf:
     """Plan a Megatron-LM command on changed clusters: what ``whatif --from`` does.
@@ -149,7 +149,9 @@ def _words(command: os.PathLike[str] | Sequence[str]) -> tuple[str, ...]:
     return (os.fspath(command),) if isinstance(command, os.PathLike) else tuple(command)
 
 
-def _quiet(out: str | os.PathLike[str] | None, on_job: Callable[[str], None]) -> SweepOptions:
+def _quiet(
+    out: str | os.PathLike[str] | None, on_job: Callable[[str], None] | None
+) -> SweepOptions:
     path = None if out is None else os.fspath(out)
     return SweepOptions(out=path, force=False, tell=False, on_job=on_job)
 
