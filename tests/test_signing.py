@@ -167,6 +167,22 @@ def test_a_password_comes_from_standard_input(
     assert not key.exists()
 
 
+def test_a_key_that_is_there_stays(tmp_path: Path) -> None:
+    named = run("keygen", "--out", str(tmp_path / "a.pub"), "--no-password")
+    assert named.code == 2
+    assert f"Name it {tmp_path / 'a.key'}." in named.err
+    assert not list(tmp_path.iterdir())  # neither key in the other's place
+    key, public = tmp_path / "a.key", tmp_path / "a.pub"
+    assert run("keygen", "--out", str(key), "--no-password").code == 0
+    kept = key.read_text(), public.read_text()
+    assert "has not written" not in run("keygen", "--out", str(key), "--no-password").err
+    assert (key.read_text(), public.read_text()) == kept
+    key.unlink()
+    assert "--force" in run("keygen", "--out", str(key), "--no-password").err  # for the public key
+    assert run("keygen", "--out", str(key), "--no-password", "--force").code == 0
+    assert public.read_text() != kept[1]
+
+
 def test_a_prolog_lets_only_signed_plans_through(signed: Path, tmp_path: Path) -> None:
     script = ROOT / "recipes" / "slurm" / "verify_plan.sh"
     program = tmp_path / "nest-megatron"

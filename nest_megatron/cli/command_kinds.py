@@ -24,6 +24,17 @@ class OutputFile(click.Path):
     def __init__(self) -> None:
         super().__init__(path_type=Path, allow_dash=True)
 
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path; ``UserInputError`` for an empty text, which would be the current folder."""
+        if value == "":
+            raise _unnamed("out" if param is None else param.opts[0])
+        return super().convert(value, param, ctx)
+
+
+def _unnamed(what: str) -> UserInputError:
+    fix = "Say where to write, or leave it out."
+    return UserInputError(what, value="", limit="it is empty", fix=fix)
+
 
 class Duration(click.types.FloatParamType):
     """A time above 0 with a unit (``90s``), or a plain number of what its field's name says."""
@@ -79,8 +90,13 @@ class Command(Examples):
         """Check the outputs, then run."""
         context.meta[_FORCE] = context.params.pop("force", None)
         outputs, inputs = self._files(context)
+        written: dict[Path, str] = {}
         for what, path in outputs:
             check_output(what, path, inputs=inputs, force=forced())
+            other = written.setdefault(path.expanduser().resolve(), what)
+            if other != what and not is_standard_output(path):
+                limit = f"{other} is written to this file too"
+                raise UserInputError(what, value=str(path), limit=limit, fix="Name another file.")
         printed = [what for what, path in outputs if is_standard_output(path)]
         if not printed:
             return super().invoke(context)
@@ -100,6 +116,8 @@ class Command(Examples):
                 outputs += [(parameter.opts[0], value) for value in values if value is not None]
             elif parameter.name == "overrides":
                 pairs = [str(text).lstrip("+").partition("=")[::2] for text in values]
+                if ("out", "") in pairs:
+                    raise _unnamed("out")
                 named = {key: Path(value.strip("'\"")) for key, value in pairs if value}
                 out = named.pop("out", None)
                 is_folder = context.params.get("multirun") or context.params.get("for_gpus")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from nest_megatron.cli.command_kinds import OUTPUT, PATH, command, json_option
+from nest_megatron.cli.command_kinds import OUTPUT, PATH, command, forced, json_option
 
 
 @command("nest-megatron keygen --out robot.key --no-password")
@@ -26,7 +26,10 @@ def keygen(out: Path, *, no_password: bool, as_json: bool) -> None:
     from nest_megatron.report.console import say, show_json
 
     public = out.with_suffix(PUBLIC_SUFFIX)
-    check_output("--out", public)
+    if public == out:
+        limit, fix = "the public key takes this name", f"Name it {out.with_suffix('.key')}."
+        raise UserInputError("--out", value=str(out), limit=limit, fix=fix)
+    check_output("--out", public, force=forced())
     key = minisign.new_key()
     password = "" if no_password else ask_password("Password of the new key", confirm=True)
     if not (password or no_password):

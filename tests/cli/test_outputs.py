@@ -67,7 +67,7 @@ def test_what_is_not_ours_stays(
     for target in (script, link):
         done = run(*filled(arguments, plan, target))
         assert done.code == BAD_INPUT
-        assert "nest-megatron has not written it" in done.err
+        assert "nothing in it says that nest-megatron has written it" in done.err
         assert "--force" in done.err
     assert script.read_text(encoding="utf-8") == text
     assert link.is_symlink()
@@ -104,6 +104,23 @@ def test_an_input_is_no_output(plan: Path, tmp_path: Path) -> None:
     done = run("plan", f"model={model}", "cluster=dgx_h100", f"out={model}")
     assert "the command reads this file" in done.err
     assert plan.read_text(encoding="utf-8") == text
+
+
+def test_two_outputs_are_two_files(plan: Path, tmp_path: Path) -> None:
+    both, link = tmp_path / "both.yaml", tmp_path / "link.yaml"
+    link.symlink_to(both)
+    for page in (both, link):
+        done = run("plan", *SMALL, f"out={both}", "--html", str(page))
+        assert done.code == BAD_INPUT
+        assert "is written to this file too" in done.err
+        assert not both.exists()
+
+
+@pytest.mark.parametrize("words", [("out=",), ("--html", ""), ("-m", "out=")])
+def test_an_output_without_a_name(words: tuple[str, ...]) -> None:
+    done = run("plan", *SMALL, *words)
+    assert done.code == BAD_INPUT
+    assert "it is empty" in done.err
 
 
 def test_force_and_files_of_ours(plan: Path, tmp_path: Path) -> None:
@@ -156,7 +173,7 @@ def test_a_sweep_asks_before_it_runs_a_job(tmp_path: Path) -> None:
     sweep = ("plan", "-m", *SMALL, "train.global_batch_size=64,128", f"out={tmp_path}")
     done = run(*sweep)
     assert done.code == BAD_INPUT
-    assert "nest-megatron has not written it" in done.err
+    assert "nothing in it says that nest-megatron has written it" in done.err
     assert [path.name for path in (tmp_path / ".jobs").glob("[0-9a-f]*.json")] == []
     assert mine.read_text(encoding="utf-8") == "mine"
     assert run(*sweep, "--force").code == 0
@@ -187,7 +204,7 @@ def test_the_plan_of_a_launch_takes_no_script_s_place(tmp_path: Path, plan: Path
     script = tmp_path / "train.py"
     script.write_text("import torch\n", encoding="utf-8")
     for named in (str(script), f"'{script}'"):
-        with pytest.raises(ValueError, match="has not written it") as refused:
+        with pytest.raises(ValueError, match="nothing in it says") as refused:
             plan_output(named)
         assert "--force" not in str(refused.value)
     with pytest.raises(ValueError, match="the command reads this file"):
