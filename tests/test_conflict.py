@@ -72,6 +72,30 @@ def test_each_choice_that_is_named_makes_it_legal_alone() -> None:
         plan(dataclasses.replace(request, space=space, num_alternatives=0))
 
 
+def test_more_than_one_choice_is_named_where_none_is_enough_alone() -> None:
+    sizes = ("cluster.num_gpus=504", "train.global_batch_size=8192", "train.micro_batch_size=1")
+    degrees = ("tensor=1", "pipeline=8", "expert=64")
+    fixed = [f"parallel.{'_model_parallel_size='.join(each.split('='))}" for each in degrees]
+    experts = compose(parse(["model=deepseek_v3", "cluster=dgx_h100", *sizes, *fixed]))
+    with pytest.raises(UserInputError, match="Change or free more than one of these sizes"):
+        plan(request_of(experts, choose_execution=True))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "said"), [(1, r"Change one of them or more"), (None, r"_size = 3: .*Change it, ")]
+)
+def test_sizes_that_do_not_divide_the_gpus(pipeline: int | None, said: str) -> None:
+    more = () if pipeline is None else (f"parallel.pipeline_model_parallel_size={pipeline}",)
+    composed = compose(parse([*SEARCHED, "parallel.tensor_model_parallel_size=3", *more]))
+    with pytest.raises(UserInputError, match=said):
+        request_of(composed, choose_execution=True)
+
+
+def test_a_single_choice_is_named_alone() -> None:
+    said = refusal("parallel.context_parallel_size=2", "train.precision=fp32")
+    assert "Change or free context_parallel_size: that alone makes it legal." in said
+
+
 def test_a_bias_of_shared_experts_is_named_by_its_field() -> None:
     request = asked(COMMAND + "--global-batch-size 64")
     biased = dataclasses.replace(model("deepseek_v2_lite"), add_bias_linear=True)

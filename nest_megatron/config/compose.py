@@ -269,6 +269,9 @@ def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:
         if inner and group in GROUPS and "root: NoneType" in str(error):  # there is no such node
             limit, fix = f"no {group} is named whose field it could be", f"Name one: {group}=NAME."
             return UserInputError(key, value=value, limit=limit, fix=fix)
+    if "list index out of range" in str(error.__cause__ or error):
+        limit, fix = "the list is shorter than that", "Count from 0, or name it as the list does."
+        return UserInputError(what, value=wrong, limit=limit, fix=fix)
     limit = type_limit(error.__cause__ or error)
     fix = "Correct the value; hydra_configs/plan.yaml and the catalogue show what is expected."
     return UserInputError(what, value=wrong, limit=limit, fix=fix)

@@ -86,7 +86,7 @@ def _setting(name: str, value: str | None, option: str) -> tuple[str, str]:
     key = _SETTINGS.get(plain) or _SHORT.get(plain.lower())
     if key is None or value is None:
         limit = "it has no value" if key else "it says nothing of a layout"
-        fix = "For example tp=8." if key else nearest(plain, [*_SETTINGS, *_SHORT, *_SWITCHES])
+        fix = "For example tp=8." if key else nearest(plain, {*_SETTINGS, *_SHORT, *_SWITCHES})
         raise UserInputError(option, value=name, limit=limit, fix=fix)
     if "," in value and not value.startswith("[") and not key.endswith("_layout"):
         limit, fix = "it has several values", "Give one layout."

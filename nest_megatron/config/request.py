@@ -384,5 +384,7 @@ def _check_divides(space: SearchSpace, names: Iterable[str], whole: int, words: 
     product = math.prod(fixed.values())
     if whole % product:
         limit = f"it must divide {words}"
-        fix = "Change one of them, or leave one out to have it searched."
+        fix = "Change it, or leave it out to have it searched."
+        if len(fixed) > 1:
+            fix = "Change one of them or more, or leave out what may be searched."
         raise UserInputError(" * ".join(fixed), value=product, limit=limit, fix=fix)

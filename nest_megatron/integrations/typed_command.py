@@ -220,6 +220,7 @@ def _refuse_unknown(job: Job) -> None:
     flags = [word for word in job.passthrough if word.startswith("--")]
     if flags:
         limit = f"Megatron-LM {job.version} has no such flag"
-        said = job.command.notes if job.command else ()
-        fix = " ".join(said) or "Correct it, or leave --strict out."
+        notes = job.command.notes if job.command else ()
+        said = [note for note in notes if note.endswith("?")]  # Did you mean ...
+        fix = " ".join([*said, "Correct it, or leave --strict out."])
         raise UserInputError("--from", value=" ".join(flags), limit=limit, fix=fix)

@@ -25,6 +25,7 @@ from nest_megatron.parallel.partition import StagePartition
 _GROUP_TIMES = re.compile(r"\(([^)]+)\)\*(\d+)")
 _LETTER_TIMES = re.compile(r"(.)\*(\d+)")
 _MAX_LETTERS = 100_000
+_LAYOUT = "pipeline_model_parallel_layout"
 
 
 def layout_string(spec: TransformerSpec, partition: StagePartition) -> str:
@@ -226,14 +227,14 @@ def _repeated(stages: list[str]) -> str:
 
 
 def _bad(text: str, limit: str, fix: str = "Write for example Et*4|(t*4|)*6tL.") -> UserInputError:
-    return UserInputError("pipeline_model_parallel_layout", value=text, limit=limit, fix=fix)
+    return UserInputError(_LAYOUT, value=text, limit=limit, fix=fix)
 
 
 def _even_layers(spec: TransformerSpec, pp: int, extra: int) -> list[int]:
     layers = spec.num_layers + extra
     if layers % pp:
         limit = f"without a layout it must be a multiple of the {pp} pipeline ranks"
-        fix = "Use a layout, or another pipeline_model_parallel_size."
+        fix = f"Give {_LAYOUT}, or another pipeline_model_parallel_size."
         raise UserInputError("num_layers", value=layers, limit=limit, fix=fix)
     return [layers // pp] * pp
 
@@ -247,7 +248,7 @@ def _uneven_layers(
     if not fits or min(given) < 1:
         what = "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers"
         limit = f"{middle} layers are left for {stages} middle pipeline ranks"
-        fix = "Leave a positive multiple of the middle ranks, or use a layout."
+        fix = f"Leave a positive multiple of the middle ranks, or give {_LAYOUT}."
         raise UserInputError(what, value=(first, last), limit=limit, fix=fix)
     per_rank = [middle // stages] * stages if stages else []
     return [*given[: first is not None], *per_rank, *given[first is not None :]]
@@ -257,6 +258,6 @@ def _split_evenly(layers: int, vpp: int) -> int:
     if layers % vpp:
         what = "virtual_pipeline_model_parallel_size"
         limit = f"it must divide the {layers} layers of a pipeline rank"
-        fix = "Use a layout, or another number of virtual stages."
+        fix = f"Give {_LAYOUT}, or another number of virtual stages."
         raise UserInputError(what, value=vpp, limit=limit, fix=fix)
     return layers // vpp

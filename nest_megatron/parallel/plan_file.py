@@ -93,9 +93,8 @@ def parse(text: str, name: str) -> dict[str, Any]:
             name, value=None, limit=error.limit, fix="It may have been cut short; plan again."
         ) from error
     if not isinstance(fields, dict):
-        limit = "a plan is a mapping with the key 'schema'"
         fix = "Name a file written by nest-megatron plan."
-        raise PlanFileError(name, value=type(fields).__name__, limit=limit, fix=fix)
+        raise PlanFileError("plan", value=name, limit="it is no plan file", fix=fix)
     return fields
 
 

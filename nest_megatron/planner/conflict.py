@@ -8,7 +8,7 @@ them would make some combination legal.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import product
 
 from nest_megatron.errors import UserInputError
@@ -20,7 +20,6 @@ from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.planner.request import PlanRequest
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.outcome import OutOfTime
-from nest_megatron.solver.space import SearchSpace
 
 _TP, _CP = "tensor_model_parallel_size", "context_parallel_size"
 _PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
@@ -49,17 +48,18 @@ def single_relaxations(request: PlanRequest, out_of_time: OutOfTime = lambda: Fa
     Args:
         out_of_time: once true, those found until then are returned.
     """
+    fixed = request.space.fixed
+    return [name for name in fixed if is_legal_without(request, (name,), out_of_time)]
+
+
+def is_legal_without(
+    request: PlanRequest, names: Collection[str], out_of_time: OutOfTime = lambda: False
+) -> bool:
+    """Whether some combination is legal where these fixed values are left out."""
     space = request.space
-
-    def without(name: str) -> SearchSpace:
-        fixed = {other: value for other, value in space.fixed.items() if other != name}
-        partition = None if name in (_PP, _VPP) else space.partition
-        return dataclasses.replace(space, fixed=fixed, partition=partition)
-
-    return [name for name in space.fixed if _is_legal(request, without(name), out_of_time)]
-
-
-def _is_legal(request: PlanRequest, space: SearchSpace, out_of_time: OutOfTime) -> bool:
+    fixed = {name: value for name, value in space.fixed.items() if name not in names}
+    partition = None if {_PP, _VPP} & set(names) else space.partition
+    space = dataclasses.replace(space, fixed=fixed, partition=partition)
     grids = GridSpace(request.cost_model(), request.global_batch_size, space)
     for shard in grids.shards():
         if out_of_time():

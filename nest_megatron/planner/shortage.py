@@ -13,7 +13,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.dims import SHORT_DEGREES
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.plan import SearchRecord
-from nest_megatron.planner.conflict import binding, single_relaxations
+from nest_megatron.planner.conflict import binding, is_legal_without, single_relaxations
 from nest_megatron.planner.request import PlanRequest
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.memory_shortage import Shortage, fits, least_memory
@@ -78,9 +78,7 @@ def refuse_if_nothing_is_legal(
     broken = binding(request, deadline.passed)
     rules = "; ".join(f"{rule.what} = {rule.value}: {rule.limit}" for rule in broken)
     rules = rules or "; ".join(sorted(result.certificate.illegal)) or "nothing divides the GPUs"
-    advice = " ".join(rule.fix for rule in broken)
-    if free := single_relaxations(request, deadline.passed):
-        advice = f"Change or free {' or '.join(free)}: any one of them alone makes it legal."
+    advice = _relaxed(request, deadline) or " ".join(rule.fix for rule in broken)
     gpus, batch = f"{request.cluster.num_gpus} GPUs", f"global batch {request.global_batch_size}"
     fixed = (f"{name}={value}" for name, value in request.space.fixed.items())
     raise UserInputError(
@@ -89,6 +87,17 @@ def refuse_if_nothing_is_legal(
         limit=f"no combination of degrees is legal for {request.spec.name} ({rules})",
         fix=advice or "Use a batch and a number of GPUs with more common divisors.",
     )
+
+
+def _relaxed(request: PlanRequest, deadline: Deadline) -> str:
+    """Which fixed values to free, as far as that makes some combination legal."""
+    free = single_relaxations(request, deadline.passed)
+    if free:
+        alone = "any one of them" if len(free) > 1 else "that"
+        return f"Change or free {' or '.join(free)}: {alone} alone makes it legal."
+    if is_legal_without(request, tuple(request.space.fixed), deadline.passed):
+        return "Change or free more than one of these sizes: no single one alone makes it legal."
+    return ""
 
 
 def no_plan(

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from nest_megatron import cli
-from nest_megatron.errors import INTERRUPTED
+from nest_megatron.config.layout_words import read_layout
+from nest_megatron.errors import INTERRUPTED, UserInputError
 from tests.cli.runs import SMALL, interrupted, run
 
 LLAMA = ("plan", *SMALL)
@@ -25,7 +26,7 @@ BAD = {
     "negative bandwidth": ((*LLAMA, "cluster.levels.0.bandwidth_bytes_per_s=-4"), "above 0"),
     "nan latency": ((*LLAMA, "cluster.levels.0.latency_s=nan"), "finite"),
     "yaml nan": ((*LLAMA, "cluster.levels.0.latency_s=.nan"), "number"),
-    "no such level": ((*LLAMA, "cluster.levels.9.latency_s=1"), "range"),
+    "no such level": ((*LLAMA, "cluster.levels.9.latency_s=1"), "shorter"),
     "unknown cluster field": ((*LLAMA, "cluster.num_gpu=8"), "num_gpus"),
     "unknown model field": ((*LLAMA, "model.num_layrs=8"), "num_layers"),
     "unknown setting": ((*LLAMA, "train.micro_batch=1"), "train.micro_batch_size"),
@@ -198,7 +199,7 @@ def plan_text(tmp_path_factory: pytest.TempPathFactory) -> str:
         (lambda text: text.replace("schema: 1", "schema: 99"), "Upgrade"),
         (lambda text: text.replace("micro_batch_size: ", "micro_batch_size: 1"), "edited"),
         (lambda text: text.replace("mfu: ", "mfu: .nan #"), "finite"),
-        (lambda text: "", "mapping"),
+        (lambda text: "", "no plan file"),
         (lambda text: "\x00", "YAML"),
     ],
 )
@@ -287,3 +288,9 @@ def test_an_interruption_inside_a_class_body_is_no_fault(
     monkeypatch.setattr(cli, "_run", interrupted)
     assert cli.main(["models"]) == INTERRUPTED
     assert capsys.readouterr().err == "Interrupted.\n"
+
+
+def test_known_names_stand_once() -> None:
+    with pytest.raises(UserInputError, match="Known: ") as raised:
+        read_layout("qqqqqq=1", "--versus")
+    assert str(raised.value).count(" sequence_parallel,") == 1

@@ -120,7 +120,7 @@ def test_experts_have_megatrons_own_dispatcher() -> None:
         (EXPERTS.replace("--sequence-parallel ", ""), r"sequence_parallel = False.*args:905"),
         (DENSE.replace("--micro-batch-size 1 ", ""), "--micro-batch-size"),
         (DENSE.replace("parallel-size 4", "parallel-size 3"), r"must divide the 16 GPUs"),
-        (DENSE.replace("--num-layers 16", "--num-layers 17"), "17"),
+        (DENSE.replace("--num-layers 16", "--num-layers 17"), "17.*pipeline_model_parallel_layout"),
         (DENSE.replace("batch-size 64", "batch-size 63"), "multiple"),
     ],
 )
@@ -130,7 +130,7 @@ def test_what_megatron_refuses_is_refused_with_its_rule(command: str, said: str)
 
 
 def test_the_layout_is_the_commands() -> None:
-    with pytest.raises(UserInputError, match="the layout is that of the command"):
+    with pytest.raises(UserInputError, match=r"_size = 8: the layout is that of the command"):
         typed(DENSE, "parallel.tensor_model_parallel_size=8")
 
 
@@ -141,6 +141,8 @@ def test_flags_that_are_not_understood_are_named() -> None:
     assert "has no flag --own-kernel" in done.out
     done = run("estimate", "--from", DENSE + "--own-kernel x", "cluster=dgx_h100", "--strict")
     assert done.code == 2
+    assert "passed on" not in done.err
+    assert "leave --strict out" in done.err
 
 
 def test_a_script_is_priced_without_being_run(tmp_path: Path) -> None:

@@ -124,3 +124,9 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
         plan_file.write(made("llama3_70b", 64), tmp_path / "none" / "plan.yaml")
     with pytest.raises(UserInputError, match="cannot be read"):
         plan_file.read(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize("text", ["", "words", "- 1", "12"])
+def test_a_file_of_something_else_is_no_plan_file(text: str) -> None:
+    with pytest.raises(PlanFileError, match=r"plan = 'x.yaml': it is no plan file"):
+        plan_file.load(text, "x.yaml")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 from nest_megatron.config.compose import Composed
@@ -53,7 +54,8 @@ def estimate_command(
     for name in sorted(composed.given):
         if name.startswith("parallel.") or name == "train.micro_batch_size":
             limit, fix = "the layout is that of the command", "Change the command."
-            raise UserInputError(name, value="given", limit=limit, fix=fix)
+            value = reduce(getattr, name.split("."), composed.config)
+            raise UserInputError(name, value=value, limit=limit, fix=fix)
     job = dataclasses.replace(job, num_gpus=job.num_gpus or cluster.num_gpus)
     asked = on_device(job, cluster)
     request = request_for(asked, cluster, composed, SearchSpace(), choose_execution=False)
