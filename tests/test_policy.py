@@ -120,6 +120,10 @@ def test_no_file_lifts_what_another_forbids(
         "plan: {ranges: {tensor_size: [1, 2]}}",
         "plan: {ranges: {tensor_model_parallel_size: [4, 2]}}",
         "plan: {least_mfu: high}",
+        "plan: {least_mfu: 30}",
+        "plan: {least_mfu: -0.1}",
+        "plan: {least_memory_free: 8}",
+        "plan: {least_memory_free: .nan}",
         "plan: {forbidden_sharding: [zero]}",
         "launch: {pinned: true}",
         "rules: {}",
@@ -135,7 +139,7 @@ def test_nothing_is_planned_under_a_policy_that_is_not_understood(
     path.write_text(text)
     refused = run("plan", *SMALL)
     assert refused.code == 2
-    assert "policy" in refused.err
+    assert f"error: {path}" in refused.err or f"policy = {path}" in refused.err
 
 
 def test_a_policy_that_cannot_be_followed_is_not_passed_over(

@@ -117,6 +117,7 @@ def test_a_launch_has_them(etc: Path) -> None:
     [
         ("search.max_second: 5", "Did you mean search.max_seconds"),
         ("wach: 5", "there is no such setting"),
+        ("clustr: dgx_h100", "Did you mean cluster"),
         ("train.global_batch_size: 5", "a site has no default of it"),
         ("cluster.num_gpus: 8", "a site has no default of it"),
         ("free: [all]", "a site has no default of it"),

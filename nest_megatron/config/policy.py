@@ -38,6 +38,8 @@ from nest_megatron.solver.space import DEGREES, SearchSpace
 #: Names another policy, beside the operators' and the user's own.
 VARIABLE: Final = "NEST_MEGATRON_POLICY"
 _NAME: Final = "policy.yaml"
+#: Largest shares that rules can ask for; of memory, that of ``memory.margin``.
+_SHARES: Final = {"least_memory_free": 0.9, "least_mfu": 1.0}
 _TYPED: Final = Source(correct="Correct the policy.", add="Add it to the policy.")
 
 
@@ -71,6 +73,11 @@ def _read(path: Path) -> PolicyFile:
         if not 1 <= least <= most:
             limit, fix = "a range is [least, most], of at least 1", "Correct the policy."
             raise UserInputError(f"{path}: {name}", value=[least, most], limit=limit, fix=fix)
+    for name, most in _SHARES.items():
+        share = getattr(found.plan, name)
+        if not 0 <= share <= most:
+            limit, fix = f"it is a share, from 0 to {most:g}", "Write 0.3 for 30 %."
+            raise UserInputError(f"{path}: plan.{name}", value=share, limit=limit, fix=fix)
     return found
 
 

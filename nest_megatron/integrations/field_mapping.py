@@ -249,6 +249,16 @@ def _stale(
             yield f"{prefix}.{name}", False, _DEFERRED
 
 
+def plan_record(given: object) -> ParallelPlan:
+    """A plan as ``auto_recipe`` returns it, or within what ``nest_megatron.load_plan`` returns."""
+    found = getattr(given, "record", given)
+    if isinstance(found, ParallelPlan):
+        return found
+    limit = "it is no plan"
+    fix = "Give what auto_recipe, nest_megatron.plan or nest_megatron.load_plan(FILE) returned."
+    raise UserInputError("plan", value=given, limit=limit, fix=fix)
+
+
 def require_plannable(plan: ParallelPlan, version: str, spec: TransformerSpec) -> None:
     """Refuse a plan that this release of megatron-core would refuse, or one of another model."""
     require_placed(plan)

@@ -12,6 +12,7 @@ from nest_megatron.integrations.execution_fields import execution_fields
 from nest_megatron.integrations.field_mapping import (
     fields_beside,
     layout_fields,
+    plan_record,
     require_plannable,
     require_same_job,
     require_same_schedule,
@@ -62,6 +63,7 @@ def plan_changes(
     recipe: Any, plan: ParallelPlan, *, free: Sequence[str] = ()
 ) -> tuple[Change, ...]:
     """As ``apply_plan``, but the recipe stays as it is."""
+    plan = plan_record(plan)
     spec, _ = read_spec(recipe, plan.model.vocab_size)
     require_plannable(plan, NEMO.megatron_core, spec)
     job = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from nest_megatron.api import Plan
 from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.integrations.nemo import (
     apply_plan,
@@ -71,6 +72,14 @@ def test_every_change_has_a_reason_and_writing_twice_is_writing_once() -> None:
     changes = apply_plan(recipe, plan)
     assert all(change.reason for change in changes)
     assert apply_plan(recipe, plan) == ()
+
+
+def test_a_plan_is_taken_as_it_was_found_and_as_it_was_loaded() -> None:
+    recipe, plan = llama(), laid_out(tp=2, pp=4, vpp=4)
+    assert plan_changes(recipe, Plan(record=plan)) == plan_changes(recipe, plan)  # type: ignore[arg-type]
+    for other in ("plan.yaml", None):
+        with pytest.raises(UserInputError, match=r"it is no plan\. .*load_plan\(FILE\)"):
+            apply_plan(recipe, other)  # type: ignore[arg-type]
 
 
 def test_even_stages_need_no_layout_and_uneven_ones_do() -> None:
