@@ -91,6 +91,12 @@ def test_sizes_that_do_not_divide_the_gpus(pipeline: int | None, said: str) -> N
         request_of(composed, choose_execution=True)
 
 
+def test_a_batch_that_no_number_of_replicas_divides_is_to_change() -> None:
+    composed = compose(parse(["model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=1000"]))
+    with pytest.raises(UserInputError, match="Use a batch and a number of GPUs with more common"):
+        plan(request_of(composed, choose_execution=True))
+
+
 def test_a_single_choice_is_named_alone() -> None:
     said = refusal("parallel.context_parallel_size=2", "train.precision=fp32")
     assert "Change or free context_parallel_size: that alone makes it legal." in said

@@ -73,10 +73,10 @@ def _read(path: Path) -> PolicyFile:
         if not 1 <= least <= most:
             limit, fix = "a range is [least, most], of at least 1", "Correct the policy."
             raise UserInputError(f"{path}: {name}", value=[least, most], limit=limit, fix=fix)
-    for name, most in _SHARES.items():
+    for name, largest in _SHARES.items():
         share = getattr(found.plan, name)
-        if not 0 <= share <= most:
-            limit, fix = f"it is a share, from 0 to {most:g}", "Write 0.3 for 30 %."
+        if not 0 <= share <= largest:
+            limit, fix = f"it is a share, from 0 to {largest:g}", "Write 0.3 for 30 %."
             raise UserInputError(f"{path}: plan.{name}", value=share, limit=limit, fix=fix)
     return found
 

@@ -78,7 +78,9 @@ def refuse_if_nothing_is_legal(
     broken = binding(request, deadline.passed)
     rules = "; ".join(f"{rule.what} = {rule.value}: {rule.limit}" for rule in broken)
     rules = rules or "; ".join(sorted(result.certificate.illegal)) or "nothing divides the GPUs"
-    advice = _relaxed(request, deadline) or " ".join(rule.fix for rule in broken)
+    advice = _relaxed(request, deadline)
+    if not advice and all(rule.what != "global_batch_size" for rule in broken):
+        advice = " ".join(rule.fix for rule in broken)
     gpus, batch = f"{request.cluster.num_gpus} GPUs", f"global batch {request.global_batch_size}"
     fixed = (f"{name}={value}" for name, value in request.space.fixed.items())
     raise UserInputError(
