@@ -19,12 +19,18 @@ class Range:
     Args:
         usual: factor of the unit that people write instead, to guess what was meant: a number below
             ``least`` is multiplied by it, one above ``most`` divided.
+        usual_unit: that unit, as it is typed behind a number.
     """
 
     least: float
     most: float
     unit: str = ""
     usual: float = 1.0
+    usual_unit: str = ""
+
+    def shown(self, value: float) -> str:
+        """A value in the unit that people write, without it."""
+        return f"{value * self.usual if self.unit == 's' else value / self.usual:g}"
 
 
 #: The least of what is counted: none, or fewer, are not implausible but wrong.
@@ -33,17 +39,17 @@ _COUNT = 1
 # An order of magnitude or two beyond the fastest and the slowest parts that are sold.
 _NUM_GPUS = Range(least=_COUNT, most=1e6)
 _LEVEL = {
-    "bandwidth_bytes_per_s": Range(least=1e8, most=1e14, unit="bytes/s", usual=_GB),
-    "latency_s": Range(least=0, most=0.01, unit="s", usual=1e6),
-    "startup_s": Range(least=0, most=0.1, unit="s", usual=1e6),
+    "bandwidth_bytes_per_s": Range(least=1e8, most=1e14, unit="bytes/s", usual=_GB, usual_unit="GB/s"),
+    "latency_s": Range(least=0, most=0.01, unit="s", usual=1e6, usual_unit="us"),
+    "startup_s": Range(least=0, most=0.1, unit="s", usual=1e6, usual_unit="us"),
     "ramp": Range(least=0, most=1e3),
 }
 _ACCELERATOR = {
-    "memory_bytes": Range(least=2**28, most=2**45, unit="bytes", usual=2**30),
-    "memory_bandwidth_bytes_per_s": Range(least=1e9, most=1e15, unit="bytes/s", usual=_GB),
-    "kernel_floor_s": Range(least=0, most=0.01, unit="s", usual=1e6),
+    "memory_bytes": Range(least=2**28, most=2**45, unit="bytes", usual=2**30, usual_unit="GiB"),
+    "memory_bandwidth_bytes_per_s": Range(least=1e9, most=1e15, unit="bytes/s", usual=_GB, usual_unit="GB/s"),
+    "kernel_floor_s": Range(least=0, most=0.01, unit="s", usual=1e6, usual_unit="us"),
 }
-_FLOPS = Range(least=1e9, most=1e18, unit="FLOP/s", usual=1e12)
+_FLOPS = Range(least=1e9, most=1e18, unit="FLOP/s", usual=1e12, usual_unit="TFLOP/s")
 _MODEL = {
     "hidden_size": Range(least=_COUNT, most=1e6),
     "ffn_hidden_size": Range(least=_COUNT, most=1e7),
@@ -67,8 +73,10 @@ def require_plausible(
             require_at_least(what, value, _COUNT, "Give a whole number.")
         meant = value * allowed.usual if value < allowed.least else value / allowed.usual
         is_likely = allowed.usual != 1.0 and allowed.least <= meant <= allowed.most
-        guess = f"Did you mean {meant:g}? " if is_likely else ""
-        limit = f"it is not plausible: from {allowed.least:g} to {allowed.most:g} {allowed.unit}"
+        unit = allowed.usual_unit
+        guess = f"Did you mean {allowed.shown(meant)}{unit}? " if is_likely else ""
+        least, most = allowed.shown(allowed.least), allowed.shown(allowed.most)
+        limit = f"it is not plausible: from {least} to {most} {unit or allowed.unit}"
         fix = f"{guess}If it is meant so, add {typed_setting('checks.plausibility')}=off."
         raise UserInputError(what, value=value, limit=limit.rstrip(), fix=fix)
 
