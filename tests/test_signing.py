@@ -167,6 +167,18 @@ def test_a_password_comes_from_standard_input(
     assert not key.exists()
 
 
+def test_a_pinned_file_is_signed_and_not_pinned_anew(signed: Path, tmp_path: Path) -> None:
+    key, plan = tmp_path / "b.key", tmp_path / "plan.yaml"
+    plan.write_bytes(signed.read_bytes())
+    assert run("keygen", "--out", str(key), "--no-password").code == 0
+    refused = run("pin", str(plan), "--sign", str(key), "--by", "eve")
+    assert refused.code == 2
+    assert "is pinned already, by " in refused.err
+    done = run("pin", str(plan), "--sign", str(key))
+    assert "Signed as it is: " in done.out
+    assert "Pinned to" not in done.out
+
+
 def test_a_key_that_is_there_stays(tmp_path: Path) -> None:
     named = run("keygen", "--out", str(tmp_path / "a.pub"), "--no-password")
     assert named.code == 2

@@ -130,6 +130,7 @@ def pin(
     Launch with +nest=pinned nest.plan=FILE. The file is refused once a byte of it has changed.
     """
     from nest_megatron.cli.signing import ask_password
+    from nest_megatron.errors import UserInputError
     from nest_megatron.files import read_text
     from nest_megatron.integrations.plan_output import pin_plan
     from nest_megatron.plain import to_plain
@@ -145,8 +146,13 @@ def pin(
     from nest_megatron.report.console import say, show_json
 
     target = out or path
-    if key is not None and out is None and is_pinned(read_text(path, "plan")):
+    made_now = key is None or out is not None or not is_pinned(read_text(path, "plan"))
+    if not made_now:
         pinned: PinnedPlan | PinnedTable = read_pinned(path)
+        for option, given in (("--by", by), ("--note", note), ("--release", release)):
+            if given:
+                limit = f"{path} is pinned already, by {pinned.pin.by}, and is only signed"
+                raise UserInputError(option, value=given, limit=limit, fix=f"Leave {option} out.")
     else:
         pinned = pin_plan(path, by=by, note=note, release=release)
         write_pinned(pinned, target)
@@ -160,8 +166,9 @@ def pin(
     plans = [pinned.plan] if isinstance(pinned, PinnedPlan) else [*pinned.table.plans.values()]
     sizes = " or ".join(plan.cluster.describe() for plan in plans)
     plan = plans[0]
+    word = "Pinned to" if made_now else "Signed as it is:"
     say(
-        f"Pinned to {target}: {plan.model.name} on {sizes}, global batch "
+        f"{word} {target}: {plan.model.name} on {sizes}, global batch "
         f"{plan.train.global_batch_size}, {plan.train.precision}, "
         f"{pinned_for(plan, made.megatron_lm)}, nest-megatron {made.nest_megatron_version}."
     )

@@ -39,14 +39,18 @@ _COUNT = 1
 # An order of magnitude or two beyond the fastest and the slowest parts that are sold.
 _NUM_GPUS = Range(least=_COUNT, most=1e6)
 _LEVEL = {
-    "bandwidth_bytes_per_s": Range(least=1e8, most=1e14, unit="bytes/s", usual=_GB, usual_unit="GB/s"),
+    "bandwidth_bytes_per_s": Range(
+        least=1e8, most=1e14, unit="bytes/s", usual=_GB, usual_unit="GB/s"
+    ),
     "latency_s": Range(least=0, most=0.01, unit="s", usual=1e6, usual_unit="us"),
     "startup_s": Range(least=0, most=0.1, unit="s", usual=1e6, usual_unit="us"),
     "ramp": Range(least=0, most=1e3),
 }
 _ACCELERATOR = {
     "memory_bytes": Range(least=2**28, most=2**45, unit="bytes", usual=2**30, usual_unit="GiB"),
-    "memory_bandwidth_bytes_per_s": Range(least=1e9, most=1e15, unit="bytes/s", usual=_GB, usual_unit="GB/s"),
+    "memory_bandwidth_bytes_per_s": Range(
+        least=1e9, most=1e15, unit="bytes/s", usual=_GB, usual_unit="GB/s"
+    ),
     "kernel_floor_s": Range(least=0, most=0.01, unit="s", usual=1e6, usual_unit="us"),
 }
 _FLOPS = Range(least=1e9, most=1e18, unit="FLOP/s", usual=1e12, usual_unit="TFLOP/s")
