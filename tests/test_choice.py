@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from nest_megatron import planner as planning
+from nest_megatron.api import load_plan
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import evaluate
 from nest_megatron.cost_model.stage_problems import stage_problem
@@ -448,3 +449,14 @@ def test_a_layout_is_needed_only_where_it_gains_more_than_the_tie() -> None:
     taken = found(asked)
     needs_layout = not is_uniform(asked.spec, taken.partition())
     assert needs_layout == (simple.value_s > 1.01 * best.value_s)
+
+
+def test_neighbours_are_those_of_it_where_one_layout_is_compared() -> None:
+    found = load_plan("recipes/mixtral_8x7b_dgx_h100_64.yaml").record
+    assert found.choice is not None
+    for layouts, whose in (
+        (1, "one layout and 2 neighbours of it"),
+        (3, "2 neighbours of them"),
+    ):
+        choice = dataclasses.replace(found.choice, num_layouts=layouts, num_neighbours=2)
+        assert whose in proof(dataclasses.replace(found, choice=choice))

@@ -95,8 +95,9 @@ _LEAST = {
 def _choice_words(plan: ParallelPlan, choice: Choice) -> str:
     """What a plan was chosen for, between how many, and what of that is proven."""
     near = counted(choice.num_neighbours, "neighbour")
-    others = f" and {near} of them" if choice.num_neighbours else ""
-    layouts = f"{choice.num_layouts} fastest layouts" if choice.num_layouts > 1 else "one layout"
+    several = choice.num_layouts > 1
+    layouts = f"{choice.num_layouts} fastest layouts" if several else "one layout"
+    others = f" and {near} of {'them' if several else 'it'}" if choice.num_neighbours else ""
     among, most = f"the {layouts}{others}", choice.max_out_of_memory_percent
     at_most = f"out of memory with a chance of at most {most or 0:g} %"
     chance = 0.0 if plan.uncertainty is None else plan.uncertainty.out_of_memory
