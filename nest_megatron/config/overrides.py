@@ -53,8 +53,11 @@ class Setting:
 
 
 def parse(texts: Iterable[str]) -> tuple[Setting, ...]:
-    """Read overrides and check their keys and the names they choose; errors name the nearest."""
-    settings = tuple(map(_setting, texts))
+    """Read overrides and check their keys and the names they choose; errors name the nearest.
+
+    A single text is a list of one.
+    """
+    settings = tuple(map(_setting, [texts] if isinstance(texts, str) else texts))
     for setting in settings:
         _check_key(setting)
         _check_units(setting)

@@ -9,7 +9,7 @@ what is ``None`` there, and both let a job set the same names on the model.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UserInputError
@@ -249,7 +249,15 @@ def _stale(
             yield f"{prefix}.{name}", False, _DEFERRED
 
 
-def plan_record(given: object) -> ParallelPlan:
+class Recorded(Protocol):
+    """What holds a plan, as ``nest_megatron.Plan`` does."""
+
+    @property
+    def record(self) -> ParallelPlan:
+        """The plan."""
+
+
+def plan_record(given: ParallelPlan | Recorded) -> ParallelPlan:
     """A plan as ``auto_recipe`` returns it, or within what ``nest_megatron.load_plan`` returns."""
     found = getattr(given, "record", given)
     if isinstance(found, ParallelPlan):

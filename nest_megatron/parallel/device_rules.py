@@ -158,9 +158,11 @@ def require_recipe(accelerator: str, recipe: str | None) -> None:
     found = device_rules(accelerator)
     if found is None or recipe in (None, "custom", *found.recipes):
         return
-    what = "fp4_recipe" if recipe == "nvfp4" else "fp8_recipe"
+    of_fp4 = recipe == "nvfp4"
+    what, others = ("fp4_recipe", "fp8 by ") if of_fp4 else ("fp8_recipe", "")
     none = f"Transformer Engine has no GEMMs of it on {found.words}"
-    limit, fix = found.refused.get(str(recipe), none), f"Use {', '.join(found.recipes)} or 16 bits."
+    fix = f"Use {others}{', '.join(found.recipes)} or 16 bits."
+    limit = found.refused.get(str(recipe), none)
     raise UserInputError(what, value=recipe, limit=limit, fix=fix)
 
 

@@ -15,8 +15,10 @@ from typing import Any
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.execution_fields import execution_fields
 from nest_megatron.integrations.field_mapping import (
+    Recorded,
     fields_beside,
     layout_fields,
+    plan_record,
     require_plannable,
     require_same_job,
     require_same_schedule,
@@ -96,7 +98,7 @@ _EXPERT_DEGREES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
 def apply_plan(
     cfg: Any,
-    plan: ParallelPlan,
+    plan: ParallelPlan | Recorded,
     *,
     free: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
@@ -115,12 +117,13 @@ def apply_plan(
 
 def plan_changes(
     cfg: Any,
-    plan: ParallelPlan,
+    plan: ParallelPlan | Recorded,
     *,
     free: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> tuple[Change, ...]:
     """As ``apply_plan``, but the configuration stays as it is."""
+    plan = plan_record(plan)
     spec = read_spec(cfg, plan.model.vocab_size)
     require_plannable(plan, installed_target().megatron_core, spec)
     started = ranks(os.environ if environment is None else environment)

@@ -10,6 +10,7 @@ from nest_megatron.cost_model.target_defaults import NEMO
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.execution_fields import execution_fields
 from nest_megatron.integrations.field_mapping import (
+    Recorded,
     fields_beside,
     layout_fields,
     plan_record,
@@ -37,7 +38,9 @@ from nest_megatron.parallel.plan import ParallelPlan
 _OVERLAP = "tp_comm_overlap"
 
 
-def apply_plan(recipe: Any, plan: ParallelPlan, *, free: Sequence[str] = ()) -> tuple[Change, ...]:
+def apply_plan(
+    recipe: Any, plan: ParallelPlan | Recorded, *, free: Sequence[str] = ()
+) -> tuple[Change, ...]:
     """Write a plan into a recipe, in place; nothing is changed if any of it cannot be.
 
     Degrees go to the strategy, which overwrites those of ``model.config``.
@@ -60,7 +63,7 @@ def apply_plan(recipe: Any, plan: ParallelPlan, *, free: Sequence[str] = ()) -> 
 
 
 def plan_changes(
-    recipe: Any, plan: ParallelPlan, *, free: Sequence[str] = ()
+    recipe: Any, plan: ParallelPlan | Recorded, *, free: Sequence[str] = ()
 ) -> tuple[Change, ...]:
     """As ``apply_plan``, but the recipe stays as it is."""
     plan = plan_record(plan)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from nest_megatron import Plan
 from nest_megatron.config.launch import read_words
 from nest_megatron.cost_model.target_defaults import BRIDGE_0_3, BRIDGE_2026
 from nest_megatron.cost_model.targets import Target
@@ -41,6 +42,18 @@ def llama() -> Any:
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "RANK", "SLURM_NTASKS", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+
+
+def test_a_plan_is_taken_as_it_was_found_and_as_it_was_loaded() -> None:
+    cfg, plan = llama(), laid_out(tp=2, pp=4, vpp=4)
+    assert plan_changes(cfg, Plan(record=plan)) == plan_changes(cfg, plan)
+    with pytest.raises(UserInputError, match="it is no plan"):
+        apply_plan(cfg, "plan.yaml")  # type: ignore[arg-type]
+
+
+def test_a_single_override_is_a_list_of_one() -> None:
+    with pytest.raises(UserInputError, match=r"search\.max_second.*Did you mean"):
+        auto_recipe(llama(), cluster="dgx_h100", overrides="search.max_second=5")
 
 
 def test_the_launcher_knows_the_ranks() -> None:

@@ -76,7 +76,7 @@ def test_every_change_has_a_reason_and_writing_twice_is_writing_once() -> None:
 
 def test_a_plan_is_taken_as_it_was_found_and_as_it_was_loaded() -> None:
     recipe, plan = llama(), laid_out(tp=2, pp=4, vpp=4)
-    assert plan_changes(recipe, Plan(record=plan)) == plan_changes(recipe, plan)  # type: ignore[arg-type]
+    assert plan_changes(recipe, Plan(record=plan)) == plan_changes(recipe, plan)
     for other in ("plan.yaml", None):
         with pytest.raises(UserInputError, match=r"it is no plan\. .*load_plan\(FILE\)"):
             apply_plan(recipe, other)  # type: ignore[arg-type]
