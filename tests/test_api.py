@@ -30,6 +30,7 @@ PUBLIC = [
 ]
 JOB: dict[str, Any] = {"num_gpus": 16, "global_batch_size": 128, "num_alternatives": 2}
 NAMES: dict[str, Any] = {"model": "llama3_8b", "cluster": "dgx_h100"}
+UNIFORM: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform"}
 COMMAND = (
     "pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --bf16 "
     "--seq-length 4096 --max-position-embeddings 4096 --vocab-size 32000 --data-cache-path /tmp/x "
@@ -122,6 +123,27 @@ def test_an_estimate_is_that_of_the_command_line() -> None:
     priced = nest_megatron.estimate(**NAMES, **JOB, tensor_model_parallel_size=2)
     document = run("estimate", *WORDS, "parallel.tensor_model_parallel_size=2", "--json").json()
     assert lasting(priced.to_dict()) == lasting(document)
+
+
+@pytest.mark.parametrize("target", ["nemo_2.7", "megatron_bridge_0.3"])
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        (UNIFORM | {"recompute_num_layers": 5}, "uniform groups must divide"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "no such module"),
+    ],
+)
+def test_an_estimate_for_a_framework_refuses_what_its_megatron_core_refuses(
+    target: str, changes: dict[str, Any], rule: str
+) -> None:
+    with pytest.raises(UserInputError, match=rule):
+        nest_megatron.estimate(**NAMES, **JOB, target=target, **changes)
+
+
+def test_a_release_that_cuts_the_last_uniform_group_prices_it() -> None:
+    release: dict[str, Any] = {"target": "megatron_bridge_2026", "recompute_num_layers": 5}
+    priced = nest_megatron.estimate(**NAMES, **JOB, **UNIFORM, **release)
+    assert priced.parallel.recompute_num_layers == 5
 
 
 def test_a_command_is_planned_as_on_the_command_line(tmp_path: Path) -> None:

@@ -14,7 +14,11 @@ from typing import Any, Protocol
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import ABSENT, ConfigPaths, FieldValue, find
-from nest_megatron.integrations.megatron_lm.attach import launch_request, require_placed
+from nest_megatron.integrations.megatron_lm.attach import (
+    OF_THE_COMMAND_LINE,
+    launch_request,
+    require_placed,
+)
 from nest_megatron.integrations.megatron_lm.incompatible_options import contradicted
 from nest_megatron.integrations.megatron_lm.rules import require_launchable
 from nest_megatron.integrations.restore import finetuning_fields
@@ -52,8 +56,6 @@ _RESETS: Mapping[str, object] = {
     "microbatch_group_size_per_vp_stage": None,
     "num_distributed_optimizer_instances": 1,
 }
-#: Rules on flags of Megatron-LM's own command line, which these frameworks do without.
-_OF_THE_COMMAND_LINE = ("known_version", "activation_flag", "position_type", "positions", "variant")
 #: What must be the same in the job and in the model that was planned.
 _SHAPE = (
     "family",
@@ -270,7 +272,7 @@ def plan_record(given: ParallelPlan | Recorded) -> ParallelPlan:
 def require_plannable(plan: ParallelPlan, version: str, spec: TransformerSpec) -> None:
     """Refuse a plan that this release of megatron-core would refuse, or one of another model."""
     require_placed(plan)
-    require_launchable(launch_request(plan, version=version), but=_OF_THE_COMMAND_LINE)
+    require_launchable(launch_request(plan, version=version), but=OF_THE_COMMAND_LINE)
     unused: tuple[str, ...] = _OF_HEADS if spec.multi_latent_attention else LATENT_SIZES
     unused += () if spec.num_experts else _OF_EXPERTS
     names = [name for name in _SHAPE if name not in unused]

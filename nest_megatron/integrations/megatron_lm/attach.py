@@ -8,6 +8,7 @@ from typing import Any
 
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.cost_model.settings import CostSettings, restored_settings
+from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.errors import FaultError, UserInputError
 from nest_megatron.integrations.megatron_lm.incompatible_options import contradicted
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
@@ -47,6 +48,8 @@ from nest_megatron.parallel.zero import DataParallelSharding
 LAUNCHER = "megatron_lm"
 #: Rules of what only a framework's own configuration can state.
 STATED_ELSEWHERE = ("activation_flag", "variant", "position_type")
+#: Those of Megatron-LM's own command line, which frameworks with recipes do without.
+OF_THE_COMMAND_LINE = (*STATED_ELSEWHERE, "known_version", "positions")
 _COMPLETE_IT = (
     "Add your own flags for data, tokenizer, optimizer, checkpoints and logging, the launcher's "
     "rendezvous (--master-addr, --node-rank), and what changes no shape: rotary scaling, router "
@@ -142,11 +145,13 @@ def with_launch(
         notes: what was assumed, stored beside the command.
 
     Raises:
-        UserInputError: if Megatron would refuse the command.
+        UserInputError: if Megatron would refuse the command, or another framework's megatron-core
+            the layout.
     """
     require_placed(plan)
     version = _release(plan)
     if command is None and version is None:
+        _require_trainable(plan)
         return plan
     request = launch_request(plan, command, version=version or VERSIONS[0])
     require_launchable(request, but=() if command is not None else STATED_ELSEWHERE)
@@ -166,6 +171,14 @@ def with_launch(
         notes=notes,
     )
     return sealed(dataclasses.replace(plan, launch={**plan.launch, LAUNCHER: launch}))
+
+
+def _require_trainable(plan: ParallelPlan) -> None:
+    """Raise on the first rule of its framework's megatron-core that a plan breaks."""
+    target = restored_settings(plan.provenance.settings).target
+    assert target is not None  # else the plan is Megatron-LM's
+    request = launch_request(plan, version=target_named(target).megatron_core)
+    require_launchable(request, but=OF_THE_COMMAND_LINE)
 
 
 def _release(plan: ParallelPlan) -> str | None:
