@@ -326,6 +326,7 @@ class GridSpace:
                 self.model.spec,
                 self.model.settings.precision,
                 layers_per_chunk,
+                fp8_recipe=self.model.settings.traits.fp8_recipe,
                 flash_attention=self.model.flash_attention,
                 without=self.space.without_modules,
                 full=self.space.full_recompute,

@@ -9,6 +9,7 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from nest_megatron.cluster.records import Cluster, Precision
+from nest_megatron.cost_model.traits import Fp8Recipe
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.shard import fits_fused_attention
@@ -187,6 +188,7 @@ def recompute_settings(
     precision: Precision,
     layers_per_chunk: int,
     *,
+    fp8_recipe: Fp8Recipe = Fp8Recipe.DELAYED,
     flash_attention: bool = True,
     without: frozenset[RecomputeModule] = frozenset(),
     full: bool = True,
@@ -195,10 +197,12 @@ def recompute_settings(
 
     Args:
         layers_per_chunk: largest block that is tried.
+        fp8_recipe: of a job in fp8.
         without: modules that are left out.
     """
     yield NO_RECOMPUTE
-    useful = _useful_modules(spec, precision, flash_attention=flash_attention)
+    delayed = precision is Precision.FP8 and fp8_recipe is Fp8Recipe.DELAYED
+    useful = _useful_modules(spec, delayed=delayed, flash_attention=flash_attention)
     modules = tuple(module for module in useful if module not in without)
     for size in range(1, len(modules) + 1):
         for subset in combinations(modules, size):
@@ -214,15 +218,14 @@ _INSIDE_MOE = frozenset({RecomputeModule.MOE_ACT, RecomputeModule.SHARED_EXPERTS
 
 
 def _useful_modules(
-    spec: TransformerSpec, precision: Precision, *, flash_attention: bool = True
+    spec: TransformerSpec, *, delayed: bool, flash_attention: bool
 ) -> tuple[RecomputeModule, ...]:
     """Modules whose recomputation frees memory in this model, in Megatron's order.
 
     ``core_attn`` is not among them with flash attention, which keeps no score matrix, so that its
-    recomputation frees next to nothing. Delayed-scaling fp8 forbids ``layernorm`` and
-    ``moe_act``.
+    recomputation frees next to nothing. ``delayed`` scaling of fp8 forbids ``layernorm`` and
+    ``moe_act``; other recipes do not.
     """
-    delayed = precision is Precision.FP8
     useful = {
         RecomputeModule.CORE_ATTN: not (flash_attention and fits_fused_attention(spec)),
         RecomputeModule.MOE_ACT: spec.is_moe and not delayed,

@@ -8,14 +8,20 @@ from collections.abc import Callable
 
 import pytest
 
+from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import stage_problem
+from nest_megatron.cost_model.traits import ExecutionTraits, Fp8Recipe
 from nest_megatron.errors import UserInputError
+from nest_megatron.parallel.recompute import RecomputeModule
 from nest_megatron.solver import backend
+from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.solver.ranking import SearchResult, SolvedGrid, layout_of
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
+from tests import catalogue
 from tests.solver import brute_force
 from tests.solver.jobs import KERNEL, search, small_cluster, small_settings, small_spec
 
@@ -243,3 +249,20 @@ def test_a_limit_below_a_fixed_degree_is_refused() -> None:
         SearchSpace(
             fixed={"tensor_model_parallel_size": 8}, limits={"tensor_model_parallel_size": 4}
         )
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_only_delayed_scaling_of_fp8_keeps_modules_from_being_recomputed(recipe: str) -> None:
+    traits = ExecutionTraits(fp8_recipe=Fp8Recipe(recipe))
+    settings = CostSettings(precision=Precision.FP8, traits=traits)
+    spec, cluster = catalogue.model("mixtral_8x7b"), catalogue.cluster("dgx_h100", 8)
+    grids = GridSpace(CostModel(spec, cluster, settings), 8, SearchSpace())
+    family = next(
+        family
+        for shard in grids.shards()
+        for grid in grids.grids(shard)
+        for family in grids.families(grid)
+    )
+    tried = {module for each in grids.recompute_settings(family) for module in each.modules}
+    both = {RecomputeModule.LAYERNORM, RecomputeModule.MOE_ACT}
+    assert tried & both == (set() if recipe == "delayed" else both)
