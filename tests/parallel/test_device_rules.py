@@ -58,7 +58,9 @@ def test_a_scaling_is_refused_where_the_engine_does_not_train_in_it(word: str) -
             if recipe in TRAINS[word]:
                 require_recipe(device, recipe)
                 continue
-            with pytest.raises(UserInputError, match=rf"_recipe = '{recipe}': .* Use (fp8 by )?delayed,"):
+            with pytest.raises(
+                UserInputError, match=rf"_recipe = '{recipe}': .* Use (fp8 by )?delayed,"
+            ):
                 require_recipe(device, recipe)
 
 
