@@ -50,6 +50,12 @@ MODEL = {
 }
 
 
+def test_a_device_that_stood_in_is_gone() -> None:
+    with stand_in_gpu():
+        assert torch.stand_in.is_available()
+    assert not torch.stand_in.is_available()
+
+
 def test_the_machine_is_what_the_driver_says() -> None:
     with stand_in_gpu(devices=8) as gpu:
         torch.cuda.set_device(3)
