@@ -143,7 +143,7 @@ class Asked:
         with tempfile.TemporaryDirectory(prefix="nest-megatron-app-") as name, _named(Path(name)):
             folder = Path(name)
             if self.work is Work.WHATIF:
-                changed = self._what_if(folder, lambda text: on_part(f"planning {text}"))
+                changed = self._what_if(folder, on_part)
                 return Answer(text=str(changed), page=changed.to_html())
             if self.work is Work.SIZES:
                 return self._sizes(folder, on_part)
@@ -196,7 +196,10 @@ class Asked:
         cluster = _source(self.cluster, folder / "cluster.yaml")
         return _source(self.model, folder / "pasted.json"), cluster
 
-    def _what_if(self, folder: Path, on_job: Callable[[str], None]) -> WhatIf:
+    def _what_if(self, folder: Path, on_part: Callable[[str], None]) -> WhatIf:
+        def on_job(text: str) -> None:
+            on_part(f"planning {text}")
+
         changes = dict(change.partition("=")[::2] for change in self.changes.split())
         if not self.command:
             return nest_megatron.whatif(self._written(folder), changes, on_job=on_job)

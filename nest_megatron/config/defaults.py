@@ -97,10 +97,8 @@ def _check(name: str, value: object, where: str) -> None:
     known = (*section_keys(), *launch_keys())
     if first != "cluster" and name not in known:
         names = [each for each in known if each.partition(".")[0] not in _OF_JOBS]
-        limit, fix = (
-            f"there is no such setting ({where})",
-            nearest(name, ["cluster", *names], count=2),
-        )
+        limit = f"there is no such setting ({where})"
+        fix = nearest(name, ["cluster", *names], count=2)
         raise UserInputError(f"nest.{name}", value=value, limit=limit, fix=fix)
 
 

@@ -30,6 +30,7 @@ from nest_megatron.parallel.layout import is_uniform
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.rules import initializes_on_meta_device, launched_expert_tensor_size
 from nest_megatron.plain import to_plain
+from nest_megatron.planner.pinned_job import resolved
 
 #: Fields that state the stage boundaries, and their values where the plan says it.
 STAGE_FIELDS: Mapping[str, object] = {
@@ -62,25 +63,23 @@ _SHAPE = (
     "num_layers",
     "hidden_size",
     "num_attention_heads",
-    "query_groups",
-    "head_dim",
+    "num_query_groups",
+    "kv_channels",
     "ffn_hidden_size",
     "gated_linear_unit",
     "num_experts",
     "moe_layer_pattern",
-    "expert_ffn_hidden_size",
+    "moe_ffn_hidden_size",
     "moe_router_topk",
     "moe_shared_expert_intermediate_size",
     "multi_latent_attention",
     *LATENT_SIZES,
-    "num_mtp_layers",
+    "mtp_num_layers",
     "hybrid_layer_pattern",
     "heterogeneous_layers",
     "linear_attention_freq",
     "variant",
 )
-_OF_HEADS = ("query_groups", "head_dim")
-_OF_EXPERTS = ("moe_layer_pattern", "expert_ffn_hidden_size", "moe_router_topk")
 _FSDP_FORMAT = "fsdp_dtensor"
 _DEFERRED = (
     "the last stage would keep the gradients of logits of many micro batches, which the plan's "
@@ -273,13 +272,11 @@ def require_plannable(plan: ParallelPlan, version: str, spec: TransformerSpec) -
     """Refuse a plan that this release of megatron-core would refuse, or one of another model."""
     require_placed(plan)
     require_launchable(launch_request(plan, version=version), but=OF_THE_COMMAND_LINE)
-    unused: tuple[str, ...] = _OF_HEADS if spec.multi_latent_attention else LATENT_SIZES
-    unused += () if spec.num_experts else _OF_EXPERTS
-    names = [name for name in _SHAPE if name not in unused]
+    rows = [(name, resolved(spec, name), resolved(plan.model, name)) for name in _SHAPE]
     differing = [
-        f"{name} {getattr(spec, name)} (plan: {getattr(plan.model, name)})"
-        for name in names
-        if (getattr(spec, name) or None) != (getattr(plan.model, name) or None)
+        f"{name} {found} (plan: {planned})"
+        for name, found, planned in rows
+        if (found or None) != (planned or None)
     ]
     if differing:
         limit = f"the plan is for {plan.model.name}, and these differ: {', '.join(differing)}"

@@ -131,12 +131,12 @@ def _model_rows(pinned: TransformerSpec, spec: TransformerSpec, tp: int) -> Iter
         spec = dataclasses.replace(spec, vision=spec.vision.with_images_of(pinned.vision))
     for field in dataclasses.fields(TransformerSpec):
         if field.name not in (*_NAMES, *_VOCAB):
-            yield field.name, _resolved(pinned, field.name), _resolved(spec, field.name)
+            yield field.name, resolved(pinned, field.name), resolved(spec, field.name)
     yield "padded_vocab_size", pinned.padded_vocab_size(tp), spec.padded_vocab_size(tp)
 
 
-def _resolved(spec: TransformerSpec, name: str) -> Any:
-    """A field with Megatron's default in the place of ``None``."""
+def resolved(spec: TransformerSpec, name: str) -> Any:
+    """A field with Megatron's default in the place of ``None``; ``None`` where it means nothing."""
     defaults = {
         "num_query_groups": spec.query_groups,
         "kv_channels": spec.head_dim,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from typing import Any
 
 from nest_megatron.config.compose import Composed
@@ -13,6 +12,7 @@ from nest_megatron.config.request import request_for
 from nest_megatron.config.target import read_execution
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.fields import find
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, layout_request
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
 from nest_megatron.integrations.megatron_lm.planning import on_device
@@ -54,7 +54,7 @@ def estimate_command(
     for name in sorted(composed.given):
         if name.startswith("parallel.") or name == "train.micro_batch_size":
             limit, fix = "the layout is that of the command", "Change the command."
-            value = reduce(getattr, name.split("."), composed.config)
+            value = find(composed.config, name)
             raise UserInputError(name, value=value, limit=limit, fix=fix)
     job = dataclasses.replace(job, num_gpus=job.num_gpus or cluster.num_gpus)
     asked = on_device(job, cluster)
