@@ -46,12 +46,14 @@ class Composed:
 
     Args:
         defaults: the settings among them that are the site's.
+        describes_cluster: its cluster is a description of the user's, and not the catalogue's.
     """
 
     config: PlanConfig
     given: frozenset[str]
     notes: tuple[str, ...] = ()
     defaults: tuple[Setting, ...] = ()
+    describes_cluster: bool = False
 
 
 def compose(
@@ -98,7 +100,19 @@ def _composed(
     with importlib.resources.as_file(catalogue_root()) as catalogue:
         config = _compose(str(catalogue.resolve()), overrides)
     given = frozenset((*described, *(setting.key for setting in settings)))
-    return Composed(config=config, given=given, notes=tuple(notes))
+    return Composed(
+        config=config,
+        given=given,
+        notes=tuple(notes),
+        describes_cluster="cluster" in described or _names_own_cluster(settings, config_dir),
+    )
+
+
+def _names_own_cluster(settings: Sequence[Setting], config_dir: Path | None) -> bool:
+    """Whether the cluster is that of a file of the user's."""
+    name = next((s.value for s in settings if s.key == "cluster"), None) or ""
+    own = config_dir and (config_dir.expanduser() / "cluster" / f"{name}.yaml").is_file()
+    return bool(name and (is_path(name) or own))
 
 
 def _length_notes(settings: Sequence[Setting]) -> Iterator[str]:

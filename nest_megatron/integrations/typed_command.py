@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from nest_megatron.config.compose import Composed
 from nest_megatron.config.job import FreeParameters, Job, ReadCommand
 from nest_megatron.config.request import read_cluster, read_spec
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.launchers import LaunchPlace
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, with_launch
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.planning import job_request
@@ -69,10 +71,28 @@ def read_typed(
     job = _read(composed, text, version)
     if strict:
         _refuse_unknown(job)
-    # as large as the launcher says, unless a size is given
-    num_gpus = None if "cluster.num_gpus" in composed.given else job.num_gpus
-    cluster = read_cluster(composed.config, num_gpus)
-    return job, cluster
+    if "cluster.num_gpus" in composed.given:
+        return job, read_cluster(composed.config)
+    if job.num_gpus is None:
+        job = _as_large_as_cluster(job, composed)
+    return job, read_cluster(composed.config, job.num_gpus)
+
+
+def _as_large_as_cluster(job: Job, composed: Composed) -> Job:
+    """A job of no stated size as large as a cluster that the user describes.
+
+    Raises:
+        UserInputError: for a cluster of the catalogue, whose size is an example.
+    """
+    cluster = read_cluster(composed.config)
+    if composed.describes_cluster:
+        note = f"Nothing says how many ranks there are; cluster {cluster.name} has"
+        notes = (*job.notes, f"{note} {cluster.num_gpus} GPUs, and all are taken.")
+        return dataclasses.replace(job, num_gpus=cluster.num_gpus, notes=notes)
+    unsaid = "the recipe does not say it" if job.command is None else job.command.ranks.unsaid
+    limit = f"how many GPUs the job runs on is not known: {unsaid}"
+    fix = "Say cluster.num_gpus=16, or give the launcher's words (torchrun --nproc-per-node 8 ...)."
+    raise UserInputError("cluster.num_gpus", value=None, limit=limit, fix=fix)
 
 
 def read_model(
@@ -101,9 +121,10 @@ def _read(composed: Composed, text: str | Sequence[str], version: str) -> Job:
         raise UserInputError("model", value=model.get("name"), limit=limit, fix=fix)
     launch = script_launch(text)
     # one in a script is not made: what a script holds is read and not run
-    if launch is None and (recipe := read_recipe(text)) is not None:
+    place = _place(composed, () if launch is None else launch.header)
+    if launch is None and (recipe := read_recipe(text, place)) is not None:
         return recipe
-    command = _command(text, launch, version)
+    command = _command(text, launch, version, place)
     if not command.argv:
         limit = "it has no flags, so it says nothing about the model"
         fix = "Give the whole command in quotes, or - to read it from standard input."
@@ -114,12 +135,23 @@ def _read(composed: Composed, text: str | Sequence[str], version: str) -> Job:
     return dataclasses.replace(job, spec=job.spec.with_padded_vocab(tp))
 
 
-def _command(text: str | Sequence[str], launch: ScriptLaunch | None, version: str) -> ReadCommand:
+def _place(composed: Composed, header: tuple[str, ...]) -> LaunchPlace:
+    """Where a command is launched: from this process, on the cluster that is named."""
+    gpus = None
+    if composed.config.cluster is not None:
+        cluster = read_cluster(composed.config)
+        gpus = cluster.gpus_per_host or cluster.levels[0].num_devices
+    return LaunchPlace(environment=os.environ, header=header, gpus_per_node=gpus)
+
+
+def _command(
+    text: str | Sequence[str], launch: ScriptLaunch | None, version: str, place: LaunchPlace
+) -> ReadCommand:
     """A command, or the one that a script of the shell would launch."""
     if launch is None:
-        return read_command(text, version)
+        return read_command(text, version, place)
     try:
-        command = read_command(launch.words, version)
+        command = read_command(launch.words, version, place)
     except UserInputError as error:
         fix = " ".join((error.fix, *launch.notes))
         raise UserInputError(error.what, value=error.value, limit=error.limit, fix=fix) from error

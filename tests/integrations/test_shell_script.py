@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.launchers import LaunchPlace
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.shell_script.launch import ScriptLaunch, script_launch
 
@@ -224,7 +225,7 @@ def test_variables_arguments_and_nested_scripts(
     found = script_launch(f"A=b bash {path} 12")
     assert found is not None
     command = read_command(found.words)
-    assert command.world_size == 32
+    assert command.ranks.num_ranks == 32
     assert command.values["num_layers"] == 12
     assert command.environment == {"A": "b", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     assert command.values["tensorboard_dir"] == "runs/$(date +%F)"
@@ -243,8 +244,9 @@ def test_sizes_of_a_slurm_job_are_those_of_its_srun(tmp_path: Path) -> None:
         srun --output=x_%j.log sh -c "${{run}}"
     """
     path = write(tmp_path, text, "job.slurm")
-    command = read_command(read(path).words)
-    assert command.world_size == 32
+    found = read(path)
+    command = read_command(found.words, place=LaunchPlace(header=found.header))
+    assert command.ranks.num_ranks == 32
     assert command.values["micro_batch_size"] == 4
     text = f"""
         L=2
@@ -255,12 +257,14 @@ def test_sizes_of_a_slurm_job_are_those_of_its_srun(tmp_path: Path) -> None:
             bash -x -c "cd /data; export A=1; python t.py {MODEL} --x \\$SLURM_PROCID"
         EOF
     """
-    nested = read(write(tmp_path, text, "submit.sh")).words
-    assert nested[:3] == ("A=1", "srun", "--nodes=2")
-    assert nested[-1] == "$SLURM_PROCID"
+    nested = read(write(tmp_path, text, "submit.sh"))
+    assert nested.words[:2] == ("A=1", "srun")
+    assert nested.header == ("--nodes=2", "--ntasks-per-node=8")
+    assert nested.words[-1] == "$SLURM_PROCID"
     asked = script_launch(f"sbatch -N 2 {path}")
     assert asked is not None
-    assert read_command(asked.words).world_size == 16
+    place = LaunchPlace(header=asked.header)
+    assert read_command(asked.words, place=place).ranks.num_ranks == 16
 
 
 def test_other_texts_are_commands(tmp_path: Path) -> None:

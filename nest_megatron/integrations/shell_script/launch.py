@@ -11,6 +11,7 @@ from pathlib import Path
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_text
+from nest_megatron.integrations.launchers import header_options, slurm_options
 from nest_megatron.integrations.shell_script import slurm
 from nest_megatron.integrations.shell_script.interpreter import Interpreter
 from nest_megatron.integrations.shell_script.record import Launched, Record
@@ -33,10 +34,12 @@ class ScriptLaunch:
 
     Args:
         words: the command, variables that the script exports before it.
+        header: Slurm's options of the script.
         notes: what was left out, one sentence each.
     """
 
     words: tuple[str, ...]
+    header: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -59,7 +62,7 @@ def script_launch(text: str | Sequence[str]) -> ScriptLaunch | None:
         return None
     variables, options, path, args = call
     source = read_text(Path(path), "--from")
-    options = {**slurm.directives(source), **options}
+    options = (*header_options(source), *options)
     record = Record()
     shell = _shell(path, args, {**os.environ, **variables}, options, record)
     try:
@@ -75,14 +78,14 @@ def script_launch(text: str | Sequence[str]) -> ScriptLaunch | None:
         fix = "Write the command out by hand."
         raise UserInputError("--from", value=path, limit=limit, fix=fix) from error
     found = _chosen(record, path)
-    words = slurm.with_sizes(found.words, options)
     given = [f"{name}={value}" for name, value in {**variables, **found.exported}.items()]
-    return ScriptLaunch(words=(*given, *words), notes=tuple(_notes(record, found, path)))
+    header, notes = (*options, *found.header), tuple(_notes(record, found, path))
+    return ScriptLaunch(words=(*given, *found.words), header=header, notes=notes)
 
 
 def _call(
     text: str | Sequence[str],
-) -> tuple[dict[str, str], dict[str, str], str, list[str]] | None:
+) -> tuple[dict[str, str], tuple[str, ...], str, list[str]] | None:
     """Variables, Slurm's options, the script and its arguments."""
     try:
         words = shlex.split(text) if isinstance(text, str) else list(text)
@@ -92,12 +95,12 @@ def _call(
     while words and (found := _ASSIGNMENT.fullmatch(words[0])):
         variables[found[1]] = found[2]
         words = words[1:]
-    options: dict[str, str] = {}
+    options: tuple[str, ...] = ()
     if words and words[0] in _STARTERS:
         place = next((n for n, w in enumerate(words) if w.endswith(_SUFFIXES)), None)
         if place is None:
             return None
-        options = dict(slurm.options_of(words[1:place]))
+        options = tuple(words[1:place])
         words = words[place:]
     if not words or not words[0].endswith(_SUFFIXES):
         return None
@@ -108,13 +111,13 @@ def _shell(
     path: str,
     args: list[str],
     variables: Mapping[str, str],
-    options: Mapping[str, str],
+    options: Sequence[str],
     record: Record,
 ) -> Interpreter:
     place = Path(path).expanduser().resolve()
     values = {n: v for n, v in variables.items() if n not in ("PWD", "OLDPWD", "_")}
-    if options:
-        values = {**slurm.variables(options), **values}
+    if sizes := slurm_options(options):
+        values = {**slurm.variables(sizes), **values}
     return Interpreter(
         record=record,
         variables=dict(values),

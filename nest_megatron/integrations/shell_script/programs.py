@@ -7,16 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nest_megatron.files import read_text
+from nest_megatron.integrations.launchers import header_options, slurm_options
 from nest_megatron.integrations.shell_script.builtins import BUILTINS
 from nest_megatron.integrations.shell_script.commands import PREFIXES, SKIPPED, compute
 from nest_megatron.integrations.shell_script.expansion import home_relative
 from nest_megatron.integrations.shell_script.record import Launched, is_launch
-from nest_megatron.integrations.shell_script.slurm import (
-    directives,
-    options_of,
-    variables,
-    with_sizes,
-)
+from nest_megatron.integrations.shell_script.slurm import variables
 from nest_megatron.integrations.shell_script.state import Shell
 from nest_megatron.integrations.shell_script.syntax import parse
 from nest_megatron.integrations.shell_script.values import (
@@ -45,7 +41,7 @@ class _Nested:
     text: str
     script: str = ""
     args: list[str] = field(default_factory=list)
-    options: dict[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
 
 
 def call(shell: Shell, words: list[str]) -> None:
@@ -131,10 +127,10 @@ def _nested(shell: Shell, words: list[str]) -> _Nested | None:
                 before = [w for w in words[:place] if w.rpartition("/")[2] not in _SHELLS]
                 text, args = read_text(Path(path), "script"), words[place + 1 :]
                 kept = before if "srun" in starters else []
-                return _Nested(kept, text, path, args, dict(options_of(words[1:place])))
+                return _Nested(kept, text, path, args, tuple(words[1:place]))
     alone = words[0] in _SHELLS and all(word.startswith("-") for word in words[1:])
     if alone and shell.given and not is_wholly_unknown(shell.given):
-        return _Nested([], plain(shell.given), options=dict(options_of(words)))
+        return _Nested([], plain(shell.given), options=tuple(words[1:]))
     return None
 
 
@@ -150,11 +146,12 @@ def _text(words: list[str]) -> int | None:
 
 def _read_nested(shell: Shell, nested: _Nested) -> None:
     """Walk through what another shell reads, with the exported variables alone."""
-    options = {**directives(nested.text), **nested.options}
+    options = (*header_options(nested.text), *nested.options)
     inner = shell.child()
     inner.variables = {n: v for n, v in shell.variables.items() if n in shell.exported}
-    if options or nested.before:
-        inner.variables = {**variables(options), **inner.variables}
+    sizes = slurm_options(options)
+    if sizes or nested.before:
+        inner.variables = {**variables(sizes), **inner.variables}
     inner.functions, inner.options, inner.args = {}, set(), nested.args
     inner.script, inner.given = nested.script or shell.script, ""
     launched = shell.record.launched
@@ -167,6 +164,6 @@ def _read_nested(shell: Shell, nested: _Nested) -> None:
     shell.printed += inner.printed
     before = tuple(map(plain, nested.before))
     launched[count:] = [
-        Launched(shell.line, with_sizes((*before, *each.words), options), each.exported)
+        Launched(shell.line, (*before, *each.words), each.exported, (*options, *each.header))
         for each in launched[count:]
     ]

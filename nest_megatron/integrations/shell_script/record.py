@@ -21,11 +21,13 @@ class Launched:
 
     Args:
         exported: variables that the script exports or sets for it.
+        header: Slurm's options of a script in this one.
     """
 
     line: int
     words: tuple[str, ...]
     exported: Mapping[str, str]
+    header: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
