@@ -152,7 +152,7 @@ def test_a_command_is_planned_as_on_the_command_line(tmp_path: Path) -> None:
     words = ("--free", "all", "cluster=dgx_h100", "search.num_alternatives=2", "--json")
     freed: dict[str, Any] = {"cluster": "dgx_h100", "free": ["all"], "num_alternatives": 2}
     found = nest_megatron.plan_command(script, **freed)
-    told = run("plan", "--from", f"bash '{script}'", *words).json()
+    told = run("plan", *words, "--", "bash", str(script)).json()
     assert lasting(found.to_dict()) == lasting(told)
     assert found.placement.num_gpus == 16
     assert "--data-cache-path" in found.to_megatron_args()

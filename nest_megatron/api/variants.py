@@ -22,7 +22,7 @@ from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.rules import DEFAULT_VERSION
 from nest_megatron.planner.layouts import keep_layout
 from nest_megatron.planner.pins import read_plan
-from nest_megatron.report.console import Shown
+from nest_megatron.report.console import Shown, print_notes
 from nest_megatron.report.whatif import (
     Variant,
     variants_document,
@@ -118,7 +118,7 @@ def whatif_command(
     """Plan a Megatron-LM command on changed clusters: what ``whatif --from`` does.
 
     Args:
-        command, free, megatron_version, strict: as for ``plan_command``.
+        command, free, megatron_version, strict: as for ``plan_command``; a script runs once.
         changes, out, on_job: as for ``whatif``; settings with several values are the changes.
         cluster: a name of ``clusters()``, or the path of a YAML file.
         settings: as for ``plan``; they hold for every row.
@@ -146,7 +146,7 @@ def _texts(changes: Mapping[str, object]) -> list[str]:
 
 
 def _words(command: os.PathLike[str] | Sequence[str]) -> tuple[str, ...]:
-    return (os.fspath(command),) if isinstance(command, os.PathLike) else tuple(command)
+    return ("bash", os.fspath(command)) if isinstance(command, os.PathLike) else tuple(command)
 
 
 def _quiet(
@@ -213,6 +213,9 @@ def command_variants(
         limit = "no setting has several values, and those of a command's job that have are changes"
         fix = "For example cluster.levels.node.bandwidth=450GB/s,900GB/s or gpus=256,512."
         raise _no_change(changes, limit, fix)
+    held = [setting for setting in changes if setting.key not in keys]
+    command = command.recorded(compose(with_defaults(held)))
+    print_notes(command.notes if options.tell else ())
     jobs = _jobs((), changes, keys, command)
     command.content(jobs[0].composed())  # what cannot be read is so in all
 

@@ -30,8 +30,8 @@ from nest_megatron.tuning import LAUNCHERS
     "--from",
     "from_command",
     metavar="COMMAND",
-    help="Your own Megatron-LM command, in quotes, or the script that launches it (train.sh), "
-    "which is read and not run.",
+    help="Your own Megatron-LM command, in quotes. A script that launches it goes behind all else: "
+    "-- bash train.sh ARGUMENTS; bash runs it once, with programs that start nothing.",
 )
 @click.option(
     "--free",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,15 +14,21 @@ from nest_megatron.config.compose import Composed
 from nest_megatron.config.job import FreeParameters, Job, ReadCommand
 from nest_megatron.config.request import read_cluster, read_spec
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.launchers import LaunchPlace
+from nest_megatron.integrations.dry_run.launch import (
+    ScriptLaunch,
+    is_script_call,
+    names_script,
+    script_launch,
+    unread_model,
+)
+from nest_megatron.integrations.launchers import SLURM_VARIABLES, LaunchPlace, slurm_options
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, with_launch
-from nest_megatron.integrations.megatron_lm.parser import read_command
+from nest_megatron.integrations.megatron_lm.parser import read_command, tokens
 from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters, kept_flags
 from nest_megatron.integrations.recipe_command import read_recipe
 from nest_megatron.integrations.restore import restored_by_command
-from nest_megatron.integrations.shell_script.launch import ScriptLaunch, script_launch
 from nest_megatron.integrations.stated_job import recorded
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel import plan_file
@@ -96,7 +103,7 @@ def _as_large_as_cluster(job: Job, composed: Composed) -> Job:
 
 
 def read_model(
-    composed: Composed, text: str | None, version: str
+    composed: Composed, text: str | Sequence[str] | None, version: str
 ) -> tuple[TransformerSpec, Mapping[str, Any]]:
     """The model, and the values of the command's flags.
 
@@ -119,9 +126,8 @@ def _read(composed: Composed, text: str | Sequence[str], version: str) -> Job:
         limit = "with --from the model comes from the command"
         fix = "Leave model out, or change the command."
         raise UserInputError("model", value=model.get("name"), limit=limit, fix=fix)
-    launch = script_launch(text)
-    # one in a script is not made: what a script holds is read and not run
-    place = _place(composed, () if launch is None else launch.header)
+    launch = recorded_launch(text, composed)
+    place = _place(composed, launch)
     if launch is None and (recipe := read_recipe(text, place)) is not None:
         return recipe
     command = _command(text, launch, version, place)
@@ -129,19 +135,57 @@ def _read(composed: Composed, text: str | Sequence[str], version: str) -> Job:
         limit = "it has no flags, so it says nothing about the model"
         fix = "Give the whole command in quotes, or - to read it from standard input."
         raise UserInputError("--from", value=command.script or text, limit=limit, fix=fix)
+    unread = unread_model([command.script])
+    if unread and not {"num_layers", "hidden_size"} & command.explicit:
+        fix = "Give the flags of Megatron-LM that it comes to, or name a model and its settings."
+        raise UserInputError("--from", value=command.script, limit=unread, fix=fix)
     job = read_job(command)
     assert job.command is not None
     tp = job.command.values["tensor_model_parallel_size"]
     return dataclasses.replace(job, spec=job.spec.with_padded_vocab(tp))
 
 
-def _place(composed: Composed, header: tuple[str, ...]) -> LaunchPlace:
-    """Where a command is launched: from this process, on the cluster that is named."""
-    gpus = None
-    if composed.config.cluster is not None:
-        cluster = read_cluster(composed.config)
-        gpus = cluster.gpus_per_host or cluster.levels[0].num_devices
-    return LaunchPlace(environment=os.environ, header=header, gpus_per_node=gpus)
+def recorded_launch(text: str | Sequence[str], composed: Composed) -> ScriptLaunch | None:
+    """What the script launches that words start, which bash runs; ``None`` for other words.
+
+    Raises:
+        UserInputError: for a text that names a script, and the errors of ``script_launch``.
+    """
+    if isinstance(text, str):
+        if names_script(words := tokens(text)):
+            limit = "it takes one command line, and this names a script"
+            call = shlex.join(words if is_script_call(words[:1]) else ["bash", *words])
+            fix = f"Put `-- {call}` behind all other words; in Python give a list of its words."
+            raise UserInputError("--from", value=text, limit=limit, fix=fix)
+        return None
+    if not is_script_call(text):
+        return None
+    return script_launch(text, _named_cluster(composed))
+
+
+def one_command(
+    text: str | Sequence[str], composed: Composed
+) -> tuple[str | tuple[str, ...], tuple[str, ...]]:
+    """A command that is kept to be read again, so that its script runs once; the notes of that."""
+    launch = recorded_launch(text, composed)
+    if launch is None:
+        return text if isinstance(text, str) else tuple(text), ()
+    sizes = slurm_options(launch.header).items()
+    given = [f"{SLURM_VARIABLES[option][0]}={value}" for option, value in sizes]
+    return (*given, *launch.words), launch.notes
+
+
+def _named_cluster(composed: Composed) -> Cluster | None:
+    return None if composed.config.cluster is None else read_cluster(composed.config)
+
+
+def _place(composed: Composed, launch: ScriptLaunch | None) -> LaunchPlace:
+    """Where a command is launched: from this process or a script, on the cluster that is named."""
+    cluster = _named_cluster(composed)
+    gpus = None if cluster is None else cluster.gpus_per_host or cluster.levels[0].num_devices
+    if launch is None:
+        return LaunchPlace(environment=os.environ, gpus_per_node=gpus)
+    return LaunchPlace(environment=launch.environment, header=launch.header, gpus_per_node=gpus)
 
 
 def _command(
