@@ -180,7 +180,8 @@ def test_a_job_is_not_priced_as_another_one(setting: str, own: str) -> None:
 
 
 def test_a_misspelt_free() -> None:
-    done = run("plan", "--from", JOB, "cluster=dgx_h100", "--free", "tensor_parallel_size")
+    job = f"torchrun --nproc-per-node 8 {JOB}"
+    done = run("plan", "--from", job, "cluster=dgx_h100", "--free", "tensor_parallel_size")
     assert done.code == 2
     assert "tensor_model_parallel_size" in done.err
 
