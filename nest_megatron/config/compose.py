@@ -7,6 +7,7 @@ import dataclasses
 import importlib.resources
 import itertools
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,9 @@ def _composed(
     settings = _with_undivided_levels(settings, config_dir)
     settings = _with_numbered_levels(settings, config_dir, described)
     settings, described = _with_other_accelerator(settings, config_dir, described)
+    given = frozenset((*described, *(setting.key for setting in settings)))
+    if not {"model"} & given:
+        settings = _with_model_as_flags(settings)
     overrides = [_described(group, fields) for group, fields in described.items()]
     overrides += [_named(setting, config_dir, notes) for setting in settings]
     if config_dir is not None:
@@ -99,13 +103,25 @@ def _composed(
             _check_own(folder, setting.key, setting.value)
     with importlib.resources.as_file(catalogue_root()) as catalogue:
         config = _compose(str(catalogue.resolve()), overrides)
-    given = frozenset((*described, *(setting.key for setting in settings)))
     return Composed(
         config=config,
         given=given,
         notes=tuple(notes),
         describes_cluster="cluster" in described or _names_own_cluster(settings, config_dir),
     )
+
+
+def _with_model_as_flags(settings: Sequence[Setting]) -> Sequence[Setting]:
+    """Fields of the model as flags, where no model is named that has them but that of a command."""
+    fields = [s for s in settings if s.key.startswith("model.") and s.value is not None]
+    if not fields:
+        return settings
+    words = [s.value or "" for s in settings if s.key == "flags"]
+    for setting in fields:
+        name = setting.key.removeprefix("model.").replace("_", "-")
+        words.append(shlex.join([f"--{name}", setting.value or ""]))
+    others = [s for s in settings if s not in fields and s.key != "flags"]
+    return [*others, Setting(key="flags", value=" ".join(words))]
 
 
 def _names_own_cluster(settings: Sequence[Setting], config_dir: Path | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,8 @@ def setting_texts(keywords: Mapping[str, object]) -> list[str]:
     """
     keys = section_keys()
     texts = []
+    if isinstance(flags := keywords.get("flags", ""), list | tuple):
+        keywords = {**keywords, "flags": shlex.join(flags)}
     for key, value in keywords.items():
         if isinstance(value, Mapping) and key in (*SECTIONS, *GROUPS):
             texts += [f"{key}.{name}={value_text(inner)}" for name, inner in value.items()]

@@ -19,6 +19,7 @@ from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters, kept_flags
+from nest_megatron.integrations.megatron_lm.set_flags import require_model, with_flags
 from nest_megatron.integrations.recipe_command import read_recipe
 from nest_megatron.integrations.restore import restored_by_command
 from nest_megatron.integrations.shell_script.launch import ScriptLaunch, script_launch
@@ -129,7 +130,9 @@ def _read(composed: Composed, text: str | Sequence[str], version: str) -> Job:
         limit = "it has no flags, so it says nothing about the model"
         fix = "Give the whole command in quotes, or - to read it from standard input."
         raise UserInputError("--from", value=command.script or text, limit=limit, fix=fix)
+    command = with_flags(command, composed)
     job = read_job(command)
+    require_model(job.spec, composed, command)
     assert job.command is not None
     tp = job.command.values["tensor_model_parallel_size"]
     return dataclasses.replace(job, spec=job.spec.with_padded_vocab(tp))

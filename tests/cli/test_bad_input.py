@@ -168,8 +168,7 @@ def test_a_command_whose_wish_cannot_be_kept(flags: str, words: str) -> None:
     ("setting", "own"),
     [
         ("train.precision=fp8", "bf16"),
-        ("train.seq_length=2048", "1024"),
-        ("train.fp8_recipe=mxfp8", "delayed"),
+        ("train.precision=fp16", "bf16"),
     ],
 )
 def test_a_job_is_not_priced_as_another_one(setting: str, own: str) -> None:
