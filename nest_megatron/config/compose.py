@@ -29,7 +29,7 @@ from nest_megatron.config.overrides import (
 )
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.documents import DESCRIPTION, check_yaml, read_json
-from nest_megatron.errors import UserInputError, require_known
+from nest_megatron.errors import UserInputError, nearest, require_known
 from nest_megatron.files import read_text
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
@@ -37,6 +37,8 @@ from nest_megatron.plain import to_plain
 _OWN_ENTRY = "_described"
 _LEVELS = "cluster.levels."
 _LEVEL = re.compile(r"cluster\.levels\.([^.]+)\.")
+#: A model's name on a hub of models: OWNER/MODEL.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/(?!.*\.(?:json|ya?ml)$)[\w.-]+")
 #: OmegaConf's call of a function, such as one that reads a variable of the environment.
 _RESOLVER = re.compile(r"\$\{.*:", re.DOTALL)
 
@@ -311,6 +313,12 @@ def _model_file(path: Path, notes: list[str]) -> Mapping[str, Any]:
     """A model's description from a Hugging Face ``config.json``, its folder, or a YAML file."""
     if path.is_dir():
         path = path / "config.json"
+    if not path.exists() and _HUB_NAME.fullmatch(str(path)):
+        limit = "there is no such file, and nothing is fetched from a hub"
+        fix = f"Give its config.json (hf download {path} config.json prints the path), or a name "
+        names = nearest(path.name.lower().replace("-", "_"), catalogue_names("model"), count=2)
+        fix += f"of the catalogue. {names}"
+        raise UserInputError("model", value=str(path), limit=limit, fix=fix)
     if path.suffix != ".json":
         return read_mapping("model", path)
     parsed = read_json(path, "model")
