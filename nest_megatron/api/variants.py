@@ -6,13 +6,15 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from nest_megatron.api.results import Plan
 from nest_megatron.api.sweep import SweepOptions, Swept, run_jobs
 from nest_megatron.api.sweep_jobs import SweepJob, SweptCommand, sweep_job
 from nest_megatron.config.compose import compose
 from nest_megatron.config.defaults import with_defaults
-from nest_megatron.config.keywords import setting_texts
+from nest_megatron.config.keywords import SHORT_KEYS, setting_texts
 from nest_megatron.config.overrides import Setting, expand, parse, swept, value_text
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, write_text
@@ -34,7 +36,6 @@ from nest_megatron.report.whatif import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_SHORT = {"gpus": "cluster.num_gpus", "memory": "cluster.accelerator.memory_bytes"}
 #: What a plan's job is; other settings say how it is planned.
 _OF_JOB = ("cluster", "model", "train", "parallel")
 #: How long its run is, in either of two ways.
@@ -82,7 +83,7 @@ class WhatIf(Shown):
 
 
 def whatif(
-    plan: str | os.PathLike[str],
+    plan: Plan | str | os.PathLike[str],
     changes: Mapping[str, object],
     *,
     out: str | os.PathLike[str] | None = None,
@@ -91,7 +92,7 @@ def whatif(
     """Plan the job of a plan file on changed clusters: what ``nest-megatron whatif`` does.
 
     Args:
-        plan: the path of a plan file; ``Plan.save`` writes one.
+        plan: a plan, or the path of its file.
         changes: values by setting, several in a list: every combination is planned. ``gpus`` and
             ``memory`` are short for ``cluster.num_gpus`` and ``cluster.accelerator.memory_bytes``.
         out: a folder that keeps the plans and their table; the same call goes on from there.
@@ -100,6 +101,11 @@ def whatif(
     Raises:
         UserInputError: for a wrong setting, or a job that the file does not state.
     """
+    if isinstance(plan, Plan):
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "plan.yaml"
+            plan.save(path)
+            return whatif(path, changes, out=out, on_job=on_job)
     return plan_variants(Path(plan), parse_changes(_texts(changes)), _quiet(out, on_job))
 
 
@@ -163,7 +169,7 @@ def parse_changes(texts: Sequence[str]) -> tuple[Setting, ...]:
         UserInputError: for one that cannot be read, or that is given twice.
     """
     pairs = (text.partition("=") for text in texts)
-    settings = parse(f"{_SHORT.get(key, key)}{equals}{value}" for key, equals, value in pairs)
+    settings = parse(f"{SHORT_KEYS.get(key, key)}{equals}{value}" for key, equals, value in pairs)
     keys = [setting.key for setting in settings]
     for setting in settings:
         if setting.key == "out":

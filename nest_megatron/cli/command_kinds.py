@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -225,4 +225,20 @@ version_option = click.option(
     show_default=True,
     help="With --from: the release whose flags the command uses (0.16.1 or 0.20).",
 )
+set_option = click.option(
+    "--set",
+    "flags",
+    metavar="FLAG",
+    multiple=True,
+    help="With --from: a flag in the place of the command's own, --set --vocab-size=131072 or "
+    "--set '--vocab-size 131072', as often as needed.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+def with_set_flags(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a command with those of ``--set`` among its settings."""
+    others = {name: value for name, value in options.items() if name != "flags"}
+    if options["flags"]:
+        others["overrides"] = (*options["overrides"], f"flags={' '.join(options['flags'])}")
+    return others

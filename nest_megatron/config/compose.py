@@ -7,6 +7,7 @@ import dataclasses
 import importlib.resources
 import itertools
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from nest_megatron.config.overrides import (
 )
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.documents import DESCRIPTION, check_yaml, read_json
-from nest_megatron.errors import UserInputError, require_known
+from nest_megatron.errors import UserInputError, nearest, require_known
 from nest_megatron.files import read_text
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
@@ -36,6 +37,8 @@ from nest_megatron.plain import to_plain
 _OWN_ENTRY = "_described"
 _LEVELS = "cluster.levels."
 _LEVEL = re.compile(r"cluster\.levels\.([^.]+)\.")
+#: A model's name on a hub of models: OWNER/MODEL.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/(?!.*\.(?:json|ya?ml)$)[\w.-]+")
 #: OmegaConf's call of a function, such as one that reads a variable of the environment.
 _RESOLVER = re.compile(r"\$\{.*:", re.DOTALL)
 
@@ -86,6 +89,9 @@ def _composed(
     settings = _with_undivided_levels(settings, config_dir)
     settings = _with_numbered_levels(settings, config_dir, described)
     settings, described = _with_other_accelerator(settings, config_dir, described)
+    given = frozenset((*described, *(setting.key for setting in settings)))
+    if not {"model"} & given:
+        settings = _with_model_as_flags(settings)
     overrides = [_described(group, fields) for group, fields in described.items()]
     overrides += [_named(setting, config_dir, notes) for setting in settings]
     if config_dir is not None:
@@ -99,13 +105,25 @@ def _composed(
             _check_own(folder, setting.key, setting.value)
     with importlib.resources.as_file(catalogue_root()) as catalogue:
         config = _compose(str(catalogue.resolve()), overrides)
-    given = frozenset((*described, *(setting.key for setting in settings)))
     return Composed(
         config=config,
         given=given,
         notes=tuple(notes),
         describes_cluster="cluster" in described or _names_own_cluster(settings, config_dir),
     )
+
+
+def _with_model_as_flags(settings: Sequence[Setting]) -> Sequence[Setting]:
+    """Fields of the model as flags, where no model is named that has them but that of a command."""
+    fields = [s for s in settings if s.key.startswith("model.") and s.value is not None]
+    if not fields:
+        return settings
+    words = [s.value or "" for s in settings if s.key == "flags"]
+    for setting in fields:
+        name = setting.key.removeprefix("model.").replace("_", "-")
+        words.append(shlex.join([f"--{name}", setting.value or ""]))
+    others = [s for s in settings if s not in fields and s.key != "flags"]
+    return [*others, Setting(key="flags", value=" ".join(words))]
 
 
 def _names_own_cluster(settings: Sequence[Setting], config_dir: Path | None) -> bool:
@@ -295,6 +313,12 @@ def _model_file(path: Path, notes: list[str]) -> Mapping[str, Any]:
     """A model's description from a Hugging Face ``config.json``, its folder, or a YAML file."""
     if path.is_dir():
         path = path / "config.json"
+    if not path.exists() and _HUB_NAME.fullmatch(str(path)):
+        limit = "there is no such file, and nothing is fetched from a hub"
+        fix = f"Give its config.json (hf download {path} config.json prints the path), or a name "
+        names = nearest(path.name.lower().replace("-", "_"), catalogue_names("model"), count=2)
+        fix += f"of the catalogue. {names}"
+        raise UserInputError("model", value=str(path), limit=limit, fix=fix)
     if path.suffix != ".json":
         return read_mapping("model", path)
     parsed = read_json(path, "model")

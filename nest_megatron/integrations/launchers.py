@@ -22,6 +22,7 @@ _RANKS, _PER_NODE, _NODES, _HOSTS = "ranks", "ranks per node", "nodes", "hosts"
 _GPUS, _GPUS_PER_NODE = "GPUs", "GPUs per node"
 _GPUS_PER_RANK, _RANKS_PER_GPU = "GPUs per rank", "ranks per GPU"
 _HOSTFILE, _MAP, _SELECTED = "host file", "mapping", "selected GPUs"
+_COUNT = r"0*[1-9][0-9]{0,8}"
 #: A count of processes that is the number of GPUs of a node (``torchrun --nproc-per-node=gpu``).
 _EACH_GPU = ("gpu", "auto")
 
@@ -34,11 +35,13 @@ class Launcher:
         names: of the program, or of the module behind ``python -m``.
         options: its options, by what each says; a long one may be shortened, and ``_`` is ``-``.
         variables: those that stand for options that are not typed.
+        nodes: what a number of nodes may be, a range among it.
     """
 
     names: tuple[str, ...]
     options: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
+    nodes: str = _COUNT
 
     def quantity(self, flag: str) -> str | None:
         """What an option says, or ``None``."""
@@ -79,6 +82,7 @@ _TORCHRUN = Launcher(
     ),
     options={"--nnodes": _NODES, "--nproc-per-node": _PER_NODE},
     variables={"PET_NNODES": _NODES, "PET_NPROC_PER_NODE": _PER_NODE},
+    nodes=rf"{_COUNT}(:{_COUNT})?",
 )
 _SLURM = Launcher(
     names=("srun", "sbatch", "salloc"),
@@ -89,6 +93,7 @@ _SLURM = Launcher(
     variables={
         name: _SLURM_OPTIONS[option] for option, names in SLURM_VARIABLES.items() for name in names
     },
+    nodes=rf"{_COUNT}[kKmM]?([-:,]{_COUNT}[kKmM]?)*",
 )
 # Open MPI, MPICH and Intel MPI
 _MPI = Launcher(
@@ -136,10 +141,7 @@ _WORLD = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 #: A variable, a command or a sum of the shell.
 _FILLED_IN = re.compile(r"[$`]")
-_COUNT = r"0*[1-9][0-9]{0,8}"
 _TIMES = {"k": 1_000, "m": 1_000_000}  # Slurm's suffixes of numbers of nodes
-_NUMBERS = re.compile(rf"{_COUNT}([kKmM]?)([-:,]{_COUNT}[kKmM]?)*")
-_EXAMPLES = {_NODES: ", or a range such as 2:4", _PER_NODE: ", or gpu"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,10 +214,11 @@ def is_launcher(word: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What an option or a variable says, and its name."""
+    """What an option or a variable says, its name, and the pattern of a count."""
 
     text: str
     name: str
+    pattern: str = _COUNT
 
 
 def _said(launcher: Launcher, words: Sequence[str]) -> dict[str, _Value]:
@@ -241,7 +244,7 @@ def _said(launcher: Launcher, words: Sequence[str]) -> dict[str, _Value]:
             if per_node is None:
                 continue
             quantity, text = _PER_NODE, per_node[1]
-        found[quantity] = _Value(text, name)
+        found[quantity] = _Value(text, name, launcher.nodes if quantity == _NODES else _COUNT)
     return found
 
 
@@ -375,7 +378,8 @@ class _Launch:
                 continue
             if quantity == _PER_NODE and (each := tasks_per_node(text)):
                 text = str(max(each))
-            found.setdefault(quantity, _Value(text, name))
+            pattern = launcher.nodes if quantity == _NODES else _COUNT
+            found.setdefault(quantity, _Value(text, name, pattern))
         return found
 
     def _nodes(self, said: dict[str, _Value]) -> int | None:
@@ -427,26 +431,30 @@ class _Launch:
         if _FILLED_IN.search(text) or text in ("cpu", "xpu"):
             self._unsaid.append(f"{name} {text} is no number")
             return None
-        if not (_NUMBERS if quantity == _NODES else re.compile(_COUNT)).fullmatch(text):
-            limit = f"it must be a whole number of at least 1{_EXAMPLES.get(quantity, '')}"
+        given = name in self._environment and name not in self._typed
+        if not re.fullmatch(value.pattern, text):
+            if given:
+                return None
+            example = "" if value.pattern == _COUNT else ", or a range such as 2:4"
+            limit = f"it must be a whole number of at least 1{example}"
             fix = "Correct the launcher's option, or leave the launcher out."
-            raise UserInputError(
-                name.replace("_", "-") if name.startswith("--") else name,
-                value=text,
-                limit=limit,
-                fix=fix,
-            )
-        steps = text.partition(":")[0] if "-" in text else text  # 2-10:2 is every second
-        counts = [
-            int(part.rstrip("kKmM")) * _TIMES.get(part[-1].lower(), 1)
-            for part in re.split("[-:,]", steps)
-        ]
-        if len(set(counts)) > 1:
+            raise UserInputError(name.replace("_", "-"), value=text, limit=limit, fix=fix)
+        counts = _counts(text)
+        if len(counts) > 1:
             most = max(counts)
             self._notes.append(f"{name} {text} is a range; its largest, {most} nodes, is planned.")
-        if name in self._environment and name not in self._typed:
+        if given:
             self._notes.append(f"{name}={text} of the environment is taken.")
         return max(counts)
+
+
+def _counts(text: str) -> set[int]:
+    """A count; the ends of a range; all of a list."""
+    text = text.partition(":")[0] if "-" in text else text  # 2-10:2 is every second
+    return {
+        int(part.rstrip("kKmM")) * _TIMES.get(part[-1].lower(), 1)
+        for part in re.split("[-:,]", text)
+    }
 
 
 def _parts(words: Sequence[str]) -> Iterator[tuple[Launcher, dict[str, _Value]]]:

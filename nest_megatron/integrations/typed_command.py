@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from nest_megatron.integrations.megatron_lm.parser import read_command, tokens
 from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters, kept_flags
+from nest_megatron.integrations.megatron_lm.set_flags import require_model, with_flags
 from nest_megatron.integrations.recipe_command import read_recipe
 from nest_megatron.integrations.restore import restored_by_command
 from nest_megatron.integrations.stated_job import recorded
@@ -130,16 +132,18 @@ def _read(composed: Composed, text: str | Sequence[str], version: str) -> Job:
     place = _place(composed, launch)
     if launch is None and (recipe := read_recipe(text, place)) is not None:
         return recipe
-    command = _command(text, launch, version, place)
-    if not command.argv:
-        limit = "it has no flags, so it says nothing about the model"
-        fix = "Give the whole command in quotes, or - to read it from standard input."
-        raise UserInputError("--from", value=command.script or text, limit=limit, fix=fix)
-    unread = unread_model([command.script])
-    if unread and not {"num_layers", "hidden_size"} & command.explicit:
-        fix = "Give the flags of Megatron-LM that it comes to, or name a model and its settings."
-        raise UserInputError("--from", value=command.script, limit=unread, fix=fix)
-    job = read_job(command)
+    with _naming_what_lacks(launch):
+        command = read_command(text if launch is None else launch.words, version, place)
+        if not command.argv:
+            limit = "it has no flags, so it says nothing about the model"
+            fix = "Give the whole command in quotes, or - to read it from standard input."
+            raise UserInputError("--from", value=command.script or text, limit=limit, fix=fix)
+        if launch is not None:
+            command = dataclasses.replace(command, notes=(*launch.notes, *command.notes))
+        command = with_flags(command, composed)
+        _refuse_unread(command)
+        job = read_job(command)
+        require_model(job.spec, composed, command)
     assert job.command is not None
     tp = job.command.values["tensor_model_parallel_size"]
     return dataclasses.replace(job, spec=job.spec.with_padded_vocab(tp))
@@ -188,18 +192,23 @@ def _place(composed: Composed, launch: ScriptLaunch | None) -> LaunchPlace:
     return LaunchPlace(environment=launch.environment, header=launch.header, gpus_per_node=gpus)
 
 
-def _command(
-    text: str | Sequence[str], launch: ScriptLaunch | None, version: str, place: LaunchPlace
-) -> ReadCommand:
-    """A command, or the one that a script of the shell would launch."""
-    if launch is None:
-        return read_command(text, version, place)
+@contextlib.contextmanager
+def _naming_what_lacks(launch: ScriptLaunch | None) -> Iterator[None]:
+    """Let errors of a command name what its script left out and what nothing sets."""
     try:
-        command = read_command(launch.words, version, place)
+        yield
     except UserInputError as error:
-        fix = " ".join((error.fix, *launch.notes))
-        raise UserInputError(error.what, value=error.value, limit=error.limit, fix=fix) from error
-    return dataclasses.replace(command, notes=(*launch.notes, *command.notes))
+        if launch is not None:
+            error.fix = " ".join((error.fix, *launch.notes))
+        raise
+
+
+def _refuse_unread(command: ReadCommand) -> None:
+    """Refuse a program that takes its model from elsewhere, unless the command describes it."""
+    unread = unread_model([command.script])
+    if unread and not {"num_layers", "hidden_size"} & command.explicit:
+        fix = "Give the flags of Megatron-LM that it comes to, or name a model and its settings."
+        raise UserInputError("--from", value=command.script, limit=unread, fix=fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,8 +168,7 @@ def test_a_command_whose_wish_cannot_be_kept(flags: str, words: str) -> None:
     ("setting", "own"),
     [
         ("train.precision=fp8", "bf16"),
-        ("train.seq_length=2048", "1024"),
-        ("train.fp8_recipe=mxfp8", "delayed"),
+        ("train.precision=fp16", "bf16"),
     ],
 )
 def test_a_job_is_not_priced_as_another_one(setting: str, own: str) -> None:
@@ -180,7 +179,8 @@ def test_a_job_is_not_priced_as_another_one(setting: str, own: str) -> None:
 
 
 def test_a_misspelt_free() -> None:
-    done = run("plan", "--from", JOB, "cluster=dgx_h100", "--free", "tensor_parallel_size")
+    job = f"torchrun --nproc-per-node 8 {JOB}"
+    done = run("plan", "--from", job, "cluster=dgx_h100", "--free", "tensor_parallel_size")
     assert done.code == 2
     assert "tensor_model_parallel_size" in done.err
 
