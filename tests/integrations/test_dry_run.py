@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import textwrap
 import time
 from pathlib import Path
@@ -157,6 +158,14 @@ IDIOMS = {
     "a program by its path": (
         f"PY=/opt/conda/bin/python; $PY -u t.py {MODEL}",
         f"/opt/conda/bin/python -u t.py {MODEL}",
+    ),
+    "a program that is looked up": (
+        f'X=1 $(which python3) a.py; "$(command -v torchrun)" t.py {MODEL}',
+        f"torchrun t.py {MODEL}",
+    ),
+    "a path that is made": (
+        f"$(echo {sys.executable}) t.py {MODEL}",
+        f"{sys.executable} t.py {MODEL}",
     ),
     "PATH of its own": (f"export PATH=/usr/bin:$PATH; PATH=/bin:$PATH {LAUNCH}", LAUNCH),
     "wrappers": (f"nohup env A=1 timeout -s INT 9 numactl --all {LAUNCH}", f"A=1 {LAUNCH}"),
