@@ -251,12 +251,14 @@ def test_a_script_without_one_launch_is_refused_with_what_it_lacks(
 
 
 def test_what_was_left_out_is_listed(tmp_path: Path) -> None:
-    path = write(tmp_path, f"rm -f a\n/bin/rm -f b\nsource no.sh\npython -c 'x'\n{LAUNCH} $A")
+    text = f"rm -f a\n/bin/rm -f b\nsource no.sh\npython -c 'x'\nnvidia-smi -L\n{LAUNCH} $A"
+    path = write(tmp_path, text)
     first, *notes = read(path).notes
-    assert first.startswith(f"The command is that of {path}, line 5")
+    assert first.startswith(f"The command is that of {path}, line 6")
     assert notes == [
         "Programs that were not run: rm (line 1), /bin/rm (line 2), python -c (line 4).",
-        "Variables that nothing sets, empty as in the shell: A (line 5).",
+        "Answered for the cluster that is planned for: nvidia-smi (line 5).",
+        "Variables that nothing sets, empty as in the shell: A (line 6).",
         "Not on this host: no.sh (line 3).",
     ]
 

@@ -71,8 +71,8 @@ class DryRun:
 
     Args:
         launches: in their order.
-        skipped, absent, unset: programs that were not run, files and folders that are not here,
-            variables that nothing sets; with their lines.
+        skipped, answered, absent, unset: programs that were not run, and those that were answered
+            for, files and folders that are not here, variables that nothing sets; with their lines.
         code: the exit status; ``None`` where time ended it.
         printed: the last lines of its output.
         exposed: why its redirections wrote to this machine's files; ``""`` where they did not.
@@ -80,6 +80,7 @@ class DryRun:
 
     launches: tuple[RecordedLaunch, ...]
     skipped: Mapping[str, str]
+    answered: Mapping[str, str]
     absent: Mapping[str, str]
     unset: Mapping[str, str]
     code: int | None
@@ -125,6 +126,7 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
         return DryRun(
             launches=tuple(launches),
             skipped=_listed(folder / "skipped"),
+            answered=_listed(folder / "answered"),
             absent=_listed(folder / "absent"),
             unset=_listed(folder / "unset"),
             code=code,
