@@ -106,8 +106,8 @@ def plan(**options: Any) -> int:
     f"nest-megatron estimate model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64{NEXT}"
     f"parallel.tensor_model_parallel_size=4 parallel.pipeline_model_parallel_size=4{NEXT}"
     "parallel.context_parallel_size=2 train.micro_batch_size=1",
-    "nest-megatron estimate --from 'torchrun --nproc-per-node 8 pretrain_gpt.py <your flags>' "
-    f"cluster=dgx_h100{NEXT}--set --seq-length=8192",
+    "nest-megatron estimate --from 'torchrun --nproc-per-node 8 --nnodes 8 pretrain_gpt.py "
+    f"<your flags>'{NEXT}cluster=dgx_h100 --set --seq-length=2048",
 )
 @config_dir_option
 @settings_argument
