@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.cluster.described import DISCOVERED, described
 from nest_megatron.cluster.discovery import LocalGpus, require_same_device, require_same_product
 from nest_megatron.cluster.host_outputs import divided_gpus
@@ -54,6 +57,39 @@ class DiscoveredCluster:
         reference = f"/accelerator@accelerator: {self.accelerator}"
         defaults = [dict([reference.split(": ")]), "_self_"] if self.accelerator else []
         return f"{head}\n{cluster_yaml(self.cluster, defaults)}"
+
+
+_TEMPLATE_HEAD = """\
+# Written by nest-megatron {version} cluster new: a complete cluster as it stands, two levels, H100.
+# Change what is marked CHANGE, then look at it and plan on it with
+#   nest-megatron clusters {path}
+#   nest-megatron plan model=llama3_8b cluster={path}
+"""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+
+
+def cluster_template(name: str | None, out: Path) -> str:
+    """A file of a cluster to fill in, with a comment for each field.
+
+    Args:
+        name: what reports call it; the file's name without its ending if not given.
+        out: the file that it is for.
+
+    Raises:
+        UserInputError: for a name that is no word.
+    """
+    called = out.stem if name is None else name
+    if not _NAME.fullmatch(called):
+        limit = "it must be a word of letters, digits, _, - and ., at most 100"
+        fix = "Write for example: nest-megatron cluster new site --out clusters/site.yaml"
+        raise UserInputError("NAME", value=called, limit=limit, fix=fix)
+    template = catalogue_root().joinpath("cluster", "custom.yaml").read_text(encoding="utf-8")
+    body = template[template.index("defaults:") :]
+    for field, word in (("name", called), ("description", f"{called}: describe it here")):
+        body = re.sub(rf"(?m)^{field}: +\S.*?(?=  +#|$)", f'{field}: "{word}"', body, count=1)
+    shown = shlex.quote(re.sub(r"[\x00-\x1f\x7f-\x9f]", "?", str(out)))
+    shown = shown if "/" in shown else f"./{shown}"
+    return _TEMPLATE_HEAD.format(version=__version__, path=shown) + body
 
 
 def discovered(
