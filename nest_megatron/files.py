@@ -36,6 +36,17 @@ def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
     write_bytes(path, text.encode("utf-8", errors="backslashreplace"), mode=mode)
 
 
+def require_new(path: Path, what: str) -> None:
+    """Refuse a file that is there already, whoever wrote it.
+
+    Raises:
+        UserInputError: naming it.
+    """
+    if not is_standard_output(path) and os.path.lexists(expanded(path, what)):
+        limit = "this file exists, and it is not replaced"
+        raise _refused(what, path, limit, "Name another file, or take it away first.")
+
+
 def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:
     """Write a file in one step: readers see the old file or the new one.
 

@@ -16,6 +16,8 @@ from nest_megatron.errors import UserInputError
 _LEVELS = ("leaf", "spine", "core")
 #: Hosts of one range; more is a slip, or nobody's cluster.
 _MOST_HOSTS = 100_000
+#: A slice of a GPU, as MIG and Slurm's GRES call it: 1g.10gb, a100_3g.20gb.
+_MIG = re.compile(r"\d+g\.\d+gb")
 #: Gb/s of one lane, by the names that ``ibnetdiscover`` prints.
 _LANES = {
     **{"SDR": 2.5, "DDR": 5.0, "QDR": 10.0, "FDR10": 10.0, "FDR": 14.0},
@@ -171,16 +173,38 @@ def _names(depth: int) -> tuple[str, ...]:
     return tuple(_LEVELS[i] if i < len(_LEVELS) else f"level_{i + 1}" for i in range(depth))
 
 
-def parse_slurm_nodes(text: str) -> dict[str, int]:
-    """``scontrol show node``: how many GPUs each node has."""
-    found = {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmNodes:
+    """What Slurm knows of nodes.
+
+    Args:
+        gpu_counts: whole GPUs of each node.
+        gpu_types: what Slurm calls them, where it names them.
+        divided: slices of nodes whose GPUs MIG divides.
+    """
+
+    gpu_counts: Mapping[str, int]
+    gpu_types: Mapping[str, str]
+    divided: Mapping[str, str]
+
+
+def parse_slurm_nodes(text: str) -> SlurmNodes:
+    """``scontrol show node``: what GPUs each node has."""
+    counts, types, divided = dict[str, int](), dict[str, str](), dict[str, str]()
     for node in re.split(r"(?=\bNodeName=)", text):
         name = re.match(r"NodeName=(\S+)", node)
         gres = re.search(r"\bGres=(\S+)", node)
-        if name and gres:
-            kinds = re.findall(r"\bgpu(?::[^:,(]+)*?:(\d+)(?![\w])", gres[1])
-            found[name[1]] = sum(map(int, kinds))
-    return found
+        if not name or not gres:
+            continue
+        found = re.findall(r"\bgpu:(?:([^:,(]+):)?(\d+)(?!\w)", gres[1])
+        slices = [f"{count} x {kind}" for kind, count in found if _MIG.search(kind)]
+        if slices:
+            divided[name[1]] = ", ".join(slices)
+            continue
+        counts[name[1]] = sum(int(count) for _, count in found)
+        if named := [kind for kind, _ in found if kind]:
+            types[name[1]] = ", ".join(named)
+    return SlurmNodes(gpu_counts=counts, gpu_types=types, divided=divided)
 
 
 def parse_ibnetdiscover(text: str) -> Topology:
@@ -280,10 +304,15 @@ def _joined(sets: Iterable[set[str]]) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesNodes:
-    """GPUs by node, and where the nodes are, if their labels say so."""
+    """GPUs by node, and where the nodes are, if their labels say so.
+
+    Args:
+        divided: slices of nodes whose GPUs MIG divides.
+    """
 
     gpus: Mapping[str, LocalGpus]
     topology: Topology | None
+    divided: Mapping[str, str]
 
 
 def parse_kubernetes_nodes(text: str) -> KubernetesNodes:
@@ -298,21 +327,34 @@ def parse_kubernetes_nodes(text: str) -> KubernetesNodes:
         labels = {str(n["metadata"]["name"]): dict(n["metadata"].get("labels", {})) for n in items}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _unreadable(what, f"it is no list of nodes ({error})", "") from error
-    gpus = {name: found for name, each in labels.items() if (found := _labelled_gpus(each))}
-    if not gpus:
+    divided = {name: slices for name, each in labels.items() if (slices := _slices(each))}
+    whole = {name: each for name, each in labels.items() if name not in divided}
+    gpus = {name: found for name, each in whole.items() if (found := _labelled_gpus(each))}
+    if not gpus and not divided:
         fix = "Install NVIDIA's GPU feature discovery, or give reports of the hosts (--read)."
         raise _unreadable(what, "no node has the labels nvidia.com/gpu.product and .count", fix)
     for family in _FAMILIES:
-        known = [key for key in family if all(key in labels[name] for name in gpus)]
+        known = [key for key in family if gpus and all(key in labels[name] for name in gpus)]
         if known:
             groups = {name: tuple(labels[name][key] for key in known) for name in gpus}
             names = tuple(key.rpartition("/")[2].rpartition("-")[2] for key in known)
             names = _names(len(known)) if family is _FAMILIES[1] else names
             source = f"{what}: {', '.join(known)}"
-            return KubernetesNodes(
-                gpus=gpus, topology=Topology(source=source, level_names=names, groups=groups)
-            )
-    return KubernetesNodes(gpus=gpus, topology=None)
+            topology = Topology(source=source, level_names=names, groups=groups)
+            return KubernetesNodes(gpus=gpus, topology=topology, divided=divided)
+    return KubernetesNodes(gpus=gpus, topology=None, divided=divided)
+
+
+def _slices(labels: Mapping[str, Any]) -> str:
+    """The MIG slices of a node; empty where its GPUs are whole.
+
+    With MIG's strategy ``single`` slices stand in for GPUs; with ``mixed`` each kind is counted.
+    """
+    product = str(labels.get("nvidia.com/gpu.product", ""))
+    if "-MIG-" in product:
+        return f"{labels.get('nvidia.com/gpu.count', '?')} x {product}"
+    counted = ((re.fullmatch(r"nvidia\.com/(mig-.+)\.count", key), n) for key, n in labels.items())
+    return ", ".join(f"{count} x {kind[1]}" for kind, count in counted if kind)
 
 
 def _labelled_gpus(labels: Mapping[str, Any]) -> LocalGpus | None:

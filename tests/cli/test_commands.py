@@ -171,6 +171,8 @@ def write_networks(folder: Path) -> None:
     logs = {"all_reduce_perf": "all_reduce_a100", "inside": "h100_node"}
     for name, source in {**logs, "over": "h100_one_gpu_a_node"}.items():
         text = (ROOT / "tests" / "profile" / "data" / f"{source}.log").read_text(encoding="utf-8")
+        # examples name a cluster of H100
+        text = text.replace("A100-SXM4-80GB", "H100 80GB HBM3")
         (folder / f"{name}.log").write_text(text, encoding="utf-8")
     kept = ("--profile", str(folder / "network.yaml"))
     assert run("network", "import", str(folder / "inside.log"), *kept).code == 0
