@@ -14,7 +14,7 @@ import io
 import json
 import re
 import tomllib
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +24,7 @@ import yaml
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import MAX_BYTES, read_text
+from nest_megatron.printing import cleaned
 
 #: The parser in C where libyaml is there.
 LOADER: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -32,6 +33,7 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 #: Characters of a scalar without quotes: YAML makes numbers of them, some in quadratic time.
 _MAX_PLAIN = 20_000
 _MAX_REASON = 200
+_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?")
 _NOT_BRACKETS = re.compile(r"[^][{}]+")
 
 
@@ -119,6 +121,26 @@ def read_csv(path: Path, what: str) -> tuple[tuple[str, ...], list[dict[str, str
     if (twice := _repeated(name for name in columns if name)) is not None:
         raise _refused(what, str(path), f"the column {twice!r} stands twice in it")
     return columns, rows
+
+
+def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
+    """Rows of the same columns as CSV with a head, without texts that a spreadsheet runs."""
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _no_formula(value) for name, value in row.items()} for row in rows)
+    return stream.getvalue()
+
+
+def _no_formula(value: object) -> object:
+    """A text as such: spreadsheets take one that begins so for a formula, and run it.
+
+    Source: https://owasp.org/www-community/attacks/CSV_Injection, which says what to put before.
+    """
+    if not isinstance(value, str):
+        return value
+    text = cleaned(value)
+    return f"'{text}" if text.startswith(tuple("=+-@\t")) and not _NUMBER.fullmatch(text) else text
 
 
 def parse_yaml(text: str, what: str, *, name: str | None = None) -> Any:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.printing import print_to_stderr
 
 #: Largest file that is read: a hundred times the largest plan, profile or table in use.
 MAX_BYTES = 32 * 2**20
@@ -339,7 +340,7 @@ def _unmapped_users() -> frozenset[int]:
 @functools.cache
 def warn_once(text: str) -> None:
     """Say on standard error, once a process, what is gone without."""
-    print(f"warning: {text}", file=sys.stderr)
+    print_to_stderr(f"warning: {text}")
 
 
 def _kind_of(mode: int) -> str | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import csv
 import dataclasses
+import io
 import json
 import os
 import re
@@ -20,6 +22,7 @@ import nest_megatron
 from nest_megatron.app.asked import Asked, Work
 from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.config.launch import read_words
+from nest_megatron.documents import csv_text
 from nest_megatron.errors import UserInputError
 from tests.cli.runs import ROOT, SMALL, environment, run
 
@@ -250,6 +253,60 @@ def test_a_name_in_a_file_is_no_markup_of_a_page(tmp_path: Path) -> None:
     if made.code == 0:
         assert run("explain", str(plan), "--html", str(page)).code == 0
         assert "<script>x</script>" not in page.read_text()
+
+
+#: A name that clears a screen, retitles a window, turns the direction of writing, adds a line.
+EVIL = "x\x1b[2J\x1b]0;mine\x07\x9b\u202e\u2066\u200by"
+ACTED_ON = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def test_no_name_reaches_a_terminal_as_more_than_text(tmp_path: Path) -> None:
+    files = {group: tmp_path / f"{group}.yaml" for group in ("model", "cluster")}
+    for group, shipped in (("model", "llama3_8b"), ("cluster", "dgx_h100")):
+        text = catalogue_root().joinpath(group, f"{shipped}.yaml").read_text(encoding="utf-8")
+        named = re.sub("^name:.*", lambda _: f"name: {json.dumps(EVIL)}", text, flags=re.MULTILINE)
+        files[group].write_text(named)
+    plan, page = tmp_path / "plan.yaml", tmp_path / "plan.html"
+    model, cluster = (str(files[group]) for group in ("model", "cluster"))
+    for words in (
+        ("models", model),
+        ("clusters", cluster),
+        ("plan", f"model={model}", f"cluster={cluster}", "cluster.num_gpus=8", f"out={plan}"),
+        ("explain", str(plan), "--html", str(page)),
+        ("pin", str(plan), "--by", f"{EVIL}\nSigned by Ada.", "--note", EVIL),
+        ("verify", str(plan)),
+        ("explain", str(plan)),
+    ):
+        done = run(*words)
+        assert done.code == 0, done.err
+        assert not ACTED_ON.search(done.out + done.err), words
+        assert "Signed by Ada." not in done.out.splitlines()
+        if words[0] in ("models", "verify"):
+            assert r"x\x1b[2J" in done.out
+    assert not ACTED_ON.search(page.read_text(encoding="utf-8"))
+    for words in (("plan", f"model={EVIL}"), ("plan", f"{EVIL}=1"), (EVIL,), ("plan", f"--{EVIL}")):
+        done = run(*words)
+        assert done.code == 2
+        assert not ACTED_ON.search(done.out + done.err), words
+    assert not ACTED_ON.search(str(nest_megatron.load_plan(plan)))
+
+
+def test_nothing_is_printed_but_through_what_cleans_it() -> None:
+    found = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if name in ("print", "sys.stdout.write", "sys.stderr.write", "click.echo"):
+                found.add(str(path.relative_to(PACKAGE)))
+    assert found == {"cli/commands.py", "printing.py"}  # the first prints shells' completions
+
+
+@pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t"])
+def test_no_cell_of_a_table_is_a_formula(start: str) -> None:
+    lines = list(csv.reader(io.StringIO(csv_text([{"a": f"{start}cmd|' /C calc'!A0", "b": -1.5}]))))
+    assert lines[1] == [f"'{start}cmd|' /C calc'!A0", "-1.5"]
+    assert csv_text([{"a": "\r=1\x1b"}]) == "a\n\\r=1\\x1b\n"
+    assert "\n-2e-05," in csv_text([{"a": "-2e-05", "b": "x"}])
 
 
 def test_help_loads_no_file_of_the_folder(tmp_path: Path) -> None:

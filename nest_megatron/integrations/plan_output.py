@@ -18,6 +18,7 @@ from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
 from nest_megatron.planner.pins import Pin, PinnedPlan, PinnedTable, is_pinned, plan_text
 from nest_megatron.planner.plan_table import TableText, is_table
+from nest_megatron.printing import one_line
 from nest_megatron.version import __version__
 
 
@@ -103,4 +104,4 @@ def pinned_file(named: str | None) -> Path:
 
 def pinned_by(pin: Pin) -> str:
     """What is said of who pinned a plan."""
-    return f"Pinned {pin.created} by {pin.by}."
+    return f"Pinned {one_line(pin.created)} by {one_line(pin.by)}."
