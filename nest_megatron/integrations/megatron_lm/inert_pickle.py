@@ -59,7 +59,7 @@ def load_state(stream: IO[bytes], name: str) -> Any:
         UserInputError: if it is beyond the limits.
         Exception: any, if it is damaged.
     """
-    with zipfile.ZipFile(_Bounded(stream, name)) as archive:  # type: ignore[type-var]
+    with zipfile.ZipFile(_Bounded(stream, name)) as archive:
         entry = next(e for e in archive.infolist() if e.filename.endswith("data.pkl"))
         if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise _refused(name, "its data.pkl is compressed as torch.save does not")
