@@ -10,12 +10,13 @@ import re
 import secrets
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TextIO
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.printing import print_to_stderr
 
 #: Largest file that is read: a hundred times the largest plan, profile or table in use.
 MAX_BYTES = 32 * 2**20
@@ -267,6 +268,17 @@ def read_bytes(path: Path, what: str, *, most: int = MAX_BYTES, whole: bool = Tr
     Args:
         whole: refuse a file of more than ``most`` bytes, of which the first are returned otherwise.
     """
+    return read_opened(path, what, most=most, whole=whole)[0]
+
+
+def read_opened(
+    path: Path, what: str, *, most: int = MAX_BYTES, whole: bool = True
+) -> tuple[bytes, Path]:
+    """The bytes of a regular file as ``read_bytes``, and where the file lies that was opened.
+
+    Links are followed once: whatever the path names by now, the place is that of these bytes. Where
+    the system does not say it (``/proc``), it is the path's, links followed.
+    """
     try:
         # a pipe without a writer would block for ever
         descriptor = os.open(expanded(path, what), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -275,19 +287,71 @@ def read_bytes(path: Path, what: str, *, most: int = MAX_BYTES, whole: bool = Tr
             if kind is not None:
                 raise _unreadable(path, what, f"it is {kind}, not a regular file")
             content = stream.read(most + 1)
+            opened = _place_of(descriptor, path)
     except UserInputError:
         raise
     except (OSError, ValueError) as error:  # a null character in a name is a ValueError
         raise _unreadable(path, what, getattr(error, "strerror", None) or str(error)) from error
     if whole and len(content) > most:
         raise _unreadable(path, what, f"it is larger than {most / 2**20:g} MiB")
-    return content
+    return content, opened
+
+
+def _place_of(descriptor: int, path: Path) -> Path:
+    link = Path(f"/proc/self/fd/{descriptor}")
+    if not link.is_symlink():
+        return path.resolve()
+    if not os.fstat(descriptor).st_nlink:
+        raise OSError(errno.ENOENT, "it was removed while it was read")
+    return link.readlink()
+
+
+def require_unwritable(path: Path, what: str, owners: Collection[int]) -> None:
+    """Refuse a file that others than its owners may change, as sshd does (``StrictModes``).
+
+    The file and every folder above it belong to an owner, and neither a group nor others may write
+    to them; of a folder with the sticky bit they may, for they can replace nothing there.
+
+    Args:
+        what: names the file in errors.
+        owners: user ids; root is one.
+
+    Raises:
+        UserInputError: naming the first file or folder that is otherwise, or is not there.
+    """
+    real = Path(os.path.realpath(path))
+    trusted = {0, *owners, *_unmapped_users()}
+    for each in dict.fromkeys((real, *real.parents, *path.absolute().parents)):
+        try:
+            state = each.stat()
+        except OSError as error:
+            raise _unreadable(path, what, error.strerror or str(error)) from error
+        if state.st_uid not in trusted:
+            limit, fix = f"{each} belongs to user {state.st_uid}", f"chown root {each}"
+        elif state.st_mode & 0o022 and not (each.is_dir() and state.st_mode & stat.S_ISVTX):
+            limit, fix = f"a group or others may write to {each}", f"chmod go-w {each}"
+        else:
+            continue
+        raise _refused(what, path, f"{limit}, who could change what it says", fix)
+
+
+@functools.cache
+def _unmapped_users() -> frozenset[int]:
+    """The id that files of unknown users have in a container, root's of the host among them."""
+    try:
+        unknown = int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
+        lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return frozenset()
+    known = (tuple(map(int, line.split())) for line in lines)
+    is_known = any(first <= unknown < first + count for first, _, count in known)
+    return frozenset() if is_known else frozenset({unknown})
 
 
 @functools.cache
 def warn_once(text: str) -> None:
     """Say on standard error, once a process, what is gone without."""
-    print(f"warning: {text}", file=sys.stderr)
+    print_to_stderr(f"warning: {text}")
 
 
 def _kind_of(mode: int) -> str | None:

@@ -34,6 +34,7 @@ from nest_megatron.integrations.stated_job import StatedJob
 from nest_megatron.integrations.typed_command import plan_command, read_typed
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
+from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import error_fields, progress
 from nest_megatron.report.failure import WITHOUT_PLAN
 from nest_megatron.units import Seconds
@@ -296,7 +297,7 @@ def run_one(config: DictConfig) -> int:
             result = outcome(lambda begun_s: job.plan(begun_s, report))
         write_result(folder, job, result)
         if tell and sys.stderr.isatty():
-            print(f"Job {config.job + 1} is done.", file=sys.stderr)
+            print_to_stderr(f"Job {config.job + 1} is done.")
     return OK
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from nest_megatron.errors import BAD_INPUT, INTERRUPTED, OK, PROGRAM
+from nest_megatron.printing import print_to_stderr
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +46,7 @@ def _interrupted(error: KeyboardInterrupt) -> int:
     # clears the mark (run_eval_code_obj in Python/pythonrun.c).
     exec("")
     told = f": {error}" if str(error) else ""
-    print(f"Interrupted{told}.", file=sys.stderr)
+    print_to_stderr(f"Interrupted{told}.")
     return INTERRUPTED
 
 
@@ -63,7 +64,7 @@ def _run(arguments: list[str], begun_s: float) -> int:
         print_error(error, as_json=as_json)
         return error.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
-        print(error.format_message(), file=sys.stderr)
+        print_to_stderr(error.format_message())
         return BAD_INPUT
     except click.ClickException as error:  # in the form of our own errors
         command = getattr(getattr(error, "ctx", None), "command_path", PROGRAM)

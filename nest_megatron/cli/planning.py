@@ -26,6 +26,7 @@ from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.typed_command import CommandPlan, plan_command
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.launch import script_words
+from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import command_lines, progress, say, show, show_json
 from nest_megatron.report.failure import WITHOUT_PLAN
 from nest_megatron.report.memory_words import plan_verdict
@@ -259,4 +260,4 @@ def _tell(
         say(f"Written to {out}; `nest-megatron explain {out}` {shown}.")
     if not found.predicted.fits:
         verdict = plan_verdict(found.record)
-        print(f"{verdict[0].upper()}{verdict[1:]}: peak memory per GPU.", file=sys.stderr)
+        print_to_stderr(f"{verdict[0].upper()}{verdict[1:]}: peak memory per GPU.")

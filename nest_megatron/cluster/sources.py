@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from nest_megatron.cluster.topology import (
     parse_slurm_nodes,
     parse_slurm_topology,
 )
+from nest_megatron.documents import parse_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_text
 from nest_megatron.plain import from_plain
@@ -174,7 +174,7 @@ def reports(text: str) -> Sources:
     hosts = []
     for line in filter(str.strip, text.splitlines()):
         try:
-            fields = json.loads(line)
+            fields = parse_json(line, "report of a host")
         except (ValueError, RecursionError) as error:
             limit = f"it is no line of nest-megatron cluster report ({error})"
             fix = "Print reports alone into the file."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from itertools import product
 from typing import Any
 
 from nest_megatron.cluster.discovery import LocalGpus
+from nest_megatron.documents import parse_json
 from nest_megatron.errors import UserInputError
 
 _LEVELS = ("leaf", "spine", "core")
@@ -323,7 +323,7 @@ def parse_kubernetes_nodes(text: str) -> KubernetesNodes:
     """
     what = "kubectl get nodes -o json"
     try:
-        items = json.loads(text)["items"]
+        items = parse_json(text, what)["items"]
         labels = {str(n["metadata"]["name"]): dict(n["metadata"].get("labels", {})) for n in items}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _unreadable(what, f"it is no list of nodes ({error})", "") from error

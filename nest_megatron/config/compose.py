@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.resources
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from nest_megatron.catalogue_files import GROUPS as CATALOGUE_GROUPS
 from nest_megatron.catalogue_files import catalogue_names, catalogue_root
 from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.config.defaults import naming_defaults
@@ -23,6 +23,7 @@ from nest_megatron.config.overrides import (
     first_line,
     hydra_form,
     is_path,
+    refuse_resolvers,
     type_limit,
     unreadable,
 )
@@ -36,8 +37,6 @@ from nest_megatron.plain import to_plain
 _OWN_ENTRY = "_described"
 _LEVELS = "cluster.levels."
 _LEVEL = re.compile(r"cluster\.levels\.([^.]+)\.")
-#: OmegaConf's call of a function, such as one that reads a variable of the environment.
-_RESOLVER = re.compile(r"\$\{.*:", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +83,11 @@ def _composed(
     settings = _with_undivided_levels(settings, config_dir)
     settings = _with_numbered_levels(settings, config_dir, described)
     settings, described = _with_other_accelerator(settings, config_dir, described)
-    overrides = [_described(group, fields) for group, fields in described.items()]
+    overrides = [_described(group, fields, config_dir) for group, fields in described.items()]
     overrides += [_named(setting, config_dir, notes) for setting in settings]
+    for override in overrides:
+        key, _, value = override.partition("=")
+        refuse_resolvers(key, [key, value])
     if config_dir is not None:
         folder = config_dir.expanduser()
         if not folder.is_dir():
@@ -93,8 +95,12 @@ def _composed(
             limit = "there is no such folder"
             raise UserInputError("--config-dir", value=str(config_dir), limit=limit, fix=fix)
         overrides.append(f"hydra.searchpath=['file://{folder.resolve()}']")
+        refuse_resolvers("--config-dir", str(folder.resolve()))
         for setting in settings:
-            _check_own(folder, setting.key, setting.value)
+            group = setting.key.rpartition(".")[2]
+            if group in CATALOGUE_GROUPS and not is_path(setting.value or ""):
+                own = {"defaults": [{f"/{group}": setting.value}]}
+                _check_included(group, own, config_dir)
     with importlib.resources.as_file(catalogue_root()) as catalogue:
         config = _compose(str(catalogue.resolve()), overrides)
     given = frozenset((*described, *(setting.key for setting in settings)))
@@ -192,19 +198,37 @@ def _with_other_accelerator(
     return kept, {**described, "cluster": {**chosen, **others}}
 
 
-def _check_own(folder: Path, group: str, name: object) -> None:
-    """Read a file of the user's folder, and those that it names, once each, before Hydra does."""
+def _check_included(group: str, fields: Mapping[str, Any], config_dir: Path | None) -> None:
+    """Refuse a description that includes anything but entries of the catalogue or of the user.
+
+    Hydra reads what ``defaults`` names, wherever it lies; files of the user are checked here, once
+    each, as the first one.
+    """
     seen: set[Path] = set()
-    left = [(group, name)]
+    left = [*_included(group, fields)]
     while left:
         group, name = left.pop()
-        path = folder / group.partition("@")[0].lstrip("/") / f"{name}.yaml"
-        if path in seen or not path.is_file():
-            continue
-        seen.add(path)
-        for choice in read_mapping(group, path).get("defaults", ()):
-            if isinstance(choice, Mapping):
-                left += [(str(key).removeprefix("override "), choice[key]) for key in choice]
+        check_choice(group, name, config_dir)
+        path = Path() if config_dir is None else config_dir.expanduser() / group / f"{name}.yaml"
+        if path not in seen and path.is_file():
+            seen.add(path)
+            left += _included(group, read_mapping(group, path))
+
+
+def _included(group: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Group and name of what a description's ``defaults`` includes."""
+    for entry in fields.get("defaults", ()):
+        pairs = entry.items() if isinstance(entry, Mapping) else [(f"/{group}", entry)]
+        for key, name in pairs:
+            words = str(key).split() or [""]
+            of = words[-1].partition("@")[0]
+            if name == "_self_" and not isinstance(entry, Mapping):
+                continue
+            if of.removeprefix("/") not in CATALOGUE_GROUPS or not of.startswith("/"):
+                limit = f"a description includes entries of /{', /'.join(CATALOGUE_GROUPS)}"
+                fix = "For example - /accelerator@accelerator: h100_sxm_80gb."
+                raise UserInputError(f"{group} defaults", value=str(entry), limit=limit, fix=fix)
+            yield of.removeprefix("/"), str(name)
 
 
 def _named(setting: Setting, config_dir: Path | None, notes: list[str]) -> str:
@@ -212,14 +236,16 @@ def _named(setting: Setting, config_dir: Path | None, notes: list[str]) -> str:
     if setting.key in GROUPS and setting.value is not None and is_path(setting.value):
         path = Path(setting.value.strip("'\"")).expanduser()
         if setting.key == "model":
-            return _described("model", _model_file(path, notes))
-        return _described("cluster", read_mapping("cluster", path))
+            return _described("model", _model_file(path, notes), config_dir)
+        return _described("cluster", read_mapping("cluster", path), config_dir)
     return hydra_form(setting, config_dir)
 
 
-def _described(group: str, fields: Mapping[str, Any]) -> str:
+def _described(group: str, fields: Mapping[str, Any], config_dir: Path | None) -> str:
     from hydra.core.config_store import ConfigStore
 
+    refuse_resolvers(group, fields)
+    _check_included(group, fields, config_dir)
     ConfigStore.instance().store(name=_OWN_ENTRY, node=fields, group=group)
     return f"{group}={_OWN_ENTRY}"
 
@@ -335,20 +361,9 @@ def _loaded(group: str, path: Path) -> Mapping[str, Any]:
         raise _bad_file(group, path, "a name of a field is no text")
     if not isinstance(loaded.get("defaults", []), Sequence):
         raise _bad_file(group, path, "defaults must be a list")
-    for value in _texts(OmegaConf.to_container(loaded, resolve=False)):
-        if _RESOLVER.search(value):
-            raise _bad_file(group, path, f"{value!r} calls a resolver, and a file is only data")
+    fix = f"Write the value itself into {path.name}."
+    refuse_resolvers(group, OmegaConf.to_container(loaded, resolve=False), fix)
     return loaded
-
-
-def _texts(value: object) -> Iterator[str]:
-    """Every text inside plain data."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from itertools.chain.from_iterable(map(_texts, (*value, *value.values())))
-    elif isinstance(value, list):
-        yield from itertools.chain.from_iterable(map(_texts, value))
 
 
 def _of_own_file(group: str, path: Path, loaded: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ from nest_megatron.config.defaults import naming_defaults, with_defaults
 from nest_megatron.config.overrides import (
     Setting,
     parse,
+    refuse_resolvers,
     refuse_sweeps,
     type_limit,
     unreadable,
@@ -88,6 +89,7 @@ def read_words(words: Iterable[str]) -> LaunchWords:
             job.append(_job_setting(f"search.{text}"))
         elif equals and key in launch_keys():
             key = "watch.steps" if key == "watch" else key
+            refuse_resolvers(f"nest.{key}", value)
             launch.append(Setting(key=key, value=value))
         else:
             job.append(_job_setting(text))

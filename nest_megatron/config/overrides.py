@@ -32,6 +32,8 @@ MAX_JOBS = 100_000
 _MAX_LENGTH, _MAX_DEPTH = 20_000, 16
 #: What stands before fields of a cluster's description whose names end with their units.
 _MACHINES = ("cluster.levels.", "cluster.accelerator.")
+#: OmegaConf's call of a function, such as one that reads a variable of the environment.
+_RESOLVER = re.compile(r"\$\{.*:", re.DOTALL)
 #: Values that are text whatever characters they hold.
 _TEXT_KEYS = ("out", "parallel.pipeline_model_parallel_layout")
 
@@ -90,10 +92,36 @@ def _setting(text: str) -> Setting:
         fix = next(meant, "For example model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64.")
         limit = "settings are written key=value"
         raise UserInputError("override", value=text, limit=limit, fix=fix)
+    refuse_resolvers(key, [key, value])
     key = key.lstrip("+").strip()
     if key == "model.hf":
         key = "model"
     return Setting(key=_whole_key(key), value=value.strip())
+
+
+def refuse_resolvers(what: str, value: object, fix: str = "Write the value itself.") -> None:
+    """Refuse a value, or one inside it, that has OmegaConf call a function.
+
+    What is typed, read of a file or sent by a browser is data: it reads no variable of the
+    environment.
+
+    Args:
+        what: names the value in the error.
+    """
+    for text in _texts(value):
+        if _RESOLVER.search(text.replace("\\", "")):  # Hydra's grammar takes backslashes away
+            limit = "it calls a resolver of OmegaConf, and values are only data"
+            raise UserInputError(what, value=text, limit=limit, fix=fix)
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every text inside plain data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from itertools.chain.from_iterable(map(_texts, (*value, *value.values())))
+    elif isinstance(value, list | tuple):
+        yield from itertools.chain.from_iterable(map(_texts, value))
 
 
 def _whole_key(key: str) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
 from nest_megatron.config.schema import TrainConfig
+from nest_megatron.documents import parse_json
 from nest_megatron.errors import UserInputError, shortened
 from nest_megatron.files import read_bytes, read_text
 from nest_megatron.model.sequence_lengths import (
@@ -151,7 +151,7 @@ def _row(line: str) -> tuple[int, int]:
     if line.lstrip()[0] != "{":
         length, *count = line.replace(",", " ").split()
         return int(length), int(count[0]) if count else 1
-    row = json.loads(line)
+    row = parse_json(line, _FILE)
     value = row[next(name for name in (*_FIELDS, "") if name in row or not name)]
     return (len(value) if isinstance(value, list) else int(value)), 1
 

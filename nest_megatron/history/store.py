@@ -16,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nest_megatron.documents import parse_json
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.files import MAX_BYTES, append_line, expanded, warn_once
 from nest_megatron.history.records import REFUSED, SCHEMA, Outcome, RefusedLaunch, RunRecord
@@ -118,7 +119,7 @@ def _records(path: Path) -> Iterator[RunRecord | RefusedLaunch]:
         if not line.strip():
             continue
         try:
-            fields = _shown(json.loads(line))
+            fields = _shown(parse_json(line.decode(), "record"))
             if isinstance(fields, dict) and fields.get("schema", 0) > SCHEMA:
                 newer += 1
                 continue

@@ -19,6 +19,7 @@ from nest_megatron.config.job import ReadCommand
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, read_checkpoint
+from nest_megatron.integrations.megatron_lm.inert_pickle import is_plain
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error, flag_of
 
 _SWITCH, _DEGREES_SWITCH = "use_checkpoint_args", "use_mp_args_from_checkpoint_args"
@@ -91,7 +92,7 @@ def taken(values: _Values, saved: _Values, version: str) -> dict[str, Any]:
     if values.get(_DEGREES_SWITCH) and values.get(_PER_VIRTUAL_STAGE) is None:
         found[_PER_VIRTUAL_STAGE] = saved.get(_PER_VIRTUAL_STAGE)
     for name, value in found.items():
-        if not _is_plain(value):
+        if not is_plain(value):
             limit = "the checkpoint holds an object there, which is not read"
             raise flag_error(name, type(value).__name__, limit, f"Give it, and {_BY_HAND}.")
     return found
@@ -187,7 +188,7 @@ def _notes(values: _Values, saved: SavedCheckpoint, version: str) -> Iterator[st
     yield f"--use-checkpoint-args: the model is read from {saved.directory}."
     for name in (*_rows("not_taken", "both"), *_rows("not_taken", version)):
         before, now = saved.arguments.get(name), values.get(name)
-        if before and name in values and _is_plain(before) and before != now:
+        if before and name in values and is_plain(before) and before != now:
             yield (
                 f"The checkpoint was saved with {name} = {before}, which Megatron {version} does "
                 f"not take from it; the command has {now}."
@@ -226,12 +227,6 @@ def _table(version: str) -> tuple[tuple[str, bool], ...]:
     """Destinations, and whether they replace what the command says."""
     kinds = (("replaced", True), ("filled", False))
     return tuple((n, flag) for k, flag in kinds for n in (*_both(k), *_rows(version, k)))
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _capital(text: str) -> str:

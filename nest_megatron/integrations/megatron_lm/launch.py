@@ -49,6 +49,7 @@ from nest_megatron.integrations.site_policy import require_launch
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.launch import launch_words
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.printing import print_cleaned
 from nest_megatron.profile.mode import ProfileMode
 from nest_megatron.report.console import command_lines, say, show
 
@@ -303,7 +304,7 @@ def _print_costs(searched: planning.Searched) -> None:
     try:
         show(flag_cost_report(searched.best_s, planning.costs(searched)))
     except NestError as error:
-        print(f"nest: what the kept flags cost cannot be said: {error}", flush=True)
+        print_cleaned(f"nest: what the kept flags cost cannot be said: {error}")
 
 
 def _asked_file(launched: LaunchedJob) -> Path | None:

@@ -7,11 +7,11 @@ the pieces of a SentencePiece model; neither transformers nor sentencepiece is n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from nest_megatron.documents import Limits, parse_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_bytes, read_text
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
@@ -20,6 +20,7 @@ from nest_megatron.model.spec import ModelFamily
 _Values = Mapping[str, Any]
 _OLD = "0.16.1"
 _MOST_BYTES = 512 << 20
+_LIMITS = Limits(num_bytes=_MOST_BYTES, num_nodes=_MOST_BYTES // 8)
 #: ``len`` of transformers' AutoTokenizer (a:167, sft_tokenizer.py:42; b huggingface_tokenizer:345).
 _HUGGING_FACE = ("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer")
 _SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -167,12 +168,8 @@ def _contents(tokens: Any) -> Iterator[str]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(read_text(path, str(path), most=_MOST_BYTES))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, UserInputError):
-            raise
-        raise _refused(path, f"it is no readable JSON ({error})") from error
+    text = read_text(path, str(path), most=_MOST_BYTES)
+    found = parse_json(text, str(path), limits=_LIMITS)
     if not isinstance(found, dict):
         raise _refused(path, "it is no JSON object")
     return found
