@@ -87,6 +87,7 @@ _STATES_IN = (
 )
 _GRADIENTS, _WEIGHTS = "--grad-reduce-in-bf16", "--fp8-param-gather"
 _STATES = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+_HOST = "--optimizer-cpu-offload --use-precision-aware-optimizer"
 _FP8_STATES = _STATES.replace("bf16", "fp8")
 _CAPACITY = "--moe-expert-capacity-factor 1.0"
 _FP4 = "--fp4-format e2m1 --fp4-recipe nvfp4"
@@ -106,9 +107,15 @@ def _in(precision: str, optimizer: str, model: str) -> dict[str, str]:
         _GRADIENTS: f"{precision}.grad_reduce_in_fp32=False",
         _STATES: _STATES_IN.format(optimizer, "bfloat16"),
         _FP8_STATES: _STATES_IN.format(optimizer, "uint8"),
+        _HOST: f"{optimizer}.optimizer_cpu_offload=True "
+        f"{optimizer}.use_precision_aware_optimizer=True",
         _WEIGHTS: f"{precision}.fp8_param_gather=True",
         _CAPACITY: f"{model}.moe_expert_capacity_factor=1.0",
         **formats,
+        **{
+            f"{flags} {_WEIGHTS}": f"{words} {precision}.fp8_param_gather=True"
+            for flags, words in formats.items()
+        },
         _FP4: f"{precision}.fp4=e2m1 {precision}.fp4_recipe=nvfp4",
     }
 
