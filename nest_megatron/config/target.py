@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Collection, Iterable, Mapping
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -177,8 +178,9 @@ def read_memory_offers(
                 stages = knob.zero_stages(stages)
             if stages and (words := (*(word for _, word in pairs), *more)):
                 narrow = dataclasses.replace(space, zero_stages=stages)
-                found.append(MemoryOffer(words=words, settings=settings, space=narrow))
-    return tuple(sorted(found, key=lambda offer: len(offer.words)))
+                offer = MemoryOffer(words=words, settings=settings, space=narrow)
+                found.append((len(words), len(more), offer))
+    return tuple(offer for *_, offer in sorted(found, key=itemgetter(0, 1)))
 
 
 def _open_knobs(

@@ -95,6 +95,7 @@ _FP8 = {
     f"--fp8-format {each} --fp8-recipe {recipe}": (each, recipe)
     for each, recipe in (("hybrid", "tensorwise"), ("e4m3", "blockwise"), ("e4m3", "mxfp8"))
 }
+_TENSORWISE = next(iter(_FP8))
 
 
 def _in(precision: str, optimizer: str, model: str) -> dict[str, str]:
@@ -112,10 +113,7 @@ def _in(precision: str, optimizer: str, model: str) -> dict[str, str]:
         _WEIGHTS: f"{precision}.fp8_param_gather=True",
         _CAPACITY: f"{model}.moe_expert_capacity_factor=1.0",
         **formats,
-        **{
-            f"{flags} {_WEIGHTS}": f"{words} {precision}.fp8_param_gather=True"
-            for flags, words in formats.items()
-        },
+        f"{_TENSORWISE} {_WEIGHTS}": f"{formats[_TENSORWISE]} {precision}.fp8_param_gather=True",
         _FP4: f"{precision}.fp4=e2m1 {precision}.fp4_recipe=nvfp4",
     }
 

@@ -152,6 +152,7 @@ class PlanRequest:
         offer: another sharding to be priced by ``offers.offers``.
         packages: backends of the token all-to-all whose package is not known to be there.
         numeric_offers: choices that change numbers, for ``offers.numeric_offers``.
+        remedies: whether what would help is looked for where nothing fits.
         memory_offers: what is tried where nothing fits, the fewest changes first.
         reliability: how often the job fails; ``None`` says nothing of goodput.
         objective: what the plan has least of, among those that the search keeps.
@@ -191,6 +192,7 @@ class PlanRequest:
     offer: Offer | None = None
     packages: Mapping[FlexBackend, Package] = field(default_factory=dict)
     numeric_offers: tuple[NumericOffer, ...] = ()
+    remedies: bool = True
     memory_offers: tuple[MemoryOffer, ...] = ()
     reliability: Reliability | None = None
     objective: Objective = Objective.EXPECTED

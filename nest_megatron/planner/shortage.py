@@ -150,15 +150,19 @@ def no_plan(
         deadline: when it passes, what was found until then is told.
         find: looks for the plans that changes make possible.
     """
-    number = _fewest_gpus(request, deadline.part(_NUMBER_SHARE))
+    number = None
+    if request.remedies:
+        number = _fewest_gpus(request, deadline.part(_NUMBER_SHARE))
     until = deadline.part(_NUMBER_SHARE)
     shortage = least_memory(_new_search(request, model, until), until.passed)
     is_complete = not until.passed()
     assert shortage is not None, "a legal space has a plan that needs least memory"
     missing = shortage.needed_bytes - model.capacity_bytes
-    remedies = [*_of_number(request, number, deadline, find)]
-    remedies += _of_memory(request, deadline, find)
-    remedies += _of_limits(request, missing, deadline, find)
+    remedies = [
+        *_of_number(request, number, deadline, find),
+        *_of_memory(request, deadline, find),
+        *_of_limits(request, missing, deadline, find),
+    ]
     return NoPlan(
         shortage=shortage,
         missing_bytes=missing,
@@ -209,7 +213,7 @@ def _of_number(
 def _of_memory(request: PlanRequest, deadline: Deadline, find: Find) -> Iterator[Remedy]:
     """The fewest changes of what memory holds, each set of them tried."""
     found: list[set[str]] = []
-    for offer in request.memory_offers:
+    for offer in request.memory_offers if request.remedies else ():
         if len(found) == _MOST_OF_MEMORY or deadline.passed():
             return
         changed = dataclasses.replace(request, settings=offer.settings, space=offer.space)
@@ -226,7 +230,7 @@ def _of_limits(
     accelerator = request.cluster.accelerator
     given = _given(request.space)
     freed = dataclasses.replace(request, space=_freed(request.space))
-    if given and _fits(freed, deadline):
+    if request.remedies and given and _fits(freed, deadline):
         yield _remedy(f"leave free what is fixed ({', '.join(given)})", freed, deadline, find)
     # A smaller margin, where less is missing than such predictions are wrong by.
     limit = capacity_bytes(accelerator, request.settings)
@@ -273,38 +277,40 @@ def _fewest_gpus(request: PlanRequest, deadline: Deadline) -> FewestGpus | None:
     The bound on states is doubled and halved to, which takes little time; from there on up each
     number is tried. Where time ends that, the bound is left. ``None`` where no number helps.
     """
-    cluster = request.cluster
-    node, most = cluster.gpus_per_node, LARGEST_CLUSTER
+    cluster, node = request.cluster, request.cluster.gpus_per_node
 
     def request_of(num_gpus: int) -> PlanRequest:
         return dataclasses.replace(request, cluster=cluster.resized(num_gpus))
 
-    def has_room(units: int) -> bool:
-        search = _new_search(request_of(units * unit), None, deadline)
+    def has_room(num_gpus: int) -> bool:
+        search = _new_search(request_of(num_gpus), None, deadline)
         states = map(search.memory.of_shard_states, search.grids.shards())
         return min(states, default=math.inf) <= search.model.capacity_bytes
 
-    size = 2 * cluster.num_gpus
-    while size < node:
+    for size in _sizes(cluster.num_gpus, node, _unit(request.space, node), has_room):
+        if deadline.passed():
+            return FewestGpus(size, fits=False)
         if _fits(request_of(size), deadline):
             return FewestGpus(size, fits=True)
-        size *= 2
-    unit = _unit(request.space, node)
-    low = cluster.num_gpus // unit
-    high = low + 1
-    while not has_room(high):
-        low, high = high, 2 * high
-        if high * unit > most:
-            return None
-    first = low + 1 + bisect.bisect_left(range(low + 1, high), True, key=has_room)
-    number = first
-    while number * unit <= most:
-        if deadline.passed():
-            return FewestGpus(first * unit, fits=False)
-        if _fits(request_of(number * unit), deadline):
-            return FewestGpus(number * unit, fits=True)
-        number += max(1, int(_STEP * number))
     return None
+
+
+def _sizes(num_gpus: int, node: int, unit: int, has_room: Callable[[int], bool]) -> Iterator[int]:
+    """Larger numbers of GPUs from the smallest that has room for states on, in units of nodes."""
+    while (num_gpus := 2 * num_gpus) < node:
+        if has_room(num_gpus):
+            yield num_gpus
+    low = num_gpus // 2 // unit
+    high = low + 1
+    while not has_room(high * unit):
+        low, high = high, 2 * high
+        if high * unit > LARGEST_CLUSTER:
+            return
+    between = range(low + 1, high)
+    number = low + 1 + bisect.bisect_left(between, True, key=lambda units: has_room(units * unit))
+    while number * unit <= LARGEST_CLUSTER:
+        yield number * unit
+        number += max(1, int(_STEP * number))
 
 
 def _unit(space: SearchSpace, node: int) -> int:
