@@ -146,11 +146,14 @@ def test_what_does_not_fit_is_explained_as_far_as_time_allows() -> None:
     assert whole.search.certificate == "infeasible"
     model = CostModel(job.spec, job.cluster, job.settings)
     over = Deadline(begun_s=time.monotonic() - 2, seconds=1)
-    cut = no_plan(job, model, whole.search, over)
+    cut = no_plan(job, model, whole.search, over, lambda *_: None)
     assert not cut.complete
     assert cut.missing_bytes >= whole.missing_bytes
-    assert not any("num_gpus" in remedy for remedy in cut.remedies)
-    assert "Time ended this analysis" in text_of(no_plan_report(cut))
+    least = int(whole.remedies[0].change.removeprefix("cluster.num_gpus="))
+    bound, words = cut.remedies[0].change.removeprefix("cluster.num_gpus=").split(" ", 1)
+    assert words.startswith("at least")
+    assert 8 < int(bound) <= least
+    assert "Time ended the search for the nearest" in text_of(no_plan_report(cut))
     assert "at most" in text_of(no_plan_report(cut))
     assert "Time ended" not in text_of(no_plan_report(whole))
 

@@ -14,7 +14,7 @@ import os
 import pwd
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.site_files import key_lines, site_files
@@ -34,8 +34,10 @@ from nest_megatron.parallel.policy import (
 from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeModule
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.plain import Source, from_plain
-from nest_megatron.planner.request import NumericOffer, Offer
+from nest_megatron.planner.request import MemoryOffer, NumericOffer, Offer
 from nest_megatron.solver.space import DEGREES, SearchSpace
+
+Offered = TypeVar("Offered", NumericOffer, MemoryOffer)
 
 #: Names another policy, beside the operators' and the user's own.
 VARIABLE: Final = "NEST_MEGATRON_POLICY"
@@ -216,8 +218,8 @@ def offer_within(offer: Offer | None, policy: Policy, cluster: Cluster) -> Offer
     return None
 
 
-def numeric_within(offers: Iterable[NumericOffer], policy: Policy) -> tuple[NumericOffer, ...]:
-    """Choices that change numbers, without those that a policy forbids."""
+def offers_within(offers: Iterable[Offered], policy: Policy) -> tuple[Offered, ...]:
+    """Choices that change numbers or memory, without those that a policy forbids."""
     left = []
     for offer in offers:
         with contextlib.suppress(PolicyError):

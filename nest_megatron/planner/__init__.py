@@ -49,7 +49,7 @@ from nest_megatron.solver.one_partition import as_built
 from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.solver.ranking import SearchResult, SolvedGrid
 from nest_megatron.solver.search import Search
-from nest_megatron.units import Seconds, Ticks, to_seconds
+from nest_megatron.units import Seconds, Ticks, to_seconds, to_ticks
 
 __all__ = [
     "NUM_ALTERNATIVES",
@@ -64,8 +64,6 @@ __all__ = [
 
 #: Time that is kept for what follows a search: pricing its answer and telling it.
 _REPORT_SHARE, _REPORT_S = 0.1, 0.5
-#: Time to say why there is no plan and what would help: a share of all, or that many seconds.
-_ANALYSIS_SHARE, _ANALYSIS_S = 1 / 30, 2.0
 #: Layouts that leave more memory free and are compared with the fastest of all.
 _ROOMY_LAYOUTS = 4
 #: Share of the time after which a search without a plan looks for any.
@@ -99,7 +97,7 @@ def plan(
         if larger := _too_large(found):
             return plan(dataclasses.replace(request, global_batch_size=larger), choose=choose)
         headroom = headroom_of(found, request, searched.model, searched.compared, find)
-        said = offers(found, request, find)
+        said = offers(found, request, find, partial(_faster, deadline))
         found = dataclasses.replace(found, headroom=headroom, offers=said)
         require_allowed(found, request.policy)
         return with_goodput(found, request.reliability, request.rates)
@@ -111,8 +109,7 @@ def plan(
             search=record,
         )
     refuse_if_nothing_is_legal(request, searched.result, deadline)
-    analysis = deadline.within(max(_ANALYSIS_S, _ANALYSIS_SHARE * deadline.seconds))
-    return no_plan(request, searched.model, record, analysis)
+    return no_plan(request, searched.model, record, _before_report(deadline), _best)
 
 
 def _too_large(found: ParallelPlan) -> int | None:
@@ -210,7 +207,7 @@ def _search_within(
         model = request.cost_model()
     else:
         model = model.with_memory_margin(request.settings.memory_margin)
-    ends = deadline.without(min(_REPORT_S, _REPORT_SHARE * deadline.seconds))
+    ends = _before_report(deadline)
     started = time.perf_counter()
     compared = 0 if request.objective is Objective.NOMINAL else request.num_compared
     search = Search(
@@ -227,6 +224,11 @@ def _search_within(
     result = search.run()
     seconds = time.perf_counter() - started
     return _Searched(model, search.grids, result, seconds, {})
+
+
+def _before_report(deadline: Deadline) -> Deadline:
+    """The time of a search, which leaves some to price and tell its answer."""
+    return deadline.without(min(_REPORT_S, _REPORT_SHARE * deadline.seconds))
 
 
 def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> ParallelPlan:
@@ -333,3 +335,10 @@ def _best(request: PlanRequest, deadline: Deadline) -> ParallelPlan | None:
     """The best plan, if time allows to find one; why there is none is not asked."""
     searched = _search(request, deadline)
     return _assembled(request, searched) if searched.result.plans else None
+
+
+def _faster(deadline: Deadline, request: PlanRequest, step_s: Seconds) -> SolvedGrid | None:
+    """The fastest plan of a request with a shorter step than some, as far as time allows."""
+    slowest = to_ticks(step_s)
+    found = _search_within(request, deadline, num_layouts=1, slowest=slowest).result.plans
+    return found[0] if found else None

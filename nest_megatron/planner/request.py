@@ -44,6 +44,13 @@ MOST_OUT_OF_MEMORY = 0.5
 DEFAULT_HEADROOM = 0.1
 
 
+_SHARDINGS = {
+    DataParallelSharding.DDP: "no FSDP",
+    DataParallelSharding.MEGATRON_FSDP: "ZeRO-2 or ZeRO-3 through Megatron-FSDP",
+    DataParallelSharding.TORCH_FSDP2: "PyTorch FSDP2",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
     """Another data-parallel sharding, which is priced beside the plan and never taken.
@@ -60,6 +67,12 @@ class Offer:
     free: Mapping[DataParallelSharding, str]
     ckpt_format: Mapping[DataParallelSharding, str]
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What the user types to have any of the others."""
+        names = (_SHARDINGS[sharding] for sharding in self.free)
+        return (f"{' or '.join(names)} ({' or '.join(dict.fromkeys(self.free.values()))})",)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericOffer:
@@ -73,6 +86,21 @@ class NumericOffer:
     knob: NumericKnob
     settings: CostSettings
     words: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOffer:
+    """A way of the job to need less memory, tried where nothing fits.
+
+    Args:
+        words: what the user sets, one entry for each change.
+        settings: the job's own, with the changes made.
+        space: what may be searched with them.
+    """
+
+    words: tuple[str, ...]
+    settings: CostSettings
+    space: SearchSpace
 
 
 def _beside_images(spec: TransformerSpec, vision: EncoderSpec, space: SearchSpace) -> SearchSpace:
@@ -123,7 +151,9 @@ class PlanRequest:
         begun_s: when that time began (``time.monotonic``); ``None`` is when planning begins.
         offer: another sharding to be priced by ``offers.offers``.
         packages: backends of the token all-to-all whose package is not known to be there.
-        numeric_offers: choices that change numbers, for ``numeric_offers.with_numeric_offers``.
+        numeric_offers: choices that change numbers, for ``offers.numeric_offers``.
+        remedies: whether what would help is looked for where nothing fits.
+        memory_offers: what is tried where nothing fits, the fewest changes first.
         reliability: how often the job fails; ``None`` says nothing of goodput.
         objective: what the plan has least of, among those that the search keeps.
         tie_percent: plans so close to the best under it count as equal; the simpler one is taken.
@@ -162,6 +192,8 @@ class PlanRequest:
     offer: Offer | None = None
     packages: Mapping[FlexBackend, Package] = field(default_factory=dict)
     numeric_offers: tuple[NumericOffer, ...] = ()
+    remedies: bool = True
+    memory_offers: tuple[MemoryOffer, ...] = ()
     reliability: Reliability | None = None
     objective: Objective = Objective.EXPECTED
     tie_percent: float = TIE_PERCENT

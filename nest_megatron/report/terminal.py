@@ -343,21 +343,24 @@ def no_plan_report(refusal: NoPlan) -> RenderableType:
     rows: list[tuple[str, str | Text]] = [
         ("Binding", "peak memory per GPU, of the plan that needs least"),
         ("Missing", Text(f"{most}{format_gib(refusal.missing_bytes)}", style="bold red")),
-        ("Needed", f"{most}{format_gib(refusal.shortage.needed_bytes)}"),
-        ("Usable", f"{format_gib(refusal.capacity_bytes)} on each GPU"),
+        (
+            "Needed",
+            f"{most}{format_gib(refusal.shortage.needed_bytes)}; "
+            f"{format_gib(refusal.capacity_bytes)} are usable on each GPU",
+        ),
         (nearest, describe_grid(refusal.shortage.grid)),
     ]
     unknown = refusal.search.not_modelled
     verdict = no_plan_verdict(refusal.missing_bytes, refusal.capacity_bytes, unknown)
     incomplete = (
-        "Time ended this analysis: another plan may lack less, and fewer GPUs or other changes may "
-        f"do. Raise {typed_setting(MAX_SECONDS)} for the nearest."
+        "Time ended the search for the nearest: another plan may lack less. Raise "
+        f"{typed_setting(MAX_SECONDS)} to have it."
     )
     return Group(
         Text(f"{verdict[0].upper()}{verdict[1:]}.", style="bold red"),
         pairs(rows),
-        heading("Single changes that help"),
-        pairs(("-", remedy) for remedy in refusal.remedies),
+        heading("Changes that help"),
+        pairs(("-", remedy.words()) for remedy in refusal.remedies),
         *([] if refusal.complete else [indented(incomplete)]),
         heading("What was tried"),
         indented(certificate(refusal.search)),

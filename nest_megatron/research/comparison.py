@@ -123,7 +123,8 @@ def compare(
 
 def _ours(request: PlanRequest) -> Compared:
     """Our own answer, chosen as the others choose: by the predicted step, without runners-up."""
-    found = plan(dataclasses.replace(request, num_alternatives=0, objective=Objective.NOMINAL))
+    nominal = dataclasses.replace(request, num_alternatives=0, objective=Objective.NOMINAL)
+    found = plan(dataclasses.replace(nominal, remedies=False))
     own = found if isinstance(found, ParallelPlan) else None
     terms = {} if own is None else _terms(request.cost_model(), own)
     return Compared(

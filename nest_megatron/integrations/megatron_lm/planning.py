@@ -210,7 +210,9 @@ def costs(searched: Searched) -> list[tuple[str, Seconds]]:
         names = {choice, "stage_layout"} if choice == _PIPELINE else {choice}
         free = dataclasses.replace(searched.job.free, names=(*searched.job.free.names, *names))
         request = running_request(dataclasses.replace(searched.job, free=free), searched.place)
-        wanted = dataclasses.replace(request, num_alternatives=0, offer=None, num_compared=1)
+        wanted = dataclasses.replace(
+            request, num_alternatives=0, offer=None, num_compared=1, remedies=False
+        )
         plan = find_plan(wanted)
         if not isinstance(plan, ParallelPlan):
             continue
