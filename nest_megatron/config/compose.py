@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.resources
 import itertools
@@ -16,6 +15,7 @@ from typing import Any
 from nest_megatron.catalogue_files import catalogue_names, catalogue_root
 from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.config.defaults import naming_defaults
+from nest_megatron.config.hydra_loader import compose_config
 from nest_megatron.config.overrides import (
     GROUPS,
     Setting,
@@ -29,7 +29,7 @@ from nest_megatron.config.overrides import (
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.documents import DESCRIPTION, check_yaml, read_json
 from nest_megatron.errors import UserInputError, require_known
-from nest_megatron.files import read_text
+from nest_megatron.files import expanded, read_text
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
 
@@ -81,23 +81,19 @@ def _composed(
     described: Mapping[str, Mapping[str, Any]],
 ) -> Composed:
     notes = list(_length_notes(settings))
+    config_dir = None if config_dir is None else _own_folder(config_dir)
     settings = _with_undivided_levels(settings, config_dir)
     settings = _with_numbered_levels(settings, config_dir, described)
     settings, described = _with_other_accelerator(settings, config_dir, described)
-    overrides = [_described(group, fields) for group, fields in described.items()]
-    overrides += [_named(setting, config_dir, notes) for setting in settings]
-    if config_dir is not None:
-        folder = config_dir.expanduser()
-        if not folder.is_dir():
-            fix = "Name a folder with model/, cluster/ or accelerator/ inside."
-            limit = "there is no such folder"
-            raise UserInputError("--config-dir", value=str(config_dir), limit=limit, fix=fix)
-        overrides.append(f"hydra.searchpath=['file://{folder.resolve()}']")
-        for setting in settings:
-            _check_own(folder, setting.key, setting.value)
-    with importlib.resources.as_file(catalogue_root()) as catalogue:
-        config = _compose(str(catalogue.resolve()), overrides)
     given = frozenset((*described, *(setting.key for setting in settings)))
+    entries = dict(described)
+    named = [_named(setting, config_dir, entries, notes) for setting in settings]
+    overrides = [f"{group}={_OWN_ENTRY}" for group in described] + named
+    folders = [] if config_dir is None else [config_dir]
+    for folder, setting in itertools.product(folders, settings):
+        _check_own(folder, setting.key, setting.value)
+    with importlib.resources.as_file(catalogue_root()) as catalogue:
+        config = _compose([catalogue.resolve(), *folders], overrides, entries)
     return Composed(config=config, given=given, notes=tuple(notes))
 
 
@@ -152,7 +148,7 @@ def _with_undivided_levels(
     asked, source = given.get("cluster.oversubscription"), given.get("cluster")
     if asked is None or source is None or not is_path(source):
         return settings
-    path = Path(source.strip("'\"")).expanduser()
+    path = expanded(Path(source.strip("'\"")), "cluster")
     if "schema" not in _loaded("cluster", path):
         return settings
     own = Setting(key="cluster", value=source)
@@ -182,7 +178,7 @@ def _with_other_accelerator(
     path, name = given.get("cluster"), given.get("cluster.accelerator")
     if not path or not is_path(path) or not name or name.startswith(("{", "null")):
         return settings, described
-    fields = read_mapping("cluster", Path(path.strip("'\"")).expanduser())
+    fields = read_mapping("cluster", expanded(Path(path.strip("'\"")), "cluster"))
     if "defaults" in fields:
         return settings, described
     check_choice("accelerator", name, config_dir)
@@ -190,6 +186,16 @@ def _with_other_accelerator(
     chosen = {"defaults": [{"/accelerator@accelerator": name}, "_self_"]}
     kept = [s for s in settings if s.key not in ("cluster", "cluster.accelerator")]
     return kept, {**described, "cluster": {**chosen, **others}}
+
+
+def _own_folder(named: Path) -> Path:
+    """The user's folder of groups, from / on."""
+    folder = expanded(named, "--config-dir")
+    if not folder.is_dir():
+        fix = "Name a folder with model/, cluster/ or accelerator/ inside."
+        limit = "there is no such folder"
+        raise UserInputError("--config-dir", value=str(named), limit=limit, fix=fix)
+    return folder.resolve()
 
 
 def _check_own(folder: Path, group: str, name: object) -> None:
@@ -207,50 +213,36 @@ def _check_own(folder: Path, group: str, name: object) -> None:
                 left += [(str(key).removeprefix("override "), choice[key]) for key in choice]
 
 
-def _named(setting: Setting, config_dir: Path | None, notes: list[str]) -> str:
+def _named(
+    setting: Setting,
+    config_dir: Path | None,
+    entries: dict[str, Mapping[str, Any]],
+    notes: list[str],
+) -> str:
     """An override for Hydra; a model or cluster given as a file becomes an entry of its group."""
     if setting.key in GROUPS and setting.value is not None and is_path(setting.value):
-        path = Path(setting.value.strip("'\"")).expanduser()
-        if setting.key == "model":
-            return _described("model", _model_file(path, notes))
-        return _described("cluster", read_mapping("cluster", path))
+        path = expanded(Path(setting.value.strip("'\"")), setting.key)
+        is_model = setting.key == "model"
+        entries[setting.key] = (
+            _model_file(path, notes) if is_model else read_mapping("cluster", path)
+        )
+        return f"{setting.key}={_OWN_ENTRY}"
     return hydra_form(setting, config_dir)
 
 
-def _described(group: str, fields: Mapping[str, Any]) -> str:
-    from hydra.core.config_store import ConfigStore
-
-    ConfigStore.instance().store(name=_OWN_ENTRY, node=fields, group=group)
-    return f"{group}={_OWN_ENTRY}"
-
-
-def _compose(folder: str, overrides: list[str]) -> PlanConfig:
-    import hydra
-    from hydra.core.config_store import ConfigStore
+def _compose(
+    folders: Sequence[Path], overrides: list[str], described: Mapping[str, Mapping[str, Any]]
+) -> PlanConfig:
     from omegaconf import OmegaConf
 
-    ConfigStore.instance().store(name="plan_schema", node=PlanConfig)
+    entries: dict[tuple[str | None, str], Any] = {(None, "plan_schema"): PlanConfig}
     try:
-        with _own_hydra(), hydra.initialize_config_dir(folder, version_base="1.3"):
-            composed = hydra.compose("plan", overrides=overrides)
-        config = OmegaConf.to_object(composed)
+        entries |= {(group, _OWN_ENTRY): fields for group, fields in described.items()}
+        config = OmegaConf.to_object(compose_config("plan", overrides, folders, entries))
     except Exception as error:  # Hydra asserts on what it does not expect in a user's file
         raise _plain_error(error, overrides) from error
     assert isinstance(config, PlanConfig)
     return config
-
-
-@contextlib.contextmanager
-def _own_hydra() -> Iterator[None]:
-    """Put aside the Hydra of the application that runs us, if one does: there is one a process."""
-    from hydra.core.global_hydra import GlobalHydra
-
-    outer = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        yield
-    finally:
-        GlobalHydra.instance().hydra = outer
 
 
 def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:
