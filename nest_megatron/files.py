@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import os
 import re
@@ -15,12 +16,16 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TextIO
 
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import PROGRAM, UserInputError
 from nest_megatron.printing import print_to_stderr
 
 #: Largest file that is read: a hundred times the largest plan, profile or table in use.
 MAX_BYTES = 32 * 2**20
 
+#: In the place of an unknown home, where nobody can make a folder.
+_NO_HOME = Path(os.devnull) / PROGRAM
+#: Links to the open files of this process, on Linux.
+_OPEN_FILES = "/proc/self/fd"
 #: Links that Linux follows in one path.
 _MAX_LINKS = 40
 _KINDS = (
@@ -67,25 +72,21 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:
         return
     path = regular_target(path)
     require_folder(path)
-    temporary: str | None = None
     try:
-        descriptor, temporary = _new_file(path, mode)
-        with os.fdopen(descriptor, "wb") as stream:
+        with _new_file(path, mode) as (descriptor, name):
             if path.exists():
                 os.fchmod(descriptor, stat.S_IMODE(path.stat().st_mode) & ~(0o666 ^ mode))
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(temporary).replace(path)
-        temporary = None
+            with os.fdopen(os.dup(descriptor), "wb") as stream:
+                stream.write(content)
+            os.fsync(descriptor)
+            if name is None:
+                _link(descriptor, path)
+            else:
+                name.replace(path)
     except OSError as error:
         fix = "Name a file in a folder that you may write to."
         limit = f"it cannot be written: {error.strerror or error}"
         raise _refused("out", path, limit, fix) from error
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()
 
 
 def append_line(path: Path, line: bytes, *, mode: int | None = None) -> None:
@@ -359,11 +360,37 @@ def _kind_of(mode: int) -> str | None:
 
 
 def expanded(path: Path, what: str) -> Path:
-    """The path with ``~`` resolved."""
+    """The path with ``~`` resolved.
+
+    Args:
+        what: names the path in errors.
+
+    Raises:
+        UserInputError: for the home of a user that does not exist, or of one without a home.
+    """
     try:
         return path.expanduser()
     except RuntimeError as error:
-        raise _unreadable(path, what, str(error)) from error
+        user = path.parts[0]
+        limit = f"there is no user {user[1:]}"
+        if user == "~":
+            limit = "this user has no home folder: HOME is not set, and no account names one"
+        raise _refused(what, path, limit, "Write the whole path, from / on.") from error
+
+
+def user_folder(kind: str) -> Path:
+    """Our folder for the ``cache``, ``config``, ``data`` or ``log`` of this user.
+
+    It need not exist. For a user without a home it cannot: there is nothing to read, and who
+    writes is told so.
+    """
+    import platformdirs
+
+    try:
+        folder: Path = getattr(platformdirs, f"user_{kind}_path")(PROGRAM, appauthor=False)
+    except RuntimeError:
+        return _NO_HOME
+    return folder if folder.is_absolute() else _NO_HOME  # before 4.11, "~" may be left in it
 
 
 def _unreadable(path: Path, what: str, reason: str) -> UserInputError:
@@ -374,13 +401,76 @@ def _refused(what: str, path: Path, limit: str, fix: str) -> UserInputError:
     return UserInputError(what, value=str(path), limit=limit, fix=fix)
 
 
-def _new_file(path: Path, mode: int) -> tuple[int, str]:
-    """A file of a name that nobody uses, beside ``path``, with rights as of any new file.
+@contextlib.contextmanager
+def _new_file(path: Path, mode: int) -> Iterator[tuple[int, Path | None]]:
+    """A file beside ``path``, with rights as of any new file, and its name if it has one.
 
-    ``tempfile`` makes private files, and what the umask is can be asked only by setting it, which
-    other threads would see.
+    One without a name is gone with its process, however that ends. Not all file systems have them.
     """
+    name = None
+    try:
+        descriptor = _unnamed_file(path.parent, mode)
+    except (OSError, AttributeError):  # or a system has none
+        descriptor, name = _named_file(path, mode)
+    try:
+        yield descriptor, name
+    finally:
+        if name is not None:
+            with contextlib.suppress(OSError):
+                _unlink(name, descriptor)
+        os.close(descriptor)
+
+
+def _unnamed_file(folder: Path, mode: int) -> int:
+    if not os.path.exists(_OPEN_FILES):  # noqa: PTH110 - its links alone give it a name
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+    return os.open(folder, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, mode)
+
+
+def _link(descriptor: int, path: Path) -> None:
+    """Give a file without a name that of ``path``, in the place of a file that has it."""
+    source = f"{_OPEN_FILES}/{descriptor}"
+    try:  # with src_dir_fd, which an absolute path leaves without meaning, the link is followed
+        os.link(source, path, src_dir_fd=descriptor)
+    except FileExistsError:
+        name = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
+        os.link(source, name, src_dir_fd=descriptor)
+        name.replace(path)
+
+
+def _named_file(path: Path, mode: int) -> tuple[int, Path]:
+    """A new file of the one name that is removed where its writer was killed, or else of any.
+
+    A writer that lives holds a lock. ``tempfile`` makes private files, and what the umask is can be
+    asked only by setting it, which other threads would see.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    name = path.parent / f".{path.name}.tmp"
+    with contextlib.suppress(OSError):
+        _remove_unlocked(name)
+    with contextlib.suppress(OSError):
+        descriptor = os.open(name, flags, mode)
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_nlink:  # nobody took it for one that was left
+            return descriptor, name
+        os.close(descriptor)
     while True:
-        name = str(path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp")
+        name = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
         with contextlib.suppress(FileExistsError):
-            return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), name
+            return os.open(name, flags, mode), name
+
+
+def _remove_unlocked(name: Path) -> None:
+    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _unlink(name, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unlink(name: Path, descriptor: int) -> None:
+    """Remove an open file by its name, unless another has that by now."""
+    if os.path.samestat(os.fstat(descriptor), name.lstat()):
+        name.unlink()

@@ -46,3 +46,15 @@ def empty_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         os.environ.pop(name)
         if name in before:
             os.environ[name] = before[name]
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user of a container: no HOME, and no entry in the database of users."""
+
+    def unknown(uid: object) -> None:
+        raise KeyError(uid)
+
+    for name in [name for name in os.environ if name == "HOME" or name.startswith("XDG_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("pwd.getpwuid", unknown)

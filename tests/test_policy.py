@@ -408,3 +408,13 @@ def test_the_example_is_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     (file,) = read_policy()
     assert file.launch.pinned_only
     assert file.lines["launch.pinned_only"] == 6
+
+
+def test_a_tab_behind_a_colon_is_a_space(tmp_path: Path) -> None:
+    """The parser in C reads it so, and that in Python, which knew the lines, refused it."""
+    path = tmp_path / "etc" / "policy.yaml"
+    path.parent.mkdir()
+    path.write_text("plan:\n  ranges:\t{tensor_model_parallel_size: [1, 2]}\n")
+    (found,) = read_policy()
+    assert found.plan.ranges == {"tensor_model_parallel_size": (1, 2)}
+    assert found.lines["plan.ranges"] == 2

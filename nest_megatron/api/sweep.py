@@ -23,7 +23,7 @@ from nest_megatron.api.sweep_jobs import (
 )
 from nest_megatron.config.overrides import Setting
 from nest_megatron.errors import NestError
-from nest_megatron.files import check_output, write_bytes, write_text
+from nest_megatron.files import check_output, expanded, write_bytes, write_text
 from nest_megatron.packages import install_command
 from nest_megatron.parallel import plan_file
 from nest_megatron.printing import print_to_stderr
@@ -103,7 +103,7 @@ def run_jobs(jobs: Sequence[SweepJob], options: SweepOptions) -> Swept:
 @contextlib.contextmanager
 def _folder(out: str | None) -> Iterator[Path]:
     if out is not None:
-        yield Path(out.strip("'\"")).expanduser()
+        yield expanded(Path(out.strip("'\"")), "out")
         return
     with tempfile.TemporaryDirectory(prefix="nest-megatron-sweep-") as folder:
         yield Path(folder)

@@ -13,6 +13,7 @@ import hashlib
 import importlib.resources
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
@@ -25,10 +26,11 @@ from nest_megatron.api.results import Plan
 from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.defaults import with_defaults
+from nest_megatron.config.hydra_loader import config_loader
 from nest_megatron.config.overrides import Setting, first_line, type_limit
 from nest_megatron.documents import read_json
 from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OK, UserInputError
-from nest_megatron.files import write_text
+from nest_megatron.files import expanded, write_text
 from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
 from nest_megatron.integrations.stated_job import StatedJob
 from nest_megatron.integrations.typed_command import plan_command, read_typed
@@ -151,7 +153,7 @@ def sweep_job(
         config_dir, command, stated: as of ``SweepJob``.
     """
     varied = tuple(setting for setting in settings if setting.key in keys)
-    folder = None if config_dir is None else str(config_dir.expanduser().resolve())
+    folder = None if config_dir is None else str(expanded(config_dir, "--config-dir").resolve())
     job = SweepJob(
         settings=settings, varied=varied, key="", config_dir=folder, command=command, stated=stated
     )
@@ -262,10 +264,14 @@ def check_launcher(settings: Sequence[Setting], *, has_folder: bool) -> None:
 ON_JOB = ContextVar[Callable[[int], None] | None]("on_job", default=None)
 
 
+#: Hydra's launchers keep the configuration of the job that runs in a place of the process.
+_LAUNCHING = threading.Lock()
+
+
 def launch(folder: Path, numbers: Sequence[int], settings: Sequence[Setting]) -> None:
     """Run jobs of a folder's list, with the launcher and its own settings."""
-    import hydra
-    from hydra.core.global_hydra import GlobalHydra
+    from hydra._internal.hydra import Hydra
+    from hydra.core.utils import JobRuntime
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -274,13 +280,10 @@ def launch(folder: Path, numbers: Sequence[int], settings: Sequence[Setting]) ->
     overrides += [f"++{s}" if s.key.startswith(_OPEN) else str(s) for s in settings]
     overrides.append(f"job={','.join(map(str, numbers))}")
     try:
-        with (
-            importlib.resources.as_file(catalogue_root()) as catalogue,
-            hydra.initialize_config_dir(str(catalogue.resolve()), version_base="1.3"),
-        ):
-            instance = GlobalHydra.instance().hydra
-            assert instance is not None
-            instance.multirun("sweep", run_one, overrides, with_log_configuration=False)
+        with _LAUNCHING, importlib.resources.as_file(catalogue_root()) as catalogue:
+            name = JobRuntime.instance().get("name")  # of the application that runs us
+            own = Hydra(name, config_loader([catalogue.resolve()], {}))
+            own.multirun("sweep", run_one, overrides, with_log_configuration=False)
     except (HydraException, OmegaConfBaseException) as error:
         raise _plain_error(error, settings) from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.resources
 import re
@@ -16,6 +15,7 @@ from nest_megatron.catalogue_files import GROUPS as CATALOGUE_GROUPS
 from nest_megatron.catalogue_files import catalogue_names, catalogue_root
 from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.config.defaults import naming_defaults
+from nest_megatron.config.hydra_loader import compose_config
 from nest_megatron.config.overrides import (
     GROUPS,
     Setting,
@@ -30,7 +30,7 @@ from nest_megatron.config.overrides import (
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.documents import DESCRIPTION, check_yaml, read_json
 from nest_megatron.errors import UserInputError, require_known
-from nest_megatron.files import read_text
+from nest_megatron.files import expanded, read_text
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
 
@@ -80,30 +80,27 @@ def _composed(
     described: Mapping[str, Mapping[str, Any]],
 ) -> Composed:
     notes = list(_length_notes(settings))
+    config_dir = None if config_dir is None else _own_folder(config_dir)
     settings = _with_undivided_levels(settings, config_dir)
     settings = _with_numbered_levels(settings, config_dir, described)
     settings, described = _with_other_accelerator(settings, config_dir, described)
-    overrides = [_described(group, fields, config_dir) for group, fields in described.items()]
-    overrides += [_named(setting, config_dir, notes) for setting in settings]
+    given = frozenset((*described, *(setting.key for setting in settings)))
+    entries = dict(described)
+    named = [_named(setting, config_dir, entries, notes) for setting in settings]
+    overrides = [f"{group}={_OWN_ENTRY}" for group in described] + named
     for override in overrides:
         key, _, value = override.partition("=")
         refuse_resolvers(key, [key, value])
-    if config_dir is not None:
-        folder = config_dir.expanduser()
-        if not folder.is_dir():
-            fix = "Name a folder with model/, cluster/ or accelerator/ inside."
-            limit = "there is no such folder"
-            raise UserInputError("--config-dir", value=str(config_dir), limit=limit, fix=fix)
-        overrides.append(f"hydra.searchpath=['file://{folder.resolve()}']")
-        refuse_resolvers("--config-dir", str(folder.resolve()))
-        for setting in settings:
-            group = setting.key.rpartition(".")[2]
-            if group in CATALOGUE_GROUPS and not is_path(setting.value or ""):
-                own = {"defaults": [{f"/{group}": setting.value}]}
-                _check_included(group, own, config_dir)
+    for group, fields in entries.items():
+        refuse_resolvers(group, fields)
+        _check_included(group, fields, config_dir)
+    for setting in settings if config_dir is not None else ():
+        group = setting.key.rpartition(".")[2]
+        if group in CATALOGUE_GROUPS and not is_path(setting.value or ""):
+            _check_included(group, {"defaults": [{f"/{group}": setting.value}]}, config_dir)
+    folders = [] if config_dir is None else [config_dir]
     with importlib.resources.as_file(catalogue_root()) as catalogue:
-        config = _compose(str(catalogue.resolve()), overrides)
-    given = frozenset((*described, *(setting.key for setting in settings)))
+        config = _compose([catalogue.resolve(), *folders], overrides, entries)
     return Composed(config=config, given=given, notes=tuple(notes))
 
 
@@ -158,7 +155,7 @@ def _with_undivided_levels(
     asked, source = given.get("cluster.oversubscription"), given.get("cluster")
     if asked is None or source is None or not is_path(source):
         return settings
-    path = Path(source.strip("'\"")).expanduser()
+    path = expanded(Path(source.strip("'\"")), "cluster")
     if "schema" not in _loaded("cluster", path):
         return settings
     own = Setting(key="cluster", value=source)
@@ -188,7 +185,7 @@ def _with_other_accelerator(
     path, name = given.get("cluster"), given.get("cluster.accelerator")
     if not path or not is_path(path) or not name or name.startswith(("{", "null")):
         return settings, described
-    fields = read_mapping("cluster", Path(path.strip("'\"")).expanduser())
+    fields = read_mapping("cluster", expanded(Path(path.strip("'\"")), "cluster"))
     if "defaults" in fields:
         return settings, described
     check_choice("accelerator", name, config_dir)
@@ -196,6 +193,16 @@ def _with_other_accelerator(
     chosen = {"defaults": [{"/accelerator@accelerator": name}, "_self_"]}
     kept = [s for s in settings if s.key not in ("cluster", "cluster.accelerator")]
     return kept, {**described, "cluster": {**chosen, **others}}
+
+
+def _own_folder(named: Path) -> Path:
+    """The user's folder of groups, from / on."""
+    folder = expanded(named, "--config-dir")
+    if not folder.is_dir():
+        fix = "Name a folder with model/, cluster/ or accelerator/ inside."
+        limit = "there is no such folder"
+        raise UserInputError("--config-dir", value=str(named), limit=limit, fix=fix)
+    return folder.resolve()
 
 
 def _check_included(group: str, fields: Mapping[str, Any], config_dir: Path | None) -> None:
@@ -209,7 +216,7 @@ def _check_included(group: str, fields: Mapping[str, Any], config_dir: Path | No
     while left:
         group, name = left.pop()
         check_choice(group, name, config_dir)
-        path = Path() if config_dir is None else config_dir.expanduser() / group / f"{name}.yaml"
+        path = Path() if config_dir is None else config_dir / group / f"{name}.yaml"
         if path not in seen and path.is_file():
             seen.add(path)
             left += _included(group, read_mapping(group, path))
@@ -231,52 +238,36 @@ def _included(group: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, str]
             yield of.removeprefix("/"), str(name)
 
 
-def _named(setting: Setting, config_dir: Path | None, notes: list[str]) -> str:
+def _named(
+    setting: Setting,
+    config_dir: Path | None,
+    entries: dict[str, Mapping[str, Any]],
+    notes: list[str],
+) -> str:
     """An override for Hydra; a model or cluster given as a file becomes an entry of its group."""
     if setting.key in GROUPS and setting.value is not None and is_path(setting.value):
-        path = Path(setting.value.strip("'\"")).expanduser()
-        if setting.key == "model":
-            return _described("model", _model_file(path, notes), config_dir)
-        return _described("cluster", read_mapping("cluster", path), config_dir)
+        path = expanded(Path(setting.value.strip("'\"")), setting.key)
+        is_model = setting.key == "model"
+        entries[setting.key] = (
+            _model_file(path, notes) if is_model else read_mapping("cluster", path)
+        )
+        return f"{setting.key}={_OWN_ENTRY}"
     return hydra_form(setting, config_dir)
 
 
-def _described(group: str, fields: Mapping[str, Any], config_dir: Path | None) -> str:
-    from hydra.core.config_store import ConfigStore
-
-    refuse_resolvers(group, fields)
-    _check_included(group, fields, config_dir)
-    ConfigStore.instance().store(name=_OWN_ENTRY, node=fields, group=group)
-    return f"{group}={_OWN_ENTRY}"
-
-
-def _compose(folder: str, overrides: list[str]) -> PlanConfig:
-    import hydra
-    from hydra.core.config_store import ConfigStore
+def _compose(
+    folders: Sequence[Path], overrides: list[str], described: Mapping[str, Mapping[str, Any]]
+) -> PlanConfig:
     from omegaconf import OmegaConf
 
-    ConfigStore.instance().store(name="plan_schema", node=PlanConfig)
+    entries: dict[tuple[str | None, str], Any] = {(None, "plan_schema"): PlanConfig}
     try:
-        with _own_hydra(), hydra.initialize_config_dir(folder, version_base="1.3"):
-            composed = hydra.compose("plan", overrides=overrides)
-        config = OmegaConf.to_object(composed)
+        entries |= {(group, _OWN_ENTRY): fields for group, fields in described.items()}
+        config = OmegaConf.to_object(compose_config("plan", overrides, folders, entries))
     except Exception as error:  # Hydra asserts on what it does not expect in a user's file
         raise _plain_error(error, overrides) from error
     assert isinstance(config, PlanConfig)
     return config
-
-
-@contextlib.contextmanager
-def _own_hydra() -> Iterator[None]:
-    """Put aside the Hydra of the application that runs us, if one does: there is one a process."""
-    from hydra.core.global_hydra import GlobalHydra
-
-    outer = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        yield
-    finally:
-        GlobalHydra.instance().hydra = outer
 
 
 def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:

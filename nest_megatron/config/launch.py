@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.config.defaults import naming_defaults, with_defaults
+from nest_megatron.config.hydra_loader import parse_override
 from nest_megatron.config.overrides import (
     Setting,
     parse,
@@ -150,14 +151,13 @@ def _read_launch(words: LaunchWords) -> LaunchConfig:
 
 def _value(setting: Setting) -> Any:
     """A value by Hydra's grammar, without its unit; one name for ``free`` is a list of one."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     if is_numeric(setting.key) and is_quantity(setting.value or ""):
         name = setting.key.rpartition(".")[2]
         return read_quantity(str(setting.value), name, f"nest.{setting.key}")
     try:
-        value = OverridesParser.create().parse_override(f"{setting.key}={setting.value}").value()
+        value = parse_override(f"{setting.key}={setting.value}").value()
     except HydraException as error:
         raise unreadable(f"nest.{setting.key}", setting.value, error) from error
     is_list = setting.key in ("free", "may_differ")

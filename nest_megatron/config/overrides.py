@@ -14,6 +14,7 @@ from typing import Any
 
 from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cluster.records import Accelerator, NetworkLevel
+from nest_megatron.config.hydra_loader import parse_override
 from nest_megatron.config.schema import SECTIONS, is_numeric, section_keys
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.units import is_quantity, read_quantity, without_suffix
@@ -262,11 +263,10 @@ def _values(setting: Setting) -> list[str | None]:
     value = setting.value
     if value is None or setting.key in _TEXT_KEYS or not set(value) & set(",("):
         return [value]
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     try:
-        parsed = OverridesParser.create().parse_override(str(setting))
+        parsed = parse_override(str(setting))
         if not parsed.is_sweep_override():
             return [value]
         values: list[str | None] = list(

@@ -12,7 +12,7 @@ from typing import Literal
 from nest_megatron.config.schema import TrainConfig
 from nest_megatron.documents import parse_json
 from nest_megatron.errors import UserInputError, shortened
-from nest_megatron.files import read_bytes, read_text
+from nest_megatron.files import expanded, read_bytes, read_text
 from nest_megatron.model.sequence_lengths import (
     SequenceLengths,
     lengths_from_counts,
@@ -45,7 +45,7 @@ def read_lengths(train: TrainConfig, longest: int, *, packed: bool) -> SequenceL
         if (mean, deviation) != (None, None):
             limit, fix = "mean and deviation are given as well", "Give the file alone."
             raise _wrong(_FILE, train.sequence_lengths, limit, fix)
-        path = Path(train.sequence_lengths).expanduser()
+        path = expanded(Path(train.sequence_lengths), _FILE)
         return lengths_from_counts(_counts(path), longest, packed=packs, source=path.name)
     if mean is None and deviation is None:
         return None

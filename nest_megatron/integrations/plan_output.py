@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from nest_megatron.errors import PlanFileError, UserInputError
-from nest_megatron.files import check_output, read_bytes
+from nest_megatron.files import check_output, expanded, read_bytes
 from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, load_arguments
 from nest_megatron.integrations.megatron_lm.rules import require_launchable
@@ -80,7 +80,7 @@ def plan_output(named: str | None, inputs: Sequence[str | None] = ()) -> Path | 
     """The file of ``nest.out``, checked before anything is planned: no input, and writable."""
     if named in (None, "", "null"):
         return None
-    out = Path(str(named).strip("'\"")).expanduser()
+    out = expanded(Path(str(named).strip("'\"")), "nest.out")
     check_output("nest.out", out, inputs=[Path(each) for each in inputs if each is not None])
     if not os.access(out.absolute().parent, os.W_OK):
         limit, fix = f"{out.parent} cannot be written to", "Name a file where you may write."
@@ -99,7 +99,7 @@ def pinned_file(named: str | None) -> Path:
         limit = "+nest=pinned launches a reviewed plan"
         fix = "Name it: nest.plan=FILE (`nest-megatron pin` makes one)."
         raise UserInputError("nest.plan", value=None, limit=limit, fix=fix)
-    return Path(named).expanduser()
+    return expanded(Path(named), "nest.plan")
 
 
 def pinned_by(pin: Pin) -> str:

@@ -25,6 +25,7 @@ from nest_megatron.errors import (
     OneRankError,
     exit_code_of,
 )
+from nest_megatron.files import user_folder
 from nest_megatron.plain import to_plain
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.version import __version__
@@ -176,14 +177,13 @@ def report(error: Exception, arguments: Sequence[str]) -> int:
 
 def _saved(error: Exception, arguments: Sequence[str]) -> Path | None:
     """The file with the command, the versions and the traceback, where one can be written."""
-    from platformdirs import user_log_path
-
     words = shlex.join([PROGRAM, *arguments])
     text = f"{words}\n{PROGRAM} {__version__}, Python {sys.version}\n\n"
     text += "".join(traceback.format_exception(error))
-    for folder in (user_log_path(PROGRAM), Path(tempfile.gettempdir())):
+    for folder in (user_folder("log"), None):  # None is that for temporary files, if there is one
         with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
             descriptor, name = tempfile.mkstemp(prefix="fault-", suffix=".txt", dir=folder)
             with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)

@@ -151,7 +151,7 @@ def _without_checkpoint(values: _Values, missing: Sequence[str]) -> str:
     """The note of a job that starts without a checkpoint, from its own flags."""
     name = missing[-1]
     where = values[name]
-    if Path(where).expanduser().is_dir() and all(values.get(each) for each in _SHAPE):
+    if Path(where).is_dir() and all(values.get(each) for each in _SHAPE):
         return f"{where} holds no checkpoint, so the model is that of the command's own flags."
     limit = f"{_absent(where)}, and --use-checkpoint-args reads the model from it"
     fix = (
@@ -162,7 +162,7 @@ def _without_checkpoint(values: _Values, missing: Sequence[str]) -> str:
 
 
 def _absent(where: str) -> str:
-    folder = Path(where).expanduser()
+    folder = Path(where)
     return (
         "the folder holds no latest_checkpointed_iteration.txt"
         if folder.is_dir()

@@ -26,6 +26,7 @@ from nest_megatron.config.cluster_detection import JobCluster, find_cluster
 from nest_megatron.config.job import Job
 from nest_megatron.config.launch import MixedGpus, Mode
 from nest_megatron.errors import OK, NestError, RefusedByMegatronError, UserInputError
+from nest_megatron.files import user_folder
 from nest_megatron.integrations import audit
 from nest_megatron.integrations.launched import flag_cost_report, launched_report
 from nest_megatron.integrations.megatron_lm import agreement, attach, groups, planning, watch
@@ -313,13 +314,11 @@ def _asked_file(launched: LaunchedJob) -> Path | None:
 
 def _write_plan(launched: LaunchedJob, plan: ParallelPlan) -> str:
     """Write the plan file and say where; a cache that cannot be written is no reason to stop."""
-    from platformdirs import user_cache_path
-
     asked = path = _asked_file(launched)
     try:
         if path is None:
             name = f"{plan.model.name}-{plan.provenance.checksum}.yaml"
-            path = user_cache_path("nest-megatron") / "plans" / name
+            path = user_folder("cache") / "plans" / name
             path.parent.mkdir(parents=True, exist_ok=True)
         plan_file.write(plan, path)
     except (OSError, UserInputError) as error:

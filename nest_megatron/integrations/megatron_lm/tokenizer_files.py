@@ -13,8 +13,8 @@ from typing import Any
 
 from nest_megatron.documents import Limits, parse_json
 from nest_megatron.errors import UserInputError
-from nest_megatron.files import read_bytes, read_text
-from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
+from nest_megatron.files import expanded, read_bytes, read_text
+from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error, flag_of
 from nest_megatron.model.spec import ModelFamily
 
 _Values = Mapping[str, Any]
@@ -93,7 +93,7 @@ def vocabulary_rows(values: _Values, tokenizer: str, version: str) -> tuple[int,
         return values.get("vocab_size") or _TIKTOKEN_ROWS, "--vocab-size of TikTokenizer"
     bert = tokenizer.startswith("BertWordPiece") and version == _OLD
     name = "vocab_file" if bert or tokenizer == "GPT2BPETokenizer" else "tokenizer_model"
-    path = Path(str(values.get(name) or "")).expanduser()
+    path = expanded(Path(str(values.get(name) or "")), flag_of(name))
     if not values.get(name) or not path.exists():
         return None
     found = _tokens(path, tokenizer, version, values, bert=bert)
