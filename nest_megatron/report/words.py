@@ -369,7 +369,7 @@ def ended_early(ended: EndedEarly) -> str:
 
 def _counts(record: SearchRecord) -> str:
     if not record.candidates:
-        return "No candidate was looked at."
+        return "No other candidate was looked at."
     misfits = sum(record.infeasible.values())
     left = record.candidates - record.bounded - misfits - record.solved
     met = "candidates met so far" if left else "candidates"

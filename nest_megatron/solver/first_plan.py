@@ -18,8 +18,8 @@ from nest_megatron.solver.space import sparing
 
 #: The dozen: the widest tensor sizes, each with the smallest micro batches.
 _TENSOR_SIZES, _MICRO_BATCHES = 4, 3
-#: Context sizes of each, tried where smaller ones do not fit, and pipelines of each of them.
-_MOST_CONTEXTS, _MOST_PIPELINES = 3, 6
+#: Context sizes of each, tried while they gain, and pipelines of each of them.
+_MOST_CONTEXTS, _MOST_PIPELINES = 4, 6
 #: Share of the memory that states may take, so that activations have the rest.
 _FOR_STATES = 0.5
 #: Partial partitions that are looked at for the stages of one.
@@ -30,7 +30,7 @@ def first_plan(grids: GridSpace, memory: MemoryBounds, solve: StageSolver) -> So
     """The fastest of a dozen rules of thumb: tenths of a second's work, whatever the clock says.
 
     The widest tensor sizes with the smallest micro batches. Of each, experts on all ranks or inside
-    a node, as little context parallelism as fits, the shortest pipelines that leave room for
+    a node, as much context parallelism as gains, the shortest pipelines that leave room for
     activations, without virtual stages and with the most, the ZeRO stage that costs least, and as
     little recomputation as fits.
 
@@ -69,7 +69,8 @@ def _spread(shard: Grid) -> tuple[int, int]:
 def _plan_of(
     grids: GridSpace, memory: MemoryBounds, solve: StageSolver, shards: Iterable[Grid]
 ) -> SolvedGrid | None:
-    """The fastest plan of the first shard of which some plan fits."""
+    """The fastest plan of some shards; those with more context ranks are tried while they gain."""
+    best: SolvedGrid | None = None
     for shard in shards:
         plans = [
             plan
@@ -77,9 +78,11 @@ def _plan_of(
             for way in grids.executions(grid)
             for plan in _solved(grids, solve, way)
         ]
-        if plans:
-            return min(plans, key=lambda plan: plan.rank)
-    return None
+        found = min(plans, key=lambda plan: plan.rank, default=None)
+        if best is not None and (found is None or best.rank < found.rank):
+            break
+        best = found
+    return best
 
 
 def _pipelines(grids: GridSpace, memory: MemoryBounds, shard: Grid) -> Iterator[Grid]:
