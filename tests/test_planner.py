@@ -115,7 +115,7 @@ def test_some_plan_is_found_however_little_time_there_is(model: str) -> None:
     assert found.search.certificate == "gap"
     assert found.search.gap_percent > 0
     assert found.search.bounded == found.search.solved == 0
-    assert "rule of thumb" in certificate(found.search)
+    assert "the best of a dozen rules of thumb" in certificate(found.search)
     assert "Of 0 candidates" not in certificate(found.search)
 
 
@@ -127,7 +127,7 @@ def test_a_plan_found_in_time_says_how_far_it_may_be_from_the_best(
     monkeypatch.setattr(Deadline, "passed", lambda *_: next(counts[0]) < 0)
     asked = request("mixtral_8x7b", objective=Objective.NOMINAL)
     best = plan(asked, choose=number)
-    enough = 0.3 * next(counts[0])
+    enough = 0.1 * next(counts[0])
     monkeypatch.setattr(Deadline, "passed", lambda *_: next(counts[1]) > enough)
     found = plan(asked, choose=number)
     assert isinstance(best, ParallelPlan)

@@ -18,7 +18,7 @@ from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import Setting, parse, refuse_sweeps, split_launcher
 from nest_megatron.cost_model.memory import within_error
-from nest_megatron.errors import NOTHING_FITS, OK, UserInputError
+from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import check_output, is_standard_output
 from nest_megatron.integrations.launched import change_rows
 from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
@@ -166,7 +166,7 @@ def run_plan(options: PlanOptions) -> int:
         words = placement.write(options.hostfile, Launcher(options.launcher))
         if not options.as_json:
             say(f"Wrote {options.hostfile}; it is read by\n  {words}")
-    return OK
+    return ENDED_EARLY if found.search.may_be_far_off else OK
 
 
 def _planned(

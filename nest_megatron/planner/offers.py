@@ -75,6 +75,7 @@ def _of_sharding(
         request,
         space=offer.space,
         offer=None,
+        present=None,
         num_alternatives=0,
         num_compared=1,  # what is told is which fastest plan is faster
     )

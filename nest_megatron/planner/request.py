@@ -29,7 +29,7 @@ from nest_megatron.parallel.rules import cuts_anywhere
 from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import Backend
-from nest_megatron.solver.space import SearchSpace
+from nest_megatron.solver.space import Present, SearchSpace
 from nest_megatron.units import Seconds
 
 #: Runners-up that a plan lists.
@@ -175,6 +175,7 @@ class PlanRequest:
         defaults: settings of the job that are the site's, each with its file and line.
         given: settings that only the plan's record of them says, as typed.
         site: the site's calibration, by which plans are chosen; ``None`` for the catalogue's alone.
+        present: what the job runs today, where it may be kept: a plan of the space.
         rates: what a GPU costs, and the length of the run; ``None`` says nothing of prices.
     """
 
@@ -212,6 +213,7 @@ class PlanRequest:
     defaults: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
     site: Site | None = None
+    present: Present | None = None
     rates: Rates | None = None
 
     def __post_init__(self) -> None:

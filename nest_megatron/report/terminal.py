@@ -5,7 +5,7 @@ Everything reads well at 80 columns and as plain text; colour only repeats what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 
 from rich.console import Group, RenderableType
@@ -41,6 +41,7 @@ from nest_megatron.report.words import (
     fastest_words,
     goodput_words,
     headroom_words,
+    present_words,
     proof,
     ranged_words,
     schedule_words,
@@ -110,6 +111,7 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
     grid = plan.grid()
     rows: list[tuple[str, str | Text]] = [
         ("Iteration", _headline(plan)),
+        *_today(plan),
         ("Layout", _layout(plan)),
         ("Batch", _batch(plan)),
         ("Memory", _memory_line(plan)),
@@ -148,6 +150,12 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
     if train.precision.value != "bf16":
         rows.insert(3, ("Precision", train.precision.value))
     return rows
+
+
+def _today(plan: ParallelPlan) -> Iterator[tuple[str, str | Text]]:
+    """What became of the present layout, where no table of both stands above."""
+    if plan.present is not None and (plan.present.is_kept or plan.today is None):
+        yield "Today", Text(present_words(plan), style="bold" if plan.present.is_kept else "")
 
 
 def _binding(constraint: str) -> tuple[str, str]:

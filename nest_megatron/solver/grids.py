@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -53,8 +54,10 @@ class GridSpace:
         self._num_units = model.spec.num_units
 
     def anew(self) -> GridSpace:
-        """The same space with counts of its own."""
-        return GridSpace(self.model, self.global_batch_size, self.space)
+        """The same space with counts of its own; what is worked out of it is shared."""
+        same = copy.copy(self)
+        same.illegal = Counter()
+        return same
 
     def shards(self) -> Iterator[Grid]:
         """Grids with one pipeline stage that stand for all with the same shard of a layer."""
@@ -117,7 +120,8 @@ class GridSpace:
         sizes = self.space.values("micro_batch_size", self.batch_unit, self.model.cluster)
         if "micro_batch_size" in self.space.fixed:
             return sizes
-        return [size for size in sizes if size & (size - 1) == 0]
+        own = self.space.present.get("micro_batch_size")
+        return [size for size in sizes if size & (size - 1) == 0 or size == own]
 
     def _one_stage(self, world: int, tp: int, cp: int, ep: int, etp: int, micro: int) -> Grid:
         dims = ParallelDims(
@@ -321,17 +325,17 @@ class GridSpace:
         return -(-self.model.spec.num_layers // chunks)
 
     def _all_settings(self, layers_per_chunk: int) -> tuple[Recompute, ...]:
-        return tuple(
-            recompute_settings(
-                self.model.spec,
-                self.model.settings.precision,
-                layers_per_chunk,
-                fp8_recipe=self.model.settings.traits.fp8_recipe,
-                flash_attention=self.model.flash_attention,
-                without=self.space.without_modules,
-                full=self.space.full_recompute,
-            )
+        settings = recompute_settings(
+            self.model.spec,
+            self.model.settings.precision,
+            layers_per_chunk,
+            fp8_recipe=self.model.settings.traits.fp8_recipe,
+            flash_attention=self.model.flash_attention,
+            without=self.space.without_modules,
+            full=self.space.full_recompute,
         )
+        own = self.space.present_recompute
+        return tuple(dict.fromkeys((*settings, *(() if own is None else (own,)))))
 
 
 def _with_executions(grid: Grid, executions: Iterable[Execution]) -> Iterator[Grid]:

@@ -15,6 +15,7 @@ from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.shard import fits_fused_attention
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
+from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
@@ -46,6 +47,14 @@ DEFAULT_LIMITS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Present:
+    """The layout that a job runs today, which Megatron launches."""
+
+    grid: Grid
+    partition: StagePartition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
     """What the search may choose.
 
@@ -64,6 +73,8 @@ class SearchSpace:
         even_stages: only cuts that Megatron makes by itself, as many layers in each virtual stage;
             for frameworks that can state no layout.
         use_all_gpus: every GPU works; otherwise whole nodes may stay idle.
+        present: degrees of what the job runs today outside the limits; they are tried, too.
+        present_recompute: its recomputation, where it is none of those that are tried.
         batch_unit: what every global batch of the run is a multiple of, where the batch grows;
             otherwise the global batch itself.
 
@@ -86,6 +97,8 @@ class SearchSpace:
     partition: StagePartition | None = None
     even_stages: bool = False
     use_all_gpus: bool = True
+    present: Mapping[str, int] = field(default_factory=dict)
+    present_recompute: Recompute | None = None
     batch_unit: int | None = None
 
     def __post_init__(self) -> None:
@@ -122,6 +135,8 @@ class SearchSpace:
         """Whether a degree may have a value."""
         if name in self.fixed:
             return value == self.fixed[name]
+        if value == self.present.get(name):
+            return True
         return self.least.get(name, 1) <= value <= self.limit(name, cluster)
 
     def limit(self, name: str, cluster: Cluster) -> int:
