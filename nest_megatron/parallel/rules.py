@@ -5,13 +5,14 @@ A search asks these; ``degree_rules`` states the same rules in words for a user.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.model.execution import PLAIN, Execution
+from nest_megatron.model.execution import PLAIN, Execution, GraphImpl
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.shard import fits_fused_attention
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
@@ -36,6 +37,8 @@ class LaunchRequest:
         partition: ``None`` while a search has not chosen one.
         sharding: what divides states among replicas; ``None`` leaves it to the ZeRO stage.
         gradient_bytes: width of the gradients that replicas reduce and keep.
+        cuda_graphs: the job's own, of which ``execution`` says what they capture; ``None`` where a
+            plan chooses them, or there are none.
         fused_attention: attention runs in a fused kernel (``ExecutionTraits.flash_attention``).
         version: the Megatron-LM release, ``0.16.1`` or ``0.20``.
         execution: what carries the layers out (``execution_checks``).
@@ -65,7 +68,12 @@ class LaunchRequest:
 
     @classmethod
     def of(cls, spec: TransformerSpec, grid: Grid, **others: Any) -> LaunchRequest:
-        """A grid of a model, but its execution; ``others`` are the fields that it does not say."""
+        """A grid of a model, but its execution; ``others`` are the fields that it does not say.
+
+        Every plan has grouped GEMMs of experts where the layers are Transformer Engine's.
+        """
+        engine = others.get("transformer_impl", "transformer_engine")
+        others.setdefault("moe_grouped_gemm", spec.is_moe and engine != "local")
         return cls(
             spec=spec,
             dims=grid.dims,
@@ -96,6 +104,16 @@ class LaunchRequest:
         """
         dp = self.dims.data_parallel_size
         return num_microbatches(self.batch_unit, self.micro_batch_size, dp)
+
+    @property
+    def captured(self) -> CudaGraphs | None:
+        """What CUDA graphs capture; ``None`` where there are none."""
+        how = self.execution
+        if how.cuda_graph_impl is GraphImpl.NONE:
+            return None
+        impl, scope = how.cuda_graph_impl.value, frozenset(how.cuda_graph_scope)
+        own = self.cuda_graphs or CudaGraphs(impl=impl)
+        return dataclasses.replace(own, impl=impl, scope=scope)
 
     @property
     def is_0_16(self) -> bool:
