@@ -93,6 +93,7 @@ class CostSettings:
             "fp8_recipe": traits.fp8_recipe.value,
             "fused_attention": traits.flash_attention,
             "gradient_bytes": traits.gradient_bytes,
+            "microbatch_group_size_per_vp_stage": traits.microbatch_group_size_per_vp_stage,
         }
 
     def expert_load(self, num_ranks: int) -> float:

@@ -122,15 +122,22 @@ def _two_stacks(request: LaunchRequest) -> Violation | None:
 def _interleaving(request: LaunchRequest) -> Violation | None:
     dims, count = request.dims, request.num_microbatches
     pp, vpp = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
-    if rules.allows_interleaving(pp, vpp, count):
+    group = request.microbatch_group_size_per_vp_stage
+    grows = request.batch_schedule is not None
+    if rules.allows_interleaving(pp, vpp, count, group, whole=grows):
         return None
     limit, fix = "it needs a pipeline", "Use 1, or pipeline_model_parallel_size above 1."
     if pp > 1:
+        rounds = f"whole rounds of {pp} micro batches, one a pipeline rank"
+        if group:
+            rounds = (
+                f"rounds of {group} micro batches (microbatch_group_size_per_vp_stage), none "
+                f"smaller than the {pp} pipeline ranks"
+            )
         limit = (
-            f"virtual stages work in whole rounds of {pp} micro batches, one a pipeline rank, and "
-            f"there are {count} (global batch {request.batch_unit} / (micro batch "
-            f"{request.micro_batch_size} * data-parallel size {dims.data_parallel_size})); rounds "
-            "of another size (microbatch_group_size_per_vp_stage) are not planned"
+            f"virtual stages work in {rounds}, and there are {count} (global batch "
+            f"{request.batch_unit} / (micro batch {request.micro_batch_size} * data-parallel size "
+            f"{dims.data_parallel_size}))"
         )
         fix = "Use 1, or a batch or micro batch that makes whole rounds."
     what = "virtual_pipeline_model_parallel_size"

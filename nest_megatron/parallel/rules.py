@@ -40,6 +40,8 @@ class LaunchRequest:
         cuda_graphs: the job's own, of which ``execution`` says what they capture; ``None`` where a
             plan chooses them, or there are none.
         fused_attention: attention runs in a fused kernel (``ExecutionTraits.flash_attention``).
+        microbatch_group_size_per_vp_stage: micro batches of a round of virtual stages; 0 is one a
+            pipeline rank.
         version: the Megatron-LM release, ``0.16.1`` or ``0.20``.
         execution: what carries the layers out (``execution_checks``).
         batch_schedule: how the batch grows; every rule holds at each of its sizes.
@@ -62,6 +64,7 @@ class LaunchRequest:
     fp8_recipe: str = "delayed"
     transformer_impl: str = "transformer_engine"
     fused_attention: bool = True
+    microbatch_group_size_per_vp_stage: int = 0
     version: str = DEFAULT_VERSION
     execution: Execution = PLAIN
     batch_schedule: BatchSchedule | None = None
@@ -295,9 +298,23 @@ def num_microbatches(global_batch_size: int, micro_batch_size: int, dp: int) -> 
     return 0 if global_batch_size % samples else global_batch_size // samples
 
 
-def allows_interleaving(pp: int, vpp: int, microbatches: int) -> bool:
-    """Virtual stages need a pipeline and whole rounds of micro batches."""
-    return vpp == 1 or (pp > 1 and microbatches >= pp and microbatches % pp == 0)
+def allows_interleaving(
+    pp: int, vpp: int, microbatches: int, group: int = 0, *, whole: bool = False
+) -> bool:
+    """Virtual stages need a pipeline and rounds of at least as many micro batches as ranks.
+
+    The last round may be smaller, but not than that (0.16.1 schedules.py:949-970).
+
+    Args:
+        group: micro batches of a round (``microbatch_group_size_per_vp_stage``); 0 is one a
+            pipeline rank.
+        whole: the last round is as large as the others, so that rounds of every multiple of these
+            micro batches are whole too.
+    """
+    size = group or pp
+    rest = microbatches % size
+    fits = pp <= size <= microbatches and (rest == 0 or (rest >= pp and not whole))
+    return vpp == 1 or (pp > 1 and fits)
 
 
 def allows_zero(zero: ZeroStage, num_chunks: int) -> bool:

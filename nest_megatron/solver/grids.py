@@ -288,7 +288,13 @@ class GridSpace:
         if space.partition is not None:
             most = space.fixed[name]
         sizes = (v for v in range(1, most + 1) if space.allows(name, v, self.model.cluster))
-        legal = [v for v in sizes if v == 1 or rules.allows_interleaving(pp, v, num_microbatches)]
+        group = self.model.settings.traits.microbatch_group_size_per_vp_stage
+        grows = space.batch_unit is not None
+        legal = [
+            v
+            for v in sizes
+            if rules.allows_interleaving(pp, v, num_microbatches, group, whole=grows)
+        ]
         if not space.even_stages:
             return legal
         return [v for v in legal if self._is_even(pp * v)]

@@ -14,6 +14,7 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS
 from nest_megatron.integrations.typed_command import plan_command
 from nest_megatron.model.execution import Execution
@@ -126,3 +127,32 @@ def test_what_is_recomputed_goes_with_what_a_plan_adds(
     flags = {**BASE, **stated}
     assert is_legal(command_of(flags), version)
     require_planned(flags, version)
+
+
+ROUNDS = {
+    **BASE,
+    "--pipeline-model-parallel-size": ["4"],
+    "--num-layers-per-virtual-pipeline-stage": ["2"],
+    "--micro-batch-size": ["4"],
+    "--global-batch-size": ["40"],
+    "--hidden-dropout": ["0"],
+}
+
+
+@pytest.mark.parametrize(("group", "batch"), [("5", "40"), ("10", "80"), ("4", "32")])
+def test_a_typed_round_of_virtual_stages_stays(group: str, batch: str) -> None:
+    """NVIDIA's own gpt3_mcore_te_tp1_pp4_vp1_tunable_overlap: 5 micro batches, rounds of 5."""
+    flag = "--microbatch-group-size-per-virtual-pipeline-stage"
+    flags = {**ROUNDS, "--global-batch-size": [batch], flag: [group]}
+    command = command_of(flags)
+    assert is_legal(command, "0.16.1")
+    found = plan_command(command, compose(parse([*NODE, *NOMINAL])), free=[], version="0.16.1").plan
+    assert found.parallel.virtual_pipeline_model_parallel_size == 3
+    argv = found.launch[LAUNCHER].argv
+    assert argv[argv.index(flag) + 1] == group
+
+
+def test_rounds_that_leave_a_small_one_are_refused() -> None:
+    flag = "--microbatch-group-size-per-virtual-pipeline-stage"
+    error = refusal(command_of({**ROUNDS, "--global-batch-size": ["48"], flag: ["5"]}), "0.16.1")
+    assert "rounds of 5 micro batches" in str(error)
