@@ -188,13 +188,21 @@ def request_for(
         closed=job.closed,
     )
     execution = read_execution(config, job, name)
-    space = dataclasses.replace(space, execution=execution, version=target.megatron_core)
+    space = dataclasses.replace(
+        space,
+        execution=execution,
+        version=target.megatron_core,
+        transformer_impl=job.transformer_impl,
+        cuda_graphs=job.graphs,
+    )
     if choose_execution:
         space = dataclasses.replace(
             space, execution=always_on(execution, choices), executions=open_values(choices)
         )
+    if "cuda_graph_impl" in space.executions:
+        space = dataclasses.replace(space, cuda_graphs=None)
     if offer is not None:
-        names = ("batch_unit", "execution", "executions", "version")
+        names = ("batch_unit", "execution", "executions", "version", "cuda_graphs")
         same: dict[str, Any] = {name: getattr(space, name) for name in names}
         offer = dataclasses.replace(offer, space=dataclasses.replace(offer.space, **same))
     defaults = tuple(f"{each} from {each.origin}" for each in composed.defaults)

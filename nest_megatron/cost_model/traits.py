@@ -97,6 +97,8 @@ class ExecutionTraits:
             pass (``--overlap-param-gather``), not before it.
         optimizer_instances: groups of replicas that each divide all optimizer states
             (``--num-distributed-optimizer-instances``).
+        microbatch_group_size_per_vp_stage: micro batches of a round of virtual stages
+            (``--microbatch-group-size-per-virtual-pipeline-stage``); 0 is one a rank.
         ddp_bucket_size: parameters whose gradients travel together (``--ddp-bucket-size``); 0
             leaves it to Megatron.
         layer_wise_optimizer: replicas divide the optimizer states by whole matrices without the
@@ -144,6 +146,7 @@ class ExecutionTraits:
     overlaps_optimizer_copies: bool = False
     overlap_param_gather: bool = True
     optimizer_instances: int = ranged(1, 1)
+    microbatch_group_size_per_vp_stage: int = ranged(0, 0)
     ddp_bucket_size: int = ranged(0, 0)
     layer_wise_optimizer: bool = False
     fused_activation: bool = True

@@ -130,7 +130,7 @@ def _of_packages(plan: ParallelPlan, request: PlanRequest) -> Iterator[str]:
             moe_flex_dispatcher_backend=backend,
         )
         way = allowed_execution(execution, grid)
-        if way.is_node_limited and is_accepted(model, grid, way, request.space.version):
+        if way.is_node_limited and is_accepted(model, request.space, grid, way):
             other = dataclasses.replace(grid, execution=way)
             found.append((backend, estimate(model, other, plan.partition())))
     for backend, faster in _fastest(plan, found):

@@ -19,7 +19,7 @@ from nest_megatron.cost_model.keys import GroupPlaces, inner_degrees
 from nest_megatron.cost_model.memory import unsharded_bytes
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.schedule import peak_live_chunks
-from nest_megatron.cost_model.stage_problems import early_forward_share
+from nest_megatron.cost_model.stage_problems import early_forward_share, priced_microbatches
 from nest_megatron.cost_model.unit_cost import replicas, stored_bytes
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.shard import LayerShard
@@ -104,7 +104,7 @@ class MemoryBounds:
         Args:
             sizes: it has one of these numbers of virtual stages, and not its own.
         """
-        dims, m = grid.dims, grid.num_microbatches
+        dims, m = grid.dims, priced_microbatches(grid)
         sizes = sizes or (dims.virtual_pipeline_model_parallel_size,)
         live = _least_live(dims.pipeline_model_parallel_size, sizes, m)
         active = self._active(grid, self.grids.keeping_least(grid))

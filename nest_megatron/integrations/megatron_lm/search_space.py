@@ -20,10 +20,8 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     states_stages,
 )
 from nest_megatron.integrations.megatron_lm.packing import pipeline_limits
-from nest_megatron.integrations.megatron_lm.rules import not_recomputed_locally
 from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
 from nest_megatron.parallel.layout import parse_layout
@@ -131,7 +129,7 @@ def kept_flags(job: Job, request: PlanRequest, config: PlanConfig) -> frozenset[
     return ours - replaced - freed_flags(job.free)
 
 
-_EXPERTS, _PIPELINE = "expert_model_parallel_size", "pipeline_model_parallel_size"
+_PIPELINE = "pipeline_model_parallel_size"
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
 _LAYOUT = "pipeline_model_parallel_layout"
 
@@ -201,16 +199,10 @@ def _not_loadable(name: str, value: object, need: Requirement) -> UserInputError
 
 def _space(config: PlanConfig, job: Job, freed: frozenset[str]) -> SearchSpace:
     own, spec, stated = read_space(config), job.spec, _stated(job, freed)
-    if job.transformer_impl == "local":  # Megatron's own layers split no sequence, recompute less
-        limits = {"context_parallel_size": 1, **own.limits}
-        without = frozenset(not_recomputed_locally(spec))
-        own = dataclasses.replace(own, limits=limits, without_modules=without)
     if job.command is not None:
         own = _with_packs(own, job.command, stated)
     if not job.full_recompute:
         own = dataclasses.replace(own, full_recompute=False)
-    if job.graphs is not None:
-        own = _with_graphs(own, job, job.graphs, alone=not stated.get(_EXPERTS))
     fixed = {name: int(stated[name]) for name in DEGREES if stated.get(name) is not None}
     partition = _fixed_stages(spec, stated, fixed, freed)
     if partition is not None:
@@ -239,19 +231,6 @@ def _with_packs(space: SearchSpace, command: ReadCommand, stated: Mapping[str, A
     if any(stated.get(name) for name in (_PIPELINE, *STAGE_OPTIONS, *VIRTUAL_STAGES)):
         return space
     return dataclasses.replace(space, limits={**limits, **space.limits})
-
-
-def _with_graphs(space: SearchSpace, job: Job, graphs: CudaGraphs, *, alone: bool) -> SearchSpace:
-    """What goes with CUDA graphs; ``alone``: the user states no expert-parallel size."""
-    limits = dict(space.limits)
-    if alone and not graphs.allows_experts(2, job.version):
-        limits[_EXPERTS] = 1
-    return dataclasses.replace(
-        space,
-        limits=limits,
-        without_modules=space.without_modules | graphs.without_modules(job.spec),
-        full_recompute=space.full_recompute and graphs.allows_full_recompute(),
-    )
 
 
 def _fixed_stages(
