@@ -202,7 +202,8 @@ def request_for(
     if "cuda_graph_impl" in space.executions:
         space = dataclasses.replace(space, cuda_graphs=None)
     if offer is not None:
-        names = ("batch_unit", "execution", "executions", "version", "cuda_graphs")
+        names = ("batch_unit", "execution", "executions", "version")
+        names += ("transformer_impl", "cuda_graphs")
         same: dict[str, Any] = {name: getattr(space, name) for name in names}
         offer = dataclasses.replace(offer, space=dataclasses.replace(offer.space, **same))
     defaults = tuple(f"{each} from {each.origin}" for each in composed.defaults)

@@ -324,6 +324,10 @@ def possible_grids(
                 yield found if recipe.certain else _as_it_runs(found)
 
 
+#: Modules that delayed scaling keeps from recomputation, as rows of fp8 are taken to have it.
+_NOT_IN_FP8 = frozenset({RecomputeModule.LAYERNORM, RecomputeModule.MOE_ACT})
+
+
 def planned_grids(
     row: Row, spec: TransformerSpec, grid: Grid, precision: Precision
 ) -> Iterator[Grid]:
@@ -335,7 +339,8 @@ def planned_grids(
     settings: tuple[Recompute, ...] = (grid.recompute,)
     if not ran_out_of_memory(row) and not states_recompute(row):
         layers = -(-spec.num_layers // grid.dims.num_chunks)
-        settings = tuple(recompute_settings(spec, precision, layers))
+        without = _NOT_IN_FP8 if precision is Precision.FP8 else frozenset()
+        settings = tuple(recompute_settings(spec, layers, without=without))
     for size in _micro_batches(row, grid):
         for recompute in settings:
             found = dataclasses.replace(grid, micro_batch_size=size, recompute=recompute)
