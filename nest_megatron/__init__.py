@@ -58,9 +58,17 @@ __all__ = [
 ]
 
 
+#: Where names are that are looked for here.
+_ELSEWHERE = {
+    "apply_plan": "a plan writes itself into a recipe: nest_megatron.load_plan(path).apply(recipe)",
+    "auto_recipe": "import it from nest_megatron.integrations.nemo, or .megatron_bridge",
+}
+
+
 def __getattr__(name: str) -> object:
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = f"; {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     from nest_megatron import api
 
     return getattr(api, name)

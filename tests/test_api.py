@@ -152,7 +152,7 @@ def test_a_command_is_planned_as_on_the_command_line(tmp_path: Path) -> None:
     words = ("--free", "all", "cluster=dgx_h100", "search.num_alternatives=2", "--json")
     freed: dict[str, Any] = {"cluster": "dgx_h100", "free": ["all"], "num_alternatives": 2}
     found = nest_megatron.plan_command(script, **freed)
-    told = run("plan", "--from", f"bash '{script}'", *words).json()
+    told = run("plan", *words, "--", "bash", str(script)).json()
     assert lasting(found.to_dict()) == lasting(told)
     assert found.placement.num_gpus == 16
     assert "--data-cache-path" in found.to_megatron_args()
@@ -260,6 +260,51 @@ def test_gemma_3_is_planned_where_it_is_built() -> None:
 def test_what_only_a_call_can_get_wrong(keywords: dict[str, Any], words: str) -> None:
     with pytest.raises(UserInputError, match=words):
         nest_megatron.plan(**{**NAMES, **keywords})
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"nodes": 2}, "Give num_gpus=16; nest_megatron.plan_table(nodes=[2, 4])"),
+        ({"num_nodes": 2}, "Give num_gpus=16"),
+        ({"model": "Qwen/Qwen3-8B"}, "nothing is fetched from a hub. Give its config.json"),
+        ({"model": "Qwen/Qwen3-8B"}, "Did you mean qwen3_8b"),
+        ({"num_layers": 8}, "Did you mean model.num_layers?"),
+        ({"overrides": ["tp=2"]}, "Did you mean parallel.tensor_model_parallel_size?"),
+    ],
+)
+def test_a_word_that_is_guessed_wrong_is_told_the_right_one(
+    keywords: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserInputError) as raised:
+        nest_megatron.plan(**{**NAMES, **keywords})
+    assert words in str(raised.value)
+
+
+def test_words_that_people_guess() -> None:
+    keywords = {"tp": 2, "pp": 1, "dp": 8, "mbs": 1, "zero": 1, "max_seconds": 20, "gpus": 16}
+    texts = ["train.seq_length=4096", "train.global_batch_size=64", "search.num_alternatives=0"]
+    found = nest_megatron.plan(**NAMES, **keywords, overrides=texts)
+    assert found.parallel.tensor_model_parallel_size == 2
+    assert found.parallel.data_parallel_size == 8
+    assert (found.train.micro_batch_size, found.train.global_batch_size) == (1, 64)
+    assert found.model.seq_length == 4096
+    with pytest.raises(AttributeError, match=r"nest_megatron.load_plan\(path\).apply\(recipe\)"):
+        _ = nest_megatron.apply_plan  # type: ignore[attr-defined]
+
+
+def test_a_plan_is_asked_what_if(tmp_path: Path) -> None:
+    fixed = {"tp": 2, "pp": 1, "cp": 1, "mbs": 1, "zero": 1, "num_alternatives": 0}
+    found = nest_megatron.plan(**NAMES, **fixed, num_gpus=16, global_batch_size=64)
+    found.save(tmp_path / "plan.yaml")
+    of_object = nest_megatron.whatif(found, {"gpus": 8})
+    of_file = nest_megatron.whatif(tmp_path / "plan.yaml", {"gpus": 8})
+    steps = [
+        [each.row.plan and each.row.plan.predicted.iteration_time_s for each in asked.variants]
+        for asked in (of_object, of_file)
+    ]
+    assert steps[0] == steps[1]
+    assert steps[0][0] == found.predicted.iteration_time_s
 
 
 def test_a_plan_is_saved_loaded_and_explained(plan: nest_megatron.Plan, tmp_path: Path) -> None:

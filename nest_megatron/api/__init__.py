@@ -148,9 +148,10 @@ def plan_command(
     """Plan a Megatron-LM command of your own: what ``nest-megatron plan --from`` does.
 
     Args:
-        command: the command as a text or as words, or the script that launches it (``train.sh``),
-            which is read and not run; or one that trains a recipe (``nemo llm pretrain --factory
-            NAME``), where its framework is installed.
+        command: the command as a text or as words; the words or the path of a script that launches
+            it (``["bash", "train.sh", "8"]``), which bash runs with programs that start nothing; or
+            one that trains a recipe (``nemo llm pretrain --factory NAME``), where its framework is
+            installed.
         cluster: as for ``plan``.
         num_gpus: size of the job; the launcher's own if not given.
         global_batch_size: the command's own if not given.
@@ -263,7 +264,7 @@ def estimate_command(
 
 def _text(command: str | os.PathLike[str] | Sequence[str]) -> str | Sequence[str]:
     """A command as it is read; a path names a script."""
-    return [os.fspath(command)] if isinstance(command, os.PathLike) else command
+    return ["bash", os.fspath(command)] if isinstance(command, os.PathLike) else command
 
 
 def _sized(

@@ -33,7 +33,7 @@ from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OK, UserI
 from nest_megatron.files import expanded, write_text
 from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
 from nest_megatron.integrations.stated_job import StatedJob
-from nest_megatron.integrations.typed_command import plan_command, read_typed
+from nest_megatron.integrations.typed_command import one_command, plan_command, read_typed
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.printing import print_to_stderr
@@ -61,16 +61,18 @@ class SweptCommand:
     """A user's command, of Megatron-LM or of a recipe, planned by each job of a sweep.
 
     Args:
-        text: the command, or the script that launches it.
+        text: the command.
         free: flags of it that may change, or ``all``.
         version: the Megatron release whose flags it uses.
         strict: refuse flags that Megatron-LM does not have.
+        notes: of the script that it was read from, one sentence each.
     """
 
     text: str | tuple[str, ...]
     free: tuple[str, ...]
     version: str
     strict: bool
+    notes: tuple[str, ...] = ()
 
     def plan(
         self, composed: Composed, *, begun_s: Seconds, on_progress: Progress | None = None
@@ -85,7 +87,12 @@ class SweptCommand:
             begun_s=begun_s,
             on_progress=on_progress,
         )
-        return Plan(record=found.plan, notes=found.notes)
+        return Plan(record=found.plan, notes=(*self.notes, *found.notes))
+
+    def recorded(self, composed: Composed) -> SweptCommand:
+        """What its script launches, where it is one, so that the script runs once."""
+        text, notes = one_command(self.text, composed)
+        return dataclasses.replace(self, text=text, notes=notes)
 
     def typed(self, composed: Composed) -> ParallelPlan:
         """What it is as it is typed, under the settings of a job."""
@@ -93,7 +100,7 @@ class SweptCommand:
         return found.plan
 
     def content(self, composed: Composed) -> object:
-        """What it consists of, the file of a script included."""
+        """What it consists of."""
         job, _ = read_typed(self.text, composed, version=self.version, strict=self.strict)
         said: tuple[object, ...] = (job.spec, job.values, job.memory_flags)
         if (command := job.command) is not None:

@@ -6,13 +6,15 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from nest_megatron.api.results import Plan
 from nest_megatron.api.sweep import SweepOptions, Swept, run_jobs
 from nest_megatron.api.sweep_jobs import SweepJob, SweptCommand, sweep_job
 from nest_megatron.config.compose import compose
 from nest_megatron.config.defaults import with_defaults
-from nest_megatron.config.keywords import setting_texts
+from nest_megatron.config.keywords import SHORT_KEYS, setting_texts
 from nest_megatron.config.overrides import Setting, expand, parse, swept, value_text
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, write_text
@@ -22,7 +24,7 @@ from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.rules import DEFAULT_VERSION
 from nest_megatron.planner.layouts import keep_layout
 from nest_megatron.planner.pins import read_plan
-from nest_megatron.report.console import Shown
+from nest_megatron.report.console import Shown, print_notes
 from nest_megatron.report.whatif import (
     Variant,
     variants_document,
@@ -34,7 +36,6 @@ from nest_megatron.report.whatif import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_SHORT = {"gpus": "cluster.num_gpus", "memory": "cluster.accelerator.memory_bytes"}
 #: What a plan's job is; other settings say how it is planned.
 _OF_JOB = ("cluster", "model", "train", "parallel")
 #: How long its run is, in either of two ways.
@@ -82,7 +83,7 @@ class WhatIf(Shown):
 
 
 def whatif(
-    plan: str | os.PathLike[str],
+    plan: Plan | str | os.PathLike[str],
     changes: Mapping[str, object],
     *,
     out: str | os.PathLike[str] | None = None,
@@ -91,7 +92,7 @@ def whatif(
     """Plan the job of a plan file on changed clusters: what ``nest-megatron whatif`` does.
 
     Args:
-        plan: the path of a plan file; ``Plan.save`` writes one.
+        plan: a plan, or the path of its file.
         changes: values by setting, several in a list: every combination is planned. ``gpus`` and
             ``memory`` are short for ``cluster.num_gpus`` and ``cluster.accelerator.memory_bytes``.
         out: a folder that keeps the plans and their table; the same call goes on from there.
@@ -100,6 +101,11 @@ def whatif(
     Raises:
         UserInputError: for a wrong setting, or a job that the file does not state.
     """
+    if isinstance(plan, Plan):
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "plan.yaml"
+            plan.save(path)
+            return whatif(path, changes, out=out, on_job=on_job)
     return plan_variants(Path(plan), parse_changes(_texts(changes)), _quiet(out, on_job))
 
 
@@ -118,7 +124,7 @@ def whatif_command(
     """Plan a Megatron-LM command on changed clusters: what ``whatif --from`` does.
 
     Args:
-        command, free, megatron_version, strict: as for ``plan_command``.
+        command, free, megatron_version, strict: as for ``plan_command``; a script runs once.
         changes, out, on_job: as for ``whatif``; settings with several values are the changes.
         cluster: a name of ``clusters()``, or the path of a YAML file.
         settings: as for ``plan``; they hold for every row.
@@ -146,7 +152,7 @@ def _texts(changes: Mapping[str, object]) -> list[str]:
 
 
 def _words(command: os.PathLike[str] | Sequence[str]) -> tuple[str, ...]:
-    return (os.fspath(command),) if isinstance(command, os.PathLike) else tuple(command)
+    return ("bash", os.fspath(command)) if isinstance(command, os.PathLike) else tuple(command)
 
 
 def _quiet(
@@ -163,7 +169,7 @@ def parse_changes(texts: Sequence[str]) -> tuple[Setting, ...]:
         UserInputError: for one that cannot be read, or that is given twice.
     """
     pairs = (text.partition("=") for text in texts)
-    settings = parse(f"{_SHORT.get(key, key)}{equals}{value}" for key, equals, value in pairs)
+    settings = parse(f"{SHORT_KEYS.get(key, key)}{equals}{value}" for key, equals, value in pairs)
     keys = [setting.key for setting in settings]
     for setting in settings:
         if setting.key == "out":
@@ -213,6 +219,9 @@ def command_variants(
         limit = "no setting has several values, and those of a command's job that have are changes"
         fix = "For example cluster.levels.node.bandwidth=450GB/s,900GB/s or gpus=256,512."
         raise _no_change(changes, limit, fix)
+    held = [setting for setting in changes if setting.key not in keys]
+    command = command.recorded(compose(with_defaults(held)))
+    print_notes(command.notes if options.tell else ())
     jobs = _jobs((), changes, keys, command)
     command.content(jobs[0].composed())  # what cannot be read is so in all
 

@@ -16,6 +16,8 @@ import nest_megatron
 from nest_megatron.config.keywords import compose_keywords
 from nest_megatron.config.overrides import read_counts
 from nest_megatron.errors import UserInputError, require_known
+from nest_megatron.integrations.dry_run.launch import names_script
+from nest_megatron.integrations.megatron_lm.parser import tokens
 from nest_megatron.parallel import plan_file
 from nest_megatron.report.sweep import to_csv
 
@@ -207,7 +209,7 @@ class Asked:
         if not self.command:
             return nest_megatron.whatif(self._written(folder), changes, on_job=on_job)
         return nest_megatron.whatif_command(
-            self.command,
+            self._typed(),
             changes,
             cluster=_source(self.cluster, folder / "cluster.yaml"),
             free=self._freed(),
@@ -215,6 +217,11 @@ class Asked:
             on_job=on_job,
             **self.keywords(),
         )
+
+    def _typed(self) -> str | list[str]:
+        """The command; the words of one that starts a script, which bash runs."""
+        words = tokens(self.command)
+        return words if names_script(words) else self.command
 
     def _freed(self) -> list[str]:
         return [name.strip() for name in self.free.split(",") if name.strip()]
@@ -227,10 +234,10 @@ class Asked:
             version = self.megatron_version
             if not is_plan:
                 return api.estimate_command(
-                    self.command, cluster=cluster, megatron_version=version, **settings
+                    self._typed(), cluster=cluster, megatron_version=version, **settings
                 )
             return api.plan_command(
-                self.command,
+                self._typed(),
                 cluster=cluster,
                 free=self._freed(),
                 megatron_version=version,

@@ -54,7 +54,7 @@ class Page:
             self._model = NameField("Model", nest_megatron.models(), "llama3_8b")
             self._own_model = self._text("Instead: path or contents of a model file")
         with ui.column().classes("w-full") as by_command:
-            self._command = self._text("Command, or path of the script that launches it")
+            self._command = self._text("Command, or bash train.sh of the script that launches it")
             self._free = self._line("Flags that may change", value="all").classes("w-full")
             self._release = NameField("Megatron-LM release", _RELEASES, _RELEASES[0])
         by_model.bind_visibility_from(self._source, "value", value=_MODEL)

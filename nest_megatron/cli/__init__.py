@@ -69,7 +69,8 @@ def _run(arguments: list[str], begun_s: Seconds) -> int:
     from nest_megatron.errors import NestError, UserInputError
     from nest_megatron.report.console import print_error
 
-    as_json = "--json" in arguments
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    as_json = "--json" in own
     try:
         code = cli.main(args=arguments, prog_name=PROGRAM, standalone_mode=False, obj=begun_s)
     except NestError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -85,6 +85,19 @@ class Command(Examples):
         if any(isinstance(p.type, OutputFile) or p.name == "overrides" for p in self.params):
             about = "Replace a file that nest-megatron has not written."
             self.params.append(click.Option(["--force"], is_flag=True, help=about))
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the words; those behind ``--`` stand for a command (``from_option``)."""
+        if "--" not in args or all(each.name != "from_command" for each in self.params):
+            return super().parse_args(ctx, args)
+        at = args.index("--")
+        rest = super().parse_args(ctx, args[:at])
+        words = tuple(args[at + 1 :])
+        if words and (text := ctx.params["from_command"]) is not None:
+            limit, fix = "the words behind -- are a command too", "Leave one of the two out."
+            raise UserInputError("--from", value=text, limit=limit, fix=fix)
+        ctx.params["from_command"] = words or ctx.params["from_command"]
+        return rest
 
     def invoke(self, context: click.Context) -> Any:
         """Check the outputs, then run."""
@@ -187,9 +200,10 @@ from_option = click.option(
     "--from",
     "from_command",
     metavar="COMMAND",
-    help="Your own Megatron-LM command, in quotes, or the script that launches it (train.sh), "
-    "which is read and not run; - reads a command from standard input. Or one that trains a recipe "
-    "(nemo llm pretrain --factory NAME), where its framework is installed.",
+    help="Your own Megatron-LM command, in quotes; - reads it from standard input. Or one that "
+    "trains a recipe (nemo llm pretrain --factory NAME), where its framework is installed. A "
+    "script that launches it goes behind all else: -- bash train.sh ARGUMENTS; bash runs it, with "
+    "programs that start nothing.",
 )
 free_option = click.option(
     "--free",
@@ -211,4 +225,20 @@ version_option = click.option(
     show_default=True,
     help="With --from: the release whose flags the command uses (0.16.1 or 0.20).",
 )
+set_option = click.option(
+    "--set",
+    "flags",
+    metavar="FLAG",
+    multiple=True,
+    help="With --from: a flag in the place of the command's own, --set --vocab-size=131072 or "
+    "--set '--vocab-size 131072', as often as needed.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+def with_set_flags(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a command with those of ``--set`` among its settings."""
+    others = {name: value for name, value in options.items() if name != "flags"}
+    if options["flags"]:
+        others["overrides"] = (*options["overrides"], f"flags={' '.join(options['flags'])}")
+    return others

@@ -78,8 +78,8 @@ from nest_megatron.report.console import show, show_json
     "--from",
     "from_command",
     metavar="COMMAND",
-    help="Your own Megatron-LM command, in quotes, or a script that launches it, instead of model; "
-    "- reads standard input.",
+    help="Your own Megatron-LM command, in quotes, instead of model; - reads standard input. A "
+    "script that launches it goes behind all else: -- bash train.sh.",
 )
 @version_option
 @click.option(
@@ -138,7 +138,7 @@ class _Options:
     implementation: str
     unfused: bool
     closed_form: bool
-    from_command: str | None
+    from_command: str | tuple[str, ...] | None
     megatron_version: str
     module: str | None
     inputs: Sequence[str]

@@ -120,4 +120,4 @@ def _crossed(cluster: Cluster) -> list[tuple[str, int]]:
 
 def _with_cluster(composed: Composed, cluster: Cluster) -> Composed:
     config = dataclasses.replace(composed.config, cluster=to_plain(cluster))
-    return dataclasses.replace(composed, config=config)
+    return dataclasses.replace(composed, config=config, given=composed.given | {"cluster.num_gpus"})

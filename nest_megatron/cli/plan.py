@@ -15,9 +15,11 @@ from nest_megatron.cli.command_kinds import (
     free_option,
     from_option,
     json_option,
+    set_option,
     settings_argument,
     strict_option,
     version_option,
+    with_set_flags,
 )
 from nest_megatron.cluster.placement import Launcher
 
@@ -40,6 +42,7 @@ from nest_megatron.cluster.placement import Launcher
 @config_dir_option
 @settings_argument
 @from_option
+@set_option
 @free_option
 @version_option
 @strict_option
@@ -93,7 +96,7 @@ def plan(**options: Any) -> int:
     from nest_megatron.cli.scaling import run_scaling
     from nest_megatron.cli.sweep import run_sweep
 
-    given = PlanOptions(**options, begun_s=click.get_current_context().obj)
+    given = PlanOptions(**with_set_flags(options), begun_s=click.get_current_context().obj)
     if given.for_nodes is not None:
         return run_plan_table(given)
     if given.for_gpus is not None:
@@ -110,6 +113,7 @@ def plan(**options: Any) -> int:
 @config_dir_option
 @settings_argument
 @from_option
+@set_option
 @version_option
 @strict_option
 @json_option
@@ -123,4 +127,4 @@ def estimate(**options: Any) -> int:
     """
     from nest_megatron.cli.planning import EstimateOptions, run_estimate
 
-    return run_estimate(EstimateOptions(**options))
+    return run_estimate(EstimateOptions(**with_set_flags(options)))

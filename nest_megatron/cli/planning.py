@@ -43,13 +43,13 @@ class EstimateOptions:
 
     overrides: Sequence[str]
     config_dir: Path | None
-    from_command: str | None
+    from_command: str | tuple[str, ...] | None
     megatron_version: str
     strict: bool
     as_json: bool
 
-    def command(self) -> str | None:
-        """The user's command, which may come from standard input."""
+    def command(self) -> str | tuple[str, ...] | None:
+        """The user's command, which may come from standard input; words behind ``--``."""
         return sys.stdin.read() if self.from_command == "-" else self.from_command
 
     def require_command(self) -> None:
@@ -170,7 +170,7 @@ def run_plan(options: PlanOptions) -> int:
 
 
 def _planned(
-    composed: Composed, options: PlanOptions, command: str | None
+    composed: Composed, options: PlanOptions, command: str | tuple[str, ...] | None
 ) -> tuple[Plan, list[RenderableType]]:
     if command is not None:
         return _plan_command(composed, options, command)
@@ -210,7 +210,7 @@ def composed_settings(settings: Sequence[Setting], config_dir: Path | None) -> C
 
 
 def _plan_command(
-    composed: Composed, options: PlanOptions, text: str
+    composed: Composed, options: PlanOptions, text: str | tuple[str, ...]
 ) -> tuple[Plan, list[RenderableType]]:
     """The plan of a user's command, and the command that it becomes."""
     with progress() as report:

@@ -8,9 +8,11 @@ from nest_megatron.api.sweep_jobs import sweep_job
 from nest_megatron.cli.plan_table import refuse_other_jobs
 from nest_megatron.cli.planning import PlanOptions
 from nest_megatron.cli.sweep import say_written, sweep_options
+from nest_megatron.config.compose import compose
+from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import Setting, read_counts, refuse_sweeps
 from nest_megatron.errors import OK, UserInputError
-from nest_megatron.report.console import show, show_json
+from nest_megatron.report.console import print_notes, show, show_json
 
 _OPTION, _SIZE = "--for-gpus", "cluster.num_gpus"
 
@@ -29,6 +31,9 @@ def run_scaling(options: PlanOptions) -> int:
     same = tuple(setting for setting in settings if setting.key != "out")
     each = [(*same, Setting(key=_SIZE, value=str(size))) for size in sizes]
     command = options.swept_command()
+    if command is not None:
+        command = command.recorded(compose(with_defaults(each[0]), options.config_dir))
+        print_notes(command.notes)
     jobs = [sweep_job(job, [_SIZE], options.config_dir, command) for job in each]
     if command is not None:
         command.content(jobs[0].composed())  # what cannot be read is so in all

@@ -13,8 +13,10 @@ from nest_megatron.cli.command_kinds import (
     command,
     config_dir_option,
     json_option,
+    set_option,
     settings_argument,
     version_option,
+    with_set_flags,
 )
 from nest_megatron.cli.complete import completing, freed_names
 from nest_megatron.tuning import LAUNCHERS
@@ -30,9 +32,10 @@ from nest_megatron.tuning import LAUNCHERS
     "--from",
     "from_command",
     metavar="COMMAND",
-    help="Your own Megatron-LM command, in quotes, or the script that launches it (train.sh), "
-    "which is read and not run.",
+    help="Your own Megatron-LM command, in quotes. A script that launches it goes behind all else: "
+    "-- bash train.sh ARGUMENTS; bash runs it once, with programs that start nothing.",
 )
+@set_option
 @click.option(
     "--free",
     metavar="NAMES",
@@ -87,4 +90,4 @@ def tune(**options: Any) -> int:
     """
     from nest_megatron.cli.tuning import TuneOptions, run_tune
 
-    return run_tune(TuneOptions(**options, begun_s=click.get_current_context().obj))
+    return run_tune(TuneOptions(**with_set_flags(options), begun_s=click.get_current_context().obj))

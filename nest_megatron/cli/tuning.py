@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
@@ -14,9 +15,10 @@ from nest_megatron.cli.planning import composed_settings
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import NOTHING_FITS, OK, UserInputError
 from nest_megatron.integrations.site_policy import require_tune
+from nest_megatron.integrations.typed_command import one_command
 from nest_megatron.parallel import plan_file
 from nest_megatron.printing import print_to_stderr
-from nest_megatron.report.console import progress, say, show, show_json
+from nest_megatron.report.console import print_notes, progress, say, show, show_json
 from nest_megatron.report.failure import WITHOUT_PLAN
 from nest_megatron.tuning.job import TunedJob, read_tuned
 from nest_megatron.tuning.launchers import launcher_named
@@ -43,7 +45,7 @@ class TuneOptions:
 
     overrides: Sequence[str]
     config_dir: Path | None
-    from_command: str | None
+    from_command: str | tuple[str, ...] | None
     free: str
     megatron_version: str
     budget: int
@@ -65,10 +67,16 @@ class TuneOptions:
         """
         if not self.from_command or self.from_command == "-":
             limit = "the command is kept in the folder, so that a tuning can go on"
-            fix = "Give it in quotes, or the script that launches it; --resume FOLDER goes on."
+            fix = "Give it in quotes, or `-- bash train.sh`; --resume FOLDER goes on."
             raise UserInputError("--from", value=self.from_command, limit=limit, fix=fix)
+        command = self.from_command
+        if not isinstance(command, str):
+            composed = composed_settings(parse(self.overrides), self.config_dir)
+            command, notes = one_command(command, composed)
+            command = command if isinstance(command, str) else shlex.join(command)
+            print_notes(notes)
         return Asked(
-            command=self.from_command,
+            command=command,
             overrides=tuple(self.overrides),
             config_dir=None if self.config_dir is None else str(self.config_dir),
             free="" if self.free == "none" else self.free,

@@ -14,8 +14,10 @@ from nest_megatron.cli.command_kinds import (
     free_option,
     from_option,
     json_option,
+    set_option,
     strict_option,
     version_option,
+    with_set_flags,
 )
 from nest_megatron.cli.complete import complete_override
 
@@ -33,6 +35,7 @@ from nest_megatron.cli.complete import complete_override
     "words", nargs=-1, metavar="[PLAN.YAML] [KEY=VALUE]...", shell_complete=complete_override
 )
 @from_option
+@set_option
 @free_option
 @version_option
 @strict_option
@@ -49,4 +52,5 @@ def whatif(**options: Any) -> int:
     """
     from nest_megatron.cli.variants import WhatIfOptions, run_whatif
 
-    return run_whatif(WhatIfOptions(overrides=options.pop("words"), config_dir=None, **options))
+    given = with_set_flags({"overrides": options.pop("words"), **options})
+    return run_whatif(WhatIfOptions(config_dir=None, **given))

@@ -32,7 +32,7 @@ def batch_schedule_of(config: PlanConfig, job: Job) -> BatchSchedule | None:
     size = train.global_batch_size
     settings = {RAMPUP: train.rampup_batch_size, STEPS: train.step_batch_size_schedule}
     stated: dict[str, Any] = {n: value for n, value in settings.items() if value is not None}
-    if own is not None and size is not None:
+    if own is not None and size is not None and job.command is None:
         stated["global_batch_size"] = size
     for name, value in stated.items() if own or job.command or job.fixed else ():
         limit, fix = "the batch, and how it grows, are the job's own", "Change the job."

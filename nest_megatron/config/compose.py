@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from nest_megatron.config.overrides import (
 )
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.documents import DESCRIPTION, check_yaml, read_json
-from nest_megatron.errors import UserInputError, require_known
+from nest_megatron.errors import UserInputError, nearest, require_known
 from nest_megatron.files import expanded, read_text
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
@@ -37,6 +38,8 @@ from nest_megatron.plain import to_plain
 _OWN_ENTRY = "_described"
 _LEVELS = "cluster.levels."
 _LEVEL = re.compile(r"cluster\.levels\.([^.]+)\.")
+#: A model's name on a hub of models: OWNER/MODEL.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/(?!.*\.(?:json|ya?ml)$)[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +48,14 @@ class Composed:
 
     Args:
         defaults: the settings among them that are the site's.
+        describes_cluster: its cluster is a description of the user's, and not the catalogue's.
     """
 
     config: PlanConfig
     given: frozenset[str]
     notes: tuple[str, ...] = ()
     defaults: tuple[Setting, ...] = ()
+    describes_cluster: bool = False
 
 
 def compose(
@@ -85,6 +90,8 @@ def _composed(
     settings = _with_numbered_levels(settings, config_dir, described)
     settings, described = _with_other_accelerator(settings, config_dir, described)
     given = frozenset((*described, *(setting.key for setting in settings)))
+    if not {"model"} & given:
+        settings = _with_model_as_flags(settings)
     entries = dict(described)
     named = [_named(setting, config_dir, entries, notes) for setting in settings]
     overrides = [f"{group}={_OWN_ENTRY}" for group in described] + named
@@ -101,7 +108,32 @@ def _composed(
     folders = [] if config_dir is None else [config_dir]
     with importlib.resources.as_file(catalogue_root()) as catalogue:
         config = _compose([catalogue.resolve(), *folders], overrides, entries)
-    return Composed(config=config, given=given, notes=tuple(notes))
+    return Composed(
+        config=config,
+        given=given,
+        notes=tuple(notes),
+        describes_cluster="cluster" in described or _names_own_cluster(settings, config_dir),
+    )
+
+
+def _with_model_as_flags(settings: Sequence[Setting]) -> Sequence[Setting]:
+    """Fields of the model as flags, where no model is named that has them but that of a command."""
+    fields = [s for s in settings if s.key.startswith("model.") and s.value is not None]
+    if not fields:
+        return settings
+    words = [s.value or "" for s in settings if s.key == "flags"]
+    for setting in fields:
+        name = setting.key.removeprefix("model.").replace("_", "-")
+        words.append(shlex.join([f"--{name}", setting.value or ""]))
+    others = [s for s in settings if s not in fields and s.key != "flags"]
+    return [*others, Setting(key="flags", value=" ".join(words))]
+
+
+def _names_own_cluster(settings: Sequence[Setting], config_dir: Path | None) -> bool:
+    """Whether the cluster is that of a file of the user's."""
+    name = next((s.value for s in settings if s.key == "cluster"), None) or ""
+    own = config_dir and (config_dir / "cluster" / f"{name}.yaml").is_file()
+    return bool(name and (is_path(name) or own))
 
 
 def _length_notes(settings: Sequence[Setting]) -> Iterator[str]:
@@ -298,6 +330,12 @@ def _model_file(path: Path, notes: list[str]) -> Mapping[str, Any]:
     """A model's description from a Hugging Face ``config.json``, its folder, or a YAML file."""
     if path.is_dir():
         path = path / "config.json"
+    if not path.exists() and _HUB_NAME.fullmatch(str(path)):
+        limit = "there is no such file, and nothing is fetched from a hub"
+        fix = f"Give its config.json (hf download {path} config.json prints the path), or a name "
+        names = nearest(path.name.lower().replace("-", "_"), catalogue_names("model"), count=2)
+        fix += f"of the catalogue. {names}"
+        raise UserInputError("model", value=str(path), limit=limit, fix=fix)
     if path.suffix != ".json":
         return read_mapping("model", path)
     parsed = read_json(path, "model")

@@ -26,6 +26,7 @@ _NAME: Final = "defaults.yaml"
 #: What a job says itself, section by section and key by key.
 _OF_JOBS: Final = ("model", "train", "peft", "parallel", "out", "target", "plan", "free", "dry_run")
 _ALSO_OF_JOBS: Final = (
+    "flags",
     "stop_before_training",
     "alternative",
     "port",

@@ -21,6 +21,21 @@ from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedRanks:
+    """How many ranks a launch has, and on how many nodes; ``None`` where nothing says it.
+
+    Args:
+        notes: what was assumed, one sentence each.
+        unsaid: why the number of ranks is not known.
+    """
+
+    num_ranks: int | None = None
+    num_nodes: int | None = None
+    notes: tuple[str, ...] = ()
+    unsaid: str = "nothing says it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReadCommand:
     """A training command, taken apart.
 
@@ -35,7 +50,7 @@ class ReadCommand:
         unknown: tokens of ``argv`` that Megatron does not know, in order; the user's own flags.
         nest_tokens: this package's own tokens (``+nest=auto``, ``nest.free=[...]``).
         notes: likely spelling mistakes and options of another release, one sentence each.
-        world_size: number of ranks, where the launcher's flags say it.
+        ranks: that it launches.
     """
 
     version: str
@@ -48,7 +63,7 @@ class ReadCommand:
     unknown: tuple[str, ...]
     nest_tokens: tuple[str, ...]
     notes: tuple[str, ...]
-    world_size: int | None
+    ranks: LaunchedRanks
 
     def namespace(self) -> argparse.Namespace:
         """The values as Megatron's parser would return them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import Composed, compose, model_fields
 from nest_megatron.config.defaults import with_defaults
+from nest_megatron.config.layout_words import layout_key
 from nest_megatron.config.overrides import (
     GROUPS,
     check_choice,
@@ -64,6 +66,12 @@ def _entry(group: str, name: str) -> dict[str, Any]:
     return {str(key): value for key, value in entry.items()}
 
 
+#: Short names of settings of several sections; those of a layout are ``layout_key``'s.
+SHORT_KEYS = {
+    "gpus": "cluster.num_gpus",
+    "memory": "cluster.accelerator.memory_bytes",
+    "max_seconds": "search.max_seconds",
+}
 #: How a model or a cluster is given: a name or a path as text, a path, or the fields of its file.
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -125,20 +133,32 @@ def setting_texts(keywords: Mapping[str, object]) -> list[str]:
     """Keywords as ``key=value``, to be checked by ``parse``.
 
     A name that only one section has needs no section; others are given as the section's mapping or
-    with a dot.
+    with a dot. Sizes of a layout may be short (``tp``); ``overrides`` are texts of this form.
 
     >>> setting_texts({"tensor_model_parallel_size": 8, "search": {"max_seconds": 5}})
     ['parallel.tensor_model_parallel_size=8', 'search.max_seconds=5']
+    >>> setting_texts({"tp": 2, "max_seconds": 5, "overrides": ["train.seq_length=4096"]})
+    ['parallel.tensor_model_parallel_size=2', 'search.max_seconds=5', 'train.seq_length=4096']
     >>> setting_texts({"cluster.oversubscription": 4, "recompute_modules": ["mlp", "core_attn"]})
     ['cluster.oversubscription=4', 'parallel.recompute_modules=[mlp,core_attn]']
     """
     keys = section_keys()
     texts = []
+    if isinstance(flags := keywords.get("flags", ""), list | tuple):
+        keywords = {**keywords, "flags": shlex.join(flags)}
     for key, value in keywords.items():
         if isinstance(value, Mapping) and key in (*SECTIONS, *GROUPS):
             texts += [f"{key}.{name}={value_text(inner)}" for name, inner in value.items()]
             continue
+        if key == "overrides" and isinstance(value, list | tuple):
+            texts += map(str, value)
+            continue
+        if key in ("nodes", "num_nodes"):
+            limit = "a job's size is its number of GPUs"
+            fix = "Give num_gpus=16; nest_megatron.plan_table(nodes=[2, 4]) plans for several."
+            raise UserInputError(key, value=value, limit=limit, fix=fix)
         found = [known for known in keys if known.rpartition(".")[2] == key]
-        whole = found[0] if len(found) == 1 and key not in keys else key
+        only = found[0] if len(found) == 1 and key not in keys else None
+        whole = only or SHORT_KEYS.get(key) or layout_key(key) or key
         texts.append(f"{whole}={value_text(value)}")
     return texts

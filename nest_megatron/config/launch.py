@@ -109,7 +109,7 @@ def _job_setting(text: str) -> Setting:
     def wrong(limit: str, fix: str) -> UserInputError:
         return UserInputError(f"nest.{key}", value=value if equals else None, limit=limit, fix=fix)
 
-    if section in ("model", "train"):
+    if section in ("model", "train", "flags"):
         raise wrong("the model and the batch are the training job's own", "Change its own flag.")
     known = (*section_keys(), *launch_keys())
     if section != "cluster" and name not in known:

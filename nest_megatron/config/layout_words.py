@@ -37,6 +37,15 @@ _SWITCHES = {
 _COMMA = re.compile(r",(?=\s*[A-Za-z_.\-]+\s*=)|,\s*(?=--)")
 
 
+def layout_key(word: str) -> str | None:
+    """The setting that a word for a size of a layout says.
+
+    >>> layout_key("tp"), layout_key("zero"), layout_key("max_seconds")
+    ('parallel.tensor_model_parallel_size', 'parallel.zero_stage', None)
+    """
+    return _SETTINGS.get(word) or _SHORT.get(word.lower())
+
+
 def read_layout(text: str, option: str) -> Composed:
     """The settings of a layout, checked.
 
@@ -83,7 +92,7 @@ def _setting(name: str, value: str | None, option: str) -> tuple[str, str]:
     plain = re.sub(r"^(parallel|train)\.", "", plain)
     if plain in _SWITCHES and value is None:
         return _SWITCHES[plain]
-    key = _SETTINGS.get(plain) or _SHORT.get(plain.lower())
+    key = layout_key(plain)
     if key is None or value is None:
         limit = "it has no value" if key else "it says nothing of a layout"
         fix = "For example tp=8." if key else nearest(plain, {*_SETTINGS, *_SHORT, *_SWITCHES})

@@ -17,6 +17,8 @@ from nest_megatron.cluster.records import Accelerator, NetworkLevel
 from nest_megatron.config.hydra_loader import parse_override
 from nest_megatron.config.schema import SECTIONS, is_numeric, section_keys
 from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.dims import SHORT_DEGREES
 from nest_megatron.units import is_quantity, read_quantity, without_suffix
 
 #: As many nodes as a job may be asked to be planned for at once.
@@ -36,7 +38,7 @@ _MACHINES = ("cluster.levels.", "cluster.accelerator.")
 #: OmegaConf's call of a function, such as one that reads a variable of the environment.
 _RESOLVER = re.compile(r"\$\{.*:", re.DOTALL)
 #: Values that are text whatever characters they hold.
-_TEXT_KEYS = ("out", "parallel.pipeline_model_parallel_layout")
+_TEXT_KEYS = ("out", "flags", "parallel.pipeline_model_parallel_layout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +185,11 @@ def _nearest_key(key: str) -> str:
     everywhere = [k for k in section_keys() if k.rpartition(".")[2] == name]
     if everywhere:
         return f"Did you mean {' or '.join(everywhere)}?"
+    short = {short.lower(): name for name, short in SHORT_DEGREES.items()}
+    if key.lower() in short:
+        return f"Did you mean parallel.{short[key.lower()]}?"
+    if not section and key in {each.name for each in dataclasses.fields(TransformerSpec)}:
+        return f"Did you mean model.{key}?"
     if section in SECTIONS:
         return nearest(key, [k for k in section_keys() if k.startswith(f"{section}.")], count=2)
     return nearest(key, [*section_keys(), *GROUPS, "cluster.num_gpus"], count=2)

@@ -150,6 +150,9 @@ def request_for(
             GPUs or the batch.
     """
     config = composed.config
+    if config.flags is not None and job.command is None:
+        limit, fix = "no command of Megatron-LM is there that has flags", "Add --from COMMAND."
+        raise UserInputError("flags", value=config.flags, limit=limit, fix=fix)
     if job.target is not None:
         _require_own_words(config, job, prefix)
     spec = with_images(with_seq_length(job.spec, config.train.seq_length), config.train)
@@ -202,8 +205,8 @@ def request_for(
     if "cuda_graph_impl" in space.executions:
         space = dataclasses.replace(space, cuda_graphs=None)
     if offer is not None:
-        names = ("batch_unit", "execution", "executions", "version")
-        names += ("transformer_impl", "cuda_graphs")
+        names = ["batch_unit", "execution", "executions", "version", "transformer_impl"]
+        names.append("cuda_graphs")
         same: dict[str, Any] = {name: getattr(space, name) for name in names}
         offer = dataclasses.replace(offer, space=dataclasses.replace(offer.space, **same))
     defaults = tuple(f"{each} from {each.origin}" for each in composed.defaults)
@@ -337,7 +340,7 @@ def read_spec(config: PlanConfig) -> TransformerSpec:
         raise UserInputError(
             "model",
             value=None,
-            limit="no model is given",
+            limit="no model is given" + (f" that has {config.flags}" if config.flags else ""),
             fix="Add for example model=llama3_70b (`nest-megatron models` lists them), or "
             "--from with your command.",
         )

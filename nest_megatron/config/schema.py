@@ -164,6 +164,7 @@ class PlanConfig:
     reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     checks: ChecksConfig = field(default_factory=ChecksConfig)
+    flags: str | None = None
     target: str | None = None
     out: str | None = None
 
@@ -242,7 +243,7 @@ def section_keys() -> tuple[str, ...]:
     inside = (
         f"{name}.{f.name}" for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)
     )
-    return (*inside, "target", "out")
+    return (*inside, "flags", "target", "out")
 
 
 def is_numeric(key: str) -> bool:

@@ -22,6 +22,7 @@ from nest_megatron.config.job import Job
 from nest_megatron.config.overrides import first_line
 from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.integrations import megatron_bridge, nemo
+from nest_megatron.integrations.launchers import NOWHERE, LaunchPlace
 from nest_megatron.integrations.megatron_lm.parser import SplitCommand, split_command, tokens
 from nest_megatron.packages import install_command
 
@@ -37,10 +38,11 @@ _SWITCHES = (
 )
 
 
-def read_recipe(text: str | Sequence[str]) -> Job | None:
+def read_recipe(text: str | Sequence[str], place: LaunchPlace = NOWHERE) -> Job | None:
     """The job of a command that trains a recipe; ``None`` for any other command.
 
     Args:
+        place: where it is launched.
         text: ``nemo llm pretrain --factory llama3_8b trainer.num_nodes=4``, or
             ``torchrun --nproc-per-node 8 run_recipe.py --recipe llama3_8b_pretrain_config``.
 
@@ -52,7 +54,7 @@ def read_recipe(text: str | Sequence[str]) -> Job | None:
     if words and PurePath(words[0]).name == "nemo":
         return _of_nemo(words[1:])
     if any(word.partition("=")[0] == _RECIPE for word in words):
-        return _of_bridge(split_command(words))
+        return _of_bridge(split_command(words, place))
     return None
 
 
@@ -131,10 +133,12 @@ def _of_bridge(command: SplitCommand) -> Job:
     own = [word for word in rest if not word.lstrip("+").startswith(("nest=", "nest."))]
     fields = _fields(own, "model.tensor_model_parallel_size")
     cfg = _bridge_recipe(given.recipe, fields)
+    job = megatron_bridge.read_recipe(cfg, environment={})
     return dataclasses.replace(
-        megatron_bridge.read_recipe(cfg, environment={}),
+        job,
         script=given.recipe,
-        num_gpus=command.world_size,
+        num_gpus=command.ranks.num_ranks,
+        notes=(*command.ranks.notes, *job.notes),
         changes=partial(megatron_bridge.plan_changes, cfg, free=(_BATCH,), environment={}),
     )
 

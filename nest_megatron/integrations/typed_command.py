@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import os
+import shlex
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +15,22 @@ from nest_megatron.config.compose import Composed
 from nest_megatron.config.job import FreeParameters, Job, ReadCommand
 from nest_megatron.config.request import read_cluster, read_spec
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.dry_run.launch import (
+    ScriptLaunch,
+    is_script_call,
+    names_script,
+    script_launch,
+    unread_model,
+)
+from nest_megatron.integrations.launchers import SLURM_VARIABLES, LaunchPlace, slurm_options
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, with_launch
-from nest_megatron.integrations.megatron_lm.parser import read_command
+from nest_megatron.integrations.megatron_lm.parser import read_command, tokens
 from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters, kept_flags
+from nest_megatron.integrations.megatron_lm.set_flags import require_model, with_flags
 from nest_megatron.integrations.recipe_command import read_recipe
 from nest_megatron.integrations.restore import restored_by_command
-from nest_megatron.integrations.shell_script.launch import ScriptLaunch, script_launch
 from nest_megatron.integrations.stated_job import recorded
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel import plan_file
@@ -69,14 +80,32 @@ def read_typed(
     job = _read(composed, text, version)
     if strict:
         _refuse_unknown(job)
-    # as large as the launcher says, unless a size is given
-    num_gpus = None if "cluster.num_gpus" in composed.given else job.num_gpus
-    cluster = read_cluster(composed.config, num_gpus)
-    return job, cluster
+    if "cluster.num_gpus" in composed.given:
+        return job, read_cluster(composed.config)
+    if job.num_gpus is None:
+        job = _as_large_as_cluster(job, composed)
+    return job, read_cluster(composed.config, job.num_gpus)
+
+
+def _as_large_as_cluster(job: Job, composed: Composed) -> Job:
+    """A job of no stated size as large as a cluster that the user describes.
+
+    Raises:
+        UserInputError: for a cluster of the catalogue, whose size is an example.
+    """
+    cluster = read_cluster(composed.config)
+    if composed.describes_cluster:
+        note = f"Nothing says how many ranks there are; cluster {cluster.name} has"
+        notes = (*job.notes, f"{note} {cluster.num_gpus} GPUs, and all are taken.")
+        return dataclasses.replace(job, num_gpus=cluster.num_gpus, notes=notes)
+    unsaid = "the recipe does not say it" if job.command is None else job.command.ranks.unsaid
+    limit = f"how many GPUs the job runs on is not known: {unsaid}"
+    fix = "Say cluster.num_gpus=16, or give the launcher's words (torchrun --nproc-per-node 8 ...)."
+    raise UserInputError("cluster.num_gpus", value=None, limit=limit, fix=fix)
 
 
 def read_model(
-    composed: Composed, text: str | None, version: str
+    composed: Composed, text: str | Sequence[str] | None, version: str
 ) -> tuple[TransformerSpec, Mapping[str, Any]]:
     """The model, and the values of the command's flags.
 
@@ -99,31 +128,87 @@ def _read(composed: Composed, text: str | Sequence[str], version: str) -> Job:
         limit = "with --from the model comes from the command"
         fix = "Leave model out, or change the command."
         raise UserInputError("model", value=model.get("name"), limit=limit, fix=fix)
-    launch = script_launch(text)
-    # one in a script is not made: what a script holds is read and not run
-    if launch is None and (recipe := read_recipe(text)) is not None:
+    launch = recorded_launch(text, composed)
+    place = _place(composed, launch)
+    if launch is None and (recipe := read_recipe(text, place)) is not None:
         return recipe
-    command = _command(text, launch, version)
-    if not command.argv:
-        limit = "it has no flags, so it says nothing about the model"
-        fix = "Give the whole command in quotes, or - to read it from standard input."
-        raise UserInputError("--from", value=command.script or text, limit=limit, fix=fix)
-    job = read_job(command)
+    with _naming_what_lacks(launch):
+        command = read_command(text if launch is None else launch.words, version, place)
+        if not command.argv:
+            limit = "it has no flags, so it says nothing about the model"
+            fix = "Give the whole command in quotes, or - to read it from standard input."
+            raise UserInputError("--from", value=command.script or text, limit=limit, fix=fix)
+        if launch is not None:
+            command = dataclasses.replace(command, notes=(*launch.notes, *command.notes))
+        command = with_flags(command, composed)
+        _refuse_unread(command)
+        job = read_job(command)
+        require_model(job.spec, composed, command)
     assert job.command is not None
     tp = job.command.values["tensor_model_parallel_size"]
     return dataclasses.replace(job, spec=job.spec.with_padded_vocab(tp))
 
 
-def _command(text: str | Sequence[str], launch: ScriptLaunch | None, version: str) -> ReadCommand:
-    """A command, or the one that a script of the shell would launch."""
+def recorded_launch(text: str | Sequence[str], composed: Composed) -> ScriptLaunch | None:
+    """What the script launches that words start, which bash runs; ``None`` for other words.
+
+    Raises:
+        UserInputError: for a text that names a script, and the errors of ``script_launch``.
+    """
+    if isinstance(text, str):
+        if names_script(words := tokens(text)):
+            limit = "it takes one command line, and this names a script"
+            call = shlex.join(words if is_script_call(words[:1]) else ["bash", *words])
+            fix = f"Put `-- {call}` behind all other words; in Python give a list of its words."
+            raise UserInputError("--from", value=text, limit=limit, fix=fix)
+        return None
+    if not is_script_call(text):
+        return None
+    return script_launch(text, _named_cluster(composed))
+
+
+def one_command(
+    text: str | Sequence[str], composed: Composed
+) -> tuple[str | tuple[str, ...], tuple[str, ...]]:
+    """A command that is kept to be read again, so that its script runs once; the notes of that."""
+    launch = recorded_launch(text, composed)
     if launch is None:
-        return read_command(text, version)
+        return text if isinstance(text, str) else tuple(text), ()
+    sizes = slurm_options(launch.header).items()
+    given = [f"{SLURM_VARIABLES[option][0]}={value}" for option, value in sizes]
+    return (*given, *launch.words), launch.notes
+
+
+def _named_cluster(composed: Composed) -> Cluster | None:
+    return None if composed.config.cluster is None else read_cluster(composed.config)
+
+
+def _place(composed: Composed, launch: ScriptLaunch | None) -> LaunchPlace:
+    """Where a command is launched: from this process or a script, on the cluster that is named."""
+    cluster = _named_cluster(composed)
+    gpus = None if cluster is None else cluster.gpus_per_host or cluster.levels[0].num_devices
+    if launch is None:
+        return LaunchPlace(environment=os.environ, gpus_per_node=gpus)
+    return LaunchPlace(environment=launch.environment, header=launch.header, gpus_per_node=gpus)
+
+
+@contextlib.contextmanager
+def _naming_what_lacks(launch: ScriptLaunch | None) -> Iterator[None]:
+    """Let errors of a command name what its script left out and what nothing sets."""
     try:
-        command = read_command(launch.words, version)
+        yield
     except UserInputError as error:
-        fix = " ".join((error.fix, *launch.notes))
-        raise UserInputError(error.what, value=error.value, limit=error.limit, fix=fix) from error
-    return dataclasses.replace(command, notes=(*launch.notes, *command.notes))
+        if launch is not None:
+            error.fix = " ".join((error.fix, *launch.notes))
+        raise
+
+
+def _refuse_unread(command: ReadCommand) -> None:
+    """Refuse a program that takes its model from elsewhere, unless the command describes it."""
+    unread = unread_model([command.script])
+    if unread and not {"num_layers", "hidden_size"} & command.explicit:
+        fix = "Give the flags of Megatron-LM that it comes to, or name a model and its settings."
+        raise UserInputError("--from", value=command.script, limit=unread, fix=fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,6 +120,12 @@ def say(text: str = "") -> None:
         print_cleaned(text)
 
 
+def print_notes(notes: Iterable[str]) -> None:
+    """Print sentences on standard error, one a line."""
+    for note in notes:
+        print(note, file=sys.stderr)
+
+
 @contextlib.contextmanager
 def _writing() -> Iterator[None]:
     """Write to standard output, and never again once that has failed."""

@@ -11,12 +11,12 @@ from nest_megatron.cluster.placement import torchrun_words
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.errors import UserInputError
 from nest_megatron.history.store import VARIABLE
+from nest_megatron.integrations.launchers import TORCHRUN
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.short_run import short_run
 from nest_megatron.parallel.launch import launch_size, script_words
 from nest_megatron.parallel.plan import ParallelPlan
 
-_TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 #: Options of torchrun that say where its agents meet.
 _MEETING = ("--standalone", "--rdzv", "--master-addr", "--master-port")
 
@@ -100,7 +100,7 @@ def is_torchrun(launcher: tuple[str, ...]) -> bool:
     False
     """
     first = launcher[0].rpartition("/")[2] if launcher else ""
-    return first == "torchrun" or (_is_python(first) and any(t in launcher for t in _TORCHRUN))
+    return first in TORCHRUN or (_is_python(first) and any(t in launcher for t in TORCHRUN))
 
 
 def _is_python(word: str) -> bool:

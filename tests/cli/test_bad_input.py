@@ -168,8 +168,7 @@ def test_a_command_whose_wish_cannot_be_kept(flags: str, words: str) -> None:
     ("setting", "own"),
     [
         ("train.precision=fp8", "bf16"),
-        ("train.seq_length=2048", "1024"),
-        ("train.fp8_recipe=mxfp8", "delayed"),
+        ("train.precision=fp16", "bf16"),
     ],
 )
 def test_a_job_is_not_priced_as_another_one(setting: str, own: str) -> None:
@@ -180,7 +179,8 @@ def test_a_job_is_not_priced_as_another_one(setting: str, own: str) -> None:
 
 
 def test_a_misspelt_free() -> None:
-    done = run("plan", "--from", JOB, "cluster=dgx_h100", "--free", "tensor_parallel_size")
+    job = f"torchrun --nproc-per-node 8 {JOB}"
+    done = run("plan", "--from", job, "cluster=dgx_h100", "--free", "tensor_parallel_size")
     assert done.code == 2
     assert "tensor_model_parallel_size" in done.err
 
@@ -225,18 +225,18 @@ def test_an_old_file_outlives_a_failed_plan(tmp_path: Path) -> None:
 
 LARGE = ("cluster=h100_spine_leaf", "cluster.num_gpus=1024", "search.backend=reference")
 SEARCH = "nest_megatron.solver.search:Search.run"
-WALK = "nest_megatron.integrations.shell_script.interpreter:Interpreter.command"
+SCRIPT = "nest_megatron.integrations.dry_run.run:_run"
 #: Functions, and commands that are inside them for as long as one waits.
 SLOW: dict[str, tuple[str, ...]] = {
     "search": (SEARCH, "plan", "model=deepseek_v3", *LARGE),
     "command": (SEARCH, "plan", "--from", JOB, *LARGE, "--free", "all"),
-    "endless script": (WALK, "plan", "--from", "bash endless.sh", *LARGE),
+    "endless script": (SCRIPT, "plan", *LARGE, "--", "bash", "endless.sh"),
     "standard input": ("sys:stdin.read", "plan", "--from", "-", *LARGE),
 }
 #: No other end of an endless script.
 ENDLESS = """
-from nest_megatron.integrations.shell_script import interpreter, record
-interpreter.MAX_STEPS, record.MAX_SECONDS = 10**12, 10.0**6
+from nest_megatron.integrations.dry_run import run
+run.MAX_SECONDS = 10.0**6
 """
 
 
@@ -245,7 +245,8 @@ def test_ctrl_c_ends_a_command_without_a_file(name: str, tmp_path: Path) -> None
     (tmp_path / "endless.sh").write_text(f"while true; do x=1; done\n{JOB}\n")
     before = sorted(tmp_path.iterdir())
     out = f"out={tmp_path / 'plan.yaml'}"
-    done = interrupted(*SLOW[name], out, cwd=tmp_path, prepare=ENDLESS)
+    at, command, *words = SLOW[name]
+    done = interrupted(at, command, out, *words, cwd=tmp_path, prepare=ENDLESS)
     assert (done.code, done.out) == (130, "")
     assert done.err.strip() == "Interrupted."
     assert sorted(tmp_path.iterdir()) == before

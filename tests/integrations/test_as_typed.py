@@ -145,10 +145,10 @@ def test_flags_that_are_not_understood_are_named() -> None:
     assert "leave --strict out" in done.err
 
 
-def test_a_script_is_priced_without_being_run(tmp_path: Path) -> None:
+def test_a_script_is_priced_without_its_programs(tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text(f"#!/bin/bash\ntouch {tmp_path}/ran\nTP=4\n{DENSE}\n", encoding="utf-8")
-    done = run("estimate", "--from", str(script), "cluster=dgx_h100", "--json")
+    done = run("estimate", "cluster=dgx_h100", "--json", "--", "bash", str(script))
     step = done.json()["predicted"]["iteration_time_s"]
     assert step == typed(DENSE).predicted.iteration_time_s
     assert not (tmp_path / "ran").exists()

@@ -30,13 +30,13 @@ FLAGS = "--num-layers 4 --bf16"
         (f"torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py {FLAGS}", "pretrain_gpt.py", 32),
         (f"torchrun --nproc_per_node=8 pretrain_gpt.py {FLAGS}", "pretrain_gpt.py", 8),
         (f"torchrun --nproc-per-node gpu pretrain_gpt.py {FLAGS}", "pretrain_gpt.py", None),
-        (f"torchrun --nnodes 1:4 --nproc-per-node 8 a.py {FLAGS}", "a.py", None),
+        (f"torchrun --nnodes 1:4 --nproc-per-node 8 a.py {FLAGS}", "a.py", 32),
         (f"torchrun --nnodes 4:4 --nproc-per-node 8 a.py {FLAGS}", "a.py", 32),
         (f"torchrun --nnodes 1:$MAX --nproc-per-node 8 a.py {FLAGS}", "a.py", None),
         (f"torchrun --nnodes ${{N}}0 --nproc-per-node 8 a.py {FLAGS}", "a.py", None),
         (f"torchrun --nnodes=`count` --nproc-per-node 8 a.py {FLAGS}", "a.py", None),
-        (f"srun --nodes=2-4 --ntasks-per-node=8 python a.py {FLAGS}", "a.py", None),
-        (f"srun -N 2-10:2 --ntasks-per-node=8 python a.py {FLAGS}", "a.py", None),
+        (f"srun --nodes=2-4 --ntasks-per-node=8 python a.py {FLAGS}", "a.py", 32),
+        (f"srun -N 2-10:2 --ntasks-per-node=8 python a.py {FLAGS}", "a.py", 80),
         (f"torchrun --nproc-per-node 8 -m my.train {FLAGS}", "my.train", 8),
         (f"python -m torch.distributed.run --nproc-per-node 2 a.py {FLAGS}", "a.py", 2),
         (f"srun -N 4 --ntasks-per-node=8 python a.py {FLAGS}", "a.py", 32),
@@ -48,7 +48,7 @@ FLAGS = "--num-layers 4 --bf16"
 )
 def test_launchers(command: str, script: str, world: int | None) -> None:
     read = read_command(command)
-    assert (read.script, read.world_size) == (script, world)
+    assert (read.script, read.ranks.num_ranks) == (script, world)
     assert read.argv == ("--num-layers", "4", "--bf16")
     assert read.explicit == {"num_layers", "bf16"}
     assert read.values["num_layers"] == 4

@@ -34,8 +34,8 @@ def estimate_command(
     """
     job, cluster = read_typed(text, composed, version=version, strict=strict)
     for name in sorted(composed.given):
-        if name.startswith("parallel.") or name == "train.micro_batch_size":
-            limit, fix = "the layout is that of the command", "Change the command."
+        if name.startswith("parallel."):
+            limit, fix = "the layout is that of the command", "Give its flag with --set."
             value = find(composed.config, name)
             raise UserInputError(name, value=value, limit=limit, fix=fix)
     job = dataclasses.replace(job, num_gpus=job.num_gpus or cluster.num_gpus)
@@ -56,7 +56,7 @@ def typed_plan(job: Job, request: PlanRequest, composed: Composed, made_by: str)
     layout, execution = typed_layout(job, request, composed)
     refused = refusal(request, job, execution)(layout)
     if refused:
-        limit, fix = f"Megatron-LM {job.version} refuses it: {refused}", "Change the command."
+        limit, fix = f"Megatron-LM {job.version} refuses it: {refused}", "Change its flags (--set)."
         if job.command is None:
             limit = f"the rules of Megatron-LM {job.version} refuse it: {refused}"
             fix = "Change the recipe's fields."

@@ -18,9 +18,10 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from nest_megatron.config.job import ReadCommand
+from nest_megatron.config.job import LaunchedRanks, ReadCommand
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.integrations.launchers import NOWHERE, LaunchPlace, is_launcher, launched_ranks
 from nest_megatron.model.frequency import read_frequency
 from nest_megatron.parallel.rules import DEFAULT_VERSION
 
@@ -42,25 +43,29 @@ class Argument:
     default: Any = None
 
 
-def read_command(command: str | Sequence[str], version: str = DEFAULT_VERSION) -> ReadCommand:
+def read_command(
+    command: str | Sequence[str], version: str = DEFAULT_VERSION, place: LaunchPlace = NOWHERE
+) -> ReadCommand:
     """Take a training command apart.
 
     Args:
         command: a shell command or its tokens: ``torchrun``, ``python``, ``srun``, environment
             assignments, or bare flags.
+        place: where it is launched.
 
     Raises:
         UserInputError: for an unknown release, an unexpanded shell variable, or a value that
             Megatron's parser refuses.
     """
-    return _read(split_command(command), version)
+    return _read(split_command(command, place), version)
 
 
 def read_argv(
     script: str, argv: Sequence[str], version: str, *, world_size: int | None = None
 ) -> ReadCommand:
     """As ``read_command``, for the arguments of a script that runs already."""
-    return _read(SplitCommand(script=script, argv=tuple(argv), world_size=world_size), version)
+    ranks = LaunchedRanks(num_ranks=world_size)
+    return _read(SplitCommand(script=script, argv=tuple(argv), ranks=ranks), version)
 
 
 def _read(split: SplitCommand, version: str) -> ReadCommand:
@@ -83,8 +88,8 @@ def _read(split: SplitCommand, version: str) -> ReadCommand:
         explicit=frozenset(given),
         unknown=unknown,
         nest_tokens=tuple(token for token in split.argv if _NEST_TOKEN.match(token)),
-        notes=tuple(_notes(unknown, version)),
-        world_size=split.world_size,
+        notes=(*split.ranks.notes, *_notes(unknown, version)),
+        ranks=split.ranks,
     )
 
 
@@ -169,19 +174,7 @@ def _notes(unknown: tuple[str, ...], version: str) -> Iterable[str]:
 
 
 _ASSIGNMENT = re.compile(r"^([A-Za-z_][A-Za-z0-9_]*)=(.*)$", re.DOTALL)
-_TORCH_LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 _SHELLS = ("bash", "sh")
-#: A variable, a command or a sum of the shell.
-_FILLED_IN = re.compile(r"[$`]")
-_COUNT = r"0*[1-9][0-9]{0,8}"
-#: torchrun's words and elastic ranges, and Slurm's ranges and lists of sizes (``srun --nodes``).
-_RANGES = {
-    "--nproc-per-node": r"auto|cpu|gpu|xpu",
-    "--nnodes": rf"{_COUNT}:{_COUNT}",
-    "--nodes": rf"{_COUNT}[kKmM]?([-:,]{_COUNT}[kKmM]?)*",
-}
-_EXAMPLES = {"--nnodes": ", or a range such as 2:4", "--nodes": ", or a range such as 2-4"}
-_SRUN_SHORT = {"-n": "--ntasks", "-N": "--nodes"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,14 +185,14 @@ class SplitCommand:
     launcher: tuple[str, ...] = ()
     script: str
     argv: tuple[str, ...]
-    world_size: int | None
+    ranks: LaunchedRanks
 
 
-def split_command(command: str | Sequence[str]) -> SplitCommand:
+def split_command(command: str | Sequence[str], place: LaunchPlace = NOWHERE) -> SplitCommand:
     """Split a training command into environment, launcher, script and script arguments.
 
     >>> parts = split_command("A=1 torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py --bf16")
-    >>> parts.script, parts.argv, parts.world_size
+    >>> parts.script, parts.argv, parts.ranks.num_ranks
     ('pretrain_gpt.py', ('--bf16',), 32)
     """
     words = _unwrap_shell(tokens(command))
@@ -213,25 +206,8 @@ def split_command(command: str | Sequence[str]) -> SplitCommand:
         launcher=launcher,
         script=rest[at + length - 1] if length else "",
         argv=tuple(rest[at + length :]),
-        world_size=launched_ranks(launcher, dict(environment)),
+        ranks=launched_ranks((*leading, *launcher), place),
     )
-
-
-def launched_ranks(launcher: Sequence[str], environment: dict[str, str]) -> int | None:
-    """Number of ranks that a launcher's own flags ask for, or ``None`` where they do not say."""
-
-    def count(name: str, default: int | None = None) -> int | None:
-        return _count(name, _option(launcher, name), default)
-
-    if any(t.rpartition("/")[2] == "torchrun" or t in _TORCH_LAUNCHERS for t in launcher):
-        nodes, per_node = count("--nnodes", 1), count("--nproc-per-node", 1)
-        return nodes * per_node if nodes and per_node else None
-    if launcher and launcher[0].rpartition("/")[2] == "srun":
-        tasks, nodes = count("--ntasks"), count("--nodes")
-        per_node = count("--ntasks-per-node")
-        if tasks or (nodes and per_node):
-            return tasks or (nodes or 1) * (per_node or 1)
-    return _count("WORLD_SIZE", environment.get("WORLD_SIZE"))
 
 
 def tokens(command: str | Sequence[str]) -> list[str]:
@@ -268,34 +244,10 @@ def _find_script(tokens: list[str]) -> tuple[int, int]:
         if token.endswith(".py") and not token.startswith("-"):
             return at, 1
         module = tokens[at + 1] if token in ("-m", "--module") and at + 1 < len(tokens) else ""
-        if module and module not in _TORCH_LAUNCHERS:
+        if module and not is_launcher(module):
             return at, 2
     if tokens and tokens[0].startswith("-"):
         return 0, 0
     limit = "it names no training script (a file ending in .py) and does not begin with a flag"
     fix = "Give the whole command, or the script's flags alone."
     raise UserInputError("command", value=" ".join(tokens[:4]), limit=limit, fix=fix)
-
-
-def _option(tokens: Sequence[str], name: str) -> str | None:
-    """Value of a launcher's option; ``_`` and ``-`` are the same, as torchrun takes both."""
-    for at, token in enumerate(tokens):
-        flag, equals, value = token.partition("=")
-        flag = _SRUN_SHORT.get(flag, flag.replace("_", "-"))
-        if flag == name:
-            return value if equals else (tokens[at + 1] if at + 1 < len(tokens) else None)
-    return None
-
-
-def _count(name: str, text: str | None, default: int | None = None) -> int | None:
-    """A count; a range, a word (``gpu``, ``auto``) or what a shell fills in is no fixed count."""
-    if text is None:
-        return default
-    fixed = re.fullmatch(rf"({_COUNT})(:\1)?", text)
-    if fixed:
-        return int(fixed[1])
-    if _FILLED_IN.search(text) or re.fullmatch(_RANGES.get(name, ""), text):
-        return None
-    limit = f"it must be a whole number of at least 1{_EXAMPLES.get(name, '')}"
-    fix = "Correct the launcher's option, or leave the launcher out."
-    raise UserInputError(name, value=text, limit=limit, fix=fix)

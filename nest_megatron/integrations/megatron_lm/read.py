@@ -112,7 +112,7 @@ def job_of(
     )
     return dataclasses.replace(
         job,
-        num_gpus=command.world_size,
+        num_gpus=command.ranks.num_ranks,
         command=command,
         passthrough=command.unknown,
         notes=(*command.notes, *job.notes),

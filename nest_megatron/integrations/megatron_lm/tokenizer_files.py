@@ -71,7 +71,10 @@ def stated_vocab_size(values: _Values, family: ModelFamily, version: str, notes:
         return rows
     named = values.get("tokenizer_model") or values.get("vocab_file") or "no file is named"
     limit = f"it comes from the files of {tokenizer}, which are not on this host ({named})"
-    fix = "Add --vocab-size with the tokenizer's number of tokens, or name its files here."
+    fix = (
+        "Add --vocab-size with the tokenizer's number of tokens (--set --vocab-size=N beside "
+        "--from), or name its files here."
+    )
     raise flag_error("vocab_size", None, limit, fix)
 
 

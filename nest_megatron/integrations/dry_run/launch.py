@@ -1,0 +1,247 @@
+"""The training command that a script of the shell would launch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import dropwhile
+from pathlib import Path
+
+from nest_megatron.cluster.records import Cluster
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.dry_run.recorder import SHELLS, WRAPPERS
+from nest_megatron.integrations.dry_run.run import MAX_SECONDS, DryRun, RecordedLaunch, dry_run
+
+#: Programs, by a part of their path or module, whose model is not in their words.
+_UNREAD = {
+    "swift": "the models of ms-swift are not read",
+    "primus": "Primus takes its model from a YAML file, which is not read",
+    "verl": "verl takes its model from its own configuration, which is not read",
+}
+_SWIFT = "megatron is the program of ms-swift, whose models are not read"
+_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+#: Flags of which a job that trains a model of Megatron's has one.
+_TRAINING = re.compile(
+    r"--(num[-_]layers|hidden[-_]size|use-checkpoint-args|yaml-cfg|micro-batch-size|train-iters|"
+    r"train-samples|hybrid-layer-pattern|hybrid-override-pattern)(=|$)"
+)
+#: Options in which the launches of one job differ, one on each node.
+_OF_A_NODE = re.compile(r"--(node[-_]rank|machine[-_]rank)(=.*)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptLaunch:
+    """What a script would launch.
+
+    Args:
+        words: the command, variables that the script sets before it.
+        environment: all variables that it would have.
+        header: options of Slurm on the lines of the batch script that it stands in.
+        notes: what was left out, one sentence each.
+    """
+
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+    header: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def is_script_call(words: Sequence[str]) -> bool:
+    """Whether words start a shell, a batch job or a script of the shell.
+
+    >>> is_script_call(["bash", "train.sh"]), is_script_call(["A=1", "sbatch", "-N", "2", "x.job"])
+    (True, True)
+    >>> is_script_call(["torchrun", "pretrain_gpt.py"])
+    False
+    """
+    first = _first_program(words)
+    name = first.rpartition("/")[2]
+    return name in (*SHELLS, "sbatch", "source", ".") or first.endswith(_SUFFIXES)
+
+
+def names_script(words: Sequence[str]) -> bool:
+    """Whether words start a script of the shell by its file.
+
+    >>> names_script(["bash", "-x", "train.sh", "8"]), names_script(["bash", "-c", "torchrun t.py"])
+    (True, False)
+    """
+    if not is_script_call(words):
+        return False
+    return not any(re.fullmatch(r"-[a-z]*c", word) for word in words)
+
+
+def _first_program(words: Sequence[str]) -> str:
+    """The first word that is no assignment and no program such as ``env`` before another."""
+    for word in words:
+        if not _ASSIGNMENT.fullmatch(word) and word.rpartition("/")[2] not in WRAPPERS:
+            return word
+    return ""
+
+
+def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> ScriptLaunch:
+    """The launch of the script that words start, which bash runs (``docs/launch_scripts.md``).
+
+    It runs in the current folder with the variables of this process.
+
+    Args:
+        words: ``bash train.sh ARGUMENTS``, ``sbatch -N 4 job.slurm``, ``./train.sh``.
+        cluster: whose GPUs the script sees.
+
+    Raises:
+        UserInputError: for a script that is not there, that launches nothing or several jobs.
+    """
+    rest = list(dropwhile(_ASSIGNMENT.fullmatch, words))
+    variables = dict(word.partition("=")[::2] for word in words[: len(words) - len(rest)])
+    if rest[0] in ("source", "."):
+        rest = ["bash", *rest[1:]]
+    elif rest[0].endswith(_SUFFIXES):
+        rest = ["bash", *rest]
+    script = next((word for word in rest if word.endswith(_SUFFIXES)), "")
+    if script and not Path(script).is_file():
+        fix = "Correct the path; it is relative to the current folder."
+        raise UserInputError("script", value=script, limit="there is no such file", fix=fix)
+    run = dry_run(rest, variables, cluster)
+    found = _chosen(run, shlex.join(rest))
+    before = {**os.environ}
+    set_here = {
+        name: value
+        for name, value in found.environment.items()
+        if before.get(name) != value and not name.startswith("SLURM_")
+    }
+    given = [f"{name}={value}" for name, value in set_here.items()]
+    return ScriptLaunch(
+        words=(*given, *found.words),
+        environment=found.environment,
+        header=found.header,
+        notes=tuple(_notes(run, found, script or rest[0])),
+    )
+
+
+def unread_model(words: Iterable[str]) -> str:
+    """Why the model of a program is not read, which takes it from elsewhere; ``""`` for others.
+
+    >>> unread_model(["torchrun", "primus/cli/main.py"])
+    'Primus takes its model from a YAML file, which is not read'
+    """
+    parts = (part for word in words for part in re.split(r"[/.]", word))
+    return next((_UNREAD[part] for part in parts if part in _UNREAD), "")
+
+
+def _chosen(run: DryRun, call: str) -> RecordedLaunch:
+    """The one launch that trains; one on each of several nodes is one."""
+    trains = [each for each in run.launches if any(map(_is_training, each.words))]
+    found = {_of_all_nodes(each.words): each for each in reversed(trains)}
+    if len(found) == 1:
+        return min(trains, key=lambda each: each.words)  # that of the first node
+    if found:
+        limit = f"it launches {len(found)} jobs, and one is planned: {_differences(trains)}"
+        fix = "Set what chooses one before the script, or give its command by --from 'COMMAND'."
+        raise UserInputError("script", value=call, limit=limit, fix=fix)
+    raise UserInputError("script", value=call, limit=_why_none(run), fix=_what_lacks(run))
+
+
+def _is_training(word: str) -> bool:
+    return any(_TRAINING.match(each) for each in word.split())
+
+
+def _of_all_nodes(words: Sequence[str]) -> tuple[str, ...]:
+    found: list[str] = []
+    for before, word in zip(("", *words), words, strict=False):
+        one = _OF_A_NODE.fullmatch(word)
+        of_one = _OF_A_NODE.fullmatch(before)
+        if one is None and (of_one is None or of_one[2]):
+            found.append(word)
+    return tuple(found)
+
+
+def _differences(launches: Sequence[RecordedLaunch]) -> str:
+    """Each launch by the options that not all have."""
+    each_has = [_options(launch.words) for launch in launches]
+    in_all = set(each_has[0]).intersection(*each_has)
+    told = {}
+    for launch, options in zip(launches, each_has, strict=True):
+        own = " ".join(text for text in options if text not in in_all)[:120]
+        shown = own or f"nothing beside those of {_program(launch.words)}"
+        told[_of_all_nodes(launch.words)] = f"{shown} (line {launch.line})"
+    return "; ".join([*told.values()][:6])
+
+
+def _options(words: Sequence[str]) -> list[str]:
+    """Options with their values, and the words between them."""
+    found: list[str] = []
+    for word in words:
+        if found and found[-1].startswith("-") and not word.startswith("-"):
+            found[-1] += f" {word}"
+        else:
+            found.append(word)
+    return found
+
+
+def _program(words: Sequence[str]) -> str:
+    """A launch by its program or module."""
+    for at, word in enumerate(words):
+        if word == "-m" and at + 1 < len(words):
+            return f"-m {words[at + 1]}"
+        if ".py" in word:
+            return word.strip()[:60]
+    return words[0]
+
+
+def _why_none(run: DryRun) -> str:
+    if run.launches:
+        names = [*dict.fromkeys(_program(each.words) for each in run.launches)]
+        unread = unread_model(name.removeprefix("-m ") for name in names)
+        why = f"; {unread}" if unread else ""
+        return f"it launches no job of Megatron-LM that trains ({', '.join(names)}){why}"
+    if unread := _SWIFT if "megatron" in run.skipped else unread_model(run.skipped):
+        return f"it launches nothing that trains; {unread}"
+    ended = f"it ended with exit code {run.code}" if run.code is not None else "it was ended"
+    if run.code is None:
+        ended += f" after {MAX_SECONDS:g} s"
+    said = f"; its last words are: {' | '.join(run.printed)[-300:]}" if run.printed else ""
+    return f"it launches nothing that trains; {ended}{said}"
+
+
+def _what_lacks(run: DryRun) -> str:
+    sentences = []
+    if run.unset:
+        sentences.append(f"Set what nothing sets: {_with_lines(run.unset)}.")
+    if run.absent:
+        sentences.append(f"Not on this host: {_with_lines(run.absent)}.")
+    if run.skipped:
+        sentences.append(f"Programs that were not run: {_with_lines(run.skipped)}.")
+    sentences.append("Or give the training command itself by --from 'COMMAND'.")
+    return " ".join(sentences)
+
+
+def _notes(run: DryRun, found: RecordedLaunch, script: str) -> Iterator[str]:
+    place = f"{script}, line {found.line}" if found.line else script
+    yield f"The command is that of {place}; bash ran it, and its programs started nothing."
+    others = {
+        " ".join(each.words[:2]): each.line
+        for each in run.launches
+        if not any(map(_is_training, each.words))
+    }
+    for what, names in (
+        ("Programs that were not run", {**run.skipped, **others}),
+        ("Variables that nothing sets, empty as in the shell", run.unset),
+        ("Not on this host", run.absent),
+    ):
+        if names:
+            yield f"{what}: {_with_lines(names)}."
+    if run.code is None:
+        yield f"It was ended after {MAX_SECONDS:g} s; what it launches later is not seen."
+    if run.exposed:
+        yield (
+            "This system gives no view of its files whose writes vanish "
+            f"({run.exposed}): what the script itself writes by > and >> is written."
+        )
+
+
+def _with_lines(names: Mapping[str, str]) -> str:
+    shown = [f"{name} (line {line})" if line else name for name, line in names.items()]
+    return ", ".join(shown[:40]) + (f" and {len(shown) - 40} more" if len(shown) > 40 else "")

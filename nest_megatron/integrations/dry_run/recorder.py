@@ -1,0 +1,199 @@
+"""Stand for a program in a recorded dry run: write its words down, or pass on to what it starts.
+
+A program by itself, which imports nothing of the package: ``recorder.py NAME WORD...``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from itertools import pairwise, takewhile
+from pathlib import Path
+from typing import NoReturn
+
+FOLDER = Path(os.environ.get("NEST_DRY_RUN", "/nonexistent"))
+PROGRAMS = FOLDER / "bin"
+SHELLS = ("bash", "sh", "dash", "zsh", "ksh")
+#: Programs that start the one behind their own options, which runs here in the same way.
+WRAPPERS = (
+    *("env", "nohup", "time", "timeout", "nice", "ionice", "stdbuf", "setsid", "taskset", "chrt"),
+    *("numactl", "sudo", "unbuffer", "script"),
+)
+#: Those that start one where ``run`` is said, and what they start.
+RUNNERS = ("conda", "mamba", "micromamba", "poetry", "pdm", "pipenv")
+LAUNCHERS = (
+    *("torchrun", "python", "python3", "pytorchrun", "srun", "mpirun", "mpiexec", "mpiexec.hydra"),
+    *("orterun", "prterun", "deepspeed", "accelerate", "accelerate-launch", "ft_launcher"),
+    *("ray", "uv", "uvx", "docker", "podman", "nerdctl", "apptainer", "singularity", "enroot"),
+    *("nsys", "ncu"),
+)
+STANDS_FOR = (*SHELLS, *WRAPPERS, *RUNNERS, *LAUNCHERS, "sbatch", "nvidia-smi", "scontrol")
+_PYTHON = re.compile(r"python[\d.]*")
+_PROGRAM = re.compile(r"\S\.py(\s|$|\"|')")
+_SHELL_LINE = re.compile(rb"#!\s*\S*?(/env\s+)?(bash|sh|dash|zsh|ksh)\b")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+
+
+def main(words: list[str]) -> int:
+    """Do what is done for a program that is called by these words."""
+    name = words[0].rpartition("/")[2]
+    name = "python" if _PYTHON.fullmatch(name) else name
+    if name in SHELLS:
+        _run_shell(words[1:])
+    if name == "sbatch":
+        _write(words, script=_batch_script(words))
+    elif name == "nvidia-smi":
+        return _answer(words[1:])
+    elif name == "scontrol":
+        if words[1:2] == ["show"] and words[2:3] in (["hostnames"], ["hostname"]):
+            print(*(f"node{at}" for at in range(1, _num_nodes() + 1)), sep="\n")
+    elif name in WRAPPERS or (name in RUNNERS and words[1:2] == ["run"]):
+        _pass_on(words)
+    elif name == "python" and "-c" in words[1:3]:
+        if any("device_count" in word for word in words):
+            print(_settings()["gpus_per_node"])
+        _note(f"{name} -c")
+    elif name in LAUNCHERS or words[0].endswith(".py"):
+        _launch(words)
+    elif name not in STANDS_FOR and (PROGRAMS / name).exists():  # /usr/bin/cat
+        os.execv(PROGRAMS / name, words)
+    elif _is_shell_script(words[0]):
+        _run_shell(words)
+    else:
+        _note(words[0])
+    return 0
+
+
+def _launch(words: list[str]) -> None:
+    own = takewhile(lambda n: words[n] != "-m" and not _PROGRAM.search(words[n]), range(len(words)))
+    at = next((n for n in own if n and _starts_shell(words, n)), None)
+    if at is not None:  # srun ... bash -c TEXT, docker run ... train.sh
+        place, before = _around()
+        os.environ["NEST_DRY_RUN_AROUND"] = json.dumps([place, [*before, *words[:at]]])
+        _run_shell(words[at + 1 :] if words[at].rpartition("/")[2] in SHELLS else words[at:])
+    if "-m" in words or any(map(_PROGRAM.search, words)):
+        _write(words)
+    else:
+        _note(" ".join(words[:2]))
+
+
+def _around() -> tuple[str, list[str]]:
+    """The place of the launcher around this program, or its own; and that launcher's words."""
+    text = os.environ.get("NEST_DRY_RUN_AROUND")
+    place, before = json.loads(text) if text else (os.environ.get("NEST_DRY_RUN_AT", ""), [])
+    return place, before
+
+
+def _starts_shell(words: list[str], at: int) -> bool:
+    return words[at].rpartition("/")[2] in SHELLS or _is_shell_script(words[at])
+
+
+def _is_shell_script(path: str) -> bool:
+    if not Path(path).is_file():
+        return False
+    with open(path, "rb") as file:  # noqa: PTH123
+        line = file.readline(200)
+    named = path.endswith((".sh", ".bash", ".slurm", ".sbatch"))
+    return bool(_SHELL_LINE.match(line)) or (named and not line.startswith(b"#!"))
+
+
+def _run_shell(words: list[str]) -> NoReturn:
+    """Go on as bash, which is no login shell and reads what stands for programs first."""
+    own = [re.sub(r"^(-[a-z]*)l", r"\1", word) if word != "-l" else "" for word in words[:3]]
+    words = [word for word in (*own, *words[3:]) if word not in ("", "--login")] if own else words
+    os.environ["BASH_ENV"] = os.environ["ENV"] = str(FOLDER / "shell.bash")
+    os.environ["PATH"] = str(PROGRAMS)
+    os.execv(_settings()["bash"], ["bash", *words])
+
+
+def _pass_on(words: list[str]) -> None:
+    """Go on as the program that a wrapper starts, with the variables that stand before it."""
+    for at, word in enumerate(words[1:], 1):
+        name = word.rpartition("/")[2]
+        if (PROGRAMS / name).exists() or ("/" in word and os.access(word, os.X_OK)):
+            found = PROGRAMS / name if "/" not in word else PROGRAMS / ".recorder"
+            os.execv(found, [word, *words[at + 1 :]] if "/" not in word else ["", *words[at:]])
+        if set_to := _ASSIGNMENT.fullmatch(word):
+            os.environ[set_to[1]] = set_to[2]
+    _note(" ".join(words[:2]))
+
+
+def _batch_script(words: list[str]) -> list[str]:
+    """The words that run what ``sbatch`` is given, from a copy as Slurm makes one."""
+    copy = FOLDER / f"batch-{os.getpid()}.sh"
+    for at, word in enumerate(words[1:], 1):
+        if word.startswith("--wrap"):
+            text = word.partition("=")[2] or " ".join(words[at + 1 : at + 2])
+            copy.write_text(text, encoding="utf-8")
+            return ["bash", str(copy)]
+        if Path(word).is_file():
+            shutil.copyfile(word, copy)
+            return ["bash", str(copy), *words[at + 1 :]]
+    copy.write_bytes(sys.stdin.buffer.read())
+    return ["bash", str(copy)]
+
+
+def _write(words: list[str], script: list[str] | None = None) -> None:
+    """Write a launch down: the words, the variables and the folder."""
+    place, before = _around()
+    record = {
+        "words": [word.removeprefix(f"{PROGRAMS}/") for word in (*before, *words)],
+        "place": place,
+        "environment": dict(os.environ),
+        "folder": os.environ.get("PWD") or str(Path.cwd()),
+        "script": script,
+    }
+    name = f"{time.time_ns():020}-{os.getpid()}"
+    path = FOLDER / "launches" / name
+    path.write_text(json.dumps(record), encoding="utf-8")
+    path.rename(path.with_suffix(".json"))
+
+
+def _note(name: str) -> None:
+    with (FOLDER / "skipped").open("a", encoding="utf-8") as file:
+        file.write(f"{name}\0{os.environ.get('NEST_DRY_RUN_AT', '')}\0")
+
+
+def _settings() -> dict[str, str]:
+    found: dict[str, str] = json.loads((FOLDER / "settings.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _num_nodes() -> int:
+    text = os.environ.get("SLURM_NNODES", "1")
+    return min(int(text), 4096) if text.isdigit() else 1
+
+
+def _answer(words: list[str]) -> int:
+    """Answer for the GPUs of a node of the cluster that is planned for."""
+    settings = _settings()
+    count = int(settings["gpus_per_node"])
+    asked = dict(word.partition("=")[::2] for word in words)
+    query = asked.get("--query-gpu")
+    one = next((word for flag, word in pairwise(words) if flag in ("-i", "--id")), None)
+    gpus = range(count) if one is None else [int(part) for part in one.split(",") if part.isdigit()]
+    if {"-L", "--list-gpus"} & set(words):
+        print(*(f"GPU {n}: {settings['gpu']} (UUID: GPU-{n})" for n in gpus), sep="\n")
+    elif query:
+        form = asked.get("--format", "")
+        unit = "" if "nounits" in form else " MiB"
+        memory = f"{settings['memory_mib']}{unit}"
+        known = {"name": settings["gpu"], "gpu_name": settings["gpu"], "count": str(count)}
+        known |= {"memory.total": memory, "memory.free": memory, "memory.used": f"0{unit}"}
+        fields = [field.strip() for field in query.split(",")]
+        if "noheader" not in form:
+            print(", ".join(fields))
+        for n in gpus:
+            row = {**known, "index": str(n), "uuid": f"GPU-{n}"}
+            print(", ".join(row.get(field, "[N/A]") for field in fields))
+    else:
+        _note(" ".join(["nvidia-smi", *words[:1]]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,211 @@
+# What a script meets in a recorded dry run: bash reads this first (BASH_ENV).
+#
+# A command that no file of PATH has comes to command_not_found_handle, and one that is written with
+# a slash to a function of that name, which the trap makes before bash looks for it. Nothing here
+# may change what the script sees: $?, IFS, BASH_REMATCH and its options.
+
+__nest_bin=$NEST_DRY_RUN/bin
+[[ ${NEST_DRY_RUN_PATH+set} ]] || export NEST_DRY_RUN_PATH=$PATH
+exec {BASH_XTRACEFD}> /dev/null
+
+# Write a name and its line down. Lists: skipped, absent, unset.
+__nest_note() {
+  printf '%s\0%s\0' "$2" "${NEST_DRY_RUN_AT-}" >> "$NEST_DRY_RUN/$1"
+}
+
+command_not_found_handle() {
+  __nest_note skipped "$1"
+}
+
+__nest_call() {
+  "$__nest_bin/.recorder" "$@"
+}
+
+__nest_cd() {
+  builtin "$@" 2> /dev/null || __nest_note absent "${!#}"
+}
+
+__nest_exec() {
+  while [[ ${1-} == -* ]]; do
+    [[ $1 == -a ]] && shift
+    shift
+  done
+  if [[ ${1-} == */* ]]; then __nest_call "$@"; else builtin command "$@"; fi
+  exit
+}
+
+cd() { __nest_cd cd "$@"; }
+pushd() { __nest_cd pushd "$@" > /dev/null; }
+which() { PATH=$__nest_bin:$NEST_DRY_RUN_PATH builtin type -P "$@"; }
+command() {
+  case ${1-} in
+    -v | -V) PATH=$__nest_bin:$NEST_DRY_RUN_PATH builtin command "$@" ;;
+    */*) __nest_call "$@" ;;
+    *) builtin command "$@" ;;
+  esac
+}
+enable() { __nest_note skipped enable; }
+ulimit() { :; }
+sleep() { :; }
+tee() { cat; }
+xargs() { cat > /dev/null; __nest_note skipped xargs; }
+tail() {
+  case " $* " in
+    *" -f "* | *" -F "* | *" --follow"*) __nest_note skipped "tail -f" ;;
+    *) builtin command tail "$@" ;;
+  esac
+}
+
+if [[ -e $NEST_DRY_RUN/open ]]; then # what is written would stay
+  set -o noclobber
+  sed() {
+    case " $*" in
+      *" -i"* | *" -"[nErsz]*i* | *" --in-place"*) __nest_note skipped "sed -i" ;;
+      *) builtin command sed "$@" ;;
+    esac
+  }
+  find() {
+    case " $*" in
+      *" -delete"* | *" -exec"* | *" -ok"* | *" -fprint"* | *" -fls"*) __nest_note skipped find ;;
+      *) builtin command find "$@" ;;
+    esac
+  }
+  sort() {
+    case " $*" in
+      *" -o"* | *" --output"*) __nest_note skipped "sort -o" ;;
+      *) builtin command sort "$@" ;;
+    esac
+  }
+  kill() { __nest_note skipped kill; }
+fi
+
+# Cut the first word of $1 into __nest_word, the rest into __nest_rest; fail where that is not sure.
+__nest_cut() {
+  case $1 in
+    \"*)
+      __nest_word=${1#\"}
+      __nest_word=\"${__nest_word%%\"*}\"
+      __nest_rest=${1#"$__nest_word"}
+      [[ $__nest_rest == '' || $__nest_rest == [[:space:]]* ]] || {
+        __nest_word+=${__nest_rest%%[[:space:]]*}
+        __nest_rest=${1#"$__nest_word"}
+      }
+      ;;
+    *)
+      __nest_word=${1%%[[:space:]]*}
+      __nest_rest=${1#"$__nest_word"}
+      ;;
+  esac
+  [[ $__nest_word != *[!]A-Za-z0-9_.,/~+@%:=\"{}\$[*#!^?-]* ]]
+}
+
+# Whether the command $1 needs a function before bash looks for it: __nest_word says of what.
+__nest_step() {
+  __nest_rest=$1
+  case $1 in *\'* | *'<<'*) ;; *\$*) __nest_unset "$1" ;; esac
+  case $1 in *[/\$]* | exec* | source* | .*) ;; *) return 1 ;; esac
+  local path=
+  while [[ $__nest_rest == [A-Za-z_]*([A-Za-z0-9_])?(+)=* ]]; do
+    [[ $__nest_rest != PATH=* ]] || path=1
+    __nest_name=${__nest_rest%%=*}
+    case ${__nest_rest#*=} in
+      \"*) __nest_cut "${__nest_rest#*=}" || return 1 ;;
+      *) __nest_cut "$__nest_rest" || return 1 ;;
+    esac
+    __nest_rest=${__nest_rest#"${__nest_rest%%[![:space:]]*}"}
+    [[ $__nest_rest ]] || return 1
+  done
+  __nest_cut "$__nest_rest" || return 1
+  case $__nest_word in
+    source | .)
+      __nest_word="source ${__nest_rest%% [0-9&]>*}"
+      __nest_word=${__nest_word%% >*}
+      [[ $__nest_word != *[\<\`\;\|]* && $__nest_word != *'$(('* ]]
+      ;;
+    exec)
+      [[ $__nest_rest == [[:space:]][!\<\>0-9\&{]* ]] || __nest_word='exec /dev/null'
+      ;;
+    *[/\$]*) ;;
+    *) [[ $path ]] && __nest_word="path $__nest_word" ;;
+  esac
+}
+
+# Make the function that stands for a command, or take it away again.
+__nest_define() {
+  case ${1-} in
+    source)
+      unset -f source .
+      [[ ! ${2-} || -e ${2-} ]] || {
+        source() { __nest_note absent "$1"; }
+        .() { __nest_note absent "$1"; }
+      }
+      ;;
+    exec)
+      unset -f exec
+      [[ ${2-} ]] || exec() { __nest_exec "$@"; }
+      ;;
+    path) [[ ! -e $__nest_bin/$2 ]] || eval "$2() { __nest_call $2 \"\$@\"; }" ;;
+    "$NEST_DRY_RUN"/*) ;;
+    */*) [[ $1 == *[!A-Za-z0-9_./+@%:-]* ]] || eval "$1() { __nest_call $1 \"\$@\"; }" ;;
+  esac
+}
+
+# Write down the variables of a command that nothing sets.
+__nest_unset() {
+  local __nest_text=$1 __nest_name __nest_after
+  while [[ $__nest_text == *\$* ]]; do
+    __nest_text=${__nest_text#*\$}
+    __nest_name=${__nest_text#\{}
+    __nest_after=${__nest_name#"${__nest_name%%[!A-Za-z0-9_]*}"}
+    __nest_name=${__nest_name%"$__nest_after"}
+    [[ $__nest_text != \{* || $__nest_after == \}* ]] || continue
+    case $__nest_name in '' | [0-9]* | _ | *__nest*) continue ;; esac
+    [[ ${!__nest_name+set} ]] || __nest_note unset "$__nest_name"
+  done
+}
+
+# Have __nest_target look at the files that $1 writes to, where a plain word names them.
+__nest_targets() {
+  local __nest_text=$1
+  while [[ $__nest_text == *\>* ]]; do
+    __nest_text=${__nest_text#*>}
+    __nest_text=${__nest_text#[>|]}
+    [[ $__nest_text == ' '[!\&\(]* ]] && __nest_cut "${__nest_text# }" || continue
+    __nest_todo+="__nest_target ${__nest_word@Q} $__nest_word;"
+  done
+}
+
+# Let the command write to /dev/null in the place of $1, which is $2, where it cannot or may not.
+__nest_target() {
+  [[ ${2-} != /dev/* ]] || return 0
+  [[ -e $NEST_DRY_RUN/open ]] || ! { : >> "${2-}"; } 2> /dev/null || return 0
+  __nest_instead=${__nest_instead/">| $1"/"> $1"}
+  __nest_instead=${__nest_instead/"> $1"/"> /dev/null"}
+  __nest_skip=1
+}
+
+# Before a command: its line, its file and its text. __nest_todo is to be done first.
+__nest_before() {
+  [[ $2 != "$NEST_DRY_RUN/shell.bash" ]] || return 1
+  ! shopt -q extdebug || { shopt -u extdebug; set -o functrace; }
+  [[ $PATH == "$__nest_bin" ]] || PATH=$__nest_bin
+  export NEST_DRY_RUN_AT=$2:$1
+  [[ ! ${__nest_known[$3]-} ]] || return 1
+  __nest_todo= __nest_instead=$3
+  [[ $3 != *\>* ]] || __nest_targets "$3"
+  if __nest_step "$3"; then __nest_todo+="__nest_define $__nest_word"; fi
+  [[ $__nest_todo ]] || __nest_known[$3]=1
+  [[ $__nest_todo ]]
+}
+
+# A trap that fails skips its command, under extdebug alone, which goes with functrace.
+__nest_skipped() {
+  __nest_skip=
+  shopt -s extdebug
+}
+
+declare -A __nest_known
+__nest_skip=
+FUNCNEST=1000
+set -o functrace
+trap '[[ ${FUNCNAME[900]-} ]] || { __nest_before "$LINENO" "${BASH_SOURCE-}" "$BASH_COMMAND" && eval "$__nest_todo"; } || :; [[ ! $__nest_skip ]] || { eval "$__nest_instead" || :; ! __nest_skipped; }' DEBUG

@@ -1,0 +1,471 @@
+"""How many ranks a launch has: by its launcher's words, by Slurm, by the environment.
+
+A launch is the words before the training script. Each program among them that starts others is a
+row of ``LAUNCHERS``; the innermost one says how many ranks there are, and those around it on how
+many nodes, where it does not say so itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+
+from nest_megatron.cluster.topology import hosts_of, tasks_per_node
+from nest_megatron.config.job import LaunchedRanks
+from nest_megatron.errors import UserInputError
+from nest_megatron.files import read_text
+
+_RANKS, _PER_NODE, _NODES, _HOSTS = "ranks", "ranks per node", "nodes", "hosts"
+_GPUS, _GPUS_PER_NODE = "GPUs", "GPUs per node"
+_GPUS_PER_RANK, _RANKS_PER_GPU = "GPUs per rank", "ranks per GPU"
+_HOSTFILE, _MAP, _SELECTED = "host file", "mapping", "selected GPUs"
+_COUNT = r"0*[1-9][0-9]{0,8}"
+#: A count of processes that is the number of GPUs of a node (``torchrun --nproc-per-node=gpu``).
+_EACH_GPU = ("gpu", "auto")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """A program that starts others.
+
+    Args:
+        names: of the program, or of the module behind ``python -m``.
+        options: its options, by what each says; a long one may be shortened, and ``_`` is ``-``.
+        variables: those that stand for options that are not typed.
+        nodes: what a number of nodes may be, a range among it.
+    """
+
+    names: tuple[str, ...]
+    options: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    nodes: str = _COUNT
+
+    def quantity(self, flag: str) -> str | None:
+        """What an option says, or ``None``."""
+        name = flag.replace("_", "-") if flag.startswith("--") else flag
+        if name in self.options or len(name) < len("--n__"):
+            return self.options.get(name)
+        meant = {self.options[known] for known in self.options if known.startswith(name)}
+        return meant.pop() if len(meant) == 1 else None
+
+
+#: Slurm's options of a job or step with the variables that say them inside of one.
+SLURM_VARIABLES = {
+    "--nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "--ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
+    "--ntasks-per-node": ("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+    "--gpus": ("SLURM_GPUS",),
+    "--gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
+}
+_SLURM_SHORT = {"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-w": "--nodelist"}
+_SLURM_OPTIONS = {
+    "--nodes": _NODES,
+    "--ntasks": _RANKS,
+    "--ntasks-per-node": _PER_NODE,
+    "--gpus": _GPUS,
+    "--gpus-per-node": _GPUS_PER_NODE,
+    "--gres": _GPUS_PER_NODE,
+    "--gpus-per-task": _GPUS_PER_RANK,
+    "--ntasks-per-gpu": _RANKS_PER_GPU,
+    "--nodelist": _HOSTS,
+}
+
+# Sources: torch/distributed/run.py, whose variables are PET_<OPTION>; nvidia_resiliency_ext
+# fault_tolerance/launcher.py, which has its options.
+_TORCHRUN = Launcher(
+    names=(
+        *("torchrun", "torch.distributed.run", "torch.distributed.launch"),
+        *("ft_launcher", "nvidia_resiliency_ext.fault_tolerance.launcher"),
+    ),
+    options={"--nnodes": _NODES, "--nproc-per-node": _PER_NODE},
+    variables={"PET_NNODES": _NODES, "PET_NPROC_PER_NODE": _PER_NODE},
+    nodes=rf"{_COUNT}(:{_COUNT})?",
+)
+_SLURM = Launcher(
+    names=("srun", "sbatch", "salloc"),
+    options={
+        **_SLURM_OPTIONS,
+        **{short: _SLURM_OPTIONS[long] for short, long in _SLURM_SHORT.items()},
+    },
+    variables={
+        name: _SLURM_OPTIONS[option] for option, names in SLURM_VARIABLES.items() for name in names
+    },
+    nodes=rf"{_COUNT}[kKmM]?([-:,]{_COUNT}[kKmM]?)*",
+)
+# Open MPI, MPICH and Intel MPI
+_MPI = Launcher(
+    names=("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun"),
+    options={
+        **dict.fromkeys(("-n", "-np", "--n", "--np"), _RANKS),
+        **dict.fromkeys(("-N", "--npernode", "-npernode"), _PER_NODE),
+        **dict.fromkeys(("-ppn", "--ppn", "-perhost"), _PER_NODE),
+        **dict.fromkeys(("-H", "--host", "-host", "-hosts", "--hosts"), _HOSTS),
+        **dict.fromkeys(("--hostfile", "-hostfile", "--machinefile"), _HOSTFILE),
+        **dict.fromkeys(("-machinefile", "-f"), _HOSTFILE),
+        **dict.fromkeys(("--map-by", "-map-by"), _MAP),
+    },
+)
+# Source: deepspeed/launcher/runner.py
+_DEEPSPEED = Launcher(
+    names=("deepspeed", "deepspeed.launcher.runner"),
+    options={
+        "--num-nodes": _NODES,
+        "--num-gpus": _PER_NODE,
+        **dict.fromkeys(("-H", "--hostfile"), _HOSTFILE),
+        **dict.fromkeys(("-i", "--include", "-e", "--exclude"), _SELECTED),
+    },
+)
+# Source: accelerate/commands/launch.py
+_ACCELERATE = Launcher(
+    names=("accelerate", "accelerate-launch", "accelerate.commands.launch"),
+    options={"--num-processes": _RANKS, "--num-machines": _NODES},
+)
+#: Programs that start one other each, so that their options count nothing.
+_WRAPPER = Launcher(
+    names=(
+        *("python", "python3", "bash", "sh", "env", "exec", "export", "nohup", "time", "timeout"),
+        *("numactl", "taskset", "nsys", "ncu", "uv", "uvx", "poetry", "conda", "mamba", "ray"),
+        *("docker", "podman", "apptainer", "singularity", "enroot", "nerdctl", "sudo", "stdbuf"),
+    ),
+)
+#: Names of torchrun, and of what has its options.
+TORCHRUN = _TORCHRUN.names
+LAUNCHERS = (_TORCHRUN, _SLURM, _MPI, _DEEPSPEED, _ACCELERATE)
+_BY_NAME = {name: row for row in (*LAUNCHERS, _WRAPPER) for name in row.names}
+#: Variables that hold the number of all ranks.
+_WORLD = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+#: A variable, a command or a sum of the shell.
+_FILLED_IN = re.compile(r"[$`]")
+_TIMES = {"k": 1_000, "m": 1_000_000}  # Slurm's suffixes of numbers of nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlace:
+    """Where a launch runs.
+
+    Args:
+        environment: its variables.
+        header: options of the ``#SBATCH`` lines of its script (``header_options``).
+        gpus_per_node: of the cluster.
+    """
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    header: tuple[str, ...] = ()
+    gpus_per_node: int | None = None
+
+
+NOWHERE = LaunchPlace()
+
+
+def launched_ranks(words: Sequence[str], place: LaunchPlace = NOWHERE) -> LaunchedRanks:
+    """How many ranks a launch has.
+
+    Args:
+        words: all before the training script, ``NAME=value`` among them.
+
+    Raises:
+        UserInputError: for an option whose value is no number.
+
+    >>> found = launched_ranks("srun -N 2 torchrun --nnodes=1:2 --nproc_per_node 8".split())
+    >>> found.num_ranks, found.num_nodes, found.notes
+    (16, 2, ('--nnodes 1:2 is a range; its largest, 2 nodes, is planned.',))
+    """
+    return _Launch(words, place).read()
+
+
+def header_options(script: str) -> tuple[str, ...]:
+    r"""The options on the ``#SBATCH`` lines of a script, which end where its commands begin.
+
+    >>> header_options("#!/bin/bash\n#SBATCH -N 4  # nodes\necho\n#SBATCH -N 8")
+    ('-N', '4')
+    """
+    lines = takewhile(lambda line: not line.strip() or line.startswith("#"), script.splitlines())
+    options = (
+        line.removeprefix("#SBATCH").partition("#")[0]
+        for line in lines
+        if line.startswith("#SBATCH")
+    )
+    return tuple(word for text in options for word in text.split())
+
+
+def slurm_options(words: Sequence[str]) -> dict[str, str]:
+    """The sizes among options of Slurm, by the long names of those of ``SLURM_VARIABLES``.
+
+    >>> slurm_options(["-N4", "--ntasks-per-node=8", "--gres=gpu:h100:8"])
+    {'--nodes': '4', '--ntasks-per-node': '8', '--gpus-per-node': '8'}
+    """
+    said = _said(_SLURM, words)
+    return {
+        name: said[_SLURM_OPTIONS[name]].text
+        for name in SLURM_VARIABLES
+        if _SLURM_OPTIONS[name] in said
+    }
+
+
+def is_launcher(word: str) -> bool:
+    """Whether a word names a program that starts ranks, or the nodes of ranks."""
+    return _BY_NAME.get(word.rpartition("/")[2], _WRAPPER) is not _WRAPPER
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """What an option or a variable says, its name, and the pattern of a count."""
+
+    text: str
+    name: str
+    pattern: str = _COUNT
+
+
+def _said(launcher: Launcher, words: Sequence[str]) -> dict[str, _Value]:
+    """What the options of a launcher say; the last of several holds."""
+    found: dict[str, _Value] = {}
+    for word, following in zip(words, (*words[1:], ""), strict=False):
+        name, equals, value = word.partition("=")
+        if word[:2] in launcher.options and word[2:3].isdigit():  # -N4
+            name, equals, value = word[:2], "=", word[2:]
+        quantity = launcher.quantity(name)
+        if quantity is None:
+            continue
+        text = value if equals else following
+        if launcher is _SLURM and quantity in (_GPUS, _GPUS_PER_NODE, _GPUS_PER_RANK):
+            counted = re.fullmatch(
+                r"(?:gres/)?(?:gpu\b)?[:=]?(?:[^:,]*[A-Za-z][^:,]*:)?(\d+).*", text
+            )
+            if counted is None and not _FILLED_IN.search(text):
+                continue  # --gres=gpu, or of something else
+            text = counted[1] if counted else text
+        if launcher is _MPI and quantity == _MAP:
+            per_node = re.match(r"ppr:(\d+):node", text)
+            if per_node is None:
+                continue
+            quantity, text = _PER_NODE, per_node[1]
+        found[quantity] = _Value(text, name, launcher.nodes if quantity == _NODES else _COUNT)
+    return found
+
+
+class _Launch:
+    """A launch that is read; what was assumed and what is not said is collected on the way."""
+
+    def __init__(self, words: Sequence[str], place: LaunchPlace) -> None:
+        self._typed = dict(filter(None, map(_assignment, words)))
+        self._environment = {**place.environment, **self._typed}
+        self._gpus_per_node = place.gpus_per_node
+        self._notes: list[str] = []
+        self._unsaid: list[str] = []
+        self._first = next((w for w in words if not _ASSIGNMENT.fullmatch(w)), "")
+        self._parts = list(_parts(words))  # innermost first
+        of_slurm = [said for launcher, said in self._parts if launcher is _SLURM]
+        #: What Slurm is told, the nearest words first.
+        self._slurm = [*of_slurm, _said(_SLURM, place.header), self._variables(_SLURM)]
+
+    def read(self) -> LaunchedRanks:
+        """The number of ranks, or why it is not known."""
+        launcher, said = self._parts[0] if self._parts else (_WRAPPER, {})
+        nodes, ranks = self._of_launcher(launcher, said)
+        if ranks is None:
+            ranks = self._of_variable(self._typed)
+        if ranks is None and launcher not in (_TORCHRUN, _DEEPSPEED, _ACCELERATE):
+            nodes, ranks = self._of_gpus(nodes)
+        if ranks is None and launcher is not _TORCHRUN:
+            ranks = self._of_variable(self._environment)
+        if ranks is None and not self._unsaid:
+            what = "neither a launcher nor Slurm nor WORLD_SIZE says it"
+            if self._first and self._first.rpartition("/")[2] not in _BY_NAME:
+                what = f"{self._first} is no launcher that is known, and nothing else says it"
+            self._unsaid.append(what)
+        return LaunchedRanks(
+            num_ranks=ranks,
+            num_nodes=nodes,
+            notes=tuple(dict.fromkeys(self._notes)) if ranks else (),
+            unsaid="" if ranks else self._unsaid[0],
+        )
+
+    def _of_launcher(
+        self, launcher: Launcher, said: dict[str, _Value]
+    ) -> tuple[int | None, int | None]:
+        """Nodes and ranks, as the innermost launcher counts them."""
+        said = {**self._variables(launcher), **said}
+        if launcher in (_TORCHRUN, _DEEPSPEED):
+            return self._of_agents(launcher, said)
+        if launcher is _MPI:
+            return self._of_mpi(said)
+        if launcher is _ACCELERATE:
+            if _RANKS not in said:
+                self._unsaid.append("accelerate is not told --num_processes")
+            return self._count(said, _NODES), self._count(said, _RANKS)
+        nodes, tasks = self._of_tasks()
+        # a process of a step of one task may stand for those that it starts
+        return nodes, None if tasks == 1 and launcher is not _SLURM else tasks
+
+    def _of_agents(
+        self, launcher: Launcher, said: dict[str, _Value]
+    ) -> tuple[int | None, int | None]:
+        """Of an agent on each node, which starts that node's ranks."""
+        nodes, per_node = self._count(said, _NODES), self._count(said, _PER_NODE)
+        if _SELECTED in said:
+            self._unsaid.append(f"{said[_SELECTED].name} names some GPUs of some nodes")
+            return nodes, None
+        if launcher is _DEEPSPEED:
+            slots = self._slots(said)
+            if slots is not None:
+                nodes = nodes or len(slots)
+                per_node = per_node or max(slots)
+            elif _HOSTFILE in said and nodes is None:
+                return None, None
+            per_node = per_node or (self._node_gpus() if _PER_NODE not in said else None)
+        if nodes is None:
+            nodes = 1 if _NODES not in said else self._of_tasks()[0]
+        if per_node is None and launcher is _TORCHRUN:
+            per_node = 1 if _PER_NODE not in said else self._slurm_count(_GPUS_PER_NODE)
+        return nodes, nodes * per_node if nodes and per_node else None
+
+    def _of_mpi(self, said: dict[str, _Value]) -> tuple[int | None, int | None]:
+        slots = self._slots(said)
+        nodes, tasks = self._of_tasks()
+        nodes = len(slots) if slots else nodes
+        per_node = self._count(said, _PER_NODE)
+        if ranks := self._count(said, _RANKS):
+            return (ranks // per_node if per_node else nodes), ranks
+        if _PER_NODE in said:
+            return nodes, nodes * per_node if nodes and per_node else None
+        return nodes, sum(slots) if slots else tasks
+
+    def _of_tasks(self) -> tuple[int | None, int | None]:
+        """Nodes and tasks, by the nearest words for Slurm that say them."""
+        known: dict[str, _Value] = {}
+        nodes = tasks = None
+        for said in self._slurm:
+            known = {**said, **known}
+            nodes, tasks = self._nodes(known), self._count(known, _RANKS)
+            per_node = self._count(known, _PER_NODE)
+            gpus = self._gpus(known, nodes)
+            if tasks is None and per_node:
+                tasks = (nodes or 1) * per_node
+            if tasks is None and gpus and (each := self._count(known, _RANKS_PER_GPU)):
+                tasks = gpus * each
+            if tasks is None and gpus and (each := self._count(known, _GPUS_PER_RANK)):
+                tasks = gpus // each
+            if tasks is not None:
+                break
+        return nodes, tasks
+
+    def _of_gpus(self, nodes: int | None) -> tuple[int | None, int | None]:
+        """A rank on each GPU that Slurm is told of, where it is told no number of tasks."""
+        known = {name: value for said in reversed(self._slurm) for name, value in said.items()}
+        nodes = self._nodes(known) or nodes
+        gpus = self._gpus(known, nodes)
+        if gpus is None:
+            if nodes is not None:
+                self._unsaid.append(f"Slurm is told {nodes} nodes, and neither tasks nor GPUs")
+            return nodes, None
+        self._notes.append(f"Slurm is told {gpus} GPUs and no tasks; a rank on each is assumed.")
+        return nodes, gpus
+
+    def _of_variable(self, environment: Mapping[str, str]) -> int | None:
+        name = next((name for name in _WORLD if name in environment), None)
+        return self._count({_RANKS: _Value(environment[name], name)} if name else {}, _RANKS)
+
+    def _variables(self, launcher: Launcher) -> dict[str, _Value]:
+        """What variables of the environment say in the place of a launcher's options."""
+        found: dict[str, _Value] = {}
+        for name, quantity in launcher.variables.items():
+            if (text := self._environment.get(name)) is None:
+                continue
+            if quantity == _PER_NODE and (each := tasks_per_node(text)):
+                text = str(max(each))
+            pattern = launcher.nodes if quantity == _NODES else _COUNT
+            found.setdefault(quantity, _Value(text, name, pattern))
+        return found
+
+    def _nodes(self, said: dict[str, _Value]) -> int | None:
+        hosts = said.get(_HOSTS)
+        named = len(hosts_of(hosts.text)) if hosts and not _FILLED_IN.search(hosts.text) else None
+        return self._count(said, _NODES) or named
+
+    def _gpus(self, said: dict[str, _Value], nodes: int | None) -> int | None:
+        gpus, per_node = self._count(said, _GPUS), self._count(said, _GPUS_PER_NODE)
+        return gpus or (per_node and per_node * (nodes or 1))
+
+    def _slurm_count(self, quantity: str) -> int | None:
+        return next((n for said in self._slurm if (n := self._count(said, quantity))), None)
+
+    def _node_gpus(self) -> int | None:
+        """GPUs of a node: those that Slurm gives, or all of the cluster's."""
+        nodes, gpus = self._slurm_count(_NODES), self._slurm_count(_GPUS)
+        of_slurm = self._slurm_count(_GPUS_PER_NODE) or (nodes and gpus and gpus // nodes)
+        found = of_slurm or self._gpus_per_node
+        if found is None:
+            self._unsaid.append("no cluster says how many GPUs a node has")
+        return found
+
+    def _slots(self, said: dict[str, _Value]) -> list[int] | None:
+        """Ranks that each host takes, by a list of hosts or a file of them."""
+        if hosts := said.get(_HOSTS):
+            parts = [part.partition(":")[2] or "1" for part in hosts.text.split(",")]
+            return [int(slots) for slots in parts if slots.isdigit()] or None
+        if (file := said.get(_HOSTFILE)) is None:
+            return None
+        path = Path(file.text)
+        if not path.is_file():
+            self._unsaid.append(f"{file.name} {file.text} is not on this host")
+            return None
+        lines = (line.partition("#")[0] for line in read_text(path, file.name).splitlines())
+        found = [re.search(r"(?:slots=|:)(\d+)", line) for line in lines if line.strip()]
+        if not all(found):
+            self._unsaid.append(f"{file.name} {file.text} has hosts without slots=")
+            return None
+        return [int(each[1]) for each in found if each]
+
+    def _count(self, said: Mapping[str, _Value], quantity: str) -> int | None:
+        """A count; the most of a range; what a shell fills in is not known."""
+        if (value := said.get(quantity)) is None:
+            return None
+        text, name = value.text, value.name
+        if quantity == _PER_NODE and text in _EACH_GPU:
+            return self._node_gpus()
+        if _FILLED_IN.search(text) or text in ("cpu", "xpu"):
+            self._unsaid.append(f"{name} {text} is no number")
+            return None
+        given = name in self._environment and name not in self._typed
+        if not re.fullmatch(value.pattern, text):
+            if given:
+                return None
+            example = "" if value.pattern == _COUNT else ", or a range such as 2:4"
+            limit = f"it must be a whole number of at least 1{example}"
+            fix = "Correct the launcher's option, or leave the launcher out."
+            raise UserInputError(name.replace("_", "-"), value=text, limit=limit, fix=fix)
+        counts = _counts(text)
+        if len(counts) > 1:
+            most = max(counts)
+            self._notes.append(f"{name} {text} is a range; its largest, {most} nodes, is planned.")
+        if given:
+            self._notes.append(f"{name}={text} of the environment is taken.")
+        return max(counts)
+
+
+def _counts(text: str) -> set[int]:
+    """A count; the ends of a range; all of a list."""
+    text = text.partition(":")[0] if "-" in text else text  # 2-10:2 is every second
+    return {
+        int(part.rstrip("kKmM")) * _TIMES.get(part[-1].lower(), 1)
+        for part in re.split("[-:,]", text)
+    }
+
+
+def _parts(words: Sequence[str]) -> Iterator[tuple[Launcher, dict[str, _Value]]]:
+    """The launchers among words, innermost first, with what their own options say."""
+    starts = [at for at, word in enumerate(words) if word.rpartition("/")[2] in _BY_NAME]
+    for start, end in zip(reversed(starts), (len(words), *reversed(starts)), strict=False):
+        launcher = _BY_NAME[words[start].rpartition("/")[2]]
+        if launcher is not _WRAPPER:
+            yield launcher, _said(launcher, words[start + 1 : end])
+
+
+def _assignment(word: str) -> tuple[str, str] | None:
+    found = _ASSIGNMENT.fullmatch(word)
+    return (found[1], found[2]) if found else None
