@@ -61,9 +61,9 @@ transformers is installed).
 REFUSED_HEAD = (
     "## Not read",
     "",
-    "A type whose name has one of these words is refused with the reason.",
+    "A type in whose name one of these patterns is found is refused with the reason.",
     "",
-    "| Words | Why |",
+    "| Patterns | Why |",
     "|---|---|",
 )
 

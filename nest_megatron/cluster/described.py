@@ -67,10 +67,12 @@ def _seen_of_hosts(hosts: Sequence[Host]) -> Iterator[str]:
     found = kinds(hosts)
     if found:
         yield f"{describe_kinds(found)}: NVML, or labels of nodes"
-    counted = [host for host in hosts if host.num_gpus]
-    if counted:
-        names = shown_names([host.name for host in counted])
-        yield f"{counted[0].num_gpus} GPUs on each of {names}: nvidia-smi, NCCL or Slurm"
+    counted: dict[tuple[int, str], list[str]] = {}
+    for host in hosts:
+        if host.num_gpus:
+            counted.setdefault((host.num_gpus, host.counted_by), []).append(host.name)
+    for (number, program), names in counted.items():
+        yield f"{number} GPUs on each of {shown_names(names)}: {program}"
     links = sorted({host.nvlinks for host in hosts if host.nvlinks})
     if links:
         joined = " or ".join(map(str, links))

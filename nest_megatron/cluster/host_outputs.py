@@ -36,12 +36,13 @@ class GpuMatrix:
     """How the GPUs of a host are joined.
 
     Args:
-        nvlinks: fewest NVLinks that join two of them; 0 where a pair has none.
+        nvlinks: fewest NVLinks that join two of them; 0 where a pair has none, ``None`` where that
+            was not seen.
         near_adapters: adapters on a PCIe switch with a GPU, which carry the traffic of GPUs.
     """
 
     num_gpus: int
-    nvlinks: int
+    nvlinks: int | None
     near_adapters: tuple[str, ...]
 
 
@@ -115,11 +116,11 @@ class NcclTopology:
 
     @property
     def matrix(self) -> GpuMatrix | None:
-        """The same as ``nvidia-smi topo -m`` says it; nothing of a process that sees one GPU."""
+        """Its GPUs and the adapters near them; nothing of a process that sees one GPU."""
         if self.num_gpus < 2:
             return None
         near = tuple(each.name for each in self.adapters) if self.are_near else ()
-        return GpuMatrix(num_gpus=self.num_gpus, nvlinks=self.nvlinks, near_adapters=near)
+        return GpuMatrix(num_gpus=self.num_gpus, nvlinks=None, near_adapters=near)
 
 
 def parse_nccl_topology(text: str) -> NcclTopology:

@@ -32,8 +32,8 @@ class Host:
     """What a host says of itself.
 
     Args:
-        num_gpus: where the driver does not say what they are, but Slurm or ``nvidia-smi topo -m``
-            says how many.
+        num_gpus, counted_by: where the driver does not say what they are, but another program how
+            many, and which.
         nvlinks: fewest that join two of its GPUs; ``None`` where it was not seen.
         adapters: active ports that carry the traffic of GPUs; none where that was not seen.
         groups: switches above it, innermost first.
@@ -47,6 +47,7 @@ class Host:
     groups: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
     num_gpus: int | None = None
+    counted_by: str = ""
 
     @property
     def gpu_count(self) -> int | None:

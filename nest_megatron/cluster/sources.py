@@ -85,7 +85,9 @@ class Sources:
             adapters=later.adapters or self.adapters,
             matrix=later.matrix or self.matrix,
             gpu_names=later.gpu_names or self.gpu_names,
-            slurm=later.slurm or self.slurm,
+            slurm=self.slurm.joined(later.slurm)
+            if self.slurm and later.slurm
+            else later.slurm or self.slurm,
             divided={**self.divided, **later.divided},
             unseen=(*self.unseen, *later.unseen),
             outputs=(*self.outputs, *later.outputs),
@@ -110,8 +112,14 @@ class Sources:
     def _completed(self, host: Host, of_slurm: int | None, assumed: int | None) -> Host:
         """A host, and what is taken for it from the outputs of one host."""
         matrix = self.matrix
-        of_matrix = None if matrix is None else matrix.num_gpus
-        count = host.gpu_count or of_slurm or of_matrix or len(self.gpu_names) or None
+        by = next((o.program for o in self.outputs if o.told.matrix is matrix), "")
+        counted = (
+            ("scontrol show node", of_slurm),
+            (by, None if matrix is None else matrix.num_gpus),
+            ("nvidia-smi -L", len(self.gpu_names)),
+        )
+        program, count = next(((name, known) for name, known in counted if known), ("", None))
+        count = host.gpu_count or count
         if matrix is not None and matrix.num_gpus != count:
             matrix = None
         adapters, nvlinks = host.adapters, host.nvlinks
@@ -119,8 +127,10 @@ class Sources:
             adapters = gpu_adapters(self.adapters, matrix, count or assumed or 1)
         if nvlinks is None and matrix is not None:
             nvlinks = matrix.nvlinks
-        known = None if host.gpus else count
-        return dataclasses.replace(host, adapters=adapters, nvlinks=nvlinks, num_gpus=known)
+        known = dataclasses.replace(host, adapters=adapters, nvlinks=nvlinks)
+        if host.gpu_count or not count:
+            return known
+        return dataclasses.replace(known, num_gpus=count, counted_by=program)
 
 
 def slurm_job(environment: Mapping[str, str]) -> Sources:
@@ -199,7 +209,13 @@ def _slurm_nodes(text: str) -> Sources:
 def _nodes(text: str) -> Sources:
     found = parse_kubernetes_nodes(text)
     hosts = tuple(Host(name=name, gpus=gpus) for name, gpus in found.gpus.items())
-    return Sources(hosts=hosts, topology=found.topology, divided=found.divided)
+    lacking = "kubectl get nodes: {} has GPUs, but no labels of GPU feature discovery: left out"
+    return Sources(
+        hosts=hosts,
+        topology=found.topology,
+        divided=found.divided,
+        unseen=tuple(map(lacking.format, found.unlabelled)),
+    )
 
 
 def _matrix(text: str) -> Sources:
@@ -291,9 +307,12 @@ def _unused(
         yield "hosts", "none of them is among those of the job"
     elif told.hosts and not any(host in sources.hosts for host in told.hosts):
         yield "hosts", "another file tells more of them"
-    if told.topology is not None and told.topology is not topology:
-        by = "nothing groups hosts of racks" if topology is None else topology.source
-        yield "groups", later if told.topology is not sources.topology else f"{by} says them"
+    if told.topology is not None and told.topology is not sources.topology:
+        yield "groups", later
+    elif told.topology is not None and topology is not None and told.topology is not topology:
+        yield "groups", f"{topology.source} says them"
+    if told.gpu_names and all(host.gpus for host in hosts):
+        yield "GPUs", "every host tells its own"
     if told.adapters and told.adapters is not sources.adapters:
         yield "adapters", later
     elif told.adapters and (why := _unused_adapters(hosts, own)):
@@ -317,7 +336,11 @@ def _unused_adapters(hosts: Sequence[Host], own: Mapping[str, Host]) -> str:
 
 
 def _unused_matrix(matrix: GpuMatrix, hosts: Sequence[Host], own: Mapping[str, Host]) -> str:
-    without = [host for host in hosts if host.name not in own or own[host.name].nvlinks is None]
+    without = [
+        host
+        for host in hosts
+        if host.name not in own or own[host.name].nvlinks is None or not own[host.name].adapters
+    ]
     if not without:
         return "every host tells its own"
     counts = {host.gpu_count for host in without}

@@ -187,6 +187,14 @@ class SlurmNodes:
     gpu_types: Mapping[str, str]
     divided: Mapping[str, str]
 
+    def joined(self, later: SlurmNodes) -> SlurmNodes:
+        """Both, where the later one wins."""
+        return SlurmNodes(
+            gpu_counts={**self.gpu_counts, **later.gpu_counts},
+            gpu_types={**self.gpu_types, **later.gpu_types},
+            divided={**self.divided, **later.divided},
+        )
+
 
 def parse_slurm_nodes(text: str) -> SlurmNodes:
     """``scontrol show node``: what GPUs each node has."""
@@ -308,11 +316,13 @@ class KubernetesNodes:
 
     Args:
         divided: slices of nodes whose GPUs MIG divides.
+        unlabelled: nodes that have GPUs and no labels of them.
     """
 
     gpus: Mapping[str, LocalGpus]
     topology: Topology | None
     divided: Mapping[str, str]
+    unlabelled: tuple[str, ...]
 
 
 def parse_kubernetes_nodes(text: str) -> KubernetesNodes:
@@ -325,6 +335,7 @@ def parse_kubernetes_nodes(text: str) -> KubernetesNodes:
     try:
         items = parse_json(text, what)["items"]
         labels = {str(n["metadata"]["name"]): dict(n["metadata"].get("labels", {})) for n in items}
+        with_gpus = [str(n["metadata"]["name"]) for n in items if _has_gpus(n)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _unreadable(what, f"it is no list of nodes ({error})", "") from error
     divided = {name: slices for name, each in labels.items() if (slices := _slices(each))}
@@ -333,6 +344,8 @@ def parse_kubernetes_nodes(text: str) -> KubernetesNodes:
     if not gpus and not divided:
         fix = "Install NVIDIA's GPU feature discovery, or give reports of the hosts (--read)."
         raise _unreadable(what, "no node has the labels nvidia.com/gpu.product and .count", fix)
+    unlabelled = tuple(n for n in with_gpus if n not in gpus and n not in divided)
+    topology = None
     for family in _FAMILIES:
         known = [key for key in family if gpus and all(key in labels[name] for name in gpus)]
         if known:
@@ -341,8 +354,14 @@ def parse_kubernetes_nodes(text: str) -> KubernetesNodes:
             names = _names(len(known)) if family is _FAMILIES[1] else names
             source = f"{what}: {', '.join(known)}"
             topology = Topology(source=source, level_names=names, groups=groups)
-            return KubernetesNodes(gpus=gpus, topology=topology, divided=divided)
-    return KubernetesNodes(gpus=gpus, topology=None, divided=divided)
+            break
+    return KubernetesNodes(gpus=gpus, topology=topology, divided=divided, unlabelled=unlabelled)
+
+
+def _has_gpus(node: Mapping[str, Any]) -> bool:
+    """Whether the device plugin offers GPUs of a node."""
+    offered = node.get("status", {}).get("allocatable", {}).get("nvidia.com/gpu", "0")
+    return str(offered).isdigit() and int(offered) > 0
 
 
 def _slices(labels: Mapping[str, Any]) -> str:

@@ -128,8 +128,7 @@ def discovered(
         if shared
         else []
     )
-    used = topology if found.cluster.gpus_per_host is None else None
-    unused = unused_outputs(sources, hosts, used)
+    unused = unused_outputs(sources, hosts, topology)
     return DiscoveredCluster(
         cluster=dataclasses.replace(
             found.cluster,

@@ -326,6 +326,10 @@ def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:
     return UserInputError(what, value=wrong, limit=limit, fix=fix)
 
 
+#: Keys of which every Hugging Face configuration has one.
+_OF_HUGGING_FACE = frozenset({"model_type", "architectures", "text_config"})
+
+
 def _model_file(path: Path, notes: list[str]) -> Mapping[str, Any]:
     """A model's description from a Hugging Face ``config.json``, its folder, or a YAML file."""
     if path.is_dir():
@@ -341,7 +345,7 @@ def _model_file(path: Path, notes: list[str]) -> Mapping[str, Any]:
     parsed = read_json(path, "model")
     if not isinstance(parsed, dict):
         raise _bad_file("model", path, "it is not a JSON object")
-    if "model_type" not in parsed:
+    if _OF_HUGGING_FACE.isdisjoint(parsed):
         return read_mapping("model", path)  # JSON is YAML
     from nest_megatron.model.hugging_face import read_hf_model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ _OF_FLAT_FILES = (
     *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
     *("vision_token_id",),
 )
-#: Words in a ``model_type``, and what of such a model cannot be described; the first one counts.
+#: Patterns of a ``model_type``, and what of such a model cannot be described; the first one counts.
 REFUSED: tuple[tuple[str, str], ...] = (
     ("gemma3n", "its embeddings in every layer are not supported"),
     (
@@ -64,7 +65,11 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     ("deepseek_v4", "its attention compresses tokens, which is not supported"),
     ("kimi_linear kimi_k3 bailing_hybrid", "its Kimi delta attention is not supported"),
-    ("minimax lightning", "its linear (lightning) attention is not supported"),
+    (
+        "minimax_m3",
+        "it attends to blocks of tokens that an indexer chooses, which is not supported",
+    ),
+    ("minimax$ minimax_text", "its linear (lightning) attention is not supported"),
     ("jamba recurrent_gemma", "it mixes attention with recurrent layers that are not Mamba-2"),
     ("zamba", "it mixes attention, whose weights its layers share, with Mamba layers"),
     ("falcon_h1", "it mixes attention with Mamba in the same layer, side by side"),
@@ -214,7 +219,7 @@ def _model_type(text: Config, whole: Config, name: str) -> str:
 
 def _why_unknown(text: Config, whole: Config, model_type: str) -> str:
     for words, why in REFUSED:
-        if any(word in model_type for word in words.split()):
+        if any(re.search(word, model_type) for word in words.split()):
             return why
     close = difflib.get_close_matches(model_type, _READERS, n=1, cutoff=0.75)
     hint = f" (the nearest name: {close[0]})" if close else ""

@@ -42,7 +42,7 @@ def notes_of(found: DiscoveredCluster) -> list[str]:
 def test_adapters_of_one_host_are_those_of_listed_hosts(two: Path) -> None:
     found = of(TOPO, PORTS, hosts=two)
     assert found.cluster.levels[1].bandwidth_bytes_per_s == 25e9
-    assert "8 GPUs on each of n1, n2: nvidia-smi, NCCL or Slurm" in found.seen
+    assert "8 GPUs on each of n1, n2: nvidia-smi topo -m" in found.seen
     assert any("4 adapters of 400 Gb/s InfiniBand" in line for line in found.seen)
     assert "adapters of hosts that do not tell theirs: those of one host (4)" in found.assumed
     assert notes_of(found) == []
@@ -69,6 +69,7 @@ def test_nodes_of_slurm_are_hosts() -> None:
     found = of(NODES)
     assert [each.name for each in found.hosts] == ["n1", "n2"]
     assert found.cluster.num_gpus == 16
+    assert "8 GPUs on each of n1, n2: scontrol show node" in found.seen
     assert not any("Slurm calls" in note for note in found.notes)
     other = of(NODES, base="dgx_a100")
     assert "Slurm calls the GPUs h100, and dgx_a100 has A100-SXM-80GB" in other.notes
@@ -81,6 +82,44 @@ def test_nodes_of_slurm_add_no_hosts_to_reports(tmp_path: Path) -> None:
     path.write_text(json.dumps(to_plain(host("n1"))) + "\n")
     for order in ((path, NODES), (NODES, path)):
         assert [each.name for each in of(*order).hosts] == ["n1"]
+
+
+def test_nodes_of_two_files_are_joined(tmp_path: Path) -> None:
+    first, second = NODES.read_text().split("NodeName=n2")
+    paths = tmp_path / "n1.txt", tmp_path / "n2.txt"
+    for path, text in zip(paths, (first, f"NodeName=n2{second}"), strict=True):
+        path.write_text(text)
+    assert [each.name for each in of(*paths).hosts] == ["n1", "n2"]
+
+
+def test_nodes_without_labels_are_named(tmp_path: Path) -> None:
+    path = labelled(tmp_path, n1={})
+    listed = json.loads(path.read_text())
+    listed["items"] += [
+        {"metadata": {"name": name}, "status": {"allocatable": {"nvidia.com/gpu": count}}}
+        for name, count in (("n2", "8"), ("cpu", "0"))
+    ]
+    path.write_text(json.dumps(listed))
+    found = of(path)
+    assert [each.name for each in found.hosts] == ["n1"]
+    assert [note for note in found.notes if "left out" in note] == [
+        "kubectl get nodes: n2 has GPUs, but no labels of GPU feature discovery: left out"
+    ]
+
+
+def test_what_nccl_sees_of_a_whole_host_is_taken(two: Path, tmp_path: Path) -> None:
+    gpus = "".join(
+        f'<pci busid="{n}"><pci busid="{n}:1"><gpu dev="{n}"/></pci>'
+        f'<pci busid="{n}:2"><nic><net name="mlx5_{n}" speed="200000"/></nic></pci></pci>'
+        for n in range(8)
+    )
+    other = '<pci busid="9"><nic><net name="eth" speed="400000"/></nic></pci>'
+    path = tmp_path / "nccl.xml"
+    path.write_text(f'<system version="1"><cpu numaid="0">{gpus}{other}</cpu></system>')
+    found = of(path, hosts=two)
+    assert found.cluster.levels[1].bandwidth_bytes_per_s == 25e9
+    assert "8 GPUs on each of n1, n2: NCCL_TOPO_DUMP_FILE" in found.seen
+    assert notes_of(found) == []
 
 
 def test_unlike_counts_are_refused(tmp_path: Path) -> None:

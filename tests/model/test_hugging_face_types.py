@@ -209,6 +209,8 @@ def test_only_sizes_make_a_hint() -> None:
         ("kimi_linear", "Kimi delta attention"),
         ("bailing_hybrid", "Kimi delta attention"),
         ("minimax", "lightning"),
+        ("minimax_m3_vl_text", "an indexer chooses"),
+        ("minimax_m9", "this architecture is not supported"),
         ("falcon_h1", "side by side"),
         ("jamba", "not Mamba-2"),
     ],
@@ -231,6 +233,16 @@ def test_sparse_attention_is_read_with_its_indexer() -> None:
         config = {**JUDGED["GLM-5"]["config"], "indexer_types": None, **changed}
         with pytest.raises(UnplannableModelError, match=f"{next(iter(changed))}.*indexer"):
             spec_of(config)
+
+
+@pytest.mark.parametrize("name", [name for name in JUDGED if name.endswith("-100")])
+def test_a_word_of_its_own_is_named_in_every_family(name: str) -> None:
+    config = {**JUDGED[name]["config"], "own_word": 1, "torch_dtype": "bfloat16"}
+    read = read_hf_model(config, "x")
+    assert read.unread == ("own_word",)
+    assert "torch_dtype" in " ".join(read.notes)
+    with pytest.raises(UserInputError, match="own_experts"):
+        read_hf_model({**config, "own_experts": 2}, "x")
 
 
 def test_every_field_that_is_set_and_not_read_is_named() -> None:
