@@ -114,7 +114,8 @@ def plan(
             the best step so far and the proven bound, both in seconds; ``None`` as the best is none
             yet. What it raises ends the search.
         settings: as ``nest-megatron plan`` takes them: by name where only one section has it
-            (``tensor_model_parallel_size=8``), or by section (``search={"max_seconds": 5}``).
+            (``tensor_model_parallel_size=8``, short ``tp=8``; ``max_seconds`` is the search's), by
+            section (``search={"max_seconds": 5}``), or typed (``overrides=["train.tokens=1T"]``).
 
     Raises:
         NothingFitsError: if no plan is predicted to fit in memory; ``error.refusal`` says what
@@ -153,7 +154,7 @@ def plan_command(
             one that trains a recipe (``nemo llm pretrain --factory NAME``), where its framework is
             installed.
         cluster: as for ``plan``.
-        num_gpus: size of the job; the launcher's own if not given.
+        num_gpus: size of the job; the launcher's own if not given, which then has to say it.
         global_batch_size: the command's own if not given.
         free: flags of the command that may change (``tensor_model_parallel_size``), or ``["all"]``;
             of a recipe all that keep the format of checkpoints, if not given.
@@ -161,7 +162,8 @@ def plan_command(
         strict: refuse flags that Megatron-LM does not have, instead of passing them on.
         shortlist: also say which plans could be the fastest.
         config_dir, on_progress: as for ``plan``.
-        settings: as for ``plan``; they win over the command.
+        settings: as for ``plan``; they win over the command, as ``flags=["--vocab-size=131072"]``
+            do, and are written into it where one flag says them.
 
     Returns:
         A plan whose ``to_megatron_args`` are the command's flags, rewritten; of a recipe there are

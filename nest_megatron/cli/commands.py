@@ -155,7 +155,8 @@ class LazyGroup(Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     examples=(
         "nest-megatron plan model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64",
-        "nest-megatron plan --from 'pretrain_gpt.py <your flags>' cluster=dgx_h100",
+        "nest-megatron plan --from 'torchrun --nproc-per-node 8 pretrain_gpt.py <your flags>' "
+        "cluster=dgx_h100",
         "nest-megatron models",
         "nest-megatron clusters",
     ),

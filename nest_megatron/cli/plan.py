@@ -29,8 +29,8 @@ from nest_megatron.cluster.placement import Launcher
     "train.global_batch_size=4096 out=plan.yaml",
     "nest-megatron plan model=./config.json cluster=./mine.yaml parallel.zero_stage=1",
     "nest-megatron plan model=mixtral_8x7b cluster=dgx_h100 search.max_seconds=10 --json",
-    f"nest-megatron plan --from 'pretrain_gpt.py <your flags>' cluster=dgx_h100 --free all{NEXT}"
-    "--html plan.html",
+    "nest-megatron plan --from 'torchrun --nproc-per-node 8 pretrain_gpt.py <your flags>' "
+    f"cluster=dgx_h100{NEXT}--free all --html plan.html",
     f"nest-megatron plan model=llama3_8b cluster=dgx_h100 train.global_batch_size=480{NEXT}"
     "--for-nodes 3..5",
     f"nest-megatron plan model=llama3_8b cluster=dgx_h100 train.global_batch_size=256{NEXT}"
@@ -108,7 +108,8 @@ def plan(**options: Any) -> int:
     f"nest-megatron estimate model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64{NEXT}"
     f"parallel.tensor_model_parallel_size=4 parallel.pipeline_model_parallel_size=4{NEXT}"
     "parallel.context_parallel_size=2 train.micro_batch_size=1",
-    "nest-megatron estimate --from 'pretrain_gpt.py <your flags>' cluster=dgx_h100",
+    "nest-megatron estimate --from 'torchrun --nproc-per-node 8 --nnodes 8 pretrain_gpt.py "
+    f"<your flags>'{NEXT}cluster=dgx_h100 --set --seq-length=2048",
 )
 @config_dir_option
 @settings_argument

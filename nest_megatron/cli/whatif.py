@@ -28,8 +28,8 @@ from nest_megatron.cli.complete import complete_override
     f"nest-megatron whatif plan.yaml cluster.levels.node.bandwidth=300GB/s,900GB/s{NEXT}"
     "gpus=16,32 cost.gpu_hour=2.5 --html whatif.html",
     "nest-megatron whatif plan.yaml cluster.accelerator=h200_sxm_141gb --json",
-    f"nest-megatron whatif --from 'pretrain_gpt.py <your flags>' cluster=dgx_h100{NEXT}"
-    "memory=80GB,141GB --free all",
+    "nest-megatron whatif --from 'torchrun --nproc-per-node 8 pretrain_gpt.py <your flags>' "
+    f"cluster=dgx_h100{NEXT}memory=80GB,141GB --free all",
 )
 @click.argument(
     "words", nargs=-1, metavar="[PLAN.YAML] [KEY=VALUE]...", shell_complete=complete_override

@@ -336,11 +336,15 @@ def _times(
 
 def read_spec(config: PlanConfig) -> TransformerSpec:
     """The model, at the sequence length that was asked for; ``UserInputError`` if there is none."""
+    if config.model is None and config.flags is not None:
+        limit = f"no model is given that has {config.flags}"
+        fix = "Name one: model=NAME, or add --from with your command."
+        raise UserInputError("model", value=None, limit=limit, fix=fix)
     if config.model is None:
         raise UserInputError(
             "model",
             value=None,
-            limit="no model is given" + (f" that has {config.flags}" if config.flags else ""),
+            limit="no model is given",
             fix="Add for example model=llama3_70b (`nest-megatron models` lists them), or "
             "--from with your command.",
         )

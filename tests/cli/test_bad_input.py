@@ -72,7 +72,7 @@ BAD = {
     "removed setting": ((*LLAMA, "~train.precision"), "train.precision=null"),
     "missing model file": (("plan", "model=./no.json", "cluster=dgx_h100"), "No such file"),
     "missing config dir": ((*LLAMA, "--config-dir", "/nope"), "no such folder"),
-    "unknown option": ((*LLAMA, "--jsn"), "Did you mean --json?"),
+    "unknown option": ((*LLAMA, "--jsn"), "Did you mean --json"),
     "unknown command": (("plna",), "Did you mean plan?"),
     "unknown subcommand": (("cluster", "discver"), "Did you mean discover?"),
     "no command": (("model=llama3_8b",), "before the settings"),
