@@ -142,16 +142,18 @@ def _of_fsdp2(
     """Weights and gradients of FSDP2, of which embedding and head are units as layers are.
 
     In the backward pass the layer's weights and those that are gathered for the next; its
-    gradients as autograd makes them, and the last layer's in the width of the reduction. Weights
-    that stay whole are counted with what is kept; the forward pass has two that were gathered.
+    gradients as autograd makes them, and the last layer's in the width of the reduction. Where
+    gathered weights stay, those of all layers are counted with what is kept: beside them there is
+    what the last layer was gathered into, or gradients, for which the weights of layers go.
     """
     traits = settings.traits
-    weights = min(2 * rank.divided(count, settings), rank.divided(rank.held, settings))
-    gradients = rank.divided(count.trained, settings) * (
-        traits.params_bytes + traits.gradient_bytes
-    )
-    gathered = weights * traits.params_bytes
-    whole = gathered + gradients if traits.reshard_after_forward else max(gathered, gradients)
+    weight, gradient = traits.params_bytes, traits.gradient_bytes
+    own, trained = rank.divided(count, settings), rank.divided(count.trained, settings)
+    if traits.reshard_after_forward:
+        two = min(2 * own, rank.divided(rank.held, settings))
+        whole = two * weight + trained * (weight + gradient)
+    else:
+        whole = max(own * weight, trained * max(weight, gradient))
     return whole + _fp8_copies(count, settings, in_layer=in_layer)
 
 

@@ -142,7 +142,8 @@ def test_fsdp2_has_two_layers_of_weights_and_gradients_of_two() -> None:
 def test_fsdp2_may_keep_what_it_gathered() -> None:
     """``--torch-fsdp2-no-reshard-after-forward``: weights stay, and travel once."""
     kept: dict[str, Any] = {"torch_fsdp2": True, "reshard_after_forward": False}
-    assert whole(BILLION, **kept) == 2 + 4
+    assert whole(BILLION, **kept) == 4
+    assert whole(BILLION, **kept, gradient_bytes=2) == 2
     resharded, stays = (
         static_bytes(ZeroStage.WEIGHTS, 64, settings(**traits), in_layer=True).weights
         for traits in ({"torch_fsdp2": True}, kept)
