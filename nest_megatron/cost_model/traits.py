@@ -111,7 +111,11 @@ class ExecutionTraits:
         communication_unit_size: parameters whose gradients Megatron-FSDP lets wait to be reduced,
             and twice those that it gathers ahead (``--suggested-communication-unit-size``); 0
             leaves it to Megatron.
-        fsdp_double_buffer: Megatron-FSDP holds two layers whole at most.
+        fsdp_double_buffer: Megatron-FSDP holds two layers whole, at all times.
+        fsdp_reduce_bytes: width in which Megatron-FSDP reduces gradients
+            (``--megatron-fsdp-grad-comm-dtype`` of 0.20); 0 is that of ``gradient_bytes``.
+        reshard_after_forward: weights that FSDP2 gathered for the forward pass go again before the
+            backward pass (not with ``--torch-fsdp2-no-reshard-after-forward``).
         nccl_ub: collectives between replicas run in registered buffers, on few processors.
         keeps_stage_outputs: a pipeline stage keeps what it sent on until its backward pass
             (DeepSpeed), where Megatron frees it (``deallocate_pipeline_outputs``).
@@ -154,6 +158,8 @@ class ExecutionTraits:
     torch_fsdp2: bool = False
     communication_unit_size: int = ranged(0, 0)
     fsdp_double_buffer: bool = False
+    fsdp_reduce_bytes: int = ranged(0, 0)
+    reshard_after_forward: bool = True
     nccl_ub: bool = False
     keeps_stage_outputs: bool = False
     loss_chunk_tokens: int = ranged(0, 0)
