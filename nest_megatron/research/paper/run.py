@@ -132,8 +132,8 @@ def request_for(job: PaperJob, overrides: Sequence[str] = ()) -> PlanRequest:
 
 def _request(model: str, cluster: str, num_gpus: int, overrides: Sequence[str]) -> PlanRequest:
     where = (f"model={model}", f"cluster={cluster}", f"cluster.num_gpus={num_gpus}")
-    where = (*where, "search.objective=nominal")  # the paper's planners have no other
-    return request_of(compose(parse([*where, *overrides])))
+    nominal = "search.objective=nominal"  # the paper's planners have no other
+    return request_of(compose(parse([*where, nominal, *overrides])))
 
 
 def _zero_plans(model: str, *, overrides: Sequence[str]) -> Iterator[tuple[str, str, str]]:
