@@ -242,12 +242,17 @@ def _space(config: PlanConfig, job: Job, freed: frozenset[str]) -> SearchSpace:
         recompute=recompute,
         partition=partition,
         even_stages=own.even_stages or even,
-        sequence_parallel=not (says_all and _TENSOR not in freed and _splits_nothing(job, fixed)),
+        sequence_parallel=not (says_all and _splits_nothing(job, fixed, freed)),
     )
 
 
-def _splits_nothing(job: Job, fixed: Mapping[str, int]) -> bool:
-    """Whether a recipe has tensor parallelism without sequence parallelism."""
+def _splits_nothing(job: Job, fixed: Mapping[str, int], freed: frozenset[str]) -> bool:
+    """Whether a recipe has tensor parallelism without sequence parallelism, and keeps it so.
+
+    It belongs to all degrees together, and has no name of its own among the choices.
+    """
+    if freed.intersection(DEGREES) - {"micro_batch_size"}:
+        return False
     return fixed.get(_TENSOR, 1) > 1 and not job.stated.get("sequence_parallel")
 
 
