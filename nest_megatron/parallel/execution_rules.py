@@ -48,7 +48,7 @@ def allowed_execution(execution: Execution, grid: Grid, *, own_graphs: bool = Fa
     if not own_graphs:
         execution = _with_scope(execution, recompute)
     idle: dict[tuple[str, ...], bool] = {
-        ("tp_comm_overlap",): dims.tensor_model_parallel_size == 1,
+        ("tp_comm_overlap",): not grid.sequence_parallel,
         ("cp_comm_type", "hierarchical_context_parallel_sizes"): dims.context_parallel_size == 1,
         ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend"): dims.expert_ranks == 1
         and execution.is_node_limited,

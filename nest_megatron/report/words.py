@@ -128,11 +128,11 @@ def present_words(plan: ParallelPlan) -> str:
 
 def _next_words(plan: ParallelPlan, own: PresentLayout) -> str:
     if own.next_percent is None:
-        return "no other one is known that fits"
+        return "no other layout is known that fits"
     if own.next_percent >= 0:
-        return f"the best other one is {own.next_percent:.1f} % slower"
+        return f"the best other layout is {own.next_percent:.1f} % slower"
     tie = "" if plan.choice is None else f", a tie (search.tie_percent={plan.choice.tie_percent:g})"
-    return f"the best other one is {-own.next_percent:.1f} % faster{tie}"
+    return f"the best other layout is {-own.next_percent:.1f} % faster{tie}"
 
 
 def _choice_words(plan: ParallelPlan, choice: Choice) -> str:

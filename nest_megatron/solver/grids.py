@@ -108,7 +108,8 @@ class GridSpace:
             if not rules.divides_vocab(spec, tp):
                 self.illegal["tensor_model_parallel_size divides the padded vocabulary"] += 1
                 continue
-            runs = rules.allows_linear_for_tp(spec, tp, sequence_parallel=tp > 1)
+            splits = tp > 1 and self.space.sequence_parallel
+            runs = rules.allows_linear_for_tp(spec, tp, sequence_parallel=splits)
             if not (runs and rules.divides_heads(spec, tp) and rules.divides_dense_mlp(spec, tp)):
                 self.illegal["tensor_model_parallel_size divides heads and MLP"] += 1
                 continue
@@ -122,7 +123,7 @@ class GridSpace:
                     self.illegal["tp and cp divide heads and groups of Mamba layers"] += 1
                 elif not rules.divides_linear(spec, tp, cp, self.space.version):
                     self.illegal["tp and cp divide heads of gated delta nets"] += 1
-                elif not rules.divides_sequence(spec, tp, cp, tp > 1):
+                elif not rules.divides_sequence(spec, tp, cp, splits):
                     self.illegal["sequence divides by 2 * cp and by cp * tp"] += 1
                 else:
                     yield tp, cp
@@ -164,7 +165,7 @@ class GridSpace:
             dims=dims,
             global_batch_size=micro * dims.data_parallel_size,
             micro_batch_size=micro,
-            sequence_parallel=tp > 1,
+            sequence_parallel=tp > 1 and self.space.sequence_parallel,
             execution=self.space.execution,
         )
 

@@ -72,6 +72,7 @@ class SearchSpace:
         without_modules: modules whose recomputation is not tried.
         full_recompute: whether recomputing whole layers is tried.
         partition: the one allowed; its pipeline and virtual sizes join ``fixed``.
+        sequence_parallel: it is on wherever tensor parallelism is; otherwise nowhere.
         even_stages: only cuts that Megatron makes by itself, as many layers in each virtual stage;
             for frameworks that can state no layout.
         use_all_gpus: every GPU works; otherwise whole nodes may stay idle.
@@ -99,6 +100,7 @@ class SearchSpace:
     without_modules: frozenset[RecomputeModule] = frozenset()
     full_recompute: bool = True
     partition: StagePartition | None = None
+    sequence_parallel: bool = True
     even_stages: bool = False
     use_all_gpus: bool = True
     present: Mapping[str, int] = field(default_factory=dict)

@@ -12,7 +12,11 @@ from nest_megatron.config.job import Job
 from nest_megatron.config.target import read_execution
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.attach import is_blackwell, layout_request
+from nest_megatron.integrations.megatron_lm.attach import (
+    OF_THE_COMMAND_LINE,
+    is_blackwell,
+    layout_request,
+)
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
 from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zero
 from nest_megatron.integrations.megatron_lm.rules import first_broken
@@ -80,6 +84,7 @@ def _keeps_fixed(request: PlanRequest, layout: Layout) -> bool:
         and own is (space.sharding or grid.zero.sharding)
         and grid.dims.rank_order in space.rank_orders
         and grid.recompute in (space.recompute or grid.recompute,)
+        and grid.sequence_parallel in (sizes[_TP] > 1 and space.sequence_parallel, False)
         and layout.partition in (space.partition or layout.partition,)
         and (not space.even_stages or is_uniform(request.spec, layout.partition))
         and (not space.use_all_gpus or grid.dims.world_size == request.cluster.num_gpus)
@@ -182,7 +187,7 @@ def refusal(request: PlanRequest, job: Job, asked: Execution | None = None) -> R
             values=job.values,
             version=job.version,
         )
-        return first_broken(launched)
+        return first_broken(launched, but=() if job.command else OF_THE_COMMAND_LINE)
 
     return refused
 

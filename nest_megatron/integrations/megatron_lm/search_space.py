@@ -26,6 +26,7 @@ from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
 from nest_megatron.parallel.layout import parse_layout
 from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import PlanRequest
 from nest_megatron.planner.request import Offer
@@ -131,6 +132,8 @@ def kept_flags(job: Job, request: PlanRequest, config: PlanConfig) -> frozenset[
 
 _PIPELINE = "pipeline_model_parallel_size"
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
+_TENSOR, _EXPERT_TENSOR = "tensor_model_parallel_size", "expert_tensor_parallel_size"
+_ORDER = "use_tp_pp_dp_mapping"
 _LAYOUT = "pipeline_model_parallel_layout"
 
 
@@ -204,25 +207,60 @@ def _space(config: PlanConfig, job: Job, freed: frozenset[str]) -> SearchSpace:
     if not job.full_recompute:
         own = dataclasses.replace(own, full_recompute=False)
     fixed = {name: int(stated[name]) for name in DEGREES if stated.get(name) is not None}
+    if says_all := job.command is None and bool(job.stated):
+        fixed = {**_unset_degrees(spec, fixed, freed), **fixed}
     partition = _fixed_stages(spec, stated, fixed, freed)
     if partition is not None:
         pp = partition.pipeline_model_parallel_size
         fixed |= {_PIPELINE: pp, _VIRTUAL: partition.num_chunks // pp}
     else:
         virtual = _virtual(stated, fixed, spec)
+        if virtual is None and says_all and not freed.intersection(VIRTUAL_STAGES):
+            virtual = 1
         fixed |= {} if virtual is None else {_VIRTUAL: virtual}
+    even = says_all and partition is None and not freed.intersection(STAGE_OPTIONS)
     orders, recompute = own.rank_orders, own.recompute
-    if config.parallel.rank_order is None and stated.get("use_tp_pp_dp_mapping"):
-        orders = (RankOrder.TP_CP_EP_PP_DP,)
+    if config.parallel.rank_order is None and _ORDER not in freed:
+        if stated.get(_ORDER):
+            orders = (RankOrder.TP_CP_EP_PP_DP,)
+        elif says_all:
+            orders = (RankOrder.TP_CP_EP_DP_PP,)
     if recompute is None and not freed.intersection(RECOMPUTE):
-        recompute = job.recompute
+        recompute = job.recompute or (NO_RECOMPUTE if says_all else None)
     return dataclasses.replace(
         own,
         fixed={**fixed, **own.fixed},
         rank_orders=orders,
         recompute=recompute,
         partition=partition,
+        even_stages=own.even_stages or even,
+        sequence_parallel=not (says_all and _splits_nothing(job, fixed, freed)),
     )
+
+
+def _splits_nothing(job: Job, fixed: Mapping[str, int], freed: frozenset[str]) -> bool:
+    """Whether a recipe has tensor parallelism without sequence parallelism, and keeps it so.
+
+    It belongs to all degrees together, and has no name of its own among the choices.
+    """
+    if freed.intersection(DEGREES) - {"micro_batch_size"}:
+        return False
+    return fixed.get(_TENSOR, 1) > 1 and not job.stated.get("sequence_parallel")
+
+
+def _unset_degrees(
+    spec: TransformerSpec, fixed: Mapping[str, int], freed: frozenset[str]
+) -> dict[str, int]:
+    """Degrees that a recipe leaves at ``None`` and that stay, by Megatron's defaults.
+
+    Every field of a recipe is said; what is absent from a command is free.
+    """
+    names = [_TENSOR, _PIPELINE, "context_parallel_size", *([_EXPERTS] if spec.is_moe else [])]
+    kept = {name: 1 for name in names if name not in freed}
+    tp = {**kept, **fixed}.get(_TENSOR)
+    if spec.is_moe and _EXPERT_TENSOR not in freed and tp is not None:
+        kept[_EXPERT_TENSOR] = tp
+    return kept
 
 
 def _with_packs(space: SearchSpace, command: ReadCommand, stated: Mapping[str, Any]) -> SearchSpace:
