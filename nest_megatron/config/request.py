@@ -301,6 +301,12 @@ def _require_own_words(config: PlanConfig, job: Job, prefix: str) -> None:
 
 def _scan_notes(spec: TransformerSpec) -> tuple[str, ...]:
     """What is known of layers whose kernels nobody has published a measurement of."""
+    if spec.experimental_attention_variant == "dsa":
+        return (
+            "Sparse attention (dsa) is priced from the source of Megatron-LM 0.20 without fused "
+            "kernels (dsa_kernel_backend none): every score is worked out, then masked. No run of "
+            "it is known.",
+        )
     if SCANNED.isdisjoint(spec.blocks):
         return ()
     return (

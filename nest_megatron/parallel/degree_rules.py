@@ -9,6 +9,8 @@ Source lines are those of Megatron-LM core_v0.16.1; ``tc`` stands for
 
 from __future__ import annotations
 
+import math
+
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.shard import fits_fused_attention
 from nest_megatron.model.spec import TransformerSpec
@@ -89,8 +91,9 @@ def _context_parallel(request: LaunchRequest) -> Violation | None:
         fix = "Use 1, or transformer_impl transformer_engine."
         return Violation(what="context_parallel_size", value=cp, limit=limit, fix=fix)
     limit = (
-        "the scripts of BERT and T5 do not split their batches, and sliding windows or learnable "
-        "softmax have no kernel with the ring exchange of keys and values"
+        "the scripts of BERT and T5 do not split their batches, sliding windows or learnable "
+        "softmax have no kernel with the ring exchange of keys and values, and sparse attention "
+        "(dsa) is not planned with it"
     )
     fix = "Use 1."
     if not fits_fused_attention(request.spec):
@@ -144,6 +147,29 @@ def _interleaving(request: LaunchRequest) -> Violation | None:
     return Violation(what=what, value=vpp, limit=limit, fix=fix)
 
 
+def _mamba(request: LaunchRequest) -> Violation | None:
+    spec, dims = request.spec, request.dims
+    tp, cp = dims.tensor_model_parallel_size, dims.context_parallel_size
+    if rules.divides_mamba(spec, tp, cp):
+        return None
+    heads, groups = spec.num_mamba_heads, spec.mamba_num_groups
+    if heads % groups:
+        return Violation(
+            what="mamba_num_heads",
+            value=heads,
+            limit=f"it must be a multiple of the {groups} groups of Mamba layers "
+            "(--mamba-num-groups, 8 where nobody says)",
+            fix=f"Use --mamba-num-groups {math.gcd(heads, groups)}, or more heads.",
+        )
+    return Violation(
+        what="tensor_model_parallel_size, context_parallel_size",
+        value=(tp, cp),
+        limit=f"the first must divide the {groups} groups of Mamba layers; both together their "
+        f"{heads} heads, and the second be a multiple or a divisor of a rank's groups",
+        fix="Use powers of two no larger than the groups.",
+    )
+
+
 DEGREE_RULES: tuple[Rule, ...] = (
     rule(
         "heads_over_tp",
@@ -163,18 +189,10 @@ DEGREE_RULES: tuple[Rule, ...] = (
         "({moe_shared_expert_intermediate_size})",
         fix="Use a divisor.",
     ),
-    rule(
-        "mamba_over_tp_and_cp",
-        "ssm/mamba_mixer.py:227-247, ssm/mamba_context_parallel.py:91-117 (at build)",
-        lambda job: rules.divides_mamba(
-            job.spec, job.dims.tensor_model_parallel_size, job.dims.context_parallel_size
-        ),
-        what="tensor_model_parallel_size, context_parallel_size",
-        value=lambda job: (job.dims.tensor_model_parallel_size, job.dims.context_parallel_size),
-        limit="the first must divide the {num_mamba_heads} heads and {mamba_num_groups} groups of "
-        "Mamba layers; the second the heads that are left, and be a multiple or a divisor of the "
-        "groups",
-        fix="Use powers of two no larger than the groups.",
+    Rule(
+        name="mamba_over_tp_and_cp",
+        source="ssm/mamba_mixer.py:227-247, ssm/mamba_context_parallel.py:91-117 (at build)",
+        check=_mamba,
     ),
     rule(
         "linear_replacements",

@@ -245,6 +245,7 @@ def divides_sequence(spec: TransformerSpec, tp: int, cp: int, sequence_parallel:
 def allows_context_parallel(spec: TransformerSpec, cp: int, *, fused: bool = True) -> bool:
     """Attention splits the sequence if it runs ``fused``, in a kernel of 16-bit numbers."""
     plain = spec.softmax_type == "vanilla" and spec.window_size is None
+    plain = plain and spec.experimental_attention_variant != "dsa"
     fused = fused and fits_fused_attention(spec)
     return cp == 1 or (fused and plain and spec.family is ModelFamily.GPT)
 

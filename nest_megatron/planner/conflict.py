@@ -13,12 +13,14 @@ from itertools import product
 
 from nest_megatron.cost_model.formats import FP8_SHAPES
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.degree_rules import DEGREE_RULES
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.execution_checks import EXECUTION_RULES
 from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.launch_rule import Violation, violations
+from nest_megatron.parallel.layout import uneven_flags
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, RecomputeMethod
 from nest_megatron.parallel.recompute_rules import RECOMPUTE_RULES
 from nest_megatron.parallel.rules import allows_uniform_recompute
@@ -134,6 +136,14 @@ def _broken(request: PlanRequest) -> Iterator[tuple[Violation, ...]]:
         yield broken + tuple(_other_limits(request, dims))
 
 
+def _stated_ends(spec: TransformerSpec, dims: ParallelDims) -> str:
+    """What makes stages of a hybrid model uneven, which is not searched for."""
+    if not spec.hybrid_layer_pattern:
+        return ""
+    flags = uneven_flags(spec, dims.pipeline_model_parallel_size)
+    return f", where the command says no more ({flags[0].lower()}{flags[1:]})"
+
+
 def _other_limits(request: PlanRequest, dims: ParallelDims) -> Iterator[Violation]:
     """What the space demands beside Megatron's rules."""
     space = request.space
@@ -158,7 +168,8 @@ def _other_limits(request: PlanRequest, dims: ParallelDims) -> Iterator[Violatio
         yield Violation(
             what=f"{_PP} * {_VPP}",
             value=dims.num_chunks,
-            limit=f"it must divide the {request.spec.num_layers} layers: stages are even here",
+            limit=f"it must divide the {request.spec.num_layers} layers: stages are even here"
+            + _stated_ends(request.spec, dims),
             fix="Use a divisor.",
         )
     recompute = space.recompute

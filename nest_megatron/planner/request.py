@@ -229,7 +229,7 @@ class PlanRequest:
         risk = self.max_out_of_memory_percent
         if not 0 <= risk <= 100:
             _refuse("search.max_out_of_memory_percent", risk, "between 0 and 100")
-        if not self._cuts_anywhere():
+        if self.space.partition is None and not self._cuts_anywhere():
             even = dataclasses.replace(self.space, even_stages=True)
             object.__setattr__(self, "space", even)
         if self.spec.vision is not None:
@@ -239,7 +239,7 @@ class PlanRequest:
     def _cuts_anywhere(self) -> bool:
         """Whether stages may be uneven: groups of layers to recompute may have to divide each."""
         space, recompute = self.space, self.space.recompute
-        if recompute is not None and space.partition is None:
+        if recompute is not None:
             size = recompute.num_layers or 1
             grouped = recompute.method is RecomputeMethod.UNIFORM
             if grouped and not allows_uniform_recompute((1,), size, space.version):

@@ -291,6 +291,15 @@ BROKEN = {
     "activation_flag": request(changed(LLAMA, activation="gelu")),
     "variant": request(changed(LLAMA, variant=ModelVariant(parallel_attention=True))),
     "position_type": request(changed(LLAMA, position_embedding_type="yarn")),
+    "sparse_attention": request(
+        changed(
+            DEEPSEEK,
+            experimental_attention_variant="dsa",
+            dsa_indexer_n_heads=64,
+            dsa_indexer_head_dim=128,
+            dsa_indexer_topk=2048,
+        )
+    ),
     "positions": request(changed(LLAMA, max_position_embeddings=10)),
     "bert_layers": request(changed(BERT, mtp_num_layers=1)),
     "grouped_gemm": request(MIXTRAL, transformer_impl="local", moe_grouped_gemm=True),

@@ -156,3 +156,31 @@ def test_rounds_that_leave_a_small_one_are_refused() -> None:
     flag = "--microbatch-group-size-per-virtual-pipeline-stage"
     error = refusal(command_of({**ROUNDS, "--global-batch-size": ["48"], flag: ["5"]}), "0.16.1")
     assert "rounds of 5 micro batches" in str(error)
+
+
+#: What Megatron-LM's examples/gptoss/02_train.sh (core_v0.16.1 and main) launches with mock data.
+GPT_OSS = """
+torchrun --nproc_per_node 8 pretrain_gpt.py --no-masked-softmax-fusion
+--transformer-impl transformer_engine --disable-bias-linear --untie-embeddings-and-output-weights
+--no-rope-fusion --normalization RMSNorm --num-layers 12 --hidden-size 512 --ffn-hidden-size 2048
+--num-attention-heads 64 --group-query-attention --num-query-groups 8 --seq-length 8192
+--max-position-embeddings 8192 --use-mcore-models --rotary-percent 1.0
+--position-embedding-type rope --rotary-base 10000 --no-bias-gelu-fusion --no-bias-dropout-fusion
+--quick-geglu --glu-linear-offset 1.0 --softmax-type learnable --window-attn-skip-freq 2
+--activation-func-clamp-value 7.0 --window-size 127,0 --enable-gpt-oss --num-experts 4
+--moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3
+--moe-grouped-gemm --moe-token-dispatcher-type alltoall --overlap-param-gather
+--overlap-grad-reduce --moe-ffn-hidden-size 2048 --moe-router-dtype fp32 --moe-z-loss-coeff 1e-3
+--moe-permute-fusion --mock-data --tokenizer-type NullTokenizer --vocab-size 128256
+--micro-batch-size 1 --global-batch-size 128 --lr 1.0e-5 --train-samples 1953125000 --bf16
+--use-flash-attn --attention-softmax-in-fp32 --accumulate-allreduce-grads-in-fp32
+--recompute-activations --tensor-model-parallel-size 1 --pipeline-model-parallel-size 8
+--expert-model-parallel-size 1 --sequence-parallel --context-parallel-size 1
+--use-distributed-optimizer --fp8-format hybrid --fp8-param-gather --fp8-amax-compute-algo max
+--fp8-amax-history-len 1024
+"""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_nvidias_script_of_gpt_oss_is_planned(version: str) -> None:
+    assert refusal(" ".join(GPT_OSS.split()), version) is None

@@ -151,8 +151,13 @@ def _without_checkpoint(values: _Values, missing: Sequence[str]) -> str:
     """The note of a job that starts without a checkpoint, from its own flags."""
     name = missing[-1]
     where = values[name]
-    if Path(where).is_dir() and all(values.get(each) for each in _SHAPE):
-        return f"{where} holds no checkpoint, so the model is that of the command's own flags."
+    if all(values.get(each) for each in _SHAPE):
+        if Path(where).is_dir():
+            return f"{where} holds no checkpoint, so the model is that of the command's own flags."
+        return (
+            f"There is no folder {where} on this host, so the model is that of the command's own "
+            "flags; where the job runs, --use-checkpoint-args takes it from the checkpoint there."
+        )
     limit = f"{_absent(where)}, and --use-checkpoint-args reads the model from it"
     fix = (
         "Plan where the checkpoint lies, copy its metadata here (latest_checkpointed_iteration.txt "

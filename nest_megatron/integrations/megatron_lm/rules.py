@@ -115,6 +115,14 @@ def _position(request: LaunchRequest) -> Iterator[Violation]:
         yield _broken("position_embedding_type", kind, limit, "Use rope.")
 
 
+@_rule("sparse_attention", "experimental_attention_variant_module_specs.py")
+def _sparse_attention(request: LaunchRequest) -> Iterator[Violation]:
+    variant = request.spec.experimental_attention_variant
+    if variant == "dsa" and request.is_0_16:
+        limit = "Megatron-LM 0.16.1 builds no such layers"
+        yield _broken("experimental_attention_variant", variant, limit, "Use Megatron-LM 0.20.")
+
+
 @_rule("positions", "arguments.py:833")
 def _positions_cover_sequence(request: LaunchRequest) -> Iterator[Violation]:
     positions, length = request.spec.max_position_embeddings, request.spec.seq_length

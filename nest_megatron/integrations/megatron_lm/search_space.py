@@ -255,7 +255,8 @@ def _unset_degrees(
 
     Every field of a recipe is said; what is absent from a command is free.
     """
-    names = [_TENSOR, _PIPELINE, "context_parallel_size", *([_EXPERTS] if spec.is_moe else [])]
+    experts = ["expert_model_parallel_size"] if spec.is_moe else []
+    names = [_TENSOR, _PIPELINE, "context_parallel_size", *experts]
     kept = {name: 1 for name in names if name not in freed}
     tp = {**kept, **fixed}.get(_TENSOR)
     if spec.is_moe and _EXPERT_TENSOR not in freed and tp is not None:

@@ -177,7 +177,7 @@ def test_what_it_leaves_open_is_said(searches: list[object]) -> None:
     [
         ("nest.fields.num_layer", "arch.depth", "Did you mean num_layers"),
         ("arch.num_query_group", 8, r"num_query_groups is not given\. Write num_query_groups"),
-        ("arch.mtp_use_repeated_layer", True, "layers that share their weights"),
+        ("arch.use_kitchen", True, "quantized layers"),
     ],
 )
 def test_misspelt_and_unplannable_fields_are_refused(path: str, value: object, said: str) -> None:
