@@ -68,6 +68,11 @@ def length_notes(
             "each pack were one sequence, the most that it can be. train.sequence_lengths=FILE, or "
             "train.sequence_length_mean and train.sequence_length_std say it."
         )
+    if lengths is not None and not lengths.packed:
+        yield (
+            "Each sequence stands alone and is filled up with padding: the lengths of data change "
+            "no time of a step. If several stand in one, train.sequence_packing=true says so."
+        )
 
 
 def _packs(train: TrainConfig, *, packed: bool) -> bool:

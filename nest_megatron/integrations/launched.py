@@ -92,18 +92,22 @@ def fields_report(
 
 def values_report(
     plan: ParallelPlan, rows: Iterable[tuple[str, str, str]], notes: Sequence[str]
-) -> RenderableType:
-    """The same for an application whose fields ask for the plan, by field, value and reason."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+) -> Iterator[RenderableType]:
+    """The same for an application whose fields ask for the plan, by field, value and reason.
+
+    Fields are lines of text, which no width cuts: a path may be longer than a terminal is wide.
+    """
+    yield _report(plan, ())
+    yield "nest: values of its fields"
     for path, value, why in rows:
-        table.add_row(path, Text.assemble((value, "green"), (f"\n{why}", "dim")))
-    return _report(plan, notes, Text("nest: values of its fields"), Padding(table, (0, 2)))
+        yield f"  {path} = {value}"
+        yield Padding(Text(why, "dim"), (0, 0, 0, 6))
+    if notes:
+        yield notes_report(notes)
 
 
 def _report(plan: ParallelPlan, notes: Sequence[str], *changes: RenderableType) -> RenderableType:
-    lines = (Padding(each, (0, 2)) for each in (summary(plan), Text(proof(plan))))
+    lines = (Padding(each, (0, 0, 0, 2)) for each in (summary(plan), Text(proof(plan))))
     told = [notes_report(notes)] if notes else []
     early = [Text(f"nest: {said}")] if (said := early_words(plan.search)) else []
     return Group(*early, Text("nest: this job runs as"), *lines, *changes, *told)
