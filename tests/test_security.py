@@ -156,10 +156,13 @@ def test_no_value_of_a_program_a_browser_or_a_site_is_interpolated_by_a_resolver
 @pytest.mark.parametrize(
     "included",
     [
-        "- UP/secret",
+        "- UP/secret@_here_",
+        "- /UP/secret@_here_",
+        "- UP@_here_: secret",
+        "- /UP@_here_: secret",
         "- /model@_here_: UP/secret",
         "- /model: [UP/secret]",
-        "- optional UP/secret",
+        "- optional UP@_here_: secret",
         "- /hydra/launcher: UP/secret",
         "- ../model/llama3_8b",
         "- accelerator: h100_sxm_80gb",
@@ -171,7 +174,7 @@ def test_a_file_includes_entries_of_the_catalogue_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, included: str
 ) -> None:
     monkeypatch.setenv("NEST_SECRET", "4096321")
-    (tmp_path / "secret.yaml").write_text(f"name: {LEAK}\n")
+    (tmp_path / "secret.yaml").write_text(f"other: {LEAK}\n")
     up = "../" * 20 + str(tmp_path).lstrip("/")
     shipped = {"model": "llama3_8b", "cluster": "dgx_h100"}[group]
     text = catalogue_root().joinpath(group, f"{shipped}.yaml").read_text(encoding="utf-8")

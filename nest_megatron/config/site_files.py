@@ -10,6 +10,7 @@ from typing import Any, Final
 import platformdirs
 import yaml
 
+from nest_megatron.documents import LOADER
 from nest_megatron.errors import PROGRAM
 
 #: The operators' folder, which no user can write to.
@@ -28,7 +29,7 @@ def site_files(name: str, variable: str, environment: Mapping[str, str]) -> Iter
 
 def key_lines(text: str) -> Mapping[str, int]:
     """The line of every key of a YAML text, by its dotted name."""
-    return dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader)))
+    return dict(_lines(yaml.compose(text, Loader=LOADER)))
 
 
 def _lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nest_megatron.errors import NestError
+from tests.cli.runs import ROOT
 from tests.fuzz.__main__ import Counts, fuzz, run_block
 from tests.fuzz.readers import READERS, Reader
 
