@@ -282,6 +282,12 @@ def test_keys_that_others_may_write_to_are_not_trusted(
         read_launched(plan)
 
 
+def test_a_tab_after_a_colon_is_read(tmp_path: Path) -> None:
+    path = of_operators(tmp_path)
+    path.write_text('{"launch":\t{"pinned_only"\t: true}}')
+    assert read_policy({})[0].launch.pinned_only
+
+
 def test_a_folder_with_the_sticky_bit_is_no_way_in(tmp_path: Path) -> None:
     path = of_operators(tmp_path, launch={"pinned_only": True})
     tmp_path.chmod(0o1777)
@@ -297,19 +303,23 @@ def test_the_file_that_is_judged_is_the_one_that_is_launched(
     inside.write_bytes(pinned.read_bytes())
     outside = pinned_by(pinned, "mallory", tmp_path / "outside.yaml")
     of_operators(tmp_path, launch={"plan_folders": [str(inside.parent)]})
-    opened, links = os.open, iter([outside, inside] * 20)
+    opened = os.open
 
     def swapping(name: Any, flags: int, *args: Any, **options: Any) -> int:
-        if Path(name) == link:
-            descriptor = opened(name, flags, *args, **options)
-            link.unlink()
-            link.symlink_to(next(links))
-            return descriptor
-        return opened(name, flags, *args, **options)
+        if Path(name) != link:
+            return opened(name, flags, *args, **options)
+        relink(outside)
+        descriptor = opened(name, flags, *args, **options)
+        relink(inside)
+        return descriptor
 
-    link.symlink_to(inside)
-    monkeypatch.setattr(os, "open", swapping)
+    def relink(target: Path) -> None:
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+
+    relink(inside)
     assert read_launched(link).pin.by != "mallory"
+    monkeypatch.setattr(os, "open", swapping)
     with pytest.raises(PolicyError, match="plan_folders"):
         read_launched(link)
 
@@ -403,8 +413,10 @@ def test_the_largest_number_of_replicas_is_kept() -> None:
     assert "Widen" in refused.err
 
 
-def test_the_example_is_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, str(ROOT / "recipes" / "slurm" / "policy.yaml"))
+def test_the_example_is_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_bytes((ROOT / "recipes" / "slurm" / "policy.yaml").read_bytes())
+    monkeypatch.setenv(VARIABLE, str(path))
     (file,) = read_policy()
     assert file.launch.pinned_only
     assert file.lines["launch.pinned_only"] == 6

@@ -24,6 +24,10 @@ from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.config.launch import read_words
 from nest_megatron.documents import csv_text
 from nest_megatron.errors import UserInputError
+from nest_megatron.megatron_core.cache import FOLDER_VARIABLE as extracted_variable
+from nest_megatron.megatron_core.cache import folder as extracted_folder
+from nest_megatron.profile.store import FOLDER_VARIABLE as profile_variable
+from nest_megatron.profile.store import profiles_folder
 from tests.cli.runs import ROOT, SMALL, environment, run
 
 PAGE = ROOT / "docs" / "security.md"
@@ -152,10 +156,13 @@ def test_no_value_of_a_program_a_browser_or_a_site_is_interpolated_by_a_resolver
 @pytest.mark.parametrize(
     "included",
     [
-        "- UP/secret",
+        "- UP/secret@_here_",
+        "- /UP/secret@_here_",
+        "- UP@_here_: secret",
+        "- /UP@_here_: secret",
         "- /model@_here_: UP/secret",
         "- /model: [UP/secret]",
-        "- optional UP/secret",
+        "- optional UP@_here_: secret",
         "- /hydra/launcher: UP/secret",
         "- ../model/llama3_8b",
         "- accelerator: h100_sxm_80gb",
@@ -167,7 +174,7 @@ def test_a_file_includes_entries_of_the_catalogue_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, included: str
 ) -> None:
     monkeypatch.setenv("NEST_SECRET", "4096321")
-    (tmp_path / "secret.yaml").write_text(f"name: {LEAK}\n")
+    (tmp_path / "secret.yaml").write_text(f"other: {LEAK}\n")
     up = "../" * 20 + str(tmp_path).lstrip("/")
     shipped = {"model": "llama3_8b", "cluster": "dgx_h100"}[group]
     text = catalogue_root().joinpath(group, f"{shipped}.yaml").read_text(encoding="utf-8")
@@ -229,11 +236,36 @@ def _runs(name: str) -> bool:
     return starts or loads or first in ("subprocess", "runpy")
 
 
-def test_claims_name_tests_that_exist() -> None:
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE.read_text(encoding="utf-8"))
-    assert len(named) >= 10
-    for file, test in named:
+_TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+
+
+def test_every_claim_names_a_test() -> None:
+    """Rows of the tables of what may not be decided and of claims, and all tests that are named."""
+    text = PAGE.read_text(encoding="utf-8")
+    tables = text.partition("\n## Who can")[2].partition("\n## Modules")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in tables.splitlines()
+        if line.startswith("| ") and not line.startswith(("| who", "| claim"))
+    ]
+    assert len(rows) > 30
+    for row in rows:
+        if len(row) == 4 and not row[2]:  # nothing is denied
+            continue
+        assert _TEST.search(row[-1]), row
+    for file, test in _TEST.findall(text):
         assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), (file, test)
+
+
+def test_caches_and_profiles_lie_in_the_user_s_own_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (profile_variable, extracted_variable, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for user in ("ada", "bob"):
+        monkeypatch.setenv("HOME", str(tmp_path / user))
+        for folder in (extracted_folder(), profiles_folder()):
+            assert folder.is_relative_to(tmp_path / user)
 
 
 def test_a_page_of_a_plan_loads_nothing_from_elsewhere(tmp_path: Path) -> None:

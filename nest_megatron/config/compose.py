@@ -103,8 +103,9 @@ def _composed(
         _check_included(group, fields, config_dir)
     for setting in settings if config_dir is not None else ():
         group = setting.key.rpartition(".")[2]
-        if group in CATALOGUE_GROUPS and not is_path(setting.value or ""):
-            _check_included(group, {"defaults": [{f"/{group}": setting.value}]}, config_dir)
+        name = setting.value or "null"
+        if group in CATALOGUE_GROUPS and not (name.startswith(("{", "null")) or is_path(name)):
+            _check_included(group, {"defaults": [{f"/{group}": name}]}, config_dir)
     folders = [] if config_dir is None else [config_dir]
     with importlib.resources.as_file(catalogue_root()) as catalogue:
         config = _compose([catalogue.resolve(), *folders], overrides, entries)
@@ -256,7 +257,11 @@ def _check_included(group: str, fields: Mapping[str, Any], config_dir: Path | No
 
 def _included(group: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Group and name of what a description's ``defaults`` includes."""
-    for entry in fields.get("defaults", ()):
+    entries = fields.get("defaults", ())
+    if isinstance(entries, str) or not isinstance(entries, Sequence):
+        limit, fix = "defaults must be a list", "For example - /accelerator@accelerator: NAME."
+        raise UserInputError(f"{group} defaults", value=str(entries), limit=limit, fix=fix)
+    for entry in entries:
         pairs = entry.items() if isinstance(entry, Mapping) else [(f"/{group}", entry)]
         for key, name in pairs:
             words = str(key).split() or [""]
@@ -392,8 +397,6 @@ def _loaded(group: str, path: Path) -> Mapping[str, Any]:
         raise _bad_file(group, path, "it is not a mapping")
     if not all(isinstance(key, str) for key in loaded):
         raise _bad_file(group, path, "a name of a field is no text")
-    if not isinstance(loaded.get("defaults", []), Sequence):
-        raise _bad_file(group, path, "defaults must be a list")
     fix = f"Write the value itself into {path.name}."
     refuse_resolvers(group, OmegaConf.to_container(loaded, resolve=False), fix)
     return loaded

@@ -35,8 +35,6 @@ MAX_JOBS = 100_000
 _MAX_LENGTH, _MAX_DEPTH = 20_000, 16
 #: What stands before fields of a cluster's description whose names end with their units.
 _MACHINES = ("cluster.levels.", "cluster.accelerator.")
-#: OmegaConf's call of a function, such as one that reads a variable of the environment.
-_RESOLVER = re.compile(r"\$\{.*:", re.DOTALL)
 #: Values that are text whatever characters they hold.
 _TEXT_KEYS = ("out", "flags", "parallel.pipeline_model_parallel_layout")
 
@@ -103,16 +101,17 @@ def _setting(text: str) -> Setting:
 
 
 def refuse_resolvers(what: str, value: object, fix: str = "Write the value itself.") -> None:
-    """Refuse a value, or one inside it, that has OmegaConf call a function.
+    """Refuse a value, or one inside it, that has OmegaConf call a function (``${oc.env:HOME}``).
 
     What is typed, read of a file or sent by a browser is data: it reads no variable of the
-    environment.
+    environment. A reference to another value (``${model.name}``) is none.
 
     Args:
         what: names the value in the error.
     """
     for text in _texts(value):
-        if _RESOLVER.search(text.replace("\\", "")):  # Hydra's grammar takes backslashes away
+        opened = text.replace("\\", "").partition("${")[2]  # Hydra takes backslashes away
+        if ":" in opened:
             limit = "it calls a resolver of OmegaConf, and values are only data"
             raise UserInputError(what, value=text, limit=limit, fix=fix)
 

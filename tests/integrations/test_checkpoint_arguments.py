@@ -147,7 +147,8 @@ LARGE: dict[str, tuple[bytes, str]] = {
     "bzip2": (archive(b"\x80\x04" + b"N0" * 20_000_000 + b"N.", zipfile.ZIP_BZIP2), "compressed"),
     "deep": (archive(b"\x80\x04})" + b"\x85" * 100_000 + b"Ns."), "a tuple in it"),
     "laughs": (archive(b"\x80\x04})" + b"2\x86" * 60 + b"Ns."), "a tuple in it"),
-    "files": (archive(b"\x80\x04}.", entries=40_000), "its list of contents"),
+    "files": (archive(b"\x80\x04}.", entries=40_000), "a part of the archive"),
+    "stored": (archive(b"\x80\x04" + b"N0" * 20_000_000 + b"N.", zipfile.ZIP_STORED), "32 MiB"),
 }
 
 

@@ -59,7 +59,9 @@ def load_state(stream: IO[bytes], name: str) -> Any:
         UserInputError: if it is beyond the limits.
         Exception: any, if it is damaged.
     """
-    with zipfile.ZipFile(_Bounded(stream, name)) as archive:
+    bounded = _Bounded(stream, name)
+    with zipfile.ZipFile(bounded) as archive:
+        bounded.most = MAX_STATE_BYTES + 1
         entry = next(e for e in archive.infolist() if e.filename.endswith("data.pkl"))
         if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise _refused(name, "its data.pkl is compressed as torch.save does not")
@@ -103,17 +105,21 @@ def is_plain(value: object) -> bool:
 
 
 class _Bounded:
-    """A file of which no part is read that is larger than an archive's list of contents."""
+    """A file of which no large part is read at once; ``zipfile`` reads its list of contents so.
+
+    Args:
+        most: bytes of a part.
+    """
 
     def __init__(self, stream: IO[bytes], name: str) -> None:
-        self._stream, self._name = stream, name
+        self._stream, self._name, self.most = stream, name, _MAX_DIRECTORY_BYTES
         self.seek, self.tell, self.seekable = stream.seek, stream.tell, stream.seekable
 
     def read(self, size: int = -1) -> bytes:
         """Read as the file does."""
-        found = self._stream.read(min(size, _MAX_DIRECTORY_BYTES + 1) if size >= 0 else size)
-        if len(found) > _MAX_DIRECTORY_BYTES:
-            raise _refused(self._name, f"its list of contents is over {_MAX_DIRECTORY_BYTES} bytes")
+        found = self._stream.read(min(size, self.most + 1) if size >= 0 else self.most + 1)
+        if len(found) > self.most:
+            raise _refused(self._name, f"a part of the archive is larger than {self.most:,} bytes")
         return found
 
 
@@ -135,6 +141,12 @@ def _size(values: list[object] | tuple[object, ...] = ()) -> tuple[object, ...]:
     return tuple(values)
 
 
+_GETS = ("GET", "BINGET", "LONG_BINGET")
+_PUTS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
+#: Opcodes that do more than take values and make one of them, or that torch does not write.
+_SPECIAL = frozenset((*_GETS, *_PUTS, "MARK", "DUP", "POP", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"))
+
+
 @dataclass(frozen=True, slots=True)
 class _Opcode:
     """What an opcode takes from the stack and puts there, and how its argument is written.
@@ -142,6 +154,7 @@ class _Opcode:
     Args:
         argument: bytes of it, or a code of ``pickletools`` (negative) for another form.
         pops: values, below those behind the last mark.
+        is_plain: it takes nothing and puts one value there, and that is all.
     """
 
     name: str
@@ -149,6 +162,7 @@ class _Opcode:
     pops: int
     has_slice: bool
     pushes: bool
+    is_plain: bool
     cost: int
 
 
@@ -159,13 +173,15 @@ def _opcodes() -> Mapping[int, _Opcode]:
     found = {}
     for each in pickletools.opcodes:
         before = [item.name for item in each.stack_before]
-        has_slice = "mark" in before
+        has_slice, pushes = "mark" in before, bool(each.stack_after)
+        is_special = each.name in _SPECIAL
         found[ord(each.code)] = _Opcode(
             each.name,
             each.arg.n if each.arg else 0,
             before.index("mark") if has_slice else len(before),
             has_slice,
-            bool(each.stack_after),
+            pushes,
+            pushes and not before and not is_special,
             _BYTES.get(each.name, _BYTES_EACH),
         )
     return found
@@ -194,15 +210,21 @@ class _Scan:
             opcode = table[content[at]]
             at += 1
             argument = b""
-            if opcode.argument:
+            if opcode.argument:  # of a text outside ASCII a character may take four bytes
                 start, at = self._argument(opcode, at)
                 argument = content[start:at]
-            self._left -= opcode.cost + len(argument) * (1 if argument.isascii() else 4)
+                self._left -= len(argument) * (1 if argument.isascii() else 4)
+            self._left -= opcode.cost
             if self._left < 0:
                 raise _refused(self._name, "what it holds takes too much memory")
             if opcode.name == "STOP":
                 return
-            self._step(opcode, argument)
+            if opcode.is_plain:
+                self._stack.append(1)
+            elif opcode.name in _SPECIAL:
+                self._step(opcode.name, argument)
+            else:
+                self._take(opcode)
 
     def _argument(self, opcode: _Opcode, at: int) -> tuple[int, int]:
         """Where an argument begins and ends."""
@@ -218,13 +240,13 @@ class _Scan:
             raise pickle.UnpicklingError("a length is beyond the end")
         return at, at + size
 
-    def _step(self, opcode: _Opcode, argument: bytes) -> None:
-        stack, name = self._stack, opcode.name
+    def _step(self, name: str, argument: bytes) -> None:
+        stack = self._stack
         if name == "MARK":
             self._marks.append(len(stack))
-        elif name.endswith("GET"):
+        elif name in _GETS:
             stack.append(self._memo[_index(name, argument)])
-        elif name.endswith("PUT") or name == "MEMOIZE":
+        elif name in _PUTS:
             index = len(self._memo) if name == "MEMOIZE" else _index(name, argument)
             if index > len(self._memo) + 1:  # the reader makes room for all below it
                 raise _refused(self._name, f"its memo goes to {index}, with few values in it")
@@ -232,15 +254,13 @@ class _Scan:
             self._memo[index] = stack[-1]
         elif name == "DUP":
             stack.append(stack[-1])
-        elif name == "POP" and self._marks and self._marks[-1] == len(stack):
-            self._marks.pop()
-        elif name in ("NEWOBJ_EX", "EXT1", "EXT2", "EXT4"):
-            raise pickle.UnpicklingError(f"torch.save writes no {name}")
+        elif name == "POP":
+            (self._marks if self._marks and self._marks[-1] == len(stack) else stack).pop()
         else:
-            self._take(opcode)
+            raise pickle.UnpicklingError(f"torch.save writes no {name}")
 
     def _take(self, opcode: _Opcode) -> None:
-        """What every other opcode does: values are taken, and one is made of them."""
+        """What most opcodes do: values are taken, and one is made of them."""
         stack, values = self._stack, 1
         if opcode.has_slice:
             start = self._marks.pop()
