@@ -158,7 +158,7 @@ def recorded_launch(text: str | Sequence[str], composed: Composed) -> ScriptLaun
     if isinstance(text, str):
         if names_script(words := tokens(text)):
             limit = "it takes one command line, and this names a script"
-            call = shlex.join(words if is_script_call(words[:1]) else ["bash", *words])
+            call = shlex.join(["bash", *words] if "." in words[0] else words)
             fix = f"Put `-- {call}` behind all other words; in Python give a list of its words."
             raise UserInputError("--from", value=text, limit=limit, fix=fix)
         return None
@@ -198,9 +198,10 @@ def _naming_what_lacks(launch: ScriptLaunch | None) -> Iterator[None]:
     try:
         yield
     except UserInputError as error:
-        if launch is not None:
-            error.fix = " ".join((error.fix, *launch.notes))
-        raise
+        if launch is None:
+            raise
+        fix = " ".join((error.fix, *launch.notes))
+        raise UserInputError(error.what, value=error.value, limit=error.limit, fix=fix) from error
 
 
 def _refuse_unread(command: ReadCommand) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import textwrap
 import time
 from pathlib import Path
@@ -158,6 +159,14 @@ IDIOMS = {
         f"PY=/opt/conda/bin/python; $PY -u t.py {MODEL}",
         f"/opt/conda/bin/python -u t.py {MODEL}",
     ),
+    "a program that is looked up": (
+        f'X=1 $(which python3) a.py; "$(command -v torchrun)" t.py {MODEL}',
+        f"torchrun t.py {MODEL}",
+    ),
+    "a path that is made": (
+        f"$(echo {sys.executable}) t.py {MODEL}",
+        f"{sys.executable} t.py {MODEL}",
+    ),
     "PATH of its own": (f"export PATH=/usr/bin:$PATH; PATH=/bin:$PATH {LAUNCH}", LAUNCH),
     "wrappers": (f"nohup env A=1 timeout -s INT 9 numactl --all {LAUNCH}", f"A=1 {LAUNCH}"),
     "a login shell": (f'bash -lc "{LAUNCH}"', LAUNCH),
@@ -216,6 +225,7 @@ def test_the_launch_of_a_script(name: str, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        (r"echo -e '\e[0;31mred\e[0m\a'; which srun", "its last words are: red | srun."),
         ("echo hello >&2; exit 3", "exit code 3; its last words are: hello"),
         (f'[ -n "$SIZE" ] || exit 1; {LAUNCH}', "Set what nothing sets: SIZE (line 1)"),
         (f": ${{SIZE:?is needed}}; {LAUNCH}", "SIZE: is needed"),
@@ -241,12 +251,14 @@ def test_a_script_without_one_launch_is_refused_with_what_it_lacks(
 
 
 def test_what_was_left_out_is_listed(tmp_path: Path) -> None:
-    path = write(tmp_path, f"rm -f a\n/bin/rm -f b\nsource no.sh\npython -c 'x'\n{LAUNCH} $A")
+    text = f"rm -f a\n/bin/rm -f b\nsource no.sh\npython -c 'x'\nnvidia-smi -L\n{LAUNCH} $A"
+    path = write(tmp_path, text)
     first, *notes = read(path).notes
-    assert first.startswith(f"The command is that of {path}, line 5")
+    assert first.startswith(f"The command is that of {path}, line 6")
     assert notes == [
         "Programs that were not run: rm (line 1), /bin/rm (line 2), python -c (line 4).",
-        "Variables that nothing sets, empty as in the shell: A (line 5).",
+        "Answered for the cluster that is planned for: nvidia-smi (line 5).",
+        "Variables that nothing sets, empty as in the shell: A (line 6).",
         "Not on this host: no.sh (line 3).",
     ]
 

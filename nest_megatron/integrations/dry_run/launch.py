@@ -228,11 +228,14 @@ def _notes(run: DryRun, found: RecordedLaunch, script: str) -> Iterator[str]:
     }
     for what, names in (
         ("Programs that were not run", {**run.skipped, **others}),
+        ("Answered for the cluster that is planned for", run.answered),
         ("Variables that nothing sets, empty as in the shell", run.unset),
         ("Not on this host", run.absent),
     ):
         if names:
             yield f"{what}: {_with_lines(names)}."
+    if found.header:
+        yield "What Slurm tells a task is made up: hosts are node1 and so on, and the rank is 0."
     if run.code is None:
         yield f"It was ended after {MAX_SECONDS:g} s; what it launches later is not seen."
     if run.exposed:

@@ -51,12 +51,16 @@ def main(words: list[str]) -> int:
     elif name == "scontrol":
         if words[1:2] == ["show"] and words[2:3] in (["hostnames"], ["hostname"]):
             print(*(f"node{at}" for at in range(1, _num_nodes() + 1)), sep="\n")
+            _note(name, "answered")
+        else:
+            _note(name)
     elif name in WRAPPERS or (name in RUNNERS and words[1:2] == ["run"]):
         _pass_on(words)
     elif name == "python" and "-c" in words[1:3]:
-        if any("device_count" in word for word in words):
+        counts = any("device_count" in word for word in words)
+        if counts:
             print(_settings()["gpus_per_node"])
-        _note(f"{name} -c")
+        _note(f"{name} -c", "answered" if counts else "skipped")
     elif name in LAUNCHERS or words[0].endswith(".py"):
         _launch(words)
     elif name not in STANDS_FOR and (PROGRAMS / name).exists():  # /usr/bin/cat
@@ -153,8 +157,8 @@ def _write(words: list[str], script: list[str] | None = None) -> None:
     path.rename(path.with_suffix(".json"))
 
 
-def _note(name: str) -> None:
-    with (FOLDER / "skipped").open("a", encoding="utf-8") as file:
+def _note(name: str, kind: str = "skipped") -> None:
+    with (FOLDER / kind).open("a", encoding="utf-8") as file:
         file.write(f"{name}\0{os.environ.get('NEST_DRY_RUN_AT', '')}\0")
 
 
@@ -190,8 +194,7 @@ def _answer(words: list[str]) -> int:
         for n in gpus:
             row = {**known, "index": str(n), "uuid": f"GPU-{n}"}
             print(", ".join(row.get(field, "[N/A]") for field in fields))
-    else:
-        _note(" ".join(["nvidia-smi", *words[:1]]))
+    _note("nvidia-smi", "answered" if query or set(words) & {"-L", "--list-gpus"} else "skipped")
     return 0
 
 

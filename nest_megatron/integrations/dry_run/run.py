@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -32,7 +33,7 @@ READS = (
     *("numfmt", "od", "paste", "pathchk", "pr", "printenv", "printf", "pwd", "readlink"),
     *("realpath", "rev", "sed", "seq", "sha256sum", "shuf", "sort", "stat", "strings", "sum"),
     *("tac", "tail", "test", "tr", "true", "tsort", "tty", "uname", "uniq", "wc", "whoami"),
-    *("xxd", "zcat", "bc", "nawk", "fd", "rg"),
+    *("xxd", "zcat", "bc", "nawk"),
 )
 #: Batch scripts that scripts submit, one in another.
 _MAX_BATCHES = 8
@@ -41,6 +42,7 @@ _END_S, _TAIL_BYTES = 5.0, 4096
 #: Variables of the shell's own.
 _OWN = ("PATH", "PWD", "OLDPWD", "SHLVL", "_", "BASH_ENV", "ENV", "BASH_XTRACEFD")
 VIEW = Path(__file__).with_name("view.py")
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # of a terminal's colours
 _FILES = ("shell.bash", "recorder.py")
 
 
@@ -69,8 +71,8 @@ class DryRun:
 
     Args:
         launches: in their order.
-        skipped, absent, unset: programs that were not run, files and folders that are not here,
-            variables that nothing sets; with their lines.
+        skipped, answered, absent, unset: programs that were not run, and those that were answered
+            for, files and folders that are not here, variables that nothing sets; with their lines.
         code: the exit status; ``None`` where time ended it.
         printed: the last lines of its output.
         exposed: why its redirections wrote to this machine's files; ``""`` where they did not.
@@ -78,6 +80,7 @@ class DryRun:
 
     launches: tuple[RecordedLaunch, ...]
     skipped: Mapping[str, str]
+    answered: Mapping[str, str]
     absent: Mapping[str, str]
     unset: Mapping[str, str]
     code: int | None
@@ -123,6 +126,7 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
         return DryRun(
             launches=tuple(launches),
             skipped=_listed(folder / "skipped"),
+            answered=_listed(folder / "answered"),
             absent=_listed(folder / "absent"),
             unset=_listed(folder / "unset"),
             code=code,
@@ -259,5 +263,6 @@ def _last_lines(path: Path) -> Iterator[str]:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         text = file.read().decode(errors="replace")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    yield from lines[-3:]
+    text = _ESCAPE.sub("", text).replace(f"{path.parent}/bin/", "")
+    lines = ("".join(filter(str.isprintable, line)).strip() for line in text.splitlines())
+    yield from [line for line in lines if line][-3:]

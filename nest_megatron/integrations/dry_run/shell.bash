@@ -82,6 +82,13 @@ fi
 # Cut the first word of $1 into __nest_word, the rest into __nest_rest; fail where that is not sure.
 __nest_cut() {
   case $1 in
+    '$('* | '"$('*) # $(which python), which may well be filled in twice
+      __nest_word="${1%%)*})"
+      [[ $1 != \"* ]] || __nest_word+=\"
+      __nest_rest=${1#"$__nest_word"}
+      [[ $__nest_word != *'('*'('* && ($__nest_rest == '' || $__nest_rest == [[:space:]]*) ]]
+      return
+      ;;
     \"*)
       __nest_word=${1#\"}
       __nest_word=\"${__nest_word%%\"*}\"
