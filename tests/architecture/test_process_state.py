@@ -36,5 +36,5 @@ def test_nothing_is_set_for_all_threads(path: Path) -> None:
     names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     names |= {each.module.partition(".")[0] for each in imports_of(path)}
     assert not names & SINGLETONS
-    if path != PACKAGE / "files.py" and path.parent.name != "shell_script":
+    if path != PACKAGE / "files.py":
         assert not names & HOMES
