@@ -250,7 +250,7 @@ def test_a_word_of_its_own_is_named_in_every_family(name: str) -> None:
 
 
 def test_more_heads_than_channels_are_refused() -> None:
-    with pytest.raises(UserInputError, match="n_head.*at most n_embd"):
+    with pytest.raises(UserInputError, match=r"n_head.*at most n_embd"):
         spec_of({**JUDGED["gptj-100"]["config"], "n_embd": 1})
 
 
