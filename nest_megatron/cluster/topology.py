@@ -204,7 +204,7 @@ def parse_slurm_nodes(text: str) -> SlurmNodes:
         gres = re.search(r"\bGres=(\S+)", node)
         if not name or not gres:
             continue
-        found = re.findall(r"\bgpu:(?:([^:,(]+):)?(\d+)(?!\w)", gres[1])
+        found = re.findall(r"\bgpu:(?:([^:,(]+):)?(\d{1,9})(?!\w)", gres[1])
         slices = [f"{count} x {kind}" for kind, count in found if _MIG.search(kind)]
         if slices:
             divided[name[1]] = ", ".join(slices)

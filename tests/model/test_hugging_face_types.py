@@ -167,6 +167,10 @@ def test_what_minimax_says_is_read() -> None:
             "architectures says Qwen3MoeForCausalLM: if that is so, set model_type to qwen3_moe",
         ),
         (
+            {"model_type": "bailing_moe", "architectures": ["BailingMoeV2ForCausalLM"]},
+            "if that is so, set model_type to bailing_moe_v2",
+        ),
+        (
             {"architectures": ["MyCompanyForCausalLM"], "auto_map": {"AutoConfig": "x.Y"}},
             "if its layers are Llama's, as which it has 8,030,261,248 parameters, set model_type "
             "to llama",
@@ -243,6 +247,11 @@ def test_a_word_of_its_own_is_named_in_every_family(name: str) -> None:
     assert "torch_dtype" in " ".join(read.notes)
     with pytest.raises(UserInputError, match="own_experts"):
         read_hf_model({**config, "own_experts": 2}, "x")
+
+
+def test_more_heads_than_channels_are_refused() -> None:
+    with pytest.raises(UserInputError, match=r"n_head.*at most n_embd"):
+        spec_of({**JUDGED["gptj-100"]["config"], "n_embd": 1})
 
 
 def test_every_field_that_is_set_and_not_read_is_named() -> None:
