@@ -210,14 +210,15 @@ class _Numeric:
     def sentence(self) -> str:
         """What it would do, and what it changes."""
         gains = []
-        if self.change:
-            step = format_seconds(self.step_s)
-            gains.append(f"make the job {self.faster_percent:.1f} % faster ({step}): {self.change}")
-        elif self.faster_percent >= _LEAST_GAIN_PERCENT:
+        if self.faster_percent >= _LEAST_GAIN_PERCENT and not self.change:
             gains.append(_faster(self.faster_percent, self.step_s))
-        if self.freed_percent >= _LEAST_GAIN_PERCENT and not self.change:
+        if self.freed_percent >= _LEAST_GAIN_PERCENT:
             gains.append(f"free {format_gib(self.freed_bytes)} of peak memory per GPU")
         gain = " and ".join(gains)
+        if self.change:
+            step = format_seconds(self.step_s)
+            job = f"make the job {self.faster_percent:.1f} % faster ({step}): {self.change}"
+            gain = f"{gain}, or {job}" if gain else job
         return f"{self.words} would {gain}. It changes numbers: {self.offer.knob.changes}"
 
 
