@@ -60,6 +60,10 @@ EXTENSIONS = [
 BOOT = Path("nest_megatron/boot.pth")
 INSTALLED_BOOT = "nest_megatron.pth"
 
+# NEST_MEGATRON_NO_BOOT=1 installs without it: jobs are then launched through the runner
+# (`python -m nest_megatron SCRIPT`, docs/launching.md).
+WITH_BOOT = os.environ.get("NEST_MEGATRON_NO_BOOT", "0") in ("", "0")
+
 
 class BuildWithBoot(build_py):
     """Puts the boot line beside the package, so that wheels install it and pip uninstalls it."""
@@ -67,13 +71,13 @@ class BuildWithBoot(build_py):
     def run(self) -> None:
         """Build the modules, then copy the line."""
         super().run()
-        if not self.editable_mode:
+        if WITH_BOOT and not self.editable_mode:
             shutil.copyfile(BOOT, Path(self.build_lib) / INSTALLED_BOOT)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         """What was built, the line included."""
-        boot = str(Path(self.build_lib) / INSTALLED_BOOT)
-        return [*super().get_outputs(include_bytecode), boot]
+        boot = [str(Path(self.build_lib) / INSTALLED_BOOT)] if WITH_BOOT else []
+        return [*super().get_outputs(include_bytecode), *boot]
 
 
 class EditableWithBoot(editable_wheel):
@@ -85,7 +89,8 @@ class EditableWithBoot(editable_wheel):
 
     def _install_namespaces(self, installation_dir: str, pth_prefix: str) -> None:
         super()._install_namespaces(installation_dir, pth_prefix)
-        shutil.copyfile(BOOT, Path(installation_dir) / INSTALLED_BOOT)
+        if WITH_BOOT:
+            shutil.copyfile(BOOT, Path(installation_dir) / INSTALLED_BOOT)
         plugin = Path(installation_dir) / HYDRA_PLUGIN
         plugin.mkdir(parents=True)
         shutil.copyfile(HYDRA_PLUGIN / "__init__.py", plugin / "__init__.py")

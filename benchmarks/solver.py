@@ -77,7 +77,9 @@ def misfits() -> None:
         cpu = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
         told = json.loads(found.stdout)["no_plan"]
         says = "complete" if told["complete"] else "incomplete"
-        print(f"{cpu:6.2f} s CPU  {says}  {told['remedies'][0]:24} {job_words}", flush=True)
+        print(
+            f"{cpu:6.2f} s CPU  {says}  {told['remedies'][0]['change']:24} {job_words}", flush=True
+        )
 
 
 def table() -> None:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nest_megatron.model.hugging_face import read_hf_model, reader_of, supported_model_types
+from nest_megatron.model.hugging_face import (
+    OTHER_NAMES,
+    REFUSED,
+    read_hf_model,
+    reader_of,
+    supported_model_types,
+)
 
 PAGE = Path(__file__).with_name("hugging_face.md")
 _MADE_UP = re.compile(r"^[a-z0-9_]+-\d+$")
@@ -30,8 +37,16 @@ transformers is installed).
   note; `null` is none.
 * Of a model of text and images (`text_config`, or the flat files of Qwen 2 and 2.5 VL) the text
   model is read, with a note; of Qwen2.5-VL and Qwen3-VL the encoder (`vision_config`) too.
-* A key that by its name describes a part of the model and is not read is refused.
-* Multipliers, rotary scaling, router scaling and the like weigh nothing and are not kept.
+* A key that by its name describes a part of the model and is not read is refused. Every other key
+  that is set and not read is named by `models` and `plan`: those that no weight and no work depends
+  on (multipliers, rotary scaling, router scaling, dropout), and those that are not known.
+* A list with the same number for each layer (`"moe_topk": [8, 8]`) is that number; layers that
+  differ are refused. `num_experts` of 0 is a dense model.
+* MTP layers are read from `num_nextn_predict_layers`, `num_mtp_modules`, `mtp_num_hidden_layers`.
+* A type that is not known is never taken for another: where `architectures` names a class of a
+  known family, or all fields are Llama's, the refusal says which `model_type` to set.
+* `bailing_moe_v2` is no type of transformers: its own code, of which Megatron-Bridge has a copy, is
+  the judge.
 * "Not Megatron-LM's" are parts of published models that its command line cannot build. `models` and
   `estimate` take them; `plan` refuses them by name for a framework that does not build them. NeMo
   and Megatron-Bridge build those of Gemma, Megatron-Bridge those of OLMoE.
@@ -43,19 +58,38 @@ transformers is installed).
 * `bert` is built with Megatron's own heads, which transformers does not have.
 
 """
+REFUSED_HEAD = (
+    "## Not read",
+    "",
+    "A type in whose name one of these patterns is found is refused with the reason.",
+    "",
+    "| Patterns | Why |",
+    "|---|---|",
+)
 
 
 def page() -> str:
     """The whole page."""
-    files = [_judged(name) for name in ("hugging_face_judged.json", "hugging_face_judged_5.json")]
+    names = ("", "_5", "_own")
+    files = [_judged(f"hugging_face_judged{name}.json") for name in names]
     judges = (f"transformers {each['transformers']} on {each['date']}" for each in files)
     rows = [_row(name, files) for name in supported_model_types()]
     head = (
         "| `model_type` | What is read | Judged | By transformers | Not Megatron-LM's |",
         "|---|---|--:|---|---|",
     )
-    counts = f"{len(rows)} types; the judges: {' and '.join(judges)}.\n"
-    return "\n".join((HEAD + counts, *head, *rows, ""))
+    counts = f"{len(rows)} types; the judges: {', '.join(judges)}.\n"
+    refused = [f"| {' '.join(f'`{word}`' for word in w.split())} | {why} |" for w, why in REFUSED]
+    return "\n".join((HEAD + counts, *head, *rows, "", *_others(), *REFUSED_HEAD, *refused, ""))
+
+
+def _others() -> list[str]:
+    """The paragraph of types that are read as another."""
+    names: dict[str, list[str]] = {}
+    for other, name in sorted(OTHER_NAMES.items()):
+        names.setdefault(name, []).append(f"`{other}`")
+    told = (f"{', '.join(others)} as `{name}`" for name, others in sorted(names.items()))
+    return [*textwrap.wrap(f"Types that are read as another: {'; '.join(told)}.", 100), ""]
 
 
 def _judged(name: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import sys
 
-from nest_megatron.cli import main
+from nest_megatron.cli import run_process
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
@@ -11,4 +11,4 @@ if __name__ == "__main__":
         from nest_megatron.integrations.megatron_lm.runner import run_script
 
         sys.exit(run_script(arguments))
-    sys.exit(main())
+    sys.exit(run_process())

@@ -19,9 +19,8 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-#: The words that ask for a plan, and those that say how; ``boot.pth`` looks for the same.
+#: The words that ask for a plan; ``boot.pth`` looks for the same.
 TOKENS = ("+nest=", "++nest=")
-SETTINGS = ("nest.", "+nest.", "++nest.")
 
 #: Functions of ``HANDLERS`` to call just before a module is loaded ...
 BEFORE = {"megatron.training": "before_training"}
@@ -73,15 +72,6 @@ def is_asked_for(argv: Sequence[str]) -> bool:
     return any(word.startswith(TOKENS) for word in argv)
 
 
-def settings_in(argv: Sequence[str]) -> list[str]:
-    """The words of a command line that set something of a plan.
-
-    >>> settings_in(["nest.py", "nest.cluster=dgx_h100", "--bf16"])
-    ['nest.cluster=dgx_h100']
-    """
-    return [word for word in argv if word.startswith(SETTINGS) and "=" in word]
-
-
 def _handler(name: str) -> Callable[..., None]:
     handler: Callable[..., None] = getattr(importlib.import_module(HANDLERS), name)
     return handler
@@ -100,5 +90,5 @@ def _call_after(spec: ModuleSpec, handler: Callable[..., None]) -> None:
     loader.exec_module = exec_module  # type: ignore[method-assign]
 
 
-if is_asked_for(getattr(sys, "argv", ())) or settings_in(getattr(sys, "argv", ())):
+if is_asked_for(getattr(sys, "argv", ())):
     install()

@@ -32,3 +32,9 @@ class Deadline:
         """The same, or so many seconds from now where that is earlier."""
         now = time.monotonic()
         return Deadline(begun_s=now, seconds=min(seconds, self.begun_s + self.seconds - now))
+
+    def part(self, share: float) -> Deadline:
+        """From now on, a share of the time that is left."""
+        now = time.monotonic()
+        left = max(0.0, self.begun_s + self.seconds - now)
+        return Deadline(begun_s=now, seconds=share * left)

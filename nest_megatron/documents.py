@@ -2,7 +2,8 @@
 
 A parser builds what a text says, however much that is: a few hundred bytes of aliases stand for
 billions of nodes, and a deeply nested file overflows the stack of a parser written in C. Both are
-seen in the stream of events, which takes no more memory than one event.
+seen in the stream of events, which takes no more memory than one event. A key that stands twice is
+refused there too: parsers keep the last one, and who reads the text may see the first.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import io
 import json
 import re
 import tomllib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import yaml
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import MAX_BYTES, read_text
+from nest_megatron.printing import cleaned
 
 #: The parser in C where libyaml is there.
 LOADER: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -31,6 +33,7 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 #: Characters of a scalar without quotes: YAML makes numbers of them, some in quadratic time.
 _MAX_PLAIN = 20_000
 _MAX_REASON = 200
+_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?")
 _NOT_BRACKETS = re.compile(r"[^][{}]+")
 
 
@@ -58,8 +61,19 @@ class Limits:
             raise _LimitError(f"it is nested more than {self.depth} deep")
 
 
+_DAMAGED = "Check that it is the file you meant; it may be damaged."
+
+
 class _LimitError(Exception):
     """A document is beyond a limit."""
+
+    def __init__(self, limit: str, fix: str = _DAMAGED) -> None:
+        super().__init__(limit)
+        self.fix = fix
+
+
+def _repeats(key: str, where: str = "") -> _LimitError:
+    return _LimitError(f"the key {key!r} stands twice in one mapping{where}", "Leave one of them.")
 
 
 #: Plans, profiles, artifact instances: the largest in use have some 10,000 nodes.
@@ -83,10 +97,9 @@ def read_yaml(path: Path, what: str) -> Any:
     return parse_yaml(read_text(path, what, most=DATA.num_bytes), what, name=str(path))
 
 
-def read_json(path: Path, what: str, *, unique_keys: bool = False) -> Any:
+def read_json(path: Path, what: str) -> Any:
     """What a JSON file holds; see ``parse_json``."""
-    text = read_text(path, what, most=JSON.num_bytes)
-    return parse_json(text, what, name=str(path), unique_keys=unique_keys)
+    return parse_json(read_text(path, what, most=JSON.num_bytes), what, name=str(path))
 
 
 def read_csv(path: Path, what: str) -> tuple[tuple[str, ...], list[dict[str, str]]]:
@@ -104,7 +117,30 @@ def read_csv(path: Path, what: str) -> tuple[tuple[str, ...], list[dict[str, str
     except csv.Error as error:
         limit = f"line {reader.line_num} is not CSV: {error}"
         raise _refused(what, str(path), limit) from error
-    return tuple(reader.fieldnames or ()), rows
+    columns = tuple(reader.fieldnames or ())
+    if (twice := _repeated(name for name in columns if name)) is not None:
+        raise _refused(what, str(path), f"the column {twice!r} stands twice in it")
+    return columns, rows
+
+
+def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
+    """Rows of the same columns as CSV with a head, without texts that a spreadsheet runs."""
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _no_formula(value) for name, value in row.items()} for row in rows)
+    return stream.getvalue()
+
+
+def _no_formula(value: object) -> object:
+    """A text as such: spreadsheets take one that begins so for a formula, and run it.
+
+    Source: https://owasp.org/www-community/attacks/CSV_Injection, which says what to put before.
+    """
+    if not isinstance(value, str):
+        return value
+    text = cleaned(value)
+    return f"'{text}" if text.startswith(tuple("=+-@\t")) and not _NUMBER.fullmatch(text) else text
 
 
 def parse_yaml(text: str, what: str, *, name: str | None = None) -> Any:
@@ -114,7 +150,7 @@ def parse_yaml(text: str, what: str, *, name: str | None = None) -> Any:
         what, name: the kind of text and where it lies, for errors.
 
     Raises:
-        UserInputError: if it is no YAML, or is beyond the limits.
+        UserInputError: if it is no YAML, repeats a key, or is beyond the limits.
     """
     check_yaml(text, what, name=name)
     try:
@@ -124,38 +160,41 @@ def parse_yaml(text: str, what: str, *, name: str | None = None) -> Any:
 
 
 def check_yaml(text: str, what: str, *, name: str | None = None, limits: Limits = DATA) -> None:
-    """Refuse a YAML text that is beyond the limits, without building anything.
+    """Refuse a YAML text that repeats a key or is beyond the limits, without building anything.
 
     Raises:
         UserInputError: naming the limit, or the place where it stops being YAML.
     """
     try:
         limits.check(text=text)
-        _count(yaml.parse(text, Loader=LOADER), limits)
+        count = _Count(limits)
+        for event in yaml.parse(text, Loader=LOADER):
+            count.add(event)
     except _LimitError as error:
-        raise _refused(what, name, str(error)) from None
+        raise _refused(what, name, str(error), error.fix) from None
     except (yaml.YAMLError, ValueError) as error:
         raise _unreadable(what, name, "a readable YAML file", error) from error
 
 
-def parse_json(text: str, what: str, *, name: str | None = None, unique_keys: bool = False) -> Any:
+def parse_json(
+    text: str, what: str, *, name: str | None = None, limits: Limits | None = None
+) -> Any:
     """What a JSON text holds.
 
     Args:
         what, name: the kind of text and where it lies, for errors.
-        unique_keys: refuse an object that repeats a key.
+        limits: ``JSON`` if not given.
 
     Raises:
-        UserInputError: if it is no JSON, or is beyond the limits.
+        UserInputError: if it is no JSON, repeats a key, or is beyond the limits.
     """
+    limits = limits or JSON
     try:
-        JSON.check(text=text, nodes=text.count("[") + text.count("{") + text.count(","))
-        JSON.check(depth=_json_depth(text, JSON.depth))
-        return json.loads(text, object_pairs_hook=_unique if unique_keys else None)
+        limits.check(text=text, nodes=text.count("[") + text.count("{") + text.count(","))
+        limits.check(depth=_json_depth(text, limits.depth))
+        return json.loads(text, object_pairs_hook=_unique)
     except _LimitError as error:
-        raise _refused(what, name, str(error)) from None
-    except UserInputError:
-        raise
+        raise _refused(what, name, str(error), error.fix) from None
     except (ValueError, RecursionError) as error:
         raise _unreadable(what, name, "readable JSON", error) from error
 
@@ -163,37 +202,94 @@ def parse_json(text: str, what: str, *, name: str | None = None, unique_keys: bo
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = sorted(key for key, _ in pairs)
-        twice = next(key for key, after in pairwise(keys) if key == after)
-        raise _refused("key", twice, "it stands twice in one object")
+        raise _repeats(str(_repeated(key for key, _ in pairs)))
     return found
 
 
-def _count(events: Iterable[yaml.Event], limits: Limits) -> None:
-    """Add up nodes; an alias counts for all that its anchor holds."""
-    anchors: dict[str, int] = {}
-    opened: list[tuple[str | None, int]] = []
-    total = 0
-    for event in events:
+def _repeated(names: Iterable[str]) -> str | None:
+    """The first, in order of the alphabet, of the names that stand twice."""
+    return next((name for name, after in pairwise(sorted(names)) if name == after), None)
+
+
+@dataclass(slots=True)
+class _Opened:
+    """A list or a mapping whose end has not come.
+
+    Args:
+        before: nodes before it.
+        is_next_key: what comes next is a key.
+    """
+
+    anchor: str | None
+    before: int
+    is_mapping: bool
+    is_next_key: bool = True
+    keys: set[object] = field(default_factory=set)
+
+
+class _Count:
+    """Adds up nodes; an alias counts for all that its anchor holds."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits, self._total = limits, 0
+        self._anchors: dict[str, int] = {}
+        self._opened: list[_Opened] = []
+
+    def add(self, event: yaml.Event) -> None:
+        """Count an event, and refuse what it takes beyond a limit, or a key that was there."""
+        if isinstance(event, yaml.NodeEvent):
+            self._check_key(event)
         if isinstance(event, yaml.AliasEvent):
-            if any(anchor == event.anchor for anchor, _ in opened):
+            if any(each.anchor == event.anchor for each in self._opened):
                 raise _LimitError(f"the alias *{event.anchor} refers to what it is in")
-            total += anchors.get(event.anchor, 1)
+            self._total += self._anchors.get(event.anchor, 1)
         elif isinstance(event, yaml.ScalarEvent):
-            total += 1
+            self._total += 1
             if not event.style and len(event.value) > _MAX_PLAIN:
                 raise _LimitError(f"it has a word of more than {_MAX_PLAIN:,} characters")
             if event.anchor:
-                anchors[event.anchor] = 1
+                self._anchors[event.anchor] = 1
         elif isinstance(event, yaml.CollectionStartEvent):
-            opened.append((event.anchor, total))
-            total += 1
-            limits.check(depth=len(opened))
+            is_mapping = isinstance(event, yaml.MappingStartEvent)
+            self._opened.append(_Opened(event.anchor, self._total, is_mapping))
+            self._total += 1
+            self._limits.check(depth=len(self._opened))
         elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = opened.pop()
-            if anchor:
-                anchors[anchor] = total - before
-        limits.check(nodes=total)
+            ended = self._opened.pop()
+            if ended.anchor:
+                self._anchors[ended.anchor] = self._total - ended.before
+        self._limits.check(nodes=self._total)
+
+    def _check_key(self, event: yaml.NodeEvent) -> None:
+        parent = self._opened[-1] if self._opened else None
+        if parent is None or not parent.is_mapping:
+            return
+        if parent.is_next_key:
+            if not isinstance(event, yaml.ScalarEvent) or event.tag not in (None, "!", _TEXT):
+                raise _LimitError("a key in it is no plain text or number")
+            key = _key(event)
+            if key in parent.keys:
+                raise _repeats(event.value, f", the second on line {event.start_mark.line + 1}")
+            parent.keys.add(key)
+        parent.is_next_key = not parent.is_next_key
+
+
+_TEXT = "tag:yaml.org,2002:str"
+#: What a word without quotes may be instead of a text, by its first character.
+_OTHERS: Any = yaml.SafeLoader.yaml_implicit_resolvers
+
+
+def _key(event: yaml.ScalarEvent) -> object:
+    """A key as it is built: ``on`` and ``yes`` are one, and so are 1 and 0x1."""
+    value: str = event.value
+    others = _OTHERS.get(value[:1], ())
+    if event.style or event.tag == _TEXT or not any(word.match(value) for _, word in others):
+        return value
+    try:
+        key: object = yaml.load(value, Loader=LOADER)
+    except (yaml.YAMLError, ValueError):
+        return value
+    return key if isinstance(key, Hashable) else value
 
 
 def _json_depth(text: str, most: int) -> int:
@@ -213,6 +309,5 @@ def _unreadable(what: str, name: str | None, wanted: str, error: BaseException) 
     return _refused(what, name, f"it is not {wanted}: {reason}")
 
 
-def _refused(what: str, name: str | None, limit: str) -> UserInputError:
-    fix = "Check that it is the file you meant; it may be damaged."
+def _refused(what: str, name: str | None, limit: str, fix: str = _DAMAGED) -> UserInputError:
     return UserInputError(what, value=name, limit=limit, fix=fix)

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import os
 import re
 import secrets
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TextIO
 
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import PROGRAM, UserInputError
+from nest_megatron.printing import print_to_stderr
 
 #: Largest file that is read: a hundred times the largest plan, profile or table in use.
 MAX_BYTES = 32 * 2**20
 
+#: In the place of an unknown home, where nobody can make a folder.
+_NO_HOME = Path(os.devnull) / PROGRAM
+#: Links to the open files of this process, on Linux.
+_OPEN_FILES = "/proc/self/fd"
 #: Links that Linux follows in one path.
 _MAX_LINKS = 40
 _KINDS = (
@@ -34,6 +40,17 @@ _KINDS = (
 def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Write a text file as ``write_bytes`` does."""
     write_bytes(path, text.encode("utf-8", errors="backslashreplace"), mode=mode)
+
+
+def require_new(path: Path, what: str) -> None:
+    """Refuse a file that is there already, whoever wrote it.
+
+    Raises:
+        UserInputError: naming it.
+    """
+    if not is_standard_output(path) and os.path.lexists(expanded(path, what)):
+        limit = "this file exists, and it is not replaced"
+        raise _refused(what, path, limit, "Name another file, or take it away first.")
 
 
 def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:
@@ -55,25 +72,21 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:
         return
     path = regular_target(path)
     require_folder(path)
-    temporary: str | None = None
     try:
-        descriptor, temporary = _new_file(path, mode)
-        with os.fdopen(descriptor, "wb") as stream:
+        with _new_file(path, mode) as (descriptor, name):
             if path.exists():
                 os.fchmod(descriptor, stat.S_IMODE(path.stat().st_mode) & ~(0o666 ^ mode))
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(temporary).replace(path)
-        temporary = None
+            with os.fdopen(os.dup(descriptor), "wb") as stream:
+                stream.write(content)
+            os.fsync(descriptor)
+            if name is None:
+                _link(descriptor, path)
+            else:
+                name.replace(path)
     except OSError as error:
         fix = "Name a file in a folder that you may write to."
         limit = f"it cannot be written: {error.strerror or error}"
         raise _refused("out", path, limit, fix) from error
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()
 
 
 def append_line(path: Path, line: bytes, *, mode: int | None = None) -> None:
@@ -256,6 +269,17 @@ def read_bytes(path: Path, what: str, *, most: int = MAX_BYTES, whole: bool = Tr
     Args:
         whole: refuse a file of more than ``most`` bytes, of which the first are returned otherwise.
     """
+    return read_opened(path, what, most=most, whole=whole)[0]
+
+
+def read_opened(
+    path: Path, what: str, *, most: int = MAX_BYTES, whole: bool = True
+) -> tuple[bytes, Path]:
+    """The bytes of a regular file as ``read_bytes``, and where the file lies that was opened.
+
+    Links are followed once: whatever the path names by now, the place is that of these bytes. Where
+    the system does not say it (``/proc``), it is the path's, links followed.
+    """
     try:
         # a pipe without a writer would block for ever
         descriptor = os.open(expanded(path, what), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -264,19 +288,71 @@ def read_bytes(path: Path, what: str, *, most: int = MAX_BYTES, whole: bool = Tr
             if kind is not None:
                 raise _unreadable(path, what, f"it is {kind}, not a regular file")
             content = stream.read(most + 1)
+            opened = _place_of(descriptor, path)
     except UserInputError:
         raise
     except (OSError, ValueError) as error:  # a null character in a name is a ValueError
         raise _unreadable(path, what, getattr(error, "strerror", None) or str(error)) from error
     if whole and len(content) > most:
         raise _unreadable(path, what, f"it is larger than {most / 2**20:g} MiB")
-    return content
+    return content, opened
+
+
+def _place_of(descriptor: int, path: Path) -> Path:
+    link = Path(f"/proc/self/fd/{descriptor}")
+    if not link.is_symlink():
+        return path.resolve()
+    if not os.fstat(descriptor).st_nlink:
+        raise OSError(errno.ENOENT, "it was removed while it was read")
+    return link.readlink()
+
+
+def require_unwritable(path: Path, what: str, owners: Collection[int]) -> None:
+    """Refuse a file that others than its owners may change, as sshd does (``StrictModes``).
+
+    The file and every folder above it belong to an owner, and neither a group nor others may write
+    to them; of a folder with the sticky bit they may, for they can replace nothing there.
+
+    Args:
+        what: names the file in errors.
+        owners: user ids; root is one.
+
+    Raises:
+        UserInputError: naming the first file or folder that is otherwise, or is not there.
+    """
+    real = Path(os.path.realpath(path))
+    trusted = {0, *owners, *_unmapped_users()}
+    for each in dict.fromkeys((real, *real.parents, *path.absolute().parents)):
+        try:
+            state = each.stat()
+        except OSError as error:
+            raise _unreadable(path, what, error.strerror or str(error)) from error
+        if state.st_uid not in trusted:
+            limit, fix = f"{each} belongs to user {state.st_uid}", f"chown root {each}"
+        elif state.st_mode & 0o022 and not (each.is_dir() and state.st_mode & stat.S_ISVTX):
+            limit, fix = f"a group or others may write to {each}", f"chmod go-w {each}"
+        else:
+            continue
+        raise _refused(what, path, f"{limit}, who could change what it says", fix)
+
+
+@functools.cache
+def _unmapped_users() -> frozenset[int]:
+    """The id that files of unknown users have in a container, root's of the host among them."""
+    try:
+        unknown = int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
+        lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return frozenset()
+    known = (tuple(map(int, line.split())) for line in lines)
+    is_known = any(first <= unknown < first + count for first, _, count in known)
+    return frozenset() if is_known else frozenset({unknown})
 
 
 @functools.cache
 def warn_once(text: str) -> None:
     """Say on standard error, once a process, what is gone without."""
-    print(f"warning: {text}", file=sys.stderr)
+    print_to_stderr(f"warning: {text}")
 
 
 def _kind_of(mode: int) -> str | None:
@@ -284,11 +360,37 @@ def _kind_of(mode: int) -> str | None:
 
 
 def expanded(path: Path, what: str) -> Path:
-    """The path with ``~`` resolved."""
+    """The path with ``~`` resolved.
+
+    Args:
+        what: names the path in errors.
+
+    Raises:
+        UserInputError: for the home of a user that does not exist, or of one without a home.
+    """
     try:
         return path.expanduser()
     except RuntimeError as error:
-        raise _unreadable(path, what, str(error)) from error
+        user = path.parts[0]
+        limit = f"there is no user {user[1:]}"
+        if user == "~":
+            limit = "this user has no home folder: HOME is not set, and no account names one"
+        raise _refused(what, path, limit, "Write the whole path, from / on.") from error
+
+
+def user_folder(kind: str) -> Path:
+    """Our folder for the ``cache``, ``config``, ``data`` or ``log`` of this user.
+
+    It need not exist. For a user without a home it cannot: there is nothing to read, and who
+    writes is told so.
+    """
+    import platformdirs
+
+    try:
+        folder: Path = getattr(platformdirs, f"user_{kind}_path")(PROGRAM, appauthor=False)
+    except RuntimeError:
+        return _NO_HOME
+    return folder if folder.is_absolute() else _NO_HOME  # before 4.11, "~" may be left in it
 
 
 def _unreadable(path: Path, what: str, reason: str) -> UserInputError:
@@ -299,13 +401,76 @@ def _refused(what: str, path: Path, limit: str, fix: str) -> UserInputError:
     return UserInputError(what, value=str(path), limit=limit, fix=fix)
 
 
-def _new_file(path: Path, mode: int) -> tuple[int, str]:
-    """A file of a name that nobody uses, beside ``path``, with rights as of any new file.
+@contextlib.contextmanager
+def _new_file(path: Path, mode: int) -> Iterator[tuple[int, Path | None]]:
+    """A file beside ``path``, with rights as of any new file, and its name if it has one.
 
-    ``tempfile`` makes private files, and what the umask is can be asked only by setting it, which
-    other threads would see.
+    One without a name is gone with its process, however that ends. Not all file systems have them.
     """
+    name = None
+    try:
+        descriptor = _unnamed_file(path.parent, mode)
+    except (OSError, AttributeError):  # or a system has none
+        descriptor, name = _named_file(path, mode)
+    try:
+        yield descriptor, name
+    finally:
+        if name is not None:
+            with contextlib.suppress(OSError):
+                _unlink(name, descriptor)
+        os.close(descriptor)
+
+
+def _unnamed_file(folder: Path, mode: int) -> int:
+    if not os.path.exists(_OPEN_FILES):  # noqa: PTH110 - its links alone give it a name
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+    return os.open(folder, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, mode)
+
+
+def _link(descriptor: int, path: Path) -> None:
+    """Give a file without a name that of ``path``, in the place of a file that has it."""
+    source = f"{_OPEN_FILES}/{descriptor}"
+    try:  # with src_dir_fd, which an absolute path leaves without meaning, the link is followed
+        os.link(source, path, src_dir_fd=descriptor)
+    except FileExistsError:
+        name = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
+        os.link(source, name, src_dir_fd=descriptor)
+        name.replace(path)
+
+
+def _named_file(path: Path, mode: int) -> tuple[int, Path]:
+    """A new file of the one name that is removed where its writer was killed, or else of any.
+
+    A writer that lives holds a lock. ``tempfile`` makes private files, and what the umask is can be
+    asked only by setting it, which other threads would see.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    name = path.parent / f".{path.name}.tmp"
+    with contextlib.suppress(OSError):
+        _remove_unlocked(name)
+    with contextlib.suppress(OSError):
+        descriptor = os.open(name, flags, mode)
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_nlink:  # nobody took it for one that was left
+            return descriptor, name
+        os.close(descriptor)
     while True:
-        name = str(path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp")
+        name = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
         with contextlib.suppress(FileExistsError):
-            return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), name
+            return os.open(name, flags, mode), name
+
+
+def _remove_unlocked(name: Path) -> None:
+    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _unlink(name, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unlink(name: Path, descriptor: int) -> None:
+    """Remove an open file by its name, unless another has that by now."""
+    if os.path.samestat(os.fstat(descriptor), name.lstat()):
+        name.unlink()

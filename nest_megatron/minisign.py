@@ -33,6 +33,12 @@ _NO_PASSWORD = b"\0\0"
 #: Work and memory of a key's encryption, as libsodium counts them (``..._SENSITIVE``).
 _WORK, _MEMORY_BYTES = 2**25, 2**30
 _BLOCK = 8
+#: The field of Curve25519, and the second coordinates of its points of order 1, 2, 4 and 8: with
+#: such a public key anybody makes signatures that verify. Source: ``ge25519_has_small_order`` and
+#: ``ge25519_is_canonical`` of libsodium.
+_FIELD = 2**255 - 19
+_EIGHT = 0x5FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826
+_SMALL_ORDER = (0, 1, _FIELD - 1, _EIGHT, _FIELD - _EIGHT)
 
 
 class Reason(Name):
@@ -193,6 +199,13 @@ def read_public(text: str, name: str) -> PublicKey:
     algorithm, number, key = _decoded(_last_line(text), _Kind.PUBLIC_KEY, name, 2, 8, 32)
     if algorithm != _KEY:
         raise _unreadable(_Kind.PUBLIC_KEY, name)
+    point = int.from_bytes(key, "little") % 2**255
+    if point >= _FIELD or point in _SMALL_ORDER:
+        limit = (
+            "it is a point of small order, or not in its shortest form: others could sign for it"
+        )
+        fix = "Trust another key (nest-megatron keygen makes one)."
+        raise UserInputError(_Kind.PUBLIC_KEY, value=name, limit=limit, fix=fix)
     return PublicKey(number=number, key=key)
 
 

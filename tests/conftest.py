@@ -9,7 +9,6 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from nest_megatron import planner
 from nest_megatron.cost_model import site_file
 from nest_megatron.history import store as history_store
 from nest_megatron.megatron_core import cache
@@ -20,14 +19,6 @@ hypothesis.settings.register_profile(
     "busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("busy")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def whole_analysis() -> Iterator[None]:
-    """What would help where nothing fits is found to the end."""
-    before, planner._ANALYSIS_S = planner._ANALYSIS_S, 600.0
-    yield
-    planner._ANALYSIS_S = before
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -55,3 +46,15 @@ def empty_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         os.environ.pop(name)
         if name in before:
             os.environ[name] = before[name]
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user of a container: no HOME, and no entry in the database of users."""
+
+    def unknown(uid: object) -> None:
+        raise KeyError(uid)
+
+    for name in [name for name in os.environ if name == "HOME" or name.startswith("XDG_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("pwd.getpwuid", unknown)

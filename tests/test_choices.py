@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from nest_megatron.parallel.knobs import (
     unknown_packages,
 )
 from nest_megatron.parallel.layout import uniform_partition
-from nest_megatron.parallel.numeric_knobs import NUMERIC_KNOBS
+from nest_megatron.parallel.numeric_knobs import MEMORY_KNOBS, NUMERIC_KNOBS
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import estimate_plan, plan
@@ -146,7 +147,7 @@ def test_the_page_shows_the_tables() -> None:
     assert left_table() in page
     assert framework_table() in page
     for words in NUMERIC_FIELDS.values():
-        assert set(words) == {knob.flags for knob in NUMERIC_KNOBS}
+        assert set(words) == {knob.flags for knob in chain(NUMERIC_KNOBS, *MEMORY_KNOBS)}
 
 
 def test_an_unknown_package_is_an_offer_at_the_price_of_this_layout() -> None:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-import pytest
+import io
 
+import pytest
+from rich.console import Console
+
+from nest_megatron.api.composed import plan_composed
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
+from nest_megatron.parallel.objective import Objective
 from nest_megatron.planner import PlanRequest
+from nest_megatron.research.baselines import network_blind
+from nest_megatron.research.baselines.job import ComparisonJob
 from nest_megatron.research.comparison import NEST, PLANNERS, Compared, compare
+from nest_megatron.research.comparison_run import compare_composed
+from nest_megatron.solver.neighbours import peak_of
 from tests.catalogue import cluster, model
+from tests.solver.jobs import KERNEL
 
 
 def request(name: str = "llama3_8b", num_gpus: int = 8) -> PlanRequest:
     return PlanRequest(
-        spec=model(name), cluster=cluster("dgx_h100", num_gpus), global_batch_size=32
+        spec=model(name),
+        cluster=cluster("dgx_h100", num_gpus),
+        global_batch_size=32,
+        objective=Objective.NOMINAL,
     )
 
 
@@ -33,6 +48,61 @@ def test_ours_is_proven_and_never_slower(rows: tuple[Compared, ...]) -> None:
     assert (ours.worst_term, ours.lost_s) == (None, 0.0)
     for row in rows[1:]:
         assert row.plan is None or 0 < (row.relative_throughput or 0) <= 1.0
+
+
+#: A job whose plan is another one with and without choices of execution.
+SETTINGS = [
+    *("model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=16"),
+    *("train.global_batch_size=32", "search.num_alternatives=3"),
+]
+
+
+@pytest.mark.parametrize("objective", ["expected", "nominal"])
+def test_our_row_is_the_plan_of_the_same_settings(objective: str) -> None:
+    composed = compose(parse([*SETTINGS, f"search.objective={objective}"]))
+    ours = compare_composed(composed, ["nest"]).rows[0].plan
+    planned = plan_composed(composed).record
+    assert ours is not None
+    assert (ours.parallel, ours.execution, ours.predicted, ours.uncertainty) == (
+        *(planned.parallel, planned.execution, planned.predicted, planned.uncertainty),
+    )
+    assert ours.search.certificate == planned.search.certificate
+
+
+def test_all_planners_choose_how_layers_run_and_keep_to_the_same_chance() -> None:
+    composed = compose(parse([*SETTINGS, "search.objective=cautious"]))
+    found = compare_composed(composed, ["nest", "manual", "mist", "autoconfigurator"])
+    plans = [row.plan for row in found.rows if row.plan is not None]
+    assert len(plans) == 4
+    split = [plan for plan in plans if plan.parallel.tensor_model_parallel_size > 1]
+    assert split
+    assert all(plan.execution.tp_comm_overlap for plan in split)
+    for plan in plans:
+        assert plan.uncertainty is not None
+        assert plan.uncertainty.out_of_memory <= 0.05 + 1e-6
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(*found.report())
+    assert "Runs out" in console.export_text()
+
+
+def test_a_likely_plan_is_taken_where_the_fastest_runs_out_too_often() -> None:
+    job = request("llama3_8b", 8)
+    model = job.cost_model()
+    common = {
+        "model": model,
+        "global_batch_size": 32,
+        "space": job.space,
+        "solve_stages": KERNEL,
+    }
+    fastest = network_blind.find_mist(ComparisonJob(**common)).plan
+    cautious = ComparisonJob(**common, most_out_of_memory=1e-3)
+    found = network_blind.find_mist(cautious).plan
+    assert fastest is not None
+    assert found is not None
+    limit = cautious.capacity_bytes(found.grid)
+    assert limit < model.capacity_bytes
+    assert peak_of(cautious.grids(job.space), found) <= limit
+    assert found.iteration >= fastest.iteration
 
 
 def test_losses_add_up(rows: tuple[Compared, ...]) -> None:

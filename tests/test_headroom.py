@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from nest_megatron.config.compose import compose
@@ -139,7 +141,7 @@ def test_roomier_plans_are_searched_only_where_they_may_be_worth_more(
     runs = []
     search = Search.run
     monkeypatch.setattr(Search, "run", lambda self: runs.append(self) or search(self))
-    easy = found(asked("cluster=b200"))
+    easy = found(dataclasses.replace(asked("cluster=b200"), numeric_offers=()))
     assert easy.choice is not None
     assert easy.choice.slower_percent == 0
     assert len(runs) == 1

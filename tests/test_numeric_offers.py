@@ -15,10 +15,14 @@ from nest_megatron.cost_model.execution_flags import execution_traits
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import Fp8Recipe
+from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.planner import plan
+from nest_megatron.planner.headroom import with_peak_of
 from nest_megatron.planner.offers import numeric_offers
 from nest_megatron.planner.request import PlanRequest
+from nest_megatron.units import format_seconds
 
 JOB = ("model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=16", "train.global_batch_size=32")
 FIXED = (
@@ -53,6 +57,32 @@ def test_the_price_is_that_of_the_plans_own_layout() -> None:
     (said,) = (text for text in planned.offers if "--grad-reduce-in-bf16" in text)
     assert f"free {freed / 2**30:.1f} GiB" in said
     assert said.endswith("gradients are summed over replicas and micro batches in bf16")
+
+
+def test_the_price_is_that_of_the_layout_which_the_freed_memory_allows() -> None:
+    """Here bf16 moments end the recomputation."""
+    request = asked("cluster=dgx_a100", "cluster.num_gpus=4", "memory.margin=0.4")
+    planned = found(request)
+    assert planned.grid().recompute != NO_RECOMPUTE
+    (said,) = (text for text in planned.offers if "--exp-avg-dtype bf16" in text)
+    (offer,) = (o for o in request.numeric_offers if "--exp-avg-dtype bf16" in o.words)
+    changed = dataclasses.replace(
+        with_peak_of(
+            dataclasses.replace(request, settings=offer.settings),
+            planned.predicted.peak_memory_bytes,
+        ),
+        objective=Objective.NOMINAL,
+        numeric_offers=(),
+    )
+    best = found(changed)
+    assert best.grid().recompute == NO_RECOMPUTE
+    assert best.predicted.peak_memory_bytes <= planned.predicted.peak_memory_bytes
+    step_s = best.predicted.iteration_time_s
+    gain_percent = 100 * (planned.predicted.iteration_time_s / step_s - 1)
+    assert gain_percent > 10
+    assert f", or make the job {gain_percent:.1f} % faster ({format_seconds(step_s)})" in said
+    assert " would free " in said
+    assert "recompute none" in said
 
 
 def test_what_the_job_has_chosen_is_not_offered() -> None:
@@ -104,7 +134,7 @@ def test_a_choice_that_does_not_fit_is_no_offer() -> None:
     settings = dataclasses.replace(offer.settings, memory_margin=0.9)
     tight = dataclasses.replace(offer, settings=settings)
     asked_again = dataclasses.replace(request, numeric_offers=(tight,))
-    assert numeric_offers(planned, asked_again) == ()
+    assert numeric_offers(planned, asked_again, lambda *_: None) == ()
 
 
 def test_dropped_tokens_are_offered_where_experts_are_uneven() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import getpass
+import os
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,19 @@ def test_no_file_lifts_what_another_forbids(
         "plan: {forbidden_sharding: [zero]}",
         "launch: {pinned: true}",
         "rules: {}",
+        "launch: {pinned_only: true}\nlaunch: {}",
+        "launch: {pinned_only: true, pinned_only: false}",
+        '{"launch": {"pinned_only": true}, "launch": {}}',
+        "launch: {signers: [keys]}",
+        "launch: {signers: [~/keys]}",
+        "launch: {signers: ['']}",
+        "launch: {signers: []}",
+        "launch: {plan_folders: [plans]}",
+        "launch: {plan_folders: [' ']}",
+        "launch: {may_free: {'': [all]}}",
+        "launch: {may_tune: ['']}",
+        "launch: false",
+        "[]",
         "- plan",
         "plan: [",
     ],
@@ -222,6 +236,94 @@ def test_only_pinned_plans_of_trusted_signers_and_folders_are_launched(
         read_launched(plan)
 
 
+@pytest.mark.parametrize("which", ["policy", "folder", "above"])
+@pytest.mark.parametrize("changed", ["mode", "owner", "mode of a link's file"])
+def test_a_policy_that_others_may_write_to_ends_everything(
+    tmp_path: Path, which: str, changed: str
+) -> None:
+    path = of_operators(tmp_path / "site", launch={"pinned_only": True})
+    assert read_policy({VARIABLE: str(path)})
+    found = {"policy": path, "folder": path.parent, "above": path.parent.parent}[which]
+    if changed == "owner":
+        if os.geteuid():
+            pytest.skip("only root gives files away")
+        os.chown(found, 4321, -1)
+    elif changed == "mode":
+        found.chmod(0o777 if found.is_dir() else 0o666)
+    else:
+        found.chmod(0o777 if found.is_dir() else 0o666)
+        link = tmp_path / "etc2" / "policy.yaml"
+        link.parent.mkdir()
+        link.symlink_to(path)
+        path = link
+    with pytest.raises(UserInputError, match="could change what it says"):
+        read_policy({VARIABLE: str(path)})
+
+
+@pytest.mark.parametrize("which", ["key", "folder", "owner"])
+def test_keys_that_others_may_write_to_are_not_trusted(
+    tmp_path: Path, pinned: Path, which: str
+) -> None:
+    keys, plan = tmp_path / "keys", tmp_path / "plan.yaml"
+    keys.mkdir()
+    plan.write_bytes(pinned.read_bytes())
+    assert run("keygen", "--out", str(tmp_path / "ada.key"), "--no-password").code == 0
+    public = (tmp_path / "ada.pub").rename(keys / "ada.pub")
+    assert run("pin", str(plan), "--sign", str(tmp_path / "ada.key")).code == 0
+    of_operators(tmp_path, launch={"signers": [str(keys)]})
+    assert read_launched(plan).signer is not None
+    if which == "owner":
+        if os.geteuid():
+            pytest.skip("only root gives files away")
+        os.chown(public, 4321, -1)
+    else:
+        (public if which == "key" else keys).chmod(0o777)
+    with pytest.raises(UserInputError, match="could change what it says"):
+        read_launched(plan)
+
+
+def test_a_tab_after_a_colon_is_read(tmp_path: Path) -> None:
+    path = of_operators(tmp_path)
+    path.write_text('{"launch":\t{"pinned_only"\t: true}}')
+    assert read_policy({})[0].launch.pinned_only
+
+
+def test_a_folder_with_the_sticky_bit_is_no_way_in(tmp_path: Path) -> None:
+    path = of_operators(tmp_path, launch={"pinned_only": True})
+    tmp_path.chmod(0o1777)
+    assert read_policy({})[0].path == str(path)
+
+
+def test_the_file_that_is_judged_is_the_one_that_is_launched(
+    tmp_path: Path, pinned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link to a plan of the folder, which leads to another by the time it is asked for again."""
+    inside, link = tmp_path / "plans" / "plan.yaml", tmp_path / "link.yaml"
+    inside.parent.mkdir()
+    inside.write_bytes(pinned.read_bytes())
+    outside = pinned_by(pinned, "mallory", tmp_path / "outside.yaml")
+    of_operators(tmp_path, launch={"plan_folders": [str(inside.parent)]})
+    opened = os.open
+
+    def swapping(name: Any, flags: int, *args: Any, **options: Any) -> int:
+        if Path(name) != link:
+            return opened(name, flags, *args, **options)
+        relink(outside)
+        descriptor = opened(name, flags, *args, **options)
+        relink(inside)
+        return descriptor
+
+    def relink(target: Path) -> None:
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+
+    relink(inside)
+    assert read_launched(link).pin.by != "mallory"
+    monkeypatch.setattr(os, "open", swapping)
+    with pytest.raises(PolicyError, match="plan_folders"):
+        read_launched(link)
+
+
 def pinned_by(plan: Path, by: str, target: Path) -> Path:
     found = read_pinned(plan)
     pin = dataclasses.replace(found.pin, by=by)
@@ -311,8 +413,20 @@ def test_the_largest_number_of_replicas_is_kept() -> None:
     assert "Widen" in refused.err
 
 
-def test_the_example_is_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, str(ROOT / "recipes" / "slurm" / "policy.yaml"))
+def test_the_example_is_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_bytes((ROOT / "recipes" / "slurm" / "policy.yaml").read_bytes())
+    monkeypatch.setenv(VARIABLE, str(path))
     (file,) = read_policy()
     assert file.launch.pinned_only
     assert file.lines["launch.pinned_only"] == 6
+
+
+def test_a_tab_behind_a_colon_is_a_space(tmp_path: Path) -> None:
+    """The parser in C reads it so, and that in Python, which knew the lines, refused it."""
+    path = tmp_path / "etc" / "policy.yaml"
+    path.parent.mkdir()
+    path.write_text("plan:\n  ranges:\t{tensor_model_parallel_size: [1, 2]}\n")
+    (found,) = read_policy()
+    assert found.plan.ranges == {"tensor_model_parallel_size": (1, 2)}
+    assert found.lines["plan.ranges"] == 2

@@ -67,6 +67,20 @@ def test_keys_of_minisign_are_read_and_written() -> None:
     assert again.text.splitlines()[1:] == SIGNATURE.splitlines()[1:]  # Ed25519 draws nothing
 
 
+FIELD, EIGHT = 2**255 - 19, 0x5FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826
+
+
+@pytest.mark.parametrize("sign", [0, 2**255])
+@pytest.mark.parametrize(
+    "point", [0, 1, FIELD - 1, EIGHT, FIELD - EIGHT, FIELD, FIELD + 1, FIELD + 5, 2**255 - 1]
+)
+def test_a_public_key_for_which_anybody_signs_is_refused(point: int, sign: int) -> None:
+    weak = minisign.PublicKey(number=bytes(8), key=(point + sign).to_bytes(32, "little"))
+    for text in (weak.text, weak.line):
+        with pytest.raises(UserInputError, match="small order"):
+            minisign.read_public(text, "weak.pub")
+
+
 @pytest.mark.slow
 def test_a_password_encrypts_a_key_and_no_other_opens_it() -> None:
     key = minisign.new_key()
@@ -116,6 +130,15 @@ def test_a_signed_plan_holds(signed: Path) -> None:
         assert found.code == 0, found.err
         assert "Signed by" in found.out
     assert "was not asked" in verified(signed).out
+
+
+def test_a_file_of_a_key_s_name_takes_its_place_nowhere(
+    signed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = (signed.parent / "reviewer.pub").read_text().splitlines()[1]
+    Path(line).write_bytes((signed.parent / "other.pub").read_bytes())
+    assert verified(signed, line).code == 0
 
 
 def test_a_secret_key_is_private_and_never_replaced(signed: Path) -> None:

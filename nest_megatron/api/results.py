@@ -94,6 +94,11 @@ class Plan(Shown):
         return self.record.search
 
     @property
+    def ended_early(self) -> bool:
+        """Whether time ended the search: ``search.gap_percent`` is how far the best may be."""
+        return self.search.ended_early
+
+    @property
     def before(self) -> BeforeAfter | None:
         """What the planned command ran beside the plan, where a command was planned."""
         return self.record.today
@@ -182,7 +187,10 @@ class Plan(Shown):
         from nest_megatron.report.before_after import before_after_report
         from nest_megatron.report.runners_up import shortlist_report
         from nest_megatron.report.terminal import notes_report, plan_report
+        from nest_megatron.report.words import early_words
 
+        if said := early_words(self.search):
+            yield f"{said}.\n"
         if self.before is not None:
             yield before_after_report(self.before, self.record.priced())
         yield from (plan_report(self.record), "")

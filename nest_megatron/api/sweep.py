@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,9 +23,10 @@ from nest_megatron.api.sweep_jobs import (
 )
 from nest_megatron.config.overrides import Setting
 from nest_megatron.errors import NestError
-from nest_megatron.files import check_output, write_bytes, write_text
+from nest_megatron.files import check_output, expanded, write_bytes, write_text
 from nest_megatron.packages import install_command
 from nest_megatron.parallel import plan_file
+from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.sweep import SweepRow, sweep_chart, to_csv, to_parquet
 from nest_megatron.units import format_seconds
 
@@ -103,7 +103,7 @@ def run_jobs(jobs: Sequence[SweepJob], options: SweepOptions) -> Swept:
 @contextlib.contextmanager
 def _folder(out: str | None) -> Iterator[Path]:
     if out is not None:
-        yield Path(out.strip("'\"")).expanduser()
+        yield expanded(Path(out.strip("'\"")), "out")
         return
     with tempfile.TemporaryDirectory(prefix="nest-megatron-sweep-") as folder:
         yield Path(folder)
@@ -113,7 +113,7 @@ def _run_left(folder: Path, jobs: Sequence[SweepJob], options: SweepOptions) -> 
     """Run the jobs of which the folder holds no result."""
     left = [number for number, job in enumerate(jobs) if not is_done(folder, job)]
     if len(left) < len(jobs) and options.tell:
-        print(f"{len(jobs) - len(left)} of {len(jobs)} jobs are done.", file=sys.stderr)
+        print_to_stderr(f"{len(jobs) - len(left)} of {len(jobs)} jobs are done.")
     if not left:
         return
     on_job = options.on_job
@@ -171,7 +171,7 @@ def _write(folder: Path, rows: Sequence[SweepRow], names: Sequence[str]) -> list
         write_bytes(folder / "sweep.parquet", to_parquet(rows))
         files.append("sweep.parquet")
     except ImportError:
-        print(f"sweep.parquet needs pyarrow: {install_command('sweep')}", file=sys.stderr)
+        print_to_stderr(f"sweep.parquet needs pyarrow: {install_command('sweep')}")
     write_bytes(folder / "sweep.svg", sweep_chart(rows))
     return [str(folder / name) for name in (*files, "sweep.svg")]
 

@@ -13,6 +13,7 @@ import hashlib
 import importlib.resources
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
@@ -25,15 +26,17 @@ from nest_megatron.api.results import Plan
 from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.defaults import with_defaults
+from nest_megatron.config.hydra_loader import config_loader
 from nest_megatron.config.overrides import Setting, first_line, type_limit
 from nest_megatron.documents import read_json
 from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OK, UserInputError
-from nest_megatron.files import write_text
+from nest_megatron.files import expanded, write_text
 from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
 from nest_megatron.integrations.stated_job import StatedJob
 from nest_megatron.integrations.typed_command import one_command, plan_command, read_typed
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
+from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import error_fields, progress
 from nest_megatron.report.failure import WITHOUT_PLAN
 from nest_megatron.units import Seconds
@@ -157,7 +160,7 @@ def sweep_job(
         config_dir, command, stated: as of ``SweepJob``.
     """
     varied = tuple(setting for setting in settings if setting.key in keys)
-    folder = None if config_dir is None else str(config_dir.expanduser().resolve())
+    folder = None if config_dir is None else str(expanded(config_dir, "--config-dir").resolve())
     job = SweepJob(
         settings=settings, varied=varied, key="", config_dir=folder, command=command, stated=stated
     )
@@ -268,10 +271,14 @@ def check_launcher(settings: Sequence[Setting], *, has_folder: bool) -> None:
 ON_JOB = ContextVar[Callable[[int], None] | None]("on_job", default=None)
 
 
+#: Hydra's launchers keep the configuration of the job that runs in a place of the process.
+_LAUNCHING = threading.Lock()
+
+
 def launch(folder: Path, numbers: Sequence[int], settings: Sequence[Setting]) -> None:
     """Run jobs of a folder's list, with the launcher and its own settings."""
-    import hydra
-    from hydra.core.global_hydra import GlobalHydra
+    from hydra._internal.hydra import Hydra
+    from hydra.core.utils import JobRuntime
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -280,13 +287,10 @@ def launch(folder: Path, numbers: Sequence[int], settings: Sequence[Setting]) ->
     overrides += [f"++{s}" if s.key.startswith(_OPEN) else str(s) for s in settings]
     overrides.append(f"job={','.join(map(str, numbers))}")
     try:
-        with (
-            importlib.resources.as_file(catalogue_root()) as catalogue,
-            hydra.initialize_config_dir(str(catalogue.resolve()), version_base="1.3"),
-        ):
-            instance = GlobalHydra.instance().hydra
-            assert instance is not None
-            instance.multirun("sweep", run_one, overrides, with_log_configuration=False)
+        with _LAUNCHING, importlib.resources.as_file(catalogue_root()) as catalogue:
+            name = JobRuntime.instance().get("name")  # of the application that runs us
+            own = Hydra(name, config_loader([catalogue.resolve()], {}))
+            own.multirun("sweep", run_one, overrides, with_log_configuration=False)
     except (HydraException, OmegaConfBaseException) as error:
         raise _plain_error(error, settings) from error
 
@@ -303,7 +307,7 @@ def run_one(config: DictConfig) -> int:
             result = outcome(lambda begun_s: job.plan(begun_s, report))
         write_result(folder, job, result)
         if tell and sys.stderr.isatty():
-            print(f"Job {config.job + 1} is done.", file=sys.stderr)
+            print_to_stderr(f"Job {config.job + 1} is done.")
     return OK
 
 

@@ -102,6 +102,9 @@ class Asked:
             raise UserInputError("command", value=self.command, limit=limit, fix=fix)
         require_known("model", self.model, nest_megatron.models(), _OTHERS)
         require_known("cluster", self.cluster, nest_megatron.clusters(), _OTHERS)
+        for what, size in (("GPUs", self.num_gpus), ("global batch size", self.global_batch_size)):
+            if not re.fullmatch(r"[\d.:\sA-Za-z]*", size):
+                raise UserInputError(what, value=size, limit="it is a number", fix="For example 8.")
         for line in (*self.settings.splitlines(), *self.changes.split()):
             if line.strip() and not _NUMBERS.fullmatch(line.strip()):
                 limit = f"with --host settings are numbers: {_OTHERS}"

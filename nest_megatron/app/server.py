@@ -8,14 +8,15 @@ import ipaddress
 import multiprocessing
 import secrets
 import socket
-import sys
 import threading
 import webbrowser
+from collections.abc import Collection
 from importlib.util import find_spec
 from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.packages import install_command
+from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import say
 
 
@@ -36,13 +37,14 @@ def serve(host: str, port: int, *, opens_browser: bool) -> None:
         bound, port = listening.getsockname()[:2]
         is_local = ipaddress.ip_address(bound).is_loopback
         token = secrets.token_urlsafe(24)
-        server = _server(token, is_local=is_local)
+        names = () if is_local else (host, socket.gethostname(), socket.getfqdn())
+        server = _server(token, names, is_local=is_local)
         if not is_local:
             warning = (
                 f"warning: --host {host}: whoever has the address below can plan on this machine "
                 "and read what comes of it, and nothing is encrypted; files are not read."
             )
-            print(warning, file=sys.stderr)
+            print_to_stderr(warning)
         address = f"http://{_shown(host, bound)}:{port}/?token={token}"
         with contextlib.suppress(KeyboardInterrupt):
             say(f"{address}\nCtrl-C ends it.")
@@ -85,7 +87,7 @@ def _shown(host: str, bound: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _server(token: str, *, is_local: bool) -> Any:
+def _server(token: str, names: Collection[str], *, is_local: bool) -> Any:
     """The server: a page for each tab, behind the token."""
     import uvicorn
     from fastapi import FastAPI
@@ -101,7 +103,7 @@ def _server(token: str, *, is_local: bool) -> Any:
     title = "nest-megatron"
     ui.run_with(pages, root=build, title=title, dark=None, show_welcome_message=False)
     app.on_shutdown(_end_runs)
-    guarded = WithToken(pages, token)
+    guarded = WithToken(pages, token, names)
     config = uvicorn.Config(guarded, log_level="warning", timeout_graceful_shutdown=1)
     return uvicorn.Server(config)
 

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from nest_megatron.errors import BAD_INPUT, INTERRUPTED, OK, PROGRAM
+from nest_megatron.errors import BAD_INPUT, INTERRUPTED, OK, OUR_FAULT, PROGRAM
+from nest_megatron.printing import print_to_stderr
+
+if TYPE_CHECKING:
+    from nest_megatron.units import Seconds
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run_process() -> int:
+    """Run the command line as the work of the whole process, whose time counts from its start."""
+    return main(begun_s=time.monotonic() - time.process_time())
+
+
+def main(argv: Sequence[str] | None = None, *, begun_s: Seconds | None = None) -> int:
     """Run the command line.
 
     Args:
         argv: arguments after the program's name; those of the process if not given.
+        begun_s: when ``search.max_seconds`` began (``time.monotonic``); now if not given.
 
     Returns:
         The exit code: 0 done, 1 nothing is predicted to fit, 2 bad input, 3 time ended the
         search before it had a plan, 10 to 15 a plan that is not as it was pinned or signed, 16 a
         policy forbids it, 70 a fault of this program, 130 interrupted.
     """
-    # the interpreter was at work before a command of its own process came here
-    begun_s = time.monotonic() - (time.process_time() if argv is None else 0.0)
+    begun_s = time.monotonic() if begun_s is None else begun_s
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:  # a KeyboardInterrupt may come while modules are loaded
         from nest_megatron.report.console import prepare_streams
@@ -35,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _interrupted(error.__cause__)
         from nest_megatron.report.failure import report
 
-        return report(error, arguments)
+        with contextlib.suppress(Exception):  # of standard error that cannot be written to
+            return report(error, arguments)
+        return OUR_FAULT
 
 
 def _interrupted(error: KeyboardInterrupt) -> int:
@@ -45,11 +58,11 @@ def _interrupted(error: KeyboardInterrupt) -> int:
     # clears the mark (run_eval_code_obj in Python/pythonrun.c).
     exec("")
     told = f": {error}" if str(error) else ""
-    print(f"Interrupted{told}.", file=sys.stderr)
+    print_to_stderr(f"Interrupted{told}.")
     return INTERRUPTED
 
 
-def _run(arguments: list[str], begun_s: float) -> int:
+def _run(arguments: list[str], begun_s: Seconds) -> int:
     import click
 
     from nest_megatron.cli.commands import cli
@@ -64,7 +77,7 @@ def _run(arguments: list[str], begun_s: float) -> int:
         print_error(error, as_json=as_json)
         return error.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
-        print(error.format_message(), file=sys.stderr)
+        print_to_stderr(error.format_message())
         return BAD_INPUT
     except click.ClickException as error:  # in the form of our own errors
         command = getattr(getattr(error, "ctx", None), "command_path", PROGRAM)

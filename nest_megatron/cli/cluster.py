@@ -16,12 +16,13 @@ from nest_megatron.cluster import sources
 from nest_megatron.cluster.hosts import this_host
 from nest_megatron.cluster.topology import host_file
 from nest_megatron.config.launch import MixedGpus
-from nest_megatron.files import write_text
+from nest_megatron.files import is_standard_output, require_new, write_text
 from nest_megatron.plain import to_plain
 from nest_megatron.report.console import say, show_json
 
 
 @group(
+    "nest-megatron cluster new site",
     "nest-megatron cluster report",
     f"nest-megatron cluster discover --read reports.jsonl --read fabric.txt{NEXT}"
     "--out site.yaml --hosts-out hosts.txt",
@@ -41,6 +42,28 @@ def cluster_report(*, name: str | None) -> None:
 
 
 @cluster.subcommand(
+    "new", "nest-megatron cluster new site", "nest-megatron cluster new --out h100.yaml"
+)
+@click.argument("name", required=False)
+@click.option("--out", type=OUTPUT, help="Write it here; NAME.yaml if not given.")
+def cluster_new(*, name: str | None, out: Path | None) -> None:
+    """Write a cluster's file to fill in: complete as it stands, with a comment for each field.
+
+    A file that exists is not replaced.
+    """
+    from nest_megatron.config.cluster_file import cluster_template
+
+    if name is None and out is None:
+        raise click.UsageError("Missing argument 'NAME', or --out FILE.")
+    path = Path(f"{name}.yaml") if out is None else out
+    text = cluster_template("mine" if name is None and is_standard_output(path) else name, path)
+    require_new(path, "--out" if out is not None else "NAME")
+    write_text(path, text)
+    if not is_standard_output(path):
+        say(f"Wrote {path}. Change what is marked CHANGE in it; its head says how to plan on it.")
+
+
+@cluster.subcommand(
     "discover",
     "nest-megatron cluster discover --read reports.jsonl",
     f"nest-megatron cluster discover --read reports.jsonl --read fabric.txt{NEXT}"
@@ -56,7 +79,7 @@ def cluster_report(*, name: str | None) -> None:
     type=PATH,
     multiple=True,
     help="The saved output of a program: cluster report, scontrol show topology or node, "
-    "ibnetdiscover, ibstat, nvidia-smi topo -m, kubectl get nodes -o json, NCCL's topology.",
+    "ibnetdiscover, ibstat, nvidia-smi topo -m or -L, kubectl get nodes -o json, NCCL's topology.",
 )
 @click.option("--hosts", type=PATH, help="A file with HOST GROUP... in each line: rack, row, ...")
 @click.option(

@@ -10,7 +10,7 @@ import click
 
 from nest_megatron.cli.complete import complete_override, completing, freed_names
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.files import check_output, is_standard_output, reserved_standard_output
+from nest_megatron.files import check_output, expanded, is_standard_output, reserved_standard_output
 from nest_megatron.units import dimension_of, read_quantity
 
 Made = TypeVar("Made")
@@ -106,7 +106,7 @@ class Command(Examples):
         written: dict[Path, str] = {}
         for what, path in outputs:
             check_output(what, path, inputs=inputs, force=forced())
-            other = written.setdefault(path.expanduser().resolve(), what)
+            other = written.setdefault(expanded(path, what).resolve(), what)
             if other != what and not is_standard_output(path):
                 limit = f"{other} is written to this file too"
                 raise UserInputError(what, value=str(path), limit=limit, fix="Name another file.")

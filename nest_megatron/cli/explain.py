@@ -131,7 +131,7 @@ def pin(
     """
     from nest_megatron.cli.signing import ask_password
     from nest_megatron.errors import UserInputError
-    from nest_megatron.files import read_text
+    from nest_megatron.files import read_bytes
     from nest_megatron.integrations.plan_output import pin_plan
     from nest_megatron.plain import to_plain
     from nest_megatron.planner.pins import (
@@ -139,6 +139,7 @@ def pin(
         PinnedTable,
         is_pinned,
         pinned_for,
+        plan_text,
         read_pinned,
         write_pinned,
     )
@@ -146,7 +147,8 @@ def pin(
     from nest_megatron.report.console import say, show_json
 
     target = out or path
-    made_now = key is None or out is not None or not is_pinned(read_text(path, "plan"))
+    text = plan_text(read_bytes(path, "plan"), path)
+    made_now = key is None or out is not None or not is_pinned(text)
     if not made_now:
         pinned: PinnedPlan | PinnedTable = read_pinned(path)
         for option, given in (("--by", by), ("--note", note), ("--release", release)):

@@ -88,6 +88,8 @@ def plan(**options: Any) -> int:
     """Find the plan that is expected to be the fastest and to fit in memory.
 
     Settings are key=value; what is not given is searched. hydra_configs/plan.yaml explains each.
+    Exits with 1 where nothing fits; with 3 where search.max_seconds ends the search without a plan,
+    or with one that may be more than 10 % slower than the best, which is written all the same.
     """
     from nest_megatron.cli.plan_table import run_plan_table
     from nest_megatron.cli.planning import PlanOptions, run_plan

@@ -18,7 +18,7 @@ from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import Setting, parse, refuse_sweeps, split_launcher
 from nest_megatron.cost_model.memory import within_error
-from nest_megatron.errors import NOTHING_FITS, OK, UserInputError
+from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import check_output, is_standard_output
 from nest_megatron.integrations.launched import change_rows
 from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
@@ -26,6 +26,7 @@ from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.typed_command import CommandPlan, plan_command
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.launch import script_words
+from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import command_lines, progress, say, show, show_json
 from nest_megatron.report.failure import WITHOUT_PLAN
 from nest_megatron.report.memory_words import plan_verdict
@@ -165,7 +166,7 @@ def run_plan(options: PlanOptions) -> int:
         words = placement.write(options.hostfile, Launcher(options.launcher))
         if not options.as_json:
             say(f"Wrote {options.hostfile}; it is read by\n  {words}")
-    return OK
+    return ENDED_EARLY if found.search.may_be_far_off else OK
 
 
 def _planned(
@@ -259,4 +260,4 @@ def _tell(
         say(f"Written to {out}; `nest-megatron explain {out}` {shown}.")
     if not found.predicted.fits:
         verdict = plan_verdict(found.record)
-        print(f"{verdict[0].upper()}{verdict[1:]}: peak memory per GPU.", file=sys.stderr)
+        print_to_stderr(f"{verdict[0].upper()}{verdict[1:]}: peak memory per GPU.")

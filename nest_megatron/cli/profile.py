@@ -33,6 +33,7 @@ from nest_megatron.megatron_core.substitutes import quiet
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
+from nest_megatron.printing import print_to_stderr
 from nest_megatron.profile import network, store
 from nest_megatron.profile.network import NETWORK_SHARE, NetworkProfile
 from nest_megatron.profile.ranks import Ranks, leave, measure_network, meet, ranks
@@ -205,7 +206,7 @@ def _joined(found: Timed, here: Ranks, where: Where, until: float | None) -> Tim
 def _tell_before(here: Ranks, words: str) -> None:
     """Say on rank 0's standard error what comes next."""
     if here.rank == 0:
-        print(words, file=sys.stderr, flush=True)
+        print_to_stderr(words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

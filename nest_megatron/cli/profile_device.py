@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from typing import TYPE_CHECKING
 
 from nest_megatron.cluster.discovery import local_gpus
@@ -12,6 +11,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.megatron_core.substitutes import quiet
 from nest_megatron.model.implementation import Implementation
+from nest_megatron.printing import print_to_stderr
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.profile.ranks import Ranks
 from nest_megatron.units import format_gib
@@ -78,7 +78,7 @@ def _tell_others() -> None:
         gpu = f"GPU {torch.cuda.current_device()} ({torch.cuda.get_device_name()})"
         told = f"{format_gib(total - free)} of {gpu} are in use before anything is timed"
         fix = "What else runs there makes times longer: end it (nvidia-smi names it)"
-        print(f"warning: {told}. {fix}.", file=sys.stderr, flush=True)
+        print_to_stderr(f"warning: {told}. {fix}.")
 
 
 def _num_gpus(here: Ranks) -> int:

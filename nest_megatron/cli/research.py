@@ -49,8 +49,8 @@ def compare(**options: Any) -> int:
     """Plan one job with other planners, priced by the same cost model, and say what each loses.
 
     planners=[...] names some of nest, manual, mcmc, phaze, alpa_e, mist, aceso, autoconfigurator;
-    all take part unless it is given, nest always. Other settings are those of plan. Exits with 1
-    where nest finds no plan.
+    all take part unless it is given, nest always: its plan is the one of plan with the same
+    settings. Other settings are those of plan. Exits with 1 where nest finds no plan.
     """
     from nest_megatron.research.comparison_run import run_compare
 

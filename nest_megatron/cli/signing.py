@@ -71,6 +71,7 @@ def verify(path: Path, *, keys: tuple[str, ...], signature: Path | None, as_json
     from nest_megatron.plain import to_plain
     from nest_megatron.planner.pins import read_pinned
     from nest_megatron.planner.signed import read_signers, verify_pinned
+    from nest_megatron.printing import one_line
     from nest_megatron.report.console import say, show_json
 
     if signature is not None and not keys:
@@ -83,11 +84,11 @@ def verify(path: Path, *, keys: tuple[str, ...], signature: Path | None, as_json
         comment = signed and signed.comment
         show_json({"pinned": to_plain(pin), "signer": signer, "comment": comment})
         return
-    say(f"{path} is as {pin.by} pinned it at {pin.created}.")
+    say(one_line(f"{path} is as {pin.by} pinned it at {pin.created}."))
     if signed is None:
         say("Who signed it was not asked: --key names trusted keys.")
     else:
-        say(f"Signed by {signed.signer.describe()}.")
+        say(one_line(f"Signed by {signed.signer.describe()}."))
 
 
 def ask_password(prompt: str = "Password of the key", *, confirm: bool = False) -> str:

@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from nest_megatron.cost_model.site import Site, unseen_errors
-from nest_megatron.cost_model.site_calibration import SiteCalibration, calibrations
+from nest_megatron.cost_model.site_calibration import SiteCalibration, calibrations, unknown_names
 from nest_megatron.cost_model.site_file import site_path, write_site
 from nest_megatron.errors import OK, UserInputError
-from nest_megatron.files import check_output
+from nest_megatron.files import check_output, warn_once
 from nest_megatron.history.records import RunRecord
 from nest_megatron.history.store import VARIABLE, history_file, read
 from nest_megatron.report.console import say, show, show_json
@@ -31,6 +31,9 @@ def calibrate_site(out: Path | None, *, force: bool | None, as_json: bool) -> in
             clusters for one file, or a file cannot be written.
     """
     records = read()
+    if later := sorted({name for each in records for name in unknown_names(each.predicted)}):
+        words = ", ".join(later)
+        warn_once(f"runs of a later nest-megatron say nothing of steps: {words} is not known here.")
     found = [each for each in calibrations(records, _today()) if each.by_date]
     _require(found, records, out)
     paths = [out or site_path(each.cluster, each.accelerator) for each in found]

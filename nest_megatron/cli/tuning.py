@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ from nest_megatron.errors import NOTHING_FITS, OK, UserInputError
 from nest_megatron.integrations.site_policy import require_tune
 from nest_megatron.integrations.typed_command import one_command
 from nest_megatron.parallel import plan_file
+from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import print_notes, progress, say, show, show_json
 from nest_megatron.report.failure import WITHOUT_PLAN
 from nest_megatron.tuning.job import TunedJob, read_tuned
@@ -161,7 +161,7 @@ def _told(*, as_json: bool) -> Callable[[str], None]:
     """Where sentences go: beside the document, where one is printed."""
     if not as_json:
         return say
-    return lambda text: print(text, file=sys.stderr, flush=True)
+    return print_to_stderr
 
 
 def _session(options: TuneOptions) -> AbstractContextManager[Session | Asked]:

@@ -12,7 +12,7 @@ from nest_megatron.plain import Source, from_plain, without_unit
 
 _SOURCE = Source(
     correct="Correct the cluster's description.",
-    add="Add {name}; cluster=custom is a template that explains each field.",
+    add="Add {name}; `nest-megatron cluster new` writes a file that explains each field.",
     whole_floats=True,
     has_units=True,
 )

@@ -38,7 +38,7 @@ def described(base: Cluster, hosts: Sequence[Host], topology: Topology | None) -
     Raises:
         UserInputError: if NVLink does not join the GPUs of a host and the base says that it does.
     """
-    per_host = next((host.gpus.count for host in hosts if host.gpus), None)
+    per_host = next((host.gpu_count for host in hosts if host.gpu_count), None)
     is_rack = base.gpus_per_host is not None
     cluster, assumed, notes = base, list[str](), list[str]()
     if per_host is not None and not is_rack:
@@ -67,6 +67,12 @@ def _seen_of_hosts(hosts: Sequence[Host]) -> Iterator[str]:
     found = kinds(hosts)
     if found:
         yield f"{describe_kinds(found)}: NVML, or labels of nodes"
+    counted: dict[tuple[int, str], list[str]] = {}
+    for host in hosts:
+        if host.num_gpus:
+            counted.setdefault((host.num_gpus, host.counted_by), []).append(host.name)
+    for (number, program), names in counted.items():
+        yield f"{number} GPUs on each of {shown_names(names)}: {program}"
     links = sorted({host.nvlinks for host in hosts if host.nvlinks})
     if links:
         joined = " or ".join(map(str, links))
@@ -75,13 +81,13 @@ def _seen_of_hosts(hosts: Sequence[Host]) -> Iterator[str]:
 
 def _require_links(hosts: Sequence[Host], node: NetworkLevel) -> None:
     """Refuse hosts without NVLink between all GPUs under a description that has it."""
-    without = [h.name for h in hosts if h.nvlinks == 0 and h.gpus and h.gpus.count > 1]
+    without = [h.name for h in hosts if h.nvlinks == 0 and (h.gpu_count or 0) > 1]
     if without and not node.ring_shares:
         limit = (
             f"nvidia-smi topo -m shows GPUs that no NVLink joins, and "
             f"{_rate(node.bandwidth_bytes_per_s)} would be assumed between them"
         )
-        fix = "Describe the hosts in a file (cluster=custom is a template), name it with --cluster."
+        fix = "Describe the hosts in a file (`nest-megatron cluster new`), name it with --cluster."
         raise UserInputError("hosts", value=shown_names(without), limit=limit, fix=fix)
 
 
@@ -93,7 +99,8 @@ def _first_network_level(
         limit, fix = "it has no level between hosts", "Name a cluster with a network."
         raise UserInputError(f"cluster {cluster.name}", value=None, limit=limit, fix=fix)
     level = cluster.levels[1]
-    rates = {host.name: rate for host in hosts if (rate := host.adapter_bytes_per_s)}
+    assumed_gpus = cluster.launch_gpus_per_host
+    rates = {h.name: rate for h in hosts if (rate := h.adapter_bytes_per_s(assumed_gpus))}
     if len(rates) < len(hosts):
         without = shown_names([host.name for host in hosts if host.name not in rates])
         assumed.append(

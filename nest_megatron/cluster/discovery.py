@@ -116,12 +116,32 @@ def is_same_device(accelerator: Accelerator, gpus: LocalGpus) -> bool:
 
     An NVL is a card for PCIe, too, with links between two or four.
     """
-    words = re.split(r"[^A-Za-z0-9]+", gpus.device_name.upper())
-    product, *form = accelerator.name.upper().split("-")
-    if product not in words or not {"PCIE", "NVL"}.intersection(words) <= set(form):
+    if not is_same_product(accelerator, gpus.device_name):
         return False
     difference = abs(gpus.memory_bytes - accelerator.memory_bytes)
     return difference <= _MEMORY_TOLERANCE * accelerator.memory_bytes
+
+
+def is_same_product(accelerator: Accelerator, device_name: str) -> bool:
+    """Whether the driver's name of a device is that of a catalogued accelerator, of any memory."""
+    words = re.split(r"[^A-Za-z0-9]+", device_name.upper())
+    product, *form = accelerator.name.upper().split("-")
+    return product in words and {"PCIE", "NVL"}.intersection(words) <= set(form)
+
+
+def require_same_product(cluster: Cluster, device_name: str, what: str) -> None:
+    """Refuse a cluster description of other GPUs than those that a program names.
+
+    Args:
+        what: the setting that names the cluster.
+
+    Raises:
+        UserInputError: naming both.
+    """
+    if not is_same_product(cluster.accelerator, device_name):
+        limit = f"its GPUs are {cluster.accelerator.name}, and the file names {device_name}"
+        fix = "Name the cluster that the file is of (`nest-megatron clusters` lists them)."
+        raise UserInputError(what, value=cluster.name, limit=limit, fix=fix)
 
 
 def require_same_device(cluster: Cluster, gpus: LocalGpus, what: str = "nest.cluster") -> None:

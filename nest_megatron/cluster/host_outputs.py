@@ -36,12 +36,13 @@ class GpuMatrix:
     """How the GPUs of a host are joined.
 
     Args:
-        nvlinks: fewest NVLinks that join two of them; 0 where a pair has none.
+        nvlinks: fewest NVLinks that join two of them; 0 where a pair has none, ``None`` where that
+            was not seen.
         near_adapters: adapters on a PCIe switch with a GPU, which carry the traffic of GPUs.
     """
 
     num_gpus: int
-    nvlinks: int
+    nvlinks: int | None
     near_adapters: tuple[str, ...]
 
 
@@ -78,13 +79,48 @@ def _links(cell: str) -> int:
     return int(found[1]) if found else 0
 
 
+def parse_gpu_list(text: str) -> tuple[str, ...]:
+    """``nvidia-smi -L``: the name of each GPU.
+
+    Raises:
+        UserInputError: if MIG divides one, or none is listed.
+    """
+    slices = re.findall(r"^\s+(MIG \S+)\s+Device\b", text, re.MULTILINE)
+    if slices:
+        raise divided_gpus("nvidia-smi -L", f"{len(slices)} slices: {', '.join(sorted({*slices}))}")
+    found = re.findall(r"^GPU \d+: (.+?) \(UUID: ", text, re.MULTILINE)
+    if not found:
+        raise _unreadable("nvidia-smi -L", "it lists no GPU (GPU 0: NAME (UUID: ...))")
+    return tuple(found)
+
+
+def divided_gpus(what: str, slices: str) -> UserInputError:
+    """The error for GPUs that MIG divides."""
+    limit = "these are slices of GPUs (MIG), and a job is planned for whole GPUs"
+    fix = "Turn MIG off (nvidia-smi -mig 0), or name hosts with whole GPUs (--hosts)."
+    return UserInputError(what, value=slices, limit=limit, fix=fix)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclTopology:
-    """A host as NCCL sees it; ``adapters`` are those below a PCIe switch with a GPU, if any are."""
+    """A host as NCCL sees it; ``adapters`` are those below a PCIe switch with a GPU, if any are.
+
+    Args:
+        are_near: whether they are.
+    """
 
     num_gpus: int
     nvlinks: int
     adapters: tuple[Adapter, ...]
+    are_near: bool
+
+    @property
+    def matrix(self) -> GpuMatrix | None:
+        """Its GPUs and the adapters near them; nothing of a process that sees one GPU."""
+        if self.num_gpus < 2:
+            return None
+        near = tuple(each.name for each in self.adapters) if self.are_near else ()
+        return GpuMatrix(num_gpus=self.num_gpus, nvlinks=None, near_adapters=near)
 
 
 def parse_nccl_topology(text: str) -> NcclTopology:
@@ -104,11 +140,13 @@ def parse_nccl_topology(text: str) -> NcclTopology:
         raise _unreadable(what, f"it begins with <{system.tag}>, not <system>")
     gpus = list(system.iter("gpu"))
     near = [pci for pci in system.iterfind("cpu/pci") if pci.find(".//gpu") is not None]
-    adapters = [each for pci in near for each in _nets(pci)] or list(_nets(system))
+    adapters = [each for pci in near for each in _nets(pci)]
+    found = adapters or list(_nets(system))
     return NcclTopology(
         num_gpus=len(gpus),
         nvlinks=min((_sum_of_counts(gpu) for gpu in gpus), default=0),
-        adapters=tuple({each.name: each for each in adapters}.values()),
+        adapters=tuple({each.name: each for each in found}.values()),
+        are_near=bool(adapters),
     )
 
 

@@ -32,6 +32,8 @@ class Host:
     """What a host says of itself.
 
     Args:
+        num_gpus, counted_by: where the driver does not say what they are, but another program how
+            many, and which.
         nvlinks: fewest that join two of its GPUs; ``None`` where it was not seen.
         adapters: active ports that carry the traffic of GPUs; none where that was not seen.
         groups: switches above it, innermost first.
@@ -44,13 +46,24 @@ class Host:
     adapters: tuple[Adapter, ...] = ()
     groups: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
+    num_gpus: int | None = None
+    counted_by: str = ""
 
     @property
-    def adapter_bytes_per_s(self) -> float | None:
-        """What one GPU can send to other hosts while all do the same."""
-        if self.gpus is None or not self.adapters:
+    def gpu_count(self) -> int | None:
+        """How many GPUs it has, where any program says so."""
+        return self.num_gpus if self.gpus is None else self.gpus.count
+
+    def adapter_bytes_per_s(self, num_gpus: int) -> float | None:
+        """What one GPU can send to other hosts while all do the same.
+
+        Args:
+            num_gpus: of the host, where no program says it.
+        """
+        if not self.adapters:
             return None
-        return sum(each.rate_bits_per_s for each in self.adapters) / 8.0 / self.gpus.count
+        total = sum(each.rate_bits_per_s for each in self.adapters)
+        return total / 8.0 / (self.gpu_count or num_gpus)
 
 
 def this_host(name: str | None = None) -> Host:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nest_megatron.cluster.host_outputs import (
     Adapter,
     GpuMatrix,
+    parse_gpu_list,
     parse_gpu_matrix,
     parse_ibstat,
     parse_nccl_topology,
@@ -20,6 +20,7 @@ from nest_megatron.cluster.host_outputs import (
 from nest_megatron.cluster.hosts import Host, gpu_adapters, this_host
 from nest_megatron.cluster.programs import output_of
 from nest_megatron.cluster.topology import (
+    SlurmNodes,
     Topology,
     hosts_of,
     parse_host_file,
@@ -28,12 +29,22 @@ from nest_megatron.cluster.topology import (
     parse_slurm_nodes,
     parse_slurm_topology,
 )
+from nest_megatron.documents import parse_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_text
 from nest_megatron.plain import from_plain
 
 #: Every host answers within this; ``srun`` may first wait for a step that ends.
 _REPORTS_S = 180.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What one saved output told: its file's name, the program, and what of it is known."""
+
+    file: str
+    program: str
+    told: Sources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +55,22 @@ class Sources:
         hosts: those that were seen; none where only groups were.
         topology: which hosts share switches.
         adapters, matrix: of one host, taken for those that tell nothing of their own.
-        gpu_counts: GPUs that the scheduler knows of, by host.
+        gpu_names: of the GPUs of one host, by ``nvidia-smi -L``.
+        slurm: what the scheduler knows of nodes.
+        divided: slices of hosts whose GPUs MIG divides.
         unseen: what could not be asked, and why.
+        outputs: the files that were read, in their order.
     """
 
     hosts: tuple[Host, ...] = ()
     topology: Topology | None = None
     adapters: tuple[Adapter, ...] = ()
     matrix: GpuMatrix | None = None
-    gpu_counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    gpu_names: tuple[str, ...] = ()
+    slurm: SlurmNodes | None = None
+    divided: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unseen: tuple[str, ...] = ()
+    outputs: tuple[Output, ...] = ()
 
     def joined(self, later: Sources) -> Sources:
         """Both, where the later one wins, but an own report over a scheduler's word of a host."""
@@ -67,22 +84,53 @@ class Sources:
             topology=later.topology or self.topology,
             adapters=later.adapters or self.adapters,
             matrix=later.matrix or self.matrix,
-            gpu_counts={**self.gpu_counts, **later.gpu_counts},
+            gpu_names=later.gpu_names or self.gpu_names,
+            slurm=self.slurm.joined(later.slurm)
+            if self.slurm and later.slurm
+            else later.slurm or self.slurm,
+            divided={**self.divided, **later.divided},
             unseen=(*self.unseen, *later.unseen),
+            outputs=(*self.outputs, *later.outputs),
         )
 
-    def known_hosts(self, names: Sequence[str]) -> tuple[Host, ...]:
-        """The named hosts, or those that were seen, or else all of the groups."""
-        seen = {host.name: host for host in self.hosts}
-        groups = () if self.topology is None else tuple(self.topology.groups)
-        listed = names or tuple(seen) or groups
-        return tuple(self._completed(seen.get(name, Host(name=name))) for name in listed)
+    def known_hosts(self, names: Sequence[str], num_gpus: int | None = None) -> tuple[Host, ...]:
+        """The named hosts, or those that were seen, or those of Slurm, or else of the groups.
 
-    def _completed(self, host: Host) -> Host:
-        if host.gpus is None or host.adapters:
-            return host
-        adapters = gpu_adapters(self.adapters, self.matrix, host.gpus.count)
-        return dataclasses.replace(host, adapters=adapters)
+        Args:
+            num_gpus: of a host of which no program says it.
+        """
+        seen = {host.name: host for host in self.hosts}
+        nodes = self.slurm.gpu_counts if self.slurm else {}
+        groups = () if self.topology is None else tuple(self.topology.groups)
+        with_gpus = tuple(name for name, count in nodes.items() if count)
+        listed = names or tuple(seen) or with_gpus or groups
+        return tuple(
+            self._completed(seen.get(name, Host(name=name)), nodes.get(name), num_gpus)
+            for name in listed
+        )
+
+    def _completed(self, host: Host, of_slurm: int | None, assumed: int | None) -> Host:
+        """A host, and what is taken for it from the outputs of one host."""
+        matrix = self.matrix
+        by = next((o.program for o in self.outputs if o.told.matrix is matrix), "")
+        counted = (
+            ("scontrol show node", of_slurm),
+            (by, None if matrix is None else matrix.num_gpus),
+            ("nvidia-smi -L", len(self.gpu_names)),
+        )
+        program, count = next(((name, known) for name, known in counted if known), ("", None))
+        count = host.gpu_count or count
+        if matrix is not None and matrix.num_gpus != count:
+            matrix = None
+        adapters, nvlinks = host.adapters, host.nvlinks
+        if not adapters and (count or assumed):
+            adapters = gpu_adapters(self.adapters, matrix, count or assumed or 1)
+        if nvlinks is None and matrix is not None:
+            nvlinks = matrix.nvlinks
+        known = dataclasses.replace(host, adapters=adapters, nvlinks=nvlinks)
+        if host.gpu_count or not count:
+            return known
+        return dataclasses.replace(known, num_gpus=count, counted_by=program)
 
 
 def slurm_job(environment: Mapping[str, str]) -> Sources:
@@ -102,7 +150,7 @@ def slurm_job(environment: Mapping[str, str]) -> Sources:
     found = reports(output_of([*step, *report], timeout_s=_REPORTS_S))
     for program, parse in (
         (["scontrol", "show", "topology"], _topology),
-        (["scontrol", "show", "node", nodes], _gpu_counts),
+        (["scontrol", "show", "node", nodes], _slurm_nodes),
         (["ibnetdiscover"], _fabric),
     ):
         try:
@@ -136,7 +184,7 @@ def reports(text: str) -> Sources:
     hosts = []
     for line in filter(str.strip, text.splitlines()):
         try:
-            fields = json.loads(line)
+            fields = parse_json(line, "report of a host")
         except (ValueError, RecursionError) as error:
             limit = f"it is no line of nest-megatron cluster report ({error})"
             fix = "Print reports alone into the file."
@@ -153,18 +201,29 @@ def _fabric(text: str) -> Sources:
     return Sources(topology=parse_ibnetdiscover(text))
 
 
-def _gpu_counts(text: str) -> Sources:
-    return Sources(gpu_counts=parse_slurm_nodes(text))
+def _slurm_nodes(text: str) -> Sources:
+    found = parse_slurm_nodes(text)
+    return Sources(slurm=found, divided=found.divided)
 
 
 def _nodes(text: str) -> Sources:
     found = parse_kubernetes_nodes(text)
     hosts = tuple(Host(name=name, gpus=gpus) for name, gpus in found.gpus.items())
-    return Sources(hosts=hosts, topology=found.topology)
+    lacking = "kubectl get nodes: {} has GPUs, but no labels of GPU feature discovery: left out"
+    return Sources(
+        hosts=hosts,
+        topology=found.topology,
+        divided=found.divided,
+        unseen=tuple(map(lacking.format, found.unlabelled)),
+    )
 
 
 def _matrix(text: str) -> Sources:
     return Sources(matrix=parse_gpu_matrix(text))
+
+
+def _gpu_list(text: str) -> Sources:
+    return Sources(gpu_names=parse_gpu_list(text))
 
 
 def _ports(text: str) -> Sources:
@@ -172,19 +231,21 @@ def _ports(text: str) -> Sources:
 
 
 def _nccl(text: str) -> Sources:
-    return Sources(adapters=parse_nccl_topology(text).adapters)
+    found = parse_nccl_topology(text)
+    return Sources(adapters=found.adapters, matrix=found.matrix)
 
 
-#: How the outputs of programs begin, or what only they hold.
+#: Programs by how their outputs begin, or by what only they hold.
 _RECOGNIZED = (
-    (r'\s*\{"name"', reports),
-    (r"\s*\{", _nodes),
-    (r"\s*<system\b|\s*<\?xml", _nccl),
-    (r"(?s).*^(SwitchName|BlockName)=", _topology),
-    (r"(?s).*^NodeName=", _gpu_counts),
-    (r'(?s).*^Switch\s+\d+\s+"S-', _fabric),
-    (r"(?s).*^CA '", _ports),
-    (r"(?s).*^\S*\s+(\x1b\[\S*)?GPU0\b", _matrix),
+    (r'\s*\{"name"', "nest-megatron cluster report", reports),
+    (r"\s*\{", "kubectl get nodes -o json", _nodes),
+    (r"\s*<system\b|\s*<\?xml", "NCCL_TOPO_DUMP_FILE", _nccl),
+    (r"(?s).*^(SwitchName|BlockName)=", "scontrol show topology", _topology),
+    (r"(?s).*^NodeName=", "scontrol show node", _slurm_nodes),
+    (r'(?s).*^Switch\s+\d+\s+"S-', "ibnetdiscover", _fabric),
+    (r"(?s).*^CA '", "ibstat", _ports),
+    (r"(?s).*^\S*\s+(\x1b\[\S*)?GPU0\b", "nvidia-smi topo -m", _matrix),
+    (r"(?s).*^GPU \d+: .*UUID", "nvidia-smi -L", _gpu_list),
 )
 
 
@@ -195,14 +256,12 @@ def saved_output(path: Path) -> Sources:
         UserInputError: for the output of another program, or one that cannot be read.
     """
     text = read_text(path, "--read")
-    for form, parse in _RECOGNIZED:
+    for form, program, parse in _RECOGNIZED:
         if re.match(form, text, re.MULTILINE):
-            return parse(text)
-    limit = (
-        "it is none of: nest-megatron cluster report, kubectl get nodes -o json, scontrol show "
-        "topology, scontrol show node, ibnetdiscover, ibstat, nvidia-smi topo -m, and the file of "
-        "NCCL_TOPO_DUMP_FILE"
-    )
+            told = parse(text)
+            output = Output(file=path.name, program=program, told=told)
+            return dataclasses.replace(told, outputs=(output,))
+    limit = f"it is none of: {', '.join(program for _, program, _ in _RECOGNIZED)}"
     fix = "Save the output of one of these programs, whole."
     raise UserInputError("--read", value=str(path), limit=limit, fix=fix)
 
@@ -219,3 +278,73 @@ def read_hosts(path: Path, what: str = "--hosts") -> Topology:
         if error.value is not None:
             raise
         raise UserInputError(what, value=str(path), limit=error.limit, fix=error.fix) from error
+
+
+def unused_outputs(
+    sources: Sources, hosts: Sequence[Host], topology: Topology | None
+) -> Iterator[str]:
+    """What of the files that were read is not used, with the reason.
+
+    Args:
+        hosts: those of the cluster, with what was taken for them.
+        topology: the groups that are used.
+    """
+    for output in sources.outputs:
+        for part, reason in _unused(output.told, sources, hosts, topology):
+            yield f"{output.file} ({output.program}): its {part} are not used: {reason}"
+
+
+def _unused(
+    told: Sources, sources: Sources, hosts: Sequence[Host], topology: Topology | None
+) -> Iterator[tuple[str, str]]:
+    names = {host.name for host in hosts}
+    own = {host.name: host for host in sources.hosts}
+    later = "a file after it tells them too"
+    told_hosts = {host.name for host in told.hosts}.union(
+        told.slurm.gpu_counts if told.slurm else ()
+    )
+    if told_hosts and not told_hosts & names:
+        yield "hosts", "none of them is among those of the job"
+    elif told.hosts and not any(host in sources.hosts for host in told.hosts):
+        yield "hosts", "another file tells more of them"
+    if told.topology is not None and told.topology is not sources.topology:
+        yield "groups", later
+    elif told.topology is not None and topology is not None and told.topology is not topology:
+        yield "groups", f"{topology.source} says them"
+    if told.gpu_names and all(host.gpus for host in hosts):
+        yield "GPUs", "every host tells its own"
+    if told.adapters and told.adapters is not sources.adapters:
+        yield "adapters", later
+    elif told.adapters and (why := _unused_adapters(hosts, own)):
+        yield "adapters", why
+    if told.matrix is not None and told.matrix is not sources.matrix:
+        yield "links", later
+    elif told.matrix is not None and (why := _unused_matrix(told.matrix, hosts, own)):
+        yield "links", why
+
+
+def _unused_adapters(hosts: Sequence[Host], own: Mapping[str, Host]) -> str:
+    without = [host for host in hosts if host.name not in own or not own[host.name].adapters]
+    if not without:
+        return "every host tells its own"
+    if any(host.adapters for host in without):
+        return ""
+    return (
+        "those of GPUs cannot be told from those of storage; add nvidia-smi topo -m of the same "
+        "host"
+    )
+
+
+def _unused_matrix(matrix: GpuMatrix, hosts: Sequence[Host], own: Mapping[str, Host]) -> str:
+    without = [
+        host
+        for host in hosts
+        if host.name not in own or own[host.name].nvlinks is None or not own[host.name].adapters
+    ]
+    if not without:
+        return "every host tells its own"
+    counts = {host.gpu_count for host in without}
+    if matrix.num_gpus in counts:
+        return ""
+    shown = " or ".join(sorted(str(count) for count in counts))
+    return f"it is of a host with {matrix.num_gpus} GPUs, and the hosts have {shown}"

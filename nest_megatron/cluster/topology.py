@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -11,11 +10,14 @@ from itertools import product
 from typing import Any
 
 from nest_megatron.cluster.discovery import LocalGpus
+from nest_megatron.documents import parse_json
 from nest_megatron.errors import UserInputError
 
 _LEVELS = ("leaf", "spine", "core")
 #: Hosts of one range; more is a slip, or nobody's cluster.
 _MOST_HOSTS = 100_000
+#: A slice of a GPU, as MIG and Slurm's GRES call it: 1g.10gb, a100_3g.20gb.
+_MIG = re.compile(r"\d+g\.\d+gb")
 #: Gb/s of one lane, by the names that ``ibnetdiscover`` prints.
 _LANES = {
     **{"SDR": 2.5, "DDR": 5.0, "QDR": 10.0, "FDR10": 10.0, "FDR": 14.0},
@@ -171,16 +173,46 @@ def _names(depth: int) -> tuple[str, ...]:
     return tuple(_LEVELS[i] if i < len(_LEVELS) else f"level_{i + 1}" for i in range(depth))
 
 
-def parse_slurm_nodes(text: str) -> dict[str, int]:
-    """``scontrol show node``: how many GPUs each node has."""
-    found = {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmNodes:
+    """What Slurm knows of nodes.
+
+    Args:
+        gpu_counts: whole GPUs of each node.
+        gpu_types: what Slurm calls them, where it names them.
+        divided: slices of nodes whose GPUs MIG divides.
+    """
+
+    gpu_counts: Mapping[str, int]
+    gpu_types: Mapping[str, str]
+    divided: Mapping[str, str]
+
+    def joined(self, later: SlurmNodes) -> SlurmNodes:
+        """Both, where the later one wins."""
+        return SlurmNodes(
+            gpu_counts={**self.gpu_counts, **later.gpu_counts},
+            gpu_types={**self.gpu_types, **later.gpu_types},
+            divided={**self.divided, **later.divided},
+        )
+
+
+def parse_slurm_nodes(text: str) -> SlurmNodes:
+    """``scontrol show node``: what GPUs each node has."""
+    counts, types, divided = dict[str, int](), dict[str, str](), dict[str, str]()
     for node in re.split(r"(?=\bNodeName=)", text):
         name = re.match(r"NodeName=(\S+)", node)
         gres = re.search(r"\bGres=(\S+)", node)
-        if name and gres:
-            kinds = re.findall(r"\bgpu(?::[^:,(]+)*?:(\d+)(?![\w])", gres[1])
-            found[name[1]] = sum(map(int, kinds))
-    return found
+        if not name or not gres:
+            continue
+        found = re.findall(r"\bgpu:(?:([^:,(]+):)?(\d{1,9})(?!\w)", gres[1])
+        slices = [f"{count} x {kind}" for kind, count in found if _MIG.search(kind)]
+        if slices:
+            divided[name[1]] = ", ".join(slices)
+            continue
+        counts[name[1]] = sum(int(count) for _, count in found)
+        if named := [kind for kind, _ in found if kind]:
+            types[name[1]] = ", ".join(named)
+    return SlurmNodes(gpu_counts=counts, gpu_types=types, divided=divided)
 
 
 def parse_ibnetdiscover(text: str) -> Topology:
@@ -280,10 +312,17 @@ def _joined(sets: Iterable[set[str]]) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesNodes:
-    """GPUs by node, and where the nodes are, if their labels say so."""
+    """GPUs by node, and where the nodes are, if their labels say so.
+
+    Args:
+        divided: slices of nodes whose GPUs MIG divides.
+        unlabelled: nodes that have GPUs and no labels of them.
+    """
 
     gpus: Mapping[str, LocalGpus]
     topology: Topology | None
+    divided: Mapping[str, str]
+    unlabelled: tuple[str, ...]
 
 
 def parse_kubernetes_nodes(text: str) -> KubernetesNodes:
@@ -294,25 +333,47 @@ def parse_kubernetes_nodes(text: str) -> KubernetesNodes:
     """
     what = "kubectl get nodes -o json"
     try:
-        items = json.loads(text)["items"]
+        items = parse_json(text, what)["items"]
         labels = {str(n["metadata"]["name"]): dict(n["metadata"].get("labels", {})) for n in items}
+        with_gpus = [str(n["metadata"]["name"]) for n in items if _has_gpus(n)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _unreadable(what, f"it is no list of nodes ({error})", "") from error
-    gpus = {name: found for name, each in labels.items() if (found := _labelled_gpus(each))}
-    if not gpus:
+    divided = {name: slices for name, each in labels.items() if (slices := _slices(each))}
+    whole = {name: each for name, each in labels.items() if name not in divided}
+    gpus = {name: found for name, each in whole.items() if (found := _labelled_gpus(each))}
+    if not gpus and not divided:
         fix = "Install NVIDIA's GPU feature discovery, or give reports of the hosts (--read)."
         raise _unreadable(what, "no node has the labels nvidia.com/gpu.product and .count", fix)
+    unlabelled = tuple(n for n in with_gpus if n not in gpus and n not in divided)
+    topology = None
     for family in _FAMILIES:
-        known = [key for key in family if all(key in labels[name] for name in gpus)]
+        known = [key for key in family if gpus and all(key in labels[name] for name in gpus)]
         if known:
             groups = {name: tuple(labels[name][key] for key in known) for name in gpus}
             names = tuple(key.rpartition("/")[2].rpartition("-")[2] for key in known)
             names = _names(len(known)) if family is _FAMILIES[1] else names
             source = f"{what}: {', '.join(known)}"
-            return KubernetesNodes(
-                gpus=gpus, topology=Topology(source=source, level_names=names, groups=groups)
-            )
-    return KubernetesNodes(gpus=gpus, topology=None)
+            topology = Topology(source=source, level_names=names, groups=groups)
+            break
+    return KubernetesNodes(gpus=gpus, topology=topology, divided=divided, unlabelled=unlabelled)
+
+
+def _has_gpus(node: Mapping[str, Any]) -> bool:
+    """Whether the device plugin offers GPUs of a node."""
+    offered = node.get("status", {}).get("allocatable", {}).get("nvidia.com/gpu", "0")
+    return str(offered).isdigit() and int(offered) > 0
+
+
+def _slices(labels: Mapping[str, Any]) -> str:
+    """The MIG slices of a node; empty where its GPUs are whole.
+
+    With MIG's strategy ``single`` slices stand in for GPUs; with ``mixed`` each kind is counted.
+    """
+    product = str(labels.get("nvidia.com/gpu.product", ""))
+    if "-MIG-" in product:
+        return f"{labels.get('nvidia.com/gpu.count', '?')} x {product}"
+    counted = ((re.fullmatch(r"nvidia\.com/(mig-.+)\.count", key), n) for key, n in labels.items())
+    return ", ".join(f"{count} x {kind[1]}" for kind, count in counted if kind)
 
 
 def _labelled_gpus(labels: Mapping[str, Any]) -> LocalGpus | None:

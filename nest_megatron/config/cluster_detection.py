@@ -219,7 +219,7 @@ def _assumed(gpus: LocalGpus) -> tuple[tuple[Setting, ...], str]:
         if is_same_device(read_cluster(compose(chosen).config).accelerator, gpus):
             return chosen, cluster
     limit = f"no cluster is given, and {gpus.describe()} is not in the catalogue"
-    fix = "Describe it in a file (nest.cluster=custom is a template) and name that file."
+    fix = "Describe it in a file (`nest-megatron cluster new` writes one) and name that file."
     raise UserInputError("nest.cluster", value=None, limit=limit, fix=fix)
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.cluster.described import DISCOVERED, described
-from nest_megatron.cluster.discovery import LocalGpus, require_same_device
+from nest_megatron.cluster.discovery import LocalGpus, require_same_device, require_same_product
+from nest_megatron.cluster.host_outputs import divided_gpus
 from nest_megatron.cluster.hosts import Host, kinds, shown_names
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.cluster.sources import Sources
+from nest_megatron.cluster.sources import Sources, unused_outputs
 from nest_megatron.cluster.topology import Topology
 from nest_megatron.config.cluster_detection import catalogued, like_gpus
 from nest_megatron.config.keywords import cluster_entry
@@ -55,6 +59,39 @@ class DiscoveredCluster:
         return f"{head}\n{cluster_yaml(self.cluster, defaults)}"
 
 
+_TEMPLATE_HEAD = """\
+# Written by nest-megatron {version} cluster new: a complete cluster as it stands, two levels, H100.
+# Change what is marked CHANGE, then look at it and plan on it with
+#   nest-megatron clusters {path}
+#   nest-megatron plan model=llama3_8b cluster={path}
+"""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+
+
+def cluster_template(name: str | None, out: Path) -> str:
+    """A file of a cluster to fill in, with a comment for each field.
+
+    Args:
+        name: what reports call it; the file's name without its ending if not given.
+        out: the file that it is for.
+
+    Raises:
+        UserInputError: for a name that is no word.
+    """
+    called = out.stem if name is None else name
+    if not _NAME.fullmatch(called):
+        limit = "it must be a word of letters, digits, _, - and ., at most 100"
+        fix = "Write for example: nest-megatron cluster new site --out clusters/site.yaml"
+        raise UserInputError("NAME", value=called, limit=limit, fix=fix)
+    template = catalogue_root().joinpath("cluster", "custom.yaml").read_text(encoding="utf-8")
+    body = template[template.index("defaults:") :]
+    for field, word in (("name", called), ("description", f"{called}: describe it here")):
+        body = re.sub(rf"(?m)^{field}: +\S.*?(?=  +#|$)", f'{field}: "{word}"', body, count=1)
+    shown = shlex.quote(re.sub(r"[\x00-\x1f\x7f-\x9f]", "?", str(out)))
+    shown = shown if "/" in shown else f"./{shown}"
+    return _TEMPLATE_HEAD.format(version=__version__, path=shown) + body
+
+
 def discovered(
     sources: Sources, *, listed: Topology | None, base: str | None, mixed: MixedGpus
 ) -> DiscoveredCluster:
@@ -69,11 +106,11 @@ def discovered(
             hosts are unlike.
     """
     topology = listed if listed is not None and listed.level_names else sources.topology
-    hosts = _hosts(sources, listed)
-    gpus, notes = _gpus(sources, hosts, base, mixed)
     accelerator, stand_in = None, None
     if base is not None:
         stand_in = cluster_entry(base)
+    hosts = _hosts(sources, listed, stand_in)
+    gpus, notes = _gpus(sources, hosts, stand_in, mixed)
     if gpus is not None and stand_in is not None:
         require_same_device(stand_in, gpus, "--cluster")
     elif gpus is not None:
@@ -84,11 +121,14 @@ def discovered(
     found = described(stand_in, hosts, topology)
     names = [level.name for level in found.cluster.levels]
     known = topology or Topology(source="", level_names=(), groups={h.name: () for h in hosts})
+    own = {host.name for host in sources.hosts if host.adapters}
+    shared = next((host.adapters for host in hosts if host.name not in own), ())
     taken = (
-        [f"adapters of hosts that do not tell theirs: those of one host ({len(sources.adapters)})"]
-        if sources.adapters and not any(host.adapters for host in sources.hosts)
+        [f"adapters of hosts that do not tell theirs: those of one host ({len(shared)})"]
+        if shared
         else []
     )
+    unused = unused_outputs(sources, hosts, topology)
     return DiscoveredCluster(
         cluster=dataclasses.replace(
             found.cluster,
@@ -101,13 +141,25 @@ def discovered(
         topology=known.only(names),
         seen=found.seen,
         assumed=(*found.assumed, *taken),
-        notes=(*notes, *found.notes, *_differences(sources, hosts), *sources.unseen),
+        notes=(
+            *(*notes, *found.notes, *_differences(sources, hosts, stand_in)),
+            *(*unused, *sources.unseen),
+        ),
         accelerator=accelerator,
     )
 
 
-def _hosts(sources: Sources, listed: Topology | None) -> tuple[Host, ...]:
-    hosts = sources.known_hosts(() if listed is None else tuple(listed.groups))
+def _hosts(sources: Sources, listed: Topology | None, base: Cluster | None) -> tuple[Host, ...]:
+    assumed = None if base is None else base.launch_gpus_per_host
+    hosts = sources.known_hosts(() if listed is None else tuple(listed.groups), assumed)
+    divided = {
+        name: slices
+        for name, slices in sources.divided.items()
+        if not hosts or any(host.name == name and host.gpus is None for host in hosts)
+    }
+    if divided:
+        told = "; ".join(f"{name}: {slices}" for name, slices in divided.items())
+        raise divided_gpus("GPUs of hosts", told)
     if not hosts:
         limit = "neither a program nor a file names one"
         raise UserInputError("hosts", value=None, limit=limit, fix="Add --hosts FILE.")
@@ -115,7 +167,7 @@ def _hosts(sources: Sources, listed: Topology | None) -> tuple[Host, ...]:
 
 
 def _gpus(
-    sources: Sources, hosts: Sequence[Host], base: str | None, mixed: MixedGpus
+    sources: Sources, hosts: Sequence[Host], base: Cluster | None, mixed: MixedGpus
 ) -> tuple[LocalGpus | None, tuple[str, ...]]:
     """The GPUs that hosts have; ``None`` where none says so and a cluster stands in."""
     without = [host for host in hosts if host.gpus is None]
@@ -127,9 +179,22 @@ def _gpus(
         names = shown_names([host.name for host in without])
         raise UserInputError("GPUs of hosts", value=names, limit=limit, fix=fix)
     gpus, notes = like_gpus(hosts, None, mixed)
-    if gpus is None:
-        notes = (*notes, f"no host says what GPUs it has: those of {base} are assumed")
+    if gpus is None and base is not None:
+        _require_named(sources, hosts, base)
+        notes = (*notes, f"no host says what GPUs it has: those of {base.name} are assumed")
     return gpus, notes
+
+
+def _require_named(sources: Sources, hosts: Sequence[Host], base: Cluster) -> None:
+    """Refuse hosts whose GPUs are counted unlike, or are listed under another name."""
+    counts = {host.name: host.num_gpus for host in hosts if host.num_gpus}
+    if len({*counts.values()}) > 1:
+        told = ", ".join(f"{name}: {count}" for name, count in counts.items())
+        limit = "a job is planned for as many GPUs on every host"
+        fix = "Name those that have as many with --hosts FILE."
+        raise UserInputError("GPUs of hosts", value=told, limit=limit, fix=fix)
+    for name in sources.gpu_names:
+        require_same_product(base, name, "--cluster")
 
 
 def _require_in(topology: Topology, hosts: Sequence[Host]) -> None:
@@ -140,10 +205,18 @@ def _require_in(topology: Topology, hosts: Sequence[Host]) -> None:
         raise UserInputError("hosts", value=shown_names(missing), limit=limit, fix=fix)
 
 
-def _differences(sources: Sources, hosts: Sequence[Host]) -> list[str]:
-    """Where the scheduler and a host's driver count unlike numbers of GPUs."""
-    return [
-        f"{host.name} shows {host.gpus.count} GPUs, and Slurm knows {sources.gpu_counts[host.name]}"
-        for host in hosts
-        if host.gpus and sources.gpu_counts.get(host.name, host.gpus.count) != host.gpus.count
-    ]
+def _differences(sources: Sources, hosts: Sequence[Host], base: Cluster) -> Iterator[str]:
+    """Where the scheduler counts other GPUs than a host's driver, or calls them otherwise."""
+    for name, slices in sources.divided.items():
+        yield f"{name} is left out: MIG divides its GPUs ({slices})"
+    if sources.slurm is None:
+        return
+    for host in hosts:
+        known = sources.slurm.gpu_counts.get(host.name)
+        if host.gpus and known is not None and known != host.gpus.count:
+            yield f"{host.name} shows {host.gpus.count} GPUs, and Slurm knows {known}"
+    product = base.accelerator.name.partition("-")[0]
+    kinds_of = {sources.slurm.gpu_types.get(host.name, product) for host in hosts}
+    for kind in sorted(kinds_of):
+        if product.lower() not in kind.lower():
+            yield f"Slurm calls the GPUs {kind}, and {base.name} has {base.accelerator.name}"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.resources
-import itertools
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +12,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from nest_megatron.catalogue_files import GROUPS as CATALOGUE_GROUPS
 from nest_megatron.catalogue_files import catalogue_names, catalogue_root
 from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.config.defaults import naming_defaults
+from nest_megatron.config.hydra_loader import compose_config
 from nest_megatron.config.overrides import (
     GROUPS,
     Setting,
@@ -24,13 +24,14 @@ from nest_megatron.config.overrides import (
     first_line,
     hydra_form,
     is_path,
+    refuse_resolvers,
     type_limit,
     unreadable,
 )
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.documents import DESCRIPTION, check_yaml, read_json
 from nest_megatron.errors import UserInputError, nearest, require_known
-from nest_megatron.files import read_text
+from nest_megatron.files import expanded, read_text
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
 
@@ -39,8 +40,6 @@ _LEVELS = "cluster.levels."
 _LEVEL = re.compile(r"cluster\.levels\.([^.]+)\.")
 #: A model's name on a hub of models: OWNER/MODEL.
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/(?!.*\.(?:json|ya?ml)$)[\w.-]+")
-#: OmegaConf's call of a function, such as one that reads a variable of the environment.
-_RESOLVER = re.compile(r"\$\{.*:", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,25 +85,30 @@ def _composed(
     described: Mapping[str, Mapping[str, Any]],
 ) -> Composed:
     notes = list(_length_notes(settings))
+    config_dir = None if config_dir is None else _own_folder(config_dir)
     settings = _with_undivided_levels(settings, config_dir)
     settings = _with_numbered_levels(settings, config_dir, described)
     settings, described = _with_other_accelerator(settings, config_dir, described)
     given = frozenset((*described, *(setting.key for setting in settings)))
     if not {"model"} & given:
         settings = _with_model_as_flags(settings)
-    overrides = [_described(group, fields) for group, fields in described.items()]
-    overrides += [_named(setting, config_dir, notes) for setting in settings]
-    if config_dir is not None:
-        folder = config_dir.expanduser()
-        if not folder.is_dir():
-            fix = "Name a folder with model/, cluster/ or accelerator/ inside."
-            limit = "there is no such folder"
-            raise UserInputError("--config-dir", value=str(config_dir), limit=limit, fix=fix)
-        overrides.append(f"hydra.searchpath=['file://{folder.resolve()}']")
-        for setting in settings:
-            _check_own(folder, setting.key, setting.value)
+    entries = dict(described)
+    named = [_named(setting, config_dir, entries, notes) for setting in settings]
+    overrides = [f"{group}={_OWN_ENTRY}" for group in described] + named
+    for override in overrides:
+        key, _, value = override.partition("=")
+        refuse_resolvers(key, [key, value])
+    for group, fields in entries.items():
+        refuse_resolvers(group, fields)
+        _check_included(group, fields, config_dir)
+    for setting in settings if config_dir is not None else ():
+        group = setting.key.rpartition(".")[2]
+        name = setting.value or "null"
+        if group in CATALOGUE_GROUPS and not (name.startswith(("{", "null")) or is_path(name)):
+            _check_included(group, {"defaults": [{f"/{group}": name}]}, config_dir)
+    folders = [] if config_dir is None else [config_dir]
     with importlib.resources.as_file(catalogue_root()) as catalogue:
-        config = _compose(str(catalogue.resolve()), overrides)
+        config = _compose([catalogue.resolve(), *folders], overrides, entries)
     return Composed(
         config=config,
         given=given,
@@ -129,7 +133,7 @@ def _with_model_as_flags(settings: Sequence[Setting]) -> Sequence[Setting]:
 def _names_own_cluster(settings: Sequence[Setting], config_dir: Path | None) -> bool:
     """Whether the cluster is that of a file of the user's."""
     name = next((s.value for s in settings if s.key == "cluster"), None) or ""
-    own = config_dir and (config_dir.expanduser() / "cluster" / f"{name}.yaml").is_file()
+    own = config_dir and (config_dir / "cluster" / f"{name}.yaml").is_file()
     return bool(name and (is_path(name) or own))
 
 
@@ -184,7 +188,7 @@ def _with_undivided_levels(
     asked, source = given.get("cluster.oversubscription"), given.get("cluster")
     if asked is None or source is None or not is_path(source):
         return settings
-    path = Path(source.strip("'\"")).expanduser()
+    path = expanded(Path(source.strip("'\"")), "cluster")
     if "schema" not in _loaded("cluster", path):
         return settings
     own = Setting(key="cluster", value=source)
@@ -214,7 +218,7 @@ def _with_other_accelerator(
     path, name = given.get("cluster"), given.get("cluster.accelerator")
     if not path or not is_path(path) or not name or name.startswith(("{", "null")):
         return settings, described
-    fields = read_mapping("cluster", Path(path.strip("'\"")).expanduser())
+    fields = read_mapping("cluster", expanded(Path(path.strip("'\"")), "cluster"))
     if "defaults" in fields:
         return settings, described
     check_choice("accelerator", name, config_dir)
@@ -224,65 +228,83 @@ def _with_other_accelerator(
     return kept, {**described, "cluster": {**chosen, **others}}
 
 
-def _check_own(folder: Path, group: str, name: object) -> None:
-    """Read a file of the user's folder, and those that it names, once each, before Hydra does."""
+def _own_folder(named: Path) -> Path:
+    """The user's folder of groups, from / on."""
+    folder = expanded(named, "--config-dir")
+    if not folder.is_dir():
+        fix = "Name a folder with model/, cluster/ or accelerator/ inside."
+        limit = "there is no such folder"
+        raise UserInputError("--config-dir", value=str(named), limit=limit, fix=fix)
+    return folder.resolve()
+
+
+def _check_included(group: str, fields: Mapping[str, Any], config_dir: Path | None) -> None:
+    """Refuse a description that includes anything but entries of the catalogue or of the user.
+
+    Hydra reads what ``defaults`` names, wherever it lies; files of the user are checked here, once
+    each, as the first one.
+    """
     seen: set[Path] = set()
-    left = [(group, name)]
+    left = [*_included(group, fields)]
     while left:
         group, name = left.pop()
-        path = folder / group.partition("@")[0].lstrip("/") / f"{name}.yaml"
-        if path in seen or not path.is_file():
-            continue
-        seen.add(path)
-        for choice in read_mapping(group, path).get("defaults", ()):
-            if isinstance(choice, Mapping):
-                left += [(str(key).removeprefix("override "), choice[key]) for key in choice]
+        check_choice(group, name, config_dir)
+        path = Path() if config_dir is None else config_dir / group / f"{name}.yaml"
+        if path not in seen and path.is_file():
+            seen.add(path)
+            left += _included(group, read_mapping(group, path))
 
 
-def _named(setting: Setting, config_dir: Path | None, notes: list[str]) -> str:
+def _included(group: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Group and name of what a description's ``defaults`` includes."""
+    entries = fields.get("defaults", ())
+    if isinstance(entries, str) or not isinstance(entries, Sequence):
+        limit, fix = "defaults must be a list", "For example - /accelerator@accelerator: NAME."
+        raise UserInputError(f"{group} defaults", value=str(entries), limit=limit, fix=fix)
+    for entry in entries:
+        pairs = entry.items() if isinstance(entry, Mapping) else [(f"/{group}", entry)]
+        for key, name in pairs:
+            words = str(key).split() or [""]
+            of = words[-1].partition("@")[0]
+            if name == "_self_" and not isinstance(entry, Mapping):
+                continue
+            if of.removeprefix("/") not in CATALOGUE_GROUPS or not of.startswith("/"):
+                limit = f"a description includes entries of /{', /'.join(CATALOGUE_GROUPS)}"
+                fix = "For example - /accelerator@accelerator: h100_sxm_80gb."
+                raise UserInputError(f"{group} defaults", value=str(entry), limit=limit, fix=fix)
+            yield of.removeprefix("/"), str(name)
+
+
+def _named(
+    setting: Setting,
+    config_dir: Path | None,
+    entries: dict[str, Mapping[str, Any]],
+    notes: list[str],
+) -> str:
     """An override for Hydra; a model or cluster given as a file becomes an entry of its group."""
     if setting.key in GROUPS and setting.value is not None and is_path(setting.value):
-        path = Path(setting.value.strip("'\"")).expanduser()
-        if setting.key == "model":
-            return _described("model", _model_file(path, notes))
-        return _described("cluster", read_mapping("cluster", path))
+        path = expanded(Path(setting.value.strip("'\"")), setting.key)
+        is_model = setting.key == "model"
+        entries[setting.key] = (
+            _model_file(path, notes) if is_model else read_mapping("cluster", path)
+        )
+        return f"{setting.key}={_OWN_ENTRY}"
     return hydra_form(setting, config_dir)
 
 
-def _described(group: str, fields: Mapping[str, Any]) -> str:
-    from hydra.core.config_store import ConfigStore
-
-    ConfigStore.instance().store(name=_OWN_ENTRY, node=fields, group=group)
-    return f"{group}={_OWN_ENTRY}"
-
-
-def _compose(folder: str, overrides: list[str]) -> PlanConfig:
-    import hydra
-    from hydra.core.config_store import ConfigStore
+def _compose(
+    folders: Sequence[Path], overrides: list[str], described: Mapping[str, Mapping[str, Any]]
+) -> PlanConfig:
     from omegaconf import OmegaConf
 
-    ConfigStore.instance().store(name="plan_schema", node=PlanConfig)
+    entries: dict[tuple[str | None, str], Any] = {(None, "plan_schema"): PlanConfig}
     try:
-        with _own_hydra(), hydra.initialize_config_dir(folder, version_base="1.3"):
-            composed = hydra.compose("plan", overrides=overrides)
-        config = OmegaConf.to_object(composed)
+        entries |= {(group, _OWN_ENTRY): fields for group, fields in described.items()}
+        config = OmegaConf.to_object(compose_config("plan", overrides, folders, entries))
     except Exception as error:  # Hydra asserts on what it does not expect in a user's file
         raise _plain_error(error, overrides) from error
     assert isinstance(config, PlanConfig)
     return config
-
-
-@contextlib.contextmanager
-def _own_hydra() -> Iterator[None]:
-    """Put aside the Hydra of the application that runs us, if one does: there is one a process."""
-    from hydra.core.global_hydra import GlobalHydra
-
-    outer = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        yield
-    finally:
-        GlobalHydra.instance().hydra = outer
 
 
 def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:
@@ -309,6 +331,10 @@ def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:
     return UserInputError(what, value=wrong, limit=limit, fix=fix)
 
 
+#: Keys of which every Hugging Face configuration has one.
+_OF_HUGGING_FACE = frozenset({"model_type", "architectures", "text_config"})
+
+
 def _model_file(path: Path, notes: list[str]) -> Mapping[str, Any]:
     """A model's description from a Hugging Face ``config.json``, its folder, or a YAML file."""
     if path.is_dir():
@@ -324,7 +350,7 @@ def _model_file(path: Path, notes: list[str]) -> Mapping[str, Any]:
     parsed = read_json(path, "model")
     if not isinstance(parsed, dict):
         raise _bad_file("model", path, "it is not a JSON object")
-    if "model_type" not in parsed:
+    if _OF_HUGGING_FACE.isdisjoint(parsed):
         return read_mapping("model", path)  # JSON is YAML
     from nest_megatron.model.hugging_face import read_hf_model
 
@@ -371,22 +397,9 @@ def _loaded(group: str, path: Path) -> Mapping[str, Any]:
         raise _bad_file(group, path, "it is not a mapping")
     if not all(isinstance(key, str) for key in loaded):
         raise _bad_file(group, path, "a name of a field is no text")
-    if not isinstance(loaded.get("defaults", []), Sequence):
-        raise _bad_file(group, path, "defaults must be a list")
-    for value in _texts(OmegaConf.to_container(loaded, resolve=False)):
-        if _RESOLVER.search(value):
-            raise _bad_file(group, path, f"{value!r} calls a resolver, and a file is only data")
+    fix = f"Write the value itself into {path.name}."
+    refuse_resolvers(group, OmegaConf.to_container(loaded, resolve=False), fix)
     return loaded
-
-
-def _texts(value: object) -> Iterator[str]:
-    """Every text inside plain data."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from itertools.chain.from_iterable(map(_texts, (*value, *value.values())))
-    elif isinstance(value, list):
-        yield from itertools.chain.from_iterable(map(_texts, value))
 
 
 def _of_own_file(group: str, path: Path, loaded: Mapping[str, Any]) -> Mapping[str, Any]:

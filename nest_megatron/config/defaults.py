@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from nest_megatron.config.overrides import Setting, leaves, quoted, value_text
+from nest_megatron.config.overrides import Setting, leaves, quoted, refuse_resolvers, value_text
 from nest_megatron.config.schema import launch_keys, section_keys
 from nest_megatron.config.site_files import key_lines, site_files
 from nest_megatron.documents import DESCRIPTION, parse_yaml
@@ -84,6 +84,7 @@ def _read(path: Path) -> Iterator[Setting]:
     for name, value in leaves(fields):
         where = f"{path} line {lines.get(name, 1)}"
         _check(name, value, where)
+        refuse_resolvers(f"nest.{name}", value, f"Write the value itself ({where}).")
         key = "watch.steps" if name == "watch" else name
         yield Setting(key=key, value=_typed(value), origin=where)
 

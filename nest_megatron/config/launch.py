@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.config.defaults import naming_defaults, with_defaults
+from nest_megatron.config.hydra_loader import parse_override
 from nest_megatron.config.overrides import (
     Setting,
     parse,
+    refuse_resolvers,
     refuse_sweeps,
     type_limit,
     unreadable,
@@ -88,6 +90,7 @@ def read_words(words: Iterable[str]) -> LaunchWords:
             job.append(_job_setting(f"search.{text}"))
         elif equals and key in launch_keys():
             key = "watch.steps" if key == "watch" else key
+            refuse_resolvers(f"nest.{key}", value)
             launch.append(Setting(key=key, value=value))
         else:
             job.append(_job_setting(text))
@@ -148,14 +151,13 @@ def _read_launch(words: LaunchWords) -> LaunchConfig:
 
 def _value(setting: Setting) -> Any:
     """A value by Hydra's grammar, without its unit; one name for ``free`` is a list of one."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     if is_numeric(setting.key) and is_quantity(setting.value or ""):
         name = setting.key.rpartition(".")[2]
         return read_quantity(str(setting.value), name, f"nest.{setting.key}")
     try:
-        value = OverridesParser.create().parse_override(f"{setting.key}={setting.value}").value()
+        value = parse_override(f"{setting.key}={setting.value}").value()
     except HydraException as error:
         raise unreadable(f"nest.{setting.key}", setting.value, error) from error
     is_list = setting.key in ("free", "may_differ")

@@ -14,6 +14,7 @@ from typing import Any
 
 from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cluster.records import Accelerator, NetworkLevel
+from nest_megatron.config.hydra_loader import parse_override
 from nest_megatron.config.schema import SECTIONS, is_numeric, section_keys
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.model.spec import TransformerSpec
@@ -92,10 +93,37 @@ def _setting(text: str) -> Setting:
         fix = next(meant, "For example model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64.")
         limit = "settings are written key=value"
         raise UserInputError("override", value=text, limit=limit, fix=fix)
+    refuse_resolvers(key, [key, value])
     key = key.lstrip("+").strip()
     if key == "model.hf":
         key = "model"
     return Setting(key=_whole_key(key), value=value.strip())
+
+
+def refuse_resolvers(what: str, value: object, fix: str = "Write the value itself.") -> None:
+    """Refuse a value, or one inside it, that has OmegaConf call a function (``${oc.env:HOME}``).
+
+    What is typed, read of a file or sent by a browser is data: it reads no variable of the
+    environment. A reference to another value (``${model.name}``) is none.
+
+    Args:
+        what: names the value in the error.
+    """
+    for text in _texts(value):
+        opened = text.replace("\\", "").partition("${")[2]  # Hydra takes backslashes away
+        if ":" in opened:
+            limit = "it calls a resolver of OmegaConf, and values are only data"
+            raise UserInputError(what, value=text, limit=limit, fix=fix)
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every text inside plain data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from itertools.chain.from_iterable(map(_texts, (*value, *value.values())))
+    elif isinstance(value, list | tuple):
+        yield from itertools.chain.from_iterable(map(_texts, value))
 
 
 def _whole_key(key: str) -> str:
@@ -241,11 +269,10 @@ def _values(setting: Setting) -> list[str | None]:
     value = setting.value
     if value is None or setting.key in _TEXT_KEYS or not set(value) & set(",("):
         return [value]
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     try:
-        parsed = OverridesParser.create().parse_override(str(setting))
+        parsed = parse_override(str(setting))
         if not parsed.is_sweep_override():
             return [value]
         values: list[str | None] = list(

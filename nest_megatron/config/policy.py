@@ -9,18 +9,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import grp
+import itertools
 import os
 import pwd
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn, TypeVar
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.site_files import key_lines, site_files
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.documents import DESCRIPTION, parse_yaml
 from nest_megatron.errors import UserInputError, require_known
-from nest_megatron.files import read_text
+from nest_megatron.files import read_text, require_unwritable
+from nest_megatron.minisign import is_public_line
 from nest_megatron.parallel.policy import (
     AuditRules,
     LaunchRules,
@@ -32,8 +34,10 @@ from nest_megatron.parallel.policy import (
 from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeModule
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.plain import Source, from_plain
-from nest_megatron.planner.request import NumericOffer, Offer
+from nest_megatron.planner.request import MemoryOffer, NumericOffer, Offer
 from nest_megatron.solver.space import DEGREES, SearchSpace
+
+Offered = TypeVar("Offered", NumericOffer, MemoryOffer)
 
 #: Names another policy, beside the operators' and the user's own.
 VARIABLE: Final = "NEST_MEGATRON_POLICY"
@@ -54,8 +58,10 @@ def read_policy(environment: Mapping[str, str] = os.environ) -> Policy:
 
 
 def _read(path: Path) -> PolicyFile:
+    require_unwritable(path, "policy", {os.geteuid()})
     text = read_text(path, "policy", most=DESCRIPTION.num_bytes)
-    fields = parse_yaml(text, "policy", name=str(path)) or {}
+    fields = parse_yaml(text, "policy", name=str(path))
+    fields = {} if fields is None else fields
     if not isinstance(fields, Mapping):
         fix = "Write plan:, launch: or audit: with rules below."
         raise UserInputError("policy", value=str(path), limit="it is no mapping", fix=fix)
@@ -63,11 +69,13 @@ def _read(path: Path) -> PolicyFile:
         require_known(f"{path}: policy", str(name), ("plan", "launch", "audit"))
     found = PolicyFile(
         path=str(path),
-        plan=from_plain(PlanRules, fields.get("plan") or {}, f"{path}: plan", _TYPED),
-        launch=from_plain(LaunchRules, fields.get("launch") or {}, f"{path}: launch", _TYPED),
+        plan=from_plain(PlanRules, _section(fields, "plan"), f"{path}: plan", _TYPED),
+        launch=from_plain(LaunchRules, _section(fields, "launch"), f"{path}: launch", _TYPED),
         audit=_read_audit(fields.get("audit"), path),
+        owners=frozenset({path.stat().st_uid}),
         lines=key_lines(text),
     )
+    _check_words(found.launch, _section(fields, "launch"), path)
     for name, (least, most) in found.plan.ranges.items():
         require_known(f"{path}: plan.ranges", name, DEGREES)
         if not 1 <= least <= most:
@@ -79,6 +87,38 @@ def _read(path: Path) -> PolicyFile:
             limit, fix = f"it is a share, from 0 to {largest:g}", "Write 0.3 for 30 %."
             raise UserInputError(f"{path}: plan.{name}", value=share, limit=limit, fix=fix)
     return found
+
+
+def _section(fields: Mapping[str, Any], name: str) -> Any:
+    section = fields.get(name)
+    return {} if section is None else section
+
+
+#: Rules of a launch of which an empty list would be no rule.
+_LISTS: Final = ("signers", "plan_folders", "on_mismatch", "megatron_lm")
+_PATHS: Final = ("signers", "plan_folders")
+
+
+def _check_words(rules: LaunchRules, fields: Collection[str], path: Path) -> None:
+    """Refuse empty lists and words, and paths that are another for each job or user."""
+
+    def refuse(name: str, value: object, limit: str, fix: str) -> NoReturn:
+        raise UserInputError(f"{path}: launch.{name}", value=value, limit=limit, fix=fix)
+
+    for name in _LISTS:
+        if name in fields and not getattr(rules, name):
+            refuse(name, "[]", "an empty list is no rule", "Leave it out, or name what is allowed.")
+    freed = rules.may_free or {}
+    words = {name: getattr(rules, name) for name in (*_LISTS, "may_tune")}
+    words["may_free"] = (*freed, *itertools.chain.from_iterable(freed.values()))
+    for name, each in words.items():
+        if not all(word.strip() for word in each):
+            refuse(name, "", "a word in it is empty", "Correct the policy.")
+    for name in _PATHS:
+        for word in words[name]:
+            if not (Path(word).is_absolute() or (name == "signers" and is_public_line(word))):
+                limit = "jobs start in many folders, and users have homes of their own"
+                refuse(name, word, limit, "Name it from / on.")
 
 
 def _read_audit(fields: Any, path: Path) -> AuditRules | None:
@@ -178,8 +218,8 @@ def offer_within(offer: Offer | None, policy: Policy, cluster: Cluster) -> Offer
     return None
 
 
-def numeric_within(offers: Iterable[NumericOffer], policy: Policy) -> tuple[NumericOffer, ...]:
-    """Choices that change numbers, without those that a policy forbids."""
+def offers_within(offers: Iterable[Offered], policy: Policy) -> tuple[Offered, ...]:
+    """Choices that change numbers or memory, without those that a policy forbids."""
     left = []
     for offer in offers:
         with contextlib.suppress(PolicyError):

@@ -17,8 +17,8 @@ from nest_megatron.config.given import given_settings
 from nest_megatron.config.job import Job
 from nest_megatron.config.plausible import require_plausible
 from nest_megatron.config.policy import (
-    numeric_within,
     offer_within,
+    offers_within,
     policy_notes,
     read_policy,
     settings_within,
@@ -36,6 +36,7 @@ from nest_megatron.config.target import (
     fixed_choices,
     read_adapters,
     read_execution,
+    read_memory_offers,
     read_numeric_offers,
     read_settings,
     read_target,
@@ -55,7 +56,13 @@ from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.device_rules import device_notes, require_recipe
-from nest_megatron.parallel.knobs import KnobConditions, always_on, open_values, unknown_packages
+from nest_megatron.parallel.knobs import (
+    KnobConditions,
+    Package,
+    always_on,
+    open_values,
+    unknown_packages,
+)
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.price import Rates
 from nest_megatron.planner import PlanRequest
@@ -184,11 +191,24 @@ def request_for(
         closed=job.closed,
     )
     execution = read_execution(config, job, name)
-    space = dataclasses.replace(space, execution=execution, version=target.megatron_core)
+    space = dataclasses.replace(
+        space,
+        execution=execution,
+        version=target.megatron_core,
+        transformer_impl=job.transformer_impl,
+        cuda_graphs=job.graphs,
+    )
     if choose_execution:
         space = dataclasses.replace(
             space, execution=always_on(execution, choices), executions=open_values(choices)
         )
+    if "cuda_graph_impl" in space.executions:
+        space = dataclasses.replace(space, cuda_graphs=None)
+    if offer is not None:
+        names = ["batch_unit", "execution", "executions", "version", "transformer_impl"]
+        names.append("cuda_graphs")
+        same: dict[str, Any] = {name: getattr(space, name) for name in names}
+        offer = dataclasses.replace(offer, space=dataclasses.replace(offer.space, **same))
     defaults = tuple(f"{each} from {each.origin}" for each in composed.defaults)
     if defaults:
         notes = [*notes, f"Defaults of this site: {'; '.join(defaults)}."]
@@ -213,7 +233,13 @@ def request_for(
         not_modelled=job.not_modelled,
         offer=offer,
         packages=unknown_packages(choices) if choose_execution else {},
-        numeric_offers=numeric_within(read_numeric_offers(config, job, name, lengths), policy),
+        numeric_offers=offers_within(read_numeric_offers(config, job, name, lengths), policy),
+        memory_offers=offers_within(
+            read_memory_offers(
+                config, job, name, lengths, _other_spaces(space, offer, choices, choose_execution)
+            ),
+            policy,
+        ),
         reliability=read_reliability(config, job.save_interval),
         rates=read_rates(config, spec.seq_length, schedule),
         objective=choice("search.objective", search.objective, Objective),
@@ -232,6 +258,26 @@ def request_for(
         given=given_settings(config),
         site=site,
     )
+
+
+def _other_spaces(
+    space: SearchSpace, offer: Offer | None, choices: KnobConditions, choose_execution: bool
+) -> Mapping[tuple[str, ...], SearchSpace]:
+    """The space of a job, and those in which it could need less memory, by what the user sets."""
+    spaces: dict[tuple[str, ...], SearchSpace] = {(): space}
+    if offer is not None:
+        spaces[offer.words] = offer.space
+    everywhere = dataclasses.replace(
+        choices, has_fast_link=True, packages=choices.packages | {Package.ENGINE_2_9}
+    )
+    name = "offload_modules"
+    values = open_values(everywhere).get(name, ()) if choose_execution else ()
+    if values and name not in space.executions and not space.execution.offload_modules:
+        modules = " ".join(values[0])
+        words = f"--fine-grained-activation-offloading --offload-modules {modules}"
+        executions = {**space.executions, name: values}
+        spaces[(words,)] = dataclasses.replace(space, executions=executions)
+    return spaces
 
 
 def _require_own_words(config: PlanConfig, job: Job, prefix: str) -> None:
@@ -255,6 +301,12 @@ def _require_own_words(config: PlanConfig, job: Job, prefix: str) -> None:
 
 def _scan_notes(spec: TransformerSpec) -> tuple[str, ...]:
     """What is known of layers whose kernels nobody has published a measurement of."""
+    if spec.experimental_attention_variant == "dsa":
+        return (
+            "Sparse attention (dsa) is priced from the source of Megatron-LM 0.20 without fused "
+            "kernels (dsa_kernel_backend none): every score is worked out, then masked. No run of "
+            "it is known.",
+        )
     if SCANNED.isdisjoint(spec.blocks):
         return ()
     return (

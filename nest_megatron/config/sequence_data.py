@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
 from nest_megatron.config.schema import TrainConfig
+from nest_megatron.documents import parse_json
 from nest_megatron.errors import UserInputError, shortened
-from nest_megatron.files import read_bytes, read_text
+from nest_megatron.files import expanded, read_bytes, read_text
 from nest_megatron.model.sequence_lengths import (
     SequenceLengths,
     lengths_from_counts,
@@ -45,7 +45,7 @@ def read_lengths(train: TrainConfig, longest: int, *, packed: bool) -> SequenceL
         if (mean, deviation) != (None, None):
             limit, fix = "mean and deviation are given as well", "Give the file alone."
             raise _wrong(_FILE, train.sequence_lengths, limit, fix)
-        path = Path(train.sequence_lengths).expanduser()
+        path = expanded(Path(train.sequence_lengths), _FILE)
         return lengths_from_counts(_counts(path), longest, packed=packs, source=path.name)
     if mean is None and deviation is None:
         return None
@@ -67,6 +67,11 @@ def length_notes(
             "Sequences are packed, and how long they are is not said: attention is priced as if "
             "each pack were one sequence, the most that it can be. train.sequence_lengths=FILE, or "
             "train.sequence_length_mean and train.sequence_length_std say it."
+        )
+    if lengths is not None and not lengths.packed:
+        yield (
+            "Each sequence stands alone and is filled up with padding: the lengths of data change "
+            "no time of a step. If several stand in one, train.sequence_packing=true says so."
         )
 
 
@@ -151,7 +156,7 @@ def _row(line: str) -> tuple[int, int]:
     if line.lstrip()[0] != "{":
         length, *count = line.replace(",", " ").split()
         return int(length), int(count[0]) if count else 1
-    row = json.loads(line)
+    row = parse_json(line, _FILE)
     value = row[next(name for name in (*_FIELDS, "") if name in row or not name)]
     return (len(value) if isinstance(value, list) else int(value)), 1
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import platformdirs
 import yaml
 
-from nest_megatron.errors import PROGRAM
+from nest_megatron.documents import LOADER
+from nest_megatron.files import expanded, user_folder
 
 #: The operators' folder, which no user can write to.
 SYSTEM_FOLDER: Final = Path("/etc/nest-megatron")
@@ -18,17 +18,16 @@ SYSTEM_FOLDER: Final = Path("/etc/nest-megatron")
 
 def site_files(name: str, variable: str, environment: Mapping[str, str]) -> Iterator[Path]:
     """Files of a name that hold here: the operators', the user's own, and that of a variable."""
-    user = platformdirs.user_config_path(PROGRAM, appauthor=False)
-    for folder in (SYSTEM_FOLDER, user):
+    for folder in (SYSTEM_FOLDER, user_folder("config")):
         if os.path.lexists(folder / name):  # one that cannot be followed is refused, not missed
             yield folder / name
     if named := environment.get(variable):
-        yield Path(named).expanduser()
+        yield expanded(Path(named), variable)
 
 
 def key_lines(text: str) -> Mapping[str, int]:
     """The line of every key of a YAML text, by its dotted name."""
-    return dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader)))
+    return dict(_lines(yaml.compose(text, Loader=LOADER)))
 
 
 def _lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:

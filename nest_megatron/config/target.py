@@ -6,6 +6,8 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 from collections.abc import Collection, Iterable, Mapping
+from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,9 +35,14 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.names import Name
 from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
 from nest_megatron.parallel.knobs import KNOBS, Package, choices_of_execution
-from nest_megatron.parallel.numeric_knobs import NUMERIC_KNOBS
+from nest_megatron.parallel.numeric_knobs import (
+    MEMORY_KNOBS,
+    NUMERIC_KNOBS,
+    NumericKnob,
+    refused_together,
+)
 from nest_megatron.parallel.recompute import RecomputeGranularity
-from nest_megatron.planner.request import NumericOffer
+from nest_megatron.planner.request import MemoryOffer, NumericOffer
 from nest_megatron.solver.space import SearchSpace
 
 #: Module of DeepEP whose presence tells that it has HybridEP's kernels as well. Source:
@@ -135,29 +142,86 @@ def read_numeric_offers(
     config: PlanConfig, job: Job, accelerator: str, lengths: SequenceLengths | None = None
 ) -> tuple[NumericOffer, ...]:
     """Choices that change numbers and that the job has not made."""
-    target, precision = read_target(config, job.target), read_precision(config, job.precision)
-    own = target.flags(accelerator, precision, job.memory_flags, job.spec)
-    fields = NUMERIC_FIELDS.get(target.fitted, {})
-    if target in MEGATRON_LM:
-        fields = {knob.flags: knob.flags for knob in NUMERIC_KNOBS}
-    found = []
-    for knob in NUMERIC_KNOBS:
-        words = fields.get(knob.flags)
-        if knob.precision is not None and job.spec.vision is not None:
-            continue  # an encoder of images is priced in 16 bits
-        if words is None or not knob.is_for(
-            own, precision, accelerator, has_experts=job.spec.is_moe
-        ):
+    return tuple(
+        NumericOffer(
+            knob=knob,
+            settings=_with_knobs(config, job, accelerator, lengths, [knob]),
+            words=words,
+        )
+        for knob, words in _open_knobs(config, job, accelerator, NUMERIC_KNOBS)
+    )
+
+
+def read_memory_offers(
+    config: PlanConfig,
+    job: Job,
+    accelerator: str,
+    lengths: SequenceLengths | None,
+    spaces: Mapping[tuple[str, ...], SearchSpace],
+) -> tuple[MemoryOffer, ...]:
+    """Ways to need less memory that the job has not taken, singly and together.
+
+    Args:
+        spaces: what is searched as the job is, without words, and after other changes.
+    """
+    groups = [_open_knobs(config, job, accelerator, knobs) for knobs in MEMORY_KNOBS]
+    own, found = _own_flags(config, job, accelerator), []
+    for chosen in product(*((None, *group) for group in groups)):
+        pairs = [pair for pair in chosen if pair is not None]
+        knobs = [knob for knob, _ in pairs]
+        if refused_together(own, knobs):
             continue
-        flags = {**job.memory_flags, **dict.fromkeys(knob.instead_of, False), **knob.values}
-        asked = config
+        settings = _with_knobs(config, job, accelerator, lengths, knobs)
+        for more, space in spaces.items():
+            stages = space.zero_stages
+            for knob in knobs:
+                stages = knob.zero_stages(stages)
+            if stages and (words := (*(word for _, word in pairs), *more)):
+                narrow = dataclasses.replace(space, zero_stages=stages)
+                offer = MemoryOffer(words=words, settings=settings, space=narrow)
+                found.append((len(words), len(more), offer))
+    return tuple(offer for *_, offer in sorted(found, key=itemgetter(0, 1)))
+
+
+def _open_knobs(
+    config: PlanConfig, job: Job, accelerator: str, knobs: Iterable[NumericKnob]
+) -> list[tuple[NumericKnob, str]]:
+    """Those of some choices that a job could make and has not, and what its user sets."""
+    target, precision = read_target(config, job.target), read_precision(config, job.precision)
+    own = _own_flags(config, job, accelerator)
+    fields = None if target in MEGATRON_LM else NUMERIC_FIELDS.get(target.fitted, {})
+    return [
+        (knob, knob.flags if fields is None else fields[knob.flags])
+        for knob in knobs
+        if (fields is None or knob.flags in fields)
+        # an encoder of images is priced in 16 bits
+        and (knob.precision is None or job.spec.vision is None)
+        and knob.is_for(own, precision, accelerator, has_experts=job.spec.is_moe)
+    ]
+
+
+def _own_flags(config: PlanConfig, job: Job, accelerator: str) -> Mapping[str, Any]:
+    """A job's flags over its target's defaults."""
+    target, precision = read_target(config, job.target), read_precision(config, job.precision)
+    return target.flags(accelerator, precision, job.memory_flags, job.spec)
+
+
+def _with_knobs(
+    config: PlanConfig,
+    job: Job,
+    accelerator: str,
+    lengths: SequenceLengths | None,
+    knobs: Iterable[NumericKnob],
+) -> CostSettings:
+    """The settings of a job after some choices."""
+    flags = dict(job.memory_flags)
+    for knob in knobs:
+        flags |= {**dict.fromkeys(knob.instead_of, False), **knob.values}
         if knob.precision is not None:
             train = dataclasses.replace(config.train, precision=knob.precision.value)
-            asked = dataclasses.replace(config, train=train)
-        changed = dataclasses.replace(job, memory_flags=flags)
-        settings = read_settings(asked, changed, accelerator, lengths)
-        found.append(NumericOffer(knob=knob, settings=settings, words=words))
-    return tuple(found)
+            config = dataclasses.replace(config, train=train)
+    changed = dataclasses.replace(job, memory_flags=flags)
+    return read_settings(config, changed, accelerator, lengths)
 
 
 def read_precision(config: PlanConfig, own: Precision = Precision.BF16) -> Precision:

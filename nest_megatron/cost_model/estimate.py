@@ -212,7 +212,7 @@ def _waits(evaluation: Evaluation, rank: int) -> dict[str, Ticks]:
 
 def _rank_terms(found: _Evaluated, rank: int) -> dict[str, Seconds]:
     problem, evaluation = found.problem, found.evaluation
-    m = problem.num_microbatches
+    m = found.grid.num_microbatches
     terms = dict.fromkeys(TERMS, 0.0)
     units = 0
     for index in range(rank, problem.num_chunks, problem.num_stages):

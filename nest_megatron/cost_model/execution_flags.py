@@ -62,10 +62,15 @@ def execution_traits(flags: Mapping[str, Any], precision: Precision) -> Executio
         matrix_optimizer_bytes=of_matrices,
         optimizer_offload_fraction=moved,
         overlaps_optimizer_copies=bool(flags.get("overlap_cpu_optimizer_d2h_h2d")),
+        microbatch_group_size_per_vp_stage=int(
+            flags.get("microbatch_group_size_per_vp_stage") or 0
+        ),
         optimizer_instances=int(flags.get("num_distributed_optimizer_instances") or 1),
         torch_fsdp2=bool(flags.get("use_torch_fsdp2")),
         communication_unit_size=int(flags.get("suggested_communication_unit_size") or 0),
-        fsdp_double_buffer=bool(flags.get("fsdp_double_buffer")),
+        fsdp_double_buffer=_has_double_buffer(flags),
+        fsdp_reduce_bytes=_reduce_bytes(flags),
+        reshard_after_forward=flags.get("torch_fsdp2_reshard_after_forward") is not False,
         nccl_ub=bool(flags.get("nccl_ub")),
         fused_activation=flags.get("bias_swiglu_fusion") is not False,
         fp8_activation_input=bool(flags.get("activation_func_fp8_input_store")),
@@ -147,6 +152,12 @@ def time_notes(flags: Mapping[str, Any]) -> tuple[str, ...]:
             "--optimizer-cpu-offload: the time of Adam on the host is that of one public "
             "measurement on nodes of eight H100, whatever processors this host has."
         )
+    if flags.get("microbatch_group_size_per_vp_stage"):
+        notes.append(
+            "--microbatch-group-size-per-virtual-pipeline-stage: where it is not the pipeline "
+            "size, virtual stages are priced in rounds of one micro batch a pipeline rank, with "
+            "the activations that the larger rounds keep; a step takes a few per cent less."
+        )
     if flags.get("ddp_num_buckets"):
         notes.append("--ddp-num-buckets: buckets are priced in the size that Megatron chooses.")
     if text(flags.get("optimizer") or "adam") in ("muon", "dist_muon"):
@@ -218,8 +229,12 @@ def _gradient_bytes(flags: Mapping[str, Any], precision: Precision, params: int)
 
     With ``--bf16`` it is float32 unless one of two flags says otherwise, with ``--fp16`` 16-bit
     unless ``--accumulate-allreduce-grads-in-fp32`` is given. Megatron-FSDP of 0.20 has a flag of
-    its own, and without it the width of the weights (``_resolve_group_grad_dtype``).
+    its own, and without it the width of the weights (``_resolve_group_grad_dtype``). PyTorch's
+    FSDP2 is given no ``MixedPrecisionPolicy``: gradients are as wide as weights (0.16.1 and 0.20,
+    ``TorchFullyShardedDataParallel``).
     """
+    if flags.get("use_torch_fsdp2"):
+        return params
     own = flags.get("megatron_fsdp_main_grads_dtype")
     if flags.get("use_megatron_fsdp") and own is not None:
         is_auto = text(own) == "auto"
@@ -230,6 +245,20 @@ def _gradient_bytes(flags: Mapping[str, Any], precision: Precision, params: int)
         return params
     narrow = _width(flags, "main_grads_dtype", "fp32") != _FP32
     return params if narrow or flags.get("grad_reduce_in_bf16") else _FP32
+
+
+def _has_double_buffer(flags: Mapping[str, Any]) -> bool:
+    """User buffers of Megatron-FSDP are double buffers (0.16.1 refuses others; 0.20 args:1176)."""
+    registered = flags.get("use_megatron_fsdp") and flags.get("nccl_ub")
+    return bool(flags.get("fsdp_double_buffer") or registered)
+
+
+def _reduce_bytes(flags: Mapping[str, Any]) -> int:
+    """Width in which Megatron-FSDP of 0.20 reduces gradients, where a flag says it."""
+    name = "megatron_fsdp_grad_comm_dtype"
+    if not flags.get("use_megatron_fsdp") or text(flags.get(name) or "auto") == "auto":
+        return 0
+    return _width(flags, name, "auto")
 
 
 def _loss_bytes(flags: Mapping[str, Any], params: int) -> int:

@@ -16,6 +16,8 @@ from nest_megatron.cost_model.traits import Fp8Recipe
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.launch_rule import Rule, Violation
+from nest_megatron.parallel.rules import LaunchRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +143,30 @@ def uneven_sides(
     if spec.is_moe:
         sides.add(spec.expert_ffn_hidden_size // etp)
     return tuple(sorted(side for side in sides if side % number_format.sides))
+
+
+def _uneven_shapes(request: LaunchRequest) -> Violation | None:
+    number_format = format_of(request.precision, Fp8Recipe(request.fp8_recipe))
+    if number_format is None:
+        return None
+    uneven = list(uneven_sides(request.spec, request.dims, number_format))
+    if not uneven:
+        return None
+    return Violation(
+        what="tensor_model_parallel_size",
+        value=request.dims.tensor_model_parallel_size,
+        limit=f"{request.precision} matrices have sides of whole {number_format.sides}s; "
+        f"found {uneven}",
+        fix="Lower the tensor-parallel size.",
+    )
+
+
+#: Transformer Engine asserts it as the first step runs.
+FP8_SHAPES = Rule(
+    name="fp8_shapes",
+    source="Transformer Engine assert_dim_for_fp8_exec (run)",
+    check=_uneven_shapes,
+)
 
 
 def beside_buffers(recipe: Fp8Recipe) -> bool:

@@ -10,7 +10,6 @@ _build_model_and_main_param_groups`` (states), of megatron-core 0.16.1 and 0.20.
 
 from __future__ import annotations
 
-import math
 import operator
 from typing import NamedTuple
 
@@ -28,9 +27,6 @@ WEIGHT_BYTES = 2
 PEAK_ERROR = 0.031
 #: The same of all public runs whose peak is known, of any framework (``docs/accuracy.md``).
 PUBLIC_PEAK_ERROR = 0.11
-
-#: Parameters of Megatron-FSDP's communication unit at least.
-LEAST_UNIT_SIZE = 1_000_000_000
 
 
 class StaticBytes(NamedTuple):
@@ -130,7 +126,8 @@ def static_bytes(
     )
     if is_fp8:
         weights += fp8_copy_bytes(zero, settings)
-    if whole or (zero >= ZeroStage.WEIGHTS and not in_layer and not traits.torch_fsdp2):
+    stays = not traits.reshard_after_forward if traits.torch_fsdp2 else not in_layer
+    if whole or (zero >= ZeroStage.WEIGHTS and stays):
         weights += traits.params_bytes  # Megatron-FSDP gathers what is in no layer once a step
     states = traits.optimizer_bytes
     if in_layer and traits.matrix_optimizer_bytes is not None:
@@ -203,48 +200,6 @@ def saved_input_bytes(settings: CostSettings) -> float:
     if found is None or not settings.traits.fp8_inputs:
         return settings.traits.params_bytes
     return found.bytes
-
-
-def unsharded_bytes(
-    parameters: int,
-    zero: ZeroStage,
-    settings: CostSettings,
-    held: int | None = None,
-    *,
-    in_layer: bool = True,
-    frozen: bool = False,
-) -> Bytes:
-    """Working memory of ZeRO-2 and 3: what is whole of weights and gradients at once.
-
-    PyTorch's FSDP2 gathers one layer of ``parameters`` ahead and has the gradients of one.
-    Megatron-FSDP gathers layers ahead until half a *communication unit* is under way, but no more
-    than the rank has (``held``), and waits for gradients to be reduced where more than a unit of
-    them does; a unit is two layers, and 1e9 parameters at least. While they wait, those of the
-    layer before it are made. Double buffers hold two layers. ``frozen`` weights have none.
-
-    Source: ``MegatronFSDP._init_fsdp_param_and_grad_buffer``, ``AllGatherPipeline.
-    all_gather_params``, ``GradReducePipeline.wait_for_previous_grad_reduce``.
-    """
-    traits = settings.traits
-    if zero < ZeroStage.GRADIENTS or not parameters:
-        return 0
-    if traits.torch_fsdp2:
-        whole = 2 * traits.params_bytes + traits.gradient_bytes
-        return parameters * whole if zero >= ZeroStage.WEIGHTS else 0
-    weights = gradients = 2 * parameters
-    if not in_layer:
-        weights, gradients = 0, parameters
-    elif not traits.fsdp_double_buffer:
-        unit = traits.communication_unit_size or max(LEAST_UNIT_SIZE, 2 * parameters)
-        weights = parameters * (1 + math.ceil(unit // 2 / parameters))
-        gradients = parameters * (unit // parameters + 2)
-    if held is not None:
-        weights, gradients = min(weights, held), min(gradients, held)
-    if zero < ZeroStage.WEIGHTS:
-        weights = 0
-    if frozen:
-        gradients = 0
-    return weights * traits.params_bytes + gradients * traits.gradient_bytes
 
 
 def capacity_bytes(accelerator: Accelerator, settings: CostSettings) -> Bytes:

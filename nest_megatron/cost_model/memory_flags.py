@@ -38,7 +38,7 @@ def not_modelled(flags: Mapping[str, Any]) -> tuple[str, ...]:
     found = [
         _TABLE["flags"].get(name, f"--{name.replace('_', '-')}")
         for name, inert in NOT_MODELLED.items()
-        if name in flags and not _is_off(name, flags[name], inert)
+        if name in flags and not _is_off(flags[name], inert)
     ]
     if text(flags.get("transformer_impl") or "") in ("local", "inference_optimized"):
         found.append(f"--transformer-impl {text(flags['transformer_impl'])}")
@@ -58,9 +58,7 @@ def text(value: object) -> str:
     return names.get(word, word)
 
 
-def _is_off(name: str, value: object, inert: list[object]) -> bool:
-    if name == "torch_fsdp2_reshard_after_forward":
-        return value is not False
+def _is_off(value: object, inert: list[object]) -> bool:
     plain = value if isinstance(value, bool | int | float | str | list | tuple) else text(value)
     if isinstance(plain, list | tuple):
         return not plain

@@ -279,7 +279,11 @@ class CostModel:
             units = list(zip(self.spec.layer_kinds(), counts, strict=True))
             distinct = tuple(dict.fromkeys(units))
             sequence = bytes(map({unit: i for i, unit in enumerate(distinct)}.__getitem__, units))
-            self._structures[key] = Structure(sequence, distinct, sum(counts, ParameterCount()))
+            layers = [count for kind, count in units if not kind.is_end]
+            of_layers = sum(layers, ParameterCount())
+            self._structures[key] = Structure(
+                sequence, distinct, sum(counts, ParameterCount()), of_layers.over(len(layers))
+            )
         return self._structures[key]
 
     def constant(self, grid: Grid) -> Ticks:
@@ -353,11 +357,9 @@ class CostModel:
         """What the parameters of each distinct unit cost for their replicas' sake."""
         key = (degrees(dims), zero)
         if key not in self._replica_costs:
-            per_rank = self.structure(dims).parameters.over(dims.pipeline_model_parallel_size)
+            rank = self.structure(dims).on_rank(dims)
             traffic, byte_s = self.traffic(dims, zero), memory_time(self.cluster.accelerator)
-            prices = parameter_prices(
-                dims, zero, traffic, per_rank, self._step, byte_s, self.settings
-            )
+            prices = parameter_prices(dims, zero, traffic, rank, self._step, byte_s, self.settings)
             self._replica_costs[key] = tuple(
                 replica_cost(kind, count, prices, zero, self.settings)
                 for kind, count in self.structure(dims).units

@@ -85,6 +85,17 @@ class CostSettings:
     def __post_init__(self) -> None:
         require_ranges(self, _name_of)
 
+    def of_launch(self) -> dict[str, Any]:
+        """Fields of ``LaunchRequest`` that the settings say."""
+        traits = self.traits
+        return {
+            "precision": self.precision,
+            "fp8_recipe": traits.fp8_recipe.value,
+            "fused_attention": traits.flash_attention,
+            "gradient_bytes": traits.gradient_bytes,
+            "microbatch_group_size_per_vp_stage": traits.microbatch_group_size_per_vp_stage,
+        }
+
     def expert_load(self, num_ranks: int) -> float:
         """Tokens of the busiest of some expert ranks over the mean.
 

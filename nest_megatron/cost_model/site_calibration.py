@@ -20,7 +20,13 @@ from nest_megatron.cost_model.peak_posterior import MOST_RUNS, PeakRun, Predicte
 from nest_megatron.cost_model.posterior import Observation
 from nest_megatron.cost_model.student_t import quantile
 from nest_megatron.cost_model.uncertainty import Predictive, shipped_calibration
-from nest_megatron.history.records import Outcome, RunRecord, link_hashes, same_links
+from nest_megatron.history.records import (
+    Outcome,
+    Predicted,
+    RunRecord,
+    link_hashes,
+    same_links,
+)
 from nest_megatron.parallel.plan_file import digest
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.plain import added
@@ -166,6 +172,11 @@ class SiteCalibration:
             peaks=tuple(peak for peak in self.peaks if own.isdisjoint(peak.trials)),
         )
 
+    @property
+    def unknown_names(self) -> tuple[str, ...]:
+        """Features and mechanisms of runs that only a later version knows."""
+        return tuple(sorted({name for run in self.runs for name in unknown_names(run)}))
+
     def differences(self, cluster: Cluster) -> tuple[str, ...]:
         """In what a cluster is not the one that it was fitted on."""
         pairs = (
@@ -177,6 +188,11 @@ class SiteCalibration:
         if not same_links(self.links, link_hashes(cluster)):
             found.append("links with other figures")
         return tuple(found)
+
+
+def unknown_names(run: SiteRun | Predicted) -> frozenset[str]:
+    """Features and mechanisms of a run that only a later version knows."""
+    return (frozenset(run.features) - {*Feature}) | (frozenset(run.shares) - {*Mechanism})
 
 
 def calibrations(records: Iterable[RunRecord], created: str) -> tuple[SiteCalibration, ...]:
@@ -201,7 +217,7 @@ def calibrations(records: Iterable[RunRecord], created: str) -> tuple[SiteCalibr
 
 def _teaches_time(record: RunRecord) -> bool:
     is_whole = record.outcome is Outcome.FINISHED and bool(record.predicted.shares)
-    return is_whole and record.measured is not None
+    return is_whole and record.measured is not None and not unknown_names(record.predicted)
 
 
 def _teaches_memory(record: RunRecord) -> bool:

@@ -14,7 +14,7 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.site_calibration import FORMAT, SiteCalibration
 from nest_megatron.documents import parse_yaml
 from nest_megatron.errors import UserInputError
-from nest_megatron.files import expanded, read_text, write_text
+from nest_megatron.files import expanded, read_text, user_folder, write_text
 from nest_megatron.history.records import link_hashes
 from nest_megatron.plain import from_plain, to_plain
 
@@ -35,9 +35,7 @@ def sites_folder() -> Path:
     asked = os.environ.get(VARIABLE)
     if asked:
         return expanded(Path(asked), VARIABLE)
-    from platformdirs import user_config_path
-
-    return user_config_path("nest-megatron") / "sites"
+    return user_folder("config") / "sites"
 
 
 def site_path(name: str, accelerator: str) -> Path:
@@ -68,6 +66,9 @@ def read_site(path: Path) -> SiteCalibration:
     found = from_plain(SiteCalibration, fields, f"{path}:")
     if not found.by_date or found.format != FORMAT:
         limit = "it holds no run" if not found.by_date else f"it has format {found.format}"
+        raise UserInputError(what, value=str(path), limit=limit, fix=_AGAIN)
+    if later := found.unknown_names:
+        limit = f"a later nest-megatron wrote it, and this one does not know {', '.join(later)}"
         raise UserInputError(what, value=str(path), limit=limit, fix=_AGAIN)
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from nest_megatron.cost_model.keys import split_block
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost
@@ -9,6 +11,8 @@ from nest_megatron.cost_model.unit_cost import overlap_window, unit_cost
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import Recompute, RecomputeMethod
 from nest_megatron.units import Bytes
+
+_PASSES = ("forward", "backward", "block_backward")
 
 
 class StageProblems:
@@ -22,6 +26,7 @@ class StageProblems:
         self._constant = model.constant(grid)
         self._sequence = model.structure(grid.dims).sequence
         self._costs: dict[object, tuple[UnitCost, ...]] = {}
+        self._num_priced = priced_microbatches(grid)
 
     def problem(
         self,
@@ -37,7 +42,7 @@ class StageProblems:
         return PipelineProblem(
             num_stages=dims.pipeline_model_parallel_size,
             num_virtual=dims.virtual_pipeline_model_parallel_size,
-            num_microbatches=self.grid.num_microbatches,
+            num_microbatches=self._num_priced,
             unit_kinds=self._sequence,
             costs=self._unit_costs(recompute, hidden_reduce),
             num_layers=self.model.spec.num_stacked_layers,
@@ -54,13 +59,13 @@ class StageProblems:
         covered, elsewhere = split_block(recompute)
         key = (covered, hidden_reduce)
         if key not in self._costs:
-            dims, count = self.grid.dims, self.grid.num_microbatches
+            dims, count = self.grid.dims, self._num_priced
             p, v = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
-            window, share = overlap_window(dims, count), 0.0
+            window, share = overlap_window(dims, count), self._share_of_larger_rounds(p, v)
             if self.grid.execution.overlap_moe_expert_parallel_comm:
-                share = early_forward_share(p, v, count)
+                share += early_forward_share(p, v, count)
             self._costs[key] = tuple(
-                unit_cost(
+                self._unit_cost(
                     kind,
                     replica,
                     self.model.settings,
@@ -75,6 +80,30 @@ class StageProblems:
                 )
             )
         return self._costs[key]
+
+    def _unit_cost(self, *args: Any, **kwargs: Any) -> UnitCost:
+        """As ``unit_cost``; fewer micro batches than there are take as long as all together."""
+        cost, all_of_them = unit_cost(*args, **kwargs), self.grid.num_microbatches
+        if all_of_them == self._num_priced:
+            return cost
+        passes = (cost.forward, cost.backward, cost.block_backward)
+        longer = (-(-each * all_of_them // self._num_priced) for each in passes)
+        return cost._replace(**dict(zip(_PASSES, longer, strict=True)))
+
+    def _share_of_larger_rounds(self, p: int, v: int) -> float:
+        """What is saved more than in rounds of one micro batch a rank, as a share of that."""
+        group = self.model.settings.traits.microbatch_group_size_per_vp_stage
+        if not group or v == 1:
+            return 0.0
+        alive = (v - 1) * p + 1
+        more = min((v - 1) * (group - p), self.grid.num_microbatches * v - alive) / alive
+        return max(more, self.grid.num_microbatches / self._num_priced - 1, 0.0)
+
+
+def priced_microbatches(grid: Grid) -> int:
+    """Micro batches in whole rounds of one a pipeline rank, as the schedule is priced."""
+    p, v = grid.dims.pipeline_model_parallel_size, grid.dims.virtual_pipeline_model_parallel_size
+    return grid.num_microbatches - (grid.num_microbatches % p if v > 1 else 0)
 
 
 def stage_problem(model: CostModel, grid: Grid) -> PipelineProblem:

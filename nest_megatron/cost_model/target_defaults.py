@@ -87,6 +87,7 @@ _STATES_IN = (
 )
 _GRADIENTS, _WEIGHTS = "--grad-reduce-in-bf16", "--fp8-param-gather"
 _STATES = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+_HOST = "--optimizer-cpu-offload --use-precision-aware-optimizer"
 _FP8_STATES = _STATES.replace("bf16", "fp8")
 _CAPACITY = "--moe-expert-capacity-factor 1.0"
 _FP4 = "--fp4-format e2m1 --fp4-recipe nvfp4"
@@ -94,6 +95,7 @@ _FP8 = {
     f"--fp8-format {each} --fp8-recipe {recipe}": (each, recipe)
     for each, recipe in (("hybrid", "tensorwise"), ("e4m3", "blockwise"), ("e4m3", "mxfp8"))
 }
+_TENSORWISE = next(iter(_FP8))
 
 
 def _in(precision: str, optimizer: str, model: str) -> dict[str, str]:
@@ -106,9 +108,12 @@ def _in(precision: str, optimizer: str, model: str) -> dict[str, str]:
         _GRADIENTS: f"{precision}.grad_reduce_in_fp32=False",
         _STATES: _STATES_IN.format(optimizer, "bfloat16"),
         _FP8_STATES: _STATES_IN.format(optimizer, "uint8"),
+        _HOST: f"{optimizer}.optimizer_cpu_offload=True "
+        f"{optimizer}.use_precision_aware_optimizer=True",
         _WEIGHTS: f"{precision}.fp8_param_gather=True",
         _CAPACITY: f"{model}.moe_expert_capacity_factor=1.0",
         **formats,
+        f"{_TENSORWISE} {_WEIGHTS}": f"{formats[_TENSORWISE]} {precision}.fp8_param_gather=True",
         _FP4: f"{precision}.fp4=e2m1 {precision}.fp4_recipe=nvfp4",
     }
 

@@ -97,6 +97,8 @@ class ExecutionTraits:
             pass (``--overlap-param-gather``), not before it.
         optimizer_instances: groups of replicas that each divide all optimizer states
             (``--num-distributed-optimizer-instances``).
+        microbatch_group_size_per_vp_stage: micro batches of a round of virtual stages
+            (``--microbatch-group-size-per-virtual-pipeline-stage``); 0 is one a rank.
         ddp_bucket_size: parameters whose gradients travel together (``--ddp-bucket-size``); 0
             leaves it to Megatron.
         layer_wise_optimizer: replicas divide the optimizer states by whole matrices without the
@@ -109,7 +111,11 @@ class ExecutionTraits:
         communication_unit_size: parameters whose gradients Megatron-FSDP lets wait to be reduced,
             and twice those that it gathers ahead (``--suggested-communication-unit-size``); 0
             leaves it to Megatron.
-        fsdp_double_buffer: Megatron-FSDP holds two layers whole at most.
+        fsdp_double_buffer: Megatron-FSDP holds two layers whole, at all times.
+        fsdp_reduce_bytes: width in which Megatron-FSDP reduces gradients
+            (``--megatron-fsdp-grad-comm-dtype`` of 0.20); 0 is that of ``gradient_bytes``.
+        reshard_after_forward: weights that FSDP2 gathered for the forward pass go again before the
+            backward pass (not with ``--torch-fsdp2-no-reshard-after-forward``).
         nccl_ub: collectives between replicas run in registered buffers, on few processors.
         keeps_stage_outputs: a pipeline stage keeps what it sent on until its backward pass
             (DeepSpeed), where Megatron frees it (``deallocate_pipeline_outputs``).
@@ -144,6 +150,7 @@ class ExecutionTraits:
     overlaps_optimizer_copies: bool = False
     overlap_param_gather: bool = True
     optimizer_instances: int = ranged(1, 1)
+    microbatch_group_size_per_vp_stage: int = ranged(0, 0)
     ddp_bucket_size: int = ranged(0, 0)
     layer_wise_optimizer: bool = False
     fused_activation: bool = True
@@ -151,6 +158,8 @@ class ExecutionTraits:
     torch_fsdp2: bool = False
     communication_unit_size: int = ranged(0, 0)
     fsdp_double_buffer: bool = False
+    fsdp_reduce_bytes: int = ranged(0, 0)
+    reshard_after_forward: bool = True
     nccl_ub: bool = False
     keeps_stage_outputs: bool = False
     loss_chunk_tokens: int = ranged(0, 0)

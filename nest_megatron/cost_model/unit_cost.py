@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from nest_megatron.cluster.records import Accelerator
 from nest_megatron.cost_model.data_parallel import ReplicaTraffic
+from nest_megatron.cost_model.fsdp_memory import RankParameters, unsharded_bytes
 from nest_megatron.cost_model.host import host_step
 from nest_megatron.cost_model.memory import (
     ParameterBytes,
@@ -16,7 +17,6 @@ from nest_megatron.cost_model.memory import (
     quantized_bytes,
     replicas_of_states,
     stays_whole,
-    unsharded_bytes,
 )
 from nest_megatron.cost_model.pipeline import UnitCost
 from nest_megatron.cost_model.settings import CostSettings
@@ -36,8 +36,8 @@ class ParameterPrices(NamedTuple):
     """What parameters cost a rank for their replicas' sake: traffic, memory, optimizer step.
 
     Bytes and seconds are for one parameter; ``first_bucket`` is the share of a rank's traffic that
-    nothing can hide; ``whole`` says that what ZeRO-3 gathers stays for the step; ``held`` counts
-    the rank's parameters; ``byte_s`` is the time that its memory takes for a byte.
+    nothing can hide; ``whole`` says that what ZeRO-3 gathers stays for the step; ``byte_s`` is the
+    time that the rank's memory takes for a byte.
     """
 
     traffic: ReplicaTraffic
@@ -46,7 +46,7 @@ class ParameterPrices(NamedTuple):
     whole: bool
     dense_step: Seconds
     expert_step: Seconds
-    held: int
+    rank: RankParameters
     byte_s: Seconds
 
 
@@ -65,12 +65,19 @@ class Passes(NamedTuple):
 class Structure(NamedTuple):
     """Which distinct unit stands at each place, the distinct units, and all their parameters.
 
-    Parameters are those on one rank; all of them together as if there were one pipeline rank.
+    Parameters are those on one rank; all of them together as if there were one pipeline rank;
+    ``layer`` is the mean layer.
     """
 
     sequence: bytes
     units: tuple[tuple[LayerKind, ParameterCount], ...]
     parameters: ParameterCount
+    layer: ParameterCount
+
+    def on_rank(self, dims: ParallelDims) -> RankParameters:
+        """Those of the mean rank."""
+        held = self.parameters.over(dims.pipeline_model_parallel_size)
+        return RankParameters(replicas(dims), held, self.layer)
 
 
 class UnitKind(NamedTuple):
@@ -128,17 +135,17 @@ def parameter_prices(
     dims: ParallelDims,
     zero: ZeroStage,
     traffic: ReplicaTraffic,
-    per_rank: ParameterCount,
+    rank: RankParameters,
     step: Seconds,
     byte_s: Seconds,
     settings: CostSettings,
 ) -> ParameterPrices:
-    """What one dense and one expert parameter cost in a grid, with ``per_rank`` of them on a rank.
+    """What one dense and one expert parameter cost in a grid, beside all of ``rank``.
 
     ``step`` is the optimizer's time for one parameter, ``byte_s`` the memory's for one byte. Frozen
     weights travel under ZeRO-3 alone.
     """
-    dense, expert = replicas(dims)
+    (dense, expert), per_rank = rank.replicas, rank.held
     sent = per_rank if zero >= ZeroStage.WEIGHTS else per_rank.trained
     divided = divides_states(zero, settings)
     stored, whole = stored_bytes(dims, zero, settings)
@@ -149,7 +156,7 @@ def parameter_prices(
         whole=whole,
         dense_step=step / (replicas_of_states(dense, settings) if divided else 1),
         expert_step=step / (replicas_of_states(expert, settings) if divided else 1),
-        held=per_rank.total,
+        rank=rank,
         byte_s=byte_s,
     )
 
@@ -212,13 +219,14 @@ def replica_cost(
     """
     trained, is_frozen = count.trained, count.frozen.total > 0
     reduce, summed, gather = prices.traffic.of_unit(kind, trained)
-    fetch = sent = 0.0
+    fetch = again = sent = 0.0
     copies = (0.0, 0.0)
     if zero >= ZeroStage.GRADIENTS and not prices.whole:
         sent, reduce = reduce, 0.0
         copies = _copied_bytes(kind, zero, settings, is_frozen=is_frozen)
         if zero >= ZeroStage.WEIGHTS and (not kind.is_end or settings.traits.torch_fsdp2):
             fetch, gather = prices.traffic.of_unit(kind, count).gather, 0.0
+            again = fetch if settings.traits.reshard_after_forward else 0.0
     reduce += summed
     in_open = zero < ZeroStage.WEIGHTS and not settings.traits.overlap_param_gather
     copy_s = prices.byte_s * count.total
@@ -227,9 +235,9 @@ def replica_cost(
         reduce_s=reduce,
         gather_s=gather,
         shard_forward_s=fetch,
-        shard_backward_s=fetch + sent,
+        shard_backward_s=again + sent,
         exposed_forward_s=prices.first_bucket * fetch + copies[0] * copy_s,
-        exposed_backward_s=prices.first_bucket * (fetch + sent) + copies[1] * copy_s,
+        exposed_backward_s=prices.first_bucket * (again + sent) + copies[1] * copy_s,
         gather_unhidden=to_ticks(gather if in_open else prices.first_bucket * gather),
         reduce_unhidden=to_ticks(prices.first_bucket * reduce),
         optimizer=to_ticks(trained.dense * prices.dense_step + trained.expert * prices.expert_step),
@@ -237,14 +245,7 @@ def replica_cost(
         static_bytes=int(static.total),
         unsharded_bytes=0
         if prices.whole
-        else unsharded_bytes(
-            count.total,
-            zero,
-            settings,
-            prices.held,
-            in_layer=not kind.is_end,
-            frozen=is_frozen,
-        ),
+        else unsharded_bytes(count, prices.rank, zero, settings, in_layer=not kind.is_end),
     )
 
 
@@ -264,7 +265,7 @@ def _copied_bytes(
     if zero >= ZeroStage.WEIGHTS and is_layer:
         if traits.torch_fsdp2:
             forward += 2 * traits.params_bytes
-            backward += 2 * traits.params_bytes
+            backward += 2 * traits.params_bytes if traits.reshard_after_forward else 0
         if settings.precision.is_quantized and not traits.fp8_weights:
             forward += traits.params_bytes + 2 * quantized_bytes(settings)
         elif settings.precision.is_quantized and not traits.keep_fp8_transpose_cache:

@@ -16,8 +16,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nest_megatron.documents import parse_json
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.files import MAX_BYTES, append_line, expanded, warn_once
+from nest_megatron.files import MAX_BYTES, append_line, expanded, user_folder, warn_once
 from nest_megatron.history.records import REFUSED, SCHEMA, Outcome, RefusedLaunch, RunRecord
 from nest_megatron.plain import Source, from_plain, to_plain
 
@@ -42,9 +43,7 @@ def history_file() -> Path:
     if asked:
         path = expanded(Path(asked), VARIABLE)
         return path / _NAME if asked.endswith(os.sep) or path.is_dir() else path
-    from platformdirs import user_data_path
-
-    return user_data_path("nest-megatron") / _NAME
+    return user_folder("data") / _NAME
 
 
 def append(record: RunRecord, path: Path | None = None) -> Path:
@@ -118,7 +117,7 @@ def _records(path: Path) -> Iterator[RunRecord | RefusedLaunch]:
         if not line.strip():
             continue
         try:
-            fields = _shown(json.loads(line))
+            fields = _shown(parse_json(line.decode(), "record"))
             if isinstance(fields, dict) and fields.get("schema", 0) > SCHEMA:
                 newer += 1
                 continue
@@ -165,7 +164,7 @@ def _lines(path: Path) -> Iterator[bytes]:
                 yield line if is_whole else _PASSED_OVER
                 while not is_whole and (rest := stream.readline(MAX_BYTES)):
                     is_whole = rest.endswith(b"\n")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     except (EOFError, zlib.error, gzip.BadGzipFile):
         warn_once(f"{path}: its compression is damaged behind line {number}.")

@@ -24,6 +24,7 @@ from nest_megatron.integrations.plan_output import user_name
 from nest_megatron.integrations.run_record import batch_job, now
 from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.policy import AuditRules, PolicyFile
+from nest_megatron.printing import print_cleaned
 from nest_megatron.units import Seconds
 
 #: A disk that does not answer stops no job for longer.
@@ -135,4 +136,4 @@ def _append(path: Path, mode: int, line: bytes) -> str | None:
 
 
 def _tell(text: str) -> None:
-    print(f"nest: warning: {text}", flush=True)
+    print_cleaned(f"nest: warning: {text}")

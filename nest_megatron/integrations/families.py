@@ -186,12 +186,12 @@ def _qwen_vl(config: Any, _: int) -> dict[str, Any]:
         raise unplannable("model.freeze_language_model", True, lacking)
     vision = config.vision_config
     fields = vision.to_dict() if hasattr(vision, "to_dict") else vars(vision)
-    shape = read_vision_config(fields, class_names(config)[0], str(fields.get("model_type")))
-    if shape is None:
+    read = read_vision_config(fields, class_names(config)[0], str(fields.get("model_type")))
+    if read is None:
         lacking = "no such encoder of images is known"
         raise unplannable("model.vision_config", fields.get("model_type"), lacking)
     encoder = EncoderSpec(
-        **shape,
+        **read.shape,
         frozen=value_or(config, "freeze_vision_model", False),
         projector_frozen=value_or(config, "freeze_vision_projection", False),
     )

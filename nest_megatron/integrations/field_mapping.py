@@ -39,6 +39,8 @@ STAGE_FIELDS: Mapping[str, object] = {
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
 }
+#: Items that say what stages there are, the pipeline's own size apart.
+_STAGES = ("pipeline_model_parallel_layout", "virtual_pipeline_model_parallel_size")
 #: Options of the model's configuration that only go with some layouts, and their values where they
 #: are taken back; those of data parallelism; and all.
 _OF_THE_MODEL = {
@@ -113,15 +115,21 @@ def is_even(plan: ParallelPlan) -> bool:
     return is_uniform(plan.model, plan.partition())
 
 
-def layout_fields(plan: ParallelPlan, paths: ConfigPaths) -> Iterator[FieldValue]:
-    """The plan's items in the fields of a framework, and the other ways to state stages cleared."""
+def layout_fields(
+    plan: ParallelPlan, paths: ConfigPaths, *, stages: bool = True
+) -> Iterator[FieldValue]:
+    """The plan's items in the fields of a framework, and the other ways to state stages cleared.
+
+    Args:
+        stages: the fields of the job do not make the plan's stages by themselves.
+    """
     given = plan.parallel.pipeline_model_parallel_layout
     for item, value in planned_items(plan).items():
-        if item in paths.items:
+        if item in paths.items and (stages or item not in _STAGES):
             even = item == "pipeline_model_parallel_layout" and given and is_even(plan)
             why = "the stages are even, as the degrees alone make them"
             yield paths.items[item], value, why if even else reason(plan, item)
-    for item, value in STAGE_FIELDS.items():
+    for item, value in STAGE_FIELDS.items() if stages else ():
         if item in paths.items:
             yield paths.items[item], value, "the plan states every stage itself"
 

@@ -139,7 +139,7 @@ def changes(root: Any, wanted: Iterable[FieldValue]) -> tuple[Change, ...]:
     for path, value, reason in wanted:
         before = find(root, path)
         if before is not ABSENT:
-            if _comparable(before) != _comparable(value):
+            if not _is_same(path, before, value):
                 found.append(Change(field=path, before=before, after=value, reason=reason))
         elif not _is_default(value):
             limit = "the installed framework has no such field, and the plan needs it"
@@ -171,6 +171,13 @@ def _set(root: Any, path: str, value: Any) -> None:
 def _is_default(value: Any) -> bool:
     """What a framework does that has no such field: one rank, off, or unset."""
     return value is None or value is False or (value in (1, "no_shard") and value is not True)
+
+
+def _is_same(path: str, before: Any, value: Any) -> bool:
+    old, new = _comparable(before), _comparable(value)
+    if path.rpartition(".")[2] == "recompute_modules" and isinstance(old, list):
+        return isinstance(new, list) and set(old) == set(new)  # in whatever order
+    return bool(old == new)
 
 
 def _comparable(value: Any) -> Any:

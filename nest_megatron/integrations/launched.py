@@ -21,7 +21,7 @@ from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.report.before_after import before_after_report
 from nest_megatron.report.console import command_lines
 from nest_megatron.report.terminal import changes_table, explain_report, notes_report, summary
-from nest_megatron.report.words import proof
+from nest_megatron.report.words import early_words, proof
 from nest_megatron.units import Seconds, format_seconds
 
 
@@ -38,6 +38,8 @@ def explanation(
         differences: as for ``explain_report``.
         pin: who froze the plan.
     """
+    if said := early_words(plan.search):
+        yield f"{said}.\n"
     if plan.today is not None:
         yield before_after_report(plan.today, plan.priced())
         yield f"Today is {plan.provenance.created[:10]}, when the plan was made.\n"
@@ -90,20 +92,25 @@ def fields_report(
 
 def values_report(
     plan: ParallelPlan, rows: Iterable[tuple[str, str, str]], notes: Sequence[str]
-) -> RenderableType:
-    """The same for an application whose fields ask for the plan, by field, value and reason."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+) -> Iterator[RenderableType]:
+    """The same for an application whose fields ask for the plan, by field, value and reason.
+
+    Fields are lines of text, which no width cuts: a path may be longer than a terminal is wide.
+    """
+    yield _report(plan, ())
+    yield "nest: values of its fields"
     for path, value, why in rows:
-        table.add_row(path, Text.assemble((value, "green"), (f"\n{why}", "dim")))
-    return _report(plan, notes, Text("nest: values of its fields"), Padding(table, (0, 2)))
+        yield f"  {path} = {value}"
+        yield Padding(Text(why, "dim"), (0, 0, 0, 6))
+    if notes:
+        yield notes_report(notes)
 
 
 def _report(plan: ParallelPlan, notes: Sequence[str], *changes: RenderableType) -> RenderableType:
-    lines = (Padding(each, (0, 2)) for each in (summary(plan), Text(proof(plan))))
+    lines = (Padding(each, (0, 0, 0, 2)) for each in (summary(plan), Text(proof(plan))))
     told = [notes_report(notes)] if notes else []
-    return Group(Text("nest: this job runs as"), *lines, *changes, *told)
+    early = [Text(f"nest: {said}")] if (said := early_words(plan.search)) else []
+    return Group(*early, Text("nest: this job runs as"), *lines, *changes, *told)
 
 
 def change_rows(changes: Iterable[Change]) -> list[tuple[str, str | None, str | None, str]]:

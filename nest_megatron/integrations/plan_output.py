@@ -10,14 +10,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from nest_megatron.errors import PlanFileError, UserInputError
-from nest_megatron.files import check_output, read_text
+from nest_megatron.files import check_output, expanded, read_bytes
 from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, load_arguments
 from nest_megatron.integrations.megatron_lm.rules import require_launchable
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
-from nest_megatron.planner.pins import Pin, PinnedPlan, PinnedTable, is_pinned
+from nest_megatron.planner.pins import Pin, PinnedPlan, PinnedTable, is_pinned, plan_text
 from nest_megatron.planner.plan_table import TableText, is_table
+from nest_megatron.printing import one_line
 from nest_megatron.version import __version__
 
 
@@ -32,7 +33,7 @@ def pin_plan(
         note: kept in the file.
         release: of Megatron-LM, which alone it may launch; the plan's own if not given.
     """
-    text = read_text(path, "plan")
+    text = plan_text(read_bytes(path, "plan"), path)
     if is_pinned(text):
         fix = "Plan again for a new one; `nest-megatron explain` shows who pinned it."
         raise PlanFileError("plan", value=str(path), limit="it is pinned already", fix=fix)
@@ -79,7 +80,7 @@ def plan_output(named: str | None, inputs: Sequence[str | None] = ()) -> Path | 
     """The file of ``nest.out``, checked before anything is planned: no input, and writable."""
     if named in (None, "", "null"):
         return None
-    out = Path(str(named).strip("'\"")).expanduser()
+    out = expanded(Path(str(named).strip("'\"")), "nest.out")
     check_output("nest.out", out, inputs=[Path(each) for each in inputs if each is not None])
     if not os.access(out.absolute().parent, os.W_OK):
         limit, fix = f"{out.parent} cannot be written to", "Name a file where you may write."
@@ -98,9 +99,9 @@ def pinned_file(named: str | None) -> Path:
         limit = "+nest=pinned launches a reviewed plan"
         fix = "Name it: nest.plan=FILE (`nest-megatron pin` makes one)."
         raise UserInputError("nest.plan", value=None, limit=limit, fix=fix)
-    return Path(named).expanduser()
+    return expanded(Path(named), "nest.plan")
 
 
 def pinned_by(pin: Pin) -> str:
     """What is said of who pinned a plan."""
-    return f"Pinned {pin.created} by {pin.by}."
+    return f"Pinned {one_line(pin.created)} by {one_line(pin.by)}."

@@ -34,6 +34,7 @@ from nest_megatron.integrations.fields import (
     whole,
 )
 from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zero
+from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
 from nest_megatron.integrations.restore import (
     Restored,
     closed_choices,
@@ -52,6 +53,7 @@ from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.batch_schedule import RAMPUP, BatchSchedule, read_schedule
 from nest_megatron.parallel.cuda_graphs import FIELDS as GRAPH_FIELDS
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
+from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.rules import DEFAULT_VERSION
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
@@ -244,6 +246,18 @@ def _as_arguments(stated: Mapping[str, Any]) -> dict[str, Any]:
         for item, value in stated.items()
         if not (item == virtual and derived)
     }
+
+
+def makes_stages_of(root: Any, plan: ParallelPlan, paths: ConfigPaths) -> bool:
+    """Whether the fields of a configuration state the stages of a plan already."""
+    stated, parallel = _as_arguments(_stated(root, paths.items)), plan.parallel
+    pp = parallel.pipeline_model_parallel_size
+    if stated.get("pipeline_model_parallel_size") != pp:
+        return False
+    try:
+        return stated_partition(plan.model, stated, pp) == plan.partition()
+    except UserInputError:
+        return False
 
 
 def _overlapped(root: Any, places: ExecutionPlaces) -> dict[str, bool]:

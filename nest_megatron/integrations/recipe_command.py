@@ -11,7 +11,8 @@ import contextlib
 import dataclasses
 import re
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import dropwhile
 from pathlib import PurePath
@@ -95,18 +96,29 @@ def _of_nemo(words: Sequence[str]) -> Job:
     )
 
 
+#: The standard output is the process's: of two threads that put it back, the wrong one is last.
+_PRINTING = threading.Lock()
+
+
+@contextlib.contextmanager
+def _printing_to_standard_error() -> Iterator[None]:
+    """Keep standard output for what we print: a plan's JSON may go there."""
+    with _PRINTING, contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
 def _nemo_recipe(task: str, factory: str, fields: list[str]) -> Any:
     """What ``nemo llm`` would run, by NeMo-Run's own reader."""
     nemo.require_language_models()
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # a plan's JSON may go to standard output
+        with _printing_to_standard_error():
             from nemo.collections import llm
             from nemo_run.cli.api import RunContext
     except ImportError as error:
         limit, fix = f"it cannot be imported here ({first_line(error)})", install_command("nemo")
         raise UserInputError(_NEMO, value=factory, limit=limit, fix=f"{fix}.") from error
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with _printing_to_standard_error():
             return RunContext(name=task, factory=factory).parse_fn(getattr(llm, task), fields)
     except Exception as error:
         fix = f"`nemo llm {task} --factory NAME --dryrun` shows what it takes."
@@ -134,7 +146,7 @@ def _of_bridge(command: SplitCommand) -> Job:
 def _bridge_recipe(name: str, fields: list[str]) -> Any:
     """The configuration that ``run_recipe.py`` makes of a recipe and its overrides."""
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with _printing_to_standard_error():
             from megatron.bridge import recipes
             from megatron.bridge.training.utils import omegaconf_utils
     except ImportError as error:
@@ -144,7 +156,7 @@ def _bridge_recipe(name: str, fields: list[str]) -> Any:
     known = [each for each in dir(recipes) if each.endswith("_config")]
     require_known(_RECIPE, name, known, "the installed Megatron-Bridge has no such recipe")
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with _printing_to_standard_error():
             cfg = getattr(recipes, name)()
             return omegaconf_utils.process_config_with_overrides(cfg, cli_overrides=fields)
     except Exception as error:

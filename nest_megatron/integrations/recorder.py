@@ -37,6 +37,7 @@ from nest_megatron.integrations.run_record import new_run, now
 from nest_megatron.integrations.run_warnings import run_warnings
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
+from nest_megatron.printing import print_cleaned
 from nest_megatron.profile.clock import OUT_OF_MEMORY, HostClock, job_clock
 from nest_megatron.report.runs import comparison, first_line
 from nest_megatron.units import Bytes
@@ -220,7 +221,7 @@ class Recorder:
                 run = dataclasses.replace(run, measured=measured)
                 run = dataclasses.replace(run, warnings=run_warnings(run, parts))
                 lines = [comparison(run), *(f"warning: {each}" for each in run.warnings)]
-                print("\n".join(f"nest: {line}" for line in lines), flush=True)
+                print_cleaned("\n".join(f"nest: {line}" for line in lines))
             ended = dataclasses.replace(run, outcome=Outcome.FINISHED, end=now())
             self._keep(ended)
             if parts:
@@ -253,7 +254,7 @@ class Recorder:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - training goes on
-            print(f"nest: the record of this run could not be {what}: {error}", flush=True)
+            print_cleaned(f"nest: the record of this run could not be {what}: {error}")
 
 
 def begin(
@@ -285,7 +286,7 @@ def begin(
     try:
         run = new_run(plan, hosts, os.environ, launch)
     except Exception as error:  # noqa: BLE001 - the job trains without a record
-        print(f"nest: no record of this run is kept: {error}", flush=True)
+        print_cleaned(f"nest: no record of this run is kept: {error}")
         audit.refuse(f"no record of the run can be made: {error}")
         return None
     leave_run(store, run, is_watched=is_watched)
@@ -301,7 +302,7 @@ def leave_run(store: RendezvousStore | None, run: RunRecord, *, is_watched: bool
         if is_watched:
             history.append(run)
     except Exception as error:  # noqa: BLE001 - the job trains without a record
-        print(f"nest: no record of this run is kept: {error}", flush=True)
+        print_cleaned(f"nest: no record of this run is kept: {error}")
 
 
 def outcome_of(error: BaseException) -> Outcome:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nest_megatron.config.launch import Mode
 from nest_megatron.config.policy import may_tune, read_policy, require_may_free
-from nest_megatron.files import expanded
+from nest_megatron.files import expanded, read_opened
 from nest_megatron.integrations.plan_output import user_name
 from nest_megatron.parallel.policy import (
     OnMismatch,
@@ -17,7 +17,7 @@ from nest_megatron.parallel.policy import (
     PolicyFile,
     require_allowed,
 )
-from nest_megatron.planner.pins import TUNE, PinnedPlan, read_pinned
+from nest_megatron.planner.pins import TUNE, PinnedPlan, parse_pinned
 from nest_megatron.planner.signed import read_signers, verify_pinned
 
 
@@ -83,7 +83,7 @@ def require_tune(folder: Path) -> None:
             continue
         rules = file.launch
         rule = "pinned_only" if rules.pinned_only else "signers" if rules.signers else None
-        if rule is None and not _is_outside(folder, file):
+        if rule is None and not _is_outside(folder.resolve(), file):
             continue
         limit = "its runs launch plans that nobody has reviewed"
         fix = (
@@ -105,28 +105,27 @@ def read_launched(path: Path, num_gpus: int | None = None) -> PinnedPlan:
             ``PolicyError``, or a ``SignatureError`` where a signature is asked for.
     """
     path = expanded(path, "nest.plan")
-    pinned, policy = None, read_policy()
-    for file in _asking_for_review(policy, path, num_gpus):
-        if _is_outside(path, file):
+    content, place = read_opened(path, "nest.plan")  # once: what is judged is what is launched
+    found, policy = parse_pinned(content, path, num_gpus), read_policy()
+    for file in _asking_for_review(policy, found):
+        if _is_outside(place, file):
             limit = f"plans are launched from {' or '.join(file.launch.plan_folders)}"
             raise file.broken("launch.plan_folders", "nest.plan", str(path), limit)
         if file.launch.signers:
-            signed = verify_pinned(path, read_signers(file.launch.signers), num_gpus=num_gpus)
-            pinned = dataclasses.replace(signed.pinned, signer=signed.signer.key.name)
-    pinned = pinned or read_pinned(path, num_gpus)
-    require_allowed(pinned.plan, policy)
-    return pinned
+            signers = read_signers(file.launch.signers, file.owners)
+            signed = verify_pinned(path, signers, num_gpus=num_gpus, content=content)
+            found = dataclasses.replace(signed.pinned, signer=signed.signer.key.name)
+    require_allowed(found.plan, policy)
+    return found
 
 
-def _asking_for_review(policy: Policy, path: Path, num_gpus: int | None) -> Policy:
+def _asking_for_review(policy: Policy, pinned: PinnedPlan) -> Policy:
     """The files whose signers and folders a plan needs: of a run of ``tune`` not all."""
-    others = tuple(file for file in policy if not may_tune(file))
-    if others != policy and read_pinned(path, num_gpus).pin.by == TUNE:
-        return others
-    return policy
+    is_trial = pinned.pin.by == TUNE
+    return tuple(file for file in policy if not (is_trial and may_tune(file)))
 
 
-def _is_outside(path: Path, file: PolicyFile) -> bool:
-    """Whether a path, links followed, is in none of the folders that plans are launched from."""
-    folders = [expanded(Path(each), "policy").resolve() for each in file.launch.plan_folders]
-    return bool(folders) and not any(path.resolve().is_relative_to(each) for each in folders)
+def _is_outside(place: Path, file: PolicyFile) -> bool:
+    """Whether a place, links followed, is in none of the folders that plans are launched from."""
+    folders = [Path(each).resolve() for each in file.launch.plan_folders]
+    return bool(folders) and not any(place.is_relative_to(each) for each in folders)

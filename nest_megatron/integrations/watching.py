@@ -28,6 +28,7 @@ from nest_megatron.integrations.recorder import Recorder
 from nest_megatron.integrations.slurm import rank_variables
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.policy import PolicyError
+from nest_megatron.printing import print_cleaned
 from nest_megatron.units import Seconds
 
 #: Steps that are watched where nothing else is asked for, as ``nest.watch``.
@@ -128,7 +129,7 @@ class WatchedLoop:
 
     @staticmethod
     def _tell(error: Exception) -> None:
-        print(f"nest: this run is not recorded: {error}", flush=True)
+        print_cleaned(f"nest: this run is not recorded: {error}")
 
 
 @contextlib.contextmanager

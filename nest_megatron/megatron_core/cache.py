@@ -17,7 +17,7 @@ from typing import Any
 
 from nest_megatron.documents import read_json
 from nest_megatron.errors import UserInputError
-from nest_megatron.files import write_text
+from nest_megatron.files import expanded, user_folder, write_text
 from nest_megatron.megatron_core import layers
 from nest_megatron.megatron_core.layers import ExtractedLayer
 from nest_megatron.model.implementation import Implementation
@@ -58,10 +58,8 @@ def layer(
 
 def folder() -> Path:
     """Where the files are."""
-    from platformdirs import user_cache_path
-
     own = os.environ.get(FOLDER_VARIABLE)
-    return Path(own) if own else user_cache_path("nest-megatron") / "extract"
+    return expanded(Path(own), FOLDER_VARIABLE) if own else user_folder("cache") / "extract"
 
 
 def fingerprint(

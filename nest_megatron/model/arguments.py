@@ -104,20 +104,22 @@ def _variant(values: Mapping[str, Any], spelled: Callable[[str], str]) -> dict[s
     if variant:
         if str(variant) not in _VARIANTS:
             limit = f"of the variants {', '.join(_VARIANTS)} are supported"
-            if variant == "dsa":
-                limit = (
-                    "Megatron-LM 0.16.1 builds no such layers, and the work of 0.20's is not known"
-                )
             what, fix = spelled("experimental_attention_variant"), "Launch this job without nest."
             raise UnplannableModelError(what, value=variant, limit=limit, fix=fix)
         found["experimental_attention_variant"] = _VARIANTS[str(variant)]
         found["linear_attention_freq"] = _frequency(values.get("linear_attention_freq"))
+        if variant == "dsa":
+            found |= {**_SPARSE_DEFAULTS, **_given(values, tuple(_SPARSE_DEFAULTS))}
     if values.get("no_rope_freq"):
         found["no_rope_freq"] = _frequency(values["no_rope_freq"])
     return found
 
 
-_VARIANTS = {"gated_delta_net": "gated_delta_net", "gdn": "gated_delta_net"}
+_VARIANTS = {"gated_delta_net": "gated_delta_net", "gdn": "gated_delta_net", "dsa": "dsa"}
+#: Sizes of sparse attention's indexer; Megatron has no defaults for them.
+_SPARSE_DEFAULTS = dict.fromkeys(
+    ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
+)
 
 
 def _frequency(value: Any) -> int | tuple[int, ...] | None:

@@ -7,12 +7,13 @@ Source: ``megatron.core.transformer.heterogeneous.heterogeneous_config`` and
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nest_megatron.documents import parse_json
 from nest_megatron.errors import UserInputError
+from nest_megatron.files import read_text
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 
 #: What ``ffn_mult`` gives is a multiple of it.
@@ -88,9 +89,9 @@ def read_heterogeneous_layers(
     try:
         if not text:
             what, value = spelled("heterogeneous_layers_config_path"), str(path)
-            text = Path(path or "").read_text(encoding="utf-8")
-        blocks = list(json.loads(text)["block_configs"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            text = read_text(Path(path or ""), what)
+        blocks = list(parse_json(text, what)["block_configs"])
+    except (ValueError, KeyError, TypeError) as error:
         limit = f"it cannot be read ({error!r})"
         raise UserInputError(what, value=value, limit=limit, fix=fix) from None
     return heterogeneous_layers(blocks, what, **sizes)

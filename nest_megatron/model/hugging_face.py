@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from nest_megatron.errors import UnplannableModelError
+from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.model import hugging_face_dense as dense
 from nest_megatron.model import hugging_face_experts as experts
 from nest_megatron.model import hugging_face_gpt as gpt
 from nest_megatron.model import hugging_face_hybrids as hybrids
 from nest_megatron.model.catalogue import spec_from_mapping
-from nest_megatron.model.hugging_face_fields import ConfigFields, model_types
+from nest_megatron.model.hugging_face_fields import UNSET, ConfigFields, is_harmless, model_types
 from nest_megatron.model.hugging_face_parts import Shape
-from nest_megatron.model.hugging_face_vision import read_vision_config
+from nest_megatron.model.hugging_face_vision import VisionConfig, read_vision_config
+from nest_megatron.model.parameters import model_parameters
 from nest_megatron.model.spec import TransformerSpec
 
 Config = Mapping[str, object]
@@ -22,11 +24,14 @@ Config = Mapping[str, object]
 #: Sequence length taken when the caller gives none and the model allows more.
 DEFAULT_SEQ_LENGTH = 8192
 
-#: The text model's type where a model of text and images names it otherwise than the plain one.
-_TEXT_TYPES: Mapping[str, str] = {
+#: The type that is read where a model of text and images, or an equal one, names it otherwise.
+OTHER_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), "qwen2"),
+    **dict.fromkeys(("kimi_k2", "kimi_k25"), "deepseek_v3"),
     "gemma3": "gemma3_text",
     "llama4": "llama4_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
@@ -35,19 +40,52 @@ _OF_FLAT_FILES = (
     *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
     *("vision_token_id",),
 )
-#: Words in a ``model_type``, and why such a model cannot be planned; the first one counts.
-_REFUSED: tuple[tuple[str, str], ...] = (
-    ("gemma3n_text", "its embeddings in every layer are not supported"),
-    ("mamba rwkv xlstm recurrent_gemma", "it is a state-space or recurrent model"),
+#: Patterns of a ``model_type``, and what of such a model cannot be described; the first one counts.
+REFUSED: tuple[tuple[str, str], ...] = (
+    ("gemma3n", "its embeddings in every layer are not supported"),
     (
-        "jamba zamba bamba nemotron_h falcon_h1 hybrid qwen3_next qwen3_5 kimi_linear minimax lfm2",
-        "it mixes attention with state-space, linear-attention or convolution layers",
+        "gemma4",
+        "its layers that attend in full have heads of another size than those that slide "
+        "(global_head_dim), and its small models embeddings in every layer",
     ),
+    (
+        "longcat",
+        "each of its layers has two attentions and two MLPs beside its experts, of which some do "
+        "nothing (zero_expert_num)",
+    ),
+    (
+        "step3p",
+        "its sliding layers have more heads than the others (attention_other_setting), and each "
+        "head a gate (use_head_wise_attn_gate)",
+    ),
+    (
+        "mimo_v2",
+        "its values are smaller than its keys (v_head_dim) and its sliding layers have query "
+        "groups of their own (swa_num_key_value_heads)",
+    ),
+    ("deepseek_v4", "its attention compresses tokens, which is not supported"),
+    ("kimi_linear kimi_k3 bailing_hybrid", "its Kimi delta attention is not supported"),
+    (
+        "minimax_m3",
+        "it attends to blocks of tokens that an indexer chooses, which is not supported",
+    ),
+    ("minimax$ minimax_text", "its linear (lightning) attention is not supported"),
+    ("jamba recurrent_gemma", "it mixes attention with recurrent layers that are not Mamba-2"),
+    ("zamba", "it mixes attention, whose weights its layers share, with Mamba layers"),
+    ("falcon_h1", "it mixes attention with Mamba in the same layer, side by side"),
+    ("lfm2 lfm3", "it mixes attention with convolutions that are not supported"),
+    ("mamba rwkv xlstm", "it is a state-space or recurrent model other than Mamba-2"),
     ("t5 bart pegasus marian whisper encoder-decoder m2m", "it is an encoder-decoder model"),
     (
         "vit clip siglip llava vision _vl mllama pixtral paligemma omni",
         "it is a vision or multimodal model whose text model is not known",
     ),
+)
+#: The family that others are renamed from most.
+_USUAL = "llama"
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    "vocab_size",
 )
 
 
@@ -92,18 +130,24 @@ def read_hf_model(mapping: Config, name: str, *, seq_length: int | None = None) 
     Source: the configuration classes of ``transformers`` and the layers they build
     (``docs/hugging_face.md``).
     """
-    text, notes = _text_model(mapping, name)
+    text, notes, outer = _text_model(mapping, name)
     own_type, text["model_type"] = text.get("model_type"), _plain_type(text.get("model_type"))
-    model_type = _model_type(text, name)
+    model_type = _model_type(text, mapping, name)
     # a class of another name has defaults of its own, which are not known here
     fields = ConfigFields(text, name, model_type if own_type == model_type else "")
     shape = {"name": name, **_READERS[model_type](fields)}
     longest = shape.pop("longest", None) or shape["max_position_embeddings"]
     shape["seq_length"] = seq_length or min(longest, DEFAULT_SEQ_LENGTH)
-    if (vision := _encoder(mapping, name)) is not None:
-        shape["vision"] = vision
     shape["source"] = f"Hugging Face config.json, model_type {model_type}"
-    unread = fields.unread()
+    unread = (*fields.unread(), *(key for key in outer if not is_harmless(key)))
+    unused = {*fields.unused(), *filter(is_harmless, outer)}
+    if (encoder := _encoder(mapping, name)) is not None:
+        shape["vision"] = encoder.shape
+        unread += tuple(f"vision_config.{key}" for key in encoder.unread)
+        unused |= {f"vision_config.{key}" for key in encoder.unused}
+    if unused:
+        words = ", ".join(sorted(unused))
+        notes += (f"{name}: neither weights nor work depend on these of config.json: {words}.",)
     if fields.assumed:
         taken = ", ".join(f"{key} {value}" for key, value in fields.assumed.items())
         notes += (f"{name}: not in config.json, so transformers' own default: {taken}.",)
@@ -115,49 +159,57 @@ def read_hf_model(mapping: Config, name: str, *, seq_length: int | None = None) 
 
 
 def _plain_type(model_type: object) -> object:
-    return _TEXT_TYPES.get(model_type, model_type) if isinstance(model_type, str) else model_type
+    return OTHER_NAMES.get(model_type, model_type) if isinstance(model_type, str) else model_type
 
 
-def _text_model(mapping: Config, name: str) -> tuple[dict[str, object], tuple[str, ...]]:
-    """The text model of a configuration, and a note if it has more."""
-    whole, text = mapping.get("model_type"), dict(mapping)
+def _text_model(
+    mapping: Config, name: str
+) -> tuple[dict[str, object], tuple[str, ...], tuple[str, ...]]:
+    """The text model of a configuration, a note if it has more, and keys around it that are set."""
+    whole, text, outer = mapping.get("model_type"), dict(mapping), tuple[str, ...]()
     inner = mapping.get("text_config")
     if isinstance(inner, Mapping):
-        outer = mapping.get("tie_word_embeddings")
-        tied = {} if outer is None else {"tie_word_embeddings": outer}
-        text = {"model_type": _plain_type(whole), **tied, **inner}
-    elif isinstance(whole, str) and whole not in _TEXT_TYPES and whole in _READERS:
-        return text, ()
+        own = ("text_config", "model_type", "tie_word_embeddings", *_OF_ENCODERS)
+        outer = tuple(k for k, v in mapping.items() if k not in own and v not in UNSET)
+        tied = mapping.get("tie_word_embeddings")
+        known = {} if tied is None else {"tie_word_embeddings": tied}
+        text = {"model_type": _plain_type(whole), **known, **inner}
+    elif isinstance(whole, str) and whole not in OTHER_NAMES and whole in _READERS:
+        return text, (), ()
     for key in (*_OF_ENCODERS, *_OF_FLAT_FILES):
         text.pop(key, None)
     if whole in ("gemma3", "llama4"):
         text["model_type"] = _plain_type(whole)
     elif _plain_type(text.get("model_type")) != text.get("model_type"):
         text.setdefault("tie_word_embeddings", False)
-    if _encoder(mapping, name) is not None:
-        return text, ()
-    if not any(mapping.get(key) is not None for key in _OF_ENCODERS):
-        return text, ()
+    has_more = any(mapping.get(key) is not None for key in _OF_ENCODERS)
+    if _encoder(mapping, name) is not None or not has_more:
+        return text, (), outer
     note = f"{name}: the text model alone is read; the encoder of model_type {whole} is not."
-    return text, (note,)
+    return text, (note,), outer
 
 
-def _encoder(mapping: Config, name: str) -> Shape | None:
-    """What its encoder of images is, where the file describes one that is known."""
+def _encoder(mapping: Config, name: str) -> VisionConfig | None:
+    """Its encoder of images, where the file describes one that is known."""
     vision, model_type = mapping.get("vision_config"), mapping.get("model_type")
     if not isinstance(vision, Mapping) or not vision:
         return None
     return read_vision_config(vision, name, str(model_type))
 
 
-def _model_type(mapping: Config, name: str) -> str:
-    model_type = mapping.get("model_type")
+def _model_type(text: Config, whole: Config, name: str) -> str:
+    """The type of a text model that is read, as its reader is named.
+
+    Args:
+        whole: the file, which names the classes of the model.
+    """
+    model_type = text.get("model_type")
     if not isinstance(model_type, str) or model_type not in _READERS:
-        raise _unplannable(name, model_type, _why_unknown(str(model_type)))
+        raise _unplannable(name, model_type, _why_unknown(text, whole, str(model_type)))
     contents = {
-        "it is an encoder-decoder model": mapping.get("is_encoder_decoder"),
-        "it has a vision tower": mapping.get("vision_config") is not None,
-        "it has cross-attention": mapping.get("add_cross_attention"),
+        "it is an encoder-decoder model": text.get("is_encoder_decoder"),
+        "it has a vision tower": text.get("vision_config") is not None,
+        "it has cross-attention": text.get("add_cross_attention"),
     }
     for reason, refused in contents.items():
         if refused:
@@ -165,13 +217,43 @@ def _model_type(mapping: Config, name: str) -> str:
     return model_type
 
 
-def _why_unknown(model_type: str) -> str:
-    for words, why in _REFUSED:
-        if any(word in model_type for word in words.split()):
+def _why_unknown(text: Config, whole: Config, model_type: str) -> str:
+    for words, why in REFUSED:
+        if any(re.search(word, model_type) for word in words.split()):
             return why
     close = difflib.get_close_matches(model_type, _READERS, n=1, cutoff=0.75)
     hint = f" (the nearest name: {close[0]})" if close else ""
-    return f"this architecture is not supported{hint}"
+    return f"this architecture is not supported{hint}{_way_out(text, whole)}"
+
+
+def _way_out(text: Config, whole: Config) -> str:
+    """What a renamed model may be: the family that its classes name, or whose fields it has.
+
+    It is never taken for that without the user's word.
+    """
+    for of in (text, whole):
+        named = of.get("architectures")
+        for name in named if isinstance(named, list) else ():
+            if (known := _type_of_class(str(name))) is not None:
+                return f"; architectures says {name}: if that is so, set model_type to {known}"
+    if not {*_SIZES} <= text.keys():
+        return ""
+    try:
+        read = read_hf_model({**text, "model_type": _USUAL}, "x")
+    except UserInputError:
+        return ""
+    if read.unread:
+        return ""
+    return (
+        f"; all its fields are those of {_USUAL}: if its layers are Llama's, as which it has "
+        f"{model_parameters(read.spec):,} parameters, set model_type to {_USUAL}"
+    )
+
+
+def _type_of_class(name: str) -> str | None:
+    """The type that is read of a class of transformers, such as ``LlamaForCausalLM``."""
+    squeezed = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel").lower()
+    return next((kind for kind in _READERS if kind.replace("_", "") == squeezed), None)
 
 
 def _unplannable(name: str, value: object, reason: str) -> UnplannableModelError:
@@ -185,4 +267,4 @@ _READERS: Mapping[str, Callable[[ConfigFields], Shape]] = {
     for module in (dense, experts, gpt, hybrids)
     for name, read in vars(module).items()
     if name in model_types()
-} | {"chatglm": dense.chatglm, "minimax_m2": experts.minimax_m2, "nemotron_h": hybrids.nemotron_h}
+} | {"bailing_moe_v2": experts.bailing_moe_v2, "chatglm": dense.chatglm}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nest_megatron.errors import UnplannableModelError
 from nest_megatron.model.hugging_face_dense import MULTIPLIERS, mistral, upper_windows
 from nest_megatron.model.hugging_face_fields import ConfigFields
 from nest_megatron.model.hugging_face_parts import (
@@ -33,11 +34,24 @@ def _routed_biases(f: ConfigFields, *, qkv_alone: bool = False) -> Shape:
     return linear_biases(qkv=attends, projection=attends and not qkv_alone, routed=True)
 
 
-def sparse_layers(f: ConfigFields) -> Shape:
-    """Qwen routes every n-th layer but those that ``mlp_only_layers`` names."""
+def qwen_experts(f: ConfigFields, number: str = "num_experts") -> Shape:
+    """Experts in every n-th layer but those that ``mlp_only_layers`` names; of 0 experts none."""
     step = f.whole("decoder_sparse_step", 1)
     dense = f.items("mlp_only_layers", "layer numbers") or ()
-    return expert_layers(f, lambda layer: (layer + 1) % step == 0 and layer not in dense)
+    if not f.whole(number, least=0):
+        f.weightless("moe_intermediate_size", "num_experts_per_tok")
+        return {}
+    return experts(f, number, "moe_intermediate_size") | expert_layers(
+        f, lambda layer: (layer + 1) % step == 0 and layer not in dense
+    )
+
+
+def gated_shared_expert(f: ConfigFields, number: str = "num_experts") -> Shape:
+    """A shared expert behind a gate, in a model that has experts."""
+    size = f.whole("shared_expert_intermediate_size", 0, least=0)
+    if not size or not f.whole(number, least=0):
+        return {}
+    return shared_experts(size) | {"moe_shared_expert_gate": True}
 
 
 def qwen2_moe(f: ConfigFields) -> Shape:
@@ -46,10 +60,8 @@ def qwen2_moe(f: ConfigFields) -> Shape:
         decoder(f),
         upper_windows(f),
         linear_biases(qkv=f.flag("qkv_bias", True), routed=True),
-        experts(f, "num_experts", "moe_intermediate_size"),
-        sparse_layers(f),
-        shared_experts(f.whole("shared_expert_intermediate_size")),
-        {"moe_shared_expert_gate": True},
+        qwen_experts(f),
+        gated_shared_expert(f),
     )
 
 
@@ -65,8 +77,7 @@ def qwen3_moe(f: ConfigFields) -> Shape:
         slides,
         _routed_biases(f),
         {"qk_layernorm": True},
-        experts(f, number, "moe_intermediate_size"),
-        sparse_layers(f),
+        qwen_experts(f, number),
     )
 
 
@@ -80,8 +91,51 @@ def deepseek_v3(f: ConfigFields) -> Shape:
     return joined(_deepseek(f), {"moe_router_enable_expert_bias": True})
 
 
-def _deepseek(f: ConfigFields) -> Shape:
-    first, period = f.whole("first_k_dense_replace", 0, least=0), f.whole("moe_layer_freq", 1)
+def deepseek_v32(f: ConfigFields) -> Shape:
+    """DeepSeek V3.2: as V3, and an indexer chooses the tokens that attention sees."""
+    return joined(deepseek_v3(f), _sparse_attention(f))
+
+
+def glm_moe_dsa(f: ConfigFields) -> Shape:
+    """GLM-5: as DeepSeek V3.2; layers that share the indexer of another are not read."""
+    f.weightless("index_skip_topk_offset", "indexer_rope_interleave", "index_rope_interleave")
+    shared = {*(f.items("indexer_types", "text") or ()), *str(f.get("index_topk_pattern", ""))}
+    if f.whole("index_topk_freq", 1) > 1 or shared & {"shared", "S"}:
+        key = next(
+            key
+            for key in ("indexer_types", "index_topk_pattern", "index_topk_freq")
+            if f.get(key) is not None
+        )
+        limit = "layers that take the tokens of another layer's indexer are not read"
+        raise f.wrong(key, limit, kind=UnplannableModelError)
+    return deepseek_v32(f)
+
+
+def _sparse_attention(f: ConfigFields) -> Shape:
+    if {*(f.items("layer_types", "text") or ())} - {"indexed_attention"}:
+        raise f.wrong("layer_types", "all layers of this family are indexed_attention")
+    return {
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": f.whole("index_n_heads"),
+        "dsa_indexer_head_dim": f.whole("index_head_dim"),
+        "dsa_indexer_topk": f.whole("index_topk"),
+    }
+
+
+def glm4_moe_lite(f: ConfigFields) -> Shape:
+    """GLM-4.7-Flash: latent attention and experts as DeepSeek V3's, the first layer dense."""
+    return joined(_deepseek(f, first=1), {"moe_router_enable_expert_bias": True})
+
+
+def _deepseek(f: ConfigFields, first: int = 0) -> Shape:
+    first, period = f.whole("first_k_dense_replace", first, least=0), f.whole("moe_layer_freq", 1)
+    named = f.items("mlp_layer_types", "text", of_layers=True)
+    if not {*(named or ())} <= {"dense", "sparse"}:
+        raise f.wrong("mlp_layer_types", "it must name dense or sparse")
+
+    def routes(layer: int) -> bool:
+        return named[layer] == "sparse" if named else layer >= first and layer % period == 0
+
     shared = f.whole("moe_intermediate_size") * f.whole("n_shared_experts", 0, least=0)
     f.weightless("num_key_value_heads", "head_dim")
     biases = (Bias.LATENT_DOWN, Bias.PROJECTION) if f.flag("attention_bias") else ()
@@ -89,7 +143,7 @@ def _deepseek(f: ConfigFields) -> Shape:
         decoder(f),
         _latent_attention(f),
         experts(f, "n_routed_experts", "moe_intermediate_size"),
-        expert_layers(f, lambda layer: layer >= first and layer % period == 0),
+        expert_layers(f, routes),
         shared_experts(shared),
         _predicted_tokens(f),
         variant(biases=biases) if biases else {},
@@ -136,18 +190,26 @@ def gpt_oss(f: ConfigFields) -> Shape:
 
 def minimax_m2(f: ConfigFields) -> Shape:
     """MiniMax M2: norms of queries and keys over all heads, experts balanced by a bias."""
-    f.weightless(
-        "attn_type_list", "qk_norm_type", "rotary_dim", "use_routing_bias", "shared_moe_mode"
-    )
-    f.weightless("mtp_transformer_layers", "num_mtp_modules", "use_mtp", "output_router_logits")
-    f.weightless("layernorm_full_attention_beta", "layernorm_mlp_beta", "scoring_func")
-    if not f.flag("use_qk_norm", True):
-        raise f.wrong("use_qk_norm", "this family has norms of queries and keys")
+    f.weightless("layernorm_full_attention_beta", "layernorm_mlp_beta", "shared_moe_mode")
+    if not f.flag("use_qk_norm", True) or f.get("qk_norm_type", "per_layer") != "per_layer":
+        key = "qk_norm_type" if f.flag("use_qk_norm", True) else "use_qk_norm"
+        raise f.wrong(key, "this family has norms of queries and keys over all heads")
+    if 0 in (f.items("attn_type_list", "numbers", of_layers=True) or ()):
+        limit = "its linear (lightning) attention, a 0, is not supported"
+        raise f.wrong("attn_type_list", limit, kind=UnplannableModelError)
+    mtp = f.whole("num_mtp_modules", 0, least=0) * f.flag("use_mtp", True)
+    if f.whole("mtp_transformer_layers", 1) > 1 and mtp:
+        limit = "an MTP module of Megatron has one layer"
+        raise f.wrong("mtp_transformer_layers", limit, kind=UnplannableModelError)
+    around = decoder(f)
+    size = f.whole("head_dim", f.whole("hidden_size") // f.whole("num_attention_heads"))
     return joined(
-        decoder(f),
+        around,
+        rotary(f, partial=f.whole("rotary_dim", size) / size),
         wide_qk_norm(),
-        {"moe_router_enable_expert_bias": True},
+        {"moe_router_enable_expert_bias": f.flag("use_routing_bias", True)},
         experts(f, "num_local_experts", "intermediate_size"),
+        {"mtp_num_layers": mtp or None},
     )
 
 
@@ -279,7 +341,47 @@ def ernie4_5_moe(f: ConfigFields) -> Shape:
 
 
 def hunyuan_v1_moe(f: ConfigFields) -> Shape:
-    """Hunyuan MoE: a shared expert as wide as the others."""
-    found = experts(f, "num_experts", "intermediate_size", "moe_topk")
-    shared = shared_experts(f.whole("intermediate_size"))
-    return joined(decoder(f), _routed_biases(f), {"qk_layernorm": True}, found, shared)
+    """Hunyuan MoE: a shared expert as wide as the others; what is listed is alike in all layers."""
+    f.weightless(
+        "attention_head_dim", "capacity_factor", "cla_share_factor", "group_limited_greedy"
+    )
+    f.weightless("moe_drop_tokens", "moe_random_routing_dropped_token", "norm_type", "pool_type")
+    f.weightless("use_mixed_mlp_moe", "use_rotary_pos_emb", "org_vocab_size", "xdrope_section")
+    f.weightless("anyres_pooling_size", "anyres_vit_max_image_size", "max_image_size")
+    for key in ("use_cla", "use_mla", "moe_layer_num_skipped"):
+        if f.get(key, False):
+            limit = "a model of this family that has it is not read"
+            raise f.wrong(key, limit, kind=UnplannableModelError)
+    if not f.flag("use_qk_norm", True):
+        raise f.wrong("use_qk_norm", "this family has norms of queries and keys")
+    size = f.whole("moe_intermediate_size", f.whole("intermediate_size"))
+    return joined(
+        decoder(f),
+        _routed_biases(f),
+        {"qk_layernorm": True},
+        experts(f, "num_experts", "intermediate_size", "moe_topk"),
+        {"moe_ffn_hidden_size": size},
+        shared_experts(size * f.whole("num_shared_expert", 1, least=0)),
+    )
+
+
+def bailing_moe_v2(f: ConfigFields) -> Shape:
+    """Ling and Ring 2.0: norms of queries and keys, experts balanced by a bias."""
+    f.weightless("max_window_layers", "mtp_loss_scaling_factor", "router_dtype", "score_function")
+    f.weightless("embedding_dropout", "output_dropout", "use_rmsnorm", "norm_head")
+    f.weightless("moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size")
+    first, size = f.whole("first_k_dense_replace", 0, least=0), f.whole("moe_intermediate_size")
+    biases = linear_biases(qkv=f.flag("use_qkv_bias"), projection=f.flag("use_bias"), routed=True)
+    return joined(
+        decoder(f),
+        biases,
+        {
+            "qk_layernorm": f.flag("use_qk_norm", True),
+            "moe_router_enable_expert_bias": True,
+            "untie_embeddings_and_output_weights": not f.flag("tie_word_embeddings"),
+        },
+        experts(f, "num_experts", "moe_intermediate_size"),
+        expert_layers(f, lambda layer: layer >= first),
+        shared_experts(size * f.whole("num_shared_experts", 0, least=0)),
+        _predicted_tokens(f),
+    )

@@ -14,6 +14,8 @@ from nest_megatron.model.frequency import MAX_LAYERS
 #: Likeness from which one name is taken for another that is misspelt.
 _NEARLY = 0.85
 _FULL = {"full_attention"}
+#: Values of a key that say that there is no such thing.
+UNSET: tuple[object, ...] = (None, False, "", [], {})
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
 #: Keys of ``PretrainedConfig`` and of the families read here that change no shape.
 _HARMLESS = frozenset(
@@ -77,9 +79,12 @@ def is_harmless(key: str) -> bool:
 
 @functools.cache
 def _tables() -> Mapping[str, Any]:
-    """What transformers takes where a file is silent, and its second names, by model type."""
-    types: Mapping[str, Any] = packaged(__package__, "hugging_face_defaults.json")["types"]
-    return types
+    """What transformers takes where a file is silent, and its second names, by model type.
+
+    The types of release 4.57, and those that came with release 5.
+    """
+    names = ("hugging_face_defaults.json", "hugging_face_defaults_5.json")
+    return {k: row for name in names for k, row in packaged(__package__, name)["types"].items()}
 
 
 def model_types() -> frozenset[str]:
@@ -94,15 +99,17 @@ class ConfigFields:
     none, as in transformers.
     """
 
-    __slots__ = ("_asked", "_config", "_defaults", "_name", "assumed")
+    __slots__ = ("_asked", "_config", "_defaults", "_name", "_weightless", "assumed")
 
     def __init__(self, config: Mapping[str, object], name: str, model_type: str = "") -> None:
         table = _tables().get(model_type, {})
         second = table.get("second_names", {})
-        self._config = {second.get(key, key): value for key, value in config.items()}
+        first = {second[key]: value for key, value in config.items() if key in second}
+        self._config = first | {key: v for key, v in config.items() if key not in second}
         self._defaults: Mapping[str, object] = table.get("defaults", {})
         self._name = name
         self._asked: set[str] = set()
+        self._weightless: set[str] = set()
         self.assumed: dict[str, object] = {}
 
     def get(self, key: str, default: object = None) -> object:
@@ -117,7 +124,16 @@ class ConfigFields:
 
     def weightless(self, *keys: str) -> None:
         """Fields that are known, and change neither a weight nor the work."""
-        self._asked.update(keys)
+        self._weightless.update(keys)
+
+    def unused(self) -> tuple[str, ...]:
+        """Keys that are set and known, and that no weight and no work depends on, sorted."""
+        known = (key for key in self._set() if key in self._weightless or is_harmless(key))
+        return tuple(sorted({*known} - self._asked - {"model_type"}))
+
+    def _set(self) -> list[str]:
+        """Keys that have a value other than those that mean that there is none."""
+        return [key for key, value in self._config.items() if value not in UNSET]
 
     def unread(self) -> tuple[str, ...]:
         """Keys that are set, that nobody has asked for, and that may say something of the shape.
@@ -127,12 +143,12 @@ class ConfigFields:
             UnplannableModelError: for one that by its name describes a part of the model.
         """
         lacking = sorted(self._asked - self._config.keys())
+        known = self._asked | self._weightless
         unread = sorted(
             key
-            for key, value in self._config.items()
-            if value not in (None, False, "", [], {}) and key not in self._asked
-            if not is_harmless(key)
-            if not (key == "layer_types" and isinstance(value, list) and set(value) == _FULL)
+            for key in self._set()
+            if key not in known and not is_harmless(key)
+            if not (key == "layer_types" and self._is_full(self._config[key]))
         )
         for key in unread:
             if close := difflib.get_close_matches(key, lacking, n=1, cutoff=_NEARLY):
@@ -143,9 +159,16 @@ class ConfigFields:
                 raise self.wrong(key, limit, fix, UnplannableModelError)
         return tuple(unread)
 
+    @staticmethod
+    def _is_full(value: object) -> bool:
+        return isinstance(value, list) and set(map(str, value)) == _FULL
+
     def whole(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number of at least ``least``; required where no default is given."""
-        value = self.get(key, default)
+        """A whole number of at least ``least``; required where no default is given.
+
+        A list with the same number for each layer is that number.
+        """
+        value = self._of_all_layers(key, self.get(key, default))
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -153,6 +176,17 @@ class ConfigFields:
         if key in _LAYERS and value > MAX_LAYERS:
             raise self.wrong(key, f"it must be at most {MAX_LAYERS:,}")
         return value
+
+    def _of_all_layers(self, key: str, value: object) -> object:
+        """The one value of a list that has it for each layer; what else it is, unchanged."""
+        layers = self._config.get("num_hidden_layers")
+        if not isinstance(value, list) or key in _LAYERS or len(value) != layers:
+            return value
+        if any(type(each) is not int or each != value[0] for each in value):
+            limit = "layers that differ in it are not read"
+            fix = "Describe the nearest model of equal layers in a file (docs/adding.md)."
+            raise self.wrong(key, limit, fix, UnplannableModelError)
+        return value[0]
 
     def items(
         self, key: str, what: str, *, of_layers: bool = False

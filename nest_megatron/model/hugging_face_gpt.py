@@ -70,6 +70,8 @@ def gptj(f: ConfigFields) -> Shape:
     """GPT-J: attention beside the MLP, biases on the MLP and the output layer."""
     f.weightless("rotary", "scale_attn_weights")
     head_dim = f.whole("n_embd") // f.whole("n_head")
+    if not head_dim:
+        raise f.wrong("n_head", "it must be at most n_embd")
     rotated = f.whole("rotary_dim", head_dim)
     return joined(
         _gpt(f),

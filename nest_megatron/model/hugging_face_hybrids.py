@@ -8,7 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from nest_megatron.model.hugging_face_dense import all_biases
-from nest_megatron.model.hugging_face_experts import granitemoe, sparse_layers
+from nest_megatron.model.hugging_face_experts import (
+    gated_shared_expert,
+    granitemoe,
+    qwen_experts,
+)
 from nest_megatron.model.hugging_face_fields import ConfigFields
 from nest_megatron.model.hugging_face_parts import (
     Shape,
@@ -146,7 +150,7 @@ def nemotron_h(f: ConfigFields) -> Shape:
         "expand", "chunk_size", "mamba_hidden_act", "mamba_proj_bias", "num_logits_to_keep"
     )
     f.weightless(*_OF_NO_SHAPE, "mamba_ssm_cache_dtype", "rope_theta", "partial_rotary_factor")
-    f.weightless("sliding_window", "intermediate_size", "rms_norm_eps", "mamba_num_groups")
+    f.weightless("intermediate_size", "rms_norm_eps", "mamba_num_groups")
     f.weightless(
         "mtp_layers_block_type", "moe_shared_expert_overlap", "mtp_hybrid_override_pattern"
     )
@@ -210,20 +214,46 @@ def _routed(f: ConfigFields) -> Shape:
 
 def qwen3_next(f: ConfigFields) -> Shape:
     """Qwen 3 Next: gated delta nets, every fourth layer attends in full, behind a gate."""
-    f.weightless("full_attention_interval")
+    return joined(_gated_delta(f), qwen_experts(f), gated_shared_expert(f))
+
+
+def qwen3_5_moe_text(f: ConfigFields) -> Shape:
+    """Qwen 3.5 MoE: as Qwen 3 Next, and MTP layers."""
+    f.weightless("intermediate_size")
+    around = _gated_delta(f, ffn="moe_intermediate_size")
+    return joined(around, qwen_experts(f), gated_shared_expert(f), _of_qwen3_5(f))
+
+
+def qwen3_5_text(f: ConfigFields) -> Shape:
+    """Qwen 3.5 dense: as Qwen 3 Next without experts, and MTP layers."""
+    if f.whole("num_experts", 0, least=0):
+        limit = "this type is dense"
+        raise f.wrong("num_experts", limit, "Set model_type to qwen3_5_moe_text.")
+    f.weightless("decoder_sparse_step", "moe_intermediate_size", "num_experts_per_tok")
+    f.weightless("shared_expert_intermediate_size")
+    return joined(_gated_delta(f), _of_qwen3_5(f))
+
+
+def _of_qwen3_5(f: ConfigFields) -> Shape:
+    f.weightless("mamba_ssm_dtype")
+    if f.flag("mtp_use_dedicated_embeddings"):
+        raise f.wrong("mtp_use_dedicated_embeddings", "Megatron's MTP layers share the embedding")
+    if not f.flag("attn_output_gate", True):
+        raise f.wrong("attn_output_gate", "attention of this family has a gate")
+    return {"mtp_num_layers": f.whole("mtp_num_hidden_layers", 0, least=0) or None}
+
+
+def _gated_delta(f: ConfigFields, ffn: str = "intermediate_size") -> Shape:
+    """Gated delta nets and gated attention, without what works on each token."""
     interval, layers = f.whole("full_attention_interval", 4), range(f.whole("num_hidden_layers"))
     attends = f.flag("attention_bias")
     return joined(
-        decoder(f),
+        decoder(f, ffn=ffn),
         rotary(f, partial=0.25),
         linear_biases(qkv=attends, projection=attends, routed=True),
         {"qk_layernorm": True, "attention_output_gate": True, "apply_layernorm_1p": True},
         _linear(f, [(i + 1) % interval != 0 for i in layers]),
         {name: f.whole(name) for name in DELTA_NET_SIZES},
-        experts(f, "num_experts", "moe_intermediate_size"),
-        sparse_layers(f),
-        shared_experts(f.whole("shared_expert_intermediate_size")),
-        {"moe_shared_expert_gate": True},
     )
 
 

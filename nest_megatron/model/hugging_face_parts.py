@@ -70,12 +70,24 @@ def attention(f: ConfigFields, *, own_size: bool = True) -> Shape:
     }
 
 
-def decoder(f: ConfigFields, act: str = "hidden_act", *, own_size: bool = True) -> Shape:
-    """What all Llama-like decoders share; ``act`` is the key that names their activation."""
+def decoder(
+    f: ConfigFields,
+    act: str = "hidden_act",
+    *,
+    own_size: bool = True,
+    ffn: str = "intermediate_size",
+) -> Shape:
+    """What all Llama-like decoders share.
+
+    Args:
+        act: the key that names their activation.
+        own_size: as of ``attention``.
+        ffn: the key of the inner size of their MLP.
+    """
     return {
         "num_layers": f.whole("num_hidden_layers"),
         "hidden_size": f.whole("hidden_size"),
-        "ffn_hidden_size": f.whole("intermediate_size"),
+        "ffn_hidden_size": f.whole(ffn),
         **attention(f, own_size=own_size),
         "max_position_embeddings": f.whole("max_position_embeddings"),
         "vocab_size": f.whole("vocab_size"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.model.hugging_face_fields import ConfigFields
@@ -12,8 +13,24 @@ from nest_megatron.model.hugging_face_parts import Shape, activation
 _WEIGHTLESS = ("in_chans", "initializer_range", "spatial_patch_size", "tokens_per_second")
 
 
-def read_vision_config(config: Mapping[str, object], name: str, model_type: str) -> Shape | None:
-    """The fields of an ``EncoderSpec``, without its images; ``None`` if the type is not known.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig:
+    """A ``vision_config`` as it was read.
+
+    Args:
+        shape: the fields of an ``EncoderSpec``, without its images.
+        unread, unused: keys that are set and not read, and those that change nothing.
+    """
+
+    shape: Shape
+    unread: tuple[str, ...]
+    unused: tuple[str, ...]
+
+
+def read_vision_config(
+    config: Mapping[str, object], name: str, model_type: str
+) -> VisionConfig | None:
+    """What a ``vision_config`` says; ``None`` if the type is not known.
 
     Args:
         config: ``vision_config``, already parsed.
@@ -29,8 +46,7 @@ def read_vision_config(config: Mapping[str, object], name: str, model_type: str)
     fields = ConfigFields(config, f"{name}: vision_config")
     shape = reader(fields)
     fields.weightless(*_WEIGHTLESS)
-    fields.unread()
-    return shape
+    return VisionConfig(shape=shape, unread=fields.unread(), unused=fields.unused())
 
 
 def _qwen_vl(f: ConfigFields, act: str) -> Shape:

@@ -9,6 +9,8 @@ Source lines are those of Megatron-LM core_v0.16.1; ``tc`` stands for
 
 from __future__ import annotations
 
+import math
+
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.shard import fits_fused_attention
 from nest_megatron.model.spec import TransformerSpec
@@ -17,6 +19,7 @@ from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.launch_rule import Rule, Violation, rule, violations
 from nest_megatron.parallel.recompute import RecomputeMethod
 from nest_megatron.parallel.rules import LaunchRequest
+from nest_megatron.parallel.zero import DataParallelSharding
 
 
 def require_legal(request: LaunchRequest) -> None:
@@ -76,12 +79,21 @@ def _expert_bias(request: LaunchRequest) -> Violation | None:
 
 
 def _context_parallel(request: LaunchRequest) -> Violation | None:
-    cp = request.dims.context_parallel_size
-    if rules.allows_context_parallel(request.spec, cp, fused=request.fused_attention):
+    cp, local = request.dims.context_parallel_size, request.transformer_impl == "local"
+    fused = request.fused_attention and not local
+    if rules.allows_context_parallel(request.spec, cp, fused=fused):
         return None
+    if local:
+        limit = (
+            "Megatron's own layers (--transformer-impl local) have no context parallelism: only "
+            "Transformer Engine's attention splits the sequence"
+        )
+        fix = "Use 1, or transformer_impl transformer_engine."
+        return Violation(what="context_parallel_size", value=cp, limit=limit, fix=fix)
     limit = (
-        "the scripts of BERT and T5 do not split their batches, and sliding windows or learnable "
-        "softmax have no kernel with the ring exchange of keys and values"
+        "the scripts of BERT and T5 do not split their batches, sliding windows or learnable "
+        "softmax have no kernel with the ring exchange of keys and values, and sparse attention "
+        "(dsa) is not planned with it"
     )
     fix = "Use 1."
     if not fits_fused_attention(request.spec):
@@ -91,8 +103,8 @@ def _context_parallel(request: LaunchRequest) -> Violation | None:
         )
     if rules.allows_context_parallel(request.spec, cp):
         limit = (
-            "the ring exchange of keys and values needs fused attention; single precision, "
-            "--attention-backend unfused and --transformer-impl local run another"
+            "the ring exchange of keys and values needs fused attention; single precision and "
+            "--attention-backend unfused run another"
         )
         fix = "Use 1, or fused attention in 16 bits (train.precision=bf16)."
     return Violation(what="context_parallel_size", value=cp, limit=limit, fix=fix)
@@ -113,19 +125,49 @@ def _two_stacks(request: LaunchRequest) -> Violation | None:
 def _interleaving(request: LaunchRequest) -> Violation | None:
     dims, count = request.dims, request.num_microbatches
     pp, vpp = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
-    if rules.allows_interleaving(pp, vpp, count):
+    group = request.microbatch_group_size_per_vp_stage
+    grows = request.batch_schedule is not None
+    if rules.allows_interleaving(pp, vpp, count, group, whole=grows):
         return None
     limit, fix = "it needs a pipeline", "Use 1, or pipeline_model_parallel_size above 1."
     if pp > 1:
+        rounds = f"whole rounds of {pp} micro batches, one a pipeline rank"
+        if group:
+            rounds = (
+                f"rounds of {group} micro batches (microbatch_group_size_per_vp_stage), none "
+                f"smaller than the {pp} pipeline ranks"
+            )
         limit = (
-            f"virtual stages work in whole rounds of {pp} micro batches, one a pipeline rank, and "
-            f"there are {count} (global batch {request.batch_unit} / (micro batch "
-            f"{request.micro_batch_size} * data-parallel size {dims.data_parallel_size})); rounds "
-            "of another size (microbatch_group_size_per_vp_stage) are not planned"
+            f"virtual stages work in {rounds}, and there are {count} (global batch "
+            f"{request.batch_unit} / (micro batch {request.micro_batch_size} * data-parallel size "
+            f"{dims.data_parallel_size}))"
         )
         fix = "Use 1, or a batch or micro batch that makes whole rounds."
     what = "virtual_pipeline_model_parallel_size"
     return Violation(what=what, value=vpp, limit=limit, fix=fix)
+
+
+def _mamba(request: LaunchRequest) -> Violation | None:
+    spec, dims = request.spec, request.dims
+    tp, cp = dims.tensor_model_parallel_size, dims.context_parallel_size
+    if rules.divides_mamba(spec, tp, cp):
+        return None
+    heads, groups = spec.num_mamba_heads, spec.mamba_num_groups
+    if heads % groups:
+        return Violation(
+            what="mamba_num_heads",
+            value=heads,
+            limit=f"it must be a multiple of the {groups} groups of Mamba layers "
+            "(--mamba-num-groups, 8 where nobody says)",
+            fix=f"Use --mamba-num-groups {math.gcd(heads, groups)}, or more heads.",
+        )
+    return Violation(
+        what="tensor_model_parallel_size, context_parallel_size",
+        value=(tp, cp),
+        limit=f"the first must divide the {groups} groups of Mamba layers; both together their "
+        f"{heads} heads, and the second be a multiple or a divisor of a rank's groups",
+        fix="Use powers of two no larger than the groups.",
+    )
 
 
 DEGREE_RULES: tuple[Rule, ...] = (
@@ -147,18 +189,10 @@ DEGREE_RULES: tuple[Rule, ...] = (
         "({moe_shared_expert_intermediate_size})",
         fix="Use a divisor.",
     ),
-    rule(
-        "mamba_over_tp_and_cp",
-        "ssm/mamba_mixer.py:227-247, ssm/mamba_context_parallel.py:91-117 (at build)",
-        lambda job: rules.divides_mamba(
-            job.spec, job.dims.tensor_model_parallel_size, job.dims.context_parallel_size
-        ),
-        what="tensor_model_parallel_size, context_parallel_size",
-        value=lambda job: (job.dims.tensor_model_parallel_size, job.dims.context_parallel_size),
-        limit="the first must divide the {num_mamba_heads} heads and {mamba_num_groups} groups of "
-        "Mamba layers; the second the heads that are left, and be a multiple or a divisor of the "
-        "groups",
-        fix="Use powers of two no larger than the groups.",
+    Rule(
+        name="mamba_over_tp_and_cp",
+        source="ssm/mamba_mixer.py:227-247, ssm/mamba_context_parallel.py:91-117 (at build)",
+        check=_mamba,
     ),
     rule(
         "linear_replacements",
@@ -245,7 +279,8 @@ DEGREE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="attention_under_cp",
-        source="Transformer Engine's backend choice; pretrain_bert.py get_batch",
+        source="Transformer Engine's backend choice; dot_product_attention.py:58 (run); "
+        "pretrain_bert.py get_batch",
         check=_context_parallel,
     ),
     rule(
@@ -312,11 +347,14 @@ DEGREE_RULES: tuple[Rule, ...] = (
     ),
     rule(
         "fsdp_no_pipeline",
-        "mcore_fsdp_adapter.py:369 (run)",
-        lambda job: rules.allows_zero(job.zero, job.dims.num_chunks),
+        "mcore_fsdp_adapter.py:369 (run), args:606",
+        lambda job: (
+            rules.allows_zero(job.zero, job.dims.num_chunks)
+            and (job.dims.num_chunks == 1 or job.sharding in (None, DataParallelSharding.DDP))
+        ),
         what="data_parallel_sharding_strategy",
         value=lambda job: job.zero.name,
-        limit="Megatron-FSDP's device mesh has no pipeline dimension",
+        limit="the device mesh of FSDP has no pipeline dimension",
         fix="Use pipeline_model_parallel_size 1, or the distributed optimizer.",
     ),
     rule(

@@ -1,7 +1,7 @@
 """What Megatron accepts of an ``Execution`` on a layout, rule by rule, each with its words.
 
-``execution_rules`` leaves out what a layout has no room for; here is what is said of a plan that
-has it all the same.
+``execution_rules`` leaves out what a layout has no room for; a search keeps to these rules in what
+it chooses, and a launch is held to them.
 
 Source lines are those of Megatron-LM core_v0.16.1: ``args`` is ``megatron/training/arguments.py``,
 ``tc`` ``megatron/core/transformer/transformer_config.py``; "(run)" is what its own validation lets
@@ -21,6 +21,7 @@ from nest_megatron.model.execution import (
     GraphImpl,
     TokenDispatcher,
 )
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.launch_rule import Rule, Violation, violations
 from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeModule
@@ -37,7 +38,7 @@ DEEPEP_RANKS = frozenset({2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160})
 _OVERLAP = "overlap_moe_expert_parallel_comm"
 #: In the order of this module.
 EXECUTION_RULES: list[Rule] = []
-_Limits = Callable[[LaunchRequest], Iterator[str]]
+_Limits = Callable[[LaunchRequest], Iterator[str | Violation]]
 
 
 def allows_execution(request: LaunchRequest) -> bool:
@@ -45,8 +46,19 @@ def allows_execution(request: LaunchRequest) -> bool:
     return not any(violations(request, EXECUTION_RULES))
 
 
+def decisive_modules(spec: TransformerSpec, *, graphs: bool) -> frozenset[RecomputeModule]:
+    """Modules whose recomputation a rule of this module may forbid in a model.
+
+    Args:
+        graphs: CUDA graphs may be among what is chosen, of whatever part of a layer.
+    """
+    found = frozenset({RecomputeModule.MOE, RecomputeModule.SHARED_EXPERTS})
+    whole = CudaGraphs(impl=GraphImpl.TRANSFORMER_ENGINE.value)
+    return found | whole.without_modules(spec) if graphs else found
+
+
 def _rule(name: str, field: str, source: str) -> Callable[[_Limits], _Limits]:
-    """Makes a rule of a function that says what limit a request breaks.
+    """Makes a rule of a function that says what limit a request breaks, or which other field does.
 
     It is asked only where the field is not at Megatron's default.
     """
@@ -56,11 +68,11 @@ def _rule(name: str, field: str, source: str) -> Callable[[_Limits], _Limits]:
             value = getattr(request.execution, field)
             if value == getattr(PLAIN, field):
                 return None
+            found = next(limits(request), None)
+            if not isinstance(found, str):
+                return found
             fix = "Leave it out, or change the layout."
-            found = (
-                Violation(what=field, value=value, limit=each, fix=fix) for each in limits(request)
-            )
-            return next(found, None)
+            return Violation(what=field, value=value, limit=found, fix=fix)
 
         EXECUTION_RULES.append(Rule(name=name, source=source, check=check))
         return limits
@@ -228,16 +240,40 @@ def _context_heads(request: LaunchRequest) -> Iterator[str]:
         yield "ranks that exchange heads get whole heads and whole query groups each"
 
 
-@_rule("graphs_recompute", "cuda_graph_impl", "tc:1780-1822, args:1158")
-def _graphs_layout(request: LaunchRequest) -> Iterator[str]:
-    how, ep = request.execution, request.dims.expert_model_parallel_size
-    graphs = request.cuda_graphs or CudaGraphs(
-        impl=how.cuda_graph_impl.value, scope=frozenset(how.cuda_graph_scope)
+@_rule("cuda_graph_recompute", "cuda_graph_impl", "tc:1780-1822")
+def _graphs_recompute(request: LaunchRequest) -> Iterator[Violation]:
+    graphs, recompute = request.captured, request.recompute
+    if graphs is None or graphs.allows_recompute(request.spec, recompute):
+        return
+    if recompute.method is None:
+        forbidden = graphs.without_modules(request.spec).intersection(recompute.modules)
+        yield Violation(
+            what="recompute_modules",
+            value=sorted(module.value for module in forbidden),
+            limit="a captured CUDA graph cannot recompute it (a graph has no new random numbers "
+            "for dropout or jitter)",
+            fix="Leave them out, or change the graphs.",
+        )
+        return
+    yield Violation(
+        what="recompute_granularity",
+        value="full",
+        limit=f"{graphs.impl} CUDA graphs of layers hold no full recomputation; a graph of the "
+        "full iteration does",
+        fix="Free recompute, or change the graphs.",
     )
-    recomputes = graphs.allows_recompute(request.spec, request.recompute)
-    if not recomputes or not graphs.allows_experts(ep, request.version):
-        yield (
-            "CUDA graphs hold neither full recomputation nor, on 0.16.1, experts over several ranks"
+
+
+@_rule("cuda_graph_experts", "cuda_graph_impl", "args:1158")
+def _graphs_ranks(request: LaunchRequest) -> Iterator[Violation]:
+    graphs, ep = request.captured, request.dims.expert_model_parallel_size
+    if graphs is not None and not graphs.allows_experts(ep, request.version):
+        yield Violation(
+            what="expert_model_parallel_size",
+            value=ep,
+            limit="local CUDA graphs with expert parallelism need "
+            "--moe-pad-experts-for-cuda-graph-inference",
+            fix="Use 1, add that flag, or change the graphs.",
         )
 
 

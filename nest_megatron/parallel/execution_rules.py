@@ -30,11 +30,14 @@ def _without(execution: Execution, *names: str) -> Execution:
     return dataclasses.replace(execution, **{name: getattr(PLAIN, name) for name in changed})
 
 
-def allowed_execution(execution: Execution, grid: Grid) -> Execution:
+def allowed_execution(execution: Execution, grid: Grid, *, own_graphs: bool = False) -> Execution:
     """What of it Megatron takes on a layout; what does nothing there is left out.
 
     The all-to-all of tokens runs beside another micro batch's work where there is one: several
     expert ranks, virtual stages in a pipeline, and no experts that are recomputed.
+
+    Args:
+        own_graphs: the CUDA graphs are the job's own, and stay as they are.
     """
     dims, recompute = grid.dims, grid.recompute
     pipelined, full = dims.pipeline_model_parallel_size > 1, recompute.granularity is _FULL
@@ -42,9 +45,10 @@ def allowed_execution(execution: Execution, grid: Grid) -> Execution:
     plain_schedule = pipelined and dims.virtual_pipeline_model_parallel_size == 1
     if dims.expert_model_parallel_size == 1 or plain_schedule or experts_recomputed:
         execution = of_every_layout(execution)
-    execution = _with_scope(execution, recompute)
+    if not own_graphs:
+        execution = _with_scope(execution, recompute)
     idle: dict[tuple[str, ...], bool] = {
-        ("tp_comm_overlap",): dims.tensor_model_parallel_size == 1,
+        ("tp_comm_overlap",): not grid.sequence_parallel,
         ("cp_comm_type", "hierarchical_context_parallel_sizes"): dims.context_parallel_size == 1,
         ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend"): dims.expert_ranks == 1
         and execution.is_node_limited,
@@ -54,6 +58,7 @@ def allowed_execution(execution: Execution, grid: Grid) -> Execution:
         or recompute.granularity is not RecomputeGranularity.NONE,
         ("offload_modules",): full,
         ("cuda_graph_impl", "cuda_graph_scope"): full
+        and not own_graphs
         and execution.cuda_graph_impl is GraphImpl.TRANSFORMER_ENGINE,
     }
     return _without(

@@ -26,6 +26,7 @@ _GROUP_TIMES = re.compile(r"\(([^)]+)\)\*(\d+)")
 _LETTER_TIMES = re.compile(r"(.)\*(\d+)")
 _MAX_LETTERS = 100_000
 _LAYOUT = "pipeline_model_parallel_layout"
+_LAYOUT_FLAG = "--pipeline-model-parallel-layout"
 
 
 def layout_string(spec: TransformerSpec, partition: StagePartition) -> str:
@@ -230,11 +231,35 @@ def _bad(text: str, limit: str, fix: str = "Write for example Et*4|(t*4|)*6tL.")
     return UserInputError(_LAYOUT, value=text, limit=limit, fix=fix)
 
 
+def uneven_flags(spec: TransformerSpec, pp: int) -> str:
+    """Which flags state stages of layers that the pipeline ranks do not divide, as advice.
+
+    A layout is none for the hybrid models of 0.16.1; 0.20 writes it into their pattern.
+    """
+    layout = _LAYOUT_FLAG
+    if spec.hybrid_layer_pattern:
+        layout = "| in --hybrid-layer-pattern (Megatron-LM 0.20)"
+    middle = max(1, round(spec.num_layers / pp))
+    while middle > 1 and spec.num_layers - middle * (pp - 2) < 2:
+        middle -= 1
+    ends = spec.num_layers - middle * (pp - 2)
+    if pp < 2 or ends < 2:
+        return f"Add {layout}"
+    first = ends // 2
+    return (
+        f"Add --decoder-first-pipeline-num-layers {first} --decoder-last-pipeline-num-layers "
+        f"{ends - first}, or {layout}"
+    )
+
+
 def _even_layers(spec: TransformerSpec, pp: int, extra: int) -> list[int]:
     layers = spec.num_layers + extra
     if layers % pp:
         limit = f"without a layout it must be a multiple of the {pp} pipeline ranks"
-        fix = f"Give {_LAYOUT}, or another pipeline_model_parallel_size."
+        ways = uneven_flags(spec, pp)
+        if extra:
+            ways = f"Add {_LAYOUT_FLAG} in the place of --account-for-..-in-pipeline-split"
+        fix = f"{ways}, or use another pipeline_model_parallel_size."
         raise UserInputError("num_layers", value=layers, limit=limit, fix=fix)
     return [layers // pp] * pp
 
@@ -248,7 +273,7 @@ def _uneven_layers(
     if not fits or min(given) < 1:
         what = "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers"
         limit = f"{middle} layers are left for {stages} middle pipeline ranks"
-        fix = f"Leave a positive multiple of the middle ranks, or give {_LAYOUT}."
+        fix = f"{uneven_flags(spec, pp)}."
         raise UserInputError(what, value=(first, last), limit=limit, fix=fix)
     per_rank = [middle // stages] * stages if stages else []
     return [*given[: first is not None], *per_rank, *given[first is not None :]]

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.parallel.zero import ZeroStage
 
 HOPPER = r"G?H\d"
 BLACKWELL = r"G?B\d"
@@ -53,17 +55,33 @@ class NumericKnob:
         adam = str(flags.get("optimizer") or "adam") == "adam"
         changes = self.precision not in (None, precision)
         is_new = changes or any(flags.get(name) != value for name, value in self.values.items())
-        # an offloaded optimizer takes fp8 weights of delayed scaling alone (0.16.1 args:1195)
-        delayed = (flags.get("fp8_recipe") or "delayed") == "delayed"
-        refused = flags.get("optimizer_cpu_offload") and not delayed
         return (
             is_new
             and precision in self.precisions
             and re.match(self.devices, accelerator, re.IGNORECASE) is not None
             and (adam or not self.of_adam)
             and (has_experts or not self.of_experts)
-            and not (refused and "fp8_param_gather" in self.values)
+            and not refused_together(flags, [self])
         )
+
+    def zero_stages(self, stages: Iterable[ZeroStage]) -> tuple[ZeroStage, ...]:
+        """Those of some ZeRO stages that it goes with: FSDP has flags for widths of its own."""
+        least = ZeroStage.OPTIMIZER if self.of_sharded_optimizer else ZeroStage.NONE
+        return tuple(
+            zero for zero in stages if zero >= least and not (zero.is_fsdp and not self.precision)
+        )
+
+
+def refused_together(flags: Mapping[str, Any], knobs: Iterable[NumericKnob]) -> bool:
+    """Whether Megatron refuses some choices beside each other or a job's flags.
+
+    An offloaded optimizer takes fp8 weights of delayed scaling alone (0.16.1 args:1195).
+    """
+    made = dict(flags)
+    for knob in knobs:
+        made |= knob.values
+    is_delayed = (made.get("fp8_recipe") or "delayed") == "delayed"
+    return not is_delayed and all(map(made.get, ("optimizer_cpu_offload", "fp8_param_gather")))
 
 
 def _moments(width: str) -> NumericKnob:
@@ -92,17 +110,28 @@ def _fp8(number_format: str, recipe: str, devices: str, how: str) -> NumericKnob
     )
 
 
+_GRADIENTS = NumericKnob(
+    flags="--grad-reduce-in-bf16",
+    changes="gradients are summed over replicas and micro batches in bf16",
+    family="gradients",
+    values=MappingProxyType({"grad_reduce_in_bf16": True}),
+    instead_of=("accumulate_allreduce_grads_in_fp32",),
+)
+_MOMENTS = (_moments("bf16"), _moments("fp8"))
+_TENSORWISE = _fp8("hybrid", "tensorwise", _WHOLE_TENSOR, "with one scale for each tensor")
+_FP8_WEIGHTS = NumericKnob(
+    flags="--fp8-param-gather",
+    changes="weights are kept and gathered in fp8 alone",
+    family="weights",
+    values=MappingProxyType({"fp8_param_gather": True}),
+    precisions=(Precision.FP8,),
+    of_sharded_optimizer=True,
+)
+
 NUMERIC_KNOBS: tuple[NumericKnob, ...] = (
-    NumericKnob(
-        flags="--grad-reduce-in-bf16",
-        changes="gradients are summed over replicas and micro batches in bf16",
-        family="gradients",
-        values=MappingProxyType({"grad_reduce_in_bf16": True}),
-        instead_of=("accumulate_allreduce_grads_in_fp32",),
-    ),
-    _moments("bf16"),
-    _moments("fp8"),
-    _fp8("hybrid", "tensorwise", _WHOLE_TENSOR, "with one scale for each tensor"),
+    _GRADIENTS,
+    *_MOMENTS,
+    _TENSORWISE,
     _fp8("e4m3", "blockwise", HOPPER, "with a scale for each block of 128 elements"),
     _fp8("e4m3", "mxfp8", BLACKWELL, "with a scale for each 32 elements"),
     NumericKnob(
@@ -114,14 +143,7 @@ NUMERIC_KNOBS: tuple[NumericKnob, ...] = (
         precision=Precision.NVFP4,
         devices=BLACKWELL,
     ),
-    NumericKnob(
-        flags="--fp8-param-gather",
-        changes="weights are kept and gathered in fp8 alone",
-        family="weights",
-        values=MappingProxyType({"fp8_param_gather": True}),
-        precisions=(Precision.FP8,),
-        of_sharded_optimizer=True,
-    ),
+    _FP8_WEIGHTS,
     NumericKnob(
         flags="--moe-expert-capacity-factor 1.0",
         changes="an expert drops the tokens that exceed its share",
@@ -131,4 +153,26 @@ NUMERIC_KNOBS: tuple[NumericKnob, ...] = (
     ),
     # No Transformer Engine's cross entropy: Megatron-LM 0.20 refuses it as unstable
     # (``validate_args``).
+)
+
+_HOST_OPTIMIZER = NumericKnob(
+    flags="--optimizer-cpu-offload --use-precision-aware-optimizer",
+    changes="Adam runs on the host, where its states are",
+    family="states on the host",
+    values=MappingProxyType({"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}),
+    of_sharded_optimizer=True,
+    of_adam=True,
+)
+_FP8_AND_ITS_WEIGHTS = dataclasses.replace(
+    _TENSORWISE,
+    flags=f"{_TENSORWISE.flags} {_FP8_WEIGHTS.flags}",
+    values=MappingProxyType({**_TENSORWISE.values, **_FP8_WEIGHTS.values}),
+    precisions=(Precision.BF16,),
+    of_sharded_optimizer=True,
+)
+#: What is tried where nothing fits, singly and together: at most one of each line.
+MEMORY_KNOBS: tuple[tuple[NumericKnob, ...], ...] = (
+    (_HOST_OPTIMIZER, *_MOMENTS),
+    (_GRADIENTS,),
+    (_FP8_WEIGHTS, _FP8_AND_ITS_WEIGHTS),
 )

@@ -26,6 +26,8 @@ from nest_megatron.units import Bytes, Seconds
 #: Version of the file format; a reader refuses newer ones.
 SCHEMA = 1
 
+#: Distance to the best beyond which a plan that time left is no success (exit code 3).
+FAR_OFF_PERCENT = 10.0
 #: Name of a framework in ``Provenance``.
 MEGATRON_LM = "Megatron-LM"
 
@@ -100,6 +102,16 @@ class SearchRecord:
     backend: str
     space: Mapping[str, str]
     not_modelled: tuple[str, ...] = added(())
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether time ended the search before the plan was proven to be the best."""
+        return self.certificate == "gap"
+
+    @property
+    def may_be_far_off(self) -> bool:
+        """Whether so much is left open that a command tells it by its exit code."""
+        return self.ended_early and self.gap_percent > FAR_OFF_PERCENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +193,31 @@ class Headroom:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PresentLayout:
+    """The layout that ran when a plan was made: the first that its search looked at.
+
+    Args:
+        iteration_time_s: predicted, with the overlaps of traffic that plans have.
+        out_of_memory: chance that it runs out of memory.
+        is_kept: the plan is that layout.
+        next_percent: by how much the step of the best other layout is longer where it is kept; one
+            that ties may be shorter. ``None`` where no other is known.
+    """
+
+    iteration_time_s: Seconds
+    peak_memory_bytes: Bytes
+    capacity_bytes: Bytes
+    out_of_memory: float
+    is_kept: bool
+    next_percent: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is predicted to fit in memory."""
+        return self.peak_memory_bytes <= self.capacity_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchCommand:
     """How to start it: the script, its flags, and the environment (``None``: must be unset)."""
 
@@ -203,6 +240,7 @@ class ParallelPlan:
         batches: what is expected at each size of a batch that grows.
         price: where the price or the power of a GPU, or the length of the run, is given.
         today: what the command that was planned ran when it was planned, beside the plan.
+        present: the layout of the job when it was planned, where it could be kept.
     """
 
     schema: int = SCHEMA
@@ -226,6 +264,7 @@ class ParallelPlan:
     batches: tuple[PredictedBatch, ...] = added(())
     price: Price | None = added(None)
     today: BeforeAfter | None = added(None)
+    present: PresentLayout | None = added(None)
 
     @property
     def shortest_step_s(self) -> Seconds:

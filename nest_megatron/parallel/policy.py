@@ -94,6 +94,7 @@ class PolicyFile:
     """One file of rules.
 
     Args:
+        owners: ids of the users who may change it, and so the keys that it names.
         lines: on which line each rule is written, by its name (``plan.least_mfu``).
     """
 
@@ -101,6 +102,7 @@ class PolicyFile:
     plan: PlanRules = field(default_factory=PlanRules)
     launch: LaunchRules = field(default_factory=LaunchRules)
     audit: AuditRules | None = None
+    owners: frozenset[int] = frozenset()
     lines: Mapping[str, int] = field(default_factory=dict)
 
     def where(self, rule: str) -> str:

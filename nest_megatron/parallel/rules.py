@@ -5,13 +5,14 @@ A search asks these; ``degree_rules`` states the same rules in words for a user.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.model.execution import PLAIN, Execution
+from nest_megatron.model.execution import PLAIN, Execution, GraphImpl
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.shard import fits_fused_attention
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
@@ -36,7 +37,11 @@ class LaunchRequest:
         partition: ``None`` while a search has not chosen one.
         sharding: what divides states among replicas; ``None`` leaves it to the ZeRO stage.
         gradient_bytes: width of the gradients that replicas reduce and keep.
+        cuda_graphs: the job's own, of which ``execution`` says what they capture; ``None`` where a
+            plan chooses them, or there are none.
         fused_attention: attention runs in a fused kernel (``ExecutionTraits.flash_attention``).
+        microbatch_group_size_per_vp_stage: micro batches of a round of virtual stages; 0 is one a
+            pipeline rank.
         version: the Megatron-LM release, ``0.16.1`` or ``0.20``.
         execution: what carries the layers out (``execution_checks``).
         batch_schedule: how the batch grows; every rule holds at each of its sizes.
@@ -59,13 +64,19 @@ class LaunchRequest:
     fp8_recipe: str = "delayed"
     transformer_impl: str = "transformer_engine"
     fused_attention: bool = True
+    microbatch_group_size_per_vp_stage: int = 0
     version: str = DEFAULT_VERSION
     execution: Execution = PLAIN
     batch_schedule: BatchSchedule | None = None
 
     @classmethod
     def of(cls, spec: TransformerSpec, grid: Grid, **others: Any) -> LaunchRequest:
-        """A grid of a model, but its execution; ``others`` are the fields that it does not say."""
+        """A grid of a model, but its execution; ``others`` are the fields that it does not say.
+
+        Every plan has grouped GEMMs of experts where the layers are Transformer Engine's.
+        """
+        engine = others.get("transformer_impl", "transformer_engine")
+        others.setdefault("moe_grouped_gemm", spec.is_moe and engine != "local")
         return cls(
             spec=spec,
             dims=grid.dims,
@@ -96,6 +107,16 @@ class LaunchRequest:
         """
         dp = self.dims.data_parallel_size
         return num_microbatches(self.batch_unit, self.micro_batch_size, dp)
+
+    @property
+    def captured(self) -> CudaGraphs | None:
+        """What CUDA graphs capture; ``None`` where there are none."""
+        how = self.execution
+        if how.cuda_graph_impl is GraphImpl.NONE:
+            return None
+        impl, scope = how.cuda_graph_impl.value, frozenset(how.cuda_graph_scope)
+        own = self.cuda_graphs or CudaGraphs(impl=impl)
+        return dataclasses.replace(own, impl=impl, scope=scope)
 
     @property
     def is_0_16(self) -> bool:
@@ -224,6 +245,7 @@ def divides_sequence(spec: TransformerSpec, tp: int, cp: int, sequence_parallel:
 def allows_context_parallel(spec: TransformerSpec, cp: int, *, fused: bool = True) -> bool:
     """Attention splits the sequence if it runs ``fused``, in a kernel of 16-bit numbers."""
     plain = spec.softmax_type == "vanilla" and spec.window_size is None
+    plain = plain and spec.experimental_attention_variant != "dsa"
     fused = fused and fits_fused_attention(spec)
     return cp == 1 or (fused and plain and spec.family is ModelFamily.GPT)
 
@@ -277,9 +299,23 @@ def num_microbatches(global_batch_size: int, micro_batch_size: int, dp: int) -> 
     return 0 if global_batch_size % samples else global_batch_size // samples
 
 
-def allows_interleaving(pp: int, vpp: int, microbatches: int) -> bool:
-    """Virtual stages need a pipeline and whole rounds of micro batches."""
-    return vpp == 1 or (pp > 1 and microbatches >= pp and microbatches % pp == 0)
+def allows_interleaving(
+    pp: int, vpp: int, microbatches: int, group: int = 0, *, whole: bool = False
+) -> bool:
+    """Virtual stages need a pipeline and rounds of at least as many micro batches as ranks.
+
+    The last round may be smaller, but not than that (0.16.1 schedules.py:949-970).
+
+    Args:
+        group: micro batches of a round (``microbatch_group_size_per_vp_stage``); 0 is one a
+            pipeline rank.
+        whole: the last round is as large as the others, so that rounds of every multiple of these
+            micro batches are whole too.
+    """
+    size = group or pp
+    rest = microbatches % size
+    fits = pp <= size <= microbatches and (rest == 0 or (rest >= pp and not whole))
+    return vpp == 1 or (pp > 1 and fits)
 
 
 def allows_zero(zero: ZeroStage, num_chunks: int) -> bool:

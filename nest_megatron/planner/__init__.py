@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_posterior import PredictedPeak, predicted_peak
 from nest_megatron.deadline import Deadline
 from nest_megatron.parallel.objective import Objective
-from nest_megatron.parallel.plan import ParallelPlan, SearchRecord
+from nest_megatron.parallel.plan import ParallelPlan, PresentLayout, SearchRecord
+from nest_megatron.parallel.plan_file import sealed
 from nest_megatron.parallel.policy import require_allowed
 from nest_megatron.planner.assemble import (
     ENDED_EARLY,
@@ -41,7 +43,7 @@ from nest_megatron.planner.shortage import (
     no_plan,
     refuse_if_nothing_is_legal,
 )
-from nest_megatron.planner.uncertain import comfortable_bytes
+from nest_megatron.planner.uncertain import comfortable_bytes, out_of_memory
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.neighbours import peak_of
@@ -49,7 +51,8 @@ from nest_megatron.solver.one_partition import as_built
 from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.solver.ranking import SearchResult, SolvedGrid
 from nest_megatron.solver.search import Search
-from nest_megatron.units import Seconds, Ticks, to_seconds
+from nest_megatron.solver.space import Present
+from nest_megatron.units import Seconds, Ticks, to_seconds, to_ticks
 
 __all__ = [
     "NUM_ALTERNATIVES",
@@ -64,12 +67,8 @@ __all__ = [
 
 #: Time that is kept for what follows a search: pricing its answer and telling it.
 _REPORT_SHARE, _REPORT_S = 0.1, 0.5
-#: Time to say why there is no plan and what would help: a share of all, or that many seconds.
-_ANALYSIS_SHARE, _ANALYSIS_S = 1 / 30, 2.0
 #: Layouts that leave more memory free and are compared with the fastest of all.
 _ROOMY_LAYOUTS = 4
-#: Share of the time after which a search without a plan looks for any.
-_SHORT_OF_TIME = 0.25
 #: Micro batches that are compared before some plans run.
 _MICRO_BATCHES = (1, 2, 4, 8)
 #: Called with (candidates solved, best time so far in seconds or None, proven bound in seconds).
@@ -99,7 +98,7 @@ def plan(
         if larger := _too_large(found):
             return plan(dataclasses.replace(request, global_batch_size=larger), choose=choose)
         headroom = headroom_of(found, request, searched.model, searched.compared, find)
-        said = offers(found, request, find)
+        said = offers(found, request, find, partial(_faster, deadline))
         found = dataclasses.replace(found, headroom=headroom, offers=said)
         require_allowed(found, request.policy)
         return with_goodput(found, request.reliability, request.rates)
@@ -111,8 +110,7 @@ def plan(
             search=record,
         )
     refuse_if_nothing_is_legal(request, searched.result, deadline)
-    analysis = deadline.within(max(_ANALYSIS_S, _ANALYSIS_SHARE * deadline.seconds))
-    return no_plan(request, searched.model, record, analysis)
+    return no_plan(request, searched.model, record, _before_report(deadline), _best)
 
 
 def _too_large(found: ParallelPlan) -> int | None:
@@ -160,12 +158,15 @@ def _search(
         return searched
     # Without the deadline, so that ranks that search each for itself choose alike.
     solve = as_built(solver_of(choose(request.backend)), request.spec)
-    peaks = worth_comparing(request, searched.grids, searched.result.plans, solve)
+    peaks = worth_comparing(request, searched.grids, searched.result.known, solve)
     known, finished = Comparison(request, searched.model, peaks), []
 
     def add(asked: PlanRequest, num_layouts: int) -> Comparison:
         """With plans of a narrower space that may be taken instead of those known."""
         slowest = known.slowest
+        if _before_report(deadline).passed():
+            finished.append(False)
+            return known
         more = _search_within(
             asked, deadline, model=searched.model, num_layouts=num_layouts, slowest=slowest
         )
@@ -210,7 +211,7 @@ def _search_within(
         model = request.cost_model()
     else:
         model = model.with_memory_margin(request.settings.memory_margin)
-    ends = deadline.without(min(_REPORT_S, _REPORT_SHARE * deadline.seconds))
+    ends = _before_report(deadline)
     started = time.perf_counter()
     compared = 0 if request.objective is Objective.NOMINAL else request.num_compared
     search = Search(
@@ -221,12 +222,26 @@ def _search_within(
         num_layouts=num_layouts or max(request.num_alternatives + 1, compared),
         slowest=slowest,
         out_of_time=ends.passed,
-        short_of_time=lambda: slowest == NO_THRESHOLD and ends.passed(_SHORT_OF_TIME),
+        present=_present_of(request) if slowest == NO_THRESHOLD else None,
         on_progress=report if on_progress else None,
     )
     result = search.run()
     seconds = time.perf_counter() - started
     return _Searched(model, search.grids, result, seconds, {})
+
+
+def _before_report(deadline: Deadline) -> Deadline:
+    """The time of a search, which leaves some to price and tell its answer."""
+    return deadline.without(min(_REPORT_S, _REPORT_SHARE * deadline.seconds))
+
+
+def _present_of(request: PlanRequest) -> Present | None:
+    """What the job runs today, with the batch that is planned for."""
+    present, batch = request.present, request.global_batch_size
+    if present is None or present.grid.global_batch_size == batch:
+        return present
+    grid = dataclasses.replace(present.grid, global_batch_size=batch)
+    return dataclasses.replace(present, grid=grid)
 
 
 def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> ParallelPlan:
@@ -243,7 +258,7 @@ def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> Pa
         chosen = runner_up(chosen, number)
     record = search_record(request, searched.result, searched.seconds, chosen.plan, number)
     spec, best = request.spec, chosen.plan
-    return _assemble(
+    found = _assemble(
         request,
         searched.model,
         best,
@@ -251,6 +266,30 @@ def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> Pa
         alternatives=tuple(alternative(spec, best, other, chosen) for other in chosen.others),
         choice=chosen.choice,
         shortlist=chosen.shortlist(searched.model) if request.shortlist else None,
+    )
+    present = _present_layout(request, searched, best)
+    return found if present is None else sealed(dataclasses.replace(found, present=present))
+
+
+def _present_layout(
+    request: PlanRequest, searched: _Searched, best: SolvedGrid
+) -> PresentLayout | None:
+    """What the job runs today beside the plan that is taken."""
+    own = _present_of(request)
+    if own is None:
+        return None
+    model, kept = searched.model, best == searched.result.present
+    found = estimate(model, own.grid, own.partition)
+    peak = max(stage.peak_memory_bytes for stage in found.stages)
+    others = {*searched.result.plans, *searched.compared} - {best}
+    least = min((other.iteration for other in others), default=None) if kept else None
+    return PresentLayout(
+        iteration_time_s=found.iteration_time_s,
+        peak_memory_bytes=peak,
+        capacity_bytes=found.capacity_bytes,
+        out_of_memory=out_of_memory(model, own.grid, own.partition, peak, request.site),
+        is_kept=kept,
+        next_percent=None if least is None else 100.0 * (least / best.iteration - 1.0),
     )
 
 
@@ -333,3 +372,10 @@ def _best(request: PlanRequest, deadline: Deadline) -> ParallelPlan | None:
     """The best plan, if time allows to find one; why there is none is not asked."""
     searched = _search(request, deadline)
     return _assembled(request, searched) if searched.result.plans else None
+
+
+def _faster(deadline: Deadline, request: PlanRequest, step_s: Seconds) -> SolvedGrid | None:
+    """The fastest plan of a request with a shorter step than some, as far as time allows."""
+    slowest = to_ticks(step_s)
+    found = _search_within(request, deadline, num_layouts=1, slowest=slowest).result.plans
+    return found[0] if found else None

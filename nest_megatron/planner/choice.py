@@ -44,6 +44,7 @@ class Candidate:
     Args:
         is_custom: its stages need a layout, because Megatron cuts others by itself.
         changes: settings of the user that it changes.
+        is_present: it is what the job runs today.
     """
 
     solved: SolvedGrid
@@ -53,6 +54,7 @@ class Candidate:
     out_of_memory: float
     is_custom: bool
     changes: int
+    is_present: bool = False
 
     @property
     def virtual(self) -> int:
@@ -80,8 +82,9 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[object, ...]:
-        """The tie rule: what is simpler to run comes first."""
+        """The tie rule: what runs already comes first, then what is simpler to run."""
         return (
+            not self.is_present,
             self.is_custom,
             self.virtual,
             -self.steps_free,
@@ -114,10 +117,20 @@ class Chosen:
 
 
 class Comparison:
-    """Solved plans by their predicted steps, in ticks, with the price of running out of memory."""
+    """Solved plans by their predicted steps, in ticks, with the price of running out of memory.
 
-    def __init__(self, request: PlanRequest, model: CostModel, peaks: Peaks) -> None:
-        self.request, self.model, self.peaks = request, model, peaks
+    Args:
+        present: the one that runs today, if any does.
+    """
+
+    def __init__(
+        self,
+        request: PlanRequest,
+        model: CostModel,
+        peaks: Peaks,
+        present: SolvedGrid | None = None,
+    ) -> None:
+        self.request, self.model, self.peaks, self.present = request, model, peaks, present
         self.chances = {
             plan: out_of_memory(model, plan.grid, plan.partition(), peak, request.site)
             for plan, peak in peaks.items()
@@ -172,6 +185,7 @@ class Comparison:
                     out_of_memory=self.chances[plan],
                     is_custom=not is_uniform(model.spec, partition),
                     changes=_changes(self.request, plan),
+                    is_present=plan == self.present,
                 )
 
 
@@ -215,13 +229,13 @@ def choose_plan(
             empty where only the predicted step counts.
     """
     plans, objective = result.plans, request.objective
-    if not peaks:
-        return Chosen(plan=plans[0], others=plans[1:])
-    candidates = [*Comparison(request, model, peaks).candidates(plans)]
+    candidates = [*Comparison(request, model, peaks, result.present).candidates(result.known)]
     known = {each.solved: each for each in candidates}
+    if objective is Objective.NOMINAL or not peaks:
+        best = result.fastest
+        rest = tuple(plan for plan in plans if plan != best)
+        return Chosen(plan=best, others=rest, known=known)
     fastest = known[plans[0]]
-    if objective is Objective.NOMINAL:
-        return Chosen(plan=plans[0], others=plans[1:], known=known)
     allowed = allowed_of(candidates, request.most_out_of_memory)
     values = values_of(allowed, objective, request.failed_start_percent)
     number = simplest_of_best(allowed, values, request.tie_percent)

@@ -1,6 +1,6 @@
 """Which rule a job breaks where no combination of degrees is legal, and which choice would free it.
 
-Every combination that keeps what is fixed is held to the rules in words (``degree_rules``); those
+Every combination that keeps what is fixed is held to the rules that a search keeps to; those
 that break the fewest say what binds. Then each fixed value is left out alone, to see which of
 them would make some combination legal.
 """
@@ -11,15 +11,26 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from itertools import product
 
+from nest_megatron.cost_model.formats import FP8_SHAPES
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.degree_rules import DEGREE_RULES
 from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.execution_checks import EXECUTION_RULES
+from nest_megatron.parallel.execution_rules import allowed_execution
+from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.launch_rule import Violation, violations
-from nest_megatron.parallel.recompute import NO_RECOMPUTE
-from nest_megatron.parallel.rules import LaunchRequest
+from nest_megatron.parallel.layout import uneven_flags
+from nest_megatron.parallel.recompute import NO_RECOMPUTE, RecomputeMethod
+from nest_megatron.parallel.recompute_rules import RECOMPUTE_RULES
+from nest_megatron.parallel.rules import allows_uniform_recompute
 from nest_megatron.planner.request import PlanRequest
+from nest_megatron.solver.executions import launched
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.outcome import OutOfTime
+
+#: What a search holds its candidates to.
+_RULES = (*DEGREE_RULES, *RECOMPUTE_RULES, FP8_SHAPES, *EXECUTION_RULES)
 
 _TP, _CP = "tensor_model_parallel_size", "context_parallel_size"
 _PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
@@ -72,7 +83,7 @@ def is_legal_without(
 def _broken(request: PlanRequest) -> Iterator[tuple[Violation, ...]]:
     """Rules that each combination breaks; none for one that only the search excludes."""
     space, spec = request.space, request.spec
-    world = request.cluster.num_gpus
+    model, world = request.cost_model(), request.cluster.num_gpus
     batch = space.batch_unit or request.global_batch_size
 
     def values(name: str, number: int) -> list[int]:
@@ -109,22 +120,28 @@ def _broken(request: PlanRequest) -> Iterator[tuple[Violation, ...]]:
         except UserInputError as error:
             yield (Violation(what=error.what, value=error.value, limit=error.limit, fix=error.fix),)
             continue
-        asked = LaunchRequest(
-            spec=spec,
+        grid = Grid(  # with a stand-in batch: whether the real one divides is one of the rules
             dims=dims,
             micro_batch_size=micro,
-            global_batch_size=batch,
-            partition=space.partition,
+            global_batch_size=micro * dims.data_parallel_size,
             recompute=space.recompute or NO_RECOMPUTE,
             zero=zero,
-            precision=request.settings.precision,
             sequence_parallel=tp > 1,
-            moe_grouped_gemm=spec.is_moe,
-            sharding=space.sharding,
-            fused_attention=request.settings.traits.flash_attention,
         )
-        broken = tuple(found for _, found in violations(asked, DEGREE_RULES))
+        own_graphs = space.cuda_graphs is not None
+        way = allowed_execution(space.execution, grid, own_graphs=own_graphs)
+        asked = launched(model, space, dataclasses.replace(grid, execution=way))
+        asked = dataclasses.replace(asked, global_batch_size=batch, partition=space.partition)
+        broken = tuple(found for _, found in violations(asked, _RULES))
         yield broken + tuple(_other_limits(request, dims))
+
+
+def _stated_ends(spec: TransformerSpec, dims: ParallelDims) -> str:
+    """What makes stages of a hybrid model uneven, which is not searched for."""
+    if not spec.hybrid_layer_pattern:
+        return ""
+    flags = uneven_flags(spec, dims.pipeline_model_parallel_size)
+    return f", where the command says no more ({flags[0].lower()}{flags[1:]})"
 
 
 def _other_limits(request: PlanRequest, dims: ParallelDims) -> Iterator[Violation]:
@@ -146,11 +163,22 @@ def _other_limits(request: PlanRequest, dims: ParallelDims) -> Iterator[Violatio
             limit=f"it is {least} to {most} here, and the other degrees leave it no other value",
             fix=f"Widen its limits (search.max_{_DP}), or those of other degrees.",
         )
-    if space.even_stages and request.spec.num_layers % dims.num_chunks:
+    layers, rest = divmod(request.spec.num_layers, dims.num_chunks)
+    if space.even_stages and rest:
         yield Violation(
             what=f"{_PP} * {_VPP}",
             value=dims.num_chunks,
-            limit=f"it must divide the {request.spec.num_layers} layers: the framework states no "
-            "layout",
+            limit=f"it must divide the {request.spec.num_layers} layers: stages are even here"
+            + _stated_ends(request.spec, dims),
             fix="Use a divisor.",
         )
+    recompute = space.recompute
+    if space.even_stages and recompute is not None and recompute.method is RecomputeMethod.UNIFORM:
+        size = recompute.num_layers or 1
+        if not rest and not allows_uniform_recompute((layers,), size, space.version):
+            yield Violation(
+                what="recompute_num_layers",
+                value=size,
+                limit=f"uniform groups must divide the {layers} layers of every virtual stage",
+                fix="Use 1, or the block method.",
+            )

@@ -41,7 +41,12 @@ def roomier(request: PlanRequest, comfortable: Bytes) -> PlanRequest | None:
 def likely_to_start(request: PlanRequest, model: CostModel, plan: SolvedGrid) -> PlanRequest:
     """The request for plans that the objective allows, as far as their peaks err as this one's."""
     most = comfortable_bytes(model, plan, request.site, request.most_out_of_memory)
-    return _leaving(request, max(request.settings.memory_margin, _free(request, most)))
+    return with_peak_of(request, most)
+
+
+def with_peak_of(request: PlanRequest, peak_bytes: Bytes) -> PlanRequest:
+    """The request for plans that need no more memory than a peak."""
+    return _leaving(request, max(request.settings.memory_margin, _free(request, peak_bytes)))
 
 
 def _free(request: PlanRequest, peak_bytes: Bytes) -> float:

@@ -223,10 +223,8 @@ def check_launchable(
         grid,
         partition=partition,
         sharding=grid.zero.sharding,
-        precision=settings.precision,
-        moe_grouped_gemm=spec.is_moe,
-        fused_attention=settings.traits.flash_attention,
         batch_schedule=schedule,
         version=version,
+        **settings.of_launch(),
     )
     require_legal(asked)

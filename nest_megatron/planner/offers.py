@@ -17,12 +17,17 @@ from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.plan import ParallelPlan, zero_stage
-from nest_megatron.parallel.zero import DataParallelSharding
+from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
+from nest_megatron.planner.headroom import with_peak_of
 from nest_megatron.planner.request import NumericOffer, PlanRequest
+from nest_megatron.planner.shortage import describe_grid
 from nest_megatron.solver.executions import is_accepted
-from nest_megatron.units import Bytes, Seconds, format_gib, format_seconds
+from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.units import Bytes, Seconds, format_gib, format_seconds, to_seconds
 
 T = TypeVar("T")
+#: Finds the fastest plan of a request, if its step is shorter than one.
+Faster = Callable[[PlanRequest, Seconds], SolvedGrid | None]
 
 #: Smaller gains are below what the cost model can tell apart (docs/accuracy.md).
 _LEAST_GAIN_PERCENT = 1.0
@@ -38,18 +43,20 @@ def offers(
     plan: ParallelPlan,
     request: PlanRequest,
     find: Callable[[PlanRequest], ParallelPlan | None],
+    faster: Faster,
 ) -> tuple[str, ...]:
     """A sentence for each choice that would gain something.
 
     Args:
         request: the question that ``plan`` answers.
         find: the best plan of a request, if there is one.
+        faster: the fastest plan of a request that takes less than some time, if there is one.
     """
     return (
         *_of_sharding(plan, request, find),
         *_of_packages(plan, request),
         *_of_instances(plan, request),
-        *numeric_offers(plan, request),
+        *numeric_offers(plan, request, faster),
     )
 
 
@@ -68,6 +75,7 @@ def _of_sharding(
         request,
         space=offer.space,
         offer=None,
+        present=None,
         num_alternatives=0,
         num_compared=1,  # what is told is which fastest plan is faster
     )
@@ -122,7 +130,7 @@ def _of_packages(plan: ParallelPlan, request: PlanRequest) -> Iterator[str]:
             moe_flex_dispatcher_backend=backend,
         )
         way = allowed_execution(execution, grid)
-        if way.is_node_limited and is_accepted(model, grid, way, request.space.version):
+        if way.is_node_limited and is_accepted(model, request.space, grid, way):
             other = dataclasses.replace(grid, execution=way)
             found.append((backend, estimate(model, other, plan.partition())))
     for backend, faster in _fastest(plan, found):
@@ -176,45 +184,58 @@ def _instances(dims: ParallelDims, *, is_moe: bool) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Numeric:
-    """A plan's own layout under a choice that changes numbers, against the plan."""
+    """What a choice that changes numbers brings to a plan.
+
+    Args:
+        words: what the user sets.
+        fits: the plan's own layout with it.
+        change: what of the layout changes with it, in words; nothing where that stays.
+    """
 
     offer: NumericOffer
-    found: Estimate
+    words: str
+    fits: bool
+    step_s: Seconds
     faster_percent: float
     freed_bytes: Bytes
     freed_percent: float
+    change: str = ""
 
     @property
     def is_worth_it(self) -> bool:
         """Whether the cost model can tell it from the plan."""
         freed = self.freed_percent >= _LEAST_FREED_PERCENT and self.faster_percent > -1.0
-        return self.found.fits and (self.faster_percent >= _LEAST_GAIN_PERCENT or freed)
+        return self.fits and (self.faster_percent >= _LEAST_GAIN_PERCENT or freed)
 
     def sentence(self) -> str:
         """What it would do, and what it changes."""
         gains = []
-        if self.faster_percent >= _LEAST_GAIN_PERCENT:
-            gains.append(_faster(self.faster_percent, self.found.iteration_time_s))
+        if self.faster_percent >= _LEAST_GAIN_PERCENT and not self.change:
+            gains.append(_faster(self.faster_percent, self.step_s))
         if self.freed_percent >= _LEAST_GAIN_PERCENT:
             gains.append(f"free {format_gib(self.freed_bytes)} of peak memory per GPU")
         gain = " and ".join(gains)
-        return f"{self.offer.words} would {gain}. It changes numbers: {self.offer.knob.changes}"
+        if self.change:
+            step = format_seconds(self.step_s)
+            job = f"make the job {self.faster_percent:.1f} % faster ({step}): {self.change}"
+            gain = f"{gain}, or {job}" if gain else job
+        return f"{self.words} would {gain}. It changes numbers: {self.offer.knob.changes}"
 
 
-def numeric_offers(plan: ParallelPlan, request: PlanRequest) -> tuple[str, ...]:
+def numeric_offers(plan: ParallelPlan, request: PlanRequest, faster: Faster) -> tuple[str, ...]:
     """The choices that change numbers and would gain something, the best first.
 
-    Each is one evaluation of the cost model: the layout stays, so another one may gain more. Of
-    choices of one family (formats of GEMMs) the best is said.
+    Of choices of one family (formats of GEMMs) the best is said.
     """
-    worth = [priced for priced in _all_numeric(plan, request) if priced.is_worth_it]
-    worth.sort(key=lambda priced: (priced.found.iteration_time_s, -priced.freed_bytes))
+    worth = [priced for priced in _all_numeric(plan, request, faster) if priced.is_worth_it]
+    worth.sort(key=lambda priced: (priced.step_s, -priced.freed_bytes))
     best = {priced.offer.knob.family: priced for priced in reversed(worth)}
     said = [priced.sentence() for priced in worth if best[priced.offer.knob.family] is priced]
     return tuple(said[:_MOST_NUMERIC])
 
 
-def _all_numeric(plan: ParallelPlan, request: PlanRequest) -> Iterator[_Numeric]:
+def _all_numeric(plan: ParallelPlan, request: PlanRequest, faster: Faster) -> Iterator[_Numeric]:
+    """Each choice on the plan's own layout, and on a faster one that the memory it frees allows."""
     before = plan.predicted
     for offer in request.numeric_offers:
         grid = _accepted(plan, offer, request)
@@ -222,13 +243,55 @@ def _all_numeric(plan: ParallelPlan, request: PlanRequest) -> Iterator[_Numeric]
             continue
         found = estimate(request.cost_model(offer.settings), grid, plan.partition())
         freed = before.peak_memory_bytes - max(s.peak_memory_bytes for s in found.stages)
-        yield _Numeric(
+        priced = _Numeric(
             offer=offer,
-            found=found,
+            words=offer.words + ("" if grid.zero is plan.grid().zero else " with ZeRO-1"),
+            fits=found.fits,
+            step_s=found.iteration_time_s,
             faster_percent=_gain_percent(before.iteration_time_s, found.iteration_time_s),
             freed_bytes=freed,
             freed_percent=100.0 * freed / before.peak_memory_bytes,
         )
+        if freed > 0:
+            shortest_s = min(before.iteration_time_s, found.iteration_time_s)
+            limit_s = shortest_s / (1.0 + _LEAST_GAIN_PERCENT / 100.0)
+            other = faster(_with_its_memory(plan, offer, request), limit_s)
+            priced = priced if other is None else _on_another_layout(priced, plan, other)
+        yield priced
+
+
+def _with_its_memory(plan: ParallelPlan, offer: NumericOffer, request: PlanRequest) -> PlanRequest:
+    """The request for plans with a choice that need no more memory than a plan without it.
+
+    Tensor and expert degrees are the plan's: a search over all of them takes as long as its own.
+    """
+    names = [f"{each}_parallel_size" for each in ("tensor_model", "expert_model", "expert_tensor")]
+    dims, space = plan.grid().dims, request.space
+    space = dataclasses.replace(
+        space,
+        fixed={**space.fixed, **{name: getattr(dims, name) for name in names}},
+        zero_stages=offer.knob.zero_stages(space.zero_stages),
+    )
+    changed = dataclasses.replace(request, space=space, settings=offer.settings)
+    return with_peak_of(changed, plan.predicted.peak_memory_bytes)
+
+
+def _on_another_layout(priced: _Numeric, plan: ParallelPlan, other: SolvedGrid) -> _Numeric:
+    before, after = plan.grid(), other.grid
+    known = describe_grid(before).split(", ")
+    changed = [words for words in describe_grid(after).split(", ") if words not in known]
+    virtual = after.dims.virtual_pipeline_model_parallel_size
+    if virtual != before.dims.virtual_pipeline_model_parallel_size:
+        changed.append(f"VPP {virtual}")
+    step_s = to_seconds(other.iteration)
+    return dataclasses.replace(
+        priced,
+        words=priced.offer.words,
+        fits=True,
+        step_s=step_s,
+        faster_percent=_gain_percent(plan.predicted.iteration_time_s, step_s),
+        change=", ".join(changed) or "with other stages",
+    )
 
 
 def _accepted(plan: ParallelPlan, offer: NumericOffer, request: PlanRequest) -> Grid | None:
@@ -240,7 +303,9 @@ def _accepted(plan: ParallelPlan, offer: NumericOffer, request: PlanRequest) -> 
     if grid.zero.is_fsdp and knob.precision is None:
         return None  # whose widths are flags of their own
     if knob.of_sharded_optimizer and not plan.parallel.use_distributed_optimizer:
-        return None
+        if ZeroStage.OPTIMIZER not in request.space.zero_stages:
+            return None
+        grid = dataclasses.replace(grid, zero=ZeroStage.OPTIMIZER)
     if knob.of_experts and plan.execution.is_node_limited:
         return None  # its kernels drop nothing
     if knob.precision is None:

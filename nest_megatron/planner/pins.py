@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nest_megatron.errors import PlanFileError
-from nest_megatron.files import read_text, write_text
+from nest_megatron.files import read_bytes, write_text
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
@@ -122,12 +122,12 @@ def read_pinned(path: Path, num_gpus: int | None = None) -> PinnedPlan:
         UnpinnedError: if it is not pinned.
         ChangedPinError: if a byte of it changed since.
     """
-    return parse_pinned(read_text(path, "nest.plan"), path, num_gpus)
+    return parse_pinned(read_bytes(path, "nest.plan"), path, num_gpus)
 
 
-def parse_pinned(text: str, path: Path, num_gpus: int | None = None) -> PinnedPlan:
-    """The contents of a pinned file from its text, as ``read_pinned``."""
-    body = _pinned_body(text, path)
+def parse_pinned(content: bytes, path: Path, num_gpus: int | None = None) -> PinnedPlan:
+    """The plan of a pinned file from its bytes, as ``read_pinned``."""
+    body = _pinned_body(plan_text(content, path), path)
     if plan_table.is_table(body):
         table = TableText.of(body, str(path))
         size = table.sizes()[-1] if num_gpus is None else num_gpus
@@ -142,6 +142,33 @@ def parse_pinned(text: str, path: Path, num_gpus: int | None = None) -> PinnedPl
     return PinnedPlan(pin=pin, plan=plan_file.from_fields(fields, str(path)))
 
 
+def plan_text(content: bytes, path: Path) -> str:
+    """The text of a plan file, pinned or not.
+
+    Raises:
+        ChangedPinError: if it is a pinned file behind a byte-order mark, which no pinned file has.
+        PlanFileError: if it is no UTF-8 text.
+    """
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        limit, fix = f"it is not UTF-8 text: {error}", "Take the file again, or plan anew."
+        raise PlanFileError("plan", value=str(path), limit=limit, fix=fix) from error
+    unmarked = text.removeprefix("\ufeff")
+    if unmarked != text and is_pinned(unmarked):
+        raise _changed(path)
+    return unmarked
+
+
+def _changed(path: Path) -> ChangedPinError:
+    return ChangedPinError(
+        "nest.plan",
+        value=str(path),
+        limit="its contents do not match its first line: it was changed after it was pinned",
+        fix="Take the reviewed file again, or plan and pin anew.",
+    )
+
+
 def _pinned_body(text: str, path: Path) -> str:
     """What the first line of a pinned file is the checksum of."""
     if not is_pinned(text):
@@ -153,12 +180,7 @@ def _pinned_body(text: str, path: Path) -> str:
         )
     head, _, body = text.partition("\n")
     if head != _HEAD + _sum(body):
-        raise ChangedPinError(
-            "nest.plan",
-            value=str(path),
-            limit="its contents do not match its first line: it was changed after it was pinned",
-            fix="Take the reviewed file again, or plan and pin anew.",
-        )
+        raise _changed(path)
     return body
 
 
@@ -168,7 +190,7 @@ def read_table(path: Path) -> tuple[PlanTable, Pin | None] | None:
     Raises:
         UserInputError: if it cannot be read, or was changed.
     """
-    text = read_text(path, "plan")
+    text = plan_text(read_bytes(path, "plan"), path)
     body = _pinned_body(text, path) if is_pinned(text) else text
     if not plan_table.is_table(body):
         return None
@@ -183,7 +205,7 @@ def read_plan(path: Path) -> tuple[ParallelPlan, Pin | None]:
     Raises:
         UserInputError: if it cannot be read, or was changed.
     """
-    text = read_text(path, "plan")
+    text = plan_text(read_bytes(path, "plan"), path)
     if not is_pinned(text) and not plan_table.is_table(text):
         return plan_file.load(text, str(path)), None
     if read_table(path) is not None:

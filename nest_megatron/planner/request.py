@@ -25,11 +25,12 @@ from nest_megatron.parallel.numeric_knobs import NumericKnob
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.policy import Policy
 from nest_megatron.parallel.price import Rates
-from nest_megatron.parallel.rules import cuts_anywhere
+from nest_megatron.parallel.recompute import RecomputeMethod
+from nest_megatron.parallel.rules import allows_uniform_recompute, cuts_anywhere
 from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import Backend
-from nest_megatron.solver.space import SearchSpace
+from nest_megatron.solver.space import Present, SearchSpace
 from nest_megatron.units import Seconds
 
 #: Runners-up that a plan lists.
@@ -42,6 +43,13 @@ MOST_OUT_OF_MEMORY = 0.5
 #: compared. Of NVIDIA's performance runs with Megatron-Bridge, nine of ten leave 8.9 % or more, as
 #: predicted (docs/memory.md).
 DEFAULT_HEADROOM = 0.1
+
+
+_SHARDINGS = {
+    DataParallelSharding.DDP: "no FSDP",
+    DataParallelSharding.MEGATRON_FSDP: "ZeRO-2 or ZeRO-3 through Megatron-FSDP",
+    DataParallelSharding.TORCH_FSDP2: "PyTorch FSDP2",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +68,12 @@ class Offer:
     free: Mapping[DataParallelSharding, str]
     ckpt_format: Mapping[DataParallelSharding, str]
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What the user types to have any of the others."""
+        names = (_SHARDINGS[sharding] for sharding in self.free)
+        return (f"{' or '.join(names)} ({' or '.join(dict.fromkeys(self.free.values()))})",)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericOffer:
@@ -73,6 +87,21 @@ class NumericOffer:
     knob: NumericKnob
     settings: CostSettings
     words: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOffer:
+    """A way of the job to need less memory, tried where nothing fits.
+
+    Args:
+        words: what the user sets, one entry for each change.
+        settings: the job's own, with the changes made.
+        space: what may be searched with them.
+    """
+
+    words: tuple[str, ...]
+    settings: CostSettings
+    space: SearchSpace
 
 
 def _beside_images(spec: TransformerSpec, vision: EncoderSpec, space: SearchSpace) -> SearchSpace:
@@ -123,7 +152,9 @@ class PlanRequest:
         begun_s: when that time began (``time.monotonic``); ``None`` is when planning begins.
         offer: another sharding to be priced by ``offers.offers``.
         packages: backends of the token all-to-all whose package is not known to be there.
-        numeric_offers: choices that change numbers, for ``numeric_offers.with_numeric_offers``.
+        numeric_offers: choices that change numbers, for ``offers.numeric_offers``.
+        remedies: whether what would help is looked for where nothing fits.
+        memory_offers: what is tried where nothing fits, the fewest changes first.
         reliability: how often the job fails; ``None`` says nothing of goodput.
         objective: what the plan has least of, among those that the search keeps.
         tie_percent: plans so close to the best under it count as equal; the simpler one is taken.
@@ -145,6 +176,7 @@ class PlanRequest:
         defaults: settings of the job that are the site's, each with its file and line.
         given: settings that only the plan's record of them says, as typed.
         site: the site's calibration, by which plans are chosen; ``None`` for the catalogue's alone.
+        present: what the job runs today, where it may be kept: a plan of the space.
         rates: what a GPU costs, and the length of the run; ``None`` says nothing of prices.
     """
 
@@ -162,6 +194,8 @@ class PlanRequest:
     offer: Offer | None = None
     packages: Mapping[FlexBackend, Package] = field(default_factory=dict)
     numeric_offers: tuple[NumericOffer, ...] = ()
+    remedies: bool = True
+    memory_offers: tuple[MemoryOffer, ...] = ()
     reliability: Reliability | None = None
     objective: Objective = Objective.EXPECTED
     tie_percent: float = TIE_PERCENT
@@ -180,6 +214,7 @@ class PlanRequest:
     defaults: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
     site: Site | None = None
+    present: Present | None = None
     rates: Rates | None = None
 
     def __post_init__(self) -> None:
@@ -194,12 +229,22 @@ class PlanRequest:
         risk = self.max_out_of_memory_percent
         if not 0 <= risk <= 100:
             _refuse("search.max_out_of_memory_percent", risk, "between 0 and 100")
-        if not cuts_anywhere(self.spec, self.space.version):
-            even = dataclasses.replace(self.space, even_stages=True, full_recompute=False)
+        if self.space.partition is None and not self._cuts_anywhere():
+            even = dataclasses.replace(self.space, even_stages=True)
             object.__setattr__(self, "space", even)
         if self.spec.vision is not None:
             space = _beside_images(self.spec, self.spec.vision, self.space)
             object.__setattr__(self, "space", space)
+
+    def _cuts_anywhere(self) -> bool:
+        """Whether stages may be uneven: groups of layers to recompute may have to divide each."""
+        space, recompute = self.space, self.space.recompute
+        if recompute is not None:
+            size = recompute.num_layers or 1
+            grouped = recompute.method is RecomputeMethod.UNIFORM
+            if grouped and not allows_uniform_recompute((1,), size, space.version):
+                return False
+        return cuts_anywhere(self.spec, space.version)
 
     def cost_model(self, settings: CostSettings | None = None) -> CostModel:
         """What the job costs, under other settings than its own if they are given."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nest_megatron.cost_model.memory import capacity_bytes, within_error
 from nest_megatron.cost_model.model import CostModel
@@ -12,7 +15,8 @@ from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.dims import SHORT_DEGREES
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.plan import SearchRecord
+from nest_megatron.parallel.objective import Objective
+from nest_megatron.parallel.plan import ParallelPlan, SearchRecord
 from nest_megatron.planner.conflict import binding, is_legal_without, single_relaxations
 from nest_megatron.planner.request import PlanRequest
 from nest_megatron.solver.backend import choose, solver_of
@@ -20,10 +24,45 @@ from nest_megatron.solver.memory_shortage import Shortage, fits, least_memory
 from nest_megatron.solver.ranking import SearchResult
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
-from nest_megatron.units import Seconds
+from nest_megatron.units import Bytes, Seconds, format_gib, format_seconds
 
 #: Largest cluster that is tried to make a job fit.
 LARGEST_CLUSTER = 65_536
+
+
+#: Finds a good plan of a request before some time, if there is one.
+Find = Callable[[PlanRequest, Deadline], ParallelPlan | None]
+
+#: Share of the time in which the number of GPUs is looked for, and the nearest plan.
+_NUMBER_SHARE = 0.5
+#: Share of all time in which the plan of one change is looked for.
+_PLAN_SHARE = 0.05
+#: Changes of what memory holds that are told.
+_MOST_OF_MEMORY = 5
+#: Larger numbers of nodes are tried in steps of this share.
+_STEP = 1 / 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """A change after which something fits, and the plan that was found then.
+
+    Args:
+        change: what the user sets.
+        layout: the plan's degrees in words; empty where time allowed to find none.
+    """
+
+    change: str
+    layout: str = ""
+    iteration_time_s: Seconds | None = None
+    peak_memory_bytes: Bytes | None = None
+
+    def words(self) -> str:
+        """The change and the plan, for people."""
+        if self.iteration_time_s is None or self.peak_memory_bytes is None:
+            return self.change
+        step, peak = format_seconds(self.iteration_time_s), format_gib(self.peak_memory_bytes)
+        return f"{self.change}: {step} a step, {peak} per GPU with {self.layout}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +72,7 @@ class NoPlan:
     Args:
         missing_bytes: what the nearest plan lacks on the GPU with the highest peak.
         nearest: that plan's degrees, in words.
-        remedies: changes that were tried and make some plan fit.
+        remedies: changes that make some plan fit, the smallest number of GPUs first.
         complete: false if time ended the analysis: some other plan may lack less, and other changes
             may help.
     """
@@ -42,7 +81,7 @@ class NoPlan:
     missing_bytes: int
     capacity_bytes: int
     nearest: str
-    remedies: tuple[str, ...]
+    remedies: tuple[Remedy, ...]
     search: SearchRecord
     complete: bool = True
 
@@ -103,48 +142,106 @@ def _relaxed(request: PlanRequest, deadline: Deadline) -> str:
 
 
 def no_plan(
-    request: PlanRequest, model: CostModel, record: SearchRecord, deadline: Deadline
+    request: PlanRequest, model: CostModel, record: SearchRecord, deadline: Deadline, find: Find
 ) -> NoPlan:
-    """Explain an infeasible job: the nearest plan, and which larger clusters would take it.
+    """Explain an infeasible job: the nearest plan, and changes with which one fits.
 
     Args:
         deadline: when it passes, what was found until then is told.
+        find: looks for the plans that changes make possible.
     """
-    shortage = least_memory(_new_search(request, model, deadline), deadline.passed)
+    number = None
+    if request.remedies:
+        number = _fewest_gpus(request, deadline.part(_NUMBER_SHARE))
+    until = deadline.part(_NUMBER_SHARE)
+    shortage = least_memory(_new_search(request, model, until), until.passed)
+    is_complete = not until.passed()
     assert shortage is not None, "a legal space has a plan that needs least memory"
     missing = shortage.needed_bytes - model.capacity_bytes
+    remedies = [
+        *_of_number(request, number, deadline, find),
+        *_of_memory(request, deadline, find),
+        *_of_limits(request, missing, deadline, find),
+    ]
     return NoPlan(
         shortage=shortage,
         missing_bytes=missing,
         capacity_bytes=model.capacity_bytes,
         nearest=describe_grid(shortage.grid),
-        remedies=tuple(_remedies(request, missing, deadline)),
+        remedies=tuple(remedies),
         search=record,
-        complete=not deadline.passed(),
+        complete=is_complete,
     )
 
 
-def _remedies(request: PlanRequest, missing: int, deadline: Deadline) -> list[str]:
-    """Single changes after which something fits, each tried."""
-    found, accelerator = [], request.cluster.accelerator
-    if enough := _smallest_that_fits(request, deadline):
-        found.append(f"cluster.num_gpus={enough}")
+def _remedy(change: str, request: PlanRequest, deadline: Deadline, find: Find) -> Remedy:
+    """A change with the plan of the request that it leads to, as far as time allows."""
+    found = find(
+        dataclasses.replace(
+            request,
+            space=_lean(request.space),
+            objective=Objective.NOMINAL,
+            num_alternatives=0,
+            num_compared=1,
+        ),
+        deadline.within(_PLAN_SHARE * request.max_seconds),
+    )
+    if found is None:
+        return Remedy(change=change)
+    return Remedy(
+        change=change,
+        layout=describe_grid(found.grid()),
+        iteration_time_s=found.predicted.iteration_time_s,
+        peak_memory_bytes=found.predicted.peak_memory_bytes,
+    )
+
+
+def _of_number(
+    request: PlanRequest, number: FewestGpus | None, deadline: Deadline, find: Find
+) -> Iterator[Remedy]:
+    """The smallest number of GPUs."""
+    if number is None:
+        return
+    change = f"cluster.num_gpus={number.num_gpus}"
+    if not number.fits:
+        yield Remedy(change=f"{change} at least, by the memory of weights and optimizer states")
+        return
+    cluster = request.cluster.resized(number.num_gpus)
+    yield _remedy(change, dataclasses.replace(request, cluster=cluster), deadline, find)
+
+
+def _of_memory(request: PlanRequest, deadline: Deadline, find: Find) -> Iterator[Remedy]:
+    """The fewest changes of what memory holds, each set of them tried."""
+    found: list[set[str]] = []
+    for offer in request.memory_offers if request.remedies else ():
+        if len(found) == _MOST_OF_MEMORY or deadline.passed():
+            return
+        changed = dataclasses.replace(request, settings=offer.settings, space=offer.space)
+        words = {*offer.words}
+        if not any(fewer <= words for fewer in found) and _fits(changed, deadline):
+            found.append(words)
+            yield _remedy(" ".join(offer.words), changed, deadline, find)
+
+
+def _of_limits(
+    request: PlanRequest, missing: int, deadline: Deadline, find: Find
+) -> Iterator[Remedy]:
+    """What the user holds fixed, the margin, and larger GPUs."""
+    accelerator = request.cluster.accelerator
     given = _given(request.space)
-    if given and _fits(dataclasses.replace(request, space=_freed(request.space)), deadline):
-        found.append(f"leave free what is fixed ({', '.join(given)})")
-    offer = request.offer
-    if offer is not None and _fits(dataclasses.replace(request, space=offer.space), deadline):
-        found.append(f"another data-parallel sharding: {offer.free}")
+    freed = dataclasses.replace(request, space=_freed(request.space))
+    if request.remedies and given and _fits(freed, deadline):
+        yield _remedy(f"leave free what is fixed ({', '.join(given)})", freed, deadline, find)
     # A smaller margin, where less is missing than such predictions are wrong by.
     limit = capacity_bytes(accelerator, request.settings)
     margin = request.settings.memory_margin - missing / accelerator.memory_bytes
     if within_error(limit + missing, limit) and margin >= 0:
         rounded = math.floor(1000 * margin) / 1000
-        found.append(f"memory.margin={rounded:g}, at your own risk: it may run out of memory")
+        risk = "at your own risk: it may run out of memory"
+        yield Remedy(change=f"memory.margin={rounded:g}, {risk}")
     more = -(-(missing + accelerator.memory_bytes) // 2**30)
     batch = request.global_batch_size
-    found.append(f"GPUs with at least {more} GiB of memory, for a global batch of {batch}")
-    return found
+    yield Remedy(change=f"GPUs with at least {more} GiB of memory, for a global batch of {batch}")
 
 
 def _freed(space: SearchSpace) -> SearchSpace:
@@ -167,40 +264,88 @@ def _given(space: SearchSpace) -> list[str]:
     return [*space.fixed, *limits, *(name for name, given in others.items() if given)]
 
 
-def _smallest_that_fits(request: PlanRequest, deadline: Deadline) -> int | None:
-    """Fewest GPUs, in whole nodes, found by doubling and then halving the step back.
+class FewestGpus(NamedTuple):
+    """A number of GPUs: some plan fits, or by a bound none fits with fewer."""
 
-    Where time runs out it is some number of GPUs that is enough, or none.
+    num_gpus: int
+    fits: bool
+
+
+def _fewest_gpus(request: PlanRequest, deadline: Deadline) -> FewestGpus | None:
+    """Fewest GPUs, in whole nodes, with which some plan fits.
+
+    The bound on states is doubled and halved to, which takes little time; from there on up each
+    number is tried. Where time ends that, the bound is left. ``None`` where no number helps.
     """
-    cluster = request.cluster
-    node, size = cluster.gpus_per_node, cluster.num_gpus
+    cluster, node = request.cluster, request.cluster.gpus_per_node
 
-    def enough(num_gpus: int) -> bool:
-        return _fits(dataclasses.replace(request, cluster=cluster.resized(num_gpus)), deadline)
+    def request_of(num_gpus: int) -> PlanRequest:
+        return dataclasses.replace(request, cluster=cluster.resized(num_gpus))
 
-    while True:
-        below, size = size, 2 * size if 2 * size <= node else -(-2 * size // node) * node
-        if size > LARGEST_CLUSTER or deadline.passed():
-            return None
-        if enough(size):
-            break
-    if size <= node:
-        return size
-    fewer, nodes = below // node, size // node
-    while nodes - fewer > 1 and not deadline.passed():
-        middle = (fewer + nodes) // 2
-        fewer, nodes = (fewer, middle) if enough(middle * node) else (middle, nodes)
-    return nodes * node
+    def has_room(num_gpus: int) -> bool:
+        search = _new_search(request_of(num_gpus), None, deadline)
+        states = map(search.memory.of_shard_states, search.grids.shards())
+        return min(states, default=math.inf) <= search.model.capacity_bytes
+
+    for size in _sizes(cluster.num_gpus, node, _unit(request.space, node), has_room):
+        if deadline.passed():
+            return FewestGpus(size, fits=False)
+        if _fits(request_of(size), deadline):
+            return FewestGpus(size, fits=True)
+    return None
+
+
+def _sizes(num_gpus: int, node: int, unit: int, has_room: Callable[[int], bool]) -> Iterator[int]:
+    """Larger numbers of GPUs from the smallest that has room for states on, in units of nodes."""
+    while (num_gpus := 2 * num_gpus) < node:
+        if has_room(num_gpus):
+            yield num_gpus
+    low = num_gpus // 2 // unit
+    high = low + 1
+    while not has_room(high * unit):
+        low, high = high, 2 * high
+        if high * unit > LARGEST_CLUSTER:
+            return
+    between = range(low + 1, high)
+    number = low + 1 + bisect.bisect_left(between, True, key=lambda units: has_room(units * unit))
+    while number * unit <= LARGEST_CLUSTER:
+        yield number * unit
+        number += max(1, int(_STEP * number))
+
+
+def _unit(space: SearchSpace, node: int) -> int:
+    """GPUs by whole nodes that hold replicas of what is fixed."""
+
+    def product(*names: str) -> int:
+        return math.prod(space.fixed.get(f"{name}_parallel_size", 1) for name in names)
+
+    dense, expert = ("tensor_model", "context", "pipeline_model"), ("expert_model", "expert_tensor")
+    return math.lcm(node, product(*dense), product(*expert, "pipeline_model"))
 
 
 def _fits(request: PlanRequest, deadline: Deadline) -> bool:
     """Whether some plan fits, as far as there was time to find one."""
-    return fits(_new_search(request, request.cost_model(), deadline), deadline.passed)
+    return fits(_new_search(request, None, deadline), deadline.passed)
 
 
-def _new_search(request: PlanRequest, model: CostModel, deadline: Deadline) -> Search:
+def _new_search(request: PlanRequest, model: CostModel | None, deadline: Deadline) -> Search:
     solve = solver_of(choose(request.backend), deadline.passed)
-    return Search(model, request.global_batch_size, request.space, solve)
+    model = model or request.cost_model()
+    return Search(model, request.global_batch_size, _lean(request.space), solve)
+
+
+def _lean(space: SearchSpace) -> SearchSpace:
+    """The part of a space that needs least memory.
+
+    No larger micro batch needs less than one sequence, and of how layers run only offloading frees
+    memory.
+    """
+    name, offloaded = "micro_batch_size", "offload_modules"
+    executions = {k: values for k, values in space.executions.items() if k == offloaded}
+    limits = space.limits
+    if name not in {*space.fixed, *space.least}:
+        limits = {**limits, name: 1}
+    return dataclasses.replace(space, limits=limits, executions=executions)
 
 
 def describe_grid(grid: Grid) -> str:

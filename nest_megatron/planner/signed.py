@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from nest_megatron import minisign
 from nest_megatron.errors import UserInputError
-from nest_megatron.files import expanded, read_bytes, read_text, write_text
+from nest_megatron.files import expanded, read_bytes, read_text, require_unwritable, write_text
 from nest_megatron.minisign import PublicKey, Reason, SignatureError
 from nest_megatron.planner.pins import PinnedPlan, parse_pinned
 
@@ -53,7 +53,7 @@ def sign_pinned(path: Path, key_path: Path, ask_password: Callable[[], str]) -> 
         UserInputError: if the plan is not pinned, or the key cannot be read.
     """
     content = read_bytes(path, "plan")
-    pinned = _contents(content, path)
+    pinned = parse_pinned(content, path)
     key = minisign.read_secret(read_text(key_path, "--sign"), ask_password, str(key_path))
     comment = (
         f"pinned plan of {pinned.plan.model.name}\tby:{pinned.pin.by}\tat:{pinned.pin.created}"
@@ -69,11 +69,13 @@ def verify_pinned(
     signers: Iterable[Signer],
     signature: Path | None = None,
     num_gpus: int | None = None,
+    content: bytes | None = None,
 ) -> SignedPlan:
     """A pinned file that one of the signers has signed.
 
     Args:
         signature: its signature's file, if not the one beside it.
+        content: of the file, where it was read.
         num_gpus: as of ``parse_pinned``.
 
     Raises:
@@ -87,40 +89,45 @@ def verify_pinned(
         raise SignatureError(Reason.MISSING, value=str(where), limit=limit, fix=fix)
     found = minisign.read_signature(read_text(where, "--signature"), str(where))
     by_key = {signer.key: signer for signer in signers}
-    content = read_bytes(path, "plan")
+    content = read_bytes(path, "plan") if content is None else content
     key = minisign.verify(content, found, by_key)
     # what was verified, whatever the file is by now
-    pinned = _contents(content, path, num_gpus)
+    pinned = parse_pinned(content, path, num_gpus)
     return SignedPlan(pinned=pinned, signer=by_key[key], comment=found.comment)
 
 
-def _contents(content: bytes, path: Path, num_gpus: int | None = None) -> PinnedPlan:
-    """The plan of a file's bytes; what is no UTF-8 matches no checksum."""
-    return parse_pinned(content.decode(errors="replace"), path, num_gpus)
-
-
-def read_signers(named: Iterable[str]) -> list[Signer]:
+def read_signers(named: Iterable[str], owners: Collection[int] | None = None) -> list[Signer]:
     """Trusted keys: each a file, a folder of files ``*.pub``, or a key in one line.
 
+    Args:
+        owners: ids of the users that the files belong to; nobody else may write to them or to a
+            folder above them. ``None`` takes any.
+
     Raises:
-        UserInputError: for a file that is no public key, and a folder without one.
+        UserInputError: for a file that is no public key, a folder without one, or one that somebody
+            else could change.
     """
     found = []
     for name in named:
+        if minisign.is_public_line(name):
+            found.append(Signer(source=name, key=minisign.read_public(name, name)))
+            continue
         path = expanded(Path(name), "--key")
+        if owners is not None:
+            require_unwritable(path, "launch.signers", owners)
         if path.is_dir():
             files = sorted(path.glob(f"*{PUBLIC_SUFFIX}"))
             if not files:
                 limit, fix = f"it holds no key (*{PUBLIC_SUFFIX})", "Copy public keys into it."
                 raise UserInputError("--key", value=name, limit=limit, fix=fix)
-            found += [_signer(each) for each in files]
-        elif minisign.is_public_line(name) and not path.exists():
-            found.append(Signer(source=name, key=minisign.read_public(name, name)))
+            found += [_signer(each, owners) for each in files]
         else:
-            found.append(_signer(path))
+            found.append(_signer(path, owners))
     return found
 
 
-def _signer(path: Path) -> Signer:
+def _signer(path: Path, owners: Collection[int] | None) -> Signer:
+    if owners is not None:
+        require_unwritable(path, "launch.signers", owners)
     key = minisign.read_public(read_text(path, "--key"), str(path))
     return Signer(source=str(path), key=key)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from nest_megatron.cli import main
 from nest_megatron.errors import BAD_INPUT
 from nest_megatron.integrations.megatron_lm.runner import names_script, run_script
+from nest_megatron.printing import print_to_stderr
 
 _FROM = "--from"
 _WORDS = ("+nest=auto", "nest.profile.mode=measure", "nest.stop_before_training=true")
@@ -22,11 +23,10 @@ def profile(arguments: Sequence[str]) -> int:
     first = arguments.index(_FROM)
     own, command = arguments[:first], arguments[first + 1 :]
     if own or not names_script(command):
-        print(
+        print_to_stderr(
             "error: --from is followed by a training script and its flags, and nothing stands "
             "before it.\n       "
-            "python -m nest_megatron.profile --from pretrain_gpt.py <flags> [nest.KEY=VALUE ...]",
-            file=sys.stderr,
+            "python -m nest_megatron.profile --from pretrain_gpt.py <flags> [nest.KEY=VALUE ...]"
         )
         return BAD_INPUT
     return run_script([*command, *_WORDS])

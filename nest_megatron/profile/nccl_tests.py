@@ -39,6 +39,7 @@ _ITERATIONS = re.compile(
 )
 _RANK = re.compile(
     r"#\s+Rank\s+(\d{1,18})\s+(?:Group\s+(\d{1,18})\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+\d+"
+    r"(?:\s+\[[^\]]*\]\s*(.*\S))?"
 )
 _VERSION = re.compile(r"#\s*nccl-tests version (\S+).*nccl-library=(\d{1,18})|NCCL version (\S+)")
 _HEAD = re.compile(r"#\s+size\s+count\s+type\b")
@@ -48,8 +49,13 @@ _FOOT = re.compile(r"#\s*Out of bounds values\s*:\s*(\d{1,18})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What logs hold: samples, versions of nccl-tests and NCCL, and what tells nothing."""
+    """What logs hold: samples, versions of nccl-tests and NCCL, and what tells nothing.
 
+    Args:
+        devices: names of the GPUs, each once.
+    """
+
+    devices: tuple[str, ...]
     samples: tuple[CollectiveSample, ...]
     versions: Mapping[str, str]
     notes: tuple[str, ...]
@@ -78,6 +84,7 @@ def read_logs(logs: Iterable[tuple[str, str]], kind: CollectiveKind | None = Non
     """
     readings = [read_log(text, name, kind) for name, text in logs]
     return Reading(
+        devices=tuple({name: None for reading in readings for name in reading.devices}),
         samples=tuple(each for reading in readings for each in reading.samples),
         versions={k: v for reading in readings for k, v in reading.versions.items()},
         notes=tuple(each for reading in readings for each in reading.notes),
@@ -107,6 +114,7 @@ class _Log:
         self._run = _Run(kind=kind)
         self._samples: list[CollectiveSample] = []
         self._versions: dict[str, str] = {}
+        self._devices: dict[str, None] = {}
         self._empty = self._tables = self._line = 0
         self._comments = (
             (_STARTING, self._start),
@@ -129,6 +137,7 @@ class _Log:
             )
         note = f"{self._name}: {self._empty} rows of no bytes tell nothing and are left out."
         return Reading(
+            devices=tuple(self._devices),
             samples=tuple(self._samples),
             versions=self._versions,
             notes=(note,) if self._empty else (),
@@ -164,6 +173,8 @@ class _Log:
         if rank in self._run.ranks:  # the next run of a release that does not print its name
             self._run = _Run(kind=self._kind, iterations=self._run.iterations)
         self._run.ranks[rank] = (found[2] or "0", found[3])
+        if found[4]:
+            self._devices[found[4]] = None
 
     def _open(self, found: re.Match[str]) -> None:
         self._require_closed()

@@ -122,7 +122,7 @@ class NetworkProfile:
 
     ``fits`` are levels that the samples determine, innermost first: ``node`` (one host) and
     ``network`` (between hosts). ``notes`` are what a reader of the samples must know, ``fit_notes``
-    what one of the fits must.
+    what one of the fits must. ``devices`` are names of the GPUs, where the logs say them.
     """
 
     name: str
@@ -135,6 +135,7 @@ class NetworkProfile:
     not_measured: Mapping[CollectiveKind, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     fit_notes: tuple[str, ...] = added(())
+    devices: tuple[str, ...] = added(())
     schema: int = SCHEMA
     checksum: str = ""
 

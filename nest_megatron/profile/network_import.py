@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from nest_megatron.catalogue_files import catalogue_entry, catalogue_names
+from nest_megatron.cluster.discovery import is_same_product, require_same_product
 from nest_megatron.cluster.records import Cluster, CollectiveKind, NetworkLevel
 from nest_megatron.errors import ProfileError, UserInputError
 from nest_megatron.files import read_text
@@ -71,6 +72,7 @@ def read_measurements(paths: Sequence[Path], kind: CollectiveKind | None) -> Net
         versions={"nest-megatron": __version__, **reading.versions},
         samples=reading.samples,
         notes=reading.notes,
+        devices=reading.devices,
     )
 
 
@@ -82,19 +84,40 @@ def fit_network(profile: NetworkProfile, described: Cluster | None) -> FittedNet
 
     Raises:
         ProfileError: if the samples do not fit the cluster's hosts, or are too few.
+        UserInputError: for a cluster with a GPU of the catalogue that is not the one measured.
     """
+    others = tuple[str, ...]()
     if described is None:
         fitted, cluster = fit_hosts(profile.samples), None
     else:
+        others = _other_devices(profile, described)
         fitted = fit_levels(placed(profile.samples, described), described.levels)
         cluster = _measured_cluster(profile, described, fitted)
     return FittedNetwork(
         profile=dataclasses.replace(profile, fits=fitted.fits, fit_notes=fitted.notes),
         fits=fitted.fits,
-        notes=(*profile.notes, *fitted.notes),
+        notes=(*profile.notes, *fitted.notes, *others),
         described=described,
         cluster=cluster,
     )
+
+
+def _other_devices(profile: NetworkProfile, cluster: Cluster) -> tuple[str, ...]:
+    """Devices that were measured and are not a cluster's, in a note where its GPU is an own one."""
+    others = [name for name in profile.devices if not is_same_product(cluster.accelerator, name)]
+    if not others:
+        return ()
+    names = catalogue_names("accelerator")
+    known = {catalogue_entry("accelerator", name)["name"] for name in names}
+    notes = []
+    for name in others:
+        if cluster.accelerator.name in known:
+            require_same_product(cluster, name, "--cluster")
+        notes.append(
+            f"{name} was measured, and the accelerator of {cluster.name} is called "
+            f"{cluster.accelerator.name}: nothing says that they are the same."
+        )
+    return tuple(notes)
 
 
 def cluster_text(cluster: Cluster, name: str, out: Path) -> str:

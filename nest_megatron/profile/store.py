@@ -18,7 +18,7 @@ from pathlib import Path
 
 from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.errors import ProfileError, UserInputError, nearest
-from nest_megatron.files import read_text, warn_once
+from nest_megatron.files import expanded, read_text, user_folder, warn_once
 from nest_megatron.profile import profile_file
 from nest_megatron.profile.profile_file import FINGERPRINT
 from nest_megatron.profile.records import (
@@ -76,10 +76,8 @@ def profiles_folder() -> Path:
     """The folder of the store; it need not exist."""
     asked = os.environ.get(FOLDER_VARIABLE)
     if asked:
-        return Path(asked).expanduser()
-    from platformdirs import user_cache_path
-
-    return user_cache_path("nest-megatron") / "profiles"
+        return expanded(Path(asked), FOLDER_VARIABLE)
+    return user_folder("cache") / "profiles"
 
 
 def stored_entries() -> tuple[Entry, ...]:

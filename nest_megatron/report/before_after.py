@@ -104,7 +104,7 @@ def verdict(before: PricedLayout, whole: Difference) -> str:
     if risk := risk_words(before, "The present layout"):
         misfit += f" {risk}"
     if whole.seconds == 0:
-        return f"The plan is what runs today.{misfit}"
+        return f"Keep what you have: the plan is what runs today.{misfit}"
     chance = max(whole.chance_faster, 1 - whole.chance_faster)
     sure = f"{100 * chance:.0f} %" if chance < 0.995 else "more than 99 %"
     if not whole.is_sure:

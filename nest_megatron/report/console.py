@@ -16,10 +16,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.errors import UserInputError, shortened
+from nest_megatron.printing import cleaned, one_line, print_cleaned, print_to_stderr
 from nest_megatron.units import format_seconds
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.measure import Measurement
 
     from nest_megatron.planner import Progress
 
@@ -79,7 +81,28 @@ def _console(**options: Any) -> Console:
 
 def _print(console: Console, parts: Iterable[RenderableType]) -> None:
     for part in parts:
-        console.print(part, soft_wrap=isinstance(part, str))
+        console.print(_Cleaned(part), soft_wrap=isinstance(part, str))
+
+
+class _Cleaned:
+    """What Rich prints of a table or a text, without what a terminal would act on in its names."""
+
+    def __init__(self, part: RenderableType) -> None:
+        self._part = part
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.segment import Segment
+
+        part = self._part
+        if isinstance(part, str):
+            part = console.render_str(part)
+        for segment in console.render(part, options):
+            yield Segment(cleaned(segment.text), segment.style, segment.control)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        from rich.measure import Measurement
+
+        return Measurement.get(console, options, self._part)
 
 
 def _stripped(text: str) -> str:
@@ -94,7 +117,7 @@ def show_json(document: object) -> None:
 def say(text: str = "") -> None:
     """Print a text; a reader that went away (``| head``) wants no more, and that is no error."""
     with _writing():
-        print(text, flush=True)
+        print_cleaned(text)
 
 
 def print_notes(notes: Iterable[str]) -> None:
@@ -159,10 +182,10 @@ def print_error(error: Exception, *, as_json: bool) -> None:
             show_json({"error": error_fields(error)})
             return
     if not isinstance(error, UserInputError):
-        print(f"error: {error}", file=sys.stderr)
+        print_to_stderr(f"error: {error}")
         return
-    given = "" if error.value is None else f" = {shortened(str(error.value))}"
-    print(f"error: {error.what}{given}: {error.limit}.\n       {error.fix}", file=sys.stderr)
+    given = "" if error.value is None else f" = {one_line(shortened(str(error.value)))}"
+    print_to_stderr(f"error: {one_line(error.what)}{given}: {error.limit}.\n       {error.fix}")
 
 
 def error_fields(error: Exception) -> dict[str, Any]:

@@ -25,7 +25,9 @@ from nest_megatron.errors import (
     OneRankError,
     exit_code_of,
 )
+from nest_megatron.files import user_folder
 from nest_megatron.plain import to_plain
+from nest_megatron.printing import print_to_stderr
 from nest_megatron.version import __version__
 
 if TYPE_CHECKING:
@@ -141,11 +143,11 @@ def _print(error: Exception) -> None:
     if isinstance(error, WITHOUT_PLAN):
         show(*error.report())
     elif isinstance(error, NestError):
-        print(f"{stops}.", file=sys.stderr)
+        print_to_stderr(f"{stops}.")
         print_error(error, as_json=False)
     else:
         why = "a fault of nest-megatron, or a Megatron-LM that it does not know"
-        print(f"{stops}: {why}.", file=sys.stderr)
+        print_to_stderr(f"{stops}: {why}.")
         report(error, sys.argv)
 
 
@@ -158,7 +160,7 @@ def report(error: Exception, arguments: Sequence[str]) -> int:
     if isinstance(error, OSError):
         where = "" if error.filename is None else f"{error.filename}: "
         reason = error.strerror or str(error)
-        print(f"error: the operating system refused: {where}{reason}.", file=sys.stderr)
+        print_to_stderr(f"error: the operating system refused: {where}{reason}.")
         return BAD_INPUT
     text = next(iter(str(error).splitlines()), "")[:200]
     fault = f"failed: {type(error).__name__}: {text}".rstrip(": ")
@@ -168,21 +170,20 @@ def report(error: Exception, arguments: Sequence[str]) -> int:
     how = f"; {DEBUG_VARIABLE}=1 prints what its authors need."
     if path is not None:
         how = f"; send {path} to its authors (it holds the command)."
-    print(f"error: {PROGRAM} {__version__} {fault}", file=sys.stderr)
-    print(f"       This is a fault of {PROGRAM}{how}", file=sys.stderr)
+    print_to_stderr(f"error: {PROGRAM} {__version__} {fault}")
+    print_to_stderr(f"       This is a fault of {PROGRAM}{how}")
     return OUR_FAULT
 
 
 def _saved(error: Exception, arguments: Sequence[str]) -> Path | None:
     """The file with the command, the versions and the traceback, where one can be written."""
-    from platformdirs import user_log_path
-
     words = shlex.join([PROGRAM, *arguments])
     text = f"{words}\n{PROGRAM} {__version__}, Python {sys.version}\n\n"
     text += "".join(traceback.format_exception(error))
-    for folder in (user_log_path(PROGRAM), Path(tempfile.gettempdir())):
+    for folder in (user_folder("log"), None):  # None is that for temporary files, if there is one
         with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
             descriptor, name = tempfile.mkstemp(prefix="fault-", suffix=".txt", dir=folder)
             with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)

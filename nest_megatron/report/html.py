@@ -35,6 +35,7 @@ from nest_megatron.report.words import (
     TERM_WORDS,
     certificate,
     confidence_words,
+    early_words,
     incomplete_ranking,
     proof,
     range_words,
@@ -109,7 +110,9 @@ def _verdict(plan: ParallelPlan) -> str:
     said, verdict = proof(plan), plan_verdict(plan)
     told = not verdict or said.startswith("May fit")
     memory = "" if told else f"In memory this layout {verdict}."
-    return " ".join(filter(None, (memory, risk_words(plan.priced(), "This layout"), said)))
+    early = f"{words}." if (words := early_words(plan.search)) else ""
+    risk = risk_words(plan.priced(), "This layout")
+    return " ".join(filter(None, (early, memory, risk, said)))
 
 
 def _model_words(spec: TransformerSpec) -> str:

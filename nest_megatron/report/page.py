@@ -6,6 +6,7 @@ import base64
 import hashlib
 
 from nest_megatron.files import MARK
+from nest_megatron.printing import cleaned
 from nest_megatron.units import format_chance, format_gib, format_seconds
 
 _PACKAGE = "nest_megatron.report"
@@ -25,11 +26,17 @@ def render_page(
     from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
+    def _without_marks(value: object) -> object:
+        if isinstance(value, Markup):
+            return Markup(cleaned(value))
+        return cleaned(value) if isinstance(value, str) else value
+
     packages = dict.fromkeys((package, _PACKAGE))
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(name) for name in packages]),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_without_marks,
         trim_blocks=True,
         lstrip_blocks=True,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from nest_megatron.documents import csv_text
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.charts import render
 from nest_megatron.report.words import degrees
@@ -217,12 +217,7 @@ def _records(rows: Sequence[SweepRow]) -> list[dict[str, Any]]:
 
 def to_csv(rows: Sequence[SweepRow]) -> str:
     """The rows as CSV with a head; what there is none of is empty."""
-    stream = io.StringIO()
-    table = _records(rows)
-    writer = csv.DictWriter(stream, list(table[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(table)
-    return stream.getvalue()
+    return csv_text(_records(rows))
 
 
 def to_parquet(rows: Sequence[SweepRow]) -> bytes:

@@ -5,7 +5,7 @@ Everything reads well at 80 columns and as plain text; colour only repeats what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 
 from rich.console import Group, RenderableType
@@ -41,6 +41,7 @@ from nest_megatron.report.words import (
     fastest_words,
     goodput_words,
     headroom_words,
+    present_words,
     proof,
     ranged_words,
     schedule_words,
@@ -110,6 +111,7 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
     grid = plan.grid()
     rows: list[tuple[str, str | Text]] = [
         ("Iteration", _headline(plan)),
+        *_today(plan),
         ("Layout", _layout(plan)),
         ("Batch", _batch(plan)),
         ("Memory", _memory_line(plan)),
@@ -148,6 +150,12 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
     if train.precision.value != "bf16":
         rows.insert(3, ("Precision", train.precision.value))
     return rows
+
+
+def _today(plan: ParallelPlan) -> Iterator[tuple[str, str | Text]]:
+    """What became of the present layout, where no table of both stands above."""
+    if plan.present is not None and (plan.present.is_kept or plan.today is None):
+        yield "Today", Text(present_words(plan), style="bold" if plan.present.is_kept else "")
 
 
 def _binding(constraint: str) -> tuple[str, str]:
@@ -343,21 +351,24 @@ def no_plan_report(refusal: NoPlan) -> RenderableType:
     rows: list[tuple[str, str | Text]] = [
         ("Binding", "peak memory per GPU, of the plan that needs least"),
         ("Missing", Text(f"{most}{format_gib(refusal.missing_bytes)}", style="bold red")),
-        ("Needed", f"{most}{format_gib(refusal.shortage.needed_bytes)}"),
-        ("Usable", f"{format_gib(refusal.capacity_bytes)} on each GPU"),
+        (
+            "Needed",
+            f"{most}{format_gib(refusal.shortage.needed_bytes)}; "
+            f"{format_gib(refusal.capacity_bytes)} are usable on each GPU",
+        ),
         (nearest, describe_grid(refusal.shortage.grid)),
     ]
     unknown = refusal.search.not_modelled
     verdict = no_plan_verdict(refusal.missing_bytes, refusal.capacity_bytes, unknown)
     incomplete = (
-        "Time ended this analysis: another plan may lack less, and fewer GPUs or other changes may "
-        f"do. Raise {typed_setting(MAX_SECONDS)} for the nearest."
+        "Time ended the search for the nearest: another plan may lack less. Raise "
+        f"{typed_setting(MAX_SECONDS)} to have it."
     )
     return Group(
         Text(f"{verdict[0].upper()}{verdict[1:]}.", style="bold red"),
         pairs(rows),
-        heading("Single changes that help"),
-        pairs(("-", remedy) for remedy in refusal.remedies),
+        heading("Changes that help"),
+        pairs(("-", remedy.words()) for remedy in refusal.remedies),
         *([] if refusal.complete else [indented(incomplete)]),
         heading("What was tried"),
         indented(certificate(refusal.search)),

@@ -11,7 +11,14 @@ from nest_megatron.errors import typed_setting
 from nest_megatron.parallel.batch_schedule import PredictedBatch
 from nest_megatron.parallel.dims import SHORT_DEGREES
 from nest_megatron.parallel.objective import SURE, Choice, Objective, SiteChange, Uncertainty
-from nest_megatron.parallel.plan import Alternative, Goodput, Headroom, ParallelPlan, SearchRecord
+from nest_megatron.parallel.plan import (
+    Alternative,
+    Goodput,
+    Headroom,
+    ParallelPlan,
+    PresentLayout,
+    SearchRecord,
+)
 from nest_megatron.parallel.prediction import ParallelChoice
 from nest_megatron.planner.shortage import EndedEarly
 from nest_megatron.profile.records import ANALYTIC_NAME
@@ -19,7 +26,9 @@ from nest_megatron.units import (
     GIB,
     Seconds,
     counted,
+    format_chance,
     format_duration,
+    format_gib,
     format_range,
     format_seconds,
 )
@@ -90,6 +99,40 @@ _LEAST = {
         "the least step that 9 of 10 runs stay below, with the price of running out of memory"
     ),
 }
+
+
+def early_words(record: SearchRecord) -> str:
+    """How far from the best a plan can be that time left; nothing where the search ended."""
+    if not record.ended_early:
+        return ""
+    return f"Search ended early: within {record.gap_percent:.1f} % of the best"
+
+
+def present_words(plan: ParallelPlan) -> str:
+    """What became of the layout that the job runs today."""
+    own, step_s = plan.present, plan.predicted.iteration_time_s
+    if own is None:
+        return ""
+    if own.is_kept:
+        return f"keep what you have: the plan is the present layout; {_next_words(plan, own)}"
+    if not own.fits:
+        needed, there = map(format_gib, (own.peak_memory_bytes, own.capacity_bytes))
+        return f"the present layout is not predicted to fit: {needed} of {there}"
+    percent = 100.0 * (own.iteration_time_s / step_s - 1.0)
+    chance = format_chance(own.out_of_memory)
+    return (
+        f"the present layout takes {format_seconds(own.iteration_time_s)}, {percent:+.1f} %; "
+        f"{chance} chance to run out of memory"
+    )
+
+
+def _next_words(plan: ParallelPlan, own: PresentLayout) -> str:
+    if own.next_percent is None:
+        return "no other layout is known that fits"
+    if own.next_percent >= 0:
+        return f"the best other layout is {own.next_percent:.1f} % slower"
+    tie = "" if plan.choice is None else f", a tie (search.tie_percent={plan.choice.tie_percent:g})"
+    return f"the best other layout is {-own.next_percent:.1f} % faster{tie}"
 
 
 def _choice_words(plan: ParallelPlan, choice: Choice) -> str:
@@ -308,7 +351,7 @@ _VERDICTS = {
 
 def _verdict(record: SearchRecord) -> str:
     percent = f"{record.gap_percent:.2f} %"
-    which = "this plan" if record.solved else "this first plan that fits, by a rule of thumb,"
+    which = "this plan" if record.solved else "this plan, the best of a dozen rules of thumb,"
     gap = f"{which} is proven to be at most {percent} slower than the best"
     said = _VERDICTS.get(record.certificate, _VERDICTS["infeasible"])
     return said.format(percent=percent, gap=gap, limit=typed_setting(MAX_SECONDS))
@@ -326,7 +369,7 @@ def ended_early(ended: EndedEarly) -> str:
 
 def _counts(record: SearchRecord) -> str:
     if not record.candidates:
-        return "No candidate was looked at."
+        return "No other candidate was looked at."
     misfits = sum(record.infeasible.values())
     left = record.candidates - record.bounded - misfits - record.solved
     met = "candidates met so far" if left else "candidates"

@@ -15,6 +15,7 @@ from nest_megatron.parallel.objective import SURE, Objective
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import EndedEarly, NoPlan, PlanRequest, plan
 from nest_megatron.planner.assemble import assemble, nothing_searched
+from nest_megatron.planner.choice import with_retries
 from nest_megatron.research.baselines import (
     aceso,
     alpa_e,
@@ -58,7 +59,8 @@ class Compared:
     Args:
         reason: how it came to this plan, or why it found none; part of a sentence.
         candidates: layouts that it weighed or ruled out.
-        relative_throughput: its throughput over that of ``nest``; ``None`` without both plans.
+        relative_throughput: its throughput over that of ``nest``, by the objective of the search:
+            with the price of running out of memory where that counts; ``None`` without both plans.
         terms: seconds of its step by what they go into, the mean of all pipeline ranks.
         differences: seconds that each of them takes more than in the plan of ``nest``.
         chance_slower: that its plan is slower than that of ``nest``; ``None`` without both plans.
@@ -122,8 +124,8 @@ def compare(
 
 
 def _ours(request: PlanRequest) -> Compared:
-    """Our own answer, chosen as the others choose: by the predicted step, without runners-up."""
-    found = plan(dataclasses.replace(request, num_alternatives=0, objective=Objective.NOMINAL))
+    """Our own answer: what ``plan`` answers."""
+    found = plan(dataclasses.replace(request, remedies=False))
     own = found if isinstance(found, ParallelPlan) else None
     terms = {} if own is None else _terms(request.cost_model(), own)
     return Compared(
@@ -147,9 +149,13 @@ def _our_reason(found: ParallelPlan | NoPlan | EndedEarly) -> str:
     if isinstance(found, NoPlan):
         nearest = "the nearest plan" if found.complete else "the nearest plan found in the time"
         return f"nothing fits in memory; {nearest} lacks {format_gib(found.missing_bytes)}"
+    percent = f"{found.search.gap_percent:.2f} %"
     if found.search.certificate == "optimal":
         return "proven optimal in its space"
-    return f"at most {found.search.gap_percent:.2f} % slower than the best in its space"
+    if found.search.certificate == "chosen" and found.choice is not None:
+        why = ", ".join(found.choice.separates)
+        return f"preferred to the fastest of its space, {percent} slower than that: {why}"
+    return f"at most {percent} slower than the best in its space"
 
 
 def _terms(model: CostModel, found: ParallelPlan) -> dict[str, Seconds]:
@@ -166,6 +172,7 @@ def _theirs(request: PlanRequest, ours: Compared, baseline: Baseline) -> Compare
             global_batch_size=request.global_batch_size,
             space=request.space,
             solve_stages=solver_of(choose(request.backend), deadline.passed),
+            most_out_of_memory=request.most_out_of_memory,
             out_of_time=deadline.passed,
         )
     )
@@ -181,18 +188,30 @@ def _theirs(request: PlanRequest, ours: Compared, baseline: Baseline) -> Compare
     )
     if choice.plan is None:
         return theirs
-    found = assemble(model, choice.plan, nothing_searched())
+    found = assemble(model, choice.plan, nothing_searched(), sharding=request.space.sharding)
     terms = _terms(model, found)
     theirs = dataclasses.replace(theirs, plan=found, terms=terms)
     if ours.plan is None:
         return theirs
-    step = found.predicted.iteration_time_s
     return dataclasses.replace(
         theirs,
-        relative_throughput=ours.plan.predicted.iteration_time_s / step,
+        relative_throughput=_relative_throughput(request, ours.plan, found),
         differences={name: terms[name] - ours.terms[name] for name in ours.terms},
         chance_slower=_chance_slower(request.cost_model(), ours.plan, found),
     )
+
+
+def _relative_throughput(request: PlanRequest, ours: ParallelPlan, theirs: ParallelPlan) -> float:
+    """Their throughput over ours, by what the objective makes of both steps."""
+    plans = (ours, theirs)
+    steps = [plan.predicted.iteration_time_s for plan in plans]
+    known = [plan.uncertainty for plan in plans if plan.uncertainty is not None]
+    if request.objective is not Objective.NOMINAL and len(known) == len(plans):
+        is_mean = request.objective is Objective.EXPECTED
+        steps = [each.mean_s if is_mean else each.percentile_90_s for each in known]
+        chances = [each.out_of_memory for each in known]
+        steps = with_retries(steps, chances, request.failed_start_percent)
+    return steps[0] / steps[1]
 
 
 def _chance_slower(model: CostModel, ours: ParallelPlan, theirs: ParallelPlan) -> float:

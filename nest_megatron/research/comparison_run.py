@@ -15,9 +15,9 @@ from rich.text import Text
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import parse, refuse_sweeps
-from nest_megatron.config.request import request_of
 from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import require_folder, write_text
+from nest_megatron.integrations.stated_job import StatedJob
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.price import Rates
 from nest_megatron.plain import to_plain
@@ -43,7 +43,7 @@ from nest_megatron.research.comparison import (
     compare,
     split_planners,
 )
-from nest_megatron.units import GIB, Seconds, format_count, format_seconds
+from nest_megatron.units import GIB, Seconds, format_chance, format_count, format_seconds
 
 
 def run_compare(
@@ -108,7 +108,7 @@ def compare_composed(
     on_planner: Callable[[str], None] = lambda name: None,
 ) -> PlannerComparison:
     """Compare planners on a composed job; arguments as of ``compare``."""
-    request = _without_site(request_of(composed))  # layers run as the other planners have them
+    request = _without_site(StatedJob().request(composed))  # as plan asks for it
     return PlannerComparison(request=request, rows=compare(request, names, on_planner))
 
 
@@ -156,6 +156,7 @@ def _plain_row(row: Compared, rates: Rates | None) -> dict[str, Any]:
         "chance_slower": row.chance_slower,
         "tie": None if row.chance_slower is None else row.is_tie,
         "peak_memory_bytes": found and found.predicted.peak_memory_bytes,
+        "out_of_memory": found and found.uncertainty and found.uncertainty.out_of_memory,
         "micro_batch_size": found and found.train.micro_batch_size,
         "parallel": found and to_plain(found.parallel),
         "rank_order": found and str(found.placement.rank_order),
@@ -186,7 +187,7 @@ def comparison_report(rows: Sequence[Compared], rates: Rates | None = None) -> R
         *name_columns("Planner"),
         *figure_columns("Step", "Tokens/s", "Of nest"),
         *word_columns("Layout"),
-        *figure_columns("GiB", "Search", *(["Tokens/$"] if has_price else [])),
+        *figure_columns("GiB", "Runs out", "Search", *(["Tokens/$"] if has_price else [])),
         pad_edge=False,
     )
     for row in ordered:
@@ -215,7 +216,7 @@ def _cells(row: Compared) -> list[str]:
     """A planner by the columns of the table."""
     search = f"{row.search_s:.2f} s"
     if row.plan is None:
-        return [row.name, "-", "-", "-", "no plan", "-", search]
+        return [row.name, "-", "-", "-", "no plan", "-", "-", search]
     predicted = row.plan.predicted
     share = row.relative_throughput
     return [
@@ -225,6 +226,7 @@ def _cells(row: Compared) -> list[str]:
         "-" if share is None else f"{100 * share:.1f}%{' tie' if row.is_tie else ''}",
         "\n".join(layout_words(row.plan)),
         f"{predicted.peak_memory_bytes / GIB:.1f}",
+        "-" if row.plan.uncertainty is None else format_chance(row.plan.uncertainty.out_of_memory),
         search,
     ]
 
@@ -265,6 +267,11 @@ def why(row: Compared) -> str:
     worst, share = row.worst_term, row.relative_throughput
     if row.name == NEST or share is None:
         return f"{row.reason[:1].upper()}{row.reason[1:]}."
+    if share < _EQUAL and row.lost_s <= 0:
+        chance = 0.0 if row.plan.uncertainty is None else row.plan.uncertainty.out_of_memory
+        shorter = f"Its step is {format_seconds(-row.lost_s)} shorter"
+        risk = f"but it runs out of memory in {format_chance(chance)} of starts"
+        return f"{shorter}, {risk}. Chosen as {row.reason}."
     if worst is None or share >= _EQUAL:
         return f"As fast as {NEST}. Chosen as {row.reason}."
     tie = "A tie within the error of predictions. " if row.is_tie else ""
@@ -392,6 +399,6 @@ def _bar(row: Compared, longest: float) -> Mapping[str, Any]:
 
 def _page_cells(row: Compared) -> list[str]:
     """What the terminal says of a planner, with what it is and why it is there."""
-    name, step, tokens, share, layout, gib, search = _cells(row)
+    name, step, tokens, share, layout, *memory, search = _cells(row)
     layouts = layout.replace("\n", ", ")
-    return [name, row.title, layouts, why(row), step, tokens, share, gib, search]
+    return [name, row.title, layouts, why(row), step, tokens, share, *memory, search]

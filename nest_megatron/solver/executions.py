@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -38,20 +38,22 @@ RecomputeKinds = frozenset[Recompute]
 #: Ways to carry layers out, each with the recomputation that it goes with.
 AllowedRecompute = Mapping[Execution, RecomputeKinds]
 
-#: Modules whose recomputation some way forbids.
-_FORBIDDEN = (RecomputeModule.MOE_ACT, RecomputeModule.MOE, RecomputeModule.SHARED_EXPERTS)
 #: Switches that take no time and no memory anywhere, so that a way without one is never better.
 _NEVER_SLOWER = frozenset({"moe_permute_fusion", "moe_router_fusion", "tp_comm_overlap"})
 _ANY_MODULE = selective_recompute([RecomputeModule.LAYERNORM])
 
 
-def kind_of(recompute: Recompute) -> Recompute:
-    """What of a setting matters to how layers are carried out: one that stands for its like."""
+def kind_of(recompute: Recompute, decisive: Collection[RecomputeModule]) -> Recompute:
+    """What of a setting matters to how layers are carried out: one that stands for its like.
+
+    Args:
+        decisive: modules whose recomputation some way forbids.
+    """
     if recompute.granularity is RecomputeGranularity.FULL:
         return FULL_RECOMPUTE
     if not recompute.modules:
         return NO_RECOMPUTE
-    modules = tuple(module for module in recompute.modules if module in _FORBIDDEN)
+    modules = tuple(module for module in recompute.modules if module in decisive)
     return dataclasses.replace(recompute, modules=modules) if modules else _ANY_MODULE
 
 
@@ -65,12 +67,30 @@ def laid_out(grid: Grid, virtual: int, zero: ZeroStage) -> Grid:
     return dataclasses.replace(grid, dims=dims, zero=zero)
 
 
-def is_accepted(model: CostModel, grid: Grid, way: Execution, version: str) -> bool:
-    """Whether a release of Megatron-LM carries a grid's layers out in a way."""
-    precision = model.settings.precision
-    return allows_execution(
-        LaunchRequest.of(model.spec, grid, execution=way, precision=precision, version=version)
+def launched(model: CostModel, space: SearchSpace, grid: Grid) -> LaunchRequest:
+    """What Megatron's rules look at of a grid, as the launch is held to them."""
+    return LaunchRequest.of(
+        model.spec,
+        grid,
+        execution=grid.execution,
+        sharding=space.sharding,
+        cuda_graphs=space.cuda_graphs,
+        transformer_impl=space.transformer_impl,
+        version=space.version,
+        **model.settings.of_launch(),
     )
+
+
+def is_accepted(model: CostModel, space: SearchSpace, grid: Grid, way: Execution) -> bool:
+    """Whether the release of a space carries a grid's layers out in a way."""
+    carried = dataclasses.replace(grid, execution=way)
+    return allows_execution(launched(model, space, carried))
+
+
+def has_graphs(space: SearchSpace) -> bool:
+    """Whether CUDA graphs are among what a space may choose."""
+    impls = {space.execution.cuda_graph_impl, *space.executions.get("cuda_graph_impl", ())}
+    return impls != {GraphImpl.NONE}
 
 
 @functools.cache
@@ -101,8 +121,8 @@ class Executions:
 
     def __init__(self, model: CostModel, space: SearchSpace, kinds: RecomputeKinds) -> None:
         self.model = model
+        self.space = space
         self.given = space.execution
-        self.version = space.version
         self.kinds = kinds
         self._variants = tuple(dict.fromkeys((self.given, *_combinations(space))))
         self._divides_heads = any(
@@ -112,7 +132,12 @@ class Executions:
         self._possible: dict[object, AllowedRecompute] = {}
         self._worth: dict[object, AllowedRecompute] = {}
         self._times: dict[object, tuple[UnitTimes, ...]] = {}
-        self.is_fixed = self._variants == tuple(map(_least_of, self._variants[:1]))
+        least, nowhere = _least_of(self.given)
+        # No layout and no recomputation changes it, and no rule looks at either for it.
+        self.is_fixed = self._variants == (least,) and not has_graphs(space)
+        self._fixed: AllowedRecompute = {}
+        if self.is_fixed and kinds and is_accepted(model, space, nowhere, least):
+            self._fixed = {least: kinds}
 
     def of_shard(self, shard: Grid) -> ShardWays:
         """The ways of a shard, of whatever pipeline, virtual stages and ZeRO stage."""
@@ -143,7 +168,7 @@ class Executions:
             grid: with its virtual stages and ZeRO stage; its own execution is not read.
         """
         if self.is_fixed:
-            return {self.given: self.kinds}
+            return self._fixed
         batch = (grid.micro_batch_size, grid.dims.world_size)
         key = (inner_degrees(grid.dims), batch, self.key(grid))
         if key not in self._worth:
@@ -185,7 +210,7 @@ class Executions:
         They need not be worth a candidate.
         """
         if self.is_fixed:
-            return {self.given: self.kinds}
+            return self._fixed
         key = self.key(grid)
         if key not in self._possible:
             found: dict[Execution, set[Recompute]] = {}
@@ -197,18 +222,18 @@ class Executions:
         return self._possible[key]
 
     def _allowed(self, grid: Grid, variant: Execution) -> Execution | None:
-        """What Megatron does of a variant on a grid, if it does anything; the job's own it does."""
-        way = allowed_execution(variant, grid)
+        """What Megatron does of a variant on a grid, if it does anything."""
+        own = self.space.cuda_graphs is not None
+        way = allowed_execution(variant, grid, own_graphs=own)
         if grid.zero.is_fsdp and way.offload_modules != self.given.offload_modules:
             return None  # not known to keep gathered weights on the device
         moving = grid.zero.is_fsdp or way.offload_modules
         if moving and way.cuda_graph_impl is not self.given.cuda_graph_impl:
             return None  # graphs read weights and activations at fixed addresses
-        if is_accepted(self.model, grid, way, self.version):
-            return way
-        if variant != self.given:
-            return None
-        return allowed_execution(of_every_layout(variant), grid)
+        ways = [way]
+        if variant == self.given:
+            ways.append(allowed_execution(of_every_layout(variant), grid, own_graphs=own))
+        return next((w for w in ways if is_accepted(self.model, self.space, grid, w)), None)
 
     def _units(self, grid: Grid, way: Execution) -> tuple[UnitTimes, ...]:
         asked = dataclasses.replace(grid, execution=way)
@@ -273,8 +298,8 @@ def _combinations(space: SearchSpace) -> Iterator[Execution]:
             continue  # such as a backend of another dispatcher
 
 
-def _least_of(execution: Execution) -> Execution:
-    """What is left of a way where all that can be is forbidden."""
+def _least_of(execution: Execution) -> tuple[Execution, Grid]:
+    """What is left of a way where all that can be is forbidden, and a grid where it is."""
     for recompute in (FULL_RECOMPUTE, selective_recompute([RecomputeModule.SHARED_EXPERTS])):
         grid = Grid(
             dims=ParallelDims(pipeline_model_parallel_size=2),
@@ -284,7 +309,7 @@ def _least_of(execution: Execution) -> Execution:
             recompute=recompute,
         )
         execution = allowed_execution(execution, grid)
-    return execution
+    return execution, grid
 
 
 def _no_more(one: UnitTimes, other: UnitTimes) -> bool:

@@ -1,76 +1,135 @@
-"""Some plan that fits, as soon as possible, for a search that may have to end before it has one."""
+"""The fastest of few layouts that rules of thumb name: a search begins with it."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice, product
 
 from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.solver.executions import laid_out
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_bounds import MemoryBounds
 from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolver
 from nest_megatron.solver.ranking import SolvedGrid
 from nest_megatron.solver.space import sparing
 
-#: Grids that are tried before the search goes on without a plan: some hundredths of a second.
-_MOST_TRIED = 16
+#: The dozen: the widest tensor sizes, each with the smallest micro batches.
+_TENSOR_SIZES, _MICRO_BATCHES = 4, 3
+#: Context sizes of each, tried while they gain, and pipelines of each of them.
+_MOST_CONTEXTS, _MOST_PIPELINES = 4, 6
 #: Share of the memory that states may take, so that activations have the rest.
 _FOR_STATES = 0.5
+#: Partial partitions that are looked at for the stages of one.
+_MOST_NODES = 1
 
 
 def first_plan(grids: GridSpace, memory: MemoryBounds, solve: StageSolver) -> SolvedGrid | None:
-    """A plan that fits, from the grids that a rule of thumb would try.
+    """The fastest of a dozen rules of thumb: tenths of a second's work, whatever the clock says.
 
-    Tensor parallelism as wide as it goes, then as much context parallelism as it takes, experts
-    spread over as many ranks as there are; of the pipelines the shortest that leaves room for
-    activations, and the one that divides states most. The smallest micro batch, the plain schedule,
-    the recompute settings that keep least, and the stage solver's first guess.
+    The widest tensor sizes with the smallest micro batches. Of each, experts on all ranks or inside
+    a node, as much context parallelism as gains, the shortest pipelines that leave room for
+    activations, without virtual stages and with the most, the ZeRO stage that costs least, and as
+    little recomputation as fits.
 
     Returns:
         ``None`` if none of these fits: the search itself has to tell.
     """
-    for laid in itertools.islice(_tried(grids, memory), _MOST_TRIED):
-        for grid in grids.executions(laid):
-            stages = StageProblems(memory.model, grid)
-            for recompute in sparing(grids.recompute_settings(grid)):
-                found = solve(stages.problem(recompute), NO_THRESHOLD, 1)
-                if found.boundaries:
-                    return SolvedGrid.of(grid, recompute, found)
-    return None
+    plans = (_plan_of(grids, memory, solve, shards) for shards in _dozen(grids))
+    return min((plan for plan in plans if plan is not None), key=lambda p: p.rank, default=None)
 
 
-def _tried(grids: GridSpace, memory: MemoryBounds) -> Iterator[Grid]:
-    capacity = memory.model.capacity_bytes
-    for shard in _shards(grids):
-        needed = {}
-        for grid in grids.grids(shard):
-            laid = next(grids.interleavings(grid), None)
-            allowed = grids.zero_stages(grid.dims)
-            if laid is not None and allowed:
-                laid = dataclasses.replace(laid, zero=max(allowed))
-                needed[laid] = memory.of_states(laid.dims, laid.zero)
-        roomy = next((grid for grid in needed if needed[grid] <= _FOR_STATES * capacity), None)
-        if roomy is not None:
-            yield roomy
-        least = min(needed, key=lambda grid: needed[grid], default=None)
-        if least is not None and least != roomy and needed[least] <= capacity:
-            yield least
+def _dozen(grids: GridSpace) -> Iterator[list[Grid]]:
+    """The shards of each tensor size and micro batch, those with few context ranks first.
 
-
-def _shards(grids: GridSpace) -> list[Grid]:
-    """For each tensor and context size the shard with the most expert ranks, wide tensors first.
-
-    Of several the one with the smallest micro batch.
+    Experts are whole, on as many ranks as there are and on those of a node.
     """
-    chosen: dict[tuple[int, int, int], Grid] = {}
-    for shard in sorted(grids.shards(), key=_spread, reverse=True):
-        dims = shard.dims
-        tp, cp = dims.tensor_model_parallel_size, dims.context_parallel_size
-        chosen.setdefault((-dims.world_size, -tp, cp), shard)
-    return [chosen[key] for key in sorted(chosen)]
+    shards = list(grids.shards())
+    most = max((shard.dims.world_size for shard in shards), default=0)
+    shards = [shard for shard in shards if shard.dims.world_size == most]
+    sizes = sorted({s.dims.tensor_model_parallel_size for s in shards}, reverse=True)
+    micro = sorted({shard.micro_batch_size for shard in shards})
+    spreads = (most, grids.model.cluster.gpus_per_node) if grids.model.spec.is_moe else (most,)
+    for tp, size, spread in product(sizes[:_TENSOR_SIZES], micro[:_MICRO_BATCHES], spreads):
+        found: dict[int, Grid] = {}
+        for shard in sorted(shards, key=_spread):
+            dims = shard.dims
+            own = (dims.tensor_model_parallel_size, shard.micro_batch_size) == (tp, size)
+            if own and dims.expert_ranks <= spread:
+                found.setdefault(dims.context_parallel_size, shard)
+        yield [found[context] for context in sorted(found)][:_MOST_CONTEXTS]
 
 
 def _spread(shard: Grid) -> tuple[int, int]:
-    return shard.dims.expert_model_parallel_size, -shard.micro_batch_size
+    return shard.dims.expert_tensor_parallel_size, -shard.dims.expert_model_parallel_size
+
+
+def _plan_of(
+    grids: GridSpace, memory: MemoryBounds, solve: StageSolver, shards: Iterable[Grid]
+) -> SolvedGrid | None:
+    """The fastest plan of some shards; those with more context ranks are tried while they gain."""
+    best: SolvedGrid | None = None
+    for shard in shards:
+        plans = [
+            plan
+            for grid in islice(_pipelines(grids, memory, shard), _MOST_PIPELINES)
+            for way in grids.executions(grid)
+            for plan in _solved(grids, solve, way)
+        ]
+        found = min(plans, key=lambda plan: plan.rank, default=None)
+        if best is not None and (found is None or best.rank < found.rank):
+            break
+        best = found
+    return best
+
+
+def _pipelines(grids: GridSpace, memory: MemoryBounds, shard: Grid) -> Iterator[Grid]:
+    """Pipelines of a shard, the shortest with room for activations first, then tight ones.
+
+    Each with the ZeRO stage that costs least of those with which its states fit, and with the
+    plain schedule or the most virtual stages.
+    """
+    capacity, tight = memory.model.capacity_bytes, []
+    for grid in grids.grids(shard):
+        needs = _states(grids, memory, grid)
+        roomy = [zero for zero in needs if needs[zero] <= _FOR_STATES * capacity]
+        sizes = grids.virtual_sizes(grid)
+        if roomy:
+            for virtual in dict.fromkeys((*sizes[:1], *sizes[-1:])):
+                yield laid_out(grid, virtual, min(roomy, key=_cost))
+        elif needs and sizes:
+            zero = min(needs, key=lambda zero: needs[zero])
+            tight.append((needs[zero], laid_out(grid, sizes[0], zero)))
+    yield from (grid for needed, grid in sorted(tight, key=lambda t: t[0]) if needed <= capacity)
+
+
+def _states(grids: GridSpace, memory: MemoryBounds, grid: Grid) -> dict[ZeroStage, float]:
+    return {zero: memory.of_states(grid.dims, zero) for zero in grids.zero_stages(grid.dims)}
+
+
+def _cost(zero: ZeroStage) -> tuple[bool, bool, int]:
+    """The distributed optimizer reduces no more than replicas do, and gathers at most once."""
+    return zero.is_fsdp, zero is not ZeroStage.OPTIMIZER, int(zero)
+
+
+def _solved(grids: GridSpace, solve: StageSolver, grid: Grid) -> Iterator[SolvedGrid]:
+    """A grid with the first of its recompute settings that fits, and others of its kind."""
+    stages = StageProblems(grids.model, grid)
+    for settings in _ladder(grids.recompute_settings(grid)):
+        fits = False
+        for recompute in settings:
+            found = solve(stages.problem(recompute), NO_THRESHOLD, _MOST_NODES)
+            if found.boundaries:
+                fits = True
+                yield SolvedGrid.of(grid, recompute, found)
+        if fits:
+            return
+
+
+def _ladder(settings: tuple[Recompute, ...]) -> Iterator[list[Recompute]]:
+    """Nothing recomputed; one module or two; what keeps least."""
+    yield [recompute for recompute in settings if recompute == NO_RECOMPUTE]
+    yield [recompute for recompute in settings if 1 <= len(recompute.modules) <= 2]
+    yield sparing(settings)

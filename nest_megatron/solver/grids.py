@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
+from nest_megatron.cost_model.formats import format_of, uneven_sides
 from nest_megatron.cost_model.keys import split_block
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.unit_cost import replicas
-from nest_megatron.model.execution import Execution
+from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.parallel import rules
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
+from nest_megatron.parallel.execution_checks import decisive_modules
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
     Recompute,
+    RecomputeMethod,
     selective_recompute,
 )
+from nest_megatron.parallel.recompute_rules import allows_recompute
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.solver.executions import Executions, RecomputeKinds, kind_of, laid_out
+from nest_megatron.solver.executions import (
+    Executions,
+    RecomputeKinds,
+    has_graphs,
+    kind_of,
+    laid_out,
+    launched,
+)
 from nest_megatron.solver.space import SearchSpace, recompute_settings
 
 
@@ -44,8 +56,9 @@ class GridSpace:
         self.batch_unit = space.batch_unit or global_batch_size
         self.illegal: Counter[str] = Counter()
         self._settings: dict[int, tuple[Recompute, ...]] = {}
-        fixed = space.recompute
-        self.kinds = Counter(map(kind_of, self._all_settings(0) if fixed is None else (fixed,)))
+        self._runs: dict[object, bool] = {}
+        self._decisive = decisive_modules(model.spec, graphs=has_graphs(space))
+        self.kinds = Counter(map(self._kind_of, self._all_settings(0)))
         self.ways = Executions(model, space, frozenset(self.kinds))
         self._allowed: dict[object, tuple[Recompute, ...]] = {}
         self._sparing: dict[RecomputeKinds, tuple[Recompute, ...]] = {}
@@ -53,8 +66,10 @@ class GridSpace:
         self._num_units = model.spec.num_units
 
     def anew(self) -> GridSpace:
-        """The same space with counts of its own."""
-        return GridSpace(self.model, self.global_batch_size, self.space)
+        """The same space with counts of its own; what is worked out of it is shared."""
+        same = copy.copy(self)
+        same.illegal = Counter()
+        return same
 
     def shards(self) -> Iterator[Grid]:
         """Grids with one pipeline stage that stand for all with the same shard of a layer."""
@@ -62,7 +77,23 @@ class GridSpace:
             for tp, cp in self._dense_degrees(world):
                 for ep, etp in self._expert_degrees(world, tp):
                     for micro in self._micro_batches():
-                        yield self._one_stage(world, tp, cp, ep, etp, micro)
+                        shard = self._one_stage(world, tp, cp, ep, etp, micro)
+                        if not self._has_whole_sides(shard.dims):
+                            self.illegal["sides of matrices divide by the number format's"] += 1
+                        elif self._has_ways(shard):
+                            yield shard
+
+    def _has_whole_sides(self, dims: ParallelDims) -> bool:
+        settings = self.model.settings
+        number_format = format_of(settings.precision, settings.traits.fp8_recipe)
+        return number_format is None or not uneven_sides(self.model.spec, dims, number_format)
+
+    def _has_ways(self, grid: Grid) -> bool:
+        """Whether layers can be carried out there, with some recomputation."""
+        has_some = bool(self.ways.of_shard(grid).fastest)
+        if not has_some:
+            self.illegal["how layers are carried out goes with the layout"] += 1
+        return has_some
 
     def _values(self, name: str, number: int) -> list[int]:
         """Values of a degree that divide a number; a fixed one that does not is noted."""
@@ -77,7 +108,8 @@ class GridSpace:
             if not rules.divides_vocab(spec, tp):
                 self.illegal["tensor_model_parallel_size divides the padded vocabulary"] += 1
                 continue
-            runs = rules.allows_linear_for_tp(spec, tp, sequence_parallel=tp > 1)
+            splits = tp > 1 and self.space.sequence_parallel
+            runs = rules.allows_linear_for_tp(spec, tp, sequence_parallel=splits)
             if not (runs and rules.divides_heads(spec, tp) and rules.divides_dense_mlp(spec, tp)):
                 self.illegal["tensor_model_parallel_size divides heads and MLP"] += 1
                 continue
@@ -91,7 +123,7 @@ class GridSpace:
                     self.illegal["tp and cp divide heads and groups of Mamba layers"] += 1
                 elif not rules.divides_linear(spec, tp, cp, self.space.version):
                     self.illegal["tp and cp divide heads of gated delta nets"] += 1
-                elif not rules.divides_sequence(spec, tp, cp, tp > 1):
+                elif not rules.divides_sequence(spec, tp, cp, splits):
                     self.illegal["sequence divides by 2 * cp and by cp * tp"] += 1
                 else:
                     yield tp, cp
@@ -117,7 +149,8 @@ class GridSpace:
         sizes = self.space.values("micro_batch_size", self.batch_unit, self.model.cluster)
         if "micro_batch_size" in self.space.fixed:
             return sizes
-        return [size for size in sizes if size & (size - 1) == 0]
+        own = self.space.present.get("micro_batch_size")
+        return [size for size in sizes if size & (size - 1) == 0 or size == own]
 
     def _one_stage(self, world: int, tp: int, cp: int, ep: int, etp: int, micro: int) -> Grid:
         dims = ParallelDims(
@@ -132,7 +165,7 @@ class GridSpace:
             dims=dims,
             global_batch_size=micro * dims.data_parallel_size,
             micro_batch_size=micro,
-            sequence_parallel=tp > 1,
+            sequence_parallel=tp > 1 and self.space.sequence_parallel,
             execution=self.space.execution,
         )
 
@@ -160,10 +193,11 @@ class GridSpace:
                     data_parallel_size=dp,
                     rank_order=order,
                 )
-                if rules.allows_rank_order(self.model.spec, dims):
-                    yield dataclasses.replace(
-                        shard, dims=dims, global_batch_size=self.global_batch_size
-                    )
+                grid = dataclasses.replace(
+                    shard, dims=dims, global_batch_size=self.global_batch_size
+                )
+                if rules.allows_rank_order(self.model.spec, dims) and self._has_ways(grid):
+                    yield grid
 
     def pipelines(self, dims: ParallelDims) -> Iterator[ParallelDims]:
         """Every pipeline that some shard with these tensor and expert degrees may have.
@@ -190,7 +224,7 @@ class GridSpace:
                 self.illegal["both stacks of the model lie on one pipeline rank"] += 1
             elif pp > self._num_units:
                 self.illegal[f"at most {self._num_units} stages, one a layer or end"] += 1
-            elif self.space.even_stages and self.model.spec.num_layers % pp:
+            elif self.space.even_stages and not self._is_even(pp):
                 self.illegal["even stages: as many layers on each pipeline rank"] += 1
             elif dims.world_size // pp % dims.expert_ranks:
                 self.illegal["expert ranks divide the ranks of a stage"] += 1
@@ -259,10 +293,25 @@ class GridSpace:
         if space.partition is not None:
             most = space.fixed[name]
         sizes = (v for v in range(1, most + 1) if space.allows(name, v, self.model.cluster))
-        legal = [v for v in sizes if v == 1 or rules.allows_interleaving(pp, v, num_microbatches)]
+        group = self.model.settings.traits.microbatch_group_size_per_vp_stage
+        grows = space.batch_unit is not None
+        legal = [
+            v
+            for v in sizes
+            if rules.allows_interleaving(pp, v, num_microbatches, group, whole=grows)
+        ]
         if not space.even_stages:
             return legal
-        return [v for v in legal if self.model.spec.num_layers % (pp * v) == 0]
+        return [v for v in legal if self._is_even(pp * v)]
+
+    def _is_even(self, chunks: int) -> bool:
+        """Whether virtual stages have as many layers each, in whole groups of those recomputed."""
+        layers, rest = divmod(self.model.spec.num_layers, chunks)
+        recompute = self.space.recompute
+        if rest or recompute is None or recompute.method is not RecomputeMethod.UNIFORM:
+            return not rest
+        size = recompute.num_layers or 1
+        return rules.allows_uniform_recompute((layers,), size, self.space.version)
 
     def zero_stages(self, dims: ParallelDims) -> list[ZeroStage]:
         """ZeRO stages that Megatron launches here, with virtual stages or without.
@@ -284,15 +333,18 @@ class GridSpace:
         """Recompute settings to try on a grid, none first; block sizes up to the largest chunk."""
         chunks = grid.dims.num_chunks
         if chunks not in self._settings:
-            fixed = self.space.recompute
-            found = self._all_settings(self.largest_block(chunks)) if fixed is None else (fixed,)
-            self._settings[chunks] = found
+            self._settings[chunks] = self._all_settings(self.largest_block(chunks))
         if self.ways.is_fixed:
             return self._settings[chunks]
         key = chunks, kinds = self.settings_key(grid)
         if key not in self._allowed:
-            self._allowed[key] = tuple(r for r in self._settings[chunks] if kind_of(r) in kinds)
+            self._allowed[key] = tuple(
+                each for each in self._settings[chunks] if self._kind_of(each) in kinds
+            )
         return self._allowed[key]
+
+    def _kind_of(self, recompute: Recompute) -> Recompute:
+        return kind_of(recompute, self._decisive)
 
     def settings_key(self, grid: Grid) -> tuple[int, RecomputeKinds]:
         """What tells recompute settings of one grid from those of another."""
@@ -309,7 +361,8 @@ class GridSpace:
             return split_block(self.space.recompute)
         kinds = self.ways.kinds if grid is None else self.settings_key(grid)[1]
         if kinds not in self._sparing:
-            self._sparing[kinds] = tuple(_keeping_least(self._all_settings(0), kinds))
+            allowed = [each for each in self._all_settings(0) if self._kind_of(each) in kinds]
+            self._sparing[kinds] = tuple(_keeping_least(allowed, kinds))
         return self._sparing[kinds]
 
     def largest_block(self, chunks: int) -> int:
@@ -321,17 +374,31 @@ class GridSpace:
         return -(-self.model.spec.num_layers // chunks)
 
     def _all_settings(self, layers_per_chunk: int) -> tuple[Recompute, ...]:
-        return tuple(
-            recompute_settings(
+        """The settings that Megatron accepts for the model, whatever the layout."""
+        fixed = self.space.recompute
+        found = (
+            (fixed,)
+            if fixed is not None
+            else recompute_settings(
                 self.model.spec,
-                self.model.settings.precision,
                 layers_per_chunk,
-                fp8_recipe=self.model.settings.traits.fp8_recipe,
                 flash_attention=self.model.flash_attention,
                 without=self.space.without_modules,
                 full=self.space.full_recompute,
             )
         )
+        own = self.space.present_recompute
+        with_own = dict.fromkeys((*found, *(() if own is None else (own,))))
+        return tuple(filter(self._is_recomputed, with_own))
+
+    def _is_recomputed(self, recompute: Recompute) -> bool:
+        """Whether Megatron recomputes so; of blocks and groups it takes any number of layers."""
+        key = (recompute.method, recompute.modules)
+        if key not in self._runs:
+            grid = dataclasses.replace(self._one_stage(1, 1, 1, 1, 1, 1), recompute=recompute)
+            plain = dataclasses.replace(grid, execution=PLAIN)
+            self._runs[key] = allows_recompute(launched(self.model, self.space, plain))
+        return self._runs[key]
 
 
 def _with_executions(grid: Grid, executions: Iterable[Execution]) -> Iterator[Grid]:
@@ -340,10 +407,9 @@ def _with_executions(grid: Grid, executions: Iterable[Execution]) -> Iterator[Gr
         yield grid if same else dataclasses.replace(grid, execution=execution)
 
 
-def _keeping_least(settings: Iterable[Recompute], kinds: RecomputeKinds) -> Iterator[Recompute]:
+def _keeping_least(allowed: Iterable[Recompute], kinds: RecomputeKinds) -> Iterator[Recompute]:
     """Nothing recomputed, and whole layers or else every module: more modules keep less."""
     yield NO_RECOMPUTE
-    allowed = [recompute for recompute in settings if kind_of(recompute) in kinds]
     modules = {module for recompute in allowed for module in recompute.modules}
     if FULL_RECOMPUTE in kinds:
         yield FULL_RECOMPUTE

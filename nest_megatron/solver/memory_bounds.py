@@ -15,11 +15,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from nest_megatron.cost_model.fsdp_memory import unsharded_bytes
 from nest_megatron.cost_model.keys import GroupPlaces, inner_degrees
-from nest_megatron.cost_model.memory import unsharded_bytes
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.schedule import peak_live_chunks
-from nest_megatron.cost_model.stage_problems import early_forward_share
+from nest_megatron.cost_model.stage_problems import early_forward_share, priced_microbatches
 from nest_megatron.cost_model.unit_cost import replicas, stored_bytes
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.shard import LayerShard
@@ -104,7 +104,7 @@ class MemoryBounds:
         Args:
             sizes: it has one of these numbers of virtual stages, and not its own.
         """
-        dims, m = grid.dims, grid.num_microbatches
+        dims, m = grid.dims, priced_microbatches(grid)
         sizes = sizes or (dims.virtual_pipeline_model_parallel_size,)
         live = _least_live(dims.pipeline_model_parallel_size, sizes, m)
         active = self._active(grid, self.grids.keeping_least(grid))
@@ -173,19 +173,16 @@ class MemoryBounds:
         return self._states[key]
 
     def _sum_states(self, dims: ParallelDims, zero: ZeroStage) -> _States:
-        settings, (_, distinct, count) = self.model.settings, self.model.structure(dims)
+        settings, structure = self.model.settings, self.model.structure(dims)
         each, stays = stored_bytes(dims, zero, settings)
-        total = each.least(count)
-        on_rank = count.total // dims.pipeline_model_parallel_size
+        total, rank = each.least(structure.parameters), structure.on_rank(dims)
         units, unsharded = [], []
         for kind in self._kinds:
-            own = [c for k, c in distinct if k is kind]
-            units.append(min(each.of_unit(kind, c).total for c in own))
-            gathered = functools.partial(unsharded_bytes, in_layer=not kind.is_end)
-            least = min(
-                gathered(c.total, zero, settings, on_rank, frozen=c.frozen.total > 0) for c in own
-            )
-            unsharded.append(0 if stays else least)
+            own = [count for each_kind, count in structure.units if each_kind is kind]
+            units.append(min(each.of_unit(kind, count).total for count in own))
+            in_layer = not kind.is_end
+            whole = (unsharded_bytes(c, rank, zero, settings, in_layer=in_layer) for c in own)
+            unsharded.append(0 if stays else min(whole))
         return _States(
             mean=total / dims.pipeline_model_parallel_size - self._num_units,
             whole=self._sum(units),

@@ -114,7 +114,24 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The best plan of each of the best layouts, fastest first, and what is proven."""
+    """The best plan of each of the best layouts, fastest first, and what is proven.
+
+    Args:
+        present: what the job runs today, if it fits.
+    """
 
     plans: tuple[SolvedGrid, ...]
     certificate: Certificate
+    present: SolvedGrid | None = None
+
+    @property
+    def fastest(self) -> SolvedGrid:
+        """The plan with the shortest step; of equal ones what runs today."""
+        own = self.present
+        return own if own and own.iteration == self.plans[0].iteration else self.plans[0]
+
+    @property
+    def known(self) -> tuple[SolvedGrid, ...]:
+        """The plans, and what runs today if it is none of them."""
+        own = (self.present,) if self.present is not None else ()
+        return tuple(dict.fromkeys((*self.plans, *own)))

@@ -10,6 +10,7 @@ its bound says it can neither improve its own layout nor enter that list.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -45,7 +46,7 @@ from nest_megatron.solver.outcome import (
     Status,
 )
 from nest_megatron.solver.ranking import Certificate, SearchResult, SolvedGrid, layout_of
-from nest_megatron.solver.space import Choices, SearchSpace, sort_settings
+from nest_megatron.solver.space import Choices, Present, SearchSpace, sort_settings
 from nest_megatron.units import Ticks
 
 #: Memory that no plan reaches, to ask for the fastest partition whatever it needs.
@@ -63,8 +64,10 @@ class Search:
         solve_stages: the stage solver, compiled or reference.
         num_layouts: how many layouts to rank exactly.
         slowest: plans that take longer are of no interest.
-        out_of_time: asked now and then; once true the search stops with what it has proven.
-        short_of_time: asked as well while no plan is known; once true, any plan is looked for.
+        present: what the job runs today, a plan of the space whatever its limits; it is priced
+            first. It need not fit.
+        out_of_time: asked now and then; once true the search stops with what it has proven. The
+            present layout and rules of thumb are priced all the same.
         on_progress: called with (candidates solved, best so far, proven bound), in ticks; the best
             is ``None`` before there is a plan.
     """
@@ -76,13 +79,14 @@ class Search:
     _: KW_ONLY
     num_layouts: int = 11
     slowest: InitVar[Ticks] = NO_THRESHOLD
+    present: Present | None = None
     out_of_time: OutOfTime = lambda: False
-    short_of_time: OutOfTime = lambda: False
     on_progress: Callable[[int, Ticks | None, Ticks], None] | None = None
 
     def __post_init__(self, slowest: Ticks) -> None:
         space = self.space
         self.solve_stages = as_built(self.solve_stages, self.model.spec)
+        self.solve_any_stages = self.solve_stages
         self.grids = GridSpace(self.model, self.global_batch_size, space)
         self.counts = CandidateCounts(self.grids)
         self.bounds = Bounds(self.model, self.global_batch_size)
@@ -93,7 +97,8 @@ class Search:
             self.solve_stages = judging(self.solve_stages, space.partition)
         elif space.even_stages:
             self.solve_stages = judging_even(self.solve_stages, self.model.spec)
-        self.wants_any, self.enumerated, self.interrupted = True, False, False
+        self.wants_any = slowest == NO_THRESHOLD
+        self.enumerated, self.interrupted = False, False
         self.heap: list[Node] = []
         self.serial = 0
         self.best: dict[tuple[int, ...], SolvedGrid] = {}
@@ -105,14 +110,35 @@ class Search:
 
     def run(self) -> SearchResult:
         """Search until nothing left can change the answer, or time is up."""
+        present = self._price_present()
+        if self.wants_any:
+            self._keep_any(first_plan(self.grids.anew(), self.memory, self.solve_stages))
         self.enumerated = self._enumerate()
-        return self._result(drained=self.enumerated and self._drain())
+        found = self._result(drained=self.enumerated and self._drain())
+        return dataclasses.replace(found, present=present)
+
+    def _price_present(self) -> SolvedGrid | None:
+        """What the job runs today as a plan, the first one known; ``None`` if it does not fit."""
+        if self.present is None:
+            return None
+        grid, stages = self.present.grid, self.present.partition
+        solve = judging(self.solve_any_stages, stages)
+        problem = StageProblems(self.model, grid).problem(grid.recompute)
+        found = solve(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT)
+        plan = SolvedGrid.of(grid, grid.recompute, found) if found.boundaries else None
+        self._keep_any(plan)
+        return plan
+
+    def _keep_any(self, plan: SolvedGrid | None) -> None:
+        """Keep a plan that was found before the search, if it is one."""
+        if plan is not None and plan.iteration <= self.worst_kept:
+            self._keep(plan)
 
     def _enumerate(self) -> bool:
         """Put every shard whose states fit on the heap; false if time ran out."""
         refused = 0
         for grid in self.grids.shards():
-            if self._has_to_end():
+            if self.out_of_time():
                 return False
             candidates = self.counts.of_shard(grid)
             if self.memory.of_shard_states(grid) > self.model.capacity_bytes:
@@ -124,16 +150,6 @@ class Search:
             self.candidates += refused
             self.infeasible[_STATES] = refused
         return True
-
-    def _has_to_end(self) -> bool:
-        """Whether time has run out; before it does, some plan is looked for once."""
-        if self.wants_any and (self.best or self.short_of_time()):
-            self.wants_any = False
-            if not self.best:
-                found = first_plan(self.grids.anew(), self.memory, self.solve_stages)
-                if found is not None:
-                    self._keep(found)
-        return self.out_of_time()
 
     def _drain(self) -> bool:
         expand: tuple[Callable[[Node], object], ...] = (
@@ -149,7 +165,7 @@ class Search:
             if node.bound > self.worst_kept:
                 return True
             self._least_open = node.bound
-            if self._has_to_end():
+            if self.out_of_time():
                 return False
             heapq.heappop(self.heap)
             if node.level == SHARD or node.bound <= self._threshold(node.grid):

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from nest_megatron.cluster.records import Cluster, Precision
-from nest_megatron.cost_model.traits import Fp8Recipe
+from nest_megatron.cluster.records import Cluster
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.shard import fits_fused_attention
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.dims import RankOrder
+from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
@@ -46,6 +47,14 @@ DEFAULT_LIMITS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Present:
+    """The layout that a job runs today, which Megatron launches."""
+
+    grid: Grid
+    partition: StagePartition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
     """What the search may choose.
 
@@ -58,12 +67,17 @@ class SearchSpace:
         execution: how layers are carried out, as the job's flags and its framework's defaults say.
         executions: fields of it that may be chosen, with the values that framework and device have.
         version: the Megatron-LM release whose rules say where they may be.
+        transformer_impl: whose layers the job has.
+        cuda_graphs: the job's own that a plan keeps; ``None`` where it may choose them.
         without_modules: modules whose recomputation is not tried.
         full_recompute: whether recomputing whole layers is tried.
         partition: the one allowed; its pipeline and virtual sizes join ``fixed``.
+        sequence_parallel: it is on wherever tensor parallelism is; otherwise nowhere.
         even_stages: only cuts that Megatron makes by itself, as many layers in each virtual stage;
             for frameworks that can state no layout.
         use_all_gpus: every GPU works; otherwise whole nodes may stay idle.
+        present: degrees of what the job runs today outside the limits; they are tried, too.
+        present_recompute: its recomputation, where it is none of those that are tried.
         batch_unit: what every global batch of the run is a multiple of, where the batch grows;
             otherwise the global batch itself.
 
@@ -81,11 +95,16 @@ class SearchSpace:
     execution: Execution = PLAIN
     executions: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     version: str = "0.20"
+    transformer_impl: str = "transformer_engine"
+    cuda_graphs: CudaGraphs | None = None
     without_modules: frozenset[RecomputeModule] = frozenset()
     full_recompute: bool = True
     partition: StagePartition | None = None
+    sequence_parallel: bool = True
     even_stages: bool = False
     use_all_gpus: bool = True
+    present: Mapping[str, int] = field(default_factory=dict)
+    present_recompute: Recompute | None = None
     batch_unit: int | None = None
 
     def __post_init__(self) -> None:
@@ -122,6 +141,8 @@ class SearchSpace:
         """Whether a degree may have a value."""
         if name in self.fixed:
             return value == self.fixed[name]
+        if value == self.present.get(name):
+            return True
         return self.least.get(name, 1) <= value <= self.limit(name, cluster)
 
     def limit(self, name: str, cluster: Cluster) -> int:
@@ -185,10 +206,8 @@ def divisors(number: int) -> list[int]:
 
 def recompute_settings(
     spec: TransformerSpec,
-    precision: Precision,
     layers_per_chunk: int,
     *,
-    fp8_recipe: Fp8Recipe = Fp8Recipe.DELAYED,
     flash_attention: bool = True,
     without: frozenset[RecomputeModule] = frozenset(),
     full: bool = True,
@@ -197,12 +216,10 @@ def recompute_settings(
 
     Args:
         layers_per_chunk: largest block that is tried.
-        fp8_recipe: of a job in fp8.
         without: modules that are left out.
     """
     yield NO_RECOMPUTE
-    delayed = precision is Precision.FP8 and fp8_recipe is Fp8Recipe.DELAYED
-    useful = _useful_modules(spec, delayed=delayed, flash_attention=flash_attention)
+    useful = _useful_modules(spec, flash_attention=flash_attention)
     modules = tuple(module for module in useful if module not in without)
     for size in range(1, len(modules) + 1):
         for subset in combinations(modules, size):
@@ -217,19 +234,16 @@ def recompute_settings(
 _INSIDE_MOE = frozenset({RecomputeModule.MOE_ACT, RecomputeModule.SHARED_EXPERTS})
 
 
-def _useful_modules(
-    spec: TransformerSpec, *, delayed: bool, flash_attention: bool
-) -> tuple[RecomputeModule, ...]:
+def _useful_modules(spec: TransformerSpec, *, flash_attention: bool) -> tuple[RecomputeModule, ...]:
     """Modules whose recomputation frees memory in this model, in Megatron's order.
 
     ``core_attn`` is not among them with flash attention, which keeps no score matrix, so that its
-    recomputation frees next to nothing. ``delayed`` scaling of fp8 forbids ``layernorm`` and
-    ``moe_act``; other recipes do not.
+    recomputation frees next to nothing.
     """
     useful = {
         RecomputeModule.CORE_ATTN: not (flash_attention and fits_fused_attention(spec)),
-        RecomputeModule.MOE_ACT: spec.is_moe and not delayed,
-        RecomputeModule.LAYERNORM: (spec.is_moe or spec.multi_latent_attention) and not delayed,
+        RecomputeModule.MOE_ACT: spec.is_moe,
+        RecomputeModule.LAYERNORM: spec.is_moe or spec.multi_latent_attention,
         RecomputeModule.MLA_UP_PROJ: spec.multi_latent_attention,
         RecomputeModule.MLP: bool(spec.ffn_hidden_sizes),
         RecomputeModule.MOE: spec.is_moe,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from nest_megatron.documents import parse_yaml
 from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.files import write_text
 from nest_megatron.integrations.nemo_run.experiment import (
@@ -212,8 +213,6 @@ def launcher_named(name: str, options: Sequence[str], command: RunCommand) -> La
 
 
 def _pairs(options: Iterable[str]) -> dict[str, Any]:
-    import yaml
-
     found: dict[str, Any] = {}
     for option in options:
         key, equals, value = option.partition("=")
@@ -221,7 +220,7 @@ def _pairs(options: Iterable[str]) -> dict[str, Any]:
             fix = "Write --launcher-option slurm_partition=h100."
             limit = "it must be KEY=VALUE"
             raise UserInputError("--launcher-option", value=option, limit=limit, fix=fix)
-        found[key] = yaml.safe_load(value)
+        found[key] = parse_yaml(value, "--launcher-option")
     return found
 
 

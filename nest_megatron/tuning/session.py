@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nest_megatron.documents import parse_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_text, require_folder, warn_once, write_text
 from nest_megatron.plain import from_plain, to_plain
@@ -127,7 +128,7 @@ def _read(journal: Path) -> tuple[Asked, dict[int, Trial]]:
     documents = []
     for number, line in enumerate(read_text(journal, _OPTION).split("\n"), 1):
         try:
-            documents += [json.loads(line)] if line else []
+            documents += [parse_json(line, _OPTION)] if line else []
         except ValueError:
             warn_once(f"{journal}: line {number} is cut off, and is passed over.")
     if not documents:

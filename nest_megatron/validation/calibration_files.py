@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from nest_megatron.catalogue_files import catalogue_entry
+from nest_megatron.documents import parse_yaml
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import write_text
 from nest_megatron.validation.calibrate import Fit, HeldOut, Sample, constants_without
@@ -125,7 +124,7 @@ class Constants:
 def _write_accelerators(folder: Path, values: Values) -> Iterator[Path]:
     for path in sorted(folder.glob("*.yaml")):
         old = path.read_text(encoding="utf-8")
-        generation = generation_of(str(yaml.safe_load(old)["name"]))
+        generation = generation_of(str(parse_yaml(old, "accelerator")["name"]))
         if generation is None or f"{generation}.memory_efficiency" not in values:
             continue
         new = updated(old, generation, values)
@@ -136,7 +135,7 @@ def _write_accelerators(folder: Path, values: Values) -> Iterator[Path]:
 
 def updated(text: str, generation: str, values: Values) -> str:
     """An accelerator's file with its generation's constants, everything else as it stands."""
-    old = dict(yaml.safe_load(text)["gemm_efficiency"])
+    old = dict(parse_yaml(text, "accelerator")["gemm_efficiency"])
     shares = dict(old)
     for precision in old:
         key = "fp8" if precision in ("fp8", "nvfp4") else "bf16"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from nest_megatron.documents import csv_text
 from nest_megatron.errors import OK, UserInputError
 from nest_megatron.files import write_text
 from nest_megatron.report.console import say, show, show_json
@@ -82,12 +81,7 @@ def _judged(files: Sequence[RowFile], book: ModelBook, *, left_out: bool) -> lis
 
 
 def _rows_text(judged: Sequence[Judged]) -> str:
-    lines = [_cells(each.file, *pair) for each in judged for pair in each.pairs]
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return stream.getvalue()
+    return csv_text([_cells(each.file, *pair) for each in judged for pair in each.pairs])
 
 
 def _cells(file: RowFile, stated: RowOutcome, planned: RowOutcome) -> dict[str, object]:

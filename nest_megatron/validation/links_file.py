@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import yaml
-
+from nest_megatron.documents import read_yaml
 from nest_megatron.files import write_text
 from nest_megatron.validation.calibration_store import PARAMETERS as FIELDS
 from nest_megatron.validation.calibration_store import LinkTechnology, write_record
@@ -54,7 +53,7 @@ def write_fit(out: Path, fit: LinkFit) -> Iterator[Path]:
 
 def write_links(path: Path, fit: LinkFit) -> Path:
     """Replace the file of technologies, with its old notes."""
-    old: Mapping[str, Mapping[str, object]] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    old: Mapping[str, Mapping[str, object]] = read_yaml(path, "links")
     blocks = []
     for link in fit.links.values():
         blocks += [f"{link.name}:", *_entry(link, fit, str(old[link.name].get("note", "")))]

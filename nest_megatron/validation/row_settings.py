@@ -32,6 +32,8 @@ from nest_megatron.parallel.recompute import (
     RecomputeModule,
     selective_recompute,
 )
+from nest_megatron.parallel.recompute_rules import allows_recompute
+from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.parallel.zero import STRATEGIES, ZeroStage
 from nest_megatron.solver.space import recompute_settings
 from nest_megatron.validation.rows import SETTING, RefusedRowError, Row, number, ran_out_of_memory
@@ -335,11 +337,23 @@ def planned_grids(
     settings: tuple[Recompute, ...] = (grid.recompute,)
     if not ran_out_of_memory(row) and not states_recompute(row):
         layers = -(-spec.num_layers // grid.dims.num_chunks)
-        settings = tuple(recompute_settings(spec, precision, layers))
+        settings = tuple(
+            recompute
+            for recompute in recompute_settings(spec, layers)
+            if allows_recompute(_launched(spec, grid, recompute, precision))
+        )
     for size in _micro_batches(row, grid):
         for recompute in settings:
             found = dataclasses.replace(grid, micro_batch_size=size, recompute=recompute)
             yield _as_it_runs(found)
+
+
+def _launched(
+    spec: TransformerSpec, grid: Grid, recompute: Recompute, precision: Precision
+) -> LaunchRequest:
+    """A grid for the rules of recomputation, of the newest release."""
+    grid = dataclasses.replace(grid, recompute=recompute)
+    return LaunchRequest.of(spec, grid, precision=precision, version="0.20")
 
 
 def _as_it_runs(grid: Grid) -> Grid:

@@ -53,6 +53,34 @@ def test_no_socket_opens_without_the_token(app: Served) -> None:
     connection.close()
 
 
+def test_no_page_of_another_site_asks_or_shows_this_one(app: Served) -> None:
+    where = urlsplit(app.origin)
+    cookie = f"nest_megatron_{where.port}={app.address.partition('token=')[2]}"
+    own = f"http://{where.netloc}"
+    assert status(app.origin, Cookie=cookie, Origin=own) == 200
+    assert status(app.origin, Cookie=cookie, Host=f"localhost:{where.port}") == 200
+    for headers in (
+        {"Origin": "http://other.example"},
+        {"Origin": f"http://localhost:{where.port}"},  # another program of this name and port
+        {"Origin": "null"},
+        {"Host": f"rebound.example:{where.port}"},
+        {"Host": f"rebound.example:{where.port}", "Origin": f"http://rebound.example:{where.port}"},
+    ):
+        assert status(app.origin, Cookie=cookie, **headers) == 403, headers
+    request = urllib.request.Request(app.origin, headers={"Cookie": cookie})
+    with urllib.request.urlopen(request) as answer:
+        assert answer.headers["X-Frame-Options"] == "DENY"
+        assert answer.headers["Content-Security-Policy"] == "frame-ancestors 'none'"
+    upgrade = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
+    upgrade |= {"Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA==", "Cookie": cookie}
+    for origin, answered in ((own, 101), ("http://other.example", 403), ("null", 403)):
+        connection = http.client.HTTPConnection(where.hostname or "", where.port)
+        path = "/_nicegui_ws/socket.io/?EIO=4&transport=websocket"
+        connection.request("GET", path, headers={**upgrade, "Origin": origin})
+        assert connection.getresponse().status == answered, origin
+        connection.close()
+
+
 def test_the_token_becomes_a_cookie_of_this_site_alone(app: Served) -> None:
     jar = CookieJar()
     opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(jar))

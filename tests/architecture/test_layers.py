@@ -32,7 +32,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 )
 #: Modules at the top that every package may use.
 BASE = {"boot", "deadline", "documents", "errors", "files", "minisign", "names", "packages"}
-BASE |= {"plain", "units", "version"}
+BASE |= {"plain", "printing", "units", "version"}
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
 
 HEAVY = {"torch", "megatron", "nemo", "nemo_run", "numpy"}

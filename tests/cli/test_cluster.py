@@ -55,6 +55,43 @@ def test_a_cluster_is_written_that_plan_takes(tmp_path: Path) -> None:
     assert run("cluster", "discover", *given, "--out", str(reports(tmp_path))).code == 2
 
 
+def test_a_new_cluster_can_be_planned_on_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run("cluster", "new", "mine")
+    assert (done.code, done.err) == (0, "")
+    text = Path("mine.yaml").read_text()
+    assert text.count("CHANGE") >= 9
+    assert "nest-megatron plan model=llama3_8b cluster=./mine.yaml" in text
+    shown = run("clusters", "./mine.yaml", "--json").json()
+    assert (shown["name"], shown["num_gpus"]) == ("mine", 64)
+    assert shown["accelerator"]["name"] == "H100-SXM-80GB"
+    Path("mine.yaml").write_text(text.replace("num_gpus: 64", "num_gpus: 8"))
+    fixed = ("parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2")
+    assert run("plan", "model=llama3_8b", "cluster=./mine.yaml", *fixed).code == 0
+    # what is there stays as it is, also what this program has written
+    before = Path("mine.yaml").read_text()
+    for again in (("mine",), ("--out", "mine.yaml"), ("other", "--out", "mine.yaml")):
+        refused = run("cluster", "new", *again)
+        assert (refused.code, "it is not replaced" in refused.err) == (2, True)
+    assert Path("mine.yaml").read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
+
+
+def test_a_new_cluster_has_the_name_that_was_given(tmp_path: Path) -> None:
+    out = tmp_path / "site.yaml"
+    assert run("cluster", "new", "123", "--out", str(out)).code == 0
+    assert run("clusters", str(out), "--json").json()["name"] == "123"
+    printed = run("cluster", "new", "--out", "-")
+    assert 'name: "mine"' in printed.out
+    for wrong in (("../x",), ("a b",), ("--out", str(tmp_path / "a b.yaml")), ()):
+        assert run("cluster", "new", *wrong).code == 2
+    link = tmp_path / "link.yaml"
+    link.symlink_to(tmp_path / "nowhere.yaml")
+    assert "it is not replaced" in run("cluster", "new", "--out", str(link)).err
+
+
 def test_mixed_hosts(tmp_path: Path) -> None:
     path = str(reports(tmp_path, **{NAMES[0]: H200}))
     refused = run("cluster", "discover", "--read", path)

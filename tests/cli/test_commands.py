@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 import pytest
 
+from nest_megatron import load_plan
 from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cli.commands import COMMANDS, cli
 from nest_megatron.history import store as history
@@ -171,6 +172,8 @@ def write_networks(folder: Path) -> None:
     logs = {"all_reduce_perf": "all_reduce_a100", "inside": "h100_node"}
     for name, source in {**logs, "over": "h100_one_gpu_a_node"}.items():
         text = (ROOT / "tests" / "profile" / "data" / f"{source}.log").read_text(encoding="utf-8")
+        # examples name a cluster of H100
+        text = text.replace("A100-SXM4-80GB", "H100 80GB HBM3")
         (folder / f"{name}.log").write_text(text, encoding="utf-8")
     kept = ("--profile", str(folder / "network.yaml"))
     assert run("network", "import", str(folder / "inside.log"), *kept).code == 0
@@ -189,6 +192,18 @@ def spawn_code(code: str) -> str:
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True
     )
     return done.stdout
+
+
+def test_a_plan_that_may_be_far_from_the_best_is_written_and_ends_with_3(tmp_path: Path) -> None:
+    out = tmp_path / "plan.yaml"
+    sizes = ("cluster.num_gpus=1024", "train.global_batch_size=64", "search.max_seconds=0.000001")
+    done = run("plan", *SMALL[:2], *sizes, f"out={out}")
+    assert done.code == 3
+    assert re.match(r"Search ended early: within [\d.]+ % of the best\.\n", done.out)
+    assert run("explain", str(out)).out.startswith("Search ended early: within ")
+    loaded = load_plan(out)
+    assert loaded.ended_early
+    assert loaded.search.gap_percent > 10
 
 
 def test_a_plan_is_written_whole_and_explained(small_plan: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from nest_megatron import cli
 from nest_megatron.errors import BAD_INPUT, INTERRUPTED, OUR_FAULT
 from tests.cli.runs import SMALL, environment, run, spawn
 
@@ -48,7 +49,20 @@ def bomb(merge: bool) -> str:
         ((*BY_PATH, "model=/dev/zero"), "a device, not a regular file"),
         (("explain", "/dev/zero"), "a device, not a regular file"),
         (("validate", "/dev/zero"), "a device, not a regular file"),
-        ((*BY_PATH, "model=llama3_8b", "out=~nobody-here/x.yaml"), "home directory"),
+        ((*BY_PATH, "model=llama3_8b", "out=~nobody-here/x.yaml"), "no user nobody-here"),
+        ((*BY_PATH, "model=~nobody-here/x.yaml"), "no user nobody-here"),
+        (("plan", "model=llama3_8b", "cluster=~nobody-here/x.yaml"), "no user nobody-here"),
+        (("plan", *SMALL, "--config-dir", "~nobody-here/x"), "no user nobody-here"),
+        (("plan", *SMALL, "train.sequence_lengths='~nobody-here/x'"), "no user nobody-here"),
+        (("plan", "-m", *SMALL, "out=~nobody-here/x"), "no user nobody-here"),
+        (
+            (
+                *BY_PATH,
+                "--from",
+                JOB + "--tokenizer-type GPT2BPETokenizer --vocab-file ~nobody-here/x",
+            ),
+            "no user nobody-here",
+        ),
     ],
 )
 def test_impossible_input_is_named(arguments: tuple[str, ...], words: str) -> None:
@@ -204,6 +218,62 @@ def test_a_fault_of_ours_is_said_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
     assert "Traceback" in run("plan", *SMALL).err
 
 
+@pytest.mark.parametrize("variable", ["DEFAULTS", "HISTORY", "PROFILES"])
+def test_a_variable_that_names_the_home_of_nobody(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"NEST_MEGATRON_{variable}", "~nobody-here/x")
+    done = run("history") if variable == "HISTORY" else run("estimate", *SMALL)
+    assert (done.code, f"NEST_MEGATRON_{variable} = ~nobody-here/x" in done.err) == (
+        BAD_INPUT,
+        True,
+    )
+
+
+@pytest.mark.usefixtures("homeless")
+def test_a_user_without_a_home_plans_and_is_told_of_faults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HISTORY", "PROFILES", "SITES"):
+        monkeypatch.delenv(f"NEST_MEGATRON_{name}", raising=False)
+    assert run("estimate", *SMALL, "parallel.tensor_model_parallel_size=8").code == 0
+    assert run("history").code == 0
+
+    def broken(_: object) -> int:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("nest_megatron.cli.planning.run_plan", broken)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    done = run("plan", *SMALL)
+    assert done.code == OUR_FAULT
+    (kept,) = tmp_path.iterdir()
+    assert str(kept) in done.err
+
+
+def test_a_fault_that_cannot_be_said_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> int:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("nest_megatron.cli.planning.run_plan", broken)
+    monkeypatch.setattr("nest_megatron.report.failure.report", broken)
+    assert run("plan", *SMALL).code == OUR_FAULT
+
+
+@pytest.mark.parametrize("arguments", [None, ["models"]])
+def test_time_of_a_process_that_calls_the_command_line_is_no_search_time(
+    arguments: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[float] = []
+    monkeypatch.setattr(time, "process_time", lambda: 1e6)
+    monkeypatch.setattr(sys, "argv", ["notebook", "models"])
+    monkeypatch.setattr("nest_megatron.cli._run", lambda _, begun_s: begun.append(begun_s) or 0)
+    before = time.monotonic()
+    assert cli.main(arguments) == 0
+    assert begun[0] >= before
+    cli.run_process()  # the command of a process: its start was its own
+    assert begun[1] < before
+
+
 def test_an_interrupt_during_imports_is_no_traceback() -> None:
     code = (
         "import importlib.abc, os, signal, sys\n"
@@ -269,4 +339,4 @@ def test_a_file_that_names_itself_is_read_once(tmp_path: Path) -> None:
     words = ("plan", "model=llama3_8b", "cluster=a", "--config-dir", str(tmp_path))
     done = spawn(*words, timeout_s=600)
     assert done.code == BAD_INPUT
-    assert "cluster/a" in done.err
+    assert "a description includes entries of" in done.err

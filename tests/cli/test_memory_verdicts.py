@@ -175,8 +175,9 @@ def test_near_the_limit_the_margin_is_offered_as_a_risk() -> None:
     told = console.export_text()
     assert "so it may fit" in told
     assert "Proven" not in told
-    (remedy,) = (each for each in found.remedies if each.startswith("memory.margin="))
-    margin = remedy.partition(",")[0]
+    changes = [remedy.change for remedy in found.remedies]
+    (change,) = (each for each in changes if each.startswith("memory.margin="))
+    margin = change.partition(",")[0]
     assert isinstance(searched(fused, *as_shipped[:-1], margin), ParallelPlan)
 
 

@@ -74,7 +74,7 @@ def test_a_profile_is_kept_shown_and_imported_again(tmp_path: Path) -> None:
     [
         ((NODE, "--out", "x.yaml"), "Add --cluster"),
         ((NODE, "--cluster", "dgx_h10"), "Did you mean dgx_h100"),
-        ((NODE, "--cluster", "v100_spine_leaf"), "more than 1.5 times"),
+        ((NODE, "--cluster", "v100_spine_leaf"), "its GPUs are V100-SXM2-32GB, and the file names"),
         (("missing.log",), "cannot be read"),
         ((str(ROOT / "LICENSE"),), "no table of nccl-tests"),
         ((NODE, "--kind", "broadcast"), "command line"),
@@ -85,6 +85,38 @@ def test_what_is_refused(arguments: tuple[str, ...], words: str) -> None:
     done = run("network", "import", *arguments)
     assert done.code == 2
     assert words in done.err
+
+
+def test_a_link_that_is_faster_than_described_is_refused(tmp_path: Path) -> None:
+    slow = tmp_path / "slow.yaml"
+    assert run("cluster", "new", "--out", str(slow)).code == 0
+    slow.write_text(slow.read_text().replace("4.5e+11", "1.0e+11"))
+    assert "more than 1.5 times" in run("network", "import", NODE, "--cluster", str(slow)).err
+
+
+def test_a_log_of_other_gpus_is_refused_or_named(tmp_path: Path) -> None:
+    log = tmp_path / "all_reduce.log"
+    log.write_text(Path(A100).read_text().replace("A100-SXM4-80GB", "A100-PCIE-40GB"))
+    refused = run("network", "import", str(log), "--cluster", "dgx_h100")
+    assert refused.code == 2
+    assert "its GPUs are H100-SXM-80GB, and the file names NVIDIA A100-PCIE-40GB" in refused.err
+    assert run("network", "import", str(log), "--cluster", "dgx_a100").code == 2  # SXM, not PCIe
+    assert run("network", "import", str(log)).code == 0
+    kept = tmp_path / "network.yaml"
+    assert run("network", "import", A100, "--profile", str(kept)).code == 0
+    assert network.read(kept).devices == ("NVIDIA A100-SXM4-80GB",)
+    assert run("network", "import", str(kept), "--cluster", "dgx_h100").code == 2
+    assert run("network", "import", str(kept), "--cluster", "dgx_a100").code == 0
+    # a GPU of one's own may have any name
+    mine = tmp_path / "mine.yaml"
+    shown = run("clusters", "dgx_a100", "--json").json()
+    fields = {k: shown[k] for k in ("name", "num_gpus", "levels", "accelerator")}
+    fields["accelerator"]["name"] = "ours"
+    mine.write_text(yaml.safe_dump(fields))
+    noted = run("network", "import", A100, "--cluster", str(mine))
+    assert noted.code == 0, noted.err
+    words = " ".join(noted.out.split())
+    assert "NVIDIA A100-SXM4-80GB was measured, and the accelerator of" in words
 
 
 def test_a_log_that_does_not_say_what_it_measures(tmp_path: Path) -> None:

@@ -159,12 +159,27 @@ def test_gpus_that_slurm_knows_of() -> None:
         "NodeName=cg14 Arch=x86_64\n   Gres=gpu:nvidia_h100_80gb_hbm3:8(S:0-1)\n"
         "NodeName=binfservas07 Gres=(null)\nNodeName=n2 Gres=gpu:8\n"
     )
-    assert topology.parse_slurm_nodes(text) == {
-        "node-a1": 4,
-        "cg14": 8,
-        "binfservas07": 0,
-        "n2": 8,
-    }
+    found = topology.parse_slurm_nodes(text)
+    assert found.gpu_counts == {"node-a1": 4, "cg14": 8, "binfservas07": 0, "n2": 8}
+    assert found.gpu_types == {"node-a1": "a100", "cg14": "nvidia_h100_80gb_hbm3"}
+    assert not found.divided
+
+
+def test_slices_of_slurm_are_no_gpus() -> None:
+    text = "NodeName=n1 Gres=gpu:a100_1g.5gb:7,gpu:a100_3g.20gb:2(S:0)\nNodeName=n2 Gres=gpu:8\n"
+    found = topology.parse_slurm_nodes(text)
+    assert found.gpu_counts == {"n2": 8}
+    assert found.divided == {"n1": "7 x a100_1g.5gb, 2 x a100_3g.20gb"}
+
+
+def test_the_list_of_gpus_names_slices() -> None:
+    whole = "".join(f"GPU {n}: NVIDIA H100 80GB HBM3 (UUID: GPU-{n}f-1)\n" for n in range(2))
+    assert host_outputs.parse_gpu_list(whole) == ("NVIDIA H100 80GB HBM3",) * 2
+    sliced = f"{whole}  MIG 1g.10gb     Device  0: (UUID: MIG-1)\n  MIG 3g.40gb     Device  1: (UU"
+    with pytest.raises(UserInputError, match=r"2 slices: MIG 1g\.10gb, MIG 3g\.40gb.*whole GPUs"):
+        host_outputs.parse_gpu_list(sliced)
+    with pytest.raises(UserInputError, match="it lists no GPU"):
+        host_outputs.parse_gpu_list("No devices found.\n")
 
 
 def test_labels_of_kubernetes() -> None:

@@ -167,11 +167,8 @@ def test_impossible_values_are_refused(flags: dict[str, object]) -> None:
     [
         ({}, ()),
         ({"cuda_graph_impl": "none", "fp4": None, "outer_dp_sharding_strategy": "no_shard"}, ()),
-        ({"torch_fsdp2_reshard_after_forward": True}, ()),
-        (
-            {"torch_fsdp2_reshard_after_forward": False},
-            ("--torch-fsdp2-no-reshard-after-forward",),
-        ),
+        ({"torch_fsdp2_reshard_after_forward": False}, ()),
+        ({"megatron_fsdp_grad_comm_dtype": "bf16"}, ()),
         ({"nccl_ub": True}, ("--use-nccl-ub",)),
         ({"fp4": "e2m1", "fp4_param_gather": True}, ()),
         ({"fp4_quantizer_factory": "a.b"}, ("--fp4-quantizer-factory",)),

@@ -116,6 +116,7 @@ def test_runs_of_a_site_teach_its_mechanisms(calibration: SiteCalibration) -> No
 def test_what_teaches_nothing_is_left_out(plans: list[ParallelPlan]) -> None:
     good = ran(plans[0], 1.1)
     bare = dataclasses.replace(good.predicted, shares={})
+    later = dataclasses.replace(good.predicted, features=("quantum_links",))
     records = [
         good,
         ran(plans[0], 1.2, id="again"),
@@ -123,6 +124,7 @@ def test_what_teaches_nothing_is_left_out(plans: list[ParallelPlan]) -> None:
         ran(plans[1], 1.0, id="failed", outcome=Outcome.FAILED),
         ran(plans[1], 1.0, id="short", measured=None),
         ran(plans[2], 1.0, id="unknown", predicted=bare),
+        ran(plans[2], 1.0, id="later", predicted=later),
         ran(plans[3], 1.0, id="on a CPU", device=None),
     ]
     (found,) = calibrations(records, TODAY)
@@ -140,6 +142,7 @@ def test_the_file_holds_it_all(calibration: SiteCalibration, tmp_path: Path) -> 
         ("runs: 1", "incomplete"),
         (whole.replace(f"format: {FORMAT}", "format: 99"), "format 99"),
         (yaml.safe_dump({**yaml.safe_load(whole), "runs": []}), "no run"),
+        (whole.replace("tensor_parallel:", "quantum_links:"), "does not know quantum_links"),
     ):
         path.write_text(text)
         with pytest.raises(UserInputError, match=words):
@@ -316,8 +319,11 @@ def test_the_command_writes_it_and_says_what_it_learnt(
     assert (done.code, "no run on NVIDIA GPUs that finished" in done.err) == (2, True)
     for record in slow_traffic(plans[:3]):
         store.append(record)
+    later = dataclasses.replace(run_record().predicted, features=("quantum_links",))
+    store.append(ran(plans[3], 1.0, id="later", predicted=later))
     done = run("calibrate", "--site")
     assert done.code == 0, done.err
+    assert "of a later nest-megatron say nothing of steps: quantum_links" in done.err
     assert "tensor parallel" in done.out
     assert "Each job left out in turn" in done.out
     assert len(list((tmp_path / "sites").iterdir())) == 1

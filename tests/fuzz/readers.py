@@ -6,7 +6,10 @@ import contextlib
 import functools
 import io
 import json
+import pickle
 import shlex
+import zipfile
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -286,6 +289,38 @@ def _overrides(text: str) -> object:
     return swept(settings), [hydra_form(s, None) for s in settings]
 
 
+def _policies() -> tuple[str, ...]:
+    shipped = (ROOT / "recipes" / "slurm" / "policy.yaml").read_text(encoding="utf-8")
+    return (shipped, json.dumps(yaml.safe_load(shipped)))
+
+
+def _policy(text: str) -> object:
+    from nest_megatron.config.policy import VARIABLE, read_policy
+
+    path = _file(text, "policy.yaml")
+    path.chmod(0o600)
+    return read_policy({VARIABLE: str(path)})
+
+
+def _states() -> tuple[str, ...]:
+    """Pickles of what is not sharded, a character for a byte."""
+    args = Namespace(num_layers=2, hidden_size=64, tensor_model_parallel_size=2, swiglu=True)
+    state = {"args": args, "content_metadata": {"a": ["b"]}, "optimizer": {0: {}}, "at": (1, 2.0)}
+    return tuple(pickle.dumps(state, protocol=p).decode("latin-1") for p in (0, 2, 4))
+
+
+def _state(text: str) -> object:
+    from nest_megatron.integrations.megatron_lm.checkpoint import read_checkpoint
+
+    folder = _scratch() / "checkpoint" / "iter_0000001"
+    folder.mkdir(parents=True, exist_ok=True)
+    _file("1", "checkpoint/latest_checkpointed_iteration.txt")
+    _file('{"sharded_backend": "torch_dist"}', "checkpoint/iter_0000001/metadata.json")
+    with zipfile.ZipFile(folder / "common.pt", "w") as archive:
+        archive.writestr("x/data.pkl", text.encode("latin-1", errors="replace"))
+    return read_checkpoint({"load": str(folder.parent)})
+
+
 def _whole(text: str) -> object:
     """The program from its words: composed, searched, printed."""
     from nest_megatron.cli import main
@@ -328,6 +363,8 @@ READERS = (
     Reader(name="CSV tables", read=_table, seeds=_table_seeds, share=4.0),
     Reader(name="nccl-tests log", read=_log, seeds=_log_seeds, share=1.5),
     Reader(name="profile", read=_profile, seeds=_profile_seeds, share=0.1),
+    Reader(name="policy", read=_policy, seeds=_policies, kind="yaml", share=0.2),
+    Reader(name="checkpoint", read=_state, seeds=_states, share=1.0),
     Reader(name="training command", read=_command, seeds=lambda: (JOB,), share=0.2),
     Reader(
         name="settings",

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nest_megatron.errors import NestError
+from tests.cli.runs import ROOT
 from tests.fuzz.__main__ import Counts, fuzz, run_block
 from tests.fuzz.readers import READERS, Reader
 
@@ -65,3 +66,12 @@ def test_a_pinned_plan_without_its_pin_is_refused() -> None:
     (reader,) = (reader for reader in READERS if reader.name == "pinned plan")
     with pytest.raises(NestError, match="pin"):
         reader.read(reader.seeds()[0].replace("\npin:", "\nping:", 1))
+
+
+def test_the_page_has_a_row_for_every_reader() -> None:
+    """Written by ``python -m tests.fuzz --write``; a new reader needs a new page."""
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    section = page.partition("<!-- readers: begin -->")[2].partition("<!-- readers: end -->")[0]
+    rows = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("| ")]
+    assert rows[1:] == [reader.name for reader in READERS]
+    assert ", 0 faults" in section

@@ -18,7 +18,6 @@ from nest_megatron.model.execution import (
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.model.variant import ModelVariant
-from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.layout import parse_layout, uniform_partition
 from nest_megatron.parallel.partition import StagePartition
@@ -101,7 +100,6 @@ SECOND = RankOrder.TP_CP_EP_PP_DP
 MTP_FIRST = StagePartition(boundaries=(0, 60, 62, 63, 64), pipeline_model_parallel_size=2)
 FP8 = Precision.FP8
 
-LOCAL_GRAPHS = CudaGraphs(impl="local")
 OVERLAP = {"overlap_moe_expert_parallel_comm": True}
 DEEPEP = {
     "moe_token_dispatcher_type": TokenDispatcher.FLEX,
@@ -235,7 +233,7 @@ BROKEN = {
     "context_levels": carried(grid=dims(cp=4), cp_comm_type=ContextTraffic.A2A_P2P),
     "context_sizes": carried(grid=dims(cp=8), **A2A_P2P),
     "context_heads": carried(grid=dims(tp=4, cp=4), cp_comm_type=ContextTraffic.A2A),
-    "graphs_recompute": carried(
+    "cuda_graph_recompute": carried(
         changes={"recompute": uniform(1)}, cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE
     ),
     "graphs_experts": carried(MIXTRAL, dims(dp=2), cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE),
@@ -280,10 +278,7 @@ BROKEN = {
     "encoder_zero": request(SEES_IMAGES, dims(dp=8), zero=ZeroStage.WEIGHTS),
     "whole_batch": request(grid=dims(dp=3), global_batch_size=16),
     "interleaving": request(grid=dims(pp=4, vpp=2), global_batch_size=6),
-    "cuda_graph_recompute": request(recompute=uniform(1), cuda_graphs=LOCAL_GRAPHS),
-    "cuda_graph_experts": request(
-        MIXTRAL, grid=dims(dp=2, ep=2), moe_grouped_gemm=True, cuda_graphs=LOCAL_GRAPHS
-    ),
+    "cuda_graph_experts": carried(MIXTRAL, dims(dp=2, ep=2), cuda_graph_impl=GraphImpl.LOCAL),
     "optimizer_zero": request(grid=dims(tp=2, dp=4), zero=ZeroStage.OPTIMIZER, optimizer="muon"),
     "fsdp_no_pipeline": request(grid=dims(pp=2), zero=ZeroStage.GRADIENTS),
     "fsdp_meta_device": request(
@@ -296,9 +291,17 @@ BROKEN = {
     "activation_flag": request(changed(LLAMA, activation="gelu")),
     "variant": request(changed(LLAMA, variant=ModelVariant(parallel_attention=True))),
     "position_type": request(changed(LLAMA, position_embedding_type="yarn")),
+    "sparse_attention": request(
+        changed(
+            DEEPSEEK,
+            experimental_attention_variant="dsa",
+            dsa_indexer_n_heads=64,
+            dsa_indexer_head_dim=128,
+            dsa_indexer_topk=2048,
+        )
+    ),
     "positions": request(changed(LLAMA, max_position_embeddings=10)),
     "bert_layers": request(changed(BERT, mtp_num_layers=1)),
-    "cp_engine": request(grid=dims(cp=2), transformer_impl="local"),
     "grouped_gemm": request(MIXTRAL, transformer_impl="local", moe_grouped_gemm=True),
     "partition_shape": request(grid=dims(pp=2), partition=None),
     "mtp_stage": request(DEEPSEEK, dims(pp=2, vpp=2), partition=MTP_FIRST),

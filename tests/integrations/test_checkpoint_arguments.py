@@ -5,6 +5,11 @@ Megatron's own ``load_args_from_checkpoint`` is asked in ``tests/megatron_lm``.
 
 from __future__ import annotations
 
+import io
+import pickle
+import struct
+import tracemalloc
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +95,6 @@ def test_without_a_checkpoint_the_message_says_where_it_was_sought(tmp_path: Pat
     shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
     for folder, flags, said in (
         (absent, "", "there is no such folder on this host"),
-        (absent, shape, "there is no such folder on this host"),
         (empty, "", "no latest_checkpointed_iteration.txt"),
         (empty, f"{shape} --exit-on-missing-checkpoint", "--exit-on-missing-checkpoint"),
         (empty, "--ckpt-step 5", "cannot be opened"),
@@ -100,9 +104,10 @@ def test_without_a_checkpoint_the_message_says_where_it_was_sought(tmp_path: Pat
             merged(folder, flags)
         assert said in str(caught.value)
         assert str(folder) in str(caught.value) or "local" in flags
-    own = merged(empty, shape)  # as Megatron, which says so and goes on
-    assert own.values["num_layers"] == 2
-    assert "holds no checkpoint" in own.notes[-1]
+    for folder, said in ((empty, "holds no checkpoint"), (absent, "There is no folder")):
+        own = merged(folder, shape)  # as Megatron, which says so and goes on
+        assert own.values["num_layers"] == 2
+        assert said in own.notes[-1]
     with pytest.raises(UserInputError, match="Add --load"):
         with_checkpoint_arguments(read_command(COMMAND))
 
@@ -122,6 +127,75 @@ def test_damaged_and_hostile_files_are_refused_and_run_nothing(
     with pytest.raises(UserInputError, match="holds an object there"):
         merged(torch_dist(tmp_path / "b", "fully", **{**MODEL, "num_query_groups": Bomb()}))
     assert not (tmp_path / "ran").exists()
+
+
+def archive(content: bytes, kind: int = zipfile.ZIP_DEFLATED, entries: int = 0) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", kind) as made:
+        made.writestr("x/data.pkl", content)
+        for number in range(entries):
+            made.writestr(f"x/data/{number:0200d}", b"")
+    return stream.getvalue()
+
+
+#: A few bytes, or an archive of a few MB, that would take gigabytes, a stack or hours.
+LARGE: dict[str, tuple[bytes, str]] = {
+    "memo": (archive(b"\x80\x02}r" + struct.pack("<I", 500_000_000) + b"."), "its memo goes to"),
+    "text memo": (archive(b"\x80\x02}p500000000\n."), "its memo goes to"),
+    "sets": (archive(b"\x80\x04(" + b"\x8f" * 14_000_000 + b"t."), "takes too much memory"),
+    "zeros": (archive(b"\x80\x04" + b"N0" * 40_000_000 + b"N."), "larger than 32 MiB"),
+    "bzip2": (archive(b"\x80\x04" + b"N0" * 20_000_000 + b"N.", zipfile.ZIP_BZIP2), "compressed"),
+    "deep": (archive(b"\x80\x04})" + b"\x85" * 100_000 + b"Ns."), "a tuple in it"),
+    "laughs": (archive(b"\x80\x04})" + b"2\x86" * 60 + b"Ns."), "a tuple in it"),
+    "files": (archive(b"\x80\x04}.", entries=40_000), "a part of the archive"),
+    "stored": (archive(b"\x80\x04" + b"N0" * 20_000_000 + b"N.", zipfile.ZIP_STORED), "32 MiB"),
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_a_checkpoint_takes_bounded_memory(tmp_path: Path, case: str) -> None:
+    content, said = LARGE[case]
+    folder = torch_dist(tmp_path, "fully", **MODEL)
+    (folder / "iter_0000007" / "common.pt").write_bytes(content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserInputError, match=said):
+            merged(folder)
+        assert tracemalloc.get_traced_memory()[1] < 500e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_list_of_tensors_is_bounded_and_names_no_file_elsewhere(tmp_path: Path) -> None:
+    folder = torch_dist(tmp_path / "a", "fully", common=False, **MODEL)
+    metadata = folder / "iter_0000007" / ".metadata"
+    moved = metadata.with_name("__0_0.distcp").rename(tmp_path / "__0_0.distcp")
+    metadata.write_bytes(metadata.read_bytes().replace(b"\x8c\x0c__0_0.distcp", _text(moved)))
+    with pytest.raises(UserInputError, match="missing or damaged"):
+        merged(folder, version="0.20")
+    metadata.write_bytes(b"\x80\x02}r" + struct.pack("<I", 500_000_000) + b".")
+    with pytest.raises(UserInputError, match="its memo goes to"):
+        merged(folder, version="0.20")
+
+
+def _text(path: Path) -> bytes:
+    return b"X" + struct.pack("<I", len(str(path))) + str(path).encode()
+
+
+def test_values_of_any_form_are_read_or_named(tmp_path: Path) -> None:
+    """Lists that hold themselves, or one another many times, and numbers of a million digits."""
+    circle: list[Any] = []
+    circle.append(circle)
+    many: list[Any] = []
+    for _ in range(40):
+        many = [many, many]
+    for value in (circle, many, 1 << 4_000_000, "x" * 1_000_000):
+        folder = torch_dist(tmp_path / str(id(value)), "fully", **{**MODEL, "kv_channels": value})
+        with pytest.raises(UserInputError, match="holds an object there"):
+            merged(folder)
+    sizes = torch_dist(tmp_path / "sizes", "fully", sizes={"a.bucket_idx_0.param": ()}, **MODEL)
+    assert merged(sizes).values["num_layers"] == 12
+    assert pickle.dumps(many)
 
 
 def test_experts_that_stay_apart_are_refused(tmp_path: Path) -> None:

@@ -136,9 +136,20 @@ def test_models_that_are_not_described_are_refused_by_name(extra: str) -> None:
         read_job(read_command(BASE + extra))
 
 
-def test_sparse_attention_is_refused_with_what_is_known_of_it() -> None:
-    with pytest.raises(UnplannableModelError, match=r"0\.16\.1 builds no such layers"):
-        read_job(read_command(BASE + "--experimental-attention-variant dsa"))
+def test_sparse_attention_needs_the_sizes_of_its_indexer() -> None:
+    sparse = "--multi-latent-attention --experimental-attention-variant dsa "
+    with pytest.raises(UserInputError, match="dsa_indexer_n_heads"):
+        read_job(read_command(BASE + sparse))
+    sizes = "--dsa-indexer-n-heads 64 --dsa-indexer-head-dim 128 --dsa-indexer-topk 2048"
+    spec = read_job(read_command(BASE + sparse + sizes, "0.20")).spec
+    assert (spec.experimental_attention_variant, spec.dsa_indexer_topk) == ("dsa", 2048)
+
+
+def test_prediction_layers_that_share_their_weights_are_told() -> None:
+    flags = "--mtp-num-layers 2 --mtp-use-repeated-layer --position-embedding-type rope"
+    job = read_job(read_command(BASE + flags, "0.20"))
+    assert job.spec.num_mtp_layers == 2
+    assert any("share their weights" in note for note in job.notes)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,19 @@ def test_the_line_is_one_import_line() -> None:
     assert LINE.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [(), ("--bf16",), ("nest=auto",), ("x+nest=auto",)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--bf16",),
+        ("nest=auto",),
+        ("x+nest=auto",),
+        ("nest.cluster=dgx_h100",),
+        ("+nest.dry_run=true", "++nest.plan=x"),
+        ("nest.py",),
+        ("+nest",),
+    ],
+)
 def test_nothing_is_loaded_without_the_word(words: tuple[str, ...]) -> None:
     done = run_line(LINE, SEEN, *words)
     assert done.stdout.strip() == f"False {list(words)}"
@@ -56,6 +68,23 @@ def test_the_line_is_installed_beside_the_package() -> None:
     assert (site / "nest_megatron.pth").read_text(encoding="utf-8") == LINE
 
 
+@pytest.mark.parametrize(("variable", "is_there"), [("0", True), ("1", False)])
+def test_an_installation_may_leave_the_line_out(
+    tmp_path: Path, variable: str, is_there: bool
+) -> None:
+    words = ["build_py", "--build-lib", str(tmp_path / "lib")]
+    info = ["egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", *info, *words],
+        cwd=ROOT,
+        env=environment(NEST_MEGATRON_NO_BOOT=variable),
+        capture_output=True,
+        check=True,
+    )
+    assert (tmp_path / "lib" / "nest_megatron.pth").exists() == is_there
+    assert (tmp_path / "lib" / "nest_megatron" / "boot.py").exists()
+
+
 def test_installed_twice_it_watches_once() -> None:
     count = "import sys; print([type(f).__name__ for f in sys.meta_path].count('MegatronWatcher'))"
     assert run_line(LINE, count, "+nest=auto").stdout.strip() == "1"
@@ -68,7 +97,7 @@ def test_a_broken_package_breaks_no_process_without_the_word(tmp_path: Path) -> 
 
 
 def test_the_line_and_the_boot_look_for_the_same_words() -> None:
-    assert str(boot.TOKENS + boot.SETTINGS).replace("'", '"') in LINE
+    assert str(boot.TOKENS).replace("'", '"') in LINE
 
 
 def test_handlers_exist() -> None:
@@ -218,13 +247,3 @@ sys.path.append({str(ROOT)!r})
 from nest_megatron.integrations.megatron_lm.runner import run_script
 run_script(sys.argv[1:])
 """
-
-
-@pytest.mark.parametrize("word", ["nest.cluster=dgx_h100", "+nest.dry_run=true"])
-def test_settings_without_nest_say_what_is_missing(word: str) -> None:
-    megatron = "from nest_megatron.integrations.megatron_lm import hook; hook.before_training()"
-    done = run_line(LINE, megatron, "--bf16", word)
-    assert done.returncode == 2
-    assert "Add +nest=auto" in done.stderr
-    loaded = "import sys; print('nest_megatron.integrations.megatron_lm.hook' in sys.modules)"
-    assert run_line(LINE, loaded, word).stdout.strip() == "False"

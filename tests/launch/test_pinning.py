@@ -112,6 +112,21 @@ def test_a_changed_byte_is_refused(pinned_path: Path, tmp_path: Path) -> None:
             read_pinned(path)
 
 
+def test_no_byte_stands_before_a_pinned_file(pinned_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "changed.yaml"
+    content = pinned_path.read_bytes()
+    for changed in (b"\xef\xbb\xbf" + content, content.replace(b"\n", b"\r\n"), content + b"\n"):
+        path.write_bytes(changed)
+        for read in (read_pinned, read_plan):
+            with pytest.raises(PlanFileError):
+                read(path)
+        assert run("verify", str(path)).code == 11
+        assert run("explain", str(path)).code == 11
+    path.write_bytes(content + b"\xff")  # as a byte that stands for another
+    with pytest.raises(PlanFileError):
+        read_pinned(path)
+
+
 def test_a_cut_file_is_refused(pinned_path: Path, tmp_path: Path) -> None:
     text = pinned_path.read_text(encoding="utf-8")
     path = tmp_path / "cut.yaml"

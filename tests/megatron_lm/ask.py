@@ -52,9 +52,7 @@ _PARTS = ("MAJOR", "MINOR")
 
 def _job_argv(request: LaunchRequest) -> list[str]:
     """The user's own flags that a rule looks at."""
-    argv = [] if request.optimizer == "adam" else ["--optimizer", request.optimizer]
-    graphs = request.cuda_graphs
-    return argv if graphs is None else [*argv, "--cuda-graph-impl", graphs.impl]
+    return [] if request.optimizer == "adam" else ["--optimizer", request.optimizer]
 
 
 def ask_megatron(cases: list[dict[str, Any]]) -> Any:

@@ -39,7 +39,6 @@ LATER = {
     "activation_flag",
     "variant",
     "bert_layers",
-    "cp_engine",
     "grouped_gemm",
     "partition_shape",
     "mtp_stage",

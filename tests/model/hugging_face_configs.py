@@ -142,11 +142,11 @@ _LATENT = of(
     qk_rope_head_dim=even(4, 40),
     v_head_dim=even(4, 40),
 )
-_DEEPSEEK = (
+_LATER_DEEPSEEK = (
     *(sizes, _LATENT, _TIED, _ATTENTION_BIAS, routed("n_routed_experts")),
     of(n_shared_experts=any_of(1, 3), first_k_dense_replace=any_of(0, 4)),
-    lambda draw: {"num_key_value_heads": None},
 )
+_DEEPSEEK = (*_LATER_DEEPSEEK, lambda draw: {"num_key_value_heads": None})
 _GRANITE_MOE = (sizes, _TIED, _ATTENTION_BIAS, routed("num_local_experts", "intermediate_size"))
 _MAMBA2 = of(
     mamba_n_groups=(1, 2),
@@ -157,8 +157,29 @@ _MAMBA2 = of(
     mamba_proj_bias=_FLAG,
 )
 
+_DELTA = of(
+    linear_conv_kernel_dim=(2, 4),
+    linear_key_head_dim=even(4, 40),
+    linear_value_head_dim=even(4, 40),
+    linear_num_key_heads=(2, 4),
+    linear_num_value_heads=(4, 8),
+)
+_INDEXER = of(
+    q_lora_rank=(48, 96),
+    index_n_heads=(2, 4),
+    # the indexer turns as many channels as attention does
+    index_head_dim=even(40, 60),
+    index_topk=(16, 64),
+)
+
 #: Types that transformers 5 has and 4.57 has not.
 NEWER: Mapping[str, tuple[Part, ...]] = {
+    "deepseek_v32": (*_LATER_DEEPSEEK, _INDEXER),
+    "glm4_moe_lite": (
+        *(*_LATER_DEEPSEEK, of(mlp_layer_types=(None, ["dense", "sparse", "dense"]))),
+        of(num_hidden_layers=(3,), first_k_dense_replace=(1,)),
+    ),
+    "glm_moe_dsa": (*_LATER_DEEPSEEK, _INDEXER),
     "minimax_m2": (sizes, _HEAD, _TIED, routed("num_local_experts", "intermediate_size")),
     "nemotron_h": (
         *(named(sizes, num_hidden_layers=""), _HEAD, routed("n_routed_experts")),
@@ -176,6 +197,24 @@ NEWER: Mapping[str, tuple[Part, ...]] = {
             use_bias=_FLAG,
             moe_latent_size=(None, 24),
             moe_shared_expert_intermediate_size=any_of(9, 300),
+        ),
+    ),
+    "qwen3_5_moe_text": (
+        *(sizes, _HEAD, _TIED, _ATTENTION_BIAS, routed("num_experts"), _DELTA),
+        of(shared_expert_intermediate_size=any_of(9, 300)),
+    ),
+    "qwen3_5_text": (sizes, _HEAD, _TIED, _ATTENTION_BIAS, _DELTA),
+}
+#: Types that are none of transformers: code that came with the model builds them.
+OWN_CODE: Mapping[str, tuple[Part, ...]] = {
+    "bailing_moe_v2": (
+        *(sizes, _HEAD, routed("num_experts")),
+        of(
+            use_qkv_bias=_FLAG,
+            use_bias=_FLAG,
+            use_qk_norm=_FLAG,
+            num_shared_experts=any_of(1, 3),
+            first_k_dense_replace=any_of(0, 4),
         ),
     ),
 }
@@ -325,14 +364,7 @@ SPACES: Mapping[str, tuple[Part, ...]] = {
     ),
     "qwen3_next": (
         *(sizes, _HEAD, _TIED, _ATTENTION_BIAS, routed("num_experts"), _SPARSE),
-        of(
-            shared_expert_intermediate_size=any_of(9, 300),
-            linear_conv_kernel_dim=(2, 4),
-            linear_key_head_dim=even(4, 40),
-            linear_value_head_dim=even(4, 40),
-            linear_num_key_heads=(2, 4),
-            linear_num_value_heads=(4, 8),
-        ),
+        *(of(shared_expert_intermediate_size=any_of(9, 300)), _DELTA),
     ),
     "seed_oss": (
         *(sizes, _HEAD, _TIED, _ATTENTION_BIAS),
@@ -351,6 +383,6 @@ def generated(model_type: str, seed: int) -> Config:
     """The keyword arguments of a configuration of this type; the same for the same seed."""
     draw = random.Random(zlib.crc32(model_type.encode()) + seed)
     drawn: Config = {"model_type": model_type, "pad_token_id": 0}
-    for part in {**SPACES, **NEWER}[model_type]:
+    for part in {**SPACES, **NEWER, **OWN_CODE}[model_type]:
         drawn |= part(draw)
     return _finished(drawn)

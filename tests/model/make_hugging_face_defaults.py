@@ -1,6 +1,7 @@
 """Write ``hugging_face_defaults.json``: what transformers takes where a config.json is silent.
 
-Run where transformers is installed: ``python -m tests.model.make_hugging_face_defaults``.
+Run where transformers is installed: ``python -m tests.model.make_hugging_face_defaults``; with
+transformers 5 it writes ``hugging_face_defaults_5.json``, of the types that are new there.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.model.hugging_face_configs import SPACES
+from tests.model.hugging_face_configs import NEWER, SPACES
 
-WRITTEN = Path(__file__).parents[2] / "nest_megatron" / "model" / "hugging_face_defaults.json"
+FOLDER = Path(__file__).parents[2] / "nest_megatron" / "model"
+WRITTEN = FOLDER / "hugging_face_defaults.json"
+WRITTEN_5 = FOLDER / "hugging_face_defaults_5.json"
 _OWN = ("bert",)
 _NO_SHAPE = ("self", "kwargs", "use_cache", "initializer_range", "init_std", "return_dict")
 
@@ -40,7 +43,9 @@ def main() -> None:
     """Write the table that the readers load."""
     import transformers
 
-    types = {name: defaults(name) for name in sorted({*SPACES, *_OWN})}
+    newer = int(transformers.__version__.split(".")[0]) > 4
+    kinds = sorted(NEWER if newer else {*SPACES, *_OWN})
+    types = {name: defaults(name) for name in kinds}
     rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in types.items())
     head = {
         "command": "python -m tests.model.make_hugging_face_defaults",
@@ -48,7 +53,7 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
     }
     text = f'{json.dumps(head)[:-1]}, "types": {{\n{rows}\n}}}}\n'
-    WRITTEN.write_text(text, encoding="utf-8")
+    (WRITTEN_5 if newer else WRITTEN).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -288,7 +288,7 @@ def test_transformers_5_nests_the_rotary_base() -> None:
         ("mllama", "vision"),
         ("llamma", "nearest name: llama"),
         ("gemma3n_text", "embeddings in every layer"),
-        ("dbrx", "this architecture is not supported. Supported"),
+        ("dbrx", "this architecture is not supported; architectures says LlamaForCausalLM"),
         (None, "not supported"),
     ],
 )
@@ -387,6 +387,8 @@ def test_the_text_model_of_a_composed_config_is_read_and_its_encoder_named() -> 
     assert read.spec == read_hf_model(GEMMA3_4B, "g").spec
     assert read.notes == (
         "g: the text model alone is read; the encoder of model_type gemma3 is not.",
+        "g: neither weights nor work depend on these of config.json: query_pre_attn_scalar, "
+        "rope_local_base_freq.",
         "g: not in config.json, so transformers' own default: num_attention_heads 8.",
     )
 

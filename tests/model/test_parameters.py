@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 
-from nest_megatron.errors import UnplannableModelError
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.parameters import (
@@ -63,7 +62,7 @@ def test_vocabulary_padding_follows_tensor_parallelism() -> None:
     assert spec.padded_vocab_size(8) == 32_768
 
 
-def test_sparse_attention_is_counted_and_not_priced() -> None:
+def test_sparse_attention_is_counted_and_priced() -> None:
     """The indexers of DeepSeek-V3.2 add 13,959,424 parameters to each layer of V3."""
     plain = catalogue.model("deepseek_v3")
     sparse = dataclasses.replace(
@@ -76,8 +75,15 @@ def test_sparse_attention_is_counted_and_not_priced() -> None:
     indexer = 1536 * 64 * 128 + 7168 * 128 + 7168 * 64 + 2 * 128
     added = model_parameters(sparse) - model_parameters(plain)
     assert added == 61 * indexer == 61 * 13_959_424
-    with pytest.raises(UnplannableModelError, match="its work is not known"):
-        layer_graph(sparse, LayerKind.MOE, LayerShard())
+    shard = LayerShard(tensor_model_parallel_size=8)
+    pairs = sparse.seq_length**2
+    work = layer_graph(sparse, LayerKind.MOE, shard).flops()
+    more = work - layer_graph(plain, LayerKind.MOE, shard).flops()
+    scored = 2 * pairs * 64 * 128  # by the indexer, whole on each rank
+    absorbed = 2 * pairs * 128 // 8 * (2 * 512 + 64)  # all of them, with one key for all heads
+    projected = 2 * sparse.seq_length * (indexer - 2 * 128)
+    causal = pairs * 128 // 8 * (192 + 128)  # half of them, each head with a key of its own
+    assert more == pytest.approx(scored + absorbed + projected - causal, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next_80b_a3b", "deepseek_v3", "nemotron3_super"])

@@ -80,10 +80,10 @@ def test_an_encoder_has_the_parameters_that_transformers_builds(
     )
     with torch.device("meta"):
         built = getattr(modules, part)._from_config(hub)
-    shape = read_vision_config(hub.to_dict(), "m", hub.model_type)
-    assert shape is not None
+    read = read_vision_config(hub.to_dict(), "m", hub.model_type)
+    assert read is not None
     plain = catalogue.model("llama3_8b")
-    seeing = dataclasses.replace(plain, vision=EncoderSpec(**shape))
+    seeing = dataclasses.replace(plain, vision=EncoderSpec(**read.shape))
     ours = [unit_parameters(spec, 2, 1, 1, single_stage=True)[0].dense for spec in (seeing, plain)]
     assert ours[0] - ours[1] == sum(each.numel() for each in built.parameters())
 

@@ -15,7 +15,9 @@ from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.cuda_graphs import CudaGraphs, cuda_graphs
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, RecomputeModule, selective_recompute
+from nest_megatron.solver.grids import GridSpace
 from tests.contract.hand_models import LLAMA
+from tests.solver.jobs import families
 from tests.test_conflict import COMMAND
 
 DROPS = dataclasses.replace(LLAMA, hidden_dropout=0.1, attention_dropout=0.1)
@@ -75,11 +77,17 @@ def test_what_may_not_be_computed_again(
 def test_a_search_keeps_to_them() -> None:
     composed = compose(parse(["cluster=dgx_h100"]))
     flags = "--global-batch-size 64 --cuda-graph-impl local --num-experts 8 --disable-bias-linear"
-    _, request = read_request(COMMAND + flags, composed, free=[], version="0.16.1")
-    assert not request.space.full_recompute
-    assert RecomputeModule.MLP in request.space.without_modules  # hidden dropout is 0.1
-    assert request.space.limits["expert_model_parallel_size"] == 1
-    _, newer = read_request(COMMAND + flags, composed, free=[], version="0.20")
-    assert "expert_model_parallel_size" not in newer.space.limits
+    expert_sizes = {}
+    for version in ("0.16.1", "0.20"):
+        _, request = read_request(COMMAND + flags, composed, free=[], version=version)
+        grids = GridSpace(request.cost_model(), request.global_batch_size, request.space)
+        tried = {kind for grid in families(grids) for kind in grids.recompute_settings(grid)}
+        assert tried
+        assert all(kind.method is None for kind in tried)
+        modules = {module for kind in tried for module in kind.modules}
+        assert not modules & {RecomputeModule.MLP, RecomputeModule.MOE}  # hidden dropout is 0.1
+        expert_sizes[version] = {grid.dims.expert_model_parallel_size for grid in families(grids)}
+    assert expert_sizes["0.16.1"] == {1}
+    assert max(expert_sizes["0.20"]) == 8
     job = read_job(read_command(COMMAND + "--global-batch-size 64"))
     assert job.graphs is None

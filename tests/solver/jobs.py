@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 from nest_megatron.cluster.records import Accelerator, Cluster, NetworkLevel, Precision
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.grid import Grid
 from nest_megatron.solver import backend
+from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
 
@@ -81,3 +84,10 @@ def search(
 ) -> Search:
     model = CostModel(spec, cluster, small_settings())
     return Search(model, batch, space, solver, num_layouts=num_layouts)  # type: ignore[arg-type]
+
+
+def families(grids: GridSpace) -> Iterator[Grid]:
+    """Every layout of a space but its recomputation and its stages."""
+    for shard in grids.shards():
+        for grid in grids.grids(shard):
+            yield from grids.families(grid)

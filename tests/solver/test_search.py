@@ -14,13 +14,14 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.traits import ExecutionTraits, Fp8Recipe
 from nest_megatron.errors import UserInputError
+from nest_megatron.parallel.layout import uniform_partition
 from nest_megatron.parallel.recompute import RecomputeModule
 from nest_megatron.solver import backend
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.solver.ranking import SearchResult, SolvedGrid, layout_of
 from nest_megatron.solver.search import Search
-from nest_megatron.solver.space import SearchSpace
+from nest_megatron.solver.space import Present, SearchSpace
 from tests import catalogue
 from tests.solver import brute_force
 from tests.solver.jobs import KERNEL, search, small_cluster, small_settings, small_spec
@@ -161,12 +162,22 @@ def ends_after(asked: int) -> Callable[[], bool]:
     return lambda: next(left, None) is None
 
 
-def timed(seed: int, *, slowest: int = NO_THRESHOLD, **clocks: Callable[[], bool]) -> Search:
+def timed(
+    seed: int,
+    *,
+    slowest: int = NO_THRESHOLD,
+    present: Present | None = None,
+    **clocks: Callable[[], bool],
+) -> Search:
     rng = random.Random(seed)
     model = CostModel(small_spec(rng), small_cluster(rng), small_settings())
     solve = backend.solver_of(backend.choose(), clocks.get("out_of_time"))
     return Search(
-        model, rng.choice([4, 8, 12]), SMALL_SPACE, solve, num_layouts=4, slowest=slowest, **clocks
+        *(model, rng.choice([4, 8, 12]), SMALL_SPACE, solve),
+        num_layouts=4,
+        slowest=slowest,
+        present=present,
+        **clocks,
     )
 
 
@@ -203,7 +214,9 @@ def test_what_is_told_on_the_way_holds_at_the_end(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_first_plan_changes_no_answer(seed: int) -> None:
-    found, whole = timed(seed, short_of_time=lambda: True).run(), timed(seed).run()
+    bare = timed(seed)
+    bare.wants_any = False
+    found, whole = timed(seed).run(), bare.run()
     assert found.plans == whole.plans
     assert found.certificate.optimal == whole.certificate.optimal
     assert found.certificate.candidates == whole.certificate.candidates
@@ -221,11 +234,61 @@ def test_plans_that_are_of_no_interest_are_left_out(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_some_plan_is_found_before_time_runs_out(seed: int) -> None:
     whole = timed(seed).run()
-    cut = timed(seed, out_of_time=ends_after(40), short_of_time=lambda: True).run()
+    cut = timed(seed, out_of_time=lambda: True).run()
+    assert not cut.certificate.candidates
     if cut.plans:
         assert cut.plans[0].iteration >= best_time(whole)
-    elif whole.plans:  # no grid that the rule of thumb tries fits
+    elif whole.plans:  # no grid that a rule of thumb tries fits
         assert cut.certificate.lower_bound <= best_time(whole)
+
+
+def a_slow_plan(seed: int) -> SolvedGrid | None:
+    """A legal plan of a seed's job that is far from its best one."""
+    bare = timed(seed)
+    bare.num_layouts = 1000
+    plans = bare.run().plans
+    return plans[-1] if plans else None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_runs_today_is_the_first_plan_and_changes_no_better_answer(seed: int) -> None:
+    own = a_slow_plan(seed)
+    if own is None:
+        return
+    present = Present(grid=own.grid, partition=own.partition())
+    never = timed(seed, slowest=NO_THRESHOLD - 1, out_of_time=lambda: True, present=present).run()
+    assert never.plans == (own,)
+    assert never.present == own
+    whole = timed(seed, present=present).run()
+    assert whole.plans == timed(seed).run().plans
+    assert whole.fastest == whole.plans[0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_runs_today_wins_where_the_space_holds_nothing_better(seed: int) -> None:
+    whole = timed(seed).run().plans
+    micro = {plan.grid.micro_batch_size for plan in whole}
+    if len(micro) < 2 or whole[0].grid.micro_batch_size != max(micro):
+        return
+    present = Present(grid=whole[0].grid, partition=whole[0].partition())
+    search = timed(seed, present=present)
+    search.space = dataclasses.replace(search.space, limits={"micro_batch_size": min(micro)})
+    search.__post_init__(NO_THRESHOLD)
+    found = search.run()
+    assert found.plans[0] == found.present == found.fastest == whole[0]
+
+
+def test_a_layout_of_today_that_does_not_fit_is_none() -> None:
+    rng = random.Random(3)
+    spec, cluster = small_spec(rng), small_cluster(rng)
+    model = CostModel(spec, cluster, small_settings())
+    grid = next(g for s in GridSpace(model, 8, SMALL_SPACE).shards() for g in [s])
+    grid = dataclasses.replace(grid, global_batch_size=grid.dims.data_parallel_size * 64)
+    grid = dataclasses.replace(grid, micro_batch_size=64)
+    present = Present(grid=grid, partition=uniform_partition(spec, 1))
+    found = Search(model, 8, SMALL_SPACE, KERNEL, present=present).run()
+    assert found.present is None
+    assert found.plans == Search(model, 8, SMALL_SPACE, KERNEL).run().plans
 
 
 def test_a_growing_batch_divides_at_every_size() -> None:

@@ -6,6 +6,8 @@ module makes ``${nest:NAME}`` known.
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
@@ -40,7 +42,38 @@ class PlanBeforeJob(Callback):
         from nest_megatron.report.failure import ending_on_errors
 
         with settings_typed_as(_PREFIX), ending_on_errors():
-            plan_job(config)
+            task = _task_config()
+            plan_job(config, task)
+            if task is not None:
+                _save(config, task)
+
+
+def _task_config() -> Any:
+    """What the application is about to get: Hydra copies the configuration before it calls us.
+
+    A callback is not given the copy, so it is looked for where ``hydra.core.utils.run_job`` has it.
+    """
+    from omegaconf import DictConfig
+
+    frame = inspect.currentframe()
+    while frame is not None:
+        task = frame.f_locals.get("task_cfg") if frame.f_code.co_name == "run_job" else None
+        if isinstance(task, DictConfig):
+            return task
+        frame = frame.f_back
+    return None
+
+
+def _save(config: Any, task: Any) -> None:
+    """Write the planned values into the file in which Hydra has kept the configuration."""
+    from omegaconf import OmegaConf
+
+    folder = config.hydra.output_subdir
+    if folder is None:
+        return
+    path = Path(config.hydra.runtime.output_dir, folder, "config.yaml")
+    if path.is_file():
+        OmegaConf.save(task, path)
 
 
 def _without_us(config_name: str | None) -> Any:

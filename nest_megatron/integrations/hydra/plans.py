@@ -25,6 +25,7 @@ from nest_megatron.config.cluster_detection import JobCluster, find_cluster, pro
 from nest_megatron.config.compose import compose
 from nest_megatron.config.job import FreeParameters, Job
 from nest_megatron.config.launch import Mode
+from nest_megatron.config.overrides import value_text
 from nest_megatron.config.request import request_for
 from nest_megatron.errors import UserInputError
 from nest_megatron.history.records import Launch, RunRecord
@@ -36,6 +37,7 @@ from nest_megatron.integrations.hydra.expressible_space import (
     require_expressible,
     space_of,
 )
+from nest_megatron.integrations.hydra.planned_fields import write_moved, write_values
 from nest_megatron.integrations.hydra.ranks import (
     is_first,
     is_launched,
@@ -149,18 +151,30 @@ def _pinned(
     return pinned.plan, job, (pinned_by(pinned.pin),), pinned.signer
 
 
-def plan_job(config: Any) -> None:
-    """Plan a job as it starts: its first rank says what the plan is, and writes it."""
+def plan_job(config: Any, task: Any = None) -> None:
+    """Plan a job as it starts: its first rank says what the plan is, and writes it.
+
+    Both configurations hold its values then, and can be resolved where nobody plans.
+
+    Args:
+        config: with Hydra's own part.
+        task: what the application gets of it.
+    """
     view, environment = view_of(config), launched(os.environ)
     number = OmegaConf.select(config, "hydra.job.num", default=0)  # unset without -m
     require_same_job(view, number, environment)
-    if not is_first(environment):
-        PLANS.of(config)
-        return
+    if is_first(environment):
+        _plan_first(config, view, environment)
+    found = PLANS.of(config)
+    for each in (config,) if task is None else (config, task):
+        PLANS.write(each, found)
+
+
+def _plan_first(config: Any, view: AppView, environment: Mapping[str, str]) -> None:
     path = plan_output(view.settings.out, [view.settings.plan])
     path = path or Path(config.hydra.runtime.output_dir, "nest_plan.yaml")
     found = PLANS.of(config)
-    show(_report(found, view))
+    show(*_report(found, view))
     plan_file.write(found.plan, path)
     say(told_where(path))
     if is_launched(environment):
@@ -176,11 +190,8 @@ def plan_job(config: Any) -> None:
         PLANS.run = recorder.begin(found.plan, hosts, PLANS.launch, is_watched=False)
 
 
-def _report(found: AppPlan, view: AppView) -> RenderableType:
-    rows = [
-        (path, "null" if value is None else str(value), why)
-        for path, value, why in _rows(found, view)
-    ]
+def _report(found: AppPlan, view: AppView) -> Iterator[RenderableType]:
+    rows = [(path, value_text(value), why) for path, value, why in _rows(found, view)]
     return values_report(found.plan, rows, found.notes)
 
 
@@ -227,17 +238,32 @@ class Plans:
         the plan, whatever became of the planned fields.
         """
         view = view_of(root)
-        places = {view.place(item) for item in (*_ITEMS, *(item for _, item in view.uses()))}
-        job = _digest(_without(view.raw, "", places))  # all that a plan is made for
+        job = self._job(view)
         known = self._of_root.get(id(root))
         if known is not None and known[0]() is root and known[1] == job:
             return known[2]
         found = self._found(view, _digest(view.raw), job)
+        if view.moved:
+            write_moved(root, view.raw, found.values, view.moved)
+        self._keep(root, job, found)
+        self.latest = found
+        return found
+
+    def write(self, root: Any, found: AppPlan) -> None:
+        """Write the values of a plan into a configuration that it is the plan of."""
+        view = view_of(root)
+        write_values(root, view.raw, found.values, view.moved)
+        self._keep(root, self._job(view_of(root)), found)
+
+    def _keep(self, root: Any, job: str, found: AppPlan) -> None:
         key = id(root)
         reference = weakref.ref(root, lambda _: self._of_root.pop(key, None))
         self._of_root[key] = (reference, job, found)
-        self.latest = found
-        return found
+
+    def _job(self, view: AppView) -> str:
+        """A digest of all that a plan is made for."""
+        places = {view.place(item) for item in (*_ITEMS, *(item for _, item in view.uses()))}
+        return _digest(_without(view.raw, "", places))
 
     def _found(self, view: AppView, whole: str, job: str) -> AppPlan:
         if whole not in self._known:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.job import Job
+from nest_megatron.config.overrides import leaves, value_text
 from nest_megatron.config.request import read_spec, with_seq_length
 from nest_megatron.cost_model.memory_flags import READ
 from nest_megatron.errors import UserInputError, nearest
@@ -117,6 +119,11 @@ _KNOWN = frozenset(
 )
 #: Likeness from which a field of the model is taken for another that is misspelt.
 _NEARLY = 0.9
+#: Ends of the paths of fields that make another job of it, or leave it less memory.
+_OTHER_JOB = re.compile(
+    r"offload(ing)?(_\w+)?$|lora[._](rank|dim|r)$|dynamic_(bsz|batch(_size|es)?)$|"
+    r"memory_(utili[sz]ation|fraction|share|limit)$|mem_fraction(_static)?$"
+)
 #: Any of these names says it -> what Megatron does where none does.
 _ASSUMED: Mapping[tuple[str, ...], str] = {
     ("position_embedding_type",): "learned positions",
@@ -151,7 +158,10 @@ def read_app(view: AppView, composed: Composed) -> Job:
     if composed.config.train.global_batch_size is None:
         _require(values, "global_batch_size", view)
     if composed.config.model is not None:
-        return _named(read_spec(composed.config), values)
+        job = _named(read_spec(composed.config), values)
+        own = composed.config.train.seq_length is None and values.get("seq_length") is None
+        asked = [_unsaid_length(job.spec, view)] if own else []
+        return dataclasses.replace(job, notes=(*job.notes, *asked, *_unread_notes(view)))
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         _require(values, name, view)
     job = job_from_values(values, explicit=())
@@ -292,8 +302,36 @@ def _assumptions(view: AppView) -> Iterator[str]:
             f"The application leaves these open, and in brackets is what is assumed: {listed}. "
             "+nest.fields.NAME=PATH says where one lies."
         )
+    yield from _unread_notes(view)
+
+
+def _unsaid_length(spec: TransformerSpec, view: AppView) -> str:
+    return (
+        f"The application has no {view.own_path('seq_length')}: sequences of {spec.seq_length:,} "
+        f"tokens are planned, as {spec.name} has them. +nest.fields.seq_length=PATH says where it "
+        "lies, +nest.overrides.train.seq_length=N what it is."
+    )
+
+
+def _unread_notes(view: AppView) -> Iterator[str]:
     if unread := sorted(_beside(view)):
         yield f"Fields beside those of the model that are not read: {', '.join(unread)}."
+    if others := sorted(_of_another_job(view)):
+        yield (
+            "Fields that are not read, though with them the job has other work or less memory: "
+            f"{', '.join(others)}. It is planned without; +nest.overrides.memory.margin=0.3 keeps "
+            "30 % of the memory free."
+        )
+
+
+def _of_another_job(view: AppView) -> Iterator[str]:
+    """Fields that are set anywhere, change the job, and that nothing reads."""
+    read = {*view.settings.fields.values(), *map(view.own_path, _KNOWN)}
+    for path, _ in leaves(view.raw):
+        if path.startswith("nest.") or path in read or not _OTHER_JOB.search(path):
+            continue
+        if (value := view.at(path)) not in (None, False, 0, "", "none", "null"):
+            yield f"{path}={value_text(value)}"
 
 
 def _is_said(view: AppView, name: str) -> bool:

@@ -17,12 +17,7 @@ def register() -> None:
 
 def value_of(name: str, *, _root_: Any) -> Any:
     """A value of the plan for the configuration that asks; ``NestError`` if there is none."""
-    from nest_megatron.errors import UserInputError, nearest
+    from nest_megatron.integrations.hydra.planned_fields import value_named
     from nest_megatron.integrations.hydra.plans import PLANS
 
-    values = PLANS.of(_root_).values
-    if name not in values:
-        limit, fix = "a plan has no such value", nearest(name, values)
-        raise UserInputError(f"${{nest:{name}}}", value=None, limit=limit, fix=fix)
-    value = values[name]
-    return list(value) if isinstance(value, tuple) else value
+    return value_named(PLANS.of(_root_).values, name)

@@ -7,7 +7,6 @@ plan writes it; where it holds anything else, somebody gave it, and it is kept.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -15,8 +14,14 @@ from typing import Any
 
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.launch import Mode
-from nest_megatron.config.overrides import Setting, leaves, parse, value_text
+from nest_megatron.config.overrides import Setting, first_line, leaves, parse, value_text
 from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.integrations.hydra.planned_fields import (
+    PLANNED,
+    moved_fields,
+    planned_texts,
+    with_moved,
+)
 
 #: Sections of a planning job that ``nest.num_gpus`` or the application itself decides.
 _DECIDED = {"cluster.num_gpus": "nest.num_gpus", "model": "nest.model", "cluster": "nest.cluster"}
@@ -79,6 +84,9 @@ def read_settings(node: Any) -> AppSettings:
     mode, modes = values.get("mode", Mode.AUTO.value), [Mode.AUTO.value, Mode.PINNED.value]
     if mode not in modes:
         raise _wrong("mode", mode, f"it is {' or '.join(modes)}")
+    count = values.get("num_gpus")
+    if isinstance(count, str) and count.isdecimal():  # of a variable of the environment
+        values["num_gpus"] = int(count)
     for name in ("fields", "overrides"):
         given = values.get(name) or {}
         if not isinstance(given, Mapping):
@@ -104,7 +112,6 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "tp_comm_overlap": ("ub_tp_comm_overlap",),
 }
 _ABSENT = object()
-_PLANNED = re.compile(r"\$\{\s*nest\s*:\s*(\w+)\s*\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +120,15 @@ class AppView:
 
     Args:
         root: the whole configuration, a ``DictConfig``.
-        raw: the application's own part of it as plain values, nothing resolved.
+        raw: the application's own part of it as plain values, nothing resolved, with the planned
+            choices in their places.
+        moved: where the group ``auto`` writes those that have another place, and that place.
     """
 
     root: Any
     raw: Mapping[str, Any]
     settings: AppSettings
+    moved: Mapping[str, str] = field(default_factory=dict)
 
     def own_path(self, name: str) -> str:
         """Path of a name beside those of the model."""
@@ -130,13 +140,13 @@ class AppView:
             return self.settings.fields[item]
         names = map(self.own_path, (item, *SPELLINGS.get(item, ())))
         present = [path for path in names if raw_value(self.raw, path) is not _ABSENT]
-        planned = [path for path in present if _PLANNED.search(str(raw_value(self.raw, path)))]
+        planned = [path for path in present if PLANNED.search(str(raw_value(self.raw, path)))]
         return next(iter((*planned, *present)), None)
 
     def is_planned(self, item: str) -> bool:
         """Whether the plan decides a choice, in whose place no other may stand."""
         path = self.place(item)
-        found = _PLANNED.fullmatch(str(raw_value(self.raw, path)).strip()) if path else None
+        found = PLANNED.fullmatch(str(raw_value(self.raw, path)).strip()) if path else None
         if found is not None and found[1] != item:
             limit = f"it is the place of {item}"
             fix = f"Write ${{nest:{item}}}, or name the place of {item} in nest.fields."
@@ -171,7 +181,7 @@ class AppView:
 
     def _holds_plan(self, path: str, raw: Any) -> bool:
         """Whether a field is the place of a planned choice; no other may need the plan."""
-        found = _PLANNED.search(raw) if isinstance(raw, str) else None
+        found = PLANNED.search(raw) if isinstance(raw, str) else None
         if found is not None and self.place(found[1]) != path:
             limit = "it is part of the job that is planned, and asks for the plan"
             fix = "State it without the plan."
@@ -192,9 +202,9 @@ class AppView:
 
     def uses(self) -> Iterator[tuple[str, str]]:
         """Path and choice of every ``${nest:NAME}``."""
-        for name, node in self.raw.items():
-            if name != "nest":
-                yield from _uses(node, name)
+        for keys, text in planned_texts(self.raw):
+            path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
+            yield from ((path[1:], item) for item in PLANNED.findall(text))
 
 
 def view_of(root: Any) -> AppView:
@@ -207,7 +217,38 @@ def view_of(root: Any) -> AppView:
         fix = "Give the application's configuration names."
         raise UserInputError("configuration", value=type(raw).__name__, limit=limit, fix=fix)
     own = {str(name): node for name, node in raw.items() if name != "hydra"}
-    return AppView(root=root, raw=own, settings=read_settings(own.get("nest")))
+    settings = read_settings(_resolved(root, own.get("nest")))
+    moved = moved_fields(own, settings.root, settings.fields, SPELLINGS)
+    own = dict(with_moved(own, moved, _typed(root) if moved else ()))
+    return AppView(root=root, raw=own, settings=settings, moved=moved)
+
+
+def _resolved(root: Any, node: Any) -> Any:
+    """The ``nest`` node with what it takes from the application's configuration."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if not isinstance(node, Mapping):
+        return node
+    if any(planned_texts({"own": node})):
+        limit, fix = "it says what is planned, and asks for the plan", "State it without the plan."
+        raise UserInputError("nest", value=None, limit=limit, fix=fix)
+    try:
+        return OmegaConf.to_container(root.nest, resolve=True)
+    except OmegaConfBaseException as error:
+        limit, fix = first_line(error), "Correct it; docs/hydra_apps.md shows each setting."
+        raise UserInputError("nest", value=None, limit=limit, fix=fix) from error
+
+
+def _typed(root: Any) -> frozenset[str]:
+    """Paths that the command of the application gives, where it has one."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    task = OmegaConf.select(root, "hydra.overrides.task")
+    if task is None and HydraConfig.initialized():
+        task = HydraConfig.get().overrides.task
+    return frozenset(str(each).lstrip("+~").partition("=")[0] for each in task or ())
 
 
 def require_own_fields(view: AppView, own: Mapping[str, Any]) -> tuple[str, ...]:
@@ -249,14 +290,3 @@ def raw_value(raw: Any, path: str) -> Any:
             return _ABSENT
         raw = raw[step]
     return raw
-
-
-def _uses(node: Any, path: str) -> Iterator[tuple[str, str]]:
-    if isinstance(node, str):
-        yield from ((path, item) for item in _PLANNED.findall(node))
-    elif isinstance(node, Mapping):
-        for name, child in node.items():
-            yield from _uses(child, f"{path}.{name}")
-    elif isinstance(node, list):
-        for index, child in enumerate(node):
-            yield from _uses(child, f"{path}[{index}]")

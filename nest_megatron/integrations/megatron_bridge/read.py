@@ -15,6 +15,7 @@ from nest_megatron.cost_model.target_defaults import BRIDGE_0_3, BRIDGE_2026
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.architecture import refuse_unplannable
+from nest_megatron.integrations.base_models import hub_name, known_rows
 from nest_megatron.integrations.execution_fields import BRIDGE_LACKS_LEVELS, ExecutionPlaces
 from nest_megatron.integrations.fields import (
     ABSENT,
@@ -178,6 +179,9 @@ def _vocabulary(cfg: Any, given: int | None) -> tuple[int, bool]:
     rows = find(cfg, "tokenizer.vocab_size")
     if kind == "NullTokenizer" and isinstance(rows, int):
         return rows + _adds_end_of_document(cfg), False
+    base = hub_name(find(cfg, "tokenizer.tokenizer_model"))
+    if base is not None and (known := known_rows(base)) is not None:
+        return known, False
     limit = f"it comes from the files of {kind}, which are not read"
     fix = "Set it, or give vocab_size=."
     raise UserInputError("model.vocab_size", value=None, limit=limit, fix=fix)

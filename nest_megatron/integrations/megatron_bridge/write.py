@@ -33,7 +33,7 @@ from nest_megatron.integrations.megatron_bridge.read import (
     read_spec,
     uses_fsdp,
 )
-from nest_megatron.integrations.recipe import batch_schedule
+from nest_megatron.integrations.recipe import batch_schedule, makes_stages_of
 from nest_megatron.integrations.restore import packed_sequence_size
 from nest_megatron.parallel.diff import Change, reason
 from nest_megatron.parallel.plan import ParallelPlan
@@ -140,7 +140,7 @@ def _wanted(cfg: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     for path in () if packed else ("dataset.seq_length", "model.seq_length"):
         if find(cfg, path) is not ABSENT:
             yield path, plan.train.seq_length, "the sequences that were planned for"
-    yield from layout_fields(plan, PATHS)
+    yield from layout_fields(plan, PATHS, stages=not makes_stages_of(cfg, plan, PATHS))
     if find(cfg, "dataset.micro_batch_size") is not ABSENT:  # Energon's data keep a copy
         why = "the data and training state the same size"
         yield "dataset.micro_batch_size", plan.train.micro_batch_size, why

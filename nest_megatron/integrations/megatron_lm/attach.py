@@ -98,23 +98,18 @@ def layout_request(
         execution: what is asked for, which the grid's own may leave out.
         values: the job's arguments by destination; Megatron's defaults where it states none.
     """
-    engine, traits = values.get("transformer_impl") or "transformer_engine", settings.traits
     return LaunchRequest.of(
         spec,
         grid,
         batch_schedule=schedule,
         partition=partition,
-        precision=settings.precision,
-        moe_grouped_gemm=spec.is_moe and engine != "local",
         sharding=sharding,
         cuda_graphs=cuda_graphs(values),
         optimizer=str(values.get("optimizer") or "adam"),
-        fp8_recipe=values.get("fp8_recipe") or traits.fp8_recipe.value,
-        transformer_impl=engine,
-        fused_attention=traits.flash_attention,
-        gradient_bytes=traits.gradient_bytes,
+        transformer_impl=values.get("transformer_impl") or "transformer_engine",
         execution=execution,
         version=version,
+        **settings.of_launch(),
     )
 
 

@@ -20,7 +20,14 @@ from nest_megatron.documents import read_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_bytes
 from nest_megatron.integrations.megatron_lm.hybrid import saved_pattern
-from nest_megatron.integrations.megatron_lm.inert_pickle import Inert, InertUnpickler
+from nest_megatron.integrations.megatron_lm.inert_pickle import (
+    MAX_METADATA_BYTES,
+    MAX_STATE_BYTES,
+    Inert,
+    is_plain,
+    load_inert,
+    load_state,
+)
 from nest_megatron.integrations.megatron_lm.stage_options import user_partition
 from nest_megatron.model.layer_pattern import hybrid_kinds
 from nest_megatron.model.spec import TransformerSpec
@@ -28,6 +35,7 @@ from nest_megatron.parallel.layout import expand_layout, layout_string, uniform_
 from nest_megatron.parallel.prediction import ParallelChoice
 
 _Values = Mapping[str, Any]
+_Sizes = dict[str, tuple[int, ...]]
 _RANKS = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
 _RNG_KEY = re.compile(r"rng_state/shard_[\d.]+_([\d.]+)")
 _BUCKET_KEY = re.compile(r"(.*)\.bucket_idx_\d+\.param")
@@ -259,11 +267,13 @@ def _describe(folder: Path, iteration: int, weights_only: bool, values: _Values)
     kind = _format(folder)
     try:
         sizes, state = _read(folder, kind)
-        content = dict(state.get("content_metadata") or {})
+        content = _plain(dict(state.get("content_metadata") or {}))
         parts = list(state.get("optimizer") or ())
+    except UserInputError:  # it is beyond a limit
+        raise
     except Exception:  # noqa: BLE001 - a damaged pickle may raise anything
         sizes, state, content, parts = {}, {}, {}, []
-    arguments = vars(state["args"]) if isinstance(state.get("args"), Inert) else {}
+    arguments = _plain(vars(state["args"])) if isinstance(state.get("args"), Inert) else {}
     if kind == "torch_dcp" and (arguments or values).get("ckpt_format") != kind:
         kind = "fsdp_dtensor"
     sharding = content.get("distrib_optim_sharding_type")
@@ -272,7 +282,7 @@ def _describe(folder: Path, iteration: int, weights_only: bool, values: _Values)
         sharding = "fully_sharded_model_space" if parallel else "dp_zero_gather_scatter"
     shapes = [tuple(map(int, m[1].split("."))) for m in map(_RNG_KEY.fullmatch, sizes) if m]
     buffers: dict[str, int] = {}
-    for bucket in filter(None, map(_BUCKET_KEY.fullmatch, sizes)):
+    for bucket in filter(None, map(_BUCKET_KEY.fullmatch, filter(sizes.get, sizes))):
         buffers[bucket[1]] = buffers.get(bucket[1], 0) + sizes[bucket[0]][0]
     return SavedCheckpoint(
         directory=folder,
@@ -288,6 +298,11 @@ def _describe(folder: Path, iteration: int, weights_only: bool, values: _Values)
         rng_shape=next(iter(shapes), None),
         arguments=arguments,
     )
+
+
+def _plain(values: _Values) -> dict[str, Any]:
+    """Values of a pickle by their names; ``Inert`` for each that is no small plain one."""
+    return {str(name): v if is_plain(v) else Inert() for name, v in values.items()}
 
 
 def _degrees(folder: Path, kind: str, arguments: _Values, values: _Values) -> dict[str, int | None]:
@@ -347,22 +362,32 @@ def _format(folder: Path) -> str:
     return str(kind)
 
 
-def _read(folder: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read(folder: Path, kind: str) -> tuple[_Sizes, dict[str, Any]]:
     """Sizes of what is stored, by key, and the state that is not sharded among the ranks."""
-    sizes, places = {}, {}
-    if (folder / ".metadata").is_file():
-        index = vars(InertUnpickler(io.BytesIO((folder / ".metadata").read_bytes())).load())
-        sizes = {k: vars(v).get("size") for k, v in index["state_dict_metadata"].items()}
+    sizes: _Sizes = {}
+    places = {}
+    listed = folder / ".metadata"
+    if listed.is_file():
+        content = read_bytes(listed, "--load", most=MAX_METADATA_BYTES)
+        index = vars(load_inert(content, str(listed), most=MAX_METADATA_BYTES))
+        for key, value in index["state_dict_metadata"].items():
+            size = vars(value).get("size") or ()  # random states and objects have none
+            sizes[str(key)] = tuple(n for n in size if isinstance(n, int))
         places = {vars(k)["fqn"]: vars(v) for k, v in index["storage_data"].items()}
     legacy = folder.glob("mp_rank_0*/model_optim_rng.pt")
     path = min(legacy) if kind == "torch" else folder / "common.pt"
     if path.is_file():
         with path.open("rb") as stream:
-            return sizes, dict(InertUnpickler.torch_load(stream))
+            return sizes, dict(load_state(stream, str(path)))
     name = "args" if kind == "torch_dcp" else "common_state/shard_0_1"
-    with (folder / places[name]["relative_path"]).open("rb") as stream:
-        stream.seek(places[name]["offset"])
-        found = InertUnpickler.torch_load(io.BytesIO(stream.read(places[name]["length"])))
+    place = places[name]
+    path = folder / Path(place["relative_path"]).name  # never a file elsewhere
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    with path.open("rb") as stream:
+        stream.seek(place["offset"])
+        part = stream.read(min(place["length"], 2 * MAX_STATE_BYTES))
+    found = load_state(io.BytesIO(part), str(path))
     return sizes, {"args": found} if name == "args" else dict(found[0])
 
 

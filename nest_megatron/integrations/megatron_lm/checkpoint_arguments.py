@@ -19,6 +19,7 @@ from nest_megatron.config.job import ReadCommand
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, read_checkpoint
+from nest_megatron.integrations.megatron_lm.inert_pickle import is_plain
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error, flag_of
 
 _SWITCH, _DEGREES_SWITCH = "use_checkpoint_args", "use_mp_args_from_checkpoint_args"
@@ -91,7 +92,7 @@ def taken(values: _Values, saved: _Values, version: str) -> dict[str, Any]:
     if values.get(_DEGREES_SWITCH) and values.get(_PER_VIRTUAL_STAGE) is None:
         found[_PER_VIRTUAL_STAGE] = saved.get(_PER_VIRTUAL_STAGE)
     for name, value in found.items():
-        if not _is_plain(value):
+        if not is_plain(value):
             limit = "the checkpoint holds an object there, which is not read"
             raise flag_error(name, type(value).__name__, limit, f"Give it, and {_BY_HAND}.")
     return found
@@ -150,8 +151,13 @@ def _without_checkpoint(values: _Values, missing: Sequence[str]) -> str:
     """The note of a job that starts without a checkpoint, from its own flags."""
     name = missing[-1]
     where = values[name]
-    if Path(where).expanduser().is_dir() and all(values.get(each) for each in _SHAPE):
-        return f"{where} holds no checkpoint, so the model is that of the command's own flags."
+    if all(values.get(each) for each in _SHAPE):
+        if Path(where).is_dir():
+            return f"{where} holds no checkpoint, so the model is that of the command's own flags."
+        return (
+            f"There is no folder {where} on this host, so the model is that of the command's own "
+            "flags; where the job runs, --use-checkpoint-args takes it from the checkpoint there."
+        )
     limit = f"{_absent(where)}, and --use-checkpoint-args reads the model from it"
     fix = (
         "Plan where the checkpoint lies, copy its metadata here (latest_checkpointed_iteration.txt "
@@ -161,7 +167,7 @@ def _without_checkpoint(values: _Values, missing: Sequence[str]) -> str:
 
 
 def _absent(where: str) -> str:
-    folder = Path(where).expanduser()
+    folder = Path(where)
     return (
         "the folder holds no latest_checkpointed_iteration.txt"
         if folder.is_dir()
@@ -187,7 +193,7 @@ def _notes(values: _Values, saved: SavedCheckpoint, version: str) -> Iterator[st
     yield f"--use-checkpoint-args: the model is read from {saved.directory}."
     for name in (*_rows("not_taken", "both"), *_rows("not_taken", version)):
         before, now = saved.arguments.get(name), values.get(name)
-        if before and name in values and _is_plain(before) and before != now:
+        if before and name in values and is_plain(before) and before != now:
             yield (
                 f"The checkpoint was saved with {name} = {before}, which Megatron {version} does "
                 f"not take from it; the command has {now}."
@@ -226,12 +232,6 @@ def _table(version: str) -> tuple[tuple[str, bool], ...]:
     """Destinations, and whether they replace what the command says."""
     kinds = (("replaced", True), ("filled", False))
     return tuple((n, flag) for k, flag in kinds for n in (*_both(k), *_rows(version, k)))
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _capital(text: str) -> str:

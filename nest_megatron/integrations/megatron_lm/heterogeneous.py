@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from nest_megatron.documents import parse_json
 from nest_megatron.errors import UnplannableModelError
+from nest_megatron.files import read_text
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error, flag_of
 from nest_megatron.model.heterogeneous import read_heterogeneous_layers
 from nest_megatron.model.layer_pattern import LayerKind
@@ -34,9 +35,9 @@ def heterogeneous_kinds(values: Mapping[str, Any]) -> tuple[LayerKind, ...]:
         fix = f"Add {flag_of(_PATH)}."
         raise UnplannableModelError(flag_of(_TEXT), value="its text", limit=limit, fix=fix)
     try:
-        text = text or Path(path).read_text(encoding="utf-8")
-        differing = list(_differing(values, json.loads(text)))
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        text = text or read_text(Path(path), flag_of(_PATH))
+        differing = list(_differing(values, parse_json(text, flag_of(_PATH), name=path)))
+    except (ValueError, KeyError, TypeError, IndexError) as error:
         limit = f"Megatron cannot read it ({error!r})"
         fix = "Give config.json of a Llama-Nemotron model, or one with the same keys."
         raise flag_error(_PATH, path, limit, fix) from None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from nest_megatron.boot import is_asked_for, settings_in
+from nest_megatron.boot import is_asked_for
 from nest_megatron.config.launch import Mode, read_launch, read_words, split_words
 from nest_megatron.errors import OK, NestError, UserInputError
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS
@@ -36,14 +36,7 @@ _bridge_is_settled = False
 def before_training() -> None:
     """Take our words off the command line, before Megatron's parser sees them."""
     global _job  # noqa: PLW0603 - one process, one job
-    if _job is not None:
-        return
-    if not is_asked_for(sys.argv):
-        if alone := settings_in(sys.argv[1:]):  # Megatron's parser would only call them unknown
-            key, _, value = alone[0].lstrip("+").partition("=")
-            limit = "nothing is planned without +nest=auto or +nest=pinned"
-            fix = f"Add +nest=auto to the command, or leave {' '.join(alone)} out."
-            end(UserInputError(key, value=value, limit=limit, fix=fix))
+    if _job is not None or not is_asked_for(sys.argv):
         return
     if _plan_of_hydra_application() is not None or _is_hydras_own():
         return  # its words are Hydra's

@@ -15,7 +15,11 @@ from typing import Any
 
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeModule
-from nest_megatron.parallel.rules import DEFAULT_VERSION, initializes_on_meta_device
+from nest_megatron.parallel.rules import (
+    DEFAULT_VERSION,
+    allows_interleaving,
+    initializes_on_meta_device,
+)
 from nest_megatron.parallel.zero import ZeroStage
 
 
@@ -85,10 +89,11 @@ def contradicted(
 
 
 def _group_size(layout: _Layout, size: int) -> bool:
-    """Micro batches in a round of virtual stages: between pp and all of them, in whole rounds."""
-    pp, counts = layout.pp, layout.numbers_of_microbatches
-    return not layout.virtual or any(
-        not pp <= size <= count or 0 < count % size < pp for count in counts
+    """Rounds of virtual stages of a size that the plan's micro batches do not allow."""
+    virtual = layout.dims.virtual_pipeline_model_parallel_size
+    return not all(
+        allows_interleaving(layout.pp, virtual, count, size)
+        for count in layout.numbers_of_microbatches
     )
 
 

@@ -26,6 +26,7 @@ from nest_megatron.config.cluster_detection import JobCluster, find_cluster
 from nest_megatron.config.job import Job
 from nest_megatron.config.launch import MixedGpus, Mode
 from nest_megatron.errors import OK, NestError, RefusedByMegatronError, UserInputError
+from nest_megatron.files import user_folder
 from nest_megatron.integrations import audit
 from nest_megatron.integrations.launched import flag_cost_report, launched_report
 from nest_megatron.integrations.megatron_lm import agreement, attach, groups, planning, watch
@@ -49,6 +50,7 @@ from nest_megatron.integrations.site_policy import require_launch
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.launch import launch_words
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.printing import print_cleaned
 from nest_megatron.profile.mode import ProfileMode
 from nest_megatron.report.console import command_lines, say, show
 
@@ -303,7 +305,7 @@ def _print_costs(searched: planning.Searched) -> None:
     try:
         show(flag_cost_report(searched.best_s, planning.costs(searched)))
     except NestError as error:
-        print(f"nest: what the kept flags cost cannot be said: {error}", flush=True)
+        print_cleaned(f"nest: what the kept flags cost cannot be said: {error}")
 
 
 def _asked_file(launched: LaunchedJob) -> Path | None:
@@ -312,13 +314,11 @@ def _asked_file(launched: LaunchedJob) -> Path | None:
 
 def _write_plan(launched: LaunchedJob, plan: ParallelPlan) -> str:
     """Write the plan file and say where; a cache that cannot be written is no reason to stop."""
-    from platformdirs import user_cache_path
-
     asked = path = _asked_file(launched)
     try:
         if path is None:
             name = f"{plan.model.name}-{plan.provenance.checksum}.yaml"
-            path = user_cache_path("nest-megatron") / "plans" / name
+            path = user_folder("cache") / "plans" / name
             path.parent.mkdir(parents=True, exist_ok=True)
         plan_file.write(plan, path)
     except (OSError, UserInputError) as error:

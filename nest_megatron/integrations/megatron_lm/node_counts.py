@@ -108,7 +108,9 @@ class TableJob:
             space = with_required(space, request.spec, self.required(loads))
         cluster = request.cluster.resized(num_gpus)
         check_quotients(space, num_gpus, request.global_batch_size)
-        return dataclasses.replace(request, cluster=cluster, space=space, begun_s=None)
+        return dataclasses.replace(
+            request, cluster=cluster, space=space, begun_s=None, remedies=False
+        )
 
     def required(self, loads: Resharding) -> Mapping[str, Requirement]:
         """What a plan that loads a checkpoint must keep."""

@@ -185,7 +185,7 @@ def _largest_below(job: Job, place: JobCluster, dims: ParallelDims) -> int | Non
             continue
         with contextlib.suppress(UserInputError):
             smaller = dataclasses.replace(place, cluster=place.cluster.resized(number))
-            asked = planning.running_request(job, smaller)
+            asked = dataclasses.replace(planning.running_request(job, smaller), remedies=False)
             if isinstance(find_plan(asked), ParallelPlan):
                 return number
     return None

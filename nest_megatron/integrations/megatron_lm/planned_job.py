@@ -70,6 +70,7 @@ class PlannedJob:
             objective=Objective.NOMINAL,
             num_alternatives=0,
             num_compared=1,
+            remedies=False,
             reliability=reliability_of(plan),
             rates=rates_of(plan),
             site=_site(plan, cluster),

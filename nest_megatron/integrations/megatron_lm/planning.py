@@ -17,11 +17,11 @@ from nest_megatron.config.target import installed_packages
 from nest_megatron.integrations.megatron_lm import checkpoint, namespace
 from nest_megatron.integrations.megatron_lm.attach import (
     LAUNCHER,
-    is_blackwell,
     rewritten,
     with_launch,
 )
 from nest_megatron.integrations.megatron_lm.messages import Decision
+from nest_megatron.integrations.megatron_lm.present_layout import on_device, with_present_layout
 from nest_megatron.integrations.megatron_lm.read import job_of, refuse_unplannable
 from nest_megatron.integrations.megatron_lm.search_space import (
     fixed_choices,
@@ -38,13 +38,6 @@ from nest_megatron.planner import plan as find_plan
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.report.failure import require_plan
 from nest_megatron.units import Seconds
-
-
-def on_device(job: Job, cluster: Cluster) -> Job:
-    """A job with the settings that its recipe has on the devices of a cluster alone."""
-    if not (job.on_blackwell and is_blackwell(cluster.accelerator.name)):
-        return job
-    return dataclasses.replace(job, memory_flags={**job.memory_flags, **job.on_blackwell})
 
 
 def job_request(
@@ -66,13 +59,14 @@ def job_request(
     """
     job = on_device(job, cluster)
     space, offer = job_space(job, composed.config)
-    return request_for(
+    request = request_for(
         *(job, cluster, composed, space),
         offer=offer,
         freed=freed_flags(job.free),
         prefix=prefix,
         versions=versions,
     )
+    return with_present_layout(request, job, composed)
 
 
 #: Runners-up that a launch ranks, unless it is told how many; all that wait for it count seconds.
@@ -210,7 +204,9 @@ def costs(searched: Searched) -> list[tuple[str, Seconds]]:
         names = {choice, "stage_layout"} if choice == _PIPELINE else {choice}
         free = dataclasses.replace(searched.job.free, names=(*searched.job.free.names, *names))
         request = running_request(dataclasses.replace(searched.job, free=free), searched.place)
-        wanted = dataclasses.replace(request, num_alternatives=0, offer=None, num_compared=1)
+        wanted = dataclasses.replace(
+            request, num_alternatives=0, offer=None, num_compared=1, remedies=False
+        )
         plan = find_plan(wanted)
         if not isinstance(plan, ParallelPlan):
             continue

@@ -152,6 +152,8 @@ def job_from_values(
     if dispatcher not in explicit and values.get(dispatcher) == "allgather":
         stated[dispatcher] = None  # Megatron's default, which a plan replaces
     flags, schedule = memory_flags(stated), stated_schedule(values, spec.seq_length, version)
+    if rounds := values.get(_ROUNDS):
+        flags = {**flags, _ROUNDS: rounds}
     return Job(
         spec=spec,
         version=version,
@@ -193,6 +195,8 @@ def _has_own_layers(values: Mapping[str, Any]) -> bool:
     return bool(values.get("spec")) and not is_hybrid_stack(" ".join(map(str, values["spec"])))
 
 
+#: Micro batches that a virtual stage runs one after the other.
+_ROUNDS = "microbatch_group_size_per_vp_stage"
 #: Arguments with which the host waits for numbers of tokens (0.16.1 tc:1771).
 _COUNTED_ON_HOST = (
     "moe_expert_capacity_factor",

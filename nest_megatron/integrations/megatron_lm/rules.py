@@ -1,8 +1,9 @@
 """Every rule of Megatron-LM that a plan could break, in order, one function a rule.
 
-``RULES`` begins with the rules on degrees (``nest_megatron.parallel.degree_rules``); those here
-need the partition, the recomputation, the number format or the release. Sources name Megatron-LM
-core_v0.16.1; "(run)" marks what its own validation lets pass and only training reveals.
+``RULES`` begins with those that a search holds its candidates to: on degrees, on recomputation and
+on execution (``nest_megatron.parallel``). Those here need the partition, the number format or the
+command line. Sources name Megatron-LM core_v0.16.1; "(run)" marks what its own validation lets pass
+and only training reveals.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.cost_model.formats import format_of, uneven_sides
-from nest_megatron.cost_model.traits import Fp8Recipe
+from nest_megatron.cost_model.formats import FP8_SHAPES
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS
 from nest_megatron.integrations.megatron_lm.write import has_activation_flag
-from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.model.spec import ModelFamily
 from nest_megatron.parallel.degree_rules import DEGREE_RULES
 from nest_megatron.parallel.execution_checks import EXECUTION_RULES
 from nest_megatron.parallel.launch_rule import Rule, Violation, violations
 from nest_megatron.parallel.layout import is_uneven_at_ends, is_uniform, layout_string, parse_layout
-from nest_megatron.parallel.recompute import RecomputeMethod, RecomputeModule
+from nest_megatron.parallel.recompute import RecomputeMethod
+from nest_megatron.parallel.recompute_rules import RECOMPUTE_RULES
 from nest_megatron.parallel.rules import (
     LaunchRequest,
     allows_uniform_recompute,
@@ -35,13 +36,6 @@ _ENGINE = "Use transformer_impl transformer_engine."
 _POSITION_TYPES = {
     "0.16.1": ("learned_absolute", "rope", "relative", "none"),
     "0.20": ("learned_absolute", "rope", "yarn", "relative", "none"),
-}
-_MODULES_OF_EXPERTS = {RecomputeModule.MOE, RecomputeModule.MOE_ACT, RecomputeModule.SHARED_EXPERTS}
-#: Modules that only Transformer Engine's layers recompute.
-_MODULES_OF_ENGINE = {
-    RecomputeModule.LAYERNORM,
-    RecomputeModule.MOE_ACT,
-    RecomputeModule.MLA_UP_PROJ,
 }
 _launch_rules: list[Rule] = []
 
@@ -62,11 +56,6 @@ def require_launchable(request: LaunchRequest, *, but: Collection[str] = ()) -> 
     for rule, found in check(request, but=but):
         limit = f"{found.limit} (Megatron-LM {rule.source})"
         raise UserInputError(found.what, value=found.value, limit=limit, fix=found.fix)
-
-
-def not_recomputed_locally(spec: TransformerSpec) -> set[RecomputeModule]:
-    """Modules that Megatron's own layers cannot recompute."""
-    return _MODULES_OF_ENGINE | ({RecomputeModule.MLP} if spec.add_bias_linear else set())
 
 
 _Breaches = Callable[[LaunchRequest], Iterator[Violation]]
@@ -126,6 +115,14 @@ def _position(request: LaunchRequest) -> Iterator[Violation]:
         yield _broken("position_embedding_type", kind, limit, "Use rope.")
 
 
+@_rule("sparse_attention", "experimental_attention_variant_module_specs.py")
+def _sparse_attention(request: LaunchRequest) -> Iterator[Violation]:
+    variant = request.spec.experimental_attention_variant
+    if variant == "dsa" and request.is_0_16:
+        limit = "Megatron-LM 0.16.1 builds no such layers"
+        yield _broken("experimental_attention_variant", variant, limit, "Use Megatron-LM 0.20.")
+
+
 @_rule("positions", "arguments.py:833")
 def _positions_cover_sequence(request: LaunchRequest) -> Iterator[Violation]:
     positions, length = request.spec.max_position_embeddings, request.spec.seq_length
@@ -141,14 +138,6 @@ def _bert(request: LaunchRequest) -> Iterator[Violation]:
     if spec.family is ModelFamily.BERT and extras:
         limit = "BERT's layer specification has no experts, latent attention or MTP"
         yield _broken("family", spec.family.value, limit, "Use family gpt.")
-
-
-@_rule("cp_engine", "dot_product_attention.py:58 (run)")
-def _engine_for_context(request: LaunchRequest) -> Iterator[Violation]:
-    cp = request.dims.context_parallel_size
-    if request.transformer_impl == "local" and cp > 1:
-        limit = "only Transformer Engine's attention splits the sequence"
-        yield _broken("context_parallel_size", cp, limit, _ENGINE)
 
 
 @_rule("grouped_gemm", "moe/experts.py:81")
@@ -223,14 +212,6 @@ def _hybrid_stages(request: LaunchRequest) -> Iterator[Violation]:
         yield _bad_partition(layout_string(spec, partition), limit, "Use even stages, or 0.20.")
 
 
-@_rule("hybrid_recompute", "ssm/mamba_block.py (run, silent)")
-def _hybrid_recompute(request: LaunchRequest) -> Iterator[Violation]:
-    if request.recompute.method is None or cuts_anywhere(request.spec, request.version):
-        return
-    limit = "MambaStack of 0.16.1 recomputes no whole layers and says nothing"
-    yield _broken("recompute_granularity", "full", limit, "Use selective, or Megatron-LM 0.20.")
-
-
 @_rule("recompute_uniform", "transformer_block.py:532, :444 (run)")
 def _recompute_uniform(request: LaunchRequest) -> Iterator[Violation]:
     recompute, partition = request.recompute, request.partition
@@ -247,76 +228,6 @@ def _recompute_uniform(request: LaunchRequest) -> Iterator[Violation]:
         yield _broken("recompute_num_layers", recompute.num_layers, limit, fix)
 
 
-def _bad_modules(
-    request: LaunchRequest, forbidden: Collection[RecomputeModule], limit: str
-) -> Iterator[Violation]:
-    found = sorted(module.value for module in request.recompute.modules if module in forbidden)
-    if found:
-        yield _broken("recompute_modules", found, limit, "Leave them out.")
-
-
-@_rule("recompute_modules", f"{_TC}:1219, modules")
-def _recompute_modules_exist(request: LaunchRequest) -> Iterator[Violation]:
-    spec = request.spec
-    absent = set() if spec.is_moe else set(_MODULES_OF_EXPERTS)
-    if not spec.moe_shared_expert_intermediate_size:
-        absent.add(RecomputeModule.SHARED_EXPERTS)
-    if not spec.multi_latent_attention:
-        absent.add(RecomputeModule.MLA_UP_PROJ)
-    return _bad_modules(request, absent, "the model has no such module")
-
-
-@_rule("recompute_moe_act", f"{_TC}:1214")
-def _recompute_expert_activation(request: LaunchRequest) -> Iterator[Violation]:
-    forbidden = set() if request.moe_grouped_gemm else {RecomputeModule.MOE_ACT}
-    return _bad_modules(request, forbidden, "it needs moe_grouped_gemm")
-
-
-@_rule("recompute_local", "tensor_parallel/random.py:592 (run)")
-def _recompute_local(request: LaunchRequest) -> Iterator[Violation]:
-    local = request.transformer_impl == "local"
-    forbidden = not_recomputed_locally(request.spec) if local else set()
-    return _bad_modules(request, forbidden, "the local layers cannot recompute it")
-
-
-@_rule("recompute_fp8", f"{_TC}:1242")
-def _recompute_fp8(request: LaunchRequest) -> Iterator[Violation]:
-    delayed = request.precision is Precision.FP8 and request.fp8_recipe == "delayed"
-    forbidden = {RecomputeModule.MOE_ACT, RecomputeModule.LAYERNORM} if delayed else set()
-    return _bad_modules(request, forbidden, "delayed scaling of fp8 cannot recompute it")
-
-
-@_rule("cuda_graph_recompute", f"{_TC}:1780-1822")
-def _recompute_graphed(request: LaunchRequest) -> Iterator[Violation]:
-    graphs, recompute = request.cuda_graphs, request.recompute
-    if graphs is None or graphs.allows_recompute(request.spec, recompute):
-        return
-    if recompute.method is None:
-        forbidden = graphs.without_modules(request.spec)
-        yield from _bad_modules(request, forbidden, "a captured CUDA graph cannot recompute it")
-        return
-    yield _broken(
-        "recompute_granularity",
-        "full",
-        f"{graphs.impl} CUDA graphs of layers hold no full recomputation; a graph of the "
-        "full iteration does",
-        "Free recompute, or change the graphs.",
-    )
-
-
-@_rule("cuda_graph_experts", "arguments.py:1158")
-def _experts_graphed(request: LaunchRequest) -> Iterator[Violation]:
-    graphs, ep = request.cuda_graphs, request.dims.expert_model_parallel_size
-    if graphs is not None and not graphs.allows_experts(ep, request.version):
-        yield _broken(
-            "expert_model_parallel_size",
-            ep,
-            "local CUDA graphs with expert parallelism need "
-            "--moe-pad-experts-for-cuda-graph-inference",
-            "Use 1, add that flag, or change the graphs.",
-        )
-
-
 @_rule("fp8_engine", "fp8_utils.py (run)")
 def _fp8_engine(request: LaunchRequest) -> Iterator[Violation]:
     precision = request.precision
@@ -326,20 +237,10 @@ def _fp8_engine(request: LaunchRequest) -> Iterator[Violation]:
         yield _broken(what, precision.value, limit, _ENGINE)
 
 
-@_rule("fp8_shapes", "Transformer Engine assert_dim_for_fp8_exec (run)")
-def _fp8_shapes(request: LaunchRequest) -> Iterator[Violation]:
-    number_format = format_of(request.precision, Fp8Recipe(request.fp8_recipe))
-    if number_format is None:
-        return
-    uneven = list(uneven_sides(request.spec, request.dims, number_format))
-    if uneven:
-        yield _broken(
-            "tensor_model_parallel_size",
-            request.dims.tensor_model_parallel_size,
-            f"{request.precision} matrices have sides of whole {number_format.sides}s; "
-            f"found {uneven}",
-            "Lower the tensor-parallel size.",
-        )
-
-
-RULES: tuple[Rule, ...] = (*DEGREE_RULES, *_launch_rules, *EXECUTION_RULES)
+RULES: tuple[Rule, ...] = (
+    *DEGREE_RULES,
+    *RECOMPUTE_RULES,
+    FP8_SHAPES,
+    *_launch_rules,
+    *EXECUTION_RULES,
+)

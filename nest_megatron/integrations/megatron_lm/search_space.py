@@ -20,14 +20,13 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     states_stages,
 )
 from nest_megatron.integrations.megatron_lm.packing import pipeline_limits
-from nest_megatron.integrations.megatron_lm.rules import not_recomputed_locally
 from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
 from nest_megatron.parallel.layout import parse_layout
 from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import PlanRequest
 from nest_megatron.planner.request import Offer
@@ -131,8 +130,10 @@ def kept_flags(job: Job, request: PlanRequest, config: PlanConfig) -> frozenset[
     return ours - replaced - freed_flags(job.free)
 
 
-_EXPERTS, _PIPELINE = "expert_model_parallel_size", "pipeline_model_parallel_size"
+_PIPELINE = "pipeline_model_parallel_size"
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
+_TENSOR, _EXPERT_TENSOR = "tensor_model_parallel_size", "expert_tensor_parallel_size"
+_ORDER = "use_tp_pp_dp_mapping"
 _LAYOUT = "pipeline_model_parallel_layout"
 
 
@@ -201,36 +202,66 @@ def _not_loadable(name: str, value: object, need: Requirement) -> UserInputError
 
 def _space(config: PlanConfig, job: Job, freed: frozenset[str]) -> SearchSpace:
     own, spec, stated = read_space(config), job.spec, _stated(job, freed)
-    if job.transformer_impl == "local":  # Megatron's own layers split no sequence, recompute less
-        limits = {"context_parallel_size": 1, **own.limits}
-        without = frozenset(not_recomputed_locally(spec))
-        own = dataclasses.replace(own, limits=limits, without_modules=without)
     if job.command is not None:
         own = _with_packs(own, job.command, stated)
     if not job.full_recompute:
         own = dataclasses.replace(own, full_recompute=False)
-    if job.graphs is not None:
-        own = _with_graphs(own, job, job.graphs, alone=not stated.get(_EXPERTS))
     fixed = {name: int(stated[name]) for name in DEGREES if stated.get(name) is not None}
+    if says_all := job.command is None and bool(job.stated):
+        fixed = {**_unset_degrees(spec, fixed, freed), **fixed}
     partition = _fixed_stages(spec, stated, fixed, freed)
     if partition is not None:
         pp = partition.pipeline_model_parallel_size
         fixed |= {_PIPELINE: pp, _VIRTUAL: partition.num_chunks // pp}
     else:
         virtual = _virtual(stated, fixed, spec)
+        if virtual is None and says_all and not freed.intersection(VIRTUAL_STAGES):
+            virtual = 1
         fixed |= {} if virtual is None else {_VIRTUAL: virtual}
+    even = says_all and partition is None and not freed.intersection(STAGE_OPTIONS)
     orders, recompute = own.rank_orders, own.recompute
-    if config.parallel.rank_order is None and stated.get("use_tp_pp_dp_mapping"):
-        orders = (RankOrder.TP_CP_EP_PP_DP,)
+    if config.parallel.rank_order is None and _ORDER not in freed:
+        if stated.get(_ORDER):
+            orders = (RankOrder.TP_CP_EP_PP_DP,)
+        elif says_all:
+            orders = (RankOrder.TP_CP_EP_DP_PP,)
     if recompute is None and not freed.intersection(RECOMPUTE):
-        recompute = job.recompute
+        recompute = job.recompute or (NO_RECOMPUTE if says_all else None)
     return dataclasses.replace(
         own,
         fixed={**fixed, **own.fixed},
         rank_orders=orders,
         recompute=recompute,
         partition=partition,
+        even_stages=own.even_stages or even,
+        sequence_parallel=not (says_all and _splits_nothing(job, fixed, freed)),
     )
+
+
+def _splits_nothing(job: Job, fixed: Mapping[str, int], freed: frozenset[str]) -> bool:
+    """Whether a recipe has tensor parallelism without sequence parallelism, and keeps it so.
+
+    It belongs to all degrees together, and has no name of its own among the choices.
+    """
+    if freed.intersection(DEGREES) - {"micro_batch_size"}:
+        return False
+    return fixed.get(_TENSOR, 1) > 1 and not job.stated.get("sequence_parallel")
+
+
+def _unset_degrees(
+    spec: TransformerSpec, fixed: Mapping[str, int], freed: frozenset[str]
+) -> dict[str, int]:
+    """Degrees that a recipe leaves at ``None`` and that stay, by Megatron's defaults.
+
+    Every field of a recipe is said; what is absent from a command is free.
+    """
+    experts = ["expert_model_parallel_size"] if spec.is_moe else []
+    names = [_TENSOR, _PIPELINE, "context_parallel_size", *experts]
+    kept = {name: 1 for name in names if name not in freed}
+    tp = {**kept, **fixed}.get(_TENSOR)
+    if spec.is_moe and _EXPERT_TENSOR not in freed and tp is not None:
+        kept[_EXPERT_TENSOR] = tp
+    return kept
 
 
 def _with_packs(space: SearchSpace, command: ReadCommand, stated: Mapping[str, Any]) -> SearchSpace:
@@ -239,19 +270,6 @@ def _with_packs(space: SearchSpace, command: ReadCommand, stated: Mapping[str, A
     if any(stated.get(name) for name in (_PIPELINE, *STAGE_OPTIONS, *VIRTUAL_STAGES)):
         return space
     return dataclasses.replace(space, limits={**limits, **space.limits})
-
-
-def _with_graphs(space: SearchSpace, job: Job, graphs: CudaGraphs, *, alone: bool) -> SearchSpace:
-    """What goes with CUDA graphs; ``alone``: the user states no expert-parallel size."""
-    limits = dict(space.limits)
-    if alone and not graphs.allows_experts(2, job.version):
-        limits[_EXPERTS] = 1
-    return dataclasses.replace(
-        space,
-        limits=limits,
-        without_modules=space.without_modules | graphs.without_modules(job.spec),
-        full_recompute=space.full_recompute and graphs.allows_full_recompute(),
-    )
 
 
 def _fixed_stages(

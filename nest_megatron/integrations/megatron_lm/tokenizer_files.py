@@ -7,19 +7,20 @@ the pieces of a SentencePiece model; neither transformers nor sentencepiece is n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from nest_megatron.documents import Limits, parse_json
 from nest_megatron.errors import UserInputError
-from nest_megatron.files import read_bytes, read_text
-from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
+from nest_megatron.files import expanded, read_bytes, read_text
+from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error, flag_of
 from nest_megatron.model.spec import ModelFamily
 
 _Values = Mapping[str, Any]
 _OLD = "0.16.1"
 _MOST_BYTES = 512 << 20
+_LIMITS = Limits(num_bytes=_MOST_BYTES, num_nodes=_MOST_BYTES // 8)
 #: ``len`` of transformers' AutoTokenizer (a:167, sft_tokenizer.py:42; b huggingface_tokenizer:345).
 _HUGGING_FACE = ("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer")
 _SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -95,7 +96,7 @@ def vocabulary_rows(values: _Values, tokenizer: str, version: str) -> tuple[int,
         return values.get("vocab_size") or _TIKTOKEN_ROWS, "--vocab-size of TikTokenizer"
     bert = tokenizer.startswith("BertWordPiece") and version == _OLD
     name = "vocab_file" if bert or tokenizer == "GPT2BPETokenizer" else "tokenizer_model"
-    path = Path(str(values.get(name) or "")).expanduser()
+    path = expanded(Path(str(values.get(name) or "")), flag_of(name))
     if not values.get(name) or not path.exists():
         return None
     found = _tokens(path, tokenizer, version, values, bert=bert)
@@ -170,12 +171,8 @@ def _contents(tokens: Any) -> Iterator[str]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(read_text(path, str(path), most=_MOST_BYTES))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, UserInputError):
-            raise
-        raise _refused(path, f"it is no readable JSON ({error})") from error
+    text = read_text(path, str(path), most=_MOST_BYTES)
+    found = parse_json(text, str(path), limits=_LIMITS)
     if not isinstance(found, dict):
         raise _refused(path, "it is no JSON object")
     return found

@@ -140,6 +140,7 @@ def _attention(spec: TransformerSpec) -> dict[str, object]:
         "no_rope_freq": _freq(spec.no_rope_freq),
         "attention_output_gate": spec.attention_output_gate,
         **_linear(spec),
+        **_sparse(spec),
         "multi_latent_attention": latent,
         **{name: getattr(spec, name) if latent else None for name in LATENT_SIZES},
     }
@@ -155,6 +156,16 @@ def _linear(spec: TransformerSpec) -> dict[str, object]:
     frequency = _freq(spec.linear_attention_freq or 1)
     variant = {"experimental_attention_variant": "gated_delta_net"}
     return {**variant, "linear_attention_freq": frequency, **sizes}
+
+
+def _sparse(spec: TransformerSpec) -> dict[str, object]:
+    if spec.experimental_attention_variant != "dsa":
+        return {}
+    sizes = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
+    return {
+        "experimental_attention_variant": "dsa",
+        **{name: getattr(spec, name) for name in sizes},
+    }
 
 
 def _freq(value: int | Sequence[int] | None) -> str | None:

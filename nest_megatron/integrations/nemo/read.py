@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 from collections.abc import Mapping
@@ -12,6 +13,13 @@ from nest_megatron.config.job import Job
 from nest_megatron.cost_model.target_defaults import NEMO, NEMO_LACKS
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.architecture import refuse_unplannable
+from nest_megatron.integrations.base_models import (
+    build_within,
+    hub_name,
+    is_here,
+    known_rows,
+    offline,
+)
 from nest_megatron.integrations.execution_fields import NEMO_LACKS_CALLBACK, ExecutionPlaces
 from nest_megatron.integrations.fields import (
     ABSENT,
@@ -219,7 +227,11 @@ def _vocabulary(recipe: Any, given: int | None) -> tuple[int, bool, tuple[str, .
     for holder in (recipe.model, recipe.data):
         tokenizer = value_or(holder, "tokenizer", None)
         if tokenizer is not None:
-            return _rows(tokenizer), False, ()
+            rows, notes = _rows(tokenizer)
+            return rows, False, notes
+    base = hub_name(find(recipe, "resume.restore_config.path"))
+    if base is not None and (found := known_rows(base)) is not None:
+        return found, False, (_of_base(base, found),)
     kind = class_names(recipe.data)[0]
     if kind == "MockDataModule" and "T5Model" in class_names(recipe.model):
         kind = "T5MockDataModule"
@@ -227,20 +239,39 @@ def _vocabulary(recipe: Any, given: int | None) -> tuple[int, bool, tuple[str, .
         rows = _MOCK_ROWS[kind]
         note = f"The recipe names no tokenizer; {rows} rows are assumed, as {kind} takes."
         return rows, False, (note,)
-    raise _no_vocabulary(kind, "the recipe names no tokenizer")
+    limit = "the recipe names no tokenizer"
+    if base is not None:
+        limit += f", and how many rows that of {base} has is not known"
+    raise _no_vocabulary(kind, limit)
 
 
-def _rows(tokenizer: Any) -> int:
-    """Rows of a tokenizer, which is built if it is not yet."""
-    if hasattr(tokenizer, "__fn_or_cls__"):
-        import fiddle
+def _rows(tokenizer: Any) -> tuple[int, tuple[str, ...]]:
+    """Rows of a tokenizer, which is built if it is not yet and can be, and what was assumed."""
+    if not hasattr(tokenizer, "__fn_or_cls__"):
+        return int(tokenizer.vocab_size), ()
+    import fiddle
 
-        try:
-            tokenizer = fiddle.build(tokenizer)
-        except Exception as error:
-            limit = f"the tokenizer cannot be built here ({type(error).__name__})"
-            raise _no_vocabulary(repr(tokenizer), limit) from error
-    return int(tokenizer.vocab_size)
+    names = (value_or(tokenizer, each, None) for each in ("pretrained_model_name", "model_name"))
+    name = next(filter(None, map(hub_name, names)), None)
+    is_cached = name is not None and is_here(name)
+    if name is not None and not is_cached and (known := known_rows(name)) is not None:
+        return known, (_of_base(name, known),)
+    try:
+        with offline() if is_cached else contextlib.nullcontext():
+            return int(build_within(lambda: fiddle.build(tokenizer)).vocab_size), ()
+    except TimeoutError as error:
+        limit = f"the tokenizer cannot be fetched ({error}; is there a network here?)"
+        raise _no_vocabulary(name or repr(tokenizer), limit) from error
+    except Exception as error:
+        limit = f"the tokenizer cannot be built here ({type(error).__name__})"
+        raise _no_vocabulary(name or repr(tokenizer), limit) from error
+
+
+def _of_base(name: str, rows: int) -> str:
+    return (
+        f"The vocabulary has {rows:,} rows, as {name} has; its tokenizer is not here. vocab_size= "
+        "says another number."
+    )
 
 
 def _no_vocabulary(value: str, limit: str) -> UserInputError:

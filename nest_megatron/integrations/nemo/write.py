@@ -28,7 +28,7 @@ from nest_megatron.integrations.nemo.read import (
     read_spec,
     turns_on_deepep,
 )
-from nest_megatron.integrations.recipe import batch_schedule
+from nest_megatron.integrations.recipe import batch_schedule, makes_stages_of
 from nest_megatron.integrations.restore import packed_sequence_size
 from nest_megatron.integrations.watching import STEPS
 from nest_megatron.parallel import plan_file
@@ -84,12 +84,13 @@ def _wanted(recipe: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     yield from _sequence(recipe, plan)
     fsdp, why = plan.parallel.use_megatron_fsdp, reason(plan, "use_megatron_fsdp")
     inside = f"{PATHS.ddp}."
+    layout = layout_fields(plan, PATHS, stages=not makes_stages_of(recipe, plan, PATHS))
     if isinstance(find(recipe, PATHS.ddp), str):  # it has no fields, and becomes an object
-        yield from (row for row in layout_fields(plan, PATHS) if not row[0].startswith(inside))
+        yield from (row for row in layout if not row[0].startswith(inside))
         why_ddp = "the plan's time counts on gradients and weights that travel beside the work"
         yield PATHS.ddp, _ddp_config(recipe, plan), why_ddp
     else:
-        yield from layout_fields(plan, PATHS)
+        yield from layout
         yield f"{inside}use_megatron_fsdp", fsdp, why
     yield "trainer.strategy.fsdp", "megatron" if fsdp else None, why
     yield from fields_beside(recipe, plan, PATHS, overlap_paths(recipe))

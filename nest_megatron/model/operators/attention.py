@@ -47,12 +47,12 @@ def attention_graph(
     """The first half of a decoder layer: norm, self-attention, residual.
 
     Raises:
-        UnplannableModelError: for sparse attention.
+        UnplannableModelError: for sparse attention of a hybrid model.
     """
-    if spec.experimental_attention_variant == "dsa" or "D" in spec.hybrid_layer_pattern:
-        what, limit = f"model {spec.name}: experimental_attention_variant", "its work is not known"
+    if "D" in spec.hybrid_layer_pattern:
+        what, limit = f"model {spec.name}: hybrid_layer_pattern", "its work is not known"
         fix = "nest-megatron models counts its parameters."
-        raise UnplannableModelError(what, value="dsa", limit=limit, fix=fix)
+        raise UnplannableModelError(what, value="D", limit=limit, fix=fix)
     layer = _latent_attention if spec.multi_latent_attention else _attention
     graph = layer(spec, shard, _attention_span(spec, shard, block))
     graph = dataclasses.replace(graph, input_bytes=shard.hidden_bytes(spec))
@@ -327,7 +327,56 @@ def _latent_attention(spec: TransformerSpec, shard: LayerShard, span: float) -> 
     )
     collectives = tuple(_latent_traffic(spec, shard))
     around = LayerGraph(operators=tuple(operators), collectives=collectives, saved_bytes=saved)
+    if spec.experimental_attention_variant == "dsa":
+        return around + _sparse_attention(spec, shard)
     return around + core_attention(spec, shard, span, query_dim, spec.v_head_dim, heads)
+
+
+def _sparse_attention(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+    """Latent attention behind the top-k of its indexer, as PyTorch runs it.
+
+    Heads share one key, as wide as the latent and its positions; scores outside the top-k are
+    masked, not left out. The indexer, whole on every tensor-parallel rank, scores all keys in 32
+    bits for each of its heads: written, passed through ReLU, weighed, summed, and made again in the
+    backward pass (``FusedDSAIndexerLoss``), which keeps its inputs and the indices of 8 bytes.
+
+    Source: 0.20 ``experimental_attention_variant/dsa.py``, ``dsa_kernel_backend`` none.
+    """
+    assert spec.dsa_indexer_n_heads is not None
+    assert spec.dsa_indexer_head_dim is not None
+    assert spec.dsa_indexer_topk is not None
+    heads, width = spec.dsa_indexer_n_heads, spec.dsa_indexer_head_dim
+    tokens, keys, part = shard.tokens(spec), spec.seq_length, Part.CORE_ATTENTION
+    scores, act = tokens * keys * heads, shard.activation_bytes
+    flops = 2.0 * scores * width
+    indexer = (
+        gemm(
+            shard,
+            "indexer_query",
+            part,
+            tokens,
+            spec.q_lora_rank or spec.hidden_size,
+            heads * width,
+        ),
+        gemm(shard, "indexer_key", part, tokens, spec.hidden_size, width),
+        gemm(shard, "indexer_weights", part, tokens, spec.hidden_size, heads),
+        Operator(
+            name="indexer_scores",
+            part=part,
+            kind=OperatorKind.GEMM,
+            flops=flops,
+            bytes_moved=6 * scores * FP32,
+            backward_flops=3 * flops,
+            backward_bytes_moved=12 * scores * FP32,
+            num_kernels=5,
+            has_weight=False,
+        ),
+    )
+    inputs = tokens * (heads * width + width + heads) * act
+    indices = tokens * min(spec.dsa_indexer_topk, keys) * 8
+    chosen = LayerGraph(operators=indexer, saved_bytes=((part, inputs + indices),))
+    key_dim = spec.kv_lora_rank + spec.qk_pos_emb_head_dim
+    return chosen + _unfused_attention(spec, shard, key_dim, spec.kv_lora_rank, keys)
 
 
 def _latent_traffic(spec: TransformerSpec, shard: LayerShard) -> Iterator[LayerCollective]:

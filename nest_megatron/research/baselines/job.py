@@ -9,7 +9,9 @@ from itertools import accumulate
 from typing import TypeVar
 
 from nest_megatron.cluster.records import NetworkLevel
+from nest_megatron.cost_model.device_memory import headroom_for, peak_error
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
@@ -18,6 +20,7 @@ from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recompute
 from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.planner.uncertain import allocatable
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.one_partition import judging
 from nest_megatron.solver.outcome import (
@@ -29,6 +32,7 @@ from nest_megatron.solver.outcome import (
 from nest_megatron.solver.ranking import SolvedGrid
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
+from nest_megatron.units import Bytes
 
 Option = TypeVar("Option")
 Boundaries = tuple[int, ...]
@@ -46,6 +50,8 @@ class ComparisonJob:
 
     Args:
         space: what our own search may choose among; a baseline restricts it further.
+        most_out_of_memory: largest chance to run out of memory with which a plan is taken, as of
+            our own (``PlanRequest.most_out_of_memory``).
         out_of_time: asked by exact searches; once true they stop with the best so far.
     """
 
@@ -53,6 +59,7 @@ class ComparisonJob:
     global_batch_size: int
     space: SearchSpace
     solve_stages: StageSolver
+    most_out_of_memory: float = 1.0
     out_of_time: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
@@ -80,8 +87,34 @@ class ComparisonJob:
         own = self.space.recompute
         return (NO_RECOMPUTE, FULL_RECOMPUTE) if own is None else (own,)
 
+    def capacity_bytes(self, grid: Grid) -> Bytes:
+        """The largest peak with which a grid is a plan: of the device, by the chance to run out."""
+        whole = self.model.capacity_bytes
+        if self.most_out_of_memory >= 1.0:
+            return whole
+        free = headroom_for(self.most_out_of_memory, peak_error(grid.zero))
+        return min(whole, int(allocatable(self.model, grid) * (1.0 - free)))
+
+    def problem(self, grid: Grid) -> PipelineProblem:
+        """The stage problem of a grid on the real cluster, under the limit of its memory."""
+        problem = stage_problem(self.model, grid)
+        return dataclasses.replace(problem, capacity_bytes=self.capacity_bytes(grid))
+
     def search(self, model: CostModel, space: SearchSpace) -> tuple[SolvedGrid | None, int]:
-        """The fastest plan of a space under a cost model, and how many candidates there are."""
+        """The fastest plan of a space under a cost model, and how many candidates there are.
+
+        Where it is too likely to run out of memory, plans that need less are searched.
+        """
+        found, candidates = self._search(model, space)
+        if found is None or self.priced(found) is not None:
+            return found, candidates
+        device, least = model.cluster.accelerator, self.capacity_bytes(found.grid)
+        taken = least + model.settings.memory_reserve_bytes
+        margin = max(model.settings.memory_margin, 1.0 - taken / device.memory_bytes)
+        found, _ = self._search(model.with_memory_margin(margin), space)
+        return found, candidates
+
+    def _search(self, model: CostModel, space: SearchSpace) -> tuple[SolvedGrid | None, int]:
         search = Search(
             model,
             self.global_batch_size,
@@ -104,8 +137,7 @@ class ComparisonJob:
             pipeline_model_parallel_size=grid.dims.pipeline_model_parallel_size,
         )
         judge = judging(self.solve_stages, partition)
-        problem = stage_problem(self.model, grid)
-        return solved(grid, judge(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT))
+        return solved(grid, judge(self.problem(grid), NO_THRESHOLD, DEFAULT_NODE_LIMIT))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

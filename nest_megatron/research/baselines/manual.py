@@ -26,7 +26,6 @@ from dataclasses import dataclass, fields
 from functools import cache
 
 from nest_megatron.cluster.records import Cluster, Precision
-from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.documents import packaged
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.grid import Grid
@@ -98,7 +97,7 @@ def _laid_out(job: ComparisonJob, grid: Grid, recompute: Recompute) -> SolvedGri
     boundaries = even_partition(job.model.spec, grid.dims.num_chunks)
     if boundaries is not None:
         return job.price(grid, boundaries)
-    found = job.solve_stages(stage_problem(job.model, grid), NO_THRESHOLD, DEFAULT_NODE_LIMIT)
+    found = job.solve_stages(job.problem(grid), NO_THRESHOLD, DEFAULT_NODE_LIMIT)
     return solved(grid, found)
 
 

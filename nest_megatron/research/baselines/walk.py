@@ -10,7 +10,7 @@ from functools import cache
 from typing import NamedTuple
 
 from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
-from nest_megatron.cost_model.stage_problems import stage_problem
+from nest_megatron.model.execution import Execution
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import Recompute
@@ -41,6 +41,7 @@ class PipelineShape(NamedTuple):
     virtual: int
     order: RankOrder
     zero: ZeroStage
+    execution: Execution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,7 @@ class Layouts:
         return self._priced(grid, boundaries or balanced_partition(spec, grid.dims.num_chunks))
 
     def _price(self, grid: Grid, boundaries: Boundaries) -> State:
-        one = joined(stage_problem(self.job.model, grid), boundaries)
+        one = joined(self.job.problem(grid), boundaries)
         found, missing = self._solve(one), 0
         if not found.boundaries:
             found = self._solve(dataclasses.replace(one, capacity_bytes=UNLIMITED))
@@ -146,7 +147,7 @@ def pipeline_of(grid: Grid) -> PipelineShape:
     """The rest of a grid."""
     dims = grid.dims
     stages, virtual = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
-    return PipelineShape(stages, virtual, dims.rank_order, grid.zero)
+    return PipelineShape(stages, virtual, dims.rank_order, grid.zero, grid.execution)
 
 
 def nearest(grids: Iterable[Grid], to: Grid) -> list[Grid]:

@@ -115,7 +115,7 @@ def read_instance(path: Path) -> Instance:
     Raises:
         UserInputError: for the first field that is missing or wrong, with its place.
     """
-    document = read_json(path, "instance", unique_keys=True)
+    document = read_json(path, "instance")
     file = from_plain(_File, document, source=_SOURCE)
     if not file.nodes:
         raise _wrong("nodes", {}, "there is no tensor degree in it")
@@ -268,7 +268,7 @@ def read_placement(
     Raises:
         UserInputError: for the first field that is missing, wrong, or no part of the instance.
     """
-    document, where = read_json(path, "placement", unique_keys=True), ""
+    document, where = read_json(path, "placement"), ""
     if isinstance(document, dict) and "output" in document:
         document, where = document["output"], "output"
     if isinstance(document, dict) and "stages" not in document and "p" in document:

@@ -17,13 +17,13 @@ from typing import NamedTuple, TypeVar
 
 from nest_megatron.cluster.communication import collective_time
 from nest_megatron.cluster.records import CollectiveKind
+from nest_megatron.cost_model.fsdp_memory import RankParameters, unsharded_bytes
 from nest_megatron.cost_model.keys import GroupPlaces
 from nest_megatron.cost_model.layer_cost import UnitTimes
 from nest_megatron.cost_model.memory import (
     WEIGHT_BYTES,
     capacity_bytes,
     static_bytes,
-    unsharded_bytes,
 )
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
@@ -152,9 +152,12 @@ class LayerPrices:
     ) -> tuple[tuple[Bytes, ...], Bytes]:
         choices, settings = self.job.choices, self.job.settings
         each = bytes_per_parameter(choices.memory, choices.optimizer, zero, degree, settings)
-        counts = [layer.parameters.total for layer in self.layers(strategy)]
-        gathered = 0 if self.is_paper else unsharded_bytes(max(counts), zero, settings)
-        return tuple(math.ceil(count * each) for count in counts), gathered
+        counts = [layer.parameters for layer in self.layers(strategy)]
+        largest = max(counts, key=lambda count: count.total)
+        rank = RankParameters((degree, degree), sum(counts, ParameterCount()), largest)
+        whole = unsharded_bytes(largest, rank, zero, settings, in_layer=True)
+        gathered = 0 if self.is_paper else whole
+        return tuple(math.ceil(count.total * each) for count in counts), gathered
 
     def _times(
         self, strategy: Strategy, shapes: StageGroupShapes, zero: ZeroStage, degree: int

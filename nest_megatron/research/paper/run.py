@@ -24,6 +24,7 @@ from nest_megatron.errors import OK, UserInputError, nearest
 from nest_megatron.files import require_folder, write_bytes
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import PlanRequest
+from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.charts import check_matplotlib, check_suffix, render
 from nest_megatron.report.console import show, show_json
 from nest_megatron.report.tables import EdgelessTable, figure_columns, name_columns, word_columns
@@ -106,7 +107,7 @@ def _plans(
     """A job by each of the planners."""
     size = "" if job.micro_batch_size is None else f", micro batch {job.micro_batch_size}"
     if sys.stderr.isatty():
-        print(f"{job.model} on {job.num_gpus} of {job.cluster}{size}", file=sys.stderr)
+        print_to_stderr(f"{job.model} on {job.num_gpus} of {job.cluster}{size}")
     others = [name for name in planners if name != NEST]
     return {each.name: _outcome(each) for each in compare(request_for(job, overrides), others)}
 
@@ -132,7 +133,8 @@ def request_for(job: PaperJob, overrides: Sequence[str] = ()) -> PlanRequest:
 
 def _request(model: str, cluster: str, num_gpus: int, overrides: Sequence[str]) -> PlanRequest:
     where = (f"model={model}", f"cluster={cluster}", f"cluster.num_gpus={num_gpus}")
-    return request_of(compose(parse([*where, *overrides])))
+    nominal = "search.objective=nominal"  # the paper's planners have no other
+    return request_of(compose(parse([*where, nominal, *overrides])))
 
 
 def _zero_plans(model: str, *, overrides: Sequence[str]) -> Iterator[tuple[str, str, str]]:

@@ -15,7 +15,7 @@ from nest_megatron.cost_model.target_defaults import TARGETS
 from nest_megatron.cost_model.targets import Target, fitted_values
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import UserInputError
-from nest_megatron.files import check_output, read_text, write_bytes, write_text
+from nest_megatron.files import check_output, expanded, read_text, write_bytes, write_text
 from nest_megatron.report.markdown import figure
 from nest_megatron.units import GIB
 from nest_megatron.validation import row_settings
@@ -100,7 +100,7 @@ def write_accuracy(
     Raises:
         UserInputError: without matplotlib, for unreadable notes, or a folder that is none.
     """
-    folder = folder.expanduser()
+    folder = expanded(folder, "--docs")
     if not folder.is_dir():
         raise UserInputError(
             "--docs",

@@ -57,6 +57,16 @@ MAIN = """
 
     main()
 """
+#: The same fields in other nodes: those of the model inside it, the micro batch with the data.
+NESTED = textwrap.dedent(GPT).replace("\nmodel:\n", "\nmodel:\n  megatron:\n")
+NESTED = "\n".join(
+    f"  {line}" if line.startswith("  ") and line != "  megatron:" else line
+    for line in NESTED.replace("  micro_batch_size: 4\n", "").splitlines()
+)
+NESTED += "\ndata: {micro_batch: 4}\n"
+NESTED_MAIN = MAIN.replace("model = cfg.model", "model = cfg.model.megatron").replace(
+    "model.micro_batch_size", "cfg.data.micro_batch"
+)
 #: What a user types beside the application.
 AUTO = ("+nest=auto", "nest.cluster=dgx_h100")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,17 @@ from nest_megatron.cli import main
 from nest_megatron.history import store
 from nest_megatron.history.records import Outcome
 from nest_megatron.parallel import plan_file
-from tests.integrations.hydra_app.apps import AUTO, GPT, MAIN, make_app, run_app, trained
+from tests.cli.runs import ROOT
+from tests.integrations.hydra_app.apps import (
+    AUTO,
+    GPT,
+    MAIN,
+    NESTED,
+    NESTED_MAIN,
+    make_app,
+    run_app,
+    trained,
+)
 
 #: Fields of NeMo that a plan sets.
 PLANNED = re.compile(r"_parallel_size|micro_batch_size|activations_checkpoint")
@@ -311,3 +322,85 @@ def test_a_watched_loop_is_in_the_history_and_in_the_audit(tmp_path: Path) -> No
     assert kept.launch.mode == "auto"
     without = run_app(script, *words)
     assert "no Hydra application was planned in this process" in without.err
+
+
+#: Sends its configuration to a process that knows no plan, as Ray does under verl.
+SENDING = """
+    import pickle, subprocess, sys
+    import hydra
+
+    CHILD = (
+        "import pickle, sys; from omegaconf import OmegaConf; "
+        "cfg = OmegaConf.to_container(pickle.loads(sys.stdin.buffer.read()), resolve=True); "
+        "print('TRAINS', cfg['model']['tensor_model_parallel_size'], cfg['size'], cfg['twice'])"
+    )
+
+    @hydra.main(version_base="1.3", config_path="conf", config_name="app")
+    def main(cfg):
+        sent = pickle.dumps(cfg)
+        done = subprocess.run([sys.executable, "-c", CHILD], input=sent, capture_output=True)
+        print(done.stdout.decode(), done.stderr.decode())
+
+    main()
+"""
+
+
+@pytest.mark.parametrize("many", [(), ("-m",)])
+def test_a_job_sends_its_configuration_to_another_process(
+    many: tuple[str, ...], tmp_path: Path
+) -> None:
+    config = (
+        GPT
+        + """
+    size: tp${nest:tensor_model_parallel_size}
+    twice: "${oc.decode:'[${nest:pipeline_model_parallel_size},2]'}"
+"""
+    )
+    words = ("hydra.run.dir=here", "hydra.sweep.dir=here", "hydra.sweep.subdir=.")
+    fixed = ("model.pipeline_model_parallel_size=2", *AUTO)
+    run = run_app(make_app(tmp_path, config, SENDING), *many, *words, *fixed)
+    plan = plan_file.read(tmp_path / "here" / "nest_plan.yaml")
+    tensor = str(plan.parallel.tensor_model_parallel_size)
+    assert trained(run) == [[tensor, f"tp{tensor}", "[2,", "2]"]], run.out + run.err
+    assert "${nest" not in (tmp_path / "here" / ".hydra" / "config.yaml").read_text()
+
+
+def commands_of(page: str, name: str) -> list[list[str]]:
+    """What a page's commands of an application say, but for the user's own words."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.startswith("python ") and name in line]
+    return [shlex.split(line.replace("<your overrides>", ""))[2:] for line in lines]
+
+
+def test_the_page_s_command_for_fields_elsewhere(tmp_path: Path) -> None:
+    (words,) = commands_of("users/hydra_application.md", "nest.root=")
+    script = make_app(tmp_path, NESTED, NESTED_MAIN)
+    run = run_app(script, *words, "nest.out=plan.yaml", "trainer.num_nodes=2")
+    plan = plan_file.read(tmp_path / "plan.yaml")
+    chosen, micro = plan.parallel, plan.train.micro_batch_size
+    tensor, pipeline = chosen.tensor_model_parallel_size, chosen.pipeline_model_parallel_size
+    assert trained(run) == [[*map(str, (tensor, pipeline, micro, chosen.sequence_parallel))]]
+    assert "  data.micro_batch = " in run.out
+    # what is typed is kept, and Hydra shows what would be trained with
+    look = ("--cfg", "job", "--resolve", "--package", "model.megatron")
+    typed = ("model.megatron.tensor_model_parallel_size=8", "trainer.num_nodes=2")
+    shown = run_app(script, *words, *typed, *look)
+    assert "tensor_model_parallel_size: 8" in shown.out, shown.err
+    assert "${" not in shown.out
+
+
+def test_a_group_file_that_only_says_the_root(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "hydra_apps.md").read_text(encoding="utf-8")
+    found = re.search(r"^```yaml\n# conf/nest/rooted.yaml\n(.*?)^```", text, re.M | re.S)
+    assert found is not None
+    config = NESTED.replace("data: {micro_batch: 4}", "data: {micro_batch: 1}")
+    config = config.replace("megatron:\n", "megatron:\n    micro_batch_size: 4\n")
+    main = NESTED_MAIN.replace("cfg.data.micro_batch", "model.micro_batch_size")
+    main = main.replace(
+        "model = cfg.model.megatron", "model = cfg.model.megatron; assert len(cfg.model) == 1"
+    )
+    script = make_app(tmp_path, config, main, rooted=found[1])
+    words = ("nest.cluster=dgx_h100", "trainer.num_nodes=2", "nest.out=plan.yaml")
+    run = run_app(script, "-m", "+nest=rooted", *words)
+    chosen = plan_file.read(tmp_path / "plan.yaml").parallel
+    assert [row[0] for row in trained(run)] == [str(chosen.tensor_model_parallel_size)], run.err

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
+import re
 import textwrap
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +26,9 @@ from nest_megatron.integrations.hydra.ranks import num_gpus
 from nest_megatron.integrations.hydra.read import read_app
 from nest_megatron.integrations.hydra.resolver import register
 from nest_megatron.integrations.hydra.view import view_of
+from nest_megatron.integrations.launched import values_report
 from nest_megatron.planner.pins import Pin, PinnedPlan, write_pinned
+from nest_megatron.report.console import show
 from nest_megatron.version import __version__
 from tests.cli.runs import ROOT
 from tests.integrations.hydra_app.apps import GPT
@@ -177,7 +182,7 @@ def test_what_it_leaves_open_is_said(searches: list[object]) -> None:
     [
         ("nest.fields.num_layer", "arch.depth", "Did you mean num_layers"),
         ("arch.num_query_group", 8, r"num_query_groups is not given\. Write num_query_groups"),
-        ("arch.mtp_use_repeated_layer", True, "layers that share their weights"),
+        ("arch.use_kitchen", True, "quantized layers"),
     ],
 )
 def test_misspelt_and_unplannable_fields_are_refused(path: str, value: object, said: str) -> None:
@@ -440,3 +445,51 @@ def test_a_field_that_would_change_the_plan_is_refused(path: str) -> None:
 def test_an_unread_field_may_stand_for_one_that_is_read() -> None:
     fields = {"nest__fields": {"kv_channels": "model.head_dim"}, "model__head_dim": 256}
     assert app_with(**fields).spec.kv_channels == 256
+
+
+def test_a_named_model_leaves_nothing_unsaid() -> None:
+    config = composed(
+        nest__model="llama3_8b",
+        model__encoder_seq_length=None,
+        actor={"param_offload": True, "grad_offload": False, "use_dynamic_bsz": True},
+        lora={"rank": 16, "alpha": 32},
+        rollout={"gpu_memory_utilization": 0.4},
+        nest__overrides={"train": {"sequence_length_mean": 900, "sequence_length_std": 300}},
+        trainer__num_nodes=1,
+    )
+    said = " ".join(plans.PLANS.of(config).notes)
+    for words in (
+        "sequences of 8,192 tokens are planned, as llama3_8b has them",
+        "actor.param_offload=true, actor.use_dynamic_bsz=true, lora.rank=16, "
+        "rollout.gpu_memory_utilization=0.4",
+        "lengths of data change no time of a step",
+    ):
+        assert words in said
+
+
+@pytest.mark.usefixtures("searches")
+def test_the_planning_job_takes_values_of_the_application(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NUM_GPUS", "16")
+    del_trainer = {"trainer": {"precision": "bf16-mixed"}}
+    config = composed(nest__num_gpus="${oc.env:NUM_GPUS}", nest__cluster="${machine}")
+    OmegaConf.update(config, "machine", "dgx_h100", force_add=True)
+    OmegaConf.update(config, "trainer", None)
+    OmegaConf.update(config, "trainer", del_trainer["trainer"])
+    assert num_gpus(view_of(config), {}) == 16
+    assert view_of(config).settings.cluster == "dgx_h100"
+    for wrong, words in (("${nest:num_gpus}", "asks for the plan"), ("${nowhere}", "nowhere")):
+        OmegaConf.update(config, "nest.num_gpus", wrong)
+        with pytest.raises(UserInputError, match=words):
+            view_of(config)
+
+
+def test_a_long_path_is_no_reason_to_break_a_value() -> None:
+    plan = plans.PLANS.of(composed()).plan
+    path = f"{'node.' * 18}tensor_model_parallel_size"
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        show(*values_report(plan, [(path, "recompute_everything", "why")], ["a note"]))
+    assert f"  {path} = recompute_everything\n      why\n" in out.getvalue()
+    assert re.search("MFU [0-9.]+ %", out.getvalue())

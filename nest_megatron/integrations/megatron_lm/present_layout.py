@@ -1,0 +1,227 @@
+"""The layout that a job runs today, as its flags or fields state it; why Megatron refuses one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from nest_megatron.cluster.records import Cluster
+from nest_megatron.config.compose import Composed
+from nest_megatron.config.job import Job
+from nest_megatron.config.target import read_execution
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_lm.attach import (
+    OF_THE_COMMAND_LINE,
+    is_blackwell,
+    layout_request,
+)
+from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
+from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zero
+from nest_megatron.integrations.megatron_lm.rules import first_broken
+from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
+from nest_megatron.model.execution import Execution
+from nest_megatron.parallel.dims import ParallelDims, RankOrder
+from nest_megatron.parallel.execution_rules import allowed_execution
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import is_uniform, uniform_partition
+from nest_megatron.parallel.policy import violations
+from nest_megatron.parallel.recompute import NO_RECOMPUTE, RecomputeGranularity
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.planner import PlanRequest
+from nest_megatron.planner.changes import Refusal
+from nest_megatron.planner.layouts import Layout, estimate_for
+from nest_megatron.solver.space import Present, SearchSpace
+
+_TP, _PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+_MICRO = "micro_batch_size"
+_DISPATCHER = "moe_token_dispatcher_type"
+
+
+def on_device(job: Job, cluster: Cluster) -> Job:
+    """A job with the settings that its recipe has on the devices of a cluster alone."""
+    if not (job.on_blackwell and is_blackwell(cluster.accelerator.name)):
+        return job
+    return dataclasses.replace(job, memory_flags={**job.memory_flags, **job.on_blackwell})
+
+
+def with_present_layout(request: PlanRequest, job: Job, composed: Composed) -> PlanRequest:
+    """A job's request with what runs today as a point of its space, where that may be kept.
+
+    It may where the job states a whole layout that Megatron launches, and nothing that is fixed, by
+    a setting, a checkpoint or a policy, forbids it.
+    """
+    try:
+        layout, asked = typed_layout(job, request, composed)
+    except UserInputError:  # such as no micro batch: it is no job that runs
+        return request
+    if refused := refusal(request, job, asked)(layout):
+        note = f"The present layout is no point of the search, Megatron refuses it: {refused}"
+        return dataclasses.replace(request, notes=(*request.notes, note))
+    if not _keeps_fixed(request, layout) or _breaks_policy(request, layout):
+        return request
+    present = Present(grid=layout.grid, partition=layout.partition)
+    space = _reaching(request.space, present, request.cluster)
+    return dataclasses.replace(request, present=present, space=space)
+
+
+def _sizes(grid: Grid) -> dict[str, int]:
+    flags = {name: size or 1 for name, size in grid.dims.flags().items()}
+    own = {"data_parallel_size": grid.dims.data_parallel_size, _MICRO: grid.micro_batch_size}
+    return {**flags, **own}
+
+
+def _keeps_fixed(request: PlanRequest, layout: Layout) -> bool:
+    """Whether a layout is one of the space but for its limits."""
+    grid, space = layout.grid, request.space
+    sizes = _sizes(grid)
+    own, zeros = layout.sharding or grid.zero.sharding, (*space.zero_stages, ZeroStage.NONE)
+    return (
+        all(sizes[name] == value for name, value in space.fixed.items())
+        and all(sizes[name] >= least for name, least in space.least.items())
+        and grid.zero in (zeros if grid.dims.data_parallel_size == 1 else space.zero_stages)
+        and own is (space.sharding or grid.zero.sharding)
+        and grid.dims.rank_order in space.rank_orders
+        and grid.recompute in (space.recompute or grid.recompute,)
+        and grid.sequence_parallel in (sizes[_TP] > 1 and space.sequence_parallel, False)
+        and layout.partition in (space.partition or layout.partition,)
+        and (not space.even_stages or is_uniform(request.spec, layout.partition))
+        and (not space.use_all_gpus or grid.dims.world_size == request.cluster.num_gpus)
+    )
+
+
+def _breaks_policy(request: PlanRequest, layout: Layout) -> bool:
+    if not request.policy:
+        return False
+    plan = estimate_for(request, layout.grid, layout.partition, sharding=layout.sharding)
+    return any(any(violations(plan, file)) for file in request.policy)
+
+
+def _reaching(space: SearchSpace, present: Present, cluster: Cluster) -> SearchSpace:
+    """A space with the sizes and the recomputation of what runs today.
+
+    A limit that the user has set holds for other layouts.
+    """
+    grid, recompute = present.grid, present.grid.recompute
+    free = {n: v for n, v in _sizes(grid).items() if n not in (*space.fixed, *space.limits)}
+    power = grid.micro_batch_size & (grid.micro_batch_size - 1) == 0
+    beyond = {
+        name: value
+        for name, value in free.items()
+        if not space.allows(name, value, cluster) or (name == _MICRO and not power)
+    }
+    is_full = recompute.granularity is RecomputeGranularity.FULL
+    is_tried = space.without_modules.isdisjoint(recompute.modules)
+    is_tried &= space.full_recompute or not is_full
+    own = recompute if is_tried else None
+    return dataclasses.replace(space, present=beyond, present_recompute=own)
+
+
+def typed_layout(job: Job, request: PlanRequest, composed: Composed) -> tuple[Layout, Execution]:
+    """A command's layout, and how its layers are asked to be carried out.
+
+    What is not typed is Megatron's default (``validate_args``): degrees of 1, one replica on the
+    GPUs that are left, nothing overlapped or divided.
+
+    Raises:
+        UserInputError: for degrees that do not multiply out to the GPUs or divide the batch, and
+            stages that Megatron does not build.
+    """
+    values, spec = job.values, request.spec
+    dims = _dims(job, request)
+    pp = dims.pipeline_model_parallel_size
+    stages = stated_partition(spec, values, pp) or uniform_partition(spec, pp)
+    virtual = stages.num_chunks // pp
+    zero = read_zero(values)
+    grid = Grid(
+        dims=dataclasses.replace(dims, virtual_pipeline_model_parallel_size=virtual),
+        global_batch_size=request.global_batch_size,
+        micro_batch_size=_micro_batch(values),
+        # Megatron turns it off where there is no tensor group
+        sequence_parallel=bool(values.get("sequence_parallel"))
+        and dims.tensor_model_parallel_size > 1,
+        recompute=read_recompute(values) or NO_RECOMPUTE,
+        zero=ZeroStage.NONE if zero is None else zero,
+    )
+    asked = _execution(job, request, composed)
+    grid = dataclasses.replace(grid, execution=allowed_execution(asked, grid))
+    settings = request.settings
+    if "cost.dp_overlap" not in composed.given:
+        settings = _overlapped(settings, values, grid.zero)
+    layout = Layout(settings=settings, grid=grid, partition=stages, sharding=job.sharding)
+    return layout, asked
+
+
+def _overlapped(settings: CostSettings, values: Mapping[str, Any], zero: ZeroStage) -> CostSettings:
+    """What hides of the traffic between replicas: what the flags have overlapped, and no more.
+
+    FSDP overlaps gradients by itself (0.16.1 megatron_fsdp.py:277).
+    """
+    if not values.get("overlap_grad_reduce") and not zero.is_fsdp:
+        return dataclasses.replace(settings, dp_overlap=0.0)
+    gathers = zero in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)
+    if not gathers or values.get("overlap_param_gather"):
+        return settings
+    traits = dataclasses.replace(settings.traits, overlap_param_gather=False)
+    return dataclasses.replace(settings, traits=traits)
+
+
+def refusal(request: PlanRequest, job: Job, asked: Execution | None = None) -> Refusal:
+    """Why Megatron refuses a layout of a command's job: the first rule, with its source.
+
+    Args:
+        asked: how layers are asked to be carried out, where not as the layout says.
+    """
+
+    def refused(layout: Layout) -> str:
+        grid = layout.grid
+        launched = layout_request(
+            request.spec,
+            grid,
+            layout.partition,
+            layout.settings,
+            sharding=layout.sharding or grid.zero.sharding,
+            execution=asked or grid.execution,
+            schedule=request.batch_schedule,
+            values=job.values,
+            version=job.version,
+        )
+        return first_broken(launched, but=() if job.command else OF_THE_COMMAND_LINE)
+
+    return refused
+
+
+def _dims(job: Job, request: PlanRequest) -> ParallelDims:
+    """The degrees that are typed, one virtual stage a rank; the GPUs that are left replicate."""
+    values = job.values
+    names = (_TP, _PP, "context_parallel_size", "expert_model_parallel_size")
+    degrees = {name: int(values.get(name) or 1) for name in names}
+    if request.spec.is_moe:
+        experts = values.get("expert_tensor_parallel_size")
+        degrees["expert_tensor_parallel_size"] = int(experts or degrees[_TP])
+    replica = degrees[_TP] * degrees[_PP] * degrees["context_parallel_size"]
+    gpus = request.cluster.num_gpus
+    if gpus % replica:
+        limit = f"tp * cp * pp must divide the {gpus} GPUs of the job (arguments.py:317)"
+        fix = "Change a degree, or say with cluster.num_gpus or the launcher how many GPUs run it."
+        raise UserInputError("tp * cp * pp", value=replica, limit=limit, fix=fix)
+    inner = values.get("use_tp_pp_dp_mapping")
+    order = RankOrder.TP_CP_EP_PP_DP if inner else RankOrder.TP_CP_EP_DP_PP
+    return ParallelDims(**degrees, data_parallel_size=gpus // replica, rank_order=order)
+
+
+def _micro_batch(values: Mapping[str, Any]) -> int:
+    if (micro := values.get("micro_batch_size")) is not None:
+        return int(micro)
+    limit, fix = "Megatron-LM does not start without it", "Add it to the command."
+    raise flag_error("micro_batch_size", None, limit, fix)
+
+
+def _execution(job: Job, request: PlanRequest, composed: Composed) -> Execution:
+    """As the flags say; of experts with the dispatcher that Megatron has where none is typed."""
+    own = job.values.get(_DISPATCHER) if request.spec.is_moe else None
+    own_flags = on_device(job, request.cluster).memory_flags
+    flags = {**own_flags, **({} if own is None else {_DISPATCHER: own})}
+    job = dataclasses.replace(job, spec=request.spec, memory_flags=flags)
+    return read_execution(composed.config, job, request.cluster.accelerator.name)

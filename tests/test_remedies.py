@@ -1,0 +1,156 @@
+"""Where nothing fits, what helps is tried, and told with the plan that it makes possible."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
+from nest_megatron.config.request import request_of
+from nest_megatron.deadline import Deadline
+from nest_megatron.integrations.typed_command import read_request
+from nest_megatron.parallel.objective import Objective
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.planner import NoPlan, PlanRequest, plan
+from nest_megatron.planner.request import MemoryOffer
+from nest_megatron.planner.shortage import no_plan
+from tests.cli.test_memory_verdicts import BASE
+from tests.integrations.commands import LLAMA3_8B
+
+JOB = ("model=llama3_8b", "cluster=dgx_h100", "train.global_batch_size=32")
+HOST = "--optimizer-cpu-offload --use-precision-aware-optimizer"
+STATES = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+GRADIENTS = "--grad-reduce-in-bf16"
+OFFLOADED = "--fine-grained-activation-offloading"
+FP8_WEIGHTS = "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather"
+
+
+def asked(*words: str) -> PlanRequest:
+    composed = compose(parse([*JOB, *words]))
+    return request_of(composed, choose_execution=True)
+
+
+def nothing(request: PlanRequest) -> NoPlan:
+    found = plan(request)
+    assert isinstance(found, NoPlan)
+    return found
+
+
+def changed_by(offer: MemoryOffer, request: PlanRequest) -> PlanRequest:
+    return dataclasses.replace(
+        request,
+        settings=offer.settings,
+        space=offer.space,
+        objective=Objective.NOMINAL,
+        remedies=False,
+        num_alternatives=0,
+        num_compared=1,
+    )
+
+
+def test_each_remedy_is_one_with_its_plan() -> None:
+    """Of the sets of changes those are told that no smaller one is part of."""
+    request = asked("cluster.num_gpus=2", "memory.margin=0.2")
+    offers = [o for o in request.memory_offers if OFFLOADED not in " ".join(o.words)]
+    request = dataclasses.replace(request, memory_offers=tuple(offers))
+    found = nothing(request)
+    number, *others = found.remedies
+    assert number.change == "cluster.num_gpus=4"
+    fits = {
+        offer.words: isinstance(plan(changed_by(offer, request)), ParallelPlan)
+        for offer in request.memory_offers
+    }
+    enough = [{*words} for words in fits if fits[words]]
+    minimal = [" ".join(w) for w in fits if fits[w] and not any(e < {*w} for e in enough)]
+    told = [each.change for each in others if each.change.startswith("--")]
+    assert 0 < len(told) <= 5
+    assert told == minimal[: len(told)]
+    assert told[0] == HOST
+    for remedy in (number, *others[: len(told)]):
+        assert remedy.iteration_time_s
+        assert 0 < (remedy.peak_memory_bytes or 0) <= found.capacity_bytes
+        assert remedy.layout in remedy.words()
+        assert " a step, " in remedy.words()
+
+
+def test_changes_are_tried_singly_and_together() -> None:
+    words = {offer.words for offer in asked().memory_offers}
+    singles = {word for each in words for word in each}
+    assert {HOST, STATES, GRADIENTS, FP8_WEIGHTS} < singles
+    assert any(each.startswith(OFFLOADED) for each in singles)
+    assert all((each,) in words for each in singles)
+    assert (STATES, GRADIENTS, FP8_WEIGHTS) in words
+    assert not any({HOST, STATES} <= {*each} for each in words)  # the host has them in float32
+    assert not any({HOST, FP8_WEIGHTS} <= {*each} for each in words)  # of delayed scaling alone
+    sizes = [len(offer.words) for offer in asked().memory_offers]
+    assert sizes == sorted(sizes)
+
+
+def test_a_job_is_offered_what_it_lacks_and_its_framework_has() -> None:
+    bridge = [word for o in asked("target=megatron_bridge_0.3").memory_offers for word in o.words]
+    assert not any("grad_reduce" in word for word in bridge)  # its recipes have it
+    assert "optimizer.optimizer_cpu_offload=True" in " ".join(bridge)
+    assert not any(word.startswith("--") for word in bridge)
+    _, request = read_request(
+        LLAMA3_8B, compose(parse(["cluster=dgx_h100"]), None), free=(), version="0.16.1"
+    )
+    words = {word for offer in request.memory_offers for word in offer.words}
+    assert GRADIENTS not in words
+    assert not any("fp8-param" in word for word in words)
+    _, request = read_request(
+        f"{BASE} --bf16", compose(parse(["cluster=dgx_h100"]), None), free=(), version="0.16.1"
+    )
+    (zero,) = (o for o in request.memory_offers if "ZeRO-3" in o.words[0] and len(o.words) == 1)
+    assert zero.words == ("ZeRO-2 or ZeRO-3 through Megatron-FSDP (--free use_megatron_fsdp)",)
+    assert zero.space.zero_stages == (ZeroStage.GRADIENTS, ZeroStage.WEIGHTS)
+    assert zero.space.version == request.space.version
+
+
+def test_the_number_of_gpus_is_answered_when_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a bound: all else ends with the clock."""
+    request = asked("cluster.num_gpus=1")
+    whole = nothing(request)
+    monkeypatch.setattr(Deadline, "passed", lambda *_: True)
+    cut = no_plan(request, request.cost_model(), whole.search, request.deadline(), lambda *_: None)
+    assert not cut.complete
+    assert cut.remedies[0].change == (
+        "cluster.num_gpus=2 at least, by the memory of weights and optimizer states"
+    )
+
+
+@pytest.mark.parametrize("fixed", [3, 6])
+def test_more_gpus_hold_whole_replicas_of_what_is_fixed(fixed: int) -> None:
+    found = nothing(
+        asked(
+            "model=llama3_70b",
+            "cluster.num_gpus=24",
+            f"parallel.pipeline_model_parallel_size={fixed}",
+            "parallel.recompute_granularity=none",
+            "train.global_batch_size=48",
+            "memory.margin=0.7",
+        )
+    )
+    change = found.remedies[0].change
+    assert change.startswith("cluster.num_gpus=")
+    assert int(change.split("=")[1]) % (8 * fixed) == 0
+
+
+@pytest.mark.slow
+def test_deepseek_v3_on_96_gpus() -> None:
+    """``verl-project/verl`` issue 3019: its optimizer on the host, or more nodes."""
+    found = nothing(
+        asked(
+            "model=deepseek_v3",
+            "cluster.num_gpus=96",
+            "train.global_batch_size=96",
+            "search.max_seconds=600",
+        )
+    )
+    assert found.complete
+    number, host, *_ = found.remedies
+    assert 96 < int(number.change.removeprefix("cluster.num_gpus=")) <= 192
+    assert host.change == HOST
+    assert host.iteration_time_s
