@@ -63,7 +63,8 @@ def run_by_bash(
         command, env=environment, cwd=cwd or folder, capture_output=True, timeout=600, check=False
     )
     calls = [path.read_text().splitlines() for path in folder.glob("called.*")]
-    return [call for call in calls if any("--num-layers" in word for word in call)]
+    trains = ("-num-layers", "--micro-batch-size", "--use-checkpoint-args")
+    return [call for call in calls if any(flag in word for word in call for flag in trains)]
 
 
 #: What launch scripts do. Each runs in a shell of its own of one script.

@@ -7,6 +7,7 @@ programs in the comparison writes its words down; ``PATH`` holds nothing else.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,11 @@ def scripts() -> list[str]:
     return sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.sh"))
 
 
+def without_numbers(words: list[str]) -> list[str]:
+    """Words of which some hold a random seed."""
+    return [re.sub(r"\d+", "0", word) for word in words]
+
+
 def launch_of(name: str, *args: str) -> ScriptLaunch | str:
     """A script's launch, or why there is none."""
     try:
@@ -52,12 +58,12 @@ def test_the_launch_is_the_one_that_bash_would_start(name: str, tmp_path: Path) 
     if isinstance(found, str):
         assert "launches no" in found or "jobs, and one is planned" in found
         return
-    if found.header:  # in plain bash nothing reads a batch script
+    if found.header or "modelopt" in name:  # plain bash reads no batch script, nor their settings
         return
     theirs = run_by_bash(EXAMPLES / name, ARGUMENTS, tmp_path, cwd=Path(HOME))
     at = next(n for n, word in enumerate(found.words) if "=" not in word)
-    ours = list(found.words[at:])
-    assert [Path(ours[0]).name, *ours[1:]] in theirs or "docker" in ours
+    ours = [Path(found.words[at]).name, *found.words[at + 1 :]]
+    assert without_numbers(ours) in map(without_numbers, theirs)
 
 
 @pytest.mark.parametrize("folder", READ)
