@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import Composed
-from nest_megatron.config.job import FreeParameters, Job, ReadCommand
+from nest_megatron.config.job import FreeParameters, Job, LaunchedRanks, ReadCommand
 from nest_megatron.config.request import read_cluster, read_spec
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.launchers import LaunchPlace
@@ -76,7 +76,26 @@ def read_typed(
         return job, read_cluster(composed.config)
     if job.num_gpus is None:
         job = _as_large_as_cluster(job, composed)
-    return job, read_cluster(composed.config, job.num_gpus)
+    cluster = read_cluster(composed.config, job.num_gpus)
+    return dataclasses.replace(job, notes=(*job.notes, *_node_notes(job, cluster))), cluster
+
+
+def _node_notes(job: Job, cluster: Cluster) -> Iterator[str]:
+    """What a launch with other nodes than the cluster's is told."""
+    ranks = LaunchedRanks() if job.command is None else job.command.ranks
+    node = _gpus_of_node(cluster)
+    if not ranks.num_ranks or not ranks.num_nodes or node is None:
+        return
+    each = ranks.num_ranks // ranks.num_nodes
+    if each > node or (each < node and ranks.num_nodes > 1):
+        yield (
+            f"The launcher starts {each} ranks on each of {ranks.num_nodes} nodes; those of "
+            f"{cluster.name} have {node} GPUs, and the plan takes whole nodes."
+        )
+
+
+def _gpus_of_node(cluster: Cluster) -> int | None:
+    return cluster.gpus_per_host or cluster.levels[0].num_devices
 
 
 def _as_large_as_cluster(job: Job, composed: Composed) -> Job:
@@ -142,8 +161,7 @@ def _place(composed: Composed, header: tuple[str, ...]) -> LaunchPlace:
     """Where a command is launched: from this process, on the cluster that is named."""
     gpus = None
     if composed.config.cluster is not None:
-        cluster = read_cluster(composed.config)
-        gpus = cluster.gpus_per_host or cluster.levels[0].num_devices
+        gpus = _gpus_of_node(read_cluster(composed.config))
     return LaunchPlace(environment=os.environ, header=header, gpus_per_node=gpus)
 
 
