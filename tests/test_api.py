@@ -207,7 +207,6 @@ def test_every_cluster_may_be_given_as_its_record(name: str) -> None:
     [
         ({"model": "llama3_8"}, ("model=llama3_8",)),
         ({"tensor_parallel": 8}, ("tensor_parallel=8",)),
-        ({"max_seconds": 5}, ("max_seconds=5",)),
         ({"tensor_model_parallel_size": 3}, ("parallel.tensor_model_parallel_size=3",)),
         ({"parallel": {"rank_order": "pp"}}, ("parallel.rank_order=pp",)),
         ({"micro_batch_size": "1,2"}, ("train.micro_batch_size=1,2",)),

@@ -12,7 +12,7 @@ from typing import Any
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import Composed
-from nest_megatron.config.job import FreeParameters, Job, ReadCommand
+from nest_megatron.config.job import FreeParameters, Job, LaunchedRanks, ReadCommand
 from nest_megatron.config.request import read_cluster, read_spec
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.dry_run.launch import (
@@ -84,7 +84,26 @@ def read_typed(
         return job, read_cluster(composed.config)
     if job.num_gpus is None:
         job = _as_large_as_cluster(job, composed)
-    return job, read_cluster(composed.config, job.num_gpus)
+    cluster = read_cluster(composed.config, job.num_gpus)
+    return dataclasses.replace(job, notes=(*job.notes, *_node_notes(job, cluster))), cluster
+
+
+def _node_notes(job: Job, cluster: Cluster) -> Iterator[str]:
+    """What a launch with other nodes than the cluster's is told."""
+    ranks = LaunchedRanks() if job.command is None else job.command.ranks
+    node = _gpus_of_node(cluster)
+    if not ranks.num_ranks or not ranks.num_nodes or node is None:
+        return
+    each = ranks.num_ranks // ranks.num_nodes
+    if each > node or (each < node and ranks.num_nodes > 1):
+        yield (
+            f"The launcher starts {each} ranks on each of {ranks.num_nodes} nodes; those of "
+            f"{cluster.name} have {node} GPUs, and the plan takes whole nodes."
+        )
+
+
+def _gpus_of_node(cluster: Cluster) -> int | None:
+    return cluster.gpus_per_host or cluster.levels[0].num_devices
 
 
 def _as_large_as_cluster(job: Job, composed: Composed) -> Job:
@@ -186,7 +205,7 @@ def _named_cluster(composed: Composed) -> Cluster | None:
 def _place(composed: Composed, launch: ScriptLaunch | None) -> LaunchPlace:
     """Where a command is launched: from this process or a script, on the cluster that is named."""
     cluster = _named_cluster(composed)
-    gpus = None if cluster is None else cluster.gpus_per_host or cluster.levels[0].num_devices
+    gpus = None if cluster is None else _gpus_of_node(cluster)
     if launch is None:
         return LaunchPlace(environment=os.environ, gpus_per_node=gpus)
     return LaunchPlace(environment=launch.environment, header=launch.header, gpus_per_node=gpus)

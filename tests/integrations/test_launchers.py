@@ -163,3 +163,17 @@ def test_size_of_a_described_cluster_is_taken_and_told(tmp_path: Path) -> None:
     assert "Nothing says how many ranks there are; cluster mine has 24 GPUs" in job.notes[-1]
     _, cluster = read_typed(f"torchrun {JOB}", composed([f"cluster={path}"]), version="0.16.1")
     assert cluster.num_gpus == 1
+
+
+def test_nodes_that_are_not_the_clusters_are_told() -> None:
+    words = ["cluster=dgx_h100"]
+    launch = "deepspeed --num_gpus 4 --num_nodes 4"
+    job, cluster = read_typed(f"{launch} {JOB}", composed(words), version="0.16.1")
+    assert cluster.num_gpus == 16
+    assert job.notes[-1] == (
+        "The launcher starts 4 ranks on each of 4 nodes; those of dgx_h100 have 8 GPUs, and the "
+        "plan takes whole nodes."
+    )
+    for launch in ("deepspeed --num_gpus 4", "torchrun --nnodes 2 --nproc-per-node 8"):
+        job, _ = read_typed(f"{launch} {JOB}", composed(words), version="0.16.1")
+        assert not any("whole nodes" in note for note in job.notes)
