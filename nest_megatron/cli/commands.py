@@ -166,8 +166,8 @@ def cli() -> None:
     """Plans for Megatron training jobs: the fastest layout on a cluster that is expected to fit.
 
     Exit codes: 0 done, 1 nothing is predicted to fit, 2 bad input, 3 time ended the
-    search before it had a plan, 10 to 15 a plan that is not as it was pinned or signed, 16
-    a policy forbids it, 70 a fault of ours, 130 interrupted.
+    search before it had a plan, or one within 10 % of the best, 10 to 15 a plan that is not
+    as it was pinned or signed, 16 a policy forbids it, 70 a fault of ours, 130 interrupted.
     """
 
 

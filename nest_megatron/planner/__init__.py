@@ -359,7 +359,7 @@ def _other_micro_batches(request: PlanRequest, searched: _Searched) -> Peaks:
     for size in (size for size in _MICRO_BATCHES if size <= most):
         narrow = dataclasses.replace(space, fixed={**space.fixed, name: size})
         more = _search_within(
-            dataclasses.replace(request, space=narrow),
+            dataclasses.replace(request, space=narrow, present=None),
             request.deadline(),
             model=searched.model,
             num_layouts=request.num_alternatives + 1,

@@ -34,10 +34,18 @@ def test_json() -> None:
 
 
 def test_table() -> None:
-    done = run(*JOB)
+    done = run(*JOB, "search.objective=nominal")
     assert (done.code, done.err) == (0, "")
     assert "Proven optimal in its space." in done.out
     assert "a step, most in" in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
+
+
+def test_a_plan_that_is_preferred_to_the_fastest_is_said_to_be() -> None:
+    done = run(*JOB)
+    assert (done.code, done.err) == (0, "")
+    assert "Preferred to the fastest of its space, " in done.out
+    assert "Runs out" in done.out
     assert max(map(len, done.out.splitlines())) <= 80
 
 

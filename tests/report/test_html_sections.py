@@ -109,7 +109,7 @@ def test_the_verdict_warns_of_a_plan_that_may_run_out_of_memory() -> None:
     said = "This layout more likely than not runs out of memory: the chance is 57 %. "
     assert f'class="verdict bad">{said}' in told_at(0.57, plan)
     ended = dataclasses.replace(plan, search=dataclasses.replace(plan.search, certificate="gap"))
-    assert told_at(0.05, ended).startswith('<p class="verdict warning">Time ran out')
+    assert told_at(0.05, ended).startswith('<p class="verdict warning">Search ended early')
 
 
 def test_what_runs_today_is_judged_by_the_same_chances() -> None:
