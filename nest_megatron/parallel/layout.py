@@ -236,7 +236,7 @@ def uneven_flags(spec: TransformerSpec, pp: int) -> str:
 
     A layout is none for the hybrid models of 0.16.1; 0.20 writes it into their pattern.
     """
-    layout = _LAYOUT_FLAG
+    layout = f"a layout ({_LAYOUT_FLAG}, parallel.{_LAYOUT})"
     if spec.hybrid_layer_pattern:
         layout = "| in --hybrid-layer-pattern (Megatron-LM 0.20)"
     middle = max(1, round(spec.num_layers / pp))
