@@ -11,10 +11,12 @@ import hydra
 import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobRuntime
 from hydra.version import getbase, setbase
 
 import nest_megatron
+from tests.cli.runs import run
 
 NUM_THREADS = 16
 MODEL = """\
@@ -93,3 +95,14 @@ def test_an_application_of_hydra_keeps_its_own() -> None:
     assert (JobRuntime.instance().get("name"), getbase()) == (name, base)
     assert set(ConfigStore.instance().repo) == entries
     assert hydra.compose("app").size == 3
+
+
+@pytest.mark.usefixtures("host")
+def test_a_sweep_inside_an_application_of_hydra(tmp_path: Path) -> None:
+    outer, name = GlobalHydra.instance().hydra, JobRuntime.instance().get("name")
+    words = ("model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=8,16", f"out={tmp_path}/out")
+    done = run("plan", "-m", *words, "parallel.tensor_model_parallel_size=8")
+    assert done.code == 0, done.err
+    assert GlobalHydra.instance().hydra is outer
+    assert JobRuntime.instance().get("name") == name
+    assert not HydraConfig.initialized()
