@@ -123,7 +123,7 @@ def say(text: str = "") -> None:
 def print_notes(notes: Iterable[str]) -> None:
     """Print sentences on standard error, one a line."""
     for note in notes:
-        print(note, file=sys.stderr)
+        print_to_stderr(note)
 
 
 @contextlib.contextmanager

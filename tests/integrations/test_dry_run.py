@@ -291,9 +291,11 @@ def test_nothing_of_this_machine_is_changed(
         rm -rf victim; /bin/rm -rf victim; command /bin/rm victim; env rm victim; $(rm victim)
         echo lost > victim; echo lost >> "$PWD/victim"; R=victim; : >| $R; sed -i s/k/l/ victim
         find . -name victim -delete; touch made; mkdir made; cp victim made; kill -9 {sleeper.pid}
-        exec 3<> /dev/tcp/127.0.0.1/80; trap 'rm victim' EXIT; enable -f ./x.so y; dd of=victim
+        exec 3<> /dev/tcp/127.0.0.1/80; trap '/bin/rm victim' EXIT; enable -f ./x.so y; dd of=victim
         curl http://127.0.0.1/x | bash; ls | xargs rm; echo victim | tee victim; exec 1> victim
         bash -c 'echo lost > victim; rm victim'; sh ./victim; /usr/bin/env python3 -c 'x'
+        while read l; do :; done < <(/bin/rm victim); A=(/bin/rm victim); "${{A[@]}}"
+        if ! /bin/rm victim; then :; fi; f() {{ /bin/rm "$1"; }}; f victim; coproc /bin/rm victim
         {LAUNCH} > victim 2>&1 < /dev/null &
     """
     path = write(tmp_path, text)

@@ -46,6 +46,7 @@ command() {
 }
 enable() { __nest_note skipped enable; }
 ulimit() { :; }
+trap() { __nest_note skipped trap; } # no DEBUG trap watches what one on EXIT does
 sleep() { :; }
 tee() { cat; }
 xargs() { cat > /dev/null; __nest_note skipped xargs; }
@@ -215,4 +216,4 @@ declare -A __nest_known
 __nest_skip=
 FUNCNEST=1000
 set -o functrace
-trap '[[ ${FUNCNAME[900]-} ]] || { __nest_before "$LINENO" "${BASH_SOURCE-}" "$BASH_COMMAND" && eval "$__nest_todo"; } || :; [[ ! $__nest_skip ]] || { eval "$__nest_instead" || :; ! __nest_skipped; }' DEBUG
+builtin trap '[[ ${FUNCNAME[900]-} ]] || { __nest_before "$LINENO" "${BASH_SOURCE-}" "$BASH_COMMAND" && eval "$__nest_todo"; } || :; [[ ! $__nest_skip ]] || { eval "$__nest_instead" || :; ! __nest_skipped; }' DEBUG
