@@ -64,6 +64,7 @@ LATER = {
     "encoder_stages",
     "encoder_zero",
     "hybrid_recompute",
+    "sparse_attention",
     "hybrid_stages",
     "hybrid_virtual_stages",
     "mamba_over_tp_and_cp",
