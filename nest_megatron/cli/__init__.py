@@ -17,8 +17,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 done, 1 nothing is predicted to fit, 2 bad input, 3 time ended the
-        search before it had a plan, or one within 10 % of the best, 10 to 15 a plan that is not as it was pinned or signed, 16 a
-        policy forbids it, 70 a fault of this program, 130 interrupted.
+        search before it had a plan, or one within 10 % of the best, 10 to 15 a plan that is not
+        as it was pinned or signed, 16 a policy forbids it, 70 a fault of this program, 130
+        interrupted.
     """
     # the interpreter was at work before a command of its own process came here
     begun_s = time.monotonic() - (time.process_time() if argv is None else 0.0)
