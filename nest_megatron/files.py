@@ -450,15 +450,24 @@ def _named_file(path: Path, mode: int) -> tuple[int, Path]:
         _remove_unlocked(name)
     with contextlib.suppress(OSError):
         descriptor = os.open(name, flags, mode)
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_nlink:  # nobody took it for one that was left
+        if _is_locked(descriptor) and os.fstat(descriptor).st_nlink:
             return descriptor, name
-        os.close(descriptor)
+        os.close(descriptor)  # another writer took it for one that was left
     while True:
         name = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
         with contextlib.suppress(FileExistsError):
             return os.open(name, flags, mode), name
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Lock a file, unless another has; where files cannot be locked nobody does."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _remove_unlocked(name: Path) -> None:

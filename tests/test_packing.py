@@ -96,6 +96,9 @@ def test_a_recipe_that_packs_asks_for_lengths_and_takes_them() -> None:
     recipe = nemo_recipe(catalogue.model("llama3_8b"), num_nodes=1, batch=128)
     recipe.data = FineTuningDataModule(packed_sequence_specs=PackedSequenceSpecs(8192))
     recipe.data.tokenizer = type("Tokenizer", (), {"vocab_size": 128256})()
+    model = recipe.model.config
+    model.recompute_granularity, model.recompute_method = "full", "uniform"
+    model.recompute_num_layers = 1
     settings = {"cluster": "dgx_h100", "keep": "all"}
     whole, _ = nemo.auto_recipe(recipe, overrides=("cluster.num_gpus=8",), **settings)
     packed, _ = nemo.auto_recipe(recipe, overrides=("cluster.num_gpus=8", *LENGTHS), **settings)

@@ -47,7 +47,8 @@ def test_every_assumption_of_the_cost_model_can_be_set() -> None:
 def test_nothing_said_is_the_planners_own_default() -> None:
     composed = compose(parse(SMALL))
     inputs, space = request_of(composed), read_space(composed.config)
-    request = dataclasses.replace(inputs, numeric_offers=(), notes=(), profile_notes=())
+    offers = {"numeric_offers": (), "memory_offers": ()}
+    request = dataclasses.replace(inputs, **offers, notes=(), profile_notes=())
     plain = PlanRequest(
         space=SearchSpace(version=DEFAULT_TARGET.megatron_core),
         spec=inputs.spec,

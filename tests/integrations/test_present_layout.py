@@ -79,8 +79,13 @@ def test_recomputation_that_is_not_tried_by_itself_is_added() -> None:
 
 def test_what_is_fixed_otherwise_is_no_present_layout() -> None:
     assert of_command(WORDS, "parallel.tensor_model_parallel_size=2").present is None
-    assert of_command(WORDS, "train.micro_batch_size=2").present is None
     assert of_command(WORDS.replace("--micro-batch-size 24 ", "")).present is None
+
+
+def test_a_setting_that_overrides_a_flag_is_what_runs_today() -> None:
+    present = of_command(WORDS, "train.micro_batch_size=2").present
+    assert present is not None
+    assert present.grid.micro_batch_size == 2
 
 
 def test_a_policy_holds_for_what_runs_today(
