@@ -137,6 +137,7 @@ def test_a_file_of_a_key_s_name_takes_its_place_nowhere(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     line = (signed.parent / "reviewer.pub").read_text().splitlines()[1]
+    Path(line).parent.mkdir(parents=True, exist_ok=True)  # base64 has slashes
     Path(line).write_bytes((signed.parent / "other.pub").read_bytes())
     assert verified(signed, line).code == 0
 
