@@ -41,7 +41,7 @@ engine() {
   $work/venv/bin/pip install --quiet --requirement $ours/engine.txt
   local site
   site=$($work/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
-  CPATH=$site/cudnn/include:$site/nccl/include:$site/cu13/include CUDNN_PATH=$site/cudnn \
+  CUDA_HOME=${CUDA_HOME:-/usr/local/cuda} CPATH=$site/cudnn/include:$site/nccl/include:$site/cu13/include CUDNN_PATH=$site/cudnn \
     NVTE_FRAMEWORK=pytorch NVTE_CUDA_ARCHS=90 PATH=$work/venv/bin:$PATH \
     $work/venv/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $work/wheels \
     $(sed -n 's/^# wheel: //p' $ours/engine.txt)
