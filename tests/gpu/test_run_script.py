@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,40 @@ def test_what_time_leaves_out_is_named(tmp_path: Path) -> None:
     on_a_gpu(tmp_path, "measure", str(out), "5", NEST_GPU_JOBS=str(small_jobs(tmp_path)))
     told = (out / "results.jsonl").read_text(encoding="utf-8").splitlines()[1:]
     assert {json.loads(line)["skipped"] for line in told[:-1]} == {"too little time is left"}
+
+
+def test_what_is_carried_is_installed_once(tmp_path: Path) -> None:
+    """Transformer Engine comes in several loads, which are parts of one archive."""
+    make_stub(tmp_path / "megatron")
+    carried, called = tmp_path / "carried", tmp_path / "called"
+    wheels, engine = carried / "base" / "wheels", tmp_path / "wheels"
+    wheels.mkdir(parents=True)
+    engine.mkdir()
+    (wheels / "ours.whl").touch()
+    (engine / "engine.whl").write_bytes(bytes(4096))
+    archive = tmp_path / "engine.tar"
+    with tarfile.open(archive, "w") as tar:
+        tar.add(engine, "wheels")
+    content = archive.read_bytes()
+    for number, part in enumerate((content[:2048], content[2048:]), start=1):
+        (carried / f"engine-{number}").mkdir()
+        (carried / f"engine-{number}" / "part").write_bytes(part)
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    python = f'[ "$2" = pip ] && echo "$@" >>{called} || exec {sys.executable} "$@"'
+    (programs / "python3").write_text(f"#!/bin/sh\n{python}\n", encoding="utf-8")
+    (programs / "python3").chmod(0o755)
+    path = os.pathsep.join((str(programs), os.environ["PATH"]))
+    for _ in range(2):
+        on_a_gpu(
+            *(tmp_path, "measure", str(tmp_path / "out"), "1", "--engine"),
+            PATH=path,
+            NEST_GPU_JOBS=str(small_jobs(tmp_path)),
+        )
+    first, second = called.read_text(encoding="utf-8").splitlines()
+    assert first.endswith(f" {wheels / 'ours.whl'}")
+    assert second.endswith(f" {carried / 'wheels' / 'engine.whl'}")
+    assert (carried / "wheels" / "engine.whl").stat().st_size == 4096
 
 
 def test_the_page_says_that_nothing_has_run(tmp_path: Path) -> None:
