@@ -98,6 +98,8 @@ def test_keep_forbids_single_choices() -> None:
 def test_nest_keep_is_search_keep() -> None:
     (setting,) = read_words(["+nest=auto", "nest.keep=[cp_comm_type]"]).job
     assert (setting.key, setting.value) == ("search.keep", "[cp_comm_type]")
+    (setting,) = read_words(["+nest=auto", "nest.keep=all"]).job
+    assert (setting.key, setting.value) == ("search.keep", "[all]")
 
 
 def test_a_dispatcher_is_chosen_only_where_its_package_is_known() -> None:

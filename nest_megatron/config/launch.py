@@ -87,7 +87,8 @@ def read_words(words: Iterable[str]) -> LaunchWords:
         text = text.removeprefix("nest.")
         key, equals, value = text.partition("=")
         if equals and key == "keep":  # short for search.keep, beside free
-            job.append(_job_setting(f"search.{text}"))
+            names = "[all]" if value == "all" else value
+            job.append(_job_setting(f"search.keep={names}"))
         elif equals and key in launch_keys():
             key = "watch.steps" if key == "watch" else key
             refuse_resolvers(f"nest.{key}", value)
