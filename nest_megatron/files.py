@@ -299,7 +299,7 @@ def read_opened(
 
 
 def _place_of(descriptor: int, path: Path) -> Path:
-    link = Path(f"/proc/self/fd/{descriptor}")
+    link = Path(f"{_OPEN_FILES}/{descriptor}")
     if not link.is_symlink():
         return path.resolve()
     if not os.fstat(descriptor).st_nlink:

@@ -214,6 +214,11 @@ class Cluster:
         return UserInputError("cluster.num_gpus", value=self.num_gpus, limit=limit, fix=fix)
 
     @property
+    def host_size(self) -> int | None:
+        """GPUs of a whole host; ``None`` where the description has no hosts."""
+        return self.gpus_per_host or self.levels[0].num_devices
+
+    @property
     def launch_gpus_per_host(self) -> int:
         """Processes that a launcher starts on one host."""
         return min(self.gpus_per_host or self.gpus_per_node, self.num_gpus)

@@ -138,7 +138,7 @@ _BY_NAME = {name: row for row in (*LAUNCHERS, _WRAPPER) for name in row.names}
 #: Variables that hold the number of all ranks.
 _WORLD = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL | re.ASCII)
 #: A variable, a command or a sum of the shell.
 _FILLED_IN = re.compile(r"[$`]")
 _TIMES = {"k": 1_000, "m": 1_000_000}  # Slurm's suffixes of numbers of nodes
@@ -212,6 +212,16 @@ def is_launcher(word: str) -> bool:
     return _BY_NAME.get(word.rpartition("/")[2], _WRAPPER) is not _WRAPPER
 
 
+def assignment(word: str) -> tuple[str, str] | None:
+    """The name and the value of ``NAME=value``; ``None`` for another word.
+
+    >>> assignment("A=1=2"), assignment("--lr=1")
+    (('A', '1=2'), None)
+    """
+    found = _ASSIGNMENT.fullmatch(word)
+    return (found[1], found[2]) if found else None
+
+
 @dataclass(frozen=True, slots=True)
 class _Value:
     """What an option or a variable says, its name, and the pattern of a count."""
@@ -252,12 +262,12 @@ class _Launch:
     """A launch that is read; what was assumed and what is not said is collected on the way."""
 
     def __init__(self, words: Sequence[str], place: LaunchPlace) -> None:
-        self._typed = dict(filter(None, map(_assignment, words)))
+        self._typed = dict(filter(None, map(assignment, words)))
         self._environment = {**place.environment, **self._typed}
         self._gpus_per_node = place.gpus_per_node
         self._notes: list[str] = []
         self._unsaid: list[str] = []
-        self._first = next((w for w in words if not _ASSIGNMENT.fullmatch(w)), "")
+        self._first = next((w for w in words if assignment(w) is None), "")
         self._parts = list(_parts(words))  # innermost first
         of_slurm = [said for launcher, said in self._parts if launcher is _SLURM]
         #: What Slurm is told, the nearest words first.
@@ -464,8 +474,3 @@ def _parts(words: Sequence[str]) -> Iterator[tuple[Launcher, dict[str, _Value]]]
         launcher = _BY_NAME[words[start].rpartition("/")[2]]
         if launcher is not _WRAPPER:
             yield launcher, _said(launcher, words[start + 1 : end])
-
-
-def _assignment(word: str) -> tuple[str, str] | None:
-    found = _ASSIGNMENT.fullmatch(word)
-    return (found[1], found[2]) if found else None

@@ -91,7 +91,7 @@ def read_typed(
 def _node_notes(job: Job, cluster: Cluster) -> Iterator[str]:
     """What a launch with other nodes than the cluster's is told."""
     ranks = LaunchedRanks() if job.command is None else job.command.ranks
-    node = _gpus_of_node(cluster)
+    node = cluster.host_size
     if not ranks.num_ranks or not ranks.num_nodes or node is None:
         return
     each = ranks.num_ranks // ranks.num_nodes
@@ -100,10 +100,6 @@ def _node_notes(job: Job, cluster: Cluster) -> Iterator[str]:
             f"The launcher starts {each} ranks on each of {ranks.num_nodes} nodes; those of "
             f"{cluster.name} have {node} GPUs, and the plan takes whole nodes."
         )
-
-
-def _gpus_of_node(cluster: Cluster) -> int | None:
-    return cluster.gpus_per_host or cluster.levels[0].num_devices
 
 
 def _as_large_as_cluster(job: Job, composed: Composed) -> Job:
@@ -205,7 +201,7 @@ def _named_cluster(composed: Composed) -> Cluster | None:
 def _place(composed: Composed, launch: ScriptLaunch | None) -> LaunchPlace:
     """Where a command is launched: from this process or a script, on the cluster that is named."""
     cluster = _named_cluster(composed)
-    gpus = None if cluster is None else _gpus_of_node(cluster)
+    gpus = None if cluster is None else cluster.host_size
     if launch is None:
         return LaunchPlace(environment=os.environ, gpus_per_node=gpus)
     return LaunchPlace(environment=launch.environment, header=launch.header, gpus_per_node=gpus)

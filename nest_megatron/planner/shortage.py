@@ -150,19 +150,20 @@ def no_plan(
         deadline: when it passes, what was found until then is told.
         find: looks for the plans that changes make possible.
     """
-    number = None
-    if request.remedies:
-        number = _fewest_gpus(request, deadline.part(_NUMBER_SHARE))
+    number = _fewest_gpus(request, deadline.part(_NUMBER_SHARE)) if request.remedies else None
     until = deadline.part(_NUMBER_SHARE)
     shortage = least_memory(_new_search(request, model, until), until.passed)
     is_complete = not until.passed()
     assert shortage is not None, "a legal space has a plan that needs least memory"
     missing = shortage.needed_bytes - model.capacity_bytes
-    remedies = [
-        *_of_number(request, number, deadline, find),
-        *_of_memory(request, deadline, find),
-        *_of_limits(request, missing, deadline, find),
-    ]
+    remedies = list(_of_capacity(request, missing))
+    if request.remedies:
+        remedies = [
+            *_of_number(request, number, deadline, find),
+            *_of_memory(request, deadline, find),
+            *_of_fixed(request, deadline, find),
+            *remedies,
+        ]
     return NoPlan(
         shortage=shortage,
         missing_bytes=missing,
@@ -213,7 +214,7 @@ def _of_number(
 def _of_memory(request: PlanRequest, deadline: Deadline, find: Find) -> Iterator[Remedy]:
     """The fewest changes of what memory holds, each set of them tried."""
     found: list[set[str]] = []
-    for offer in request.memory_offers if request.remedies else ():
+    for offer in request.memory_offers:
         if len(found) == _MOST_OF_MEMORY or deadline.passed():
             return
         changed = dataclasses.replace(request, settings=offer.settings, space=offer.space)
@@ -223,15 +224,17 @@ def _of_memory(request: PlanRequest, deadline: Deadline, find: Find) -> Iterator
             yield _remedy(" ".join(offer.words), changed, deadline, find)
 
 
-def _of_limits(
-    request: PlanRequest, missing: int, deadline: Deadline, find: Find
-) -> Iterator[Remedy]:
-    """What the user holds fixed, the margin, and larger GPUs."""
-    accelerator = request.cluster.accelerator
+def _of_fixed(request: PlanRequest, deadline: Deadline, find: Find) -> Iterator[Remedy]:
+    """What the user holds fixed or limits, all of it."""
     given = _given(request.space)
     freed = dataclasses.replace(request, space=_freed(request.space))
-    if request.remedies and given and _fits(freed, deadline):
+    if given and _fits(freed, deadline):
         yield _remedy(f"leave free what is fixed ({', '.join(given)})", freed, deadline, find)
+
+
+def _of_capacity(request: PlanRequest, missing: int) -> Iterator[Remedy]:
+    """The margin and larger GPUs, which take no search."""
+    accelerator = request.cluster.accelerator
     # A smaller margin, where less is missing than such predictions are wrong by.
     limit = capacity_bytes(accelerator, request.settings)
     margin = request.settings.memory_margin - missing / accelerator.memory_bytes

@@ -9,7 +9,13 @@ import pytest
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.launchers import LaunchPlace, header_options, launched_ranks
+from nest_megatron.integrations.dry_run.recorder import STANDS_FOR
+from nest_megatron.integrations.launchers import (
+    LAUNCHERS,
+    LaunchPlace,
+    header_options,
+    launched_ranks,
+)
 from nest_megatron.integrations.typed_command import read_typed
 
 NODE = LaunchPlace(gpus_per_node=8)
@@ -177,3 +183,15 @@ def test_nodes_that_are_not_the_clusters_are_told() -> None:
     for launch in ("deepspeed --num_gpus 4", "torchrun --nnodes 2 --nproc-per-node 8"):
         job, _ = read_typed(f"{launch} {JOB}", composed(words), version="0.16.1")
         assert not any("whole nodes" in note for note in job.notes)
+
+
+def test_a_dry_run_records_each_launcher_that_is_a_program_and_starts_ranks() -> None:
+    names = {name for launcher in LAUNCHERS for name in launcher.names}
+    modules = {
+        "torch.distributed.run",
+        "torch.distributed.launch",
+        "nvidia_resiliency_ext.fault_tolerance.launcher",
+        "deepspeed.launcher.runner",
+        "accelerate.commands.launch",
+    }
+    assert names - {*STANDS_FOR} == {*modules, "salloc"}  # salloc gives nodes, srun the ranks

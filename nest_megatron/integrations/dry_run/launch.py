@@ -14,6 +14,7 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.dry_run.recorder import SHELLS, WRAPPERS
 from nest_megatron.integrations.dry_run.run import MAX_SECONDS, DryRun, RecordedLaunch, dry_run
+from nest_megatron.integrations.launchers import assignment
 
 #: Programs, by a part of their path or module, whose model is not in their words.
 _UNREAD = {
@@ -23,7 +24,6 @@ _UNREAD = {
 }
 _SWIFT = "megatron is the program of ms-swift, whose models are not read"
 _SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 #: Flags of which a job that trains a model of Megatron's has one.
 _TRAINING = re.compile(
     r"--(num[-_]layers|hidden[-_]size|use-checkpoint-args|yaml-cfg|micro-batch-size|train-iters|"
@@ -77,7 +77,7 @@ def names_script(words: Sequence[str]) -> bool:
 def _first_program(words: Sequence[str]) -> str:
     """The first word that is no assignment and no program such as ``env`` before another."""
     for word in words:
-        if not _ASSIGNMENT.fullmatch(word) and word.rpartition("/")[2] not in WRAPPERS:
+        if assignment(word) is None and word.rpartition("/")[2] not in WRAPPERS:
             return word
     return ""
 
@@ -94,7 +94,7 @@ def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> Scrip
     Raises:
         UserInputError: for a script that is not there, that launches nothing or several jobs.
     """
-    rest = list(dropwhile(_ASSIGNMENT.fullmatch, words))
+    rest = list(dropwhile(assignment, words))
     variables = dict(word.partition("=")[::2] for word in words[: len(words) - len(rest)])
     if rest[0] in ("source", "."):
         rest = ["bash", *rest[1:]]

@@ -155,10 +155,10 @@ def _furnish(folder: Path, bash: str, cluster: Cluster | None) -> None:
     for name in READS:
         if (found := shutil.which(name)) is not None:
             (programs / name).symlink_to(found)
-    per_node = 8 if cluster is None else cluster.gpus_per_host or cluster.levels[0].num_devices
+    per_node = 8 if cluster is None else cluster.host_size or cluster.num_gpus
     settings = {
         "bash": bash,
-        "gpus_per_node": str(per_node or (cluster.num_gpus if cluster else 8)),
+        "gpus_per_node": str(per_node),
         "gpu": "GPU" if cluster is None else cluster.accelerator.name,
         "memory_mib": str(int(cluster.accelerator.memory_bytes) >> 20 if cluster else 0),
     }

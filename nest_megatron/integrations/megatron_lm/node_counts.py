@@ -42,7 +42,7 @@ def gpus_per_host(cluster: Cluster) -> int:
     Raises:
         UserInputError: for a cluster whose description has no hosts.
     """
-    size = cluster.gpus_per_host or cluster.levels[0].num_devices
+    size = cluster.host_size
     if size is None:
         limit = "its description does not say how many GPUs a host has"
         fix = "Describe a level of the node, or give gpus_per_host."

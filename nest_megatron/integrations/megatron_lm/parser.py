@@ -21,7 +21,13 @@ from typing import Any, NoReturn
 from nest_megatron.config.job import LaunchedRanks, ReadCommand
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.integrations.launchers import NOWHERE, LaunchPlace, is_launcher, launched_ranks
+from nest_megatron.integrations.launchers import (
+    NOWHERE,
+    LaunchPlace,
+    assignment,
+    is_launcher,
+    launched_ranks,
+)
 from nest_megatron.model.frequency import read_frequency
 from nest_megatron.parallel.rules import DEFAULT_VERSION
 
@@ -173,7 +179,6 @@ def _notes(unknown: tuple[str, ...], version: str) -> Iterable[str]:
             yield f"Megatron {version} has no flag {name}; it is passed on as it is."
 
 
-_ASSIGNMENT = re.compile(r"^([A-Za-z_][A-Za-z0-9_]*)=(.*)$", re.DOTALL)
 _SHELLS = ("bash", "sh")
 
 
@@ -200,7 +205,7 @@ def split_command(command: str | Sequence[str], place: LaunchPlace = NOWHERE) ->
     rest = words[len(leading) :]
     at, length = _find_script(rest)
     launcher = tuple(rest[:at])
-    environment = tuple(filter(None, map(_assignment, (*leading, *launcher))))
+    environment = tuple(filter(None, map(assignment, (*leading, *launcher))))
     return SplitCommand(
         environment=environment,
         launcher=launcher,
@@ -229,13 +234,8 @@ def _unwrap_shell(words: list[str]) -> list[str]:
     return words
 
 
-def _assignment(token: str) -> tuple[str, str] | None:
-    match = _ASSIGNMENT.match(token)
-    return (match.group(1), match.group(2)) if match else None
-
-
 def _leads(token: str) -> bool:
-    return _assignment(token) is not None or token in ("env", "export", "exec")
+    return assignment(token) is not None or token in ("env", "export", "exec")
 
 
 def _find_script(tokens: list[str]) -> tuple[int, int]:

@@ -33,15 +33,14 @@ def with_flags(command: ReadCommand, composed: Composed) -> ReadCommand:
     wanted = dict(_wanted(command, composed))
     if not wanted:
         return command
-    typed: dict[str | None, Option] = {
-        option.dest: option for option in options_of(command.argv, command.version)
-    }
+    options = tuple(options_of(command.argv, command.version))
+    typed: dict[str | None, Option] = {option.dest: option for option in options}
     changed = {
         dest: option for dest, option in wanted.items() if not _same(option, typed.get(dest))
     }
     removed = {_INSTEAD[dest] for dest in wanted if dest in _INSTEAD} & typed.keys() - wanted.keys()
     words: list[str] = []
-    for option in options_of(command.argv, command.version):
+    for option in options:
         if option.dest not in {*changed, *removed}:
             words += option.tokens
     for option in changed.values():
