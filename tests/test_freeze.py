@@ -1,0 +1,51 @@
+"""Plans, printed commands, arguments of launches and errors are what they were, to the digit."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from tests import freeze
+
+#: Planned in the default run; jobs of the other clusters take minutes.
+CLUSTER = "gb200_nvl72"
+digests = functools.cache(freeze.read)
+
+
+def is_slow(name: str) -> bool:
+    """Whether a row waits for the run at night."""
+    return name in freeze.JOBS and not name.endswith(CLUSTER)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if is_slow(name) else ())
+        for name in freeze.names()
+    ],
+)
+def test_nothing_has_changed(name: str) -> None:
+    digest, text = freeze.judge(name)
+    said = f"{text}\nIf it is meant: python -m tests.freeze --write --only 'NAME'"
+    assert digest == digests().get(name), said
+
+
+def test_every_row_is_of_something() -> None:
+    assert list(digests()) == freeze.names()
+
+
+def test_kinds_are_covered() -> None:
+    kinds = [name.partition(" ")[0] for name in freeze.names()]
+    assert kinds.count(freeze.ERRORS) >= 100
+    assert kinds.count(freeze.COMMANDS) >= 40
+    assert kinds.count(freeze.NAMESPACES) >= 10
+    errors = [row for name, row in digests().items() if name.startswith(freeze.ERRORS)]
+    assert {row.exit_code for row in errors}.isdisjoint({"0", "70"})
+
+
+def test_what_differs_from_run_to_run_is_masked() -> None:
+    text = "/x/plan.yaml of 2026-11-27T06:45:51+00:00, in 0.5 s with the kernel; 0123456789abcdef"
+    masked = freeze.masked(text, Path("/x"))
+    assert masked == "FOLDER/plan.yaml of DATE, in SECONDS with the kernel; HASH"
