@@ -141,7 +141,7 @@ def planned(
             spec=run.job.spec,
             cluster=world.cluster,
             settings=world.settings,
-            global_batch_size=run.prediction.grid.global_batch_size,
+            global_batch_size=run.prediction.layout.global_batch_size,
             space=space_of(run),
             max_seconds=seconds,
             objective=objective,
@@ -159,7 +159,7 @@ def chosen(run: Published, seconds: float) -> Chosen | None:
         return None
     told = run.prediction
     model = CostModel(run.job.spec, world.cluster, world.settings)
-    published = predictive(model, told.grid, told.partition, told.iteration_time_s)
+    published = predictive(model, told.layout, told.iteration_time_s)
     ours = _step(model, default)
     gain = probability_faster(ours, published, 1.0 - 1.0 / (1.0 + GAIN))
     risks = _risk(model, nominal), _risk(model, default)
@@ -167,14 +167,14 @@ def chosen(run: Published, seconds: float) -> Chosen | None:
 
 
 def _step(model: CostModel, found: ParallelPlan) -> Predictive:
-    return predictive(model, found.grid(), found.partition(), _seconds(found))
+    return predictive(model, found.layout, _seconds(found))
 
 
 def _risk(model: CostModel, found: ParallelPlan) -> float:
     """Chance that a plan runs out of memory in the world of a model."""
-    priced = estimate(model, found.grid(), found.partition())
+    priced = estimate(model, found.layout)
     peak = max(stage.peak_memory_bytes for stage in priced.stages)
-    return out_of_memory(model, found.grid(), found.partition(), peak)
+    return out_of_memory(model, found.layout, peak)
 
 
 def slower_pct(run: Published, world: World, best_s: float, found: ParallelPlan) -> float:
@@ -182,7 +182,7 @@ def slower_pct(run: Published, world: World, best_s: float, found: ParallelPlan)
     model = CostModel(run.job.spec, world.cluster, world.settings)
     if _risk(model, found) > 0.5:
         return math.inf
-    priced_s = estimate(model, found.grid(), found.partition()).iteration_time_s
+    priced_s = estimate(model, found.layout).iteration_time_s
     return 100.0 * (priced_s / best_s - 1.0)
 
 
@@ -211,7 +211,7 @@ def stands(each: Chosen, seconds: float) -> Iterator[Stand]:
             world=name,
             nominal_pct=slower_pct(each.run, world, _seconds(best), each.nominal),
             default_pct=slower_pct(each.run, world, _seconds(best), each.default),
-            layout_changes=best.grid().dims != each.nominal.grid().dims,
+            layout_changes=best.layout.dims != each.nominal.layout.dims,
         )
 
 
@@ -311,8 +311,8 @@ def _jobs(found: Sequence[Chosen]) -> Iterator[str]:
         (
             each.run.row["row_id"],
             job_name(each.run.row),
-            layout(each.run.prediction.grid),
-            layout(each.default.grid()),
+            layout(each.run.prediction.layout),
+            layout(each.default.layout),
             f"{each.given_up_pct:.1f}",
             " → ".join(f"{100 * risk:.0f}" for risk in each.risks),
             f"{each.predicted_gain_pct:+.1f}",

@@ -139,8 +139,7 @@ def estimated(
             trial.spec,
             cluster,
             settings,
-            layout.grid(trial.global_batch_size),
-            layout.partition(trial.spec),
+            layout.grid(trial.global_batch_size).with_stages(layout.partition(trial.spec)),
             times,
         )
         for layout in trial.layouts
@@ -169,7 +168,7 @@ def chosen(
 def same_layout(plans: Mapping[str, ParallelPlan], found: ParallelPlan) -> str | None:
     """The name of the layout that a plan is, if it is one of these."""
     for name, each in plans.items():
-        if each.parallel == found.parallel and each.train == found.train:
+        if each.layout == found.layout and each.train == found.train:
             return name
     return None
 

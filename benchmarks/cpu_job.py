@@ -12,7 +12,7 @@ from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recompute
 from nest_megatron.parallel.zero import ZeroStage
@@ -46,7 +46,7 @@ class Layout:
     recompute: Recompute = NO_RECOMPUTE
     layers: tuple[int, ...] = ()
 
-    def grid(self, global_batch_size: int) -> Grid:
+    def grid(self, global_batch_size: int) -> PartialLayout:
         """Its degrees and how it divides a batch."""
         chunks = max(1, len(self.layers))
         dims = ParallelDims(
@@ -55,7 +55,7 @@ class Layout:
             virtual_pipeline_model_parallel_size=chunks // self.pp,
             data_parallel_size=NUM_RANKS // (self.tp * self.pp),
         )
-        return Grid(
+        return PartialLayout(
             dims=dims,
             global_batch_size=global_batch_size,
             micro_batch_size=self.micro,

@@ -154,8 +154,8 @@ def _cells(outcome: Outcome) -> Iterator[tuple[str, ...]]:
 
 def describe(row: Row) -> str:
     """A layout in a few words."""
-    layout = row.plan.parallel.pipeline_model_parallel_layout
-    return describe_grid(row.plan.grid()) + (f", {layout}" if layout else "")
+    layout = row.plan.arguments["pipeline_model_parallel_layout"]
+    return describe_grid(row.plan.layout) + (f", {layout}" if layout else "")
 
 
 def as_text(outcome: Outcome) -> str:

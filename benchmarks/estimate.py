@@ -27,7 +27,7 @@ from nest_megatron.cost_model.pipeline import evaluate  # noqa: E402
 from nest_megatron.cost_model.settings import CostSettings  # noqa: E402
 from nest_megatron.cost_model.stage_problems import stage_problem  # noqa: E402
 from nest_megatron.parallel.dims import ParallelDims  # noqa: E402
-from nest_megatron.parallel.grid import Grid  # noqa: E402
+from nest_megatron.parallel.layout import PartialLayout  # noqa: E402
 from nest_megatron.parallel.partition import StagePartition  # noqa: E402
 from tests import catalogue  # noqa: E402
 
@@ -50,7 +50,7 @@ def one(num_microbatches: int, *, reference: bool) -> str:
     """One row, to be run in a process of its own so that the peak memory is its own."""
     cluster = catalogue.cluster("h100_spine_leaf", DIMS.world_size)
     model = CostModel(catalogue.model("llama3_1_405b"), cluster, CostSettings())
-    grid = Grid(
+    grid = PartialLayout(
         dims=DIMS,
         global_batch_size=DIMS.data_parallel_size * num_microbatches,
         micro_batch_size=1,
@@ -63,7 +63,7 @@ def one(num_microbatches: int, *, reference: bool) -> str:
     if reference:
         iteration = evaluate(problem, cut.boundaries, summarize_reference).iteration / 1e12
     else:
-        iteration = estimate(model, grid, cut).iteration_time_s
+        iteration = estimate(model, grid.with_stages(cut)).iteration_time_s
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     name = "reference" if reference else "estimate"
     return (

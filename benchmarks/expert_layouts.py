@@ -35,7 +35,7 @@ from benchmarks.expert_search import (  # noqa: E402
     published_runs,
 )
 from nest_megatron.files import write_text  # noqa: E402
-from nest_megatron.parallel.grid import Grid  # noqa: E402
+from nest_megatron.parallel.layout import PartialLayout  # noqa: E402
 from nest_megatron.validation.rows import Row  # noqa: E402
 
 #: A plan above this share of the memory that it may fill would not fit under a slightly larger
@@ -81,7 +81,7 @@ _NAMES = {
 }
 
 
-def words(grid: Grid) -> dict[str, str]:
+def words(grid: PartialLayout) -> dict[str, str]:
     """A layout by short names, what is 1 left out."""
     found = {short: str(getattr(grid.dims, name)) for name, short in _NAMES.items()}
     if grid.dims.expert_model_parallel_size == 1:
@@ -92,12 +92,12 @@ def words(grid: Grid) -> dict[str, str]:
     return found
 
 
-def layout(grid: Grid) -> str:
+def layout(grid: PartialLayout) -> str:
     """A layout in one cell."""
     return ", ".join(f"{name} {value}" for name, value in words(grid).items())
 
 
-def differences(theirs: Grid, ours: Grid) -> str:
+def differences(theirs: PartialLayout, ours: PartialLayout) -> str:
     """What our plan does differently."""
     left, right = words(theirs), words(ours)
     names = [*_NAMES.values(), "micro batch", "recompute"]
@@ -202,7 +202,7 @@ def _does_not_fit(found: Sequence[Compared]) -> Iterator[str]:
     for each in tight:
         told, row = each.published.prediction, each.published.row
         share = 100 * max(told.stage_memory) / told.capacity_bytes
-        yield f"| {row['row_id']} | {job_name(row)} | {layout(told.grid)} | {share:.0f} % |"
+        yield f"| {row['row_id']} | {job_name(row)} | {layout(told.layout)} | {share:.0f} % |"
     for each in nothing:
         yield f"| {each.published.row['row_id']} | {job_name(each.published.row)} | | no plan |"
     yield ""
@@ -250,8 +250,8 @@ def _differing(far: Iterable[Compared]) -> Iterator[str]:
         error = 100 * (run.prediction.iteration_time_s / run.measured_s - 1)
         assert each.best is not None
         yield (
-            f"| {run.row['row_id']} | {job_name(run.row)} | {layout(run.prediction.grid)} |"
-            f" {differences(run.prediction.grid, each.best)} | {each.ratio:.3f} |"
+            f"| {run.row['row_id']} | {job_name(run.row)} | {layout(run.prediction.layout)} |"
+            f" {differences(run.prediction.layout, each.best)} | {each.ratio:.3f} |"
             f" {each.even_ratio:.3f} | {error:+.0f} |"
             f" {100 * each.filled:.0f} | {savings(each)} |"
         )
@@ -267,7 +267,7 @@ def _changed(runs: Iterable[Published]) -> Iterator[str]:
     for layouts in in_other_layouts(runs):
         for run in layouts:
             yield (
-                f"| {run.row['row_id']} | {job_name(run.row)} | {layout(run.prediction.grid)} |"
+                f"| {run.row['row_id']} | {job_name(run.row)} | {layout(run.prediction.layout)} |"
                 f" {run.measured_s:.2f} | {run.prediction.iteration_time_s:.2f} |"
             )
     yield ""
@@ -279,7 +279,7 @@ def _agreeing(near: Iterable[Compared]) -> Iterator[str]:
     yield "|---|---|---|--:|"
     for each in near:
         run = each.published
-        grid = layout(run.prediction.grid)
+        grid = layout(run.prediction.layout)
         yield f"| {run.row['row_id']} | {job_name(run.row)} | {grid} | {each.ratio:.3f} |"
 
 
@@ -301,7 +301,7 @@ def main() -> None:
         text += "" if each.proven else " (time ran out)"
         print(f"{number}/{len(runs)} {run.row['row_id']} {job_name(run.row)}: {text}", flush=True)
         if each.best is not None and not each.is_near:
-            words = differences(run.prediction.grid, each.best)
+            words = differences(run.prediction.layout, each.best)
             print(f"    {words}: {savings(each)}; {100 * each.filled:.0f} % filled", flush=True)
     text = document(found, every, options.file.name, options.seconds)
     print(text.partition("\n## ")[0])

@@ -12,9 +12,9 @@ from pathlib import Path
 from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.stage_problems import stage_problem
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.layout import uniform_partition
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.stage_layout import uniform_partition
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace, divisors
@@ -61,7 +61,7 @@ class Compared:
     """
 
     published: Published
-    best: Grid | None
+    best: PartialLayout | None
     best_s: float
     saved: Mapping[str, float]
     filled: float
@@ -113,13 +113,13 @@ def in_other_layouts(runs: Iterable[Published]) -> list[list[Published]]:
     for run in runs:
         model = re.sub(r" \d\d\.\d\d$", "", run.row["model"])  # some tables name a release here
         key = (model, *(run.row.get(column, "") for column in JOB[1:-1]))
-        layouts, mine = jobs.setdefault(key, {}), str(_degrees(run.prediction.grid))
+        layouts, mine = jobs.setdefault(key, {}), str(_degrees(run.prediction.layout))
         if mine not in layouts or run.measured_s < layouts[mine].measured_s:
             layouts[mine] = run
     return [list(layouts.values()) for layouts in jobs.values() if len(layouts) > 1]
 
 
-def _degrees(grid: Grid) -> tuple[object, int]:
+def _degrees(grid: PartialLayout) -> tuple[object, int]:
     return grid.dims, grid.micro_batch_size
 
 
@@ -140,7 +140,7 @@ def _published(row: Row, book: ModelBook, predictor: Predictor) -> Published:
 
 def compared(run: Published, seconds: float) -> Compared:
     """Search the job of a published run for at most so many seconds."""
-    job, grid = run.job, run.prediction.grid
+    job, grid = run.job, run.prediction.layout
     model = CostModel(job.spec, job.cluster, job.settings)
     started = time.perf_counter()
     result = Search(
@@ -163,19 +163,19 @@ def compared(run: Published, seconds: float) -> Compared:
             proven=False,
         )
     best = result.plans[0]
-    pp = best.grid.dims.pipeline_model_parallel_size
+    pp = best.layout.dims.pipeline_model_parallel_size
     cut = StagePartition(boundaries=best.boundaries, pipeline_model_parallel_size=pp)
     theirs = estimate(
-        model, grid, measured_partition(job, stage_problem(model, job.grids[0]))
+        model, grid.with_stages(measured_partition(job, stage_problem(model, job.grids[0])))
     ).terms
-    ours = estimate(model, best.grid, cut)
+    ours = estimate(model, best.layout.with_stages(cut))
     return Compared(
         published=run,
-        best=best.grid,
-        best_s=to_seconds(iteration_ticks(stage_problem(model, best.grid), cut)),
+        best=best.layout,
+        best_s=to_seconds(iteration_ticks(stage_problem(model, best.layout), cut)),
         saved={name: theirs[name] - ours.terms[name] for name in theirs},
         filled=max(stage.peak_memory_bytes for stage in ours.stages) / ours.capacity_bytes,
-        uneven=job.spec.num_layers % best.grid.dims.num_chunks != 0,
+        uneven=job.spec.num_layers % best.layout.dims.num_chunks != 0,
         even_s=_best_even(run, model),
         proven=result.certificate.optimal,
     )
@@ -186,7 +186,7 @@ def _best_even(run: Published, model: CostModel) -> float:
 
     The published division counts too, so that the published layout is always among them.
     """
-    job, grid = run.job, run.prediction.grid
+    job, grid = run.job, run.prediction.layout
     cuts = [measured_partition(job, stage_problem(model, job.grids[0])), *_even_cuts(run)]
     times = [run.prediction.iteration_time_s]
     for cut in dict.fromkeys(cuts):
@@ -200,7 +200,7 @@ def _best_even(run: Published, model: CostModel) -> float:
 
 def _even_cuts(run: Published) -> Iterator[StagePartition]:
     layers, gpus = run.job.spec.num_layers, run.job.cluster.num_gpus
-    most = run.prediction.grid.dims.virtual_pipeline_model_parallel_size
+    most = run.prediction.layout.dims.virtual_pipeline_model_parallel_size
     for stages in divisors(gpus):
         for virtual in range(1, 1 + (max(12, most) if stages > 1 else 1)):
             if layers % (stages * virtual) == 0:
@@ -212,7 +212,7 @@ def space_of(run: Published) -> SearchSpace:
 
     Without the execution (dispatcher, overlaps) the search would be of another job than the run.
     """
-    dims = run.prediction.grid.dims
+    dims = run.prediction.layout.dims
     node = run.job.cluster.gpus_per_host or run.job.cluster.gpus_per_node
     tensor = max(min(node, 8), dims.tensor_model_parallel_size)
     return SearchSpace(
@@ -222,9 +222,9 @@ def space_of(run: Published) -> SearchSpace:
             "virtual_pipeline_model_parallel_size": max(
                 12, dims.virtual_pipeline_model_parallel_size
             ),
-            "micro_batch_size": max(8, run.prediction.grid.micro_batch_size),
+            "micro_batch_size": max(8, run.prediction.layout.micro_batch_size),
         },
         rank_orders=(dims.rank_order,),
-        zero_stages=(run.prediction.grid.zero,),
-        execution=run.prediction.grid.execution,
+        zero_stages=(run.prediction.layout.zero,),
+        execution=run.prediction.layout.execution,
     )

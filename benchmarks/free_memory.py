@@ -25,9 +25,9 @@ sys.path.insert(0, str(ROOT))
 from nest_megatron.config.compose import compose  # noqa: E402
 from nest_megatron.config.overrides import parse  # noqa: E402
 from nest_megatron.config.request import request_of  # noqa: E402
-from nest_megatron.parallel.layout import is_uniform  # noqa: E402
 from nest_megatron.parallel.objective import Objective  # noqa: E402
 from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
+from nest_megatron.parallel.stage_layout import is_uniform  # noqa: E402
 from nest_megatron.planner import PlanRequest, plan  # noqa: E402
 from nest_megatron.planner.request import TIE_PERCENT  # noqa: E402
 
@@ -88,11 +88,11 @@ def least_s(asked: PlanRequest, **space: object) -> float:
 
 def gains(asked: PlanRequest, found: ParallelPlan) -> tuple[float | None, float | None]:
     """What layouts that a plan needs gain, and more than ``MOST_VIRTUAL`` stages, in per cent."""
-    is_even, layout, virtual = is_uniform(asked.spec, found.partition()), None, None
+    is_even, layout, virtual = is_uniform(asked.spec, found.layout.partition), None, None
     limits = {**asked.space.limits, "virtual_pipeline_model_parallel_size": MOST_VIRTUAL}
     if not is_even:
         layout = 100 * (least_s(asked, even_stages=True) / least_s(asked) - 1)
-    if found.grid().dims.virtual_pipeline_model_parallel_size > MOST_VIRTUAL:
+    if found.layout.dims.virtual_pipeline_model_parallel_size > MOST_VIRTUAL:
         # Fewer stages that need a layout are no simpler than more that need none.
         fewer_s = least_s(asked, limits=limits, even_stages=is_even)
         virtual = 100 * (fewer_s / least_s(asked, even_stages=is_even) - 1)

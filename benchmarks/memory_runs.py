@@ -68,9 +68,9 @@ def _measured(runs: Iterable[PeakRun]) -> int:
 
 def _run(assessor: Assessor, job: RowJob, prior: PeakError, kind: str, error: float) -> PeakRun:
     told, model = assessor.predictor.predict(job), assessor.predictor.model(job)
-    peak = predicted_peak(model, told.grid, told.partition)
+    peak = predicted_peak(model, told.layout)
     peak = dataclasses.replace(peak, error=prior)
-    same = (model.spec, model.cluster.num_gpus, told.grid.global_batch_size, model.settings)
+    same = (model.spec, model.cluster.num_gpus, told.layout.global_batch_size, model.settings)
     return PeakRun(
         predicted=peak,
         bytes=round(peak.peak_bytes * math.exp(error)),

@@ -71,9 +71,7 @@ def blind(request: PlanRequest) -> ParallelPlan | None:
     )
     if not isinstance(found, ParallelPlan):
         return None
-    return estimate_plan(
-        request.spec, request.cluster, request.settings, found.grid(), found.partition()
-    )
+    return estimate_plan(request.spec, request.cluster, request.settings, found.layout)
 
 
 def oversubscription() -> Iterator[list[str]]:

@@ -108,7 +108,7 @@ def against_reference() -> None:
         found = plan(request)
         times[backend] = time.process_time() - started
         assert isinstance(found, ParallelPlan)
-        plans[backend] = (found.parallel, found.predicted, found.alternatives)
+        plans[backend] = (found.layout, found.predicted, found.alternatives)
         print(f"{backend.value:10} {times[backend]:9.3f} s CPU", flush=True)
     ratio = times[Backend.REFERENCE] / times[Backend.KERNEL]
     print(f"kernel {ratio:.0f} times faster; same plan: {len(set(map(repr, plans.values()))) == 1}")

@@ -30,7 +30,7 @@ from nest_megatron.cost_model.posterior import Observation, Posterior
 from nest_megatron.cost_model.shortlist import run_gains
 from nest_megatron.files import write_text
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.report.markdown import table
 from nest_megatron.research.baselines.autoconfigurator import row_for
@@ -133,7 +133,7 @@ def by_table(job: Job) -> int:
     """The same, those first that NeMo's AutoConfigurator has in its table."""
     row = row_for(job.spec, job.memory_bytes)
 
-    def in_table(grid: Grid) -> bool:
+    def in_table(grid: PartialLayout) -> bool:
         tensor, pipeline = _degrees_of(grid)[:2]
         low, high = row.pipeline
         least, most = row.model_parallel
@@ -146,16 +146,16 @@ def by_table(job: Job) -> int:
 
     key = sorted(
         job.layouts,
-        key=lambda each: (not in_table(each.candidate.solved.grid), *_degrees(each.candidate)),
+        key=lambda each: (not in_table(each.candidate.solved.layout), *_degrees(each.candidate)),
     )
     return runs_until(job, key)
 
 
 def _degrees(candidate: Candidate) -> tuple[int, ...]:
-    return _degrees_of(candidate.solved.grid)
+    return _degrees_of(candidate.solved.layout)
 
 
-def _degrees_of(grid: Grid) -> tuple[int, ...]:
+def _degrees_of(grid: PartialLayout) -> tuple[int, ...]:
     dims = grid.dims
     return (
         dims.tensor_model_parallel_size,
@@ -193,7 +193,7 @@ def sites(outcomes: Sequence[RowOutcome]) -> Iterator[SiteResult]:
     runs: dict[tuple[str, str], dict[object, list[Observation]]] = defaultdict(dict)
     for each in outcomes:
         if each.time and each.candidate:
-            row, grid = each.row, each.candidate.solved.grid
+            row, grid = each.row, each.candidate.solved.layout
             names = ("model", "n_gpus", "seq", "precision")
             job = (*(row.get(name, "") for name in names), grid.global_batch_size)
             found = Observation(predictive=each.candidate.step, step_s=each.time[1], job=job)

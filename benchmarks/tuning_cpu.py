@@ -217,7 +217,7 @@ def read_job(command: str, cluster: Path, num_layouts: int, profiles: Path) -> T
 
 def key_of(candidate: Candidate) -> str:
     """What a layout is called in the table."""
-    return digest([candidate.solved.grid, list(candidate.solved.boundaries)])
+    return digest([candidate.solved.layout, list(candidate.solved.layout.partition.boundaries)])
 
 
 def measure(job: TunedJob, candidate: Candidate, iterations: int, *, slowed: int | None) -> Trial:

@@ -4,7 +4,7 @@
 >>> plan = nest_megatron.plan(
 ...     model="llama3_8b", cluster="dgx_h100", num_gpus=16, global_batch_size=128
 ... )
->>> plan.parallel.tensor_model_parallel_size * plan.parallel.data_parallel_size
+>>> plan.layout.dims.tensor_model_parallel_size * plan.layout.dims.data_parallel_size
 16
 
 ``docs/api.md`` describes each name. Importing the package loads nothing else: a name loads what it

@@ -143,7 +143,7 @@ def test_an_estimate_for_a_framework_refuses_what_its_megatron_core_refuses(
 def test_a_release_that_cuts_the_last_uniform_group_prices_it() -> None:
     release: dict[str, Any] = {"target": "megatron_bridge_2026", "recompute_num_layers": 5}
     priced = nest_megatron.estimate(**NAMES, **JOB, **UNIFORM, **release)
-    assert priced.parallel.recompute_num_layers == 5
+    assert priced.arguments["recompute_num_layers"] == 5
 
 
 def test_a_command_is_planned_as_on_the_command_line(tmp_path: Path) -> None:
@@ -154,10 +154,10 @@ def test_a_command_is_planned_as_on_the_command_line(tmp_path: Path) -> None:
     found = nest_megatron.plan_command(script, **freed)
     told = run("plan", *words, "--", "bash", str(script)).json()
     assert lasting(found.to_dict()) == lasting(told)
-    assert found.placement.num_gpus == 16
+    assert found.layout.num_gpus == 16
     assert "--data-cache-path" in found.to_megatron_args()
     text = COMMAND + "--our-own 1"
-    assert nest_megatron.plan_command(text, num_gpus=16, **freed).parallel == found.parallel
+    assert nest_megatron.plan_command(text, num_gpus=16, **freed).layout == found.layout
     with pytest.raises(UserInputError, match="no such flag"):
         nest_megatron.plan_command(text, num_gpus=16, strict=True, **freed)
     with pytest.raises(UserInputError, match="nowhere"):
@@ -242,7 +242,7 @@ def test_gemma_3_is_planned_where_it_is_built() -> None:
     with pytest.raises(NestError, match=r"norm_placement.*Megatron-LM 0.16.1 cannot build"):
         nest_megatron.plan(**job)
     staged = {**job, "target": "nemo_2.7", "pipeline_model_parallel_size": 2}
-    found = nest_megatron.plan(**staged).record.parallel
+    found = nest_megatron.plan(**staged).layout
     assert found.virtual_pipeline_model_parallel_size is None
     with pytest.raises(UserInputError, match="refuses virtual stages"):
         nest_megatron.plan(**staged, virtual_pipeline_model_parallel_size=2)
@@ -284,9 +284,9 @@ def test_words_that_people_guess() -> None:
     keywords = {"tp": 2, "pp": 1, "dp": 8, "mbs": 1, "zero": 1, "max_seconds": 20, "gpus": 16}
     texts = ["train.seq_length=4096", "train.global_batch_size=64", "search.num_alternatives=0"]
     found = nest_megatron.plan(**NAMES, **keywords, overrides=texts)
-    assert found.parallel.tensor_model_parallel_size == 2
-    assert found.parallel.data_parallel_size == 8
-    assert (found.train.micro_batch_size, found.train.global_batch_size) == (1, 64)
+    assert found.layout.dims.tensor_model_parallel_size == 2
+    assert found.layout.dims.data_parallel_size == 8
+    assert (found.layout.micro_batch_size, found.layout.global_batch_size) == (1, 64)
     assert found.model.seq_length == 4096
     with pytest.raises(AttributeError, match=r"nest_megatron.load_plan\(path\).apply\(recipe\)"):
         _ = nest_megatron.apply_plan  # type: ignore[attr-defined]

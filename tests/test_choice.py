@@ -22,9 +22,9 @@ from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.launched import launched_report
 from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.layout import is_uniform
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.stage_layout import is_uniform
 from nest_megatron.planner import PlanRequest, plan
 from nest_megatron.planner import choice as choosing
 from nest_megatron.planner.choice import Candidate, choose_plan, worth_comparing
@@ -102,8 +102,8 @@ def test_nominal_is_what_the_search_proves(model: str, num_gpus: int) -> None:
     best = planned(model, num_gpus, Objective.NOMINAL)
     _, result = searched(model, num_gpus)
     assert best.search.certificate == "optimal"
-    assert best.grid() == result.plans[0].grid
-    assert best.partition().boundaries == result.plans[0].boundaries
+    assert best.layout == result.plans[0].layout
+    assert best.layout.partition.boundaries == result.plans[0].layout.partition.boundaries
     assert best.choice is None
 
 
@@ -116,7 +116,7 @@ def test_the_fastest_stands_beside_the_plan(
     taken = planned(model, num_gpus, objective)
     assert taken.choice is not None
     assert taken.choice.objective is objective
-    if taken.grid() == nominal.grid() and taken.partition() == nominal.partition():
+    if taken.layout == nominal.layout and taken.layout.partition == nominal.layout.partition:
         assert taken.search.certificate == "optimal"
         return
     fastest = taken.alternatives[0]
@@ -136,8 +136,8 @@ def test_the_fastest_stands_beside_the_plan(
 def test_the_fastest_stands_there_however_few_runners_up_are_asked_for() -> None:
     many = planned("llama3_70b", 64, Objective.EXPECTED)
     none = found(request(num_alternatives=0))
-    assert none.grid() == many.grid()
-    assert none.partition() == many.partition()
+    assert none.layout == many.layout
+    assert none.layout.partition == many.layout.partition
     assert none.alternatives == many.alternatives[:1]
 
 
@@ -205,11 +205,11 @@ def test_memory_that_is_of_no_use_breaks_no_tie() -> None:
 
 def test_what_a_plan_changes_of_the_users_settings_is_counted() -> None:
     taken = chosen("llama3_70b", 64)
-    dims = taken.plan.grid.dims
+    dims = taken.plan.layout.dims
     own = {
         "tensor_model_parallel_size": dims.tensor_model_parallel_size,
         "pipeline_model_parallel_size": dims.pipeline_model_parallel_size,
-        "micro_batch_size": taken.plan.grid.micro_batch_size,
+        "micro_batch_size": taken.plan.layout.micro_batch_size,
         "train_iters": 10,
     }
     same = chosen("llama3_70b", 64, own=own)
@@ -263,12 +263,12 @@ def test_neighbours_are_plans_of_the_space(model: str, num_gpus: int) -> None:
     assert best not in others
     assert others
     for each, peak in {best: peak_of(grids, best), **others}.items():
-        answer = evaluate(stage_problem(cost, each.grid), each.boundaries)
+        answer = evaluate(stage_problem(cost, each.layout), each.layout.partition.boundaries)
         assert answer.iteration == each.iteration <= slowest
         assert answer.fits
         assert max(rank.total for rank in answer.memory) == peak
         assert each.iteration >= best.iteration
-        family = dataclasses.replace(each.grid, recompute=best.grid.recompute)
+        family = dataclasses.replace(each.layout, recompute=best.layout.recompute)
         assert family.dims.world_size == num_gpus
 
 
@@ -279,8 +279,8 @@ def test_even_stages_are_taken_where_they_cost_less_than_the_tie() -> None:
         spec=spec, cluster=catalogue.cluster("dgx_a100", 512), global_batch_size=1536
     )
     nominal = found(dataclasses.replace(asked, objective=Objective.NOMINAL))
-    assert not is_uniform(spec, nominal.partition())
-    assert is_uniform(spec, found(asked).partition())
+    assert not is_uniform(spec, nominal.layout.partition)
+    assert is_uniform(spec, found(asked).layout.partition)
 
 
 def test_a_runner_up_is_the_one_of_the_list() -> None:
@@ -447,7 +447,7 @@ def test_a_layout_is_needed_only_where_it_gains_more_than_the_tie() -> None:
     assert best is not None
     assert simple is not None
     taken = found(asked)
-    needs_layout = not is_uniform(asked.spec, taken.partition())
+    needs_layout = not is_uniform(asked.spec, taken.layout.partition)
     assert needs_layout == (simple.value_s > 1.01 * best.value_s)
 
 

@@ -25,7 +25,6 @@ from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.model.execution import Execution, FlexBackend, GraphImpl, TokenDispatcher
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS, execution_argv
-from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.knobs import (
     KNOBS,
     KnobConditions,
@@ -35,9 +34,10 @@ from nest_megatron.parallel.knobs import (
     open_values,
     unknown_packages,
 )
-from nest_megatron.parallel.layout import uniform_partition
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.numeric_knobs import MEMORY_KNOBS, NUMERIC_KNOBS
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.stage_layout import uniform_partition
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import estimate_plan, plan
 from tests import catalogue
@@ -79,16 +79,16 @@ def flags_of(found: ParallelPlan) -> dict[str, Any]:
 def test_a_plan_writes_how_its_layers_were_priced() -> None:
     found = planned()
     flags = flags_of(found)
-    assert found.execution.moe_permute_fusion
-    assert found.execution.tp_comm_overlap
-    assert execution_of(flags) == found.execution
+    assert found.layout.execution.moe_permute_fusion
+    assert found.layout.execution.tp_comm_overlap
+    assert execution_of(flags) == found.layout.execution
     assert found.search.certificate in ("optimal", "chosen")
 
 
 def test_keep_forbids_single_choices() -> None:
     free, kept = planned(), planned("search.keep=[tp_comm_overlap,moe_permute_fusion]")
-    assert not kept.execution.tp_comm_overlap
-    assert not kept.execution.moe_permute_fusion
+    assert not kept.layout.execution.tp_comm_overlap
+    assert not kept.layout.execution.moe_permute_fusion
     assert "--tp-comm-overlap" not in kept.launch[LAUNCHER].argv
     assert kept.predicted.iteration_time_s > free.predicted.iteration_time_s
     none = planned("search.keep=[all]")
@@ -182,10 +182,10 @@ SMALL_STEP = (
 
 def test_graphs_are_captured_where_the_host_is_slower_than_the_device() -> None:
     found = planned(*SMALL_STEP)
-    assert found.execution.cuda_graph_impl is GraphImpl.TRANSFORMER_ENGINE
+    assert found.layout.execution.cuda_graph_impl is GraphImpl.TRANSFORMER_ENGINE
     assert found.launch[LAUNCHER].environment["NCCL_GRAPH_REGISTER"] == "0"
     kept = planned(*SMALL_STEP, "search.keep=[cuda_graphs]")
-    assert kept.execution.cuda_graph_impl is GraphImpl.NONE
+    assert kept.layout.execution.cuda_graph_impl is GraphImpl.NONE
     assert kept.predicted.iteration_time_s > found.predicted.iteration_time_s
     large = planned(*SMALL_STEP, "train.micro_batch_size=8", "train.seq_length=8192")
     assert large.execution.cuda_graph_impl is GraphImpl.NONE
@@ -248,14 +248,16 @@ def test_nccl_ep_is_read_and_priced_as_hybridep_with_a_note() -> None:
     for backend in ("hybridep", "ncclep"):
         execution = execution_of(flags(backend))
         assert execution.moe_flex_dispatcher_backend == backend
-        grid = Grid(
+        grid = PartialLayout(
             dims=dims,
             global_batch_size=64,
             micro_batch_size=1,
             sequence_parallel=False,
             execution=execution,
         )
-        found = estimate_plan(spec, cluster, CostSettings(), grid, uniform_partition(spec, 1, 1))
+        found = estimate_plan(
+            spec, cluster, CostSettings(), grid.with_stages(uniform_partition(spec, 1, 1))
+        )
         steps.append((found.predicted.iteration_time_s, found.predicted.peak_memory_bytes))
     assert steps[0] == steps[1]
     assert not time_notes(flags("hybridep"))
@@ -301,7 +303,7 @@ ON_GRACE = (
 def test_activations_wait_on_a_host_that_is_near() -> None:
     engine = "search.packages=[transformer_engine_2_9]"
     found = planned(*ON_GRACE, engine)
-    assert found.execution.offload_modules == ("qkv_linear", "core_attn", "attn_proj")
+    assert found.layout.execution.offload_modules == ("qkv_linear", "core_attn", "attn_proj")
     argv = found.launch[LAUNCHER].argv
     assert "--fine-grained-activation-offloading" in argv
     assert found.launch[LAUNCHER].environment["NVTE_CPU_OFFLOAD_V1"] == "1"
@@ -326,14 +328,16 @@ def test_a_stated_size_of_buckets_is_priced() -> None:
     for size in (None, 1_000_000, 8_000_000_000):
         flags = {"ddp_bucket_size": size}
         settings = CostSettings(traits=execution_traits(flags, Precision.BF16))
-        grid = Grid(
+        grid = PartialLayout(
             dims=ParallelDims(data_parallel_size=64),
             global_batch_size=64,
             micro_batch_size=1,
             sequence_parallel=False,
             zero=ZeroStage.OPTIMIZER,
         )
-        found = estimate_plan(spec, cluster, settings, grid, uniform_partition(spec, 1, 1))
+        found = estimate_plan(
+            spec, cluster, settings, grid.with_stages(uniform_partition(spec, 1, 1))
+        )
         steps.append(found.predicted.iteration_time_s)
     # many calls, or one that nothing runs beside
     assert steps[0] < min(steps[1:])

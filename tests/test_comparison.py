@@ -63,8 +63,8 @@ def test_our_row_is_the_plan_of_the_same_settings(objective: str) -> None:
     ours = compare_composed(composed, ["nest"]).rows[0].plan
     planned = plan_composed(composed).record
     assert ours is not None
-    assert (ours.parallel, ours.execution, ours.predicted, ours.uncertainty) == (
-        *(planned.parallel, planned.execution, planned.predicted, planned.uncertainty),
+    assert (ours.layout, ours.layout.execution, ours.predicted, ours.uncertainty) == (
+        *(planned.layout, planned.layout.execution, planned.predicted, planned.uncertainty),
     )
     assert ours.search.certificate == planned.search.certificate
 
@@ -74,9 +74,9 @@ def test_all_planners_choose_how_layers_run_and_keep_to_the_same_chance() -> Non
     found = compare_composed(composed, ["nest", "manual", "mist", "autoconfigurator"])
     plans = [row.plan for row in found.rows if row.plan is not None]
     assert len(plans) == 4
-    split = [plan for plan in plans if plan.parallel.tensor_model_parallel_size > 1]
+    split = [plan for plan in plans if plan.layout.dims.tensor_model_parallel_size > 1]
     assert split
-    assert all(plan.execution.tp_comm_overlap for plan in split)
+    assert all(plan.layout.execution.tp_comm_overlap for plan in split)
     for plan in plans:
         assert plan.uncertainty is not None
         assert plan.uncertainty.out_of_memory <= 0.05 + 1e-6
@@ -99,7 +99,7 @@ def test_a_likely_plan_is_taken_where_the_fastest_runs_out_too_often() -> None:
     found = network_blind.find_mist(cautious).plan
     assert fastest is not None
     assert found is not None
-    limit = cautious.capacity_bytes(found.grid)
+    limit = cautious.capacity_bytes(found.layout)
     assert limit < model.capacity_bytes
     assert peak_of(cautious.grids(job.space), found) <= limit
     assert found.iteration >= fastest.iteration

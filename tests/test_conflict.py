@@ -18,7 +18,7 @@ from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.planner import PlanRequest, check_launchable, plan
 from nest_megatron.planner.conflict import binding, single_relaxations
@@ -152,15 +152,17 @@ def test_an_unfused_backend_is_named_where_it_excludes_context_parallelism() -> 
 def test_a_given_layout_is_held_to_the_same_attention_rule(traits: ExecutionTraits) -> None:
     spec, settings = model("llama3_8b"), CostSettings(traits=traits)
     dims = ParallelDims(context_parallel_size=2)
-    grid = Grid(dims=dims, global_batch_size=8, micro_batch_size=1, sequence_parallel=False)
+    grid = PartialLayout(
+        dims=dims, global_batch_size=8, micro_batch_size=1, sequence_parallel=False
+    )
     partition = StagePartition(
         boundaries=(0, len(spec.layer_kinds())), pipeline_model_parallel_size=1
     )
     if traits.flash_attention:
-        check_launchable(spec, settings, grid, partition)
+        check_launchable(spec, settings, grid.with_stages(partition))
         return
     with pytest.raises(UserInputError, match="needs fused attention"):
-        check_launchable(spec, settings, grid, partition)
+        check_launchable(spec, settings, grid.with_stages(partition))
 
 
 def test_no_rule_is_named_where_a_combination_breaks_none() -> None:

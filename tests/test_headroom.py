@@ -130,7 +130,7 @@ def test_free_memory_that_was_wanted_is_no_limit_of_the_device() -> None:
     assert roomier(limited, 0) is None
     usual = found(request)
     again = estimate_plan(
-        *(request.spec, request.cluster, request.settings, usual.grid(), usual.partition())
+        *(request.spec, request.cluster, request.settings, usual.layout, usual.layout.partition)
     )
     assert again.predicted == usual.predicted
 

@@ -50,7 +50,7 @@ def test_the_price_is_that_of_the_plans_own_layout() -> None:
     assert bf16.settings.traits.gradient_bytes == 2
     assert request.settings.traits.gradient_bytes == 4  # never taken
     other = CostModel(request.spec, request.cluster, bf16.settings, request.times)
-    step = estimate(other, planned.grid(), planned.partition())
+    step = estimate(other, planned.layout)
     freed = planned.predicted.peak_memory_bytes - max(
         stage.peak_memory_bytes for stage in step.stages
     )
@@ -63,7 +63,7 @@ def test_the_price_is_that_of_the_layout_which_the_freed_memory_allows() -> None
     """Here bf16 moments end the recomputation."""
     request = asked("cluster=dgx_a100", "cluster.num_gpus=4", "memory.margin=0.4")
     planned = found(request)
-    assert planned.grid().recompute != NO_RECOMPUTE
+    assert planned.layout.recompute != NO_RECOMPUTE
     (said,) = (text for text in planned.offers if "--exp-avg-dtype bf16" in text)
     (offer,) = (o for o in request.numeric_offers if "--exp-avg-dtype bf16" in o.words)
     changed = dataclasses.replace(
@@ -75,7 +75,7 @@ def test_the_price_is_that_of_the_layout_which_the_freed_memory_allows() -> None
         numeric_offers=(),
     )
     best = found(changed)
-    assert best.grid().recompute == NO_RECOMPUTE
+    assert best.layout.recompute == NO_RECOMPUTE
     assert best.predicted.peak_memory_bytes <= planned.predicted.peak_memory_bytes
     step_s = best.predicted.iteration_time_s
     gain_percent = 100 * (planned.predicted.iteration_time_s / step_s - 1)
@@ -117,9 +117,7 @@ def test_a_format_is_priced_in_its_own_precision() -> None:
     other = asked("train.precision=fp8")
     traits = dataclasses.replace(other.settings.traits, fp8_recipe=Fp8Recipe.TENSORWISE)
     settings = dataclasses.replace(other.settings, traits=traits)
-    step = estimate(
-        CostModel(other.spec, other.cluster, settings), planned.grid(), planned.partition()
-    )
+    step = estimate(CostModel(other.spec, other.cluster, settings), planned.layout)
     assert f"--fp8-recipe tensorwise would make this layout {gain(planned, step):.1f} %" in said
 
 

@@ -45,8 +45,8 @@ def test_sft_of_0_16_takes_one_pack_a_micro_batch_and_no_deep_pipeline() -> None
     job, request = asked("--sft")
     found = plan(request)
     assert isinstance(found, ParallelPlan)
-    assert found.train.micro_batch_size == 1
-    chosen = [found.parallel, *found.alternatives]
+    assert found.layout.micro_batch_size == 1
+    chosen = [found.layout, *found.alternatives]
     assert all(each.pipeline_model_parallel_size <= 2 for each in chosen)
     assert all(each.virtual_pipeline_model_parallel_size is None for each in chosen)
     assert any("attend across the sequences" in note for note in job.notes)

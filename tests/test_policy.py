@@ -90,9 +90,9 @@ def test_the_search_stays_within_the_policy_and_says_so(tmp_path: Path) -> None:
         },
     )
     held = run("plan", *SMALL, "--json").json()
-    assert free["parallel"]["pipeline_model_parallel_size"] < 4
-    assert held["parallel"]["pipeline_model_parallel_size"] >= 4
-    assert held["train"]["micro_batch_size"] == 1
+    assert free["layout"]["dims"]["pipeline_model_parallel_size"] < 4
+    assert held["layout"]["dims"]["pipeline_model_parallel_size"] >= 4
+    assert held["layout"]["micro_batch_size"] == 1
     found = held["predicted"]
     assert found["peak_memory_bytes"] <= 0.7 * held["cluster"]["accelerator"]["memory_bytes"]
     assert held["search"]["certificate"] in ("optimal", "chosen")
@@ -404,7 +404,7 @@ def test_releases_and_freed_flags(tmp_path: Path) -> None:
 
 def test_the_largest_number_of_replicas_is_kept() -> None:
     found = run("plan", *SMALL, "search.max_data_parallel_size=2", "--json").json()
-    assert found["parallel"]["data_parallel_size"] <= 2
+    assert found["layout"]["dims"]["data_parallel_size"] <= 2
     limits = [f"search.max_{name}_parallel_size=1" for name in ("tensor_model", "pipeline_model")]
     limits += ["search.max_context_parallel_size=1", "search.max_data_parallel_size=2"]
     refused = run("plan", *SMALL, *limits)

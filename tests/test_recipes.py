@@ -35,7 +35,7 @@ def test_there_are_recipes() -> None:
 def test_a_recipe_is_the_plan_of_today(path: Path) -> None:
     recipe = plan_file.read(path)
     assert not tuple(rules.check(launch_request(recipe)))
-    staged = recipe.parallel.pipeline_model_parallel_size > 1
+    staged = recipe.layout.dims.pipeline_model_parallel_size > 1
     assert ("--pipeline-model-parallel-layout" in recipe.launch[LAUNCHER].argv) == staged
     composed = compose(
         parse(
@@ -43,13 +43,13 @@ def test_a_recipe_is_the_plan_of_today(path: Path) -> None:
                 f"model={recipe.model.name}",
                 f"cluster={recipe.cluster.name}",
                 f"cluster.num_gpus={recipe.cluster.num_gpus}",
-                f"train.global_batch_size={recipe.train.global_batch_size}",
+                f"train.global_batch_size={recipe.layout.global_batch_size}",
             ]
         )
     )
     again = plan(request_of(composed, choose_execution=True))
     assert isinstance(again, ParallelPlan)
-    assert again.parallel == recipe.parallel
+    assert again.layout == recipe.layout
     assert again.predicted == recipe.predicted
     assert again.alternatives == recipe.alternatives
 
@@ -74,8 +74,8 @@ def test_a_pinned_plan_is_whole_and_for_its_job(recipe: make.Recipe, cluster: st
     pinned = read(recipe.path(cluster))  # refuses one of which a byte has changed
     plan, job = pinned.plan, recipe.job
     assert (plan.model.name, plan.cluster.name) == (job.model, cluster)
-    assert plan.train.global_batch_size == job.global_batch_size
-    assert plan.placement.num_gpus == job.num_gpus[cluster]
+    assert plan.layout.global_batch_size == job.global_batch_size
+    assert plan.layout.num_gpus == job.num_gpus[cluster]
     assert plan.provenance.settings["target"] == recipe.target
     assert plan.predicted.fits
     assert plan.search.certificate in make.FINISHED  # time has cut no search
@@ -134,7 +134,7 @@ def test_virtual_stages_of_a_hybrid_model_are_priced_by_the_rules_of_their_relea
     """Megatron-LM 0.16.1 has none, 0.20 has."""
     plan = read(make.ROOT / make.LM / "plans" / "nemotron_h_56b_dgx_h100.yaml").plan
     job = PlannedJob(plan, None)
-    assert plan.parallel.virtual_pipeline_model_parallel_size > 1
+    assert plan.arguments["virtual_pipeline_model_parallel_size"] > 1
     assert job.priced(job.own).predicted.iteration_time_s == plan.predicted.iteration_time_s
 
 

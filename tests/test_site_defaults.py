@@ -62,7 +62,7 @@ def test_a_python_call_makes_the_plan_of_the_command(etc: Path, tmp_path: Path) 
         found = nest_megatron.plan(model="llama3_8b", cluster=cluster, num_gpus=8).record
         assert found.cluster.name == "dgx_h100"
         assert len(found.alternatives) == 1
-        assert found.parallel == typed.parallel
+        assert found.layout == typed.layout
         assert found.predicted == typed.predicted
         assert found.provenance.defaults == typed.provenance.defaults
     own = nest_megatron.plan(

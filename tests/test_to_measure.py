@@ -12,7 +12,7 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.shortlist import LAYERS, NETWORK
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.planner.to_measure import profile_s, profiles, tasks_between
 from tests import catalogue
 
@@ -21,9 +21,11 @@ def model_of(name: str = "llama3_8b", num_gpus: int = 16) -> CostModel:
     return CostModel(catalogue.model(name), catalogue.cluster("dgx_h100", num_gpus), CostSettings())
 
 
-def grid(tp: int, dp: int) -> Grid:
+def grid(tp: int, dp: int) -> PartialLayout:
     dims = ParallelDims(tensor_model_parallel_size=tp, data_parallel_size=dp)
-    return Grid(dims=dims, global_batch_size=32, micro_batch_size=1, sequence_parallel=tp > 1)
+    return PartialLayout(
+        dims=dims, global_batch_size=32, micro_batch_size=1, sequence_parallel=tp > 1
+    )
 
 
 def test_layers_need_one_gpu_and_traffic_the_nodes_that_it_crosses() -> None:

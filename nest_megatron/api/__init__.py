@@ -124,7 +124,7 @@ def plan(
         UserInputError: for a wrong setting, with the error that the command line prints.
 
     >>> found = plan(model="llama3_8b", cluster="dgx_h100", num_gpus=16, global_batch_size=128)
-    >>> found.predicted.fits, found.train.global_batch_size
+    >>> found.predicted.fits, found.layout.global_batch_size
     (True, 128)
     """
     given = _sized(settings, num_gpus, global_batch_size)
@@ -176,7 +176,7 @@ def plan_command(
     >>> words += "--num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 "
     >>> words += "--vocab-size 32000 --tokenizer-type NullTokenizer --global-batch-size 128"
     >>> found = plan_command(words, cluster="dgx_h100", num_gpus=16, free=["all"])
-    >>> found.parallel.data_parallel_size * found.parallel.tensor_model_parallel_size
+    >>> found.layout.dims.data_parallel_size * found.layout.dims.tensor_model_parallel_size
     16
     """
     given = _sized(settings, num_gpus, global_batch_size)
@@ -220,7 +220,7 @@ def estimate(
     >>> priced = estimate(
     ...     model="llama3_8b", cluster="dgx_h100", num_gpus=16, tensor_model_parallel_size=2
     ... )
-    >>> priced.parallel.data_parallel_size
+    >>> priced.layout.dims.data_parallel_size
     8
     """
     given = _sized(settings, num_gpus, global_batch_size)
@@ -254,7 +254,7 @@ def estimate_command(
     >>> words += "--max-position-embeddings 4096 --vocab-size 32000 --global-batch-size 128 "
     >>> words += "--tokenizer-type NullTokenizer --micro-batch-size 1 --use-distributed-optimizer"
     >>> priced = estimate_command(words, cluster="dgx_h100")
-    >>> priced.parallel.data_parallel_size, priced.parallel.overlap_grad_reduce
+    >>> priced.layout.dims.data_parallel_size, priced.arguments["overlap_grad_reduce"]
     (16, False)
     """
     given = _sized(settings, num_gpus)
@@ -303,7 +303,7 @@ def plan_table(
     >>> table = plan_table(
     ...     model="llama3_8b", cluster="dgx_h100", nodes=[2, 3], global_batch_size=96
     ... )
-    >>> {number: found.placement.num_gpus for number, found in table.plans().items()}
+    >>> {number: found.layout.num_gpus for number, found in table.plans().items()}
     {2: 16, 3: 24}
     """
     counts = tuple(nodes)
@@ -372,7 +372,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     Raises:
         PlanFileError: if it cannot be read, or was changed by hand.
 
-    >>> load_plan("recipes/mixtral_8x7b_dgx_h100_64.yaml").placement.num_gpus
+    >>> load_plan("recipes/mixtral_8x7b_dgx_h100_64.yaml").layout.num_gpus
     64
     """
     record, pin = read_plan(Path(path))

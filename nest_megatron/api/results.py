@@ -20,8 +20,9 @@ from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.batch_schedule import TrainChoice
 from nest_megatron.parallel.before_after import BeforeAfter
 from nest_megatron.parallel.diff import Change
-from nest_megatron.parallel.plan import Alternative, ParallelPlan, SearchRecord
-from nest_megatron.parallel.prediction import ParallelChoice, Placement, Prediction
+from nest_megatron.parallel.estimate import Alternative, Estimate, Placement
+from nest_megatron.parallel.layout import Layout
+from nest_megatron.parallel.plan import ParallelPlan, SearchRecord
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import plan_table as planner_table
 from nest_megatron.planner.pins import Pin
@@ -65,21 +66,26 @@ class Plan(Shown):
 
     @property
     def train(self) -> TrainChoice:
-        """The batch and the number format."""
+        """The sequences and the number format."""
         return self.record.train
 
     @property
-    def parallel(self) -> ParallelChoice:
-        """Degrees, stage layout, recomputation and sharding, by Megatron's names."""
-        return self.record.parallel
+    def layout(self) -> Layout:
+        """Degrees, batch split, stages, recomputation and sharding."""
+        return self.record.layout
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The layout by Megatron's names."""
+        return self.record.arguments
 
     @property
     def placement(self) -> Placement:
-        """The rank order, and where groups of ranks lie."""
+        """Where groups of ranks lie."""
         return self.record.placement
 
     @property
-    def predicted(self) -> Prediction:
+    def predicted(self) -> Estimate:
         """The predicted step by term, and the memory of each pipeline rank."""
         return self.record.predicted
 
@@ -201,11 +207,11 @@ class Plan(Shown):
     def __repr__(self) -> str:
         from nest_megatron.report.words import degrees
 
-        sizes, step_s = degrees(self.parallel), self.predicted.iteration_time_s
+        sizes, step_s = degrees(self.layout), self.predicted.iteration_time_s
         names = [name for name in ("TP", "PP", "VPP", "CP", "EP", "DP") if sizes[name] > 1]
         words = [f"{name} {sizes[name]}" for name in names] or ["one rank"]
         job = f"{self.model.name} on {self.cluster.describe()}"
-        batch = f"batch {self.train.global_batch_size}"
+        batch = f"batch {self.layout.global_batch_size}"
         return f"<Plan of {job}: {' '.join(words)}, {batch}, {format_seconds(step_s)} a step>"
 
 

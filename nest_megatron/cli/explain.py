@@ -171,7 +171,7 @@ def pin(
     word = "Pinned to" if made_now else "Signed as it is:"
     say(
         f"{word} {target}: {plan.model.name} on {sizes}, global batch "
-        f"{plan.train.global_batch_size}, {plan.train.precision}, "
+        f"{plan.layout.global_batch_size}, {plan.train.precision}, "
         f"{pinned_for(plan, made.megatron_lm)}, nest-megatron {made.nest_megatron_version}."
     )
     if signature is not None:

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nest_megatron.api import load_plan
 from nest_megatron.cluster.records import Precision
@@ -20,6 +19,7 @@ from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.parallel.layout import Layout
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.planner.to_measure import minutes, profile_s, undecided
@@ -32,14 +32,14 @@ class Asked:
     """What is to be timed.
 
     Args:
-        layouts: that need their shapes first, each with its micro batch.
+        layouts: that need their shapes first.
         plan: whose undecided layouts these are; their differences alone are timed.
         names: of these layouts in the plan's tables.
     """
 
     spec: TransformerSpec
     precision: Precision
-    layouts: tuple[tuple[Any, int], ...]
+    layouts: tuple[Layout, ...]
     plan: ParallelPlan | None = None
     names: str = ""
 
@@ -53,13 +53,13 @@ class Asked:
     def _shards(self, flash_attention: bool) -> list[LayerShard]:
         return [
             LayerShard(
-                **{name: getattr(layout, name) for name in LAYER_DEGREES},
-                micro_batch_size=micro_batch_size,
-                sequence_parallel=layout.tensor_model_parallel_size > 1,
+                **{name: getattr(layout.dims, name) for name in LAYER_DEGREES},
+                micro_batch_size=layout.micro_batch_size,
+                sequence_parallel=layout.dims.tensor_model_parallel_size > 1,
                 flash_attention=flash_attention,
             )
-            for layout, micro_batch_size in self.layouts
-            if divides(self.spec, layout.tensor_model_parallel_size)
+            for layout in self.layouts
+            if divides(self.spec, layout.dims.tensor_model_parallel_size)
         ]
 
     def told(
@@ -114,12 +114,11 @@ def asked_by_plan(path: Path, overrides: Sequence[str]) -> Asked:
         limit = "it lists no other layout that could be the fastest, so that nothing is undecided"
         fix = "`nest-megatron profile model=...` times the layers of a model."
         raise UserInputError("--for", value=str(path), limit=limit, fix=fix)
-    own = (plan.parallel, plan.train.micro_batch_size)
-    others = [(other, other.micro_batch_size) for other in plan.alternatives]
+    others = [other.layout for other in plan.alternatives]
     return Asked(
         spec=plan.model,
         precision=plan.train.precision,
-        layouts=tuple([own, *others][number] for number in numbers),
+        layouts=tuple([plan.layout, *others][number] for number in numbers),
         plan=plan,
         names=_names(sorted(numbers)),
     )
@@ -148,11 +147,10 @@ def _require_timed(spec: TransformerSpec, precision: Precision) -> None:
         raise UserInputError("train.precision", value=precision.value, limit=limit, fix=fix)
 
 
-def _best_layouts(composed: Composed) -> tuple[tuple[Any, int], ...]:
+def _best_layouts(composed: Composed) -> tuple[Layout, ...]:
     if composed.config.cluster is None:
         return ()
     found = find_plan(dataclasses.replace(request_of(composed), times=None))
     if not isinstance(found, ParallelPlan):
         return ()
-    others = ((other, other.micro_batch_size) for other in found.alternatives)
-    return ((found.parallel, found.train.micro_batch_size), *others)
+    return (found.layout, *(other.layout for other in found.alternatives))

@@ -405,7 +405,7 @@ def _loaded(group: str, path: Path) -> Mapping[str, Any]:
 def _of_own_file(group: str, path: Path, loaded: Mapping[str, Any]) -> Mapping[str, Any]:
     """A model or a cluster of a file that this program wrote for something else."""
     described = loaded.get(group)
-    if isinstance(described, Mapping) and "parallel" in loaded:
+    if isinstance(described, Mapping) and "layout" in loaded:
         return _with_frequency({str(key): value for key, value in described.items()})
     limit, fix = f"it is a file of ours that describes no {group}", "Name another file."
     if "samples" in loaded and group == "cluster":

@@ -113,7 +113,7 @@ class Job:
         fixed: the parallel settings that the job states, by Megatron's names.
         stated: all that the fields of a recipe say of its layout, by the same names.
         free: those of them that a plan may change.
-        required: what a checkpoint or the data fixes, by the names of ``ParallelChoice``.
+        required: what a checkpoint or the data fixes, by the names of ``layout_arguments``.
         restored: the checkpoint that it starts from, where a plan is checked against it.
         sharding: what divides states among its data-parallel ranks.
         save_interval: steps between the checkpoints that it writes.

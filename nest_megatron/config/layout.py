@@ -18,17 +18,17 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.degree_rules import require_legal
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.execution_rules import allowed_execution
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.layout import (
+from nest_megatron.parallel.layout import PartialLayout
+from nest_megatron.parallel.objective import Objective
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.recompute import NO_RECOMPUTE
+from nest_megatron.parallel.rules import LaunchRequest
+from nest_megatron.parallel.stage_layout import (
     expand_layout,
     parse_layout,
     spread_partition,
     uniform_partition,
 )
-from nest_megatron.parallel.objective import Objective
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.recompute import NO_RECOMPUTE
-from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import PlanRequest, plan
 from nest_megatron.planner.layouts import estimate_for
@@ -52,17 +52,17 @@ def estimate_layout(composed: Composed) -> tuple[ParallelPlan, tuple[str, ...]]:
     pp = grid.dims.pipeline_model_parallel_size
     if text is not None:
         partition = parse_layout(text, request.spec, pp)
-        return estimate_for(request, grid, partition), notes
+        return estimate_for(request, grid.with_stages(partition)), notes
     try:
         virtual = grid.dims.virtual_pipeline_model_parallel_size
         partition = uniform_partition(request.spec, pp, virtual)
     except UserInputError as error:
         found, note = _uneven(request, grid)
         return found, (*notes, f"{error.what} = {error.value} does not split evenly; {note}")
-    return estimate_for(request, grid, partition), notes
+    return estimate_for(request, grid.with_stages(partition)), notes
 
 
-def _uneven(request: PlanRequest, grid: Grid) -> tuple[ParallelPlan, str]:
+def _uneven(request: PlanRequest, grid: PartialLayout) -> tuple[ParallelPlan, str]:
     """The fastest partition of a grid that does not split evenly, or the evenest if none fits."""
     if grid.sequence_parallel == (grid.dims.tensor_model_parallel_size > 1):
         fixed = {name: getattr(grid.dims, name) for name in DEGREES if name != "micro_batch_size"}
@@ -82,10 +82,12 @@ def _uneven(request: PlanRequest, grid: Grid) -> tuple[ParallelPlan, str]:
             which = "" if found.search.certificate == "optimal" else " found in the time"
             return found, f"the fastest uneven layout{which} that fits is used."
     partition = spread_partition(request.spec, grid.dims)
-    return estimate_for(request, grid, partition), "the layers are spread as evenly as they go."
+    return estimate_for(
+        request, grid.with_stages(partition)
+    ), "the layers are spread as evenly as they go."
 
 
-def _grid(composed: Composed, request: PlanRequest) -> tuple[Grid, tuple[str, ...]]:
+def _grid(composed: Composed, request: PlanRequest) -> tuple[PartialLayout, tuple[str, ...]]:
     config = composed.config
     given = fixed_degrees(config)
     micro = given.pop("micro_batch_size", 1)
@@ -99,7 +101,7 @@ def _grid(composed: Composed, request: PlanRequest) -> tuple[Grid, tuple[str, ..
     if sequence_parallel is None:
         sequence_parallel = dims.tensor_model_parallel_size > 1
     zero, recompute = read_zero(config.parallel), read_recompute(config.parallel)
-    grid = Grid(
+    grid = PartialLayout(
         dims=dims,
         global_batch_size=batch,
         micro_batch_size=micro,

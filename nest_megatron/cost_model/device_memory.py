@@ -26,7 +26,7 @@ from nest_megatron.cost_model.student_t import cumulative, quantile
 from nest_megatron.model.execution import FlexBackend, TokenDispatcher
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.rank_order import GroupKind, group_shape
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.units import GIB, Bytes
@@ -64,7 +64,7 @@ _DEEPEP_CHANNELS, _DEEPEP_RANKS, _DEEPEP_NEAR, _DEEPEP_FAR, _DEEPEP_BYTES = 10, 
 USER_BUFFERS = 10
 
 
-def outside_bytes(spec: TransformerSpec, grid: Grid, cluster: Cluster) -> Bytes:
+def outside_bytes(spec: TransformerSpec, grid: PartialLayout, cluster: Cluster) -> Bytes:
     """What a process takes beside PyTorch's allocator: context, communicators, buffers."""
     dims, buffers = grid.dims, 0
     if grid.execution.tp_comm_overlap and dims.tensor_model_parallel_size > 1:
@@ -88,7 +88,9 @@ def communicator_bytes(dims: ParallelDims) -> Bytes:
     return sum(1 for size in groups if size > 1) * COMMUNICATOR_BYTES
 
 
-def all_to_all_bytes(spec: TransformerSpec, grid: Grid, group_sizes: tuple[int, ...]) -> Bytes:
+def all_to_all_bytes(
+    spec: TransformerSpec, grid: PartialLayout, group_sizes: tuple[int, ...]
+) -> Bytes:
     """What the dispatcher of experts' tokens takes outside the allocator.
 
     NCCL's all-to-all has buffers for each peer, DeepEP its own; HybridEP's count among the

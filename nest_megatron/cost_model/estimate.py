@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from nest_megatron.cost_model.compute import sixteen_bit
@@ -19,7 +18,8 @@ from nest_megatron.model.graph import OperatorKind
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.estimate import Estimate, StageEstimate
+from nest_megatron.parallel.layout import Layout
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.units import Bytes, Flops, Seconds, Ticks, to_seconds
 
@@ -40,47 +40,6 @@ TERMS = (
     "optimizer",
     "host",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageEstimate:
-    """One pipeline rank; passes are those of all its chunks for one micro batch.
-
-    ``layers`` is a short text of what each of its virtual stages holds, ``memory`` bytes by term,
-    at its peak.
-    """
-
-    rank: int
-    layers: tuple[str, ...]
-    forward_s: Seconds
-    backward_s: Seconds
-    busy_share: float
-    parameters: int
-    memory: dict[str, Bytes]
-
-    @property
-    def peak_memory_bytes(self) -> Bytes:
-        """All terms together."""
-        return sum(self.memory.values())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """The prediction for a grid with its stage partition.
-
-    ``terms`` are seconds by what they go into, on ``critical_rank``, the pipeline rank that is busy
-    longest; they add up to ``iteration_time_s``.
-    """
-
-    iteration_time_s: Seconds
-    tokens_per_s_per_gpu: float
-    model_tflops_per_gpu: float
-    mfu: float
-    terms: dict[str, Seconds]
-    critical_rank: int
-    stages: tuple[StageEstimate, ...]
-    capacity_bytes: Bytes
-    fits: bool
 
 
 def model_flops_per_sequence(model: CostModel) -> Flops:
@@ -112,61 +71,78 @@ def _flops_per_sequence(model: CostModel, kinds: Collection[OperatorKind]) -> Fl
 
 
 class _Evaluated(NamedTuple):
-    """A grid with a stage partition, priced and simulated."""
+    """A layout, priced and simulated."""
 
     model: CostModel
-    grid: Grid
-    partition: StagePartition
+    layout: Layout
     problem: PipelineProblem
     evaluation: Evaluation
     kinds: Sequence[UnitKind]
 
 
-def _evaluated(model: CostModel, grid: Grid, partition: StagePartition) -> _Evaluated:
-    problem = stage_problem(model, grid)
-    evaluation = evaluate(problem, partition.boundaries)
-    return _Evaluated(model, grid, partition, problem, evaluation, model.unit_kinds(grid)[1])
+def _evaluated(model: CostModel, layout: Layout) -> _Evaluated:
+    problem = stage_problem(model, layout)
+    evaluation = evaluate(problem, layout.partition.boundaries)
+    return _Evaluated(model, layout, problem, evaluation, model.unit_kinds(layout)[1])
 
 
-def estimate(model: CostModel, grid: Grid, partition: StagePartition) -> Estimate:
-    """Predict time and memory of a grid with a stage partition."""
-    found = _evaluated(model, grid, partition)
+def estimate(model: CostModel, layout: Layout) -> Estimate:
+    """Predict time and memory of a layout."""
+    found = _evaluated(model, layout)
     iteration = to_seconds(found.evaluation.iteration)
-    gpus = grid.dims.world_size
-    tokens = grid.global_batch_size * model.spec.seq_length
-    flops = grid.global_batch_size * model_flops_per_sequence(model)
+    gpus = layout.dims.world_size
+    tokens = layout.global_batch_size * model.spec.seq_length
+    flops = layout.global_batch_size * model_flops_per_sequence(model)
     accelerator = model.cluster.accelerator
     precision = model.settings.precision
     used = precision if accelerator.supports(precision) else sixteen_bit(accelerator)
     achieved = flops / iteration / gpus
+    stages = tuple(_stage(found, r) for r in range(layout.dims.pipeline_model_parallel_size))
+    peaks, terms = [stage.peak_memory_bytes for stage in stages], _terms(found)
     return Estimate(
         iteration_time_s=iteration,
         tokens_per_s_per_gpu=tokens / iteration / gpus,
         model_tflops_per_gpu=achieved / 1e12,
         mfu=achieved / accelerator.peak_flops_per_s[used],
-        terms=_terms(found),
+        terms=terms,
         critical_rank=found.evaluation.critical_rank,
-        stages=tuple(_stage(found, r) for r in range(grid.dims.pipeline_model_parallel_size)),
+        peak_memory_bytes=max(peaks),
         capacity_bytes=found.problem.capacity_bytes,
         fits=found.evaluation.fits,
+        binding_constraint=_binding_constraint(
+            peaks, found.problem.capacity_bytes, terms, iteration
+        ),
+        stages=stages,
     )
 
 
-def critical_terms(
-    model: CostModel, grid: Grid, partition: StagePartition
-) -> tuple[int, dict[str, Seconds]]:
+def _binding_constraint(
+    peaks: Sequence[Bytes], capacity: Bytes, terms: Mapping[str, Seconds], iteration_s: Seconds
+) -> str:
+    """What a faster layout would have to change: memory where it is short, or the largest term."""
+    rank = peaks.index(max(peaks))
+    spare = capacity - peaks[rank]
+    if spare < 0:
+        return f"memory: pipeline rank {rank} lacks {-spare / 2**30:.1f} GiB"
+    if spare < 0.1 * capacity:
+        return f"memory: pipeline rank {rank} has {spare / 2**30:.1f} GiB to spare"
+    largest = max(terms, key=lambda name: terms[name])
+    return f"{largest}: {100 * terms[largest] / iteration_s:.0f} % of the iteration"
+
+
+def critical_terms(model: CostModel, layout: Layout) -> tuple[int, dict[str, Seconds]]:
     """The pipeline rank that is busy longest, and the terms of an ``Estimate``."""
-    found = _evaluated(model, grid, partition)
+    found = _evaluated(model, layout)
     return found.evaluation.critical_rank, _terms(found)
 
 
-def mean_terms(model: CostModel, grid: Grid, partition: StagePartition) -> dict[str, Seconds]:
+def mean_terms(model: CostModel, layout: Layout) -> dict[str, Seconds]:
     """Where the time of all GPUs goes: the terms of every pipeline rank, averaged.
 
     The terms of an ``Estimate`` are about the rank that is busy longest; here the bubble is what
     the ranks wait on average, for whatever reason.
     """
-    found = _evaluated(model, grid, partition)
+    found = _evaluated(model, layout)
     evaluation, num_stages = found.evaluation, found.problem.num_stages
     mean = dict.fromkeys(TERMS, 0.0)
     for rank in range(num_stages):
@@ -212,11 +188,11 @@ def _waits(evaluation: Evaluation, rank: int) -> dict[str, Ticks]:
 
 def _rank_terms(found: _Evaluated, rank: int) -> dict[str, Seconds]:
     problem, evaluation = found.problem, found.evaluation
-    m = found.grid.num_microbatches
+    m = found.layout.num_microbatches
     terms = dict.fromkeys(TERMS, 0.0)
     units = 0
     for index in range(rank, problem.num_chunks, problem.num_stages):
-        runs = _runs(problem, found.partition, found.kinds, index)
+        runs = _runs(problem, found.layout.partition, found.kinds, index)
         for run in runs:
             terms["recompute"] += m * run.recompute.total
             for name in ("tp", "cp", "ep"):
@@ -247,17 +223,17 @@ def _runs(
 
 
 def exposed_communication(
-    model: CostModel, grid: Grid, partition: StagePartition, problem: PipelineProblem
+    model: CostModel, layout: Layout, problem: PipelineProblem
 ) -> tuple[tuple[dict[str, Seconds], dict[str, Seconds]], ...]:
     """What one pass forward and one backward of each chunk spend on communication, by term.
 
     Only what nothing hides. What recomputation repeats of it counts as recomputation.
     """
-    kinds, found = model.unit_kinds(grid)[1], []
+    kinds, found = model.unit_kinds(layout)[1], []
     for index in range(problem.num_chunks):
-        chunk = partition.chunk(index)
+        chunk = layout.partition.chunk(index)
         cost = chunk_cost(problem, chunk.start, chunk.stop)
-        runs = _runs(problem, partition, kinds, index)
+        runs = _runs(problem, layout.partition, kinds, index)
         again = sum(run.recompute.total for run in runs)
         forward = _exposed([run.forward for run in runs], to_seconds(cost.forward))
         backward = _exposed([run.backward for run in runs], to_seconds(cost.backward) - again)
@@ -286,7 +262,7 @@ def _after_schedule(found: _Evaluated) -> dict[str, Seconds]:
     """What follows the schedule: all ranks take as long as the slowest."""
     constant = to_seconds(found.problem.constant)
     host = min(found.model.settings.iteration_floor_s, constant)
-    waited = min(found.model.straggler_time(found.grid), constant - host)
+    waited = min(found.model.straggler_time(found.layout), constant - host)
     return {
         "embedding_sync": constant - host - waited,
         "stragglers": waited,
@@ -297,14 +273,13 @@ def _after_schedule(found: _Evaluated) -> dict[str, Seconds]:
 
 def _stage(found: _Evaluated, rank: int) -> StageEstimate:
     problem, evaluation = found.problem, found.evaluation
-    chunks = found.partition.chunks_of_rank(rank)
+    chunks = found.layout.partition.chunks_of_rank(rank)
     costs = [chunk_cost(problem, chunk.start, chunk.stop) for chunk in chunks]
     places = [problem.unit_kinds[u] for chunk in chunks for u in chunk]
-    replicas = found.model.replica_costs(found.grid.dims, found.grid.zero)
+    replicas = found.model.replica_costs(found.layout.dims, found.layout.zero)
     static = functools.reduce(StaticBytes.plus, (replicas[place].static for place in places))
     peak = evaluation.memory[rank]
     return StageEstimate(
-        rank=rank,
         layers=tuple(
             _describe([found.kinds[problem.unit_kinds[u]].kind for u in c]) for c in chunks
         ),
@@ -312,7 +287,7 @@ def _stage(found: _Evaluated, rank: int) -> StageEstimate:
         backward_s=to_seconds(sum(c.backward for c in costs)),
         busy_share=evaluation.busy[rank] / evaluation.iteration,
         parameters=sum(found.kinds[place].parameters.total for place in places),
-        memory={name: int(num) for name, num in static._asdict().items()}
+        memory_bytes={name: int(num) for name, num in static._asdict().items()}
         | {"activations": peak.activation, "working": peak.working},
     )
 

@@ -15,7 +15,7 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.model.execution import TokenDispatcher
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.names import Name
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.rank_order import GroupKind, group_level
 from nest_megatron.parallel.recompute import RecomputeGranularity
 from nest_megatron.units import Seconds
@@ -59,7 +59,7 @@ _LEGACY, _MEGATRON = "megatron_legacy", ("megatron", "nemo")
 
 
 def features_of(
-    model: CostModel, grid: Grid, step_s: Seconds, devices: frozenset[str]
+    model: CostModel, grid: PartialLayout, step_s: Seconds, devices: frozenset[str]
 ) -> frozenset[Feature]:
     """Features of a plan with a predicted step, where runs on some devices were fitted."""
     dims, settings, spec = grid.dims, model.settings, model.spec
@@ -98,7 +98,7 @@ _RECOMPUTED = (
 _DISPATCHERS = (TokenDispatcher.ALLGATHER, TokenDispatcher.ALLTOALL, TokenDispatcher.FLEX)
 
 
-def coordinates(grid: Grid) -> tuple[float, ...]:
+def coordinates(grid: PartialLayout) -> tuple[float, ...]:
     """A layout as a point: layouts that lie near each other are mispredicted alike.
 
     Logarithms of degrees and micro batch to base 2, so that a step is one doubling; a step for each

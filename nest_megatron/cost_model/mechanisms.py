@@ -18,8 +18,7 @@ from nest_megatron.model.graph import OperatorKind
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import block_graph
 from nest_megatron.names import Name
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.layout import Layout, PartialLayout
 from nest_megatron.parallel.rank_order import GroupKind, group_level
 from nest_megatron.profile.records import Source
 from nest_megatron.units import Seconds
@@ -62,28 +61,32 @@ _OF_TERM = {
 }
 
 
-def shares(model: CostModel, grid: Grid, partition: StagePartition) -> Shares:
+def shares(model: CostModel, layout: Layout) -> Shares:
     """Shares of a step by mechanism."""
-    rank, terms = critical_terms(model, grid, partition)
+    rank, terms = critical_terms(model, layout)
     spent: dict[Mechanism, Seconds] = defaultdict(float)
     for name, mechanism in _OF_TERM.items():
         spent[mechanism] += terms[name]
-    crosses = group_level(grid.dims, GroupKind.EP, model.cluster.group_sizes()) > 0
+    crosses = group_level(layout.dims, GroupKind.EP, model.cluster.group_sizes()) > 0
     spent[Mechanism.EXPERT_NETWORK if crosses else Mechanism.EXPERT] += terms["ep_communication"]
-    spent[Mechanism.FSDP if grid.zero.is_fsdp else Mechanism.REPLICAS] += terms["dp_communication"]
-    for mechanism, share in _compute_shares(model, grid, partition, rank).items():
+    spent[Mechanism.FSDP if layout.zero.is_fsdp else Mechanism.REPLICAS] += terms[
+        "dp_communication"
+    ]
+    for mechanism, share in _compute_shares(model, layout, rank).items():
         spent[mechanism] += share * terms["compute"]
     whole = math.fsum(spent.values())
     return {mechanism: seconds / whole for mechanism, seconds in spent.items() if seconds > 0}
 
 
-def _compute_shares(model: CostModel, grid: Grid, partition: StagePartition, rank: int) -> Shares:
-    sequence, kinds = model.unit_kinds(grid)
-    held = Counter(sequence[unit] for chunk in partition.chunks_of_rank(rank) for unit in chunk)
+def _compute_shares(model: CostModel, layout: Layout, rank: int) -> Shares:
+    sequence, kinds = model.unit_kinds(layout)
+    held = Counter(
+        sequence[unit] for chunk in layout.partition.chunks_of_rank(rank) for unit in chunk
+    )
     spent: dict[Mechanism, Seconds] = defaultdict(float)
     for index, count in held.items():
         unit = kinds[index]
-        inside = _unit_times(model, grid, unit.kind)
+        inside = _unit_times(model, layout, unit.kind)
         whole = unit.own.run.forward.compute + unit.own.run.backward.compute
         known = math.fsum(inside.values())
         # The host may take longer to launch than the device to run.
@@ -95,11 +98,13 @@ def _compute_shares(model: CostModel, grid: Grid, partition: StagePartition, ran
     return {mechanism: seconds / total for mechanism, seconds in spent.items()} if total else {}
 
 
-def _unit_times(model: CostModel, grid: Grid, kind: LayerKind) -> dict[Mechanism, Seconds]:
+def _unit_times(
+    model: CostModel, layout: PartialLayout, kind: LayerKind
+) -> dict[Mechanism, Seconds]:
     """Both passes of a unit over its operators; what a profile timed counts as profiled."""
-    shard, sources = model.shard(grid), model.sources(grid)
+    shard, sources = model.shard(layout), model.sources(layout)
     device, settings = model.cluster.accelerator, model.settings
-    imbalance = settings.expert_load(grid.dims.expert_model_parallel_size)
+    imbalance = settings.expert_load(layout.dims.expert_model_parallel_size)
     spent: dict[Mechanism, Seconds] = defaultdict(float)
     for block in model.spec.unit_blocks(kind):
         profiled = sources.get(block, Source.ANALYTIC) is not Source.ANALYTIC

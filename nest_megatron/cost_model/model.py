@@ -45,7 +45,7 @@ from nest_megatron.model.parameters import unit_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.rank_order import GroupKind, group_shape, pipeline_link_level
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute
 from nest_megatron.parallel.zero import ZeroStage
@@ -199,7 +199,7 @@ class CostModel:
             return least_sum(self._blocks.of_unit_outside_experts(kind, places, shard))
         return self.least_time(kind, places, shard, NO_RECOMPUTE)
 
-    def shard(self, grid: Grid) -> LayerShard:
+    def shard(self, grid: PartialLayout) -> LayerShard:
         """How a grid divides a layer."""
         dims = grid.dims
         return LayerShard(
@@ -227,7 +227,7 @@ class CostModel:
         """Whether attention keeps no score matrix: the device and the job both allow it."""
         return self.cluster.accelerator.flash_attention and self.settings.traits.flash_attention
 
-    def shard_key(self, grid: Grid) -> ShardKey:
+    def shard_key(self, grid: PartialLayout) -> ShardKey:
         """What a unit's time depends on besides recomputation."""
         dims = grid.dims
         return (
@@ -238,13 +238,13 @@ class CostModel:
             grid.execution,
         )
 
-    def unit_kinds(self, grid: Grid) -> tuple[bytes, tuple[UnitKind, ...]]:
+    def unit_kinds(self, grid: PartialLayout) -> tuple[bytes, tuple[UnitKind, ...]]:
         """The distinct units of a grid, and which one stands at each place of the sequence."""
         sequence = self.structure(grid.dims).sequence
         return sequence, self.kinds_under(grid, *split_block(grid.recompute))
 
     def kinds_under(
-        self, grid: Grid, covered: Recompute, elsewhere: Recompute
+        self, grid: PartialLayout, covered: Recompute, elsewhere: Recompute
     ) -> tuple[UnitKind, ...]:
         """The distinct units of a grid under another setting, as ``split_block`` splits it."""
         single = grid.dims.pipeline_model_parallel_size == 1
@@ -286,7 +286,7 @@ class CostModel:
             )
         return self._structures[key]
 
-    def constant(self, grid: Grid) -> Ticks:
+    def constant(self, grid: PartialLayout) -> Ticks:
         """Time of a step that no stage partition changes: host, stragglers, tied embeddings."""
         key = (degrees(grid.dims), grid.num_microbatches, self.shard_key(grid))
         if key not in self._constants:
@@ -295,7 +295,7 @@ class CostModel:
             self._constants[key] = to_ticks(seconds, what="time outside the schedule")
         return self._constants[key]
 
-    def straggler_time(self, grid: Grid) -> Seconds:
+    def straggler_time(self, grid: PartialLayout) -> Seconds:
         """What a step waits for the slowest replica; what is recomputed counts as no work."""
         dims, key = grid.dims, self.shard_key(grid)
         if key not in self._work:
@@ -313,7 +313,7 @@ class CostModel:
         )
         return math.hypot(own, self._uneven_packs(grid))
 
-    def _uneven_packs(self, grid: Grid) -> Seconds:
+    def _uneven_packs(self, grid: PartialLayout) -> Seconds:
         """What a step waits for the replica with most attention in its packs, beyond a mean one.
 
         Deviations of the micro batches of a step add up as their squares do.
@@ -349,7 +349,7 @@ class CostModel:
         size = rows * spec.hidden_size * self.settings.traits.gradient_bytes
         return collective_time(CollectiveKind.ALL_REDUCE, size, shape, self.cluster.levels)
 
-    def sources(self, grid: Grid) -> dict[LayerBlock, Source]:
+    def sources(self, grid: PartialLayout) -> dict[LayerBlock, Source]:
         """Where the compute time of each of the model's blocks comes from."""
         return self._blocks.sources(self.shard(grid))
 
@@ -366,13 +366,13 @@ class CostModel:
             )
         return self._replica_costs[key]
 
-    def sends(self, grid: Grid) -> tuple[tuple[Ticks, ...], tuple[Ticks, ...]]:
+    def sends(self, grid: PartialLayout) -> tuple[tuple[Ticks, ...], tuple[Ticks, ...]]:
         """Transfer time from each chunk to the next, and from each chunk to the previous one."""
         by_link = self._times_by_link(grid) * grid.dims.virtual_pipeline_model_parallel_size
         forward = by_link[: grid.dims.num_chunks - 1]
         return (*forward, 0), (0, *forward)
 
-    def sent_bytes(self, grid: Grid) -> float:
+    def sent_bytes(self, grid: PartialLayout) -> float:
         """Bytes of an activation, or of its gradient, between neighbouring pipeline ranks."""
         tokens = self.shard(grid).tokens_between_blocks(self.spec)
         size = tokens * self.spec.hidden_size * self.settings.traits.params_bytes
@@ -380,7 +380,7 @@ class CostModel:
             size /= grid.dims.tensor_model_parallel_size
         return size
 
-    def _times_by_link(self, grid: Grid) -> tuple[Ticks, ...]:
+    def _times_by_link(self, grid: PartialLayout) -> tuple[Ticks, ...]:
         """Transfer time from each pipeline rank to the next, and from the last to the first."""
         dims = grid.dims
         key = (degrees(dims), grid.micro_batch_size, grid.sequence_parallel)

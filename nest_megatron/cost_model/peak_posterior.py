@@ -28,8 +28,7 @@ from nest_megatron.cost_model.pipeline import chunk_cost, rank_memory
 from nest_megatron.cost_model.posterior import KEPT, changed
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.uncertainty import shipped_calibration
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.layout import Layout
 from nest_megatron.units import Bytes
 
 #: Share of the variance of a score that belongs to each of: the site (its allocator and libraries),
@@ -167,10 +166,12 @@ class PeakPosterior:
         }
 
 
-def predicted_peak(model: CostModel, grid: Grid, partition: StagePartition) -> PredictedPeak:
+def predicted_peak(model: CostModel, layout: Layout) -> PredictedPeak:
     """The highest predicted peak of a plan, by its terms."""
-    problem = stage_problem(model, grid)
-    chunks = [chunk_cost(problem, first, end) for first, end in pairwise(partition.boundaries)]
+    problem = stage_problem(model, layout)
+    chunks = [
+        chunk_cost(problem, first, end) for first, end in pairwise(layout.partition.boundaries)
+    ]
     ranks = (
         rank_memory(problem, rank, chunks[rank :: problem.num_stages])
         for rank in range(problem.num_stages)
@@ -182,8 +183,8 @@ def predicted_peak(model: CostModel, grid: Grid, partition: StagePartition) -> P
             "activations": highest.activation,
             "working": highest.working,
         },
-        point=coordinates(grid),
-        error=peak_error(grid.zero),
+        point=coordinates(layout),
+        error=peak_error(layout.zero),
     )
 
 

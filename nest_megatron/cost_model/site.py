@@ -21,14 +21,13 @@ from nest_megatron.cost_model.posterior import Posterior, changed
 from nest_megatron.cost_model.site_calibration import SiteCalibration, job_hash
 from nest_megatron.cost_model.student_t import deviation
 from nest_megatron.cost_model.uncertainty import Predictive, predictive, shipped_calibration
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import Layout, PartialLayout
 from nest_megatron.parallel.objective import (
     MechanismChange,
     MemoryChange,
     MemoryPart,
     SiteChange,
 )
-from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan_file import digest
 from nest_megatron.units import Seconds
 from nest_megatron.version import __version__
@@ -65,39 +64,35 @@ class Site:
         left = self.calibration.without(trials)
         return Site(left, self.name, self._given) if left.by_date else None
 
-    def predictive(
-        self, model: CostModel, grid: Grid, partition: StagePartition, step_s: Seconds
-    ) -> Predictive:
+    def predictive(self, model: CostModel, layout: Layout, step_s: Seconds) -> Predictive:
         """What is known of a plan's predicted step at this site."""
-        return self.posterior.of(predictive(model, grid, partition, step_s), job_of(model, grid))
+        return self.posterior.of(predictive(model, layout, step_s), job_of(model, layout))
 
-    def peak_error(
-        self, model: CostModel, grid: Grid, partition: StagePartition
-    ) -> PeakErrors | None:
+    def peak_error(self, model: CostModel, layout: Layout) -> PeakErrors | None:
         """What is known of a plan's predicted peak at this site; ``None`` without a run's peak."""
         if not self.peaks.runs:
             return None
-        return self.peaks.of(self._peak(model, grid, partition), job_of(model, grid))
+        return self.peaks.of(self._peak(model, layout), job_of(model, layout))
 
-    def _peak(self, model: CostModel, grid: Grid, partition: StagePartition) -> PredictedPeak:
+    def _peak(self, model: CostModel, layout: Layout) -> PredictedPeak:
         """Worked out once for each plan: a choice asks several times."""
-        key = (grid, partition.boundaries)
+        key = (layout, layout.partition.boundaries)
         if key not in self._predicted:
-            self._predicted[key] = predicted_peak(model, grid, partition)
+            self._predicted[key] = predicted_peak(model, layout)
         return self._predicted[key]
 
     def memory_change(
-        self, model: CostModel, grid: Grid, partition: StagePartition, without: float
+        self, model: CostModel, layout: Layout, without: float
     ) -> MemoryChange | None:
         """What it changes of a plan's predicted peak; ``None`` without a run's peak.
 
         Args:
             without: chance to run out of memory by the catalogue's calibration alone.
         """
-        known = self.peak_error(model, grid, partition)
+        known = self.peak_error(model, layout)
         if known is None:
             return None
-        peak_bytes, job = self._peak(model, grid, partition).peak_bytes, job_of(model, grid)
+        peak_bytes, job = self._peak(model, layout).peak_bytes, job_of(model, layout)
         low, median, high = (
             round(peak_bytes * math.exp(known.quantile(share))) for share in (0.05, 0.5, 0.95)
         )
@@ -110,7 +105,7 @@ class Site:
             low_bytes=low,
             high_bytes=high,
             without_out_of_memory=without,
-            parts=tuple(self._parts(self._peak(model, grid, partition), job)),
+            parts=tuple(self._parts(self._peak(model, layout), job)),
         )
 
     def _parts(self, peak: PredictedPeak, job: str) -> list[MemoryPart]:
@@ -237,20 +232,23 @@ def unseen_errors(calibration: SiteCalibration) -> UnseenErrors | None:
 
 
 def expected(
-    site: Site | None, model: CostModel, grid: Grid, partition: StagePartition, step_s: Seconds
+    site: Site | None,
+    model: CostModel,
+    layout: Layout,
+    step_s: Seconds,
 ) -> Predictive:
     """The predictive distribution of a plan's predicted step, at a site where one is calibrated."""
     if site is None:
-        return predictive(model, grid, partition, step_s)
-    return site.predictive(model, grid, partition, step_s)
+        return predictive(model, layout, step_s)
+    return site.predictive(model, layout, step_s)
 
 
-def job_of(model: CostModel, grid: Grid) -> str:
+def job_of(model: CostModel, layout: PartialLayout) -> str:
     """Hash of what all plans of a job have in common, as that of its runs."""
     nameless = dataclasses.replace(model.spec, name="", source="")
     return job_hash(
         digest(nameless),
-        grid.global_batch_size,
+        layout.global_batch_size,
         model.spec.seq_length,
         model.settings.precision,
         digest(model.cluster),

@@ -8,7 +8,7 @@ from nest_megatron.cost_model.keys import split_block
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost
 from nest_megatron.cost_model.unit_cost import overlap_window, unit_cost
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.recompute import Recompute, RecomputeMethod
 from nest_megatron.units import Bytes
 
@@ -18,7 +18,7 @@ _PASSES = ("forward", "backward", "block_backward")
 class StageProblems:
     """Makes the stage problems of a grid, of whose recompute setting nothing is read."""
 
-    def __init__(self, model: CostModel, grid: Grid) -> None:
+    def __init__(self, model: CostModel, grid: PartialLayout) -> None:
         self.model = model
         self.grid = grid
         self._replica_costs = model.replica_costs(grid.dims, grid.zero)
@@ -100,13 +100,13 @@ class StageProblems:
         return max(more, self.grid.num_microbatches / self._num_priced - 1, 0.0)
 
 
-def priced_microbatches(grid: Grid) -> int:
+def priced_microbatches(grid: PartialLayout) -> int:
     """Micro batches in whole rounds of one a pipeline rank, as the schedule is priced."""
     p, v = grid.dims.pipeline_model_parallel_size, grid.dims.virtual_pipeline_model_parallel_size
     return grid.num_microbatches - (grid.num_microbatches % p if v > 1 else 0)
 
 
-def stage_problem(model: CostModel, grid: Grid) -> PipelineProblem:
+def stage_problem(model: CostModel, grid: PartialLayout) -> PipelineProblem:
     """Everything that a stage partition of a grid is judged by, under its own recomputation."""
     return StageProblems(model, grid).problem(grid.recompute)
 

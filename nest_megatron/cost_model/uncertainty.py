@@ -40,8 +40,7 @@ from nest_megatron.cost_model.features import (
 from nest_megatron.cost_model.mechanisms import Mechanism, Shares, shares
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.student_t import deviation, quantile
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.layout import Layout
 from nest_megatron.units import Seconds
 
 #: Key of the scale that every job, and every layout, has.
@@ -167,18 +166,17 @@ def _together(scales: Mapping[str, float], features: frozenset[Feature]) -> floa
 
 def predictive(
     model: CostModel,
-    grid: Grid,
-    partition: StagePartition,
+    layout: Layout,
     step_s: Seconds,
 ) -> Predictive:
     """The predictive distribution of a plan's predicted step; by the catalogue's calibration."""
     fitted = shipped_calibration()
-    features = features_of(model, grid, step_s, fitted.devices)
+    features = features_of(model, layout, step_s, fitted.devices)
     return Predictive(
         median_s=step_s,
-        shares=shares(model, grid, partition),
+        shares=shares(model, layout),
         features=features,
-        point=coordinates(grid),
+        point=coordinates(layout),
         scales=fitted.scales,
         confidence=confidence_of(fitted.evidence, features, model.settings.precision),
     )

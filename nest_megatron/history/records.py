@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.names import Name
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.plan_file import digest
 from nest_megatron.plain import added
@@ -260,7 +260,7 @@ class RunRecord:
     job: JobKey
     cluster: ClusterKey
     versions: Mapping[str, str]
-    grid: Grid
+    grid: PartialLayout
     pipeline_model_parallel_layout: str | None
     predicted: Predicted
     measured: Measured | None = None
@@ -335,7 +335,7 @@ def job_key(plan: ParallelPlan) -> JobKey:
     return JobKey(
         model=plan.model.name,
         model_hash=digest(nameless),
-        global_batch_size=plan.train.global_batch_size,
+        global_batch_size=plan.layout.global_batch_size,
         seq_length=plan.train.seq_length,
         precision=plan.train.precision,
         framework=plan.provenance.framework,

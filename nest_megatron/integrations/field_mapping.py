@@ -17,7 +17,6 @@ from nest_megatron.integrations.fields import ABSENT, ConfigPaths, FieldValue, f
 from nest_megatron.integrations.megatron_lm.attach import (
     OF_THE_COMMAND_LINE,
     launch_request,
-    require_placed,
 )
 from nest_megatron.integrations.megatron_lm.incompatible_options import contradicted
 from nest_megatron.integrations.megatron_lm.rules import require_launchable
@@ -26,9 +25,9 @@ from nest_megatron.model.sizes import LATENT_SIZES
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.diff import plan_values, reason
-from nest_megatron.parallel.layout import is_uniform
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.rules import initializes_on_meta_device, launched_expert_tensor_size
+from nest_megatron.parallel.stage_layout import is_uniform
 from nest_megatron.plain import to_plain
 from nest_megatron.planner.pinned_job import resolved
 
@@ -99,20 +98,20 @@ def planned_items(plan: ParallelPlan) -> dict[str, Any]:
     """
     items: dict[str, Any] = to_plain(plan_values(plan))
     del items["data_parallel_size"]  # it follows from the number of ranks
-    pipelined = plan.parallel.pipeline_model_parallel_size > 1
+    pipelined = plan.layout.dims.pipeline_model_parallel_size > 1
     items["recompute_modules"] = items["recompute_modules"] or None
     items["use_tp_pp_dp_mapping"] = items["use_tp_pp_dp_mapping"] and pipelined
-    items["expert_tensor_parallel_size"] = launched_expert_tensor_size(plan.model, plan.grid().dims)
+    items["expert_tensor_parallel_size"] = launched_expert_tensor_size(plan.model, plan.layout.dims)
     if is_even(plan):
         items["pipeline_model_parallel_layout"] = None
-    if not plan.parallel.use_megatron_fsdp:
+    if not plan.layout.uses_megatron_fsdp:
         items["data_parallel_sharding_strategy"] = "no_shard"
     return items
 
 
 def is_even(plan: ParallelPlan) -> bool:
     """Whether megatron-core divides the layers like the plan where it is told degrees alone."""
-    return is_uniform(plan.model, plan.partition())
+    return is_uniform(plan.model, plan.layout.partition)
 
 
 def layout_fields(
@@ -123,10 +122,10 @@ def layout_fields(
     Args:
         stages: the fields of the job do not make the plan's stages by themselves.
     """
-    given = plan.parallel.pipeline_model_parallel_layout
+    pipelined = plan.layout.dims.pipeline_model_parallel_size > 1
     for item, value in planned_items(plan).items():
         if item in paths.items and (stages or item not in _STAGES):
-            even = item == "pipeline_model_parallel_layout" and given and is_even(plan)
+            even = item == "pipeline_model_parallel_layout" and pipelined and is_even(plan)
             why = "the stages are even, as the degrees alone make them"
             yield paths.items[item], value, why if even else reason(plan, item)
     for item, value in STAGE_FIELDS.items() if stages else ():
@@ -149,7 +148,7 @@ def fields_beside(
         yield from _stale(root, plan, path, same_shapes=same_shapes)
         yield from _overlap(root, plan, path)
     yield from _stale(root, plan, paths.model, same_shapes=same_shapes)
-    if not overlaps and plan.parallel.pipeline_model_parallel_size > 1:
+    if not overlaps and plan.layout.dims.pipeline_model_parallel_size > 1:
         for name, value in _links(plan).items():
             yield f"{paths.model}.{name}", value, _LINKS
     if plan.model.is_moe:
@@ -171,7 +170,7 @@ def _fsdp(root: Any, plan: ParallelPlan, paths: ConfigPaths) -> Iterator[FieldVa
 
     Source: ``ConfigContainer.validate`` of Megatron-Bridge, ``MegatronParallel.init_ddp`` of NeMo.
     """
-    if plan.parallel.use_megatron_fsdp:
+    if plan.layout.uses_megatron_fsdp:
         form = "the one format that Megatron-FSDP saves, without a second process"
         yield paths.ckpt_format, _FSDP_FORMAT, form
         yield paths.async_save, False, form
@@ -196,7 +195,11 @@ def _pipeline_type(root: Any, plan: ParallelPlan, paths: ConfigPaths) -> Iterato
     """The number format between stages, where neither the job nor a recipe that it names has it."""
     is_named = any(isinstance(find(root, p.rpartition(".")[0]), str) for p in paths.pipeline_types)
     given = {find(root, path) for path in paths.pipeline_types}
-    if plan.parallel.pipeline_model_parallel_size == 1 or is_named or not given <= {None, ABSENT}:
+    if (
+        plan.layout.dims.pipeline_model_parallel_size == 1
+        or is_named
+        or not given <= {None, ABSENT}
+    ):
         return
     import torch
 
@@ -207,9 +210,9 @@ def _pipeline_type(root: Any, plan: ParallelPlan, paths: ConfigPaths) -> Iterato
 
 def _keeps_shapes(root: Any, plan: ParallelPlan, paths: ConfigPaths) -> bool:
     wanted = {
-        paths.items["tensor_model_parallel_size"]: plan.parallel.tensor_model_parallel_size,
-        paths.items["context_parallel_size"]: plan.parallel.context_parallel_size,
-        paths.items["micro_batch_size"]: plan.train.micro_batch_size,
+        paths.items["tensor_model_parallel_size"]: plan.layout.dims.tensor_model_parallel_size,
+        paths.items["context_parallel_size"]: plan.layout.dims.context_parallel_size,
+        paths.items["micro_batch_size"]: plan.layout.micro_batch_size,
         paths.seq_length: plan.train.seq_length,
     }
     return all(find(root, path) == value for path, value in wanted.items())
@@ -217,7 +220,7 @@ def _keeps_shapes(root: Any, plan: ParallelPlan, paths: ConfigPaths) -> bool:
 
 def _links(plan: ParallelPlan) -> Mapping[str, bool]:
     """How pipeline ranks exchange. Source: ``schedules.py``."""
-    virtual = plan.parallel.virtual_pipeline_model_parallel_size is not None
+    virtual = plan.layout.dims.virtual_pipeline_model_parallel_size > 1
     return {"overlap_p2p_comm": virtual, "batch_p2p_comm": not virtual}
 
 
@@ -235,8 +238,9 @@ def _overlap(root: Any, plan: ParallelPlan, prefix: str) -> Iterator[FieldValue]
         for name in links:
             if stated(name) is not None:
                 yield f"{prefix}.{name}", None, f"{_LINKS}, by themselves"
+    arguments = plan.arguments
     for name in ("overlap_grad_reduce", "overlap_param_gather"):
-        planned = getattr(plan.parallel, name)
+        planned = arguments[name]
         if stated(name) not in (None, planned):
             why = "the plan's time counts on it" if planned else "there is nothing to gather"
             yield f"{prefix}.{name}", planned, why
@@ -249,7 +253,7 @@ def _stale(
     option = "overlap_param_gather_with_optimizer_step"
     yield from _contradicted(root, plan, {option: f"{prefix}.{option}"})
     buffers = f"{prefix}.tp_comm_overlap_cfg"
-    unused = not plan.parallel.sequence_parallel
+    unused = not plan.layout.sequence_parallel
     if (unused or not same_shapes) and find(root, buffers) not in (ABSENT, None):
         why = "these user buffers were tuned for another layout or micro batch"
         yield buffers, None, why
@@ -278,7 +282,6 @@ def plan_record(given: ParallelPlan | Recorded) -> ParallelPlan:
 
 def require_plannable(plan: ParallelPlan, version: str, spec: TransformerSpec) -> None:
     """Refuse a plan that this release of megatron-core would refuse, or one of another model."""
-    require_placed(plan)
     require_launchable(launch_request(plan, version=version), but=OF_THE_COMMAND_LINE)
     rows = [(name, resolved(spec, name), resolved(plan.model, name)) for name in _SHAPE]
     differing = [
@@ -297,7 +300,7 @@ def require_same_schedule(plan: ParallelPlan, schedule: BatchSchedule | None) ->
     planned = plan.train.batch_schedule
     if schedule is not None and (planned is None or planned.sizes != schedule.sizes):
         limit = (
-            f"the plan was made for {planned.words() if planned else plan.train.global_batch_size}"
+            f"the plan was made for {planned.words() if planned else plan.layout.global_batch_size}"
         )
         what, now = "rampup_batch_size", schedule.words()
         raise UserInputError(what, value=now, limit=limit, fix="Plan again.")
@@ -318,9 +321,9 @@ def require_same_job(
             fix = "Leave it out: the layout itself is always written."
             raise UserInputError("free", value=name, limit=limit, fix=fix)
     planned = {
-        "global_batch_size": plan.train.final_batch_size,
+        "global_batch_size": plan.final_batch_size,
         "seq_length": plan.train.seq_length,
-        "num_gpus": plan.placement.num_gpus,
+        "num_gpus": plan.layout.num_gpus,
     }
     for name, value in job.items():
         if value not in (None, planned[name]) and name not in free:

@@ -45,7 +45,7 @@ def pinned_recipe(
         hosts, mixed: as for ``plan_recipe``.
     """
     pinned = read_launched(path, job.num_gpus)
-    num_gpus = job.num_gpus or pinned.plan.placement.num_gpus
+    num_gpus = job.num_gpus or pinned.plan.layout.num_gpus
     gpus, _ = like_gpus(hosts, known_gpus(), mixed)
     require_pinned_for(pinned, job, num_gpus=num_gpus, gpus=gpus, gpus_per_host=job.gpus_per_node)
     return pinned
@@ -70,7 +70,7 @@ def require_pinned_for(
         global_batch_size=job.final_batch_size,
         batch_schedule=job.batch_schedule,
         precision=job.precision,
-        tensor_model_parallel_size=pinned.plan.parallel.tensor_model_parallel_size,
+        tensor_model_parallel_size=pinned.plan.layout.dims.tensor_model_parallel_size,
         megatron_lm=pinned.pin.megatron_lm,
         memory_flags=job.memory_flags,
     )

@@ -43,7 +43,7 @@ def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
     stated = {"model": str(path), "cluster": str(path), "cluster.num_gpus": plan.cluster.num_gpus}
     stated["target"] = plan.provenance.settings.get("target")
     stated["train.precision"] = plan.train.precision.value
-    stated["train.global_batch_size"] = plan.train.global_batch_size
+    stated["train.global_batch_size"] = plan.layout.global_batch_size
     found = {key: value_text(value) for key, value in stated.items() if value is not None}
     found |= given_of(plan) | _sources(plan) | _paid(plan)
     job = StatedJob.of(plan)
@@ -150,7 +150,7 @@ def _space_settings(plan: ParallelPlan, free: Mapping[str, str]) -> dict[str, st
 
 
 def _recompute(plan: ParallelPlan) -> dict[str, str]:
-    recompute = plan.grid().recompute
+    recompute = plan.layout.recompute
     names = [field.name for field in dataclasses.fields(recompute) if field.init]
     fields = {name: getattr(recompute, name) for name in names}
     said = {name: value for name, value in fields.items() if value not in (None, ())}
@@ -185,7 +185,7 @@ def reliability_of(plan: ParallelPlan) -> Reliability | None:
 
     It saves as often as is best, if that is what the plan does.
     """
-    found, num_gpus = plan.goodput, plan.placement.num_gpus
+    found, num_gpus = plan.goodput, plan.layout.num_gpus
     if found is None:
         return None
     best = Reliability(

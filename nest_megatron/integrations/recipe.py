@@ -250,12 +250,12 @@ def _as_arguments(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 def makes_stages_of(root: Any, plan: ParallelPlan, paths: ConfigPaths) -> bool:
     """Whether the fields of a configuration state the stages of a plan already."""
-    stated, parallel = _as_arguments(_stated(root, paths.items)), plan.parallel
-    pp = parallel.pipeline_model_parallel_size
+    stated = _as_arguments(_stated(root, paths.items))
+    pp = plan.layout.dims.pipeline_model_parallel_size
     if stated.get("pipeline_model_parallel_size") != pp:
         return False
     try:
-        return stated_partition(plan.model, stated, pp) == plan.partition()
+        return stated_partition(plan.model, stated, pp) == plan.layout.partition
     except UserInputError:
         return False
 

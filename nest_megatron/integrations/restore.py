@@ -110,7 +110,7 @@ def _need(value: int, reason: str, fix: str) -> Requirement:
 
 def finetuning_fields(root: Any, plan: ParallelPlan, paths: ConfigPaths) -> Iterator[FieldValue]:
     """What context parallelism needs where a rank may hold masked tokens alone."""
-    cp = plan.parallel.context_parallel_size
+    cp = plan.layout.dims.context_parallel_size
     if cp == 1 or not is_finetuning(find(root, paths.data)):
         return
     why = "with context parallelism a rank may hold masked tokens alone, so the loss is per token"
@@ -154,14 +154,14 @@ class Restored:
     stated: str = "as the recipe states"
 
     def required(self, version: str) -> Mapping[str, Requirement]:
-        """What a plan must keep, by the names of ``ParallelChoice``."""
+        """What a plan must keep, by the names of ``layout_arguments``."""
         needs = checkpoint.required(self.saved, self.values, version)
         return needs if self.is_seen else {n: r for n, r in needs.items() if r.value is not None}
 
     def check(self, plan: ParallelPlan, version: str) -> None:
         """Raise if a plan's layout is one that the checkpoint cannot be loaded into."""
         if self.is_seen:
-            checkpoint.check_loadable(self.saved, plan.parallel, self.values, version)
+            checkpoint.check_loadable(self.saved, plan.arguments, self.values, version)
 
     def note(self) -> str:
         """What is known of it, for the plan's notes."""

@@ -56,8 +56,8 @@ def new_run(
         job=job_key(plan),
         cluster=cluster_key(plan),
         versions={**installed_versions(), **nccl_version(), "nest_megatron": __version__},
-        grid=plan.grid(),
-        pipeline_model_parallel_layout=plan.parallel.pipeline_model_parallel_layout,
+        grid=plan.layout.without_stages(),
+        pipeline_model_parallel_layout=plan.arguments["pipeline_model_parallel_layout"],
         predicted=predicted(plan),
         launch=launch,
     )
@@ -82,21 +82,21 @@ def predicted(plan: ParallelPlan) -> Predicted:
     times = times_of(plan.provenance.profile, plan.model)
     settings = restored_settings(plan.provenance.settings)
     model = CostModel(plan.model, plan.cluster, settings, times)
-    grid, step_s = plan.grid(), plan.predicted.iteration_time_s
-    known = predictive(model, grid, plan.partition(), step_s)
+    layout, step_s = plan.layout, plan.predicted.iteration_time_s
+    known = predictive(model, layout, step_s)
     is_whole = times is not None or plan.provenance.profile == ANALYTIC_NAME
     stages = plan.predicted.stages
-    highest = max(stages, key=lambda stage: sum(stage.memory_bytes.values()))
+    highest = max(stages, key=lambda stage: stage.peak_memory_bytes)
     return Predicted(
         step_s=step_s,
         low_s=None if plan.uncertainty is None else plan.uncertainty.low_s,
         high_s=None if plan.uncertainty is None else plan.uncertainty.high_s,
         shares={name.value: share for name, share in known.shares.items()} if is_whole else {},
         features=tuple(sorted(feature.value for feature in known.features)),
-        busy_s=tuple(grid.num_microbatches * (s.forward_s + s.backward_s) for s in stages),
-        peak_memory_bytes=tuple(sum(stage.memory_bytes.values()) for stage in stages),
+        busy_s=tuple(layout.num_microbatches * (s.forward_s + s.backward_s) for s in stages),
+        peak_memory_bytes=tuple(stage.peak_memory_bytes for stage in stages),
         peak_terms=highest.memory_bytes,
-        allocatable_bytes=allocatable(model, grid),
+        allocatable_bytes=allocatable(model, layout),
         expert_imbalance=settings.expert_imbalance if plan.model.is_moe else None,
         own_runs=plan.provenance.own_runs,
     )

@@ -176,8 +176,8 @@ def require_planned(plan: ParallelPlan, num_ranks: int) -> None:
     Raises:
         NestError: if it is another layout than the plan's.
     """
-    if num_ranks != plan.placement.num_gpus:
-        limit = f"the plan is for {plan.placement.num_gpus}"
+    if num_ranks != plan.layout.num_gpus:
+        limit = f"the plan is for {plan.layout.num_gpus}"
         fix = "Plan for the ranks that run."
         raise UserInputError("ranks", value=num_ranks, limit=limit, fix=fix)
     state = sys.modules.get("megatron.core.parallel_state")
@@ -200,7 +200,7 @@ def require_planned_batch(plan: ParallelPlan) -> None:
         num_microbatches = calculator.get_num_microbatches()
     except AttributeError:  # there is none
         return
-    planned = plan.train.global_batch_size, plan.grid().num_microbatches
+    planned = plan.layout.global_batch_size, plan.layout.num_microbatches
     if (batch, num_microbatches) != planned:
         value = f"{batch} sequences in {num_microbatches} micro batches"
         limit = f"the plan is for {planned[0]} in {planned[1]}"

@@ -29,10 +29,10 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.names import Name
 from nest_megatron.packages import install_command
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import layout_string
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute, RecomputeGranularity
 from nest_megatron.parallel.rules import launched_expert_tensor_size
+from nest_megatron.parallel.stage_layout import layout_string
 
 
 class Where(Name):

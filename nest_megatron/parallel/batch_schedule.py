@@ -77,24 +77,17 @@ class BatchSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainChoice:
-    """The batch and the number format.
+    """The sequences and the number format.
 
     Args:
-        global_batch_size: that the plan was made for: the one of most samples, where it grows.
+        batch_schedule: how the batch grows; a layout has the size of most samples.
         sequence_lengths: of the data, where they are known.
     """
 
-    global_batch_size: int
-    micro_batch_size: int
     seq_length: int
     precision: Precision
     batch_schedule: BatchSchedule | None = added(None)
     sequence_lengths: SequenceLengths | None = added(None)
-
-    @property
-    def final_batch_size(self) -> int:
-        """Sequences of one step at the end of the run."""
-        return self.batch_schedule.last if self.batch_schedule else self.global_batch_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

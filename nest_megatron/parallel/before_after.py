@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nest_megatron.parallel.estimate import PricedLayout
 from nest_megatron.parallel.objective import SURE
-from nest_megatron.parallel.prediction import PricedLayout
 from nest_megatron.units import Bytes, Seconds
 
 

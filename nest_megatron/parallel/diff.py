@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.parallel.rules import launched_expert_tensor_size
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.units import format_gib, format_seconds
@@ -27,16 +27,16 @@ class Change:
 def plan_values(plan: ParallelPlan) -> dict[str, object]:
     """Everything that a plan sets in a job, by Megatron's names."""
     return {
-        "global_batch_size": plan.train.final_batch_size,
-        "micro_batch_size": plan.train.micro_batch_size,
-        **{f.name: getattr(plan.parallel, f.name) for f in dataclasses.fields(plan.parallel)},
-        "use_tp_pp_dp_mapping": plan.placement.use_tp_pp_dp_mapping,
+        "global_batch_size": plan.final_batch_size,
+        "micro_batch_size": plan.layout.micro_batch_size,
+        **plan.arguments,
+        "use_tp_pp_dp_mapping": plan.layout.dims.rank_order is RankOrder.TP_CP_EP_PP_DP,
     }
 
 
 def reason(plan: ParallelPlan, field: str) -> str:
     """Why a plan sets a field as it does, in one sentence."""
-    said, value = _REASONS[field], getattr(plan.parallel, field, None)
+    said, value = _REASONS[field], plan.arguments.get(field)
     if callable(said):
         return said(plan, value)
     return said if isinstance(said, str) else said[bool(value)]
@@ -66,8 +66,8 @@ def _virtual(plan: ParallelPlan, size: Any) -> str:
 
 
 def _data(plan: ParallelPlan, _: Any) -> str:
-    sequences = plan.grid().num_microbatches * plan.train.micro_batch_size
-    gpus = plan.placement.num_gpus
+    sequences = plan.layout.num_microbatches * plan.layout.micro_batch_size
+    gpus = plan.layout.num_gpus
     return f"replicas that fill {gpus} GPUs; each sees {sequences} sequences a step"
 
 
@@ -83,7 +83,7 @@ def _experts(plan: ParallelPlan, size: Any) -> str:
 
 def _expert_tensor(plan: ParallelPlan, size: Any) -> str:
     if plan.model.num_experts is None:
-        if launched_expert_tensor_size(plan.model, plan.grid().dims) is None:
+        if launched_expert_tensor_size(plan.model, plan.layout.dims) is None:
             return "the model has no experts"
         return "Megatron makes expert groups even so; this rank order needs tp * cp ranks in each"
     return "every expert is whole on its GPU" if size == 1 else f"an expert is cut over {size} GPUs"
@@ -98,25 +98,25 @@ def _layout(plan: ParallelPlan, _: Any) -> str:
 
 
 def _recompute(plan: ParallelPlan, _: Any) -> str:
-    if plan.parallel.recompute_granularity is None:
+    if plan.layout.recompute == NO_RECOMPUTE:
         return "the activations fit as they are, so nothing is computed twice"
     spent = format_seconds(plan.predicted.terms.get("recompute", 0.0))
     return f"recomputing these activations costs {spent} a step and frees their memory"
 
 
 def _fsdp(plan: ParallelPlan, _: Any) -> str:
-    if not plan.parallel.use_megatron_fsdp:
+    if not plan.layout.uses_megatron_fsdp:
         return "weights and gradients fit without being divided over the replicas"
-    only = plan.grid().zero == ZeroStage.GRADIENTS
+    only = plan.layout.zero == ZeroStage.GRADIENTS
     what = "gradients" if only else "gradients and weights"
     return f"replicas divide {what} as well, which frees memory"
 
 
 def _mapping(plan: ParallelPlan, _: Any) -> str:
-    if plan.parallel.pipeline_model_parallel_size == 1:
+    if plan.layout.dims.pipeline_model_parallel_size == 1:
         return "without a pipeline both orders of ranks are the same"
-    levels, several = plan.placement.group_levels, plan.parallel.data_parallel_size > 1
-    inner = "pipelines" if plan.placement.rank_order is RankOrder.TP_CP_EP_PP_DP else "replicas"
+    levels, several = plan.placement.group_levels, plan.layout.dims.data_parallel_size > 1
+    inner = "pipelines" if plan.layout.dims.rank_order is RankOrder.TP_CP_EP_PP_DP else "replicas"
     said = f"neighbouring ranks belong to {inner}: the pipeline crosses the {levels['pp']}"
     return f"{said}, data-parallel groups the {levels['dp']}" if several else said
 
@@ -125,7 +125,7 @@ def _mapping(plan: ParallelPlan, _: Any) -> str:
 _REASONS: dict[str, str | tuple[str, str] | Callable[[ParallelPlan, Any], str]] = {
     "global_batch_size": "the batch that the plan was made for",
     "micro_batch_size": lambda plan, _: (
-        f"a replica works through {plan.grid().num_microbatches} of these a step, one after another"
+        f"a replica works through {plan.layout.num_microbatches} of these a step, one after another"
     ),
     "tensor_model_parallel_size": _tensor,
     "pipeline_model_parallel_size": _pipeline,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from nest_megatron.model.execution import PLAIN, Execution, GraphImpl
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity, RecomputeModule
 
 _FULL = RecomputeGranularity.FULL
@@ -30,7 +30,9 @@ def _without(execution: Execution, *names: str) -> Execution:
     return dataclasses.replace(execution, **{name: getattr(PLAIN, name) for name in changed})
 
 
-def allowed_execution(execution: Execution, grid: Grid, *, own_graphs: bool = False) -> Execution:
+def allowed_execution(
+    execution: Execution, grid: PartialLayout, *, own_graphs: bool = False
+) -> Execution:
     """What of it Megatron takes on a layout; what does nothing there is left out.
 
     The all-to-all of tokens runs beside another micro batch's work where there is one: several

@@ -22,7 +22,7 @@ def script_words(script: str) -> tuple[str, ...]:
 
 def launch_size(plan: ParallelPlan) -> tuple[int, int]:
     """Hosts that a plan is launched on, and processes that a launcher starts on each."""
-    gpus = plan.placement.num_gpus
+    gpus = plan.layout.num_gpus
     per_host = min(plan.cluster.launch_gpus_per_host, gpus)
     return gpus // per_host, per_host
 

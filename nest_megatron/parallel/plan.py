@@ -7,19 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.arguments import layout_arguments
 from nest_megatron.parallel.batch_schedule import PredictedBatch, TrainChoice
 from nest_megatron.parallel.before_after import BeforeAfter
-from nest_megatron.parallel.dims import ParallelDims, RankOrder
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.layout import layout_string, parse_layout
+from nest_megatron.parallel.estimate import Alternative, Estimate, Placement, PricedLayout
+from nest_megatron.parallel.layout import Layout
 from nest_megatron.parallel.objective import Choice, Shortlist, SiteChange, Uncertainty
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.prediction import ParallelChoice, Placement, Prediction, PricedLayout
 from nest_megatron.parallel.price import Price
-from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity
-from nest_megatron.parallel.zero import STRATEGIES, ZERO_STAGES, DataParallelSharding, ZeroStage
 from nest_megatron.plain import added
 from nest_megatron.units import Bytes, Seconds
 
@@ -30,50 +25,6 @@ SCHEMA = 1
 FAR_OFF_PERCENT = 10.0
 #: Name of a framework in ``Provenance``.
 MEGATRON_LM = "Megatron-LM"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
-    """A runner-up: another layout at its best, and how much slower it is.
-
-    Args:
-        slower_percent: below 0 for one that is predicted to be faster than the plan.
-        chance_slower: that it is slower than the plan.
-    """
-
-    num_gpus: int
-    tensor_model_parallel_size: int
-    pipeline_model_parallel_size: int
-    virtual_pipeline_model_parallel_size: int | None
-    context_parallel_size: int
-    data_parallel_size: int
-    expert_model_parallel_size: int
-    expert_tensor_parallel_size: int
-    micro_batch_size: int
-    zero_stage: int
-    recompute: str
-    rank_order: RankOrder
-    pipeline_model_parallel_layout: str | None
-    iteration_time_s: Seconds
-    slower_percent: float
-    execution: Execution = added(PLAIN)
-    uncertainty: Uncertainty | None = added(None)
-    peak_memory_bytes: Bytes | None = added(None)
-    chance_slower: float | None = added(None)
-
-    @classmethod
-    def of(cls, grid: Grid, **others: Any) -> Alternative:
-        """The layout of a grid; ``others`` are the fields that a grid does not say."""
-        return cls(
-            num_gpus=grid.dims.world_size,
-            **grid.dims.flags(),
-            micro_batch_size=grid.micro_batch_size,
-            zero_stage=int(grid.zero),
-            recompute=grid.recompute.label(),
-            rank_order=grid.dims.rank_order,
-            execution=grid.execution,
-            **others,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,15 +198,14 @@ class ParallelPlan:
     model: TransformerSpec
     cluster: Cluster
     train: TrainChoice
-    parallel: ParallelChoice
+    layout: Layout
     placement: Placement
-    predicted: Prediction
+    predicted: Estimate
     alternatives: tuple[Alternative, ...]
     search: SearchRecord
     provenance: Provenance
     launch: Mapping[str, LaunchCommand] = field(default_factory=dict)
     offers: tuple[str, ...] = added(())
-    execution: Execution = added(PLAIN)
     goodput: Goodput | None = added(None)
     uncertainty: Uncertainty | None = added(None)
     choice: Choice | None = added(None)
@@ -272,96 +222,23 @@ class ParallelPlan:
         others = (other.iteration_time_s for other in self.alternatives)
         return min([self.predicted.iteration_time_s, *others])
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The layout by Megatron's names."""
+        return layout_arguments(self.model, self.layout)
+
+    @property
+    def final_batch_size(self) -> int:
+        """Sequences of one step at the end of the run."""
+        growing = self.train.batch_schedule
+        return growing.last if growing else self.layout.global_batch_size
+
     def priced(self) -> PricedLayout:
         """What of the plan was priced."""
         return PricedLayout(
-            train=self.train,
-            parallel=self.parallel,
-            placement=self.placement,
-            execution=self.execution,
+            layout=self.layout,
             predicted=self.predicted,
             uncertainty=self.uncertainty,
             price=self.price,
             not_modelled=self.search.not_modelled,
         )
-
-    def grid(self) -> Grid:
-        """The plan's degrees, batch, recomputation and ZeRO stage."""
-        chosen, train = self.parallel, self.train
-        return Grid(
-            dims=ParallelDims.of(chosen, self.placement.rank_order),
-            global_batch_size=train.global_batch_size,
-            micro_batch_size=train.micro_batch_size,
-            sequence_parallel=chosen.sequence_parallel,
-            recompute=Recompute(
-                granularity=chosen.recompute_granularity or RecomputeGranularity.NONE,
-                method=chosen.recompute_method,
-                num_layers=chosen.recompute_num_layers,
-                modules=chosen.recompute_modules,
-            ),
-            zero=zero_stage(chosen),
-            execution=self.execution,
-        )
-
-    def partition(self) -> StagePartition:
-        """The plan's stage partition."""
-        chosen = self.parallel
-        layout = chosen.pipeline_model_parallel_layout
-        if layout is None:
-            units = self.model.num_units
-            return StagePartition(boundaries=(0, units), pipeline_model_parallel_size=1)
-        return parse_layout(layout, self.model, chosen.pipeline_model_parallel_size)
-
-
-def parallel_choice(
-    spec: TransformerSpec,
-    grid: Grid,
-    partition: StagePartition,
-    sharding: DataParallelSharding | None = None,
-) -> ParallelChoice:
-    """A grid and a partition under Megatron's own names.
-
-    Args:
-        sharding: what divides states among replicas; ``None`` leaves it to the ZeRO stage.
-    """
-    recompute, zero = grid.recompute, grid.zero
-    sharding = sharding or zero.sharding
-    fsdp = sharding is DataParallelSharding.MEGATRON_FSDP
-    torch_fsdp2 = sharding is DataParallelSharding.TORCH_FSDP2
-    shards = (zero >= ZeroStage.OPTIMIZER or fsdp) and not torch_fsdp2
-    pipelined = grid.dims.pipeline_model_parallel_size > 1
-    granularity = recompute.granularity
-    return ParallelChoice(
-        **grid.dims.flags(),
-        sequence_parallel=grid.sequence_parallel,
-        pipeline_model_parallel_layout=layout_string(spec, partition) if pipelined else None,
-        recompute_granularity=None if granularity is RecomputeGranularity.NONE else granularity,
-        recompute_method=recompute.method,
-        recompute_num_layers=recompute.num_layers,
-        recompute_modules=recompute.modules,
-        use_distributed_optimizer=shards,
-        use_megatron_fsdp=fsdp,
-        data_parallel_sharding_strategy=STRATEGIES[zero] if fsdp else None,
-        overlap_grad_reduce=True,
-        overlap_param_gather=shards,
-        use_torch_fsdp2=torch_fsdp2,
-    )
-
-
-def sharding(chosen: ParallelChoice) -> DataParallelSharding:
-    """What divides states among replicas."""
-    if chosen.use_torch_fsdp2:
-        return DataParallelSharding.TORCH_FSDP2
-    if chosen.use_megatron_fsdp:
-        return DataParallelSharding.MEGATRON_FSDP
-    return DataParallelSharding.DDP
-
-
-def zero_stage(chosen: ParallelChoice) -> ZeroStage:
-    """The ZeRO stage that a choice of Megatron's options amounts to."""
-    if chosen.use_torch_fsdp2:
-        return ZeroStage.WEIGHTS
-    own = ZeroStage.OPTIMIZER if chosen.use_distributed_optimizer else ZeroStage.NONE
-    if not chosen.use_megatron_fsdp:
-        return own
-    return ZERO_STAGES.get(chosen.data_parallel_sharding_strategy or "", own)

@@ -20,12 +20,21 @@ from nest_megatron.plain import from_plain, to_plain
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types here
-    """Quotes texts that YAML 1.2 reads as numbers and PyYAML's YAML 1.1 does not (``1e-05``)."""
+    """Writes lists of numbers in one line, and quotes what YAML 1.2 alone reads as a number.
+
+    That is ``1e-05``, a text in PyYAML's YAML 1.1.
+    """
+
+    def represent_numbers(self, items: list[Any]) -> yaml.Node:
+        """A list in one line where it holds whole numbers alone."""
+        numbers = all(isinstance(item, int) for item in items)
+        return self.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=numbers)
 
 
 _Dumper.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789")
 )
+_Dumper.add_representer(list, _Dumper.represent_numbers)
 
 
 def digest(value: object) -> str:

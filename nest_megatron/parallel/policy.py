@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
-from nest_megatron.parallel.plan import ParallelPlan, sharding
+from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import RecomputeGranularity
 from nest_megatron.parallel.zero import DataParallelSharding
 
@@ -136,8 +136,8 @@ def require_allowed(plan: ParallelPlan, policy: Policy) -> None:
 
 def violations(plan: ParallelPlan, file: PolicyFile) -> Iterator[PolicyError]:
     """Every rule of a file that a plan breaks."""
-    rules, grid = file.plan, plan.grid()
-    degrees = {**plan.grid().dims.flags(), "micro_batch_size": grid.micro_batch_size}
+    rules, grid = file.plan, plan.layout
+    degrees = {**plan.layout.dims.flags(), "micro_batch_size": grid.micro_batch_size}
     degrees["data_parallel_size"] = grid.dims.data_parallel_size
     for name, (least, most) in rules.ranges.items():
         value = degrees[name] or 1
@@ -155,7 +155,7 @@ def violations(plan: ParallelPlan, file: PolicyFile) -> Iterator[PolicyError]:
             grid.recompute.granularity,
             rules.forbidden_recompute,
         ),
-        ("sharding", "sharding", sharding(plan.parallel), rules.forbidden_sharding),
+        ("sharding", "sharding", plan.layout.sharding, rules.forbidden_sharding),
         ("precision", "precision", plan.train.precision, rules.forbidden_precision),
     ):
         if value in forbidden:

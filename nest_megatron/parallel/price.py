@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel.batch_schedule import PredictedBatch, TrainChoice
+from nest_megatron.parallel.batch_schedule import PredictedBatch
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.units import Seconds
 
 
@@ -59,27 +60,27 @@ class Price:
 def price(
     rates: Rates,
     *,
-    num_gpus: int,
-    train: TrainChoice,
+    layout: PartialLayout,
+    seq_length: int,
     step_s: Seconds,
     kept: float = 1.0,
     batches: Sequence[PredictedBatch] = (),
 ) -> Price:
-    """What so many GPUs cost that take so long for a step.
+    """What a layout costs that takes so long for a step.
 
     Args:
         kept: share of the time that goes into steps that are kept.
         batches: the run's parts, where its batch grows: they say how long it is.
     """
-    step_tokens = train.global_batch_size * train.seq_length
+    step_tokens = layout.global_batch_size * seq_length
     tokens, working_s = _run(rates.tokens, step_tokens, step_s)
     if batches:
-        tokens, working_s = _run_of(batches, train.seq_length)
+        tokens, working_s = _run_of(batches, seq_length)
     run_s = None if working_s is None or not kept else working_s / kept
-    hours = None if run_s is None else num_gpus * run_s / 3600
+    hours = None if run_s is None else layout.num_gpus * run_s / 3600
     per_dollar = None
     if rates.gpu_hour is not None:
-        per_dollar = kept * 3600 * step_tokens / (step_s * num_gpus * rates.gpu_hour)
+        per_dollar = kept * 3600 * step_tokens / (step_s * layout.num_gpus * rates.gpu_hour)
     return Price(
         gpu_hour=rates.gpu_hour,
         gpu_watts=rates.gpu_watts,

@@ -19,7 +19,7 @@ from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
@@ -70,7 +70,7 @@ class LaunchRequest:
     batch_schedule: BatchSchedule | None = None
 
     @classmethod
-    def of(cls, spec: TransformerSpec, grid: Grid, **others: Any) -> LaunchRequest:
+    def of(cls, spec: TransformerSpec, grid: PartialLayout, **others: Any) -> LaunchRequest:
         """A grid of a model, but its execution; ``others`` are the fields that it does not say.
 
         Every plan has grouped GEMMs of experts where the layers are Transformer Engine's.

@@ -13,6 +13,7 @@ from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_posterior import PredictedPeak, predicted_peak
 from nest_megatron.deadline import Deadline
+from nest_megatron.parallel.layout import Layout
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import ParallelPlan, PresentLayout, SearchRecord
 from nest_megatron.parallel.plan_file import sealed
@@ -49,9 +50,8 @@ from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.neighbours import peak_of
 from nest_megatron.solver.one_partition import as_built
 from nest_megatron.solver.outcome import NO_THRESHOLD
-from nest_megatron.solver.ranking import SearchResult, SolvedGrid
+from nest_megatron.solver.ranking import SearchResult, SolvedLayout
 from nest_megatron.solver.search import Search
-from nest_megatron.solver.space import Present
 from nest_megatron.units import Seconds, Ticks, to_seconds, to_ticks
 
 __all__ = [
@@ -122,7 +122,7 @@ def _too_large(found: ParallelPlan) -> int | None:
     if all(batch.peak_memory_bytes <= capacity for batch in found.batches):
         return None
     largest = max(batch.global_batch_size for batch in found.batches)
-    return largest if largest > found.train.global_batch_size else None
+    return largest if largest > found.layout.global_batch_size else None
 
 
 class _Searched(NamedTuple):
@@ -235,13 +235,12 @@ def _before_report(deadline: Deadline) -> Deadline:
     return deadline.without(min(_REPORT_S, _REPORT_SHARE * deadline.seconds))
 
 
-def _present_of(request: PlanRequest) -> Present | None:
+def _present_of(request: PlanRequest) -> Layout | None:
     """What the job runs today, with the batch that is planned for."""
     present, batch = request.present, request.global_batch_size
-    if present is None or present.grid.global_batch_size == batch:
+    if present is None or present.global_batch_size == batch:
         return present
-    grid = dataclasses.replace(present.grid, global_batch_size=batch)
-    return dataclasses.replace(present, grid=grid)
+    return dataclasses.replace(present, global_batch_size=batch)
 
 
 def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> ParallelPlan:
@@ -257,13 +256,13 @@ def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> Pa
     if number:
         chosen = runner_up(chosen, number)
     record = search_record(request, searched.result, searched.seconds, chosen.plan, number)
-    spec, best = request.spec, chosen.plan
+    best = chosen.plan
     found = _assemble(
         request,
         searched.model,
         best,
         record,
-        alternatives=tuple(alternative(spec, best, other, chosen) for other in chosen.others),
+        alternatives=tuple(alternative(best, other, chosen) for other in chosen.others),
         choice=chosen.choice,
         shortlist=chosen.shortlist(searched.model) if request.shortlist else None,
     )
@@ -272,36 +271,34 @@ def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> Pa
 
 
 def _present_layout(
-    request: PlanRequest, searched: _Searched, best: SolvedGrid
+    request: PlanRequest, searched: _Searched, best: SolvedLayout
 ) -> PresentLayout | None:
     """What the job runs today beside the plan that is taken."""
     own = _present_of(request)
     if own is None:
         return None
     model, kept = searched.model, best == searched.result.present
-    found = estimate(model, own.grid, own.partition)
-    peak = max(stage.peak_memory_bytes for stage in found.stages)
+    found = estimate(model, own)
     others = {*searched.result.plans, *searched.compared} - {best}
     least = min((other.iteration for other in others), default=None) if kept else None
     return PresentLayout(
         iteration_time_s=found.iteration_time_s,
-        peak_memory_bytes=peak,
+        peak_memory_bytes=found.peak_memory_bytes,
         capacity_bytes=found.capacity_bytes,
-        out_of_memory=out_of_memory(model, own.grid, own.partition, peak, request.site),
+        out_of_memory=out_of_memory(model, own, found.peak_memory_bytes, request.site),
         is_kept=kept,
         next_percent=None if least is None else 100.0 * (least / best.iteration - 1.0),
     )
 
 
 def _assemble(
-    request: PlanRequest, model: CostModel, best: SolvedGrid, record: SearchRecord, **others: Any
+    request: PlanRequest, model: CostModel, best: SolvedLayout, record: SearchRecord, **others: Any
 ) -> ParallelPlan:
     """The plan file of a grid that was solved for a request; ``others`` as of ``assemble``."""
     return assemble(
         model,
-        best,
+        best.layout,
         record,
-        sharding=request.space.sharding,
         schedule=request.batch_schedule,
         lengths=request.sequence_lengths,
         site=request.site,
@@ -318,7 +315,7 @@ class Ranked:
     request: PlanRequest
     model: CostModel
     candidates: tuple[Candidate, ...]
-    peaks: Mapping[SolvedGrid, PredictedPeak]
+    peaks: Mapping[SolvedLayout, PredictedPeak]
     record: SearchRecord
 
     def plan(self, candidate: Candidate) -> ParallelPlan:
@@ -347,7 +344,7 @@ def ranked(
         request=request,
         model=model,
         candidates=tuple(known),
-        peaks={e.solved: predicted_peak(model, e.solved.grid, e.solved.partition()) for e in known},
+        peaks={e.solved: predicted_peak(model, e.solved.layout) for e in known},
         record=search_record(request, searched.result, searched.seconds, chosen),
     )
 
@@ -374,7 +371,7 @@ def _best(request: PlanRequest, deadline: Deadline) -> ParallelPlan | None:
     return _assembled(request, searched) if searched.result.plans else None
 
 
-def _faster(deadline: Deadline, request: PlanRequest, step_s: Seconds) -> SolvedGrid | None:
+def _faster(deadline: Deadline, request: PlanRequest, step_s: Seconds) -> SolvedLayout | None:
     """The fastest plan of a request with a shorter step than some, as far as time allows."""
     slowest = to_ticks(step_s)
     found = _search_within(request, deadline, num_layouts=1, slowest=slowest).result.plans

@@ -8,40 +8,34 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.cost_model.estimate import Estimate, estimate
+from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.goodput import Reliability, goodput
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import stored_settings
 from nest_megatron.cost_model.site import Site, expected
 from nest_megatron.cost_model.uncertainty import probability_faster
 from nest_megatron.model.sequence_lengths import SequenceLengths
-from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.batch_schedule import BatchSchedule, PredictedBatch, TrainChoice
 from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.layout import layout_string
+from nest_megatron.parallel.estimate import Alternative, Placement
+from nest_megatron.parallel.layout import Layout, PartialLayout
 from nest_megatron.parallel.objective import Choice, Shortlist
-from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import (
-    Alternative,
     ParallelPlan,
     Provenance,
     SearchRecord,
-    parallel_choice,
 )
 from nest_megatron.parallel.plan_file import digest, sealed
 from nest_megatron.parallel.policy import Policy
-from nest_megatron.parallel.prediction import Placement, PredictedStage, Prediction
 from nest_megatron.parallel.price import Price, Rates, price
 from nest_megatron.parallel.rank_order import GroupKind, group_level, group_of_rank
-from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.planner.choice import Chosen
 from nest_megatron.planner.request import PlanRequest
 from nest_megatron.planner.uncertain import described, out_of_memory
 from nest_megatron.profile.records import ANALYTIC_NAME, Source
 from nest_megatron.solver.backend import choose
 from nest_megatron.solver.outcome import NO_THRESHOLD
-from nest_megatron.solver.ranking import SearchResult, SolvedGrid
+from nest_megatron.solver.ranking import SearchResult, SolvedLayout
 from nest_megatron.solver.space import DEFAULT_LIMITS, SearchSpace
 from nest_megatron.units import to_seconds
 from nest_megatron.version import __version__
@@ -52,11 +46,10 @@ ENDED_EARLY = "ended-early"
 
 def assemble(
     model: CostModel,
-    best: SolvedGrid,
+    layout: Layout,
     record: SearchRecord,
     *,
     alternatives: tuple[Alternative, ...] = (),
-    sharding: DataParallelSharding | None = None,
     choice: Choice | None = None,
     shortlist: Shortlist | None = None,
     schedule: BatchSchedule | None = None,
@@ -65,7 +58,7 @@ def assemble(
     defaults: tuple[str, ...] = (),
     given: tuple[str, ...] = (),
 ) -> ParallelPlan:
-    """The plan file of a solved grid, sealed.
+    """The plan file of a layout, sealed.
 
     Args:
         schedule: how the batch grows.
@@ -74,36 +67,30 @@ def assemble(
         defaults: settings that are the site's.
         given: settings that nothing else of the plan says.
     """
-    spec, cluster, grid = model.spec, model.cluster, best.grid
-    partition = best.partition()
-    predicted = estimate(model, grid, partition)
-    prediction = _prediction(predicted)
-    known = expected(site, model, grid, partition, predicted.iteration_time_s)
-    peak_bytes = prediction.peak_memory_bytes
-    without, short = (
-        out_of_memory(model, grid, partition, peak_bytes, each) for each in (None, site)
-    )
-    memory = None if site is None else site.memory_change(model, grid, partition, without)
+    spec, cluster = model.spec, model.cluster
+    predicted = estimate(model, layout)
+    known = expected(site, model, layout, predicted.iteration_time_s)
+    peak_bytes = predicted.peak_memory_bytes
+    without, short = (out_of_memory(model, layout, peak_bytes, each) for each in (None, site))
+    memory = None if site is None else site.memory_change(model, layout, without)
     plan = ParallelPlan(
         model=spec,
         cluster=cluster,
         train=TrainChoice(
-            global_batch_size=grid.global_batch_size,
-            micro_batch_size=grid.micro_batch_size,
             seq_length=spec.seq_length,
             precision=model.settings.precision,
             batch_schedule=schedule,
             sequence_lengths=lengths,
         ),
-        parallel=parallel_choice(spec, grid, partition, sharding),
-        placement=_placement(cluster, grid, has_experts=spec.is_moe),
-        predicted=prediction,
+        layout=layout,
+        placement=_placement(cluster, layout, has_experts=spec.is_moe),
+        predicted=predicted,
         alternatives=alternatives,
         search=record,
         provenance=Provenance(
             nest_megatron_version=__version__,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            profile=describe_times(model, grid),
+            profile=describe_times(model, layout),
             cluster_hash=digest(cluster),
             model_hash=digest(spec),
             settings=stored_settings(model.settings),
@@ -111,27 +98,26 @@ def assemble(
             defaults=defaults,
             given=given,
         ),
-        execution=grid.execution,
         uncertainty=described(known, short),
         choice=choice,
         shortlist=shortlist,
-        batches=tuple(_batches(model, grid, partition, schedule)),
+        batches=tuple(_batches(model, layout, schedule)),
     )
     return sealed(plan)
 
 
 def _batches(
-    model: CostModel, grid: Grid, partition: StagePartition, schedule: BatchSchedule | None
+    model: CostModel, layout: Layout, schedule: BatchSchedule | None
 ) -> Iterator[PredictedBatch]:
     for part in () if schedule is None else schedule.parts:
         size, samples = part.global_batch_size, part.samples
-        found = estimate(model, dataclasses.replace(grid, global_batch_size=size), partition)
+        found = estimate(model, dataclasses.replace(layout, global_batch_size=size))
         yield PredictedBatch(
             global_batch_size=size,
             steps=None if samples is None else -(-samples // size),
             iteration_time_s=found.iteration_time_s,
             tokens_per_s_per_gpu=found.tokens_per_s_per_gpu,
-            peak_memory_bytes=max(stage.peak_memory_bytes for stage in found.stages),
+            peak_memory_bytes=found.peak_memory_bytes,
         )
 
 
@@ -139,7 +125,7 @@ def with_goodput(
     plan: ParallelPlan, reliability: Reliability | None, rates: Rates | None
 ) -> ParallelPlan:
     """The plan with what failures leave of its time, and what it costs; sealed again."""
-    step_s, num_gpus = plan.predicted.iteration_time_s, plan.placement.num_gpus
+    step_s, num_gpus = plan.predicted.iteration_time_s, plan.layout.num_gpus
     found = None if reliability is None else goodput(reliability, step_s, num_gpus)
     plan = dataclasses.replace(plan, goodput=found)
     return sealed(dataclasses.replace(plan, price=None if rates is None else priced(plan, rates)))
@@ -149,15 +135,15 @@ def priced(plan: ParallelPlan, rates: Rates) -> Price:
     """What a plan costs."""
     return price(
         rates,
-        num_gpus=plan.placement.num_gpus,
-        train=plan.train,
+        layout=plan.layout,
+        seq_length=plan.train.seq_length,
         step_s=plan.predicted.iteration_time_s,
         kept=1.0 if plan.goodput is None else plan.goodput.share,
         batches=plan.batches,
     )
 
 
-def describe_times(model: CostModel, grid: Grid) -> str:
+def describe_times(model: CostModel, grid: PartialLayout) -> str:
     """Where the layer times of a layout come from: a profile, and its blocks by source.
 
     Example: ``llama3_8b-h200: 3 measured, 1 interpolated``.
@@ -169,7 +155,7 @@ def describe_times(model: CostModel, grid: Grid) -> str:
     return f"{model.times.name}: {', '.join(words)}"
 
 
-def _placement(cluster: Cluster, grid: Grid, *, has_experts: bool) -> Placement:
+def _placement(cluster: Cluster, grid: PartialLayout, *, has_experts: bool) -> Placement:
     dims, sizes = grid.dims, cluster.group_sizes()
     names = [level.name for level in cluster.levels]
     kinds = {
@@ -185,61 +171,16 @@ def _placement(cluster: Cluster, grid: Grid, *, has_experts: bool) -> Placement:
     if dims.rank_order is RankOrder.TP_CP_EP_DP_PP:
         width *= dims.data_parallel_size
     return Placement(
-        rank_order=dims.rank_order,
-        use_tp_pp_dp_mapping=dims.rank_order is RankOrder.TP_CP_EP_PP_DP,
-        num_gpus=dims.world_size,
-        gpus_per_node=cluster.gpus_per_node,
         stage_ranks=tuple((first, first + width - 1) for first in stages),
         group_levels={name: names[group_level(dims, kind, sizes)] for name, kind in kinds.items()},
     )
 
 
-def _prediction(predicted: Estimate) -> Prediction:
-    peaks = [stage.peak_memory_bytes for stage in predicted.stages]
-    rank = peaks.index(max(peaks))
-    spare = predicted.capacity_bytes - peaks[rank]
-    largest = max(predicted.terms, key=lambda name: predicted.terms[name])
-    share = 100 * predicted.terms[largest] / predicted.iteration_time_s
-    binding = (
-        f"memory: pipeline rank {rank} has {spare / 2**30:.1f} GiB to spare"
-        if 0 <= spare < 0.1 * predicted.capacity_bytes
-        else f"memory: pipeline rank {rank} lacks {-spare / 2**30:.1f} GiB"
-        if spare < 0
-        else f"{largest}: {share:.0f} % of the iteration"
-    )
-    same = (
-        *("iteration_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "terms"),
-        *("critical_rank", "capacity_bytes", "fits"),
-    )
-    return Prediction(
-        **{name: getattr(predicted, name) for name in same},
-        peak_memory_bytes=max(peaks),
-        binding_constraint=binding,
-        stages=tuple(
-            PredictedStage(
-                layers=stage.layers,
-                forward_s=stage.forward_s,
-                backward_s=stage.backward_s,
-                busy_share=stage.busy_share,
-                parameters=stage.parameters,
-                memory_bytes=stage.memory,
-            )
-            for stage in predicted.stages
-        ),
-    )
-
-
-def alternative(
-    spec: TransformerSpec, best: SolvedGrid, other: SolvedGrid, chosen: Chosen
-) -> Alternative:
+def alternative(best: SolvedLayout, other: SolvedLayout, chosen: Chosen) -> Alternative:
     """A runner-up, and how much slower than the plan it is."""
     known, taken = chosen.known.get(other), chosen.known.get(best)
-    pipelined = other.grid.dims.pipeline_model_parallel_size > 1
-    return Alternative.of(
-        other.grid,
-        pipeline_model_parallel_layout=(
-            layout_string(spec, other.partition()) if pipelined else None
-        ),
+    return Alternative(
+        layout=other.layout,
         iteration_time_s=to_seconds(other.iteration),
         slower_percent=100.0 * (other.iteration - best.iteration) / best.iteration,
         uncertainty=described(known.step, known.out_of_memory) if known else None,
@@ -252,7 +193,7 @@ def search_record(
     request: PlanRequest,
     result: SearchResult,
     seconds: float,
-    plan: SolvedGrid | None = None,
+    plan: SolvedLayout | None = None,
     number: int = 0,
 ) -> SearchRecord:
     """What the search looked at and proved, for the plan file.
@@ -276,7 +217,7 @@ def search_record(
     )
 
 
-def _certificate(result: SearchResult, plan: SolvedGrid | None, number: int) -> str:
+def _certificate(result: SearchResult, plan: SolvedLayout | None, number: int) -> str:
     """What was proven, in the words of ``SearchRecord``."""
     proof = result.certificate
     if plan is None:

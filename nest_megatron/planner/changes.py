@@ -14,16 +14,16 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.before_after import Changes, ChoiceChange, LayoutChange
 from nest_megatron.parallel.dims import DEGREES, ParallelDims
 from nest_megatron.parallel.execution_rules import allowed_execution
-from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.knobs import KNOBS
-from nest_megatron.parallel.layout import layout_string, spread_partition
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.stage_layout import layout_string, spread_partition
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.planner.layouts import Layout, Priced, Prices, difference
+from nest_megatron.planner.layouts import Priced, Prices, Variant, difference
 from nest_megatron.planner.request import PlanRequest
 
 #: Why Megatron refuses a layout, or nothing.
-Refusal = Callable[[Layout], str]
+Refusal = Callable[[Variant], str]
 
 _CHOSEN_DEGREES = tuple(name for name in DEGREES if name != "data_parallel_size")
 _PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
@@ -33,7 +33,7 @@ _FIELDS = tuple(each.name for each in dataclasses.fields(Execution) if each.init
 _CHOICES = {knob.name: knob.choice for knob in KNOBS}
 
 
-def changes(request: PlanRequest, before: Layout, after: Layout, refusal: Refusal) -> Changes:
+def changes(request: PlanRequest, before: Variant, after: Variant, refusal: Refusal) -> Changes:
     """What each choice that differs between two layouts brings.
 
     In order, the choice comes first that leaves the shortest step of those that are legal and fit
@@ -106,14 +106,14 @@ class _Between:
     """The layouts between two of a job: some choices of the one, the rest of the other."""
 
     def __init__(
-        self, spec: TransformerSpec, before: Layout, after: Layout, refusal: Refusal
+        self, spec: TransformerSpec, before: Variant, after: Variant, refusal: Refusal
     ) -> None:
         self._spec, self._refusal = spec, refusal
         self._before, self._after = before, after
         self._old, self._new = _values(before), _values(after)
         self._follow()
         self.names = [name for name, value in self._old.items() if value != self._new[name]]
-        self._known: dict[frozenset[str], tuple[Layout | None, str]] = {}
+        self._known: dict[frozenset[str], tuple[Variant | None, str]] = {}
 
     def _follow(self) -> None:
         """Leave out what follows from other choices and is none by itself."""
@@ -124,8 +124,8 @@ class _Between:
             old["sequence_parallel"] = new["sequence_parallel"] = True
         if new[_ZERO][0] is ZeroStage.NONE:  # no weights are gathered
             new[_GATHERS] = old[_GATHERS]
-        kept = allowed_execution(self._before.grid.execution, self._after.grid)
-        if kept == self._after.grid.execution:
+        kept = allowed_execution(self._before.layout.execution, self._after.layout)
+        if kept == self._after.layout.execution:
             for name in {_CHOICES.get(each, each) for each in _FIELDS}:
                 new[name] = old[name]
 
@@ -140,11 +140,11 @@ class _Between:
             for name in names
         )
 
-    def _word(self, name: str, layout: Layout, value: Any) -> str:
+    def _word(self, name: str, variant: Variant, value: Any) -> str:
         if name == _STAGES:
-            return layout_string(self._spec, layout.partition)
+            return layout_string(self._spec, variant.layout.partition)
         if name == _REDUCES:
-            return "on" if layout.settings.dp_overlap else "off"
+            return "on" if variant.settings.dp_overlap else "off"
         return _word(value)
 
     def rule(self, done: frozenset[str], taken: Any) -> str:
@@ -153,7 +153,7 @@ class _Between:
             return ""
         return next(filter(None, (self.layout(done | {name})[1] for name in taken)), "")
 
-    def layout(self, chosen: frozenset[str]) -> tuple[Layout | None, str]:
+    def layout(self, chosen: frozenset[str]) -> tuple[Variant | None, str]:
         """The layout with these choices changed, or the rule that refuses it."""
         if chosen.issuperset(self.names):
             return self._after, ""
@@ -161,7 +161,7 @@ class _Between:
             self._known[chosen] = self._checked(chosen)
         return self._known[chosen]
 
-    def _checked(self, chosen: frozenset[str]) -> tuple[Layout | None, str]:
+    def _checked(self, chosen: frozenset[str]) -> tuple[Variant | None, str]:
         try:
             layout, asked = self._made(chosen)
         except UserInputError as error:
@@ -169,14 +169,14 @@ class _Between:
         rule = self._without_effect(layout, asked, chosen) or self._refusal(layout)
         return (None, rule) if rule else (layout, "")
 
-    def _made(self, chosen: frozenset[str]) -> tuple[Layout, Execution]:
+    def _made(self, chosen: frozenset[str]) -> tuple[Variant, Execution]:
         """The layout, and how its layers are asked to be carried out."""
         new, old = self._new, self._old
         value = {name: (new if name in chosen else old)[name] for name in old}
         zero, sharding = value[_ZERO]
-        grid = Grid(
+        grid = PartialLayout(
             dims=_dims(value),
-            global_batch_size=self._before.grid.global_batch_size,
+            global_batch_size=self._before.layout.global_batch_size,
             micro_batch_size=value["micro_batch_size"],
             sequence_parallel=value["sequence_parallel"]
             and value["tensor_model_parallel_size"] > 1,
@@ -185,26 +185,22 @@ class _Between:
         )
         asked = Execution(**{f: part for each in _execution_choices() for f, part in value[each]})
         grid = dataclasses.replace(grid, execution=allowed_execution(asked, grid))
-        layout = Layout(
-            settings=_settings(self._after.settings, value),
-            grid=grid,
-            partition=self._partition(grid.dims, with_stages=_STAGES in chosen),
-            sharding=sharding,
-        )
-        return layout, asked
+        stages = self._partition(grid.dims, with_stages=_STAGES in chosen)
+        settings = _settings(self._after.settings, value)
+        return Variant(settings=settings, layout=grid.with_stages(stages, sharding)), asked
 
-    def _without_effect(self, layout: Layout, asked: Execution, chosen: frozenset[str]) -> str:
+    def _without_effect(self, variant: Variant, asked: Execution, chosen: frozenset[str]) -> str:
         """Why a choice of how layers are carried out does nothing here; empty where all do."""
         lost = [
             name
             for name in _FIELDS
             if _CHOICES.get(name, name) in chosen
-            and getattr(layout.grid.execution, name) != getattr(asked, name)
+            and getattr(variant.layout.execution, name) != getattr(asked, name)
         ]
         if not lost:
             return ""
-        grid = dataclasses.replace(layout.grid, execution=asked)
-        rule = self._refusal(dataclasses.replace(layout, grid=grid))
+        layout = dataclasses.replace(variant.layout, execution=asked)
+        rule = self._refusal(dataclasses.replace(variant, layout=layout))
         return rule or f"{lost[0]} does nothing on this layout"
 
     def _partition(self, dims: ParallelDims, *, with_stages: bool) -> StagePartition:
@@ -212,10 +208,10 @@ class _Between:
         ends = (self._after, self._before) if with_stages else (self._before, self._after)
         for end in ends:
             if (dims.pipeline_model_parallel_size, dims.num_chunks) == (
-                end.partition.pipeline_model_parallel_size,
-                end.partition.num_chunks,
+                end.layout.partition.pipeline_model_parallel_size,
+                end.layout.partition.num_chunks,
             ):
-                return end.partition
+                return end.layout.partition
         return spread_partition(self._spec, dims)
 
 
@@ -223,25 +219,25 @@ def _execution_choices() -> list[str]:
     return list(dict.fromkeys(_CHOICES.get(name, name) for name in _FIELDS))
 
 
-def _values(layout: Layout) -> dict[str, Any]:
+def _values(variant: Variant) -> dict[str, Any]:
     """The choices of a layout by name, in the order in which they are said."""
-    grid, dims = layout.grid, layout.grid.dims
+    layout, dims = variant.layout, variant.layout.dims
     execution: dict[str, Any] = {}
     for name in _FIELDS:
-        part = (name, getattr(grid.execution, name))
+        part = (name, getattr(layout.execution, name))
         execution[_CHOICES.get(name, name)] = (*execution.get(_CHOICES.get(name, name), ()), part)
     return {
         "num_gpus": dims.world_size,
         **{name: getattr(dims, name) for name in _CHOSEN_DEGREES},
         _STAGES: layout.partition.boundaries,
-        "sequence_parallel": grid.sequence_parallel,
-        "micro_batch_size": grid.micro_batch_size,
-        "recompute": grid.recompute,
-        _ZERO: (grid.zero, layout.sharding or grid.zero.sharding),
+        "sequence_parallel": layout.sequence_parallel,
+        "micro_batch_size": layout.micro_batch_size,
+        "recompute": layout.recompute,
+        _ZERO: (layout.zero, layout.sharding),
         "rank_order": dims.rank_order,
         **execution,
-        _REDUCES: layout.settings.dp_overlap,
-        _GATHERS: layout.settings.traits.overlap_param_gather,
+        _REDUCES: variant.settings.dp_overlap,
+        _GATHERS: variant.settings.traits.overlap_param_gather,
     }
 
 

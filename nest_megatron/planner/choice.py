@@ -13,20 +13,20 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.site import expected
 from nest_megatron.cost_model.uncertainty import Predictive
 from nest_megatron.errors import UserInputError, typed_setting
-from nest_megatron.parallel.layout import is_uniform
+from nest_megatron.parallel.arguments import layout_arguments
 from nest_megatron.parallel.objective import SURE, Choice, Objective, Shortlist
-from nest_megatron.parallel.plan import parallel_choice
+from nest_megatron.parallel.stage_layout import is_uniform
 from nest_megatron.plain import to_plain
 from nest_megatron.planner.request import PlanRequest
 from nest_megatron.planner.uncertain import comfortable_bytes, least_s, out_of_memory, shortlisted
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.neighbours import neighbours, peak_of
 from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolver
-from nest_megatron.solver.ranking import SearchResult, SolvedGrid, layout_of
+from nest_megatron.solver.ranking import SearchResult, SolvedLayout, layout_of
 from nest_megatron.units import Bytes, Seconds, Ticks, format_chance, format_gib, to_seconds
 
 #: Plans to choose among, each with the highest peak of memory over its ranks.
-Peaks = Mapping[SolvedGrid, Bytes]
+Peaks = Mapping[SolvedLayout, Bytes]
 
 #: Neighbours are looked for of the kept plans, then of those that tie with the best of them all.
 _ROUNDS = 2
@@ -47,7 +47,7 @@ class Candidate:
         is_present: it is what the job runs today.
     """
 
-    solved: SolvedGrid
+    solved: SolvedLayout
     peak_memory_bytes: Bytes
     capacity_bytes: Bytes
     step: Predictive
@@ -59,7 +59,7 @@ class Candidate:
     @property
     def virtual(self) -> int:
         """Virtual stages of a pipeline rank."""
-        return self.solved.grid.dims.virtual_pipeline_model_parallel_size
+        return self.solved.layout.dims.virtual_pipeline_model_parallel_size
 
     @property
     def free_bytes(self) -> Bytes:
@@ -89,7 +89,7 @@ class Candidate:
             self.virtual,
             -self.steps_free,
             self.changes,
-            self.solved.grid.zero.is_fsdp,
+            self.solved.layout.zero.is_fsdp,
         )
 
 
@@ -102,10 +102,10 @@ class Chosen:
         known: what is expected of the plan and its runners-up, as far as it was worked out.
     """
 
-    plan: SolvedGrid
-    others: tuple[SolvedGrid, ...]
+    plan: SolvedLayout
+    others: tuple[SolvedLayout, ...]
     choice: Choice | None = None
-    known: Mapping[SolvedGrid, Candidate] = dataclasses.field(default_factory=dict)
+    known: Mapping[SolvedLayout, Candidate] = dataclasses.field(default_factory=dict)
 
     def shortlist(self, model: CostModel) -> Shortlist | None:
         """Which of the plan and its runners-up could be the fastest, if that can be told."""
@@ -113,7 +113,7 @@ class Chosen:
         if not all(plan in self.known for plan in plans):
             return None
         steps = [self.known[plan].step for plan in plans]
-        return shortlisted(model, steps, [plan.grid for plan in plans])
+        return shortlisted(model, steps, [plan.layout for plan in plans])
 
 
 class Comparison:
@@ -128,11 +128,11 @@ class Comparison:
         request: PlanRequest,
         model: CostModel,
         peaks: Peaks,
-        present: SolvedGrid | None = None,
+        present: SolvedLayout | None = None,
     ) -> None:
         self.request, self.model, self.peaks, self.present = request, model, peaks, present
         self.chances = {
-            plan: out_of_memory(model, plan.grid, plan.partition(), peak, request.site)
+            plan: out_of_memory(model, plan.layout, peak, request.site)
             for plan, peak in peaks.items()
         }
         most = request.most_out_of_memory
@@ -153,7 +153,7 @@ class Comparison:
         longest_tie = self.least * (1 + self.request.tie_percent / 100)
         return math.floor(min(longest_tie, NO_THRESHOLD - 1))
 
-    def ties(self) -> list[SolvedGrid]:
+    def ties(self) -> list[SolvedLayout]:
         """Those that tie with the best; the least likely to run out where none is allowed."""
         if not self.allowed:
             return [min(self.chances, key=self.chances.__getitem__)]
@@ -165,9 +165,9 @@ class Comparison:
         space, spec = self.request.space, self.model.spec
         if space.even_stages or space.partition is not None:
             return False
-        return not any(is_uniform(spec, plan.partition()) for plan in self.ties())
+        return not any(is_uniform(spec, plan.layout.partition) for plan in self.ties())
 
-    def candidates(self, listed: Sequence[SolvedGrid]) -> Iterator[Candidate]:
+    def candidates(self, listed: Sequence[SolvedLayout]) -> Iterator[Candidate]:
         """Those that may be chosen or are listed: the rest is not looked at any closer.
 
         A site's calibration may move any of them to the front.
@@ -176,14 +176,14 @@ class Comparison:
         most = most if self.request.site is None else math.inf
         for plan, peak in self.peaks.items():
             if plan.iteration <= most or plan in listed:
-                partition, step_s = plan.partition(), to_seconds(plan.iteration)
+                step_s = to_seconds(plan.iteration)
                 yield Candidate(
                     solved=plan,
                     peak_memory_bytes=peak,
                     capacity_bytes=model.capacity_bytes,
-                    step=expected(self.request.site, model, plan.grid, partition, step_s),
+                    step=expected(self.request.site, model, plan.layout, step_s),
                     out_of_memory=self.chances[plan],
-                    is_custom=not is_uniform(model.spec, partition),
+                    is_custom=not is_uniform(model.spec, plan.layout.partition),
                     changes=_changes(self.request, plan),
                     is_present=plan == self.present,
                 )
@@ -192,10 +192,10 @@ class Comparison:
 def worth_comparing(
     request: PlanRequest,
     grids: GridSpace,
-    plans: Sequence[SolvedGrid],
+    plans: Sequence[SolvedLayout],
     solve: StageSolver,
     slowest: Ticks = NO_THRESHOLD - 1,
-) -> dict[SolvedGrid, Bytes]:
+) -> dict[SolvedLayout, Bytes]:
     """The plans that a search kept, and neighbours that may be worth more than all of them.
 
     Args:
@@ -242,7 +242,7 @@ def choose_plan(
     taken = allowed[number]
     others = {*_best_of_layouts(request, candidates), plans[0]} - {taken.solved}
     num_others = max(request.num_alternatives, int(taken.solved != plans[0]))
-    num_layouts = len({layout_of(plan.grid) for plan in peaks})
+    num_layouts = len({layout_of(plan.layout) for plan in peaks})
     choice = Choice(
         objective=objective,
         tie_percent=request.tie_percent,
@@ -346,14 +346,14 @@ def _ties(values: Sequence[float], chances: Sequence[float], tie_percent: float)
     ]
 
 
-def _best_of_layouts(request: PlanRequest, candidates: Sequence[Candidate]) -> set[SolvedGrid]:
+def _best_of_layouts(request: PlanRequest, candidates: Sequence[Candidate]) -> set[SolvedLayout]:
     """The best plan of each layout under the request's objective."""
     values = values_of(candidates, request.objective, request.failed_start_percent)
     most, pairs = request.most_out_of_memory, zip(values, candidates, strict=True)
     worst_first = sorted(
         pairs, key=lambda pair: (pair[1].out_of_memory > most, pair[0], pair[1].solved.rank)
     )[::-1]
-    return set({layout_of(each.solved.grid): each.solved for _, each in worst_first}.values())
+    return set({layout_of(each.solved.layout): each.solved for _, each in worst_first}.values())
 
 
 def runner_up(chosen: Chosen, number: int) -> Chosen:
@@ -376,13 +376,12 @@ def runner_up(chosen: Chosen, number: int) -> Chosen:
     return dataclasses.replace(chosen, plan=taken, others=tuple(others), choice=None)
 
 
-def _changes(request: PlanRequest, plan: SolvedGrid) -> int:
+def _changes(request: PlanRequest, plan: SolvedLayout) -> int:
     """How many settings of the user a plan changes."""
     if not request.own:
         return 0
-    sharding = request.space.sharding
-    chosen = parallel_choice(request.spec, plan.grid, plan.partition(), sharding)
-    values = {**to_plain(chosen), "micro_batch_size": plan.grid.micro_batch_size}
+    chosen = to_plain(layout_arguments(request.spec, plan.layout))
+    values = {**chosen, "micro_batch_size": plan.layout.micro_batch_size}
     return sum(
         to_plain(value) != values[name] for name, value in request.own.items() if name in values
     )
@@ -404,7 +403,7 @@ def _separates(request: PlanRequest, taken: Candidate, fastest: Candidate) -> It
         yield f"a chance of {less} instead of {more} to run out of memory"
     if taken.changes < fastest.changes:
         yield f"{fastest.changes - taken.changes} more of your own settings"
-    if fastest.solved.grid.zero.is_fsdp and not taken.solved.grid.zero.is_fsdp:
+    if fastest.solved.layout.zero.is_fsdp and not taken.solved.layout.zero.is_fsdp:
         yield "the usual checkpoint format"
     objective = request.objective
     gain = 100.0 * (1 - taken.step_s(objective) / fastest.step_s(objective))

@@ -18,12 +18,12 @@ from nest_megatron.parallel.degree_rules import DEGREE_RULES
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.execution_checks import EXECUTION_RULES
 from nest_megatron.parallel.execution_rules import allowed_execution
-from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.launch_rule import Violation, violations
-from nest_megatron.parallel.layout import uneven_flags
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, RecomputeMethod
 from nest_megatron.parallel.recompute_rules import RECOMPUTE_RULES
 from nest_megatron.parallel.rules import allows_uniform_recompute
+from nest_megatron.parallel.stage_layout import uneven_flags
 from nest_megatron.planner.request import PlanRequest
 from nest_megatron.solver.executions import launched
 from nest_megatron.solver.grids import GridSpace
@@ -120,7 +120,7 @@ def _broken(request: PlanRequest) -> Iterator[tuple[Violation, ...]]:
         except UserInputError as error:
             yield (Violation(what=error.what, value=error.value, limit=error.limit, fix=error.fix),)
             continue
-        grid = Grid(  # with a stand-in batch: whether the real one divides is one of the rules
+        grid = PartialLayout(  # of a batch that divides: whether the real one does is a rule
             dims=dims,
             micro_batch_size=micro,
             global_batch_size=micro * dims.data_parallel_size,

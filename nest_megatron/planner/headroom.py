@@ -12,7 +12,7 @@ from nest_megatron.parallel.plan import Headroom, ParallelPlan
 from nest_megatron.planner.choice import Peaks
 from nest_megatron.planner.request import PlanRequest
 from nest_megatron.planner.uncertain import comfortable_bytes
-from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.units import Bytes, to_seconds
 
 #: Free memory beyond what a plan leaves whose price is told.
@@ -38,7 +38,7 @@ def roomier(request: PlanRequest, comfortable: Bytes) -> PlanRequest | None:
     return _leaving(request, share) if share > request.settings.memory_margin else None
 
 
-def likely_to_start(request: PlanRequest, model: CostModel, plan: SolvedGrid) -> PlanRequest:
+def likely_to_start(request: PlanRequest, model: CostModel, plan: SolvedLayout) -> PlanRequest:
     """The request for plans that the objective allows, as far as their peaks err as this one's."""
     most = comfortable_bytes(model, plan, request.site, request.most_out_of_memory)
     return with_peak_of(request, most)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.cost_model.estimate import Estimate, estimate
+from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.goodput import Reliability
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
@@ -24,16 +24,14 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.before_after import Difference
 from nest_megatron.parallel.degree_rules import require_legal
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.estimate import Estimate
+from nest_megatron.parallel.layout import Layout
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.price import Rates
 from nest_megatron.parallel.rules import DEFAULT_VERSION, LaunchRequest
-from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.planner.assemble import assemble, nothing_searched, with_goodput
 from nest_megatron.planner.request import PlanRequest
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.solver.ranking import SolvedGrid
 from nest_megatron.units import Bytes, Seconds
 
 #: Share of outcomes that the interval of a difference holds, as that of a step.
@@ -41,24 +39,17 @@ _LEVEL = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """What runs: degrees, batch split and execution, the stages, and what the job's flags say.
-
-    Args:
-        sharding: what divides states among replicas; ``None`` leaves it to the ZeRO stage.
-    """
+class Variant:
+    """What runs: a layout, and the cost model's assumptions as its job's flags make them."""
 
     settings: CostSettings
-    grid: Grid
-    partition: StagePartition
-    sharding: DataParallelSharding | None = None
+    layout: Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
     """A layout with its prediction, and how far that can be off."""
 
-    layout: Layout
     found: Estimate
     known: Predictive
 
@@ -70,7 +61,7 @@ class Priced:
     @property
     def peak_memory_bytes(self) -> Bytes:
         """Of the pipeline rank with the highest peak."""
-        return max(stage.peak_memory_bytes for stage in self.found.stages)
+        return self.found.peak_memory_bytes
 
 
 def difference(other: Priced, found: Priced) -> Difference:
@@ -95,30 +86,27 @@ class Prices:
         self._request = request
         self._models: dict[CostSettings, CostModel] = {}
 
-    def of(self, layout: Layout) -> Priced:
-        """The prediction of a layout, whether Megatron launches it or not."""
-        model = self._models.get(layout.settings)
+    def of(self, variant: Variant) -> Priced:
+        """The prediction of a variant, whether Megatron launches it or not."""
+        model = self._models.get(variant.settings)
         if model is None:
-            model = self._models[layout.settings] = self._request.cost_model(layout.settings)
-        grid, partition = layout.grid, layout.partition
-        found = estimate(model, grid, partition)
-        known = expected(self._request.site, model, grid, partition, found.iteration_time_s)
-        return Priced(layout=layout, found=found, known=known)
+            model = self._models[variant.settings] = self._request.cost_model(variant.settings)
+        found = estimate(model, variant.layout)
+        known = expected(self._request.site, model, variant.layout, found.iteration_time_s)
+        return Priced(found=found, known=known)
 
 
 def estimate_plan(
     spec: TransformerSpec,
     cluster: Cluster,
     settings: CostSettings,
-    grid: Grid,
-    partition: StagePartition,
+    layout: Layout,
     times: LayerTimes | None = None,
     reliability: Reliability | None = None,
     *,
     schedule: BatchSchedule | None = None,
     lengths: SequenceLengths | None = None,
     site: Site | None = None,
-    sharding: DataParallelSharding | None = None,
     not_modelled: tuple[str, ...] = (),
     rates: Rates | None = None,
     version: str = DEFAULT_VERSION,
@@ -131,7 +119,6 @@ def estimate_plan(
         schedule: how the batch grows, by which the layout is checked and priced at each size.
         lengths: of the data's sequences, which the traits of ``settings`` price.
         site: the site's calibration.
-        sharding: what divides states among replicas; ``None`` leaves it to the ZeRO stage.
         not_modelled: flags of the job whose effect on memory is not known.
         rates: what a GPU costs, and the length of the run.
         version: the Megatron-LM release whose rules hold.
@@ -139,44 +126,37 @@ def estimate_plan(
     Raises:
         UserInputError: if Megatron would refuse the layout, or it is not of the cluster's size.
     """
-    if grid.dims.world_size > cluster.num_gpus:
+    if layout.num_gpus > cluster.num_gpus:
         raise UserInputError(
             "tp * pp * cp * dp",
-            value=grid.dims.world_size,
+            value=layout.num_gpus,
             limit=f"the cluster has {cluster.num_gpus} GPUs",
             fix="Lower a degree or raise cluster.num_gpus.",
         )
-    check_launchable(spec, settings, grid, partition, schedule, version=version)
+    check_launchable(spec, settings, layout, schedule, version=version)
     model = CostModel(spec, cluster, settings, times)
-    solved = SolvedGrid(grid=grid, boundaries=partition.boundaries, iteration=0)
     record = dataclasses.replace(nothing_searched(), not_modelled=not_modelled)
-    found = assemble(
-        model, solved, record, sharding=sharding, schedule=schedule, lengths=lengths, site=site
-    )
+    found = assemble(model, layout, record, schedule=schedule, lengths=lengths, site=site)
     return with_goodput(found, reliability, rates)
 
 
 def estimate_for(
     request: PlanRequest,
-    grid: Grid,
-    partition: StagePartition,
+    layout: Layout,
     *,
     settings: CostSettings | None = None,
-    sharding: DataParallelSharding | None = None,
 ) -> ParallelPlan:
     """As ``estimate_plan``, for the job of a request; ``settings`` in the place of its own."""
     return estimate_plan(
         request.spec,
         request.cluster,
         settings or request.settings,
-        grid,
-        partition,
+        layout,
         request.times,
         request.reliability,
         schedule=request.batch_schedule,
         lengths=request.sequence_lengths,
         site=request.site,
-        sharding=sharding,
         not_modelled=request.not_modelled,
         rates=request.rates,
         version=request.space.version,
@@ -191,8 +171,8 @@ def keep_layout(plan: ParallelPlan, request: PlanRequest) -> ParallelPlan:
     Raises:
         UserInputError: if the GPUs or the batch do not divide, or Megatron refuses the layout.
     """
-    grid, num_gpus = plan.grid(), request.cluster.num_gpus
-    dims, resized = grid.dims, num_gpus != plan.cluster.num_gpus
+    layout, num_gpus = plan.layout, request.cluster.num_gpus
+    dims, resized = layout.dims, num_gpus != plan.cluster.num_gpus
     one_replica = dims.world_size // dims.data_parallel_size
     if resized and num_gpus % one_replica:
         limit = f"a replica of the layout takes {one_replica}"
@@ -200,15 +180,16 @@ def keep_layout(plan: ParallelPlan, request: PlanRequest) -> ParallelPlan:
         raise UserInputError("cluster.num_gpus", value=num_gpus, limit=limit, fix=fix)
     replicas = num_gpus // one_replica if resized else dims.data_parallel_size
     dims = dataclasses.replace(dims, data_parallel_size=replicas)
-    grid = dataclasses.replace(grid, dims=dims, global_batch_size=request.global_batch_size)
-    return estimate_for(request, grid, plan.partition())
+    stages = dataclasses.replace(
+        layout, dims=dims, global_batch_size=request.global_batch_size
+    ).with_stages(layout.partition)
+    return estimate_for(request, stages)
 
 
 def check_launchable(
     spec: TransformerSpec,
     settings: CostSettings,
-    grid: Grid,
-    partition: StagePartition,
+    layout: Layout,
     schedule: BatchSchedule | None = None,
     *,
     version: str = DEFAULT_VERSION,
@@ -220,9 +201,9 @@ def check_launchable(
     """
     asked = LaunchRequest.of(
         spec,
-        grid,
-        partition=partition,
-        sharding=grid.zero.sharding,
+        layout,
+        partition=layout.partition,
+        sharding=layout.zero.sharding,
         batch_schedule=schedule,
         version=version,
         **settings.of_launch(),

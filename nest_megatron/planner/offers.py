@@ -8,26 +8,27 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from nest_megatron.cost_model.estimate import Estimate, estimate
+from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.formats import beside_buffers, format_of, uneven_sides
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.execution import FlexBackend, TokenDispatcher
 from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.estimate import Estimate
 from nest_megatron.parallel.execution_rules import allowed_execution
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.plan import ParallelPlan, zero_stage
+from nest_megatron.parallel.layout import Layout
+from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 from nest_megatron.planner.headroom import with_peak_of
 from nest_megatron.planner.request import NumericOffer, PlanRequest
 from nest_megatron.planner.shortage import describe_grid
 from nest_megatron.solver.executions import is_accepted
-from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.units import Bytes, Seconds, format_gib, format_seconds, to_seconds
 
 T = TypeVar("T")
 #: Finds the fastest plan of a request, if its step is shorter than one.
-Faster = Callable[[PlanRequest, Seconds], SolvedGrid | None]
+Faster = Callable[[PlanRequest, Seconds], SolvedLayout | None]
 
 #: Smaller gains are below what the cost model can tell apart (docs/accuracy.md).
 _LEAST_GAIN_PERCENT = 1.0
@@ -87,7 +88,7 @@ def _of_sharding(
         return
     gain = _gain_percent(best.shortest_step_s, other.shortest_step_s)
     if gain >= _LEAST_GAIN_PERCENT:
-        sharding = zero_stage(other.parallel).sharding
+        sharding = other.layout.zero.sharding
         kind = offer.ckpt_format.get(sharding)
         needs = f"; it needs --ckpt-format {kind}" if kind else ""
         yield (
@@ -97,11 +98,11 @@ def _of_sharding(
 
 
 def _named(plan: ParallelPlan, own: DataParallelSharding) -> str:
-    fsdp = plan.parallel.use_megatron_fsdp
+    fsdp = plan.layout.uses_megatron_fsdp
     how = "through Megatron-FSDP" if fsdp else "without Megatron-FSDP"
     if own is DataParallelSharding.TORCH_FSDP2:
         how = f"{how} instead of PyTorch FSDP2" if fsdp else "without PyTorch FSDP2"
-    return f"ZeRO-{int(zero_stage(plan.parallel))} {how}"
+    return f"ZeRO-{int(plan.layout.zero)} {how}"
 
 
 def _fastest(plan: ParallelPlan, priced: Iterable[tuple[T, Estimate]]) -> Iterator[tuple[T, str]]:
@@ -120,19 +121,19 @@ def _faster(gain_percent: float, step_s: Seconds) -> str:
 
 def _of_packages(plan: ParallelPlan, request: PlanRequest) -> Iterator[str]:
     """The dispatcher that would make a plan's own layout fastest of those with other packages."""
-    if plan.execution.is_node_limited:
+    if plan.layout.execution.is_node_limited:
         return
-    grid, model, found = plan.grid(), request.cost_model(), []
+    layout, model, found = plan.layout, request.cost_model(), []
     for backend in request.packages:
         execution = dataclasses.replace(
-            grid.execution,
+            layout.execution,
             moe_token_dispatcher_type=TokenDispatcher.FLEX,
             moe_flex_dispatcher_backend=backend,
         )
-        way = allowed_execution(execution, grid)
-        if way.is_node_limited and is_accepted(model, request.space, grid, way):
-            other = dataclasses.replace(grid, execution=way)
-            found.append((backend, estimate(model, other, plan.partition())))
+        way = allowed_execution(execution, layout)
+        if way.is_node_limited and is_accepted(model, request.space, layout, way):
+            other = dataclasses.replace(layout, execution=way)
+            found.append((backend, estimate(model, other)))
     for backend, faster in _fastest(plan, found):
         words, package = _words(backend, request.settings.target), request.packages[backend]
         yield (
@@ -156,17 +157,17 @@ def _of_instances(plan: ParallelPlan, request: PlanRequest) -> Iterator[str]:
     states. It is not searched: it is a setting of the whole job, whose every value would make
     another search.
     """
-    settings, grid = request.settings, plan.grid()
+    settings, layout = request.settings, plan.layout
     targets = [target.name for target in MEGATRON_LM]
     if settings.target not in targets or settings.traits.optimizer_instances > 1:
         return
-    if grid.zero.is_fsdp or not plan.parallel.use_distributed_optimizer:
+    if layout.zero.is_fsdp or not layout.shards_optimizer:
         return
     found = []
-    for number in _instances(grid.dims, is_moe=request.spec.is_moe):
+    for number in _instances(layout.dims, is_moe=request.spec.is_moe):
         traits = dataclasses.replace(settings.traits, optimizer_instances=number)
         other = dataclasses.replace(settings, traits=traits)
-        found.append((number, estimate(request.cost_model(other), grid, plan.partition())))
+        found.append((number, estimate(request.cost_model(other), layout)))
     for number, faster in _fastest(plan, found):
         yield (
             f"--num-distributed-optimizer-instances {number} would {faster}. It keeps {number} "
@@ -238,14 +239,14 @@ def _all_numeric(plan: ParallelPlan, request: PlanRequest, faster: Faster) -> It
     """Each choice on the plan's own layout, and on a faster one that the memory it frees allows."""
     before = plan.predicted
     for offer in request.numeric_offers:
-        grid = _accepted(plan, offer, request)
-        if grid is None:
+        layout = _accepted(plan, offer, request)
+        if layout is None:
             continue
-        found = estimate(request.cost_model(offer.settings), grid, plan.partition())
-        freed = before.peak_memory_bytes - max(s.peak_memory_bytes for s in found.stages)
+        found = estimate(request.cost_model(offer.settings), layout)
+        freed = before.peak_memory_bytes - found.peak_memory_bytes
         priced = _Numeric(
             offer=offer,
-            words=offer.words + ("" if grid.zero is plan.grid().zero else " with ZeRO-1"),
+            words=offer.words + ("" if layout.zero is plan.layout.zero else " with ZeRO-1"),
             fits=found.fits,
             step_s=found.iteration_time_s,
             faster_percent=_gain_percent(before.iteration_time_s, found.iteration_time_s),
@@ -266,7 +267,7 @@ def _with_its_memory(plan: ParallelPlan, offer: NumericOffer, request: PlanReque
     Tensor and expert degrees are the plan's: a search over all of them takes as long as its own.
     """
     names = [f"{each}_parallel_size" for each in ("tensor_model", "expert_model", "expert_tensor")]
-    dims, space = plan.grid().dims, request.space
+    dims, space = plan.layout.dims, request.space
     space = dataclasses.replace(
         space,
         fixed={**space.fixed, **{name: getattr(dims, name) for name in names}},
@@ -276,8 +277,8 @@ def _with_its_memory(plan: ParallelPlan, offer: NumericOffer, request: PlanReque
     return with_peak_of(changed, plan.predicted.peak_memory_bytes)
 
 
-def _on_another_layout(priced: _Numeric, plan: ParallelPlan, other: SolvedGrid) -> _Numeric:
-    before, after = plan.grid(), other.grid
+def _on_another_layout(priced: _Numeric, plan: ParallelPlan, other: SolvedLayout) -> _Numeric:
+    before, after = plan.layout, other.layout
     known = describe_grid(before).split(", ")
     changed = [words for words in describe_grid(after).split(", ") if words not in known]
     virtual = after.dims.virtual_pipeline_model_parallel_size
@@ -294,28 +295,28 @@ def _on_another_layout(priced: _Numeric, plan: ParallelPlan, other: SolvedGrid) 
     )
 
 
-def _accepted(plan: ParallelPlan, offer: NumericOffer, request: PlanRequest) -> Grid | None:
-    """The plan's grid as it would run with the choice; ``None`` where Megatron refuses it.
+def _accepted(plan: ParallelPlan, offer: NumericOffer, request: PlanRequest) -> Layout | None:
+    """The plan's layout as it would run with the choice; ``None`` where Megatron refuses it.
 
     Layers that were timed in one number format say nothing of another.
     """
-    knob, traits, grid = offer.knob, offer.settings.traits, plan.grid()
-    if grid.zero.is_fsdp and knob.precision is None:
+    knob, traits, layout = offer.knob, offer.settings.traits, plan.layout
+    if layout.zero.is_fsdp and knob.precision is None:
         return None  # whose widths are flags of their own
-    if knob.of_sharded_optimizer and not plan.parallel.use_distributed_optimizer:
+    if knob.of_sharded_optimizer and not plan.layout.shards_optimizer:
         if ZeroStage.OPTIMIZER not in request.space.zero_stages:
             return None
-        grid = dataclasses.replace(grid, zero=ZeroStage.OPTIMIZER)
-    if knob.of_experts and plan.execution.is_node_limited:
+        layout = dataclasses.replace(layout, zero=ZeroStage.OPTIMIZER)
+    if knob.of_experts and plan.layout.execution.is_node_limited:
         return None  # its kernels drop nothing
     if knob.precision is None:
-        return grid
+        return layout
     number_format = format_of(offer.settings.precision, traits.fp8_recipe)
     if request.times is not None or number_format is None:
         return None
-    if uneven_sides(request.spec, grid.dims, number_format):
+    if uneven_sides(request.spec, layout.dims, number_format):
         return None
     if not beside_buffers(traits.fp8_recipe):
-        execution = dataclasses.replace(grid.execution, tp_comm_overlap=False)
-        grid = dataclasses.replace(grid, execution=execution)
-    return grid
+        execution = dataclasses.replace(layout.execution, tp_comm_overlap=False)
+        layout = dataclasses.replace(layout, execution=execution)
+    return layout

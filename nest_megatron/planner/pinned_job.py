@@ -155,7 +155,7 @@ def resolved(spec: TransformerSpec, name: str) -> Any:
 
 def _batch_rows(plan: ParallelPlan, job: ActualJob) -> Iterator[Row]:
     train = plan.train
-    yield "global_batch_size", train.final_batch_size, job.global_batch_size
+    yield "global_batch_size", plan.final_batch_size, job.global_batch_size
     planned, found = train.batch_schedule, job.batch_schedule
     yield "batch sizes", planned and planned.sizes, found and found.sizes
     yield "precision", train.precision.value, job.precision.value
@@ -211,7 +211,7 @@ def _traits_of(plan: ParallelPlan, target: str | None, flags: Mapping[str, Any])
 
 def _totals(plan: ParallelPlan, settings: CostSettings) -> tuple[float, ...]:
     """Bytes of a parameter of each kind, as the plan lays it out."""
-    grid = plan.grid()
+    grid = plan.layout
     kinds = parameter_bytes(grid.zero, *replicas(grid.dims), settings)
     return tuple(kind.total for kind in kinds)
 

@@ -21,6 +21,7 @@ from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.knobs import Package
+from nest_megatron.parallel.layout import Layout
 from nest_megatron.parallel.numeric_knobs import NumericKnob
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.policy import Policy
@@ -30,7 +31,7 @@ from nest_megatron.parallel.rules import allows_uniform_recompute, cuts_anywhere
 from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import Backend
-from nest_megatron.solver.space import Present, SearchSpace
+from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Seconds
 
 #: Runners-up that a plan lists.
@@ -214,7 +215,7 @@ class PlanRequest:
     defaults: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
     site: Site | None = None
-    present: Present | None = None
+    present: Layout | None = None
     rates: Rates | None = None
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.dims import SHORT_DEGREES
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import ParallelPlan, SearchRecord
 from nest_megatron.planner.conflict import binding, is_legal_without, single_relaxations
@@ -191,7 +191,7 @@ def _remedy(change: str, request: PlanRequest, deadline: Deadline, find: Find) -
         return Remedy(change=change)
     return Remedy(
         change=change,
-        layout=describe_grid(found.grid()),
+        layout=describe_grid(found.layout),
         iteration_time_s=found.predicted.iteration_time_s,
         peak_memory_bytes=found.predicted.peak_memory_bytes,
     )
@@ -351,7 +351,7 @@ def _lean(space: SearchSpace) -> SearchSpace:
     return dataclasses.replace(space, limits=limits, executions=executions)
 
 
-def describe_grid(grid: Grid) -> str:
+def describe_grid(grid: PartialLayout) -> str:
     """A grid's degrees in one line."""
     degrees = {short: getattr(grid.dims, name) for name, short in SHORT_DEGREES.items()}
     left_out = ("VPP",) if grid.dims.expert_ranks > 1 else ("VPP", "EP", "ETP")

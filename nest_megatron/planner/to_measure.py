@@ -17,7 +17,7 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.shortlist import LAYERS, NETWORK
 from nest_megatron.model.operators import block_graph
 from nest_megatron.model.spec import ModelFamily
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.objective import SURE
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.rank_order import GroupKind, group_level
@@ -92,7 +92,7 @@ def _timed_s(model: CostModel, task: Task) -> Seconds:
     return _PASSES * math.fsum(s for op in operators for s in operator_times(op, device, settings))
 
 
-def tasks_between(model: CostModel, grids: Sequence[Grid]) -> tuple[Task, ...]:
+def tasks_between(model: CostModel, grids: Sequence[PartialLayout]) -> tuple[Task, ...]:
     """Blocks that are timed to tell layouts apart; none of a job whose layers are not built."""
     spec = model.spec
     if spec.family is not ModelFamily.GPT or model.settings.precision is not Precision.BF16:
@@ -102,7 +102,7 @@ def tasks_between(model: CostModel, grids: Sequence[Grid]) -> tuple[Task, ...]:
 
 
 def profiles(
-    model: CostModel, listed: Sequence[Grid], undecided: Sequence[Grid]
+    model: CostModel, listed: Sequence[PartialLayout], undecided: Sequence[PartialLayout]
 ) -> Iterator[Profile]:
     """The profiles that can be made to tell plans apart.
 
@@ -126,7 +126,7 @@ def profiles(
         yield Profile(mechanisms=NETWORK, seconds=_START_S + BUDGET_S, num_nodes=2)
 
 
-def _crosses(model: CostModel, mechanism: Mechanism, grids: Sequence[Grid]) -> bool:
+def _crosses(model: CostModel, mechanism: Mechanism, grids: Sequence[PartialLayout]) -> bool:
     sizes = model.cluster.group_sizes()
     return any(
         group_level(grid.dims, kind, sizes) > 0 for grid in grids for kind in _GROUPS[mechanism]

@@ -17,13 +17,12 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.shortlist import Measurement, measurements, shortlist
 from nest_megatron.cost_model.site import Site
 from nest_megatron.cost_model.uncertainty import Predictive
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import Layout, PartialLayout
 from nest_megatron.parallel.objective import SURE, Objective, Shortlist, Uncertainty
-from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.planner.request import PlanRequest
 from nest_megatron.planner.to_measure import Profile, minutes, profiles
 from nest_megatron.profile.choose import MEASURE_COMMAND
-from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.units import Bytes, Seconds
 
 #: Chance with which a plan as fast as the fastest is on a shortlist.
@@ -51,32 +50,29 @@ def described(known: Predictive, out_of_memory: float) -> Uncertainty:
 
 def out_of_memory(
     model: CostModel,
-    grid: Grid,
-    partition: StagePartition,
+    layout: Layout,
     peak_bytes: Bytes,
     site: Site | None = None,
 ) -> float:
     """Chance that a plan runs out of memory, at a site where one is calibrated."""
-    error = _peak_error(model, grid, partition, site)
-    return out_of_memory_probability(peak_bytes, allocatable(model, grid), error)
+    error = _peak_error(model, layout, site)
+    return out_of_memory_probability(peak_bytes, allocatable(model, layout), error)
 
 
 def comfortable_bytes(
-    model: CostModel, plan: SolvedGrid, site: Site | None, chance: float = _COMFORTABLE
+    model: CostModel, plan: SolvedLayout, site: Site | None, chance: float = _COMFORTABLE
 ) -> Bytes:
     """The predicted peak with which a plan would run out of memory with such a chance."""
-    error = _peak_error(model, plan.grid, plan.partition(), site)
-    return max(0, int(allocatable(model, plan.grid) * (1.0 - headroom_for(chance, error))))
+    error = _peak_error(model, plan.layout, site)
+    return max(0, int(allocatable(model, plan.layout) * (1.0 - headroom_for(chance, error))))
 
 
-def _peak_error(
-    model: CostModel, grid: Grid, partition: StagePartition, site: Site | None
-) -> PeakErrors:
-    known = None if site is None else site.peak_error(model, grid, partition)
-    return known or peak_error(grid.zero)
+def _peak_error(model: CostModel, layout: Layout, site: Site | None) -> PeakErrors:
+    known = None if site is None else site.peak_error(model, layout)
+    return known or peak_error(layout.zero)
 
 
-def allocatable(model: CostModel, grid: Grid) -> Bytes:
+def allocatable(model: CostModel, grid: PartialLayout) -> Bytes:
     """What the tensors of a plan may take of a device."""
     outside = outside_bytes(model.spec, grid, model.cluster)
     return allocatable_bytes(model.cluster.accelerator, model.settings, outside)
@@ -101,7 +97,9 @@ def _least_ratio(known: Predictive, objective: Objective) -> float:
     return value_s / least.median_s
 
 
-def shortlisted(model: CostModel, plans: Sequence[Predictive], grids: Sequence[Grid]) -> Shortlist:
+def shortlisted(
+    model: CostModel, plans: Sequence[Predictive], grids: Sequence[PartialLayout]
+) -> Shortlist:
     """Few plans of which one is as fast as the fastest, and what to measure to know more."""
     found = shortlist(plans, LEVEL)
     can_be_made = [*profiles(model, grids, [grids[number] for number in found.plans])]

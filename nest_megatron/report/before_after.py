@@ -17,7 +17,7 @@ from nest_megatron.parallel.before_after import (
     LayoutChange,
 )
 from nest_megatron.parallel.dims import SHORT_DEGREES
-from nest_megatron.parallel.prediction import PricedLayout
+from nest_megatron.parallel.estimate import PricedLayout
 from nest_megatron.report.memory_words import memory_level, memory_verdict, risk_words
 from nest_megatron.report.tables import (
     FittingTable,
@@ -124,15 +124,15 @@ def side_by_side(
     """Each figure and each degree today and planned, and the difference of the steps."""
     for (name, today), (_, planned) in zip(_figures(before), _figures(plan), strict=True):
         yield name, today, planned, difference_words(whole) if name == "Step" else ""
-    for name, size in degrees(before.parallel).items():
-        if max(size, chosen := degrees(plan.parallel)[name]) > 1:
+    for name, size in degrees(before.layout).items():
+        if max(size, chosen := degrees(plan.layout)[name]) > 1:
             yield name, str(size), str(chosen), ""
-    micro, planned_micro = (str(each.train.micro_batch_size) for each in (before, plan))
+    micro, planned_micro = (str(each.layout.micro_batch_size) for each in (before, plan))
     yield "Micro batch", micro, planned_micro, ""
 
 
 def _figures(plan: PricedLayout) -> Iterator[tuple[str, str]]:
-    found, gpus = plan.predicted, plan.placement.num_gpus
+    found, gpus = plan.predicted, plan.layout.num_gpus
     yield "Step", format_seconds(found.iteration_time_s)
     yield "Tokens/s", f"{found.tokens_per_s_per_gpu * gpus:,.0f}"
     yield "Tokens/s/GPU", f"{found.tokens_per_s_per_gpu:,.0f}"

@@ -9,9 +9,11 @@ from typing import Any
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
+from nest_megatron.parallel.arguments import layout_arguments
 from nest_megatron.parallel.diff import plan_values, reason
 from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.plan import Alternative, ParallelPlan
+from nest_megatron.parallel.estimate import Alternative
+from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.rank_order import GroupKind, group_of_rank, group_shape
 from nest_megatron.plain import to_plain
 from nest_megatron.profile.lookup import LayerTimes
@@ -77,7 +79,7 @@ def _shown(value: object) -> str:
 def stages(plan: ParallelPlan) -> Mapping[str, Any]:
     """Every pipeline rank: its layers, its share of time and its memory against the capacity."""
     predicted = plan.predicted
-    every = plan.placement.rank_order is RankOrder.TP_CP_EP_DP_PP
+    every = plan.layout.dims.rank_order is RankOrder.TP_CP_EP_DP_PP
     return {
         "head": (
             "rank",
@@ -104,7 +106,7 @@ def _stage(plan: ParallelPlan, rank: int) -> Mapping[str, Any]:
         "gpus": "–".join(map(str, plan.placement.stage_ranks[rank])),
         "chunks": [
             [_run(plan, kind, len(list(run))) for kind, run in groupby(kinds[u] for u in units)]
-            for units in plan.partition().chunks_of_rank(rank)
+            for units in plan.layout.partition.chunks_of_rank(rank)
         ],
         "parameters": f"{stage.parameters / 1e9:.2f} B",
         "time": format_seconds(spent),
@@ -137,7 +139,7 @@ def reached_levels(cluster: Cluster) -> list[int]:
 
 def groups(plan: ParallelPlan) -> Mapping[str, Any]:
     """For each kind of group, how its members spread over the network levels."""
-    dims, cluster = plan.grid().dims, plan.cluster
+    dims, cluster = plan.layout.dims, plan.cluster
     levels, sizes, reached = cluster.levels, cluster.group_sizes(), reached_levels(cluster)
     rows: list[dict[str, Any]] = []
     for name, words, kind in _GROUPS:
@@ -170,7 +172,7 @@ def groups(plan: ParallelPlan) -> Mapping[str, Any]:
         "rows": rows,
         "caption": "Members of one group inside one node and inside each wider level; 4 × 2 are "
         "four inner groups with two members each. Rank order "
-        f"{plan.placement.rank_order.value}.",
+        f"{plan.layout.dims.rank_order.value}.",
     }
 
 
@@ -189,7 +191,7 @@ def runners_up(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[s
     if not plan.alternatives:
         return None
     own = as_alternative(plan)
-    best, others = _described(own), [_described(other) for other in plan.alternatives]
+    best, others = _described(plan, own), [_described(plan, other) for other in plan.alternatives]
     differ = [name for name in best if any(other[name] != best[name] for other in others)]
     told = any(other.chance_slower is not None for other in plan.alternatives)
     ranges = _ranges([own, *plan.alternatives])
@@ -254,5 +256,6 @@ def _range(one: Alternative, low: Seconds, scale: float) -> Mapping[str, Any] | 
     }
 
 
-def _described(other: Alternative) -> dict[str, str]:
-    return {**degree_cells(other), "Stages": _shown(other.pipeline_model_parallel_layout)}
+def _described(plan: ParallelPlan, other: Alternative) -> dict[str, str]:
+    stages = layout_arguments(plan.model, other.layout)["pipeline_model_parallel_layout"]
+    return {**degree_cells(other), "Stages": _shown(stages)}

@@ -17,14 +17,13 @@ from nest_megatron.cost_model.pipeline import evaluate
 from nest_megatron.cost_model.settings import OF_EXPERTS, CostSettings, restored_settings
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.layout import Layout
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner.request import TIE_PERCENT
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.html_layout import reached_levels
 from nest_megatron.report.memory_words import memory_verdict
-from nest_megatron.report.runners_up import layout_of, same_price
+from nest_megatron.report.runners_up import same_price
 from nest_megatron.report.words import setting_value
 from nest_megatron.units import GB, Bytes, Seconds, format_gib, to_seconds
 
@@ -44,7 +43,6 @@ _ASSUMED = {
 }
 
 _Job = tuple[Cluster, CostSettings]
-_Layouts = Sequence[tuple[Grid, StagePartition]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +92,7 @@ def sensitivity(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[
     """
     try:
         settings = restored_settings(plan.provenance.settings)
-        layouts = [(plan.grid(), plan.partition())]
-        layouts += [layout_of(plan, other) for other in plan.alternatives]
+        layouts = [plan.layout, *(other.layout for other in plan.alternatives)]
         model = CostModel(plan.model, plan.cluster, settings, times)
         price = partial(_priced, model, layouts)
         now = price((plan.cluster, settings))
@@ -134,11 +131,11 @@ def _notes(plan: ParallelPlan, times: LayerTimes | None) -> Iterator[str]:
         yield "Layer times of the profile stay as they are."
 
 
-def _priced(model: CostModel, layouts: _Layouts, job: _Job) -> list[_Priced]:
+def _priced(model: CostModel, layouts: Sequence[Layout], job: _Job) -> list[_Priced]:
     model, found = model.under(*job), []
-    for grid, partition in layouts:
-        problem = stage_problem(model, grid)
-        priced = evaluate(problem, partition.boundaries)
+    for layout in layouts:
+        problem = stage_problem(model, layout)
+        priced = evaluate(problem, layout.partition.boundaries)
         step_s = to_seconds(priced.iteration)
         peak, limit = max(each.total for each in priced.memory), problem.capacity_bytes
         found.append(_Priced(step_s=step_s, peak_bytes=peak, limit_bytes=limit))

@@ -38,5 +38,5 @@ def plan_table_report(table: PlanTable) -> Iterator[RenderableType]:
 
 
 def _cells(plan: ParallelPlan) -> dict[str, str]:
-    tokens = plan.predicted.tokens_per_s_per_gpu * plan.placement.num_gpus
+    tokens = plan.predicted.tokens_per_s_per_gpu * plan.layout.num_gpus
     return {**plan_cells(plan), "Tokens/s": f"{tokens:,.0f}"}

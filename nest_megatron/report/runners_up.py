@@ -12,19 +12,8 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.cost_model.shortlist import AS_FAST
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.layout import parse_layout, uniform_partition
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.plan import Alternative, ParallelPlan
-from nest_megatron.parallel.recompute import (
-    NO_RECOMPUTE,
-    Recompute,
-    RecomputeGranularity,
-    RecomputeMethod,
-    RecomputeModule,
-)
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.parallel.estimate import Alternative
+from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.tables import (
     FittingTable,
@@ -144,21 +133,23 @@ def _table(columns: Mapping[str, Sequence[str]]) -> FittingTable:
 
 def degree_cells(other: Alternative) -> dict[str, str]:
     """The layout of a runner-up by column."""
+    layout = other.layout
     return {
-        "GPUs": str(other.num_gpus),
-        **{name: str(size) for name, size in degrees(other).items()},
-        "MBS": str(other.micro_batch_size),
-        "ZeRO": str(other.zero_stage),
-        "Order": str(other.rank_order).removeprefix("tp-cp-ep-"),
-        "Recompute": "+".join(_SHORT.get(name, name) for name in other.recompute.split("+")),
+        "GPUs": str(layout.num_gpus),
+        **{name: str(size) for name, size in degrees(layout).items()},
+        "MBS": str(layout.micro_batch_size),
+        "ZeRO": str(int(layout.zero)),
+        "Order": str(layout.dims.rank_order).removeprefix("tp-cp-ep-"),
+        "Recompute": "+".join(
+            _SHORT.get(name, name) for name in layout.recompute.label().split("+")
+        ),
     }
 
 
 def as_alternative(plan: ParallelPlan) -> Alternative:
     """A plan as a runner-up to itself."""
-    return Alternative.of(
-        plan.grid(),
-        pipeline_model_parallel_layout=plan.parallel.pipeline_model_parallel_layout,
+    return Alternative(
+        layout=plan.layout,
         iteration_time_s=plan.predicted.iteration_time_s,
         slower_percent=0.0,
         uncertainty=plan.uncertainty,
@@ -189,7 +180,7 @@ def _differences(
     plan: ParallelPlan, other: Alternative, model: CostModel
 ) -> Mapping[str, float] | None:
     try:
-        found = estimate(model, *layout_of(plan, other))
+        found = estimate(model, other.layout)
     except UserInputError:
         return None
     if not same_price(found.iteration_time_s, other.iteration_time_s):
@@ -200,39 +191,3 @@ def _differences(
 def same_price(found_s: Seconds, told_s: Seconds) -> bool:
     """Whether this version prices a layout as a plan file says."""
     return abs(found_s - told_s) <= 1e-6 * told_s
-
-
-def layout_of(plan: ParallelPlan, other: Alternative) -> tuple[Grid, StagePartition]:
-    """The layout of a runner-up; ``UserInputError`` where it cannot be read."""
-    spec, pp = plan.model, other.pipeline_model_parallel_size
-    layout = other.pipeline_model_parallel_layout
-    partition = uniform_partition(spec, 1) if layout is None else parse_layout(layout, spec, pp)
-    return _grid(plan, other), partition
-
-
-def _grid(plan: ParallelPlan, other: Alternative) -> Grid:
-    return Grid(
-        dims=ParallelDims.of(other, other.rank_order),
-        global_batch_size=plan.train.global_batch_size,
-        micro_batch_size=other.micro_batch_size,
-        sequence_parallel=other.tensor_model_parallel_size > 1,
-        recompute=recompute_of(other.recompute),
-        zero=ZeroStage(other.zero_stage),
-        execution=other.execution,
-    )
-
-
-def recompute_of(label: str) -> Recompute:
-    """The setting behind a label of ``Recompute.label``.
-
-    >>> recompute_of(Recompute().label()) == Recompute()
-    True
-    """
-    if label == NO_RECOMPUTE.label():
-        return NO_RECOMPUTE
-    words = label.split()
-    if words[0] == RecomputeGranularity.FULL:
-        method, layers = RecomputeMethod(words[1]), int(words[2])
-        return Recompute(granularity=RecomputeGranularity.FULL, method=method, num_layers=layers)
-    modules = tuple(RecomputeModule(name) for name in label.split("+"))
-    return Recompute(granularity=RecomputeGranularity.SELECTIVE, modules=modules)

@@ -28,7 +28,7 @@ def pareto_front(points: Sequence[tuple[float, ...]]) -> list[bool]:
 
 def costs(plan: ParallelPlan) -> tuple[float, float, float]:
     """What a plan has the less of the better: step, GPUs, GPU seconds of a step that is kept."""
-    step_s, num_gpus = plan.predicted.iteration_time_s, plan.placement.num_gpus
+    step_s, num_gpus = plan.predicted.iteration_time_s, plan.layout.num_gpus
     kept = 1.0 if plan.goodput is None else plan.goodput.share
     return step_s, num_gpus, step_s * num_gpus / kept if kept else float("inf")
 
@@ -37,7 +37,7 @@ def _figures(rows: Sequence[SweepRow]) -> list[tuple[SweepRow, float | None, boo
     """Rows with their efficiency against the fewest GPUs that have a plan, and their verdict."""
     plans = [row.plan for row in rows if row.plan is not None]
     front = iter(pareto_front([costs(plan) for plan in plans]))
-    least = min(plans, key=lambda plan: plan.placement.num_gpus, default=None)
+    least = min(plans, key=lambda plan: plan.layout.num_gpus, default=None)
     found: list[tuple[SweepRow, float | None, bool]] = []
     for row in rows:
         if row.plan is None or least is None:

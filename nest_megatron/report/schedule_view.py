@@ -103,8 +103,8 @@ class ScheduleView:
 def schedule_view(plan: ParallelPlan, times: LayerTimes | None = None) -> ScheduleView:
     """Simulate a plan's schedule again, under the settings and times that it was made with."""
     model = CostModel(plan.model, plan.cluster, restored_settings(plan.provenance.settings), times)
-    grid, partition = plan.grid(), plan.partition()
-    problem = stage_problem(model, grid)
+    layout, partition = plan.layout, plan.layout.partition
+    problem = stage_problem(model, layout)
     evaluation = evaluate(problem, partition.boundaries)
     return ScheduleView(
         ranks=tuple(
@@ -113,12 +113,12 @@ def schedule_view(plan: ParallelPlan, times: LayerTimes | None = None) -> Schedu
         ),
         num_virtual=problem.num_virtual,
         num_microbatches=problem.num_microbatches,
-        exposed=exposed_communication(model, grid, partition, problem),
+        exposed=exposed_communication(model, layout, problem),
         sent=tuple(
             (to_seconds(ahead), to_seconds(back))
             for ahead, back in zip(problem.send_forward, problem.send_backward, strict=True)
         ),
-        sent_bytes=model.sent_bytes(grid),
+        sent_bytes=model.sent_bytes(layout),
         saved_bytes=tuple(
             chunk_cost(problem, first, end).saved_bytes
             for first, end in pairwise(partition.boundaries)

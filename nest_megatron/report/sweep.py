@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.documents import csv_text
+from nest_megatron.parallel.dims import DEGREES
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.charts import render
 from nest_megatron.report.words import degrees
@@ -92,14 +93,14 @@ def _words(settings: Mapping[str, str], but: str | None = None) -> list[str]:
 
 def tokens_per_s(plan: ParallelPlan) -> float:
     """Throughput of all GPUs that a plan uses."""
-    return plan.predicted.tokens_per_s_per_gpu * plan.placement.num_gpus
+    return plan.predicted.tokens_per_s_per_gpu * plan.layout.num_gpus
 
 
 def plan_cells(plan: ParallelPlan) -> dict[str, str]:
     """Cells of a plan, by the heads of their columns."""
-    predicted, virtual = plan.predicted, plan.parallel.virtual_pipeline_model_parallel_size
-    sizes: dict[str, object] = {**degrees(plan.parallel)}
-    sizes["PP"] = f"{sizes['PP']}x{virtual}" if virtual else sizes["PP"]
+    predicted, virtual = plan.predicted, plan.layout.dims.virtual_pipeline_model_parallel_size
+    sizes: dict[str, object] = {**degrees(plan.layout)}
+    sizes["PP"] = f"{sizes['PP']}x{virtual}" if virtual > 1 else sizes["PP"]
     names = ("TP", "PP", "CP", "DP", *(["EP"] if plan.model.is_moe else []))
     return {
         "Iteration": format_seconds(predicted.iteration_time_s),
@@ -122,6 +123,11 @@ def _price(name: str) -> Callable[[ParallelPlan], float | None]:
     return lambda plan: getattr(plan.price, name, None)
 
 
+def _argument(name: str) -> Callable[[ParallelPlan], Any]:
+    return lambda plan: plan.arguments[name]
+
+
+_STAGES = ("sequence_parallel", "pipeline_model_parallel_layout")
 _TERMS = (
     *("compute", "recompute", "tp_communication", "cp_communication", "ep_communication"),
     *("pp_communication", "dp_communication", "pipeline_bubble", "optimizer"),
@@ -131,23 +137,19 @@ _TERMS = (
 _COLUMNS: Mapping[str, Callable[[ParallelPlan], Any]] = {
     "model_name": attrgetter("model.name"),
     "cluster_name": attrgetter("cluster.name"),
-    **_below("placement", "num_gpus"),
-    **_below("train", "global_batch_size", "seq_length"),
+    **_below("layout", "num_gpus", "global_batch_size"),
+    **_below("train", "seq_length"),
     **_below("predicted", "iteration_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu"),
     **_below("predicted", "mfu", "peak_memory_bytes", "capacity_bytes"),
     **{name: _price(name) for name in ("tokens_per_dollar", "run_s", "run_dollars", "run_mwh")},
     "low_s": lambda plan: plan.uncertainty and plan.uncertainty.low_s,
     "high_s": lambda plan: plan.uncertainty and plan.uncertainty.high_s,
     "out_of_memory": lambda plan: plan.uncertainty and plan.uncertainty.out_of_memory,
-    **_below("parallel", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
-    **_below("parallel", "virtual_pipeline_model_parallel_size", "context_parallel_size"),
-    **_below("parallel", "data_parallel_size", "expert_model_parallel_size"),
-    **_below("parallel", "expert_tensor_parallel_size", "sequence_parallel"),
-    **_below("parallel", "pipeline_model_parallel_layout"),
-    **_below("train", "micro_batch_size"),
-    "rank_order": attrgetter("placement.rank_order.value"),
-    "recompute": lambda plan: plan.grid().recompute.label(),
-    "zero_stage": lambda plan: int(plan.grid().zero),
+    **{name: _argument(name) for name in (*DEGREES, *_STAGES)},
+    **_below("layout", "micro_batch_size"),
+    "rank_order": attrgetter("layout.dims.rank_order.value"),
+    "recompute": lambda plan: plan.layout.recompute.label(),
+    "zero_stage": lambda plan: int(plan.layout.zero),
     **{f"{name}_s": _term(name) for name in _TERMS},
     **_below("search", "certificate", "gap_percent"),
     "search_seconds": attrgetter("search.seconds"),

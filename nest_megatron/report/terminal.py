@@ -13,9 +13,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from nest_megatron.errors import typed_setting
-from nest_megatron.parallel.plan import ParallelPlan, sharding
-from nest_megatron.parallel.prediction import PredictedStage
-from nest_megatron.parallel.zero import DataParallelSharding
+from nest_megatron.parallel.estimate import StageEstimate
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.stage_layout import layout_string
+from nest_megatron.parallel.zero import STRATEGIES, DataParallelSharding
 from nest_megatron.planner import EndedEarly, NoPlan, describe_grid
 from nest_megatron.report.memory_words import memory_level, no_plan_verdict, plan_verdict
 from nest_megatron.report.price import price_rows
@@ -107,8 +108,7 @@ def summary(plan: ParallelPlan) -> RenderableType:
 
 def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
     """What a plan is, by name: its figures, its layout, and why this one."""
-    predicted, chosen, train = plan.predicted, plan.parallel, plan.train
-    grid = plan.grid()
+    predicted, layout, train = plan.predicted, plan.layout, plan.train
     rows: list[tuple[str, str | Text]] = [
         ("Iteration", _headline(plan)),
         *_today(plan),
@@ -116,14 +116,14 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
         ("Batch", _batch(plan)),
         ("Memory", _memory_line(plan)),
         *memory_rows(plan),
-        ("Recompute", grid.recompute.label()),
+        ("Recompute", layout.recompute.label()),
         ("Sharding", _sharding_words(plan)),
-        ("Rank order", str(plan.placement.rank_order)),
+        ("Rank order", str(plan.layout.dims.rank_order)),
     ]
-    if execution := plan.execution.words(experts=plan.model.is_moe):
+    if execution := plan.layout.execution.words(experts=plan.model.is_moe):
         rows.append(("Execution", execution))
-    if chosen.pipeline_model_parallel_layout is not None:
-        rows.append(("Stages", chosen.pipeline_model_parallel_layout))
+    if layout.dims.pipeline_model_parallel_size > 1:
+        rows.append(("Stages", layout_string(plan.model, layout.partition)))
     if (fastest := fastest_words(plan)) != "":
         rows.append(("Preferred to", fastest))
     rows.append(_binding(predicted.binding_constraint))
@@ -140,7 +140,7 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
     if plan.batches:
         rows.insert(1, ("Schedule", schedule_words(plan.batches)))
     if plan.goodput is not None:
-        gpus, step_s = plan.placement.num_gpus, predicted.iteration_time_s
+        gpus, step_s = plan.layout.num_gpus, predicted.iteration_time_s
         rows.insert(1, ("Goodput", goodput_words(plan.goodput, gpus, step_s)))
     rows[1:1] = price_rows(plan)
     if plan.headroom is not None:
@@ -183,22 +183,22 @@ def _headline(plan: ParallelPlan) -> Text:
 
 
 def _layout(plan: ParallelPlan) -> Text:
-    chosen = plan.parallel
+    layout = plan.layout
     left_out = set() if plan.model.is_moe else {"EP", "ETP"}
-    left_out |= set() if chosen.virtual_pipeline_model_parallel_size else {"VPP"}
-    words = [f"{name} {size}" for name, size in degrees(chosen).items() if name not in left_out]
-    words += ["SP on"] if chosen.sequence_parallel else []
-    idle = plan.cluster.num_gpus - plan.placement.num_gpus
+    left_out |= set() if layout.dims.virtual_pipeline_model_parallel_size > 1 else {"VPP"}
+    words = [f"{name} {size}" for name, size in degrees(layout).items() if name not in left_out]
+    words += ["SP on"] if layout.sequence_parallel else []
+    idle = plan.cluster.num_gpus - plan.layout.num_gpus
     text = Text("  ".join(words), style="bold")
     return text.append(f"   ({idle} GPUs idle)", style="yellow") if idle else text
 
 
 def _batch(plan: ParallelPlan) -> str:
-    number, train = plan.grid().num_microbatches, plan.train
+    layout, number = plan.layout, plan.layout.num_microbatches
     return (
-        f"{train.global_batch_size} sequences of {train.seq_length:,} tokens: "
+        f"{layout.global_batch_size} sequences of {plan.train.seq_length:,} tokens: "
         f"{number} micro batch{'es' if number > 1 else ''} of "
-        f"{train.micro_batch_size} on each replica"
+        f"{layout.micro_batch_size} on each replica"
     )
 
 
@@ -216,13 +216,12 @@ def _memory_line(plan: ParallelPlan) -> Text:
 
 
 def _sharding_words(plan: ParallelPlan) -> str:
-    chosen = plan.parallel
-    by = sharding(chosen)
-    if by is DataParallelSharding.TORCH_FSDP2:
+    layout = plan.layout
+    if layout.sharding is DataParallelSharding.TORCH_FSDP2:
         return "ZeRO-3 (PyTorch FSDP2)"
-    if by is DataParallelSharding.MEGATRON_FSDP:
-        return f"Megatron-FSDP {chosen.data_parallel_sharding_strategy}"
-    if chosen.use_distributed_optimizer:
+    if layout.uses_megatron_fsdp:
+        return f"Megatron-FSDP {STRATEGIES[layout.zero]}"
+    if layout.shards_optimizer:
         return "ZeRO-1 (distributed optimizer)"
     return "none (every replica keeps all)"
 
@@ -270,7 +269,7 @@ def _shown_ranks(plan: ParallelPlan) -> list[int]:
 
 
 def _memory_row(
-    plan: ParallelPlan, rank: int, stage: PredictedStage, parts: Sequence[str]
+    plan: ParallelPlan, rank: int, stage: StageEstimate, parts: Sequence[str]
 ) -> list[RenderableType]:
     total = sum(stage.memory_bytes.values())
     free = plan.predicted.capacity_bytes - total

@@ -48,11 +48,11 @@ def versus_report(
 
 def layout_words(plan: ParallelPlan) -> str:
     """A layout in one line."""
-    sizes = [f"{name} {n}" for name, n in degrees(plan.parallel).items() if n > 1 or name == "TP"]
-    grid = plan.grid()
-    words = [*sizes, f"micro batch {grid.micro_batch_size}", f"ZeRO-{int(grid.zero)}"]
-    words += [f"recompute {grid.recompute.label()}"]
-    execution = plan.execution.words(experts=plan.model.is_moe)
+    sizes = [f"{name} {n}" for name, n in degrees(plan.layout).items() if n > 1 or name == "TP"]
+    layout = plan.layout
+    words = [*sizes, f"micro batch {layout.micro_batch_size}", f"ZeRO-{int(layout.zero)}"]
+    words += [f"recompute {layout.recompute.label()}"]
+    execution = plan.layout.execution.words(experts=plan.model.is_moe)
     return ", ".join([*words, *([execution] if execution else [])])
 
 

@@ -56,7 +56,8 @@ def step_s(plan: ParallelPlan) -> float:
 
 def layout_of(plan: ParallelPlan) -> tuple[object, ...]:
     """All that a plan chooses."""
-    return plan.parallel, plan.train.micro_batch_size, plan.placement.rank_order, plan.execution
+    layout = plan.layout
+    return plan.arguments, layout.micro_batch_size, layout.dims.rank_order, layout.execution
 
 
 def percent(found: float, before: float) -> float:
@@ -70,7 +71,7 @@ def variants_title(present: ParallelPlan | None, variants: Sequence[Variant]) ->
     if plan is None:
         return "a job that has no plan unchanged"
     where = f"{plan.cluster.describe()}, {plan.cluster.name}"
-    return f"{plan.model.name} on {where}; global batch {plan.train.global_batch_size:,}"
+    return f"{plan.model.name} on {where}; global batch {plan.layout.global_batch_size:,}"
 
 
 def variants_report(
@@ -292,7 +293,7 @@ def _heat_maps(changed: Sequence[Variant]) -> Iterator[Mapping[str, Any]]:
     figures: dict[str, Callable[[ParallelPlan], float | None]] = {"Tokens/s": tokens_per_s}
     if any(map(_per_dollar, plans)):
         figures["Tokens/$"] = _per_dollar
-    elif len({plan.placement.num_gpus for plan in plans}) > 1:
+    elif len({plan.layout.num_gpus for plan in plans}) > 1:
         figures["Tokens/s/GPU"] = _per_gpu
     axes = _axes(changed)
     panels: defaultdict[str, list[Variant]] = defaultdict(list)

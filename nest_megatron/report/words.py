@@ -10,16 +10,15 @@ from nest_megatron.cost_model.memory import PEAK_ERROR, PUBLIC_PEAK_ERROR
 from nest_megatron.errors import typed_setting
 from nest_megatron.parallel.batch_schedule import PredictedBatch
 from nest_megatron.parallel.dims import SHORT_DEGREES
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.objective import SURE, Choice, Objective, SiteChange, Uncertainty
 from nest_megatron.parallel.plan import (
-    Alternative,
     Goodput,
     Headroom,
     ParallelPlan,
     PresentLayout,
     SearchRecord,
 )
-from nest_megatron.parallel.prediction import ParallelChoice
 from nest_megatron.planner.shortage import EndedEarly
 from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.units import (
@@ -329,9 +328,9 @@ def incomplete_ranking(record: SearchRecord) -> str:
     return "The search did not finish: layouts faster than some of these may be missing."
 
 
-def degrees(layout: ParallelChoice | Alternative) -> dict[str, int]:
+def degrees(layout: PartialLayout) -> dict[str, int]:
     """Every degree of a layout by its short name."""
-    return {short: getattr(layout, name) or 1 for name, short in SHORT_DEGREES.items()}
+    return {short: getattr(layout.dims, name) for name, short in SHORT_DEGREES.items()}
 
 
 #: By certificate; ``gap`` says how far from the best the plan may be.

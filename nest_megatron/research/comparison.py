@@ -159,7 +159,7 @@ def _our_reason(found: ParallelPlan | NoPlan | EndedEarly) -> str:
 
 
 def _terms(model: CostModel, found: ParallelPlan) -> dict[str, Seconds]:
-    return mean_terms(model, found.grid(), found.partition())
+    return mean_terms(model, found.layout)
 
 
 def _theirs(request: PlanRequest, ours: Compared, baseline: Baseline) -> Compared:
@@ -188,7 +188,10 @@ def _theirs(request: PlanRequest, ours: Compared, baseline: Baseline) -> Compare
     )
     if choice.plan is None:
         return theirs
-    found = assemble(model, choice.plan, nothing_searched(), sharding=request.space.sharding)
+    chosen = choice.plan.layout.without_stages().with_stages(
+        choice.plan.layout.partition, request.space.sharding
+    )
+    found = assemble(model, chosen, nothing_searched())
     terms = _terms(model, found)
     theirs = dataclasses.replace(theirs, plan=found, terms=terms)
     if ours.plan is None:
@@ -217,8 +220,7 @@ def _relative_throughput(request: PlanRequest, ours: ParallelPlan, theirs: Paral
 def _chance_slower(model: CostModel, ours: ParallelPlan, theirs: ParallelPlan) -> float:
     """Chance that their step takes longer than ours."""
     a, b = (
-        predictive(model, plan.grid(), plan.partition(), plan.predicted.iteration_time_s)
-        for plan in (ours, theirs)
+        predictive(model, plan.layout, plan.predicted.iteration_time_s) for plan in (ours, theirs)
     )
     return probability_faster(a, b)
 

@@ -157,9 +157,9 @@ def _plain_row(row: Compared, rates: Rates | None) -> dict[str, Any]:
         "tie": None if row.chance_slower is None else row.is_tie,
         "peak_memory_bytes": found and found.predicted.peak_memory_bytes,
         "out_of_memory": found and found.uncertainty and found.uncertainty.out_of_memory,
-        "micro_batch_size": found and found.train.micro_batch_size,
-        "parallel": found and to_plain(found.parallel),
-        "rank_order": found and str(found.placement.rank_order),
+        "micro_batch_size": found and found.layout.micro_batch_size,
+        "parallel": found and to_plain(found.arguments),
+        "rank_order": found and str(found.layout.dims.rank_order),
         "terms": found and row.terms,
         "worst_term": worst and {"term": worst, "seconds": row.differences[worst]},
         "why": why(row),
@@ -233,8 +233,8 @@ def _cells(row: Compared) -> list[str]:
 
 def tokens_per_s(plan: ParallelPlan) -> float:
     """Tokens that all GPUs of a plan work through in a second."""
-    train = plan.train
-    return train.global_batch_size * train.seq_length / plan.predicted.iteration_time_s
+    tokens = plan.layout.global_batch_size * plan.train.seq_length
+    return tokens / plan.predicted.iteration_time_s
 
 
 def layout_words(plan: ParallelPlan) -> list[str]:
@@ -242,7 +242,7 @@ def layout_words(plan: ParallelPlan) -> list[str]:
 
     Example: ``TP 4 PP 4x7 DP 32``, ``MBS 1 ZeRO-1``, ``recompute full block 2``.
     """
-    grid = plan.grid()
+    grid = plan.layout
     dims = grid.dims
     virtual = dims.virtual_pipeline_model_parallel_size
     stages = f"{dims.pipeline_model_parallel_size}{f'x{virtual}' if virtual > 1 else ''}"

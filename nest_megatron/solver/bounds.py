@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from nest_megatron.cost_model.keys import split_block
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
     Recompute,
@@ -39,14 +39,14 @@ class Bounds:
         self._num_units = model.spec.num_units
         self.floor = to_ticks(model.settings.iteration_floor_s)
 
-    def waits(self, grid: Grid) -> Ticks:
+    def waits(self, grid: PartialLayout) -> Ticks:
         """What every plan of a grid waits for its slowest replica, at least.
 
         Each ``floor`` and each wait is rounded by itself, their sum in ``CostModel.constant`` once.
         """
         return max(0, to_ticks(self.model.straggler_time(grid)) - 1)
 
-    def _work(self, grid: Grid, recompute: Recompute) -> tuple[Ticks, Ticks, float]:
+    def _work(self, grid: PartialLayout, recompute: Recompute) -> tuple[Ticks, Ticks, float]:
         """Forward and backward time of one micro batch through all units.
 
         Returns:
@@ -66,23 +66,23 @@ class Bounds:
             self._sums[key] = forward, backward, share
         return self._sums[key]
 
-    def even(self, grid: Grid, recompute: Recompute = NO_RECOMPUTE) -> Ticks:
+    def even(self, grid: PartialLayout, recompute: Recompute = NO_RECOMPUTE) -> Ticks:
         """All ranks busy all the time: the work of the whole batch over all ranks."""
         forward, backward, _ = self._work(grid, recompute)
         return self._evenly(grid, forward + backward)
 
-    def waiting(self, grid: Grid) -> Ticks:
+    def waiting(self, grid: PartialLayout) -> Ticks:
         """The same, and what every plan of the grid waits."""
         return self.even(grid) + self.waits(grid)
 
-    def _evenly(self, grid: Grid, work: Ticks) -> Ticks:
+    def _evenly(self, grid: PartialLayout, work: Ticks) -> Ticks:
         """The step, if the work of each micro batch were divided over all ranks."""
         dims = grid.dims
         ranks = dims.tensor_model_parallel_size * dims.context_parallel_size
         whole = work * self.global_batch_size * ranks
         return self.floor + whole // (grid.micro_batch_size * dims.world_size)
 
-    def least(self, shards: Iterable[Grid]) -> Ticks:
+    def least(self, shards: Iterable[PartialLayout]) -> Ticks:
         """No plan of any of these shards is faster, by what expert degrees do not change."""
         bounds: dict[object, Ticks] = {}
         for grid in shards:
@@ -98,7 +98,7 @@ class Bounds:
                 bounds[key] = self._evenly(grid, work)
         return min(bounds.values(), default=self.floor)
 
-    def pipeline(self, grid: Grid, recompute: Recompute) -> Ticks:
+    def pipeline(self, grid: PartialLayout, recompute: Recompute) -> Ticks:
         """A balanced pipeline with its fill and drain (plain schedule), or with none.
 
         With stage times ``t_i`` the plain schedule takes at least ``T + w_i t_i`` for every stage,
@@ -109,7 +109,7 @@ class Bounds:
         """
         return self.pipelines(grid, (recompute,))[0]
 
-    def pipelines(self, grid: Grid, settings: tuple[Recompute, ...]) -> list[Ticks]:
+    def pipelines(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> list[Ticks]:
         """The same for several settings of a grid.
 
         Modules that are searched together cover different parts of a layer, so what a set adds is
@@ -125,7 +125,9 @@ class Bounds:
         waits = self.waits(grid)
         return [bound + waits for bound in self._pipelines[key]]
 
-    def _price_settings(self, grid: Grid, settings: tuple[Recompute, ...]) -> Iterator[Ticks]:
+    def _price_settings(
+        self, grid: PartialLayout, settings: tuple[Recompute, ...]
+    ) -> Iterator[Ticks]:
         dims, m = grid.dims, grid.num_microbatches
         p = dims.pipeline_model_parallel_size
         forward, backward, share = self._work(grid, NO_RECOMPUTE)
@@ -142,7 +144,7 @@ class Bounds:
                 work += added[part]
             yield self.floor + max(work * m // p, math.floor(work * spread))
 
-    def added_by_blocks(self, grid: Grid, block: Recompute) -> Ticks:
+    def added_by_blocks(self, grid: PartialLayout, block: Recompute) -> Ticks:
         """What blocks of full recomputation add to each bound of the grid without them, at least.
 
         Of the chunks of ``chunk_space``, all but the first and the last hold ``q`` layers or one

@@ -22,7 +22,7 @@ from itertools import product
 from typing import NamedTuple
 
 from nest_megatron.cost_model.stage_problems import StageProblems
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, Recompute
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.executions import RecomputeKinds, laid_out
@@ -40,7 +40,7 @@ class Node(NamedTuple):
 
     bound: Ticks
     serial: int
-    grid: Grid
+    grid: PartialLayout
     level: int
     recompute: Recompute
     stages: StageProblems | None
@@ -60,7 +60,7 @@ class CandidateCounts:
         self._grids: dict[object, int] = {}
         self._settings: dict[tuple[int, RecomputeKinds], int] = {}
 
-    def of_shard(self, shard: Grid) -> int:
+    def of_shard(self, shard: PartialLayout) -> int:
         """Candidates below a shard."""
         dims, grids = shard.dims, self.grids
         inner = dims.tensor_model_parallel_size * dims.context_parallel_size
@@ -71,7 +71,7 @@ class CandidateCounts:
             self._shards[key] = sum(each)
         return self._shards[key]
 
-    def of_grid(self, grid: Grid, zeros: Sequence[ZeroStage]) -> int:
+    def of_grid(self, grid: PartialLayout, zeros: Sequence[ZeroStage]) -> int:
         """Candidates of a grid under these ZeRO stages."""
         sizes, pp = self.grids.virtual_sizes(grid), grid.dims.pipeline_model_parallel_size
         key = (self.grids.ways.key(grid), pp, sizes, tuple(zeros))
@@ -83,7 +83,7 @@ class CandidateCounts:
             )
         return self._grids[key]
 
-    def of_family(self, family: Grid) -> int:
+    def of_family(self, family: PartialLayout) -> int:
         """Candidates of a grid whose virtual stages, ZeRO stage and execution are chosen."""
         return self._num_settings(*self.grids.settings_key(family))
 

@@ -20,7 +20,7 @@ from nest_megatron.model.execution import PLAIN, ContextTraffic, Execution, Grap
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.execution_checks import DEEPEP_RANKS, allows_execution
 from nest_megatron.parallel.execution_rules import allowed_execution, of_every_layout
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.recompute import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
@@ -57,7 +57,7 @@ def kind_of(recompute: Recompute, decisive: Collection[RecomputeModule]) -> Reco
     return dataclasses.replace(recompute, modules=modules) if modules else _ANY_MODULE
 
 
-def laid_out(grid: Grid, virtual: int, zero: ZeroStage) -> Grid:
+def laid_out(grid: PartialLayout, virtual: int, zero: ZeroStage) -> PartialLayout:
     """A grid with so many virtual stages and a ZeRO stage."""
     dims = grid.dims
     if virtual != dims.virtual_pipeline_model_parallel_size:
@@ -67,7 +67,7 @@ def laid_out(grid: Grid, virtual: int, zero: ZeroStage) -> Grid:
     return dataclasses.replace(grid, dims=dims, zero=zero)
 
 
-def launched(model: CostModel, space: SearchSpace, grid: Grid) -> LaunchRequest:
+def launched(model: CostModel, space: SearchSpace, grid: PartialLayout) -> LaunchRequest:
     """What Megatron's rules look at of a grid, as the launch is held to them."""
     return LaunchRequest.of(
         model.spec,
@@ -81,7 +81,7 @@ def launched(model: CostModel, space: SearchSpace, grid: Grid) -> LaunchRequest:
     )
 
 
-def is_accepted(model: CostModel, space: SearchSpace, grid: Grid, way: Execution) -> bool:
+def is_accepted(model: CostModel, space: SearchSpace, grid: PartialLayout, way: Execution) -> bool:
     """Whether the release of a space carries a grid's layers out in a way."""
     carried = dataclasses.replace(grid, execution=way)
     return allows_execution(launched(model, space, carried))
@@ -139,7 +139,7 @@ class Executions:
         if self.is_fixed and kinds and is_accepted(model, space, nowhere, least):
             self._fixed = {least: kinds}
 
-    def of_shard(self, shard: Grid) -> ShardWays:
+    def of_shard(self, shard: PartialLayout) -> ShardWays:
         """The ways of a shard, of whatever pipeline, virtual stages and ZeRO stage."""
         key = self.key(shard)
         if key not in self._of_shards:
@@ -161,7 +161,7 @@ class Executions:
             self._of_shards[key] = ShardWays(fastest, lean)
         return self._of_shards[key]
 
-    def of_family(self, grid: Grid) -> AllowedRecompute:
+    def of_family(self, grid: PartialLayout) -> AllowedRecompute:
         """The ways worth a candidate.
 
         Args:
@@ -181,14 +181,14 @@ class Executions:
             self._worth[key] = ways
         return self._worth[key]
 
-    def _may_gain(self, grid: Grid, way: Execution, ways: AllowedRecompute) -> bool:
+    def _may_gain(self, grid: PartialLayout, way: Execution, ways: AllowedRecompute) -> bool:
         """Whether graphs can save anything: the host launches more slowly than layers run."""
         if way.cuda_graph_impl is self.given.cuda_graph_impl:
             return True
         eager = _without_graphs(way)
         return eager not in ways or any(unit.launch_s for unit in self._units(grid, eager))
 
-    def key(self, grid: Grid) -> tuple[object, ...]:
+    def key(self, grid: PartialLayout) -> tuple[object, ...]:
         """What of a layout may forbid a way."""
         dims = grid.dims
         tp, cp = dims.tensor_model_parallel_size, dims.context_parallel_size
@@ -204,7 +204,7 @@ class Executions:
             grid.zero.is_fsdp,
         )
 
-    def possible(self, grid: Grid) -> AllowedRecompute:
+    def possible(self, grid: PartialLayout) -> AllowedRecompute:
         """The ways that Megatron accepts on a layout, by what it does of each variant there.
 
         They need not be worth a candidate.
@@ -221,7 +221,7 @@ class Executions:
             self._possible[key] = {way: frozenset(allowed) for way, allowed in found.items()}
         return self._possible[key]
 
-    def _allowed(self, grid: Grid, variant: Execution) -> Execution | None:
+    def _allowed(self, grid: PartialLayout, variant: Execution) -> Execution | None:
         """What Megatron does of a variant on a grid, if it does anything."""
         own = self.space.cuda_graphs is not None
         way = allowed_execution(variant, grid, own_graphs=own)
@@ -235,7 +235,7 @@ class Executions:
             ways.append(allowed_execution(of_every_layout(variant), grid, own_graphs=own))
         return next((w for w in ways if is_accepted(self.model, self.space, grid, w)), None)
 
-    def _units(self, grid: Grid, way: Execution) -> tuple[UnitTimes, ...]:
+    def _units(self, grid: PartialLayout, way: Execution) -> tuple[UnitTimes, ...]:
         asked = dataclasses.replace(grid, execution=way)
         key = self.model.shard_key(asked)
         if key not in self._times:
@@ -298,10 +298,10 @@ def _combinations(space: SearchSpace) -> Iterator[Execution]:
             continue  # such as a backend of another dispatcher
 
 
-def _least_of(execution: Execution) -> tuple[Execution, Grid]:
+def _least_of(execution: Execution) -> tuple[Execution, PartialLayout]:
     """What is left of a way where all that can be is forbidden, and a grid where it is."""
     for recompute in (FULL_RECOMPUTE, selective_recompute([RecomputeModule.SHARED_EXPERTS])):
-        grid = Grid(
+        grid = PartialLayout(
             dims=ParallelDims(pipeline_model_parallel_size=2),
             global_batch_size=1,
             micro_batch_size=1,

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator
 from itertools import islice, product
 
 from nest_megatron.cost_model.stage_problems import StageProblems
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.executions import laid_out
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_bounds import MemoryBounds
 from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolver
-from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.solver.space import sparing
 
 #: The dozen: the widest tensor sizes, each with the smallest micro batches.
@@ -26,7 +26,7 @@ _FOR_STATES = 0.5
 _MOST_NODES = 1
 
 
-def first_plan(grids: GridSpace, memory: MemoryBounds, solve: StageSolver) -> SolvedGrid | None:
+def first_plan(grids: GridSpace, memory: MemoryBounds, solve: StageSolver) -> SolvedLayout | None:
     """The fastest of a dozen rules of thumb: tenths of a second's work, whatever the clock says.
 
     The widest tensor sizes with the smallest micro batches. Of each, experts on all ranks or inside
@@ -41,7 +41,7 @@ def first_plan(grids: GridSpace, memory: MemoryBounds, solve: StageSolver) -> So
     return min((plan for plan in plans if plan is not None), key=lambda p: p.rank, default=None)
 
 
-def _dozen(grids: GridSpace) -> Iterator[list[Grid]]:
+def _dozen(grids: GridSpace) -> Iterator[list[PartialLayout]]:
     """The shards of each tensor size and micro batch, those with few context ranks first.
 
     Experts are whole, on as many ranks as there are and on those of a node.
@@ -53,7 +53,7 @@ def _dozen(grids: GridSpace) -> Iterator[list[Grid]]:
     micro = sorted({shard.micro_batch_size for shard in shards})
     spreads = (most, grids.model.cluster.gpus_per_node) if grids.model.spec.is_moe else (most,)
     for tp, size, spread in product(sizes[:_TENSOR_SIZES], micro[:_MICRO_BATCHES], spreads):
-        found: dict[int, Grid] = {}
+        found: dict[int, PartialLayout] = {}
         for shard in sorted(shards, key=_spread):
             dims = shard.dims
             own = (dims.tensor_model_parallel_size, shard.micro_batch_size) == (tp, size)
@@ -62,15 +62,15 @@ def _dozen(grids: GridSpace) -> Iterator[list[Grid]]:
         yield [found[context] for context in sorted(found)][:_MOST_CONTEXTS]
 
 
-def _spread(shard: Grid) -> tuple[int, int]:
+def _spread(shard: PartialLayout) -> tuple[int, int]:
     return shard.dims.expert_tensor_parallel_size, -shard.dims.expert_model_parallel_size
 
 
 def _plan_of(
-    grids: GridSpace, memory: MemoryBounds, solve: StageSolver, shards: Iterable[Grid]
-) -> SolvedGrid | None:
+    grids: GridSpace, memory: MemoryBounds, solve: StageSolver, shards: Iterable[PartialLayout]
+) -> SolvedLayout | None:
     """The fastest plan of some shards; those with more context ranks are tried while they gain."""
-    best: SolvedGrid | None = None
+    best: SolvedLayout | None = None
     for shard in shards:
         plans = [
             plan
@@ -85,7 +85,9 @@ def _plan_of(
     return best
 
 
-def _pipelines(grids: GridSpace, memory: MemoryBounds, shard: Grid) -> Iterator[Grid]:
+def _pipelines(
+    grids: GridSpace, memory: MemoryBounds, shard: PartialLayout
+) -> Iterator[PartialLayout]:
     """Pipelines of a shard, the shortest with room for activations first, then tight ones.
 
     Each with the ZeRO stage that costs least of those with which its states fit, and with the
@@ -105,7 +107,7 @@ def _pipelines(grids: GridSpace, memory: MemoryBounds, shard: Grid) -> Iterator[
     yield from (grid for needed, grid in sorted(tight, key=lambda t: t[0]) if needed <= capacity)
 
 
-def _states(grids: GridSpace, memory: MemoryBounds, grid: Grid) -> dict[ZeroStage, float]:
+def _states(grids: GridSpace, memory: MemoryBounds, grid: PartialLayout) -> dict[ZeroStage, float]:
     return {zero: memory.of_states(grid.dims, zero) for zero in grids.zero_stages(grid.dims)}
 
 
@@ -114,7 +116,7 @@ def _cost(zero: ZeroStage) -> tuple[bool, bool, int]:
     return zero.is_fsdp, zero is not ZeroStage.OPTIMIZER, int(zero)
 
 
-def _solved(grids: GridSpace, solve: StageSolver, grid: Grid) -> Iterator[SolvedGrid]:
+def _solved(grids: GridSpace, solve: StageSolver, grid: PartialLayout) -> Iterator[SolvedLayout]:
     """A grid with the first of its recompute settings that fits, and others of its kind."""
     stages = StageProblems(grids.model, grid)
     for settings in _ladder(grids.recompute_settings(grid)):
@@ -123,7 +125,7 @@ def _solved(grids: GridSpace, solve: StageSolver, grid: Grid) -> Iterator[Solved
             found = solve(stages.problem(recompute), NO_THRESHOLD, _MOST_NODES)
             if found.boundaries:
                 fits = True
-                yield SolvedGrid.of(grid, recompute, found)
+                yield SolvedLayout.of(grid, recompute, found, grids.space.sharding)
         if fits:
             return
 

@@ -16,7 +16,7 @@ from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.parallel import rules
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.execution_checks import decisive_modules
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.recompute import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
@@ -71,7 +71,7 @@ class GridSpace:
         same.illegal = Counter()
         return same
 
-    def shards(self) -> Iterator[Grid]:
+    def shards(self) -> Iterator[PartialLayout]:
         """Grids with one pipeline stage that stand for all with the same shard of a layer."""
         for world in self.space.world_sizes(self.model.cluster):
             for tp, cp in self._dense_degrees(world):
@@ -88,7 +88,7 @@ class GridSpace:
         number_format = format_of(settings.precision, settings.traits.fp8_recipe)
         return number_format is None or not uneven_sides(self.model.spec, dims, number_format)
 
-    def _has_ways(self, grid: Grid) -> bool:
+    def _has_ways(self, grid: PartialLayout) -> bool:
         """Whether layers can be carried out there, with some recomputation."""
         has_some = bool(self.ways.of_shard(grid).fastest)
         if not has_some:
@@ -152,7 +152,9 @@ class GridSpace:
         own = self.space.present.get("micro_batch_size")
         return [size for size in sizes if size & (size - 1) == 0 or size == own]
 
-    def _one_stage(self, world: int, tp: int, cp: int, ep: int, etp: int, micro: int) -> Grid:
+    def _one_stage(
+        self, world: int, tp: int, cp: int, ep: int, etp: int, micro: int
+    ) -> PartialLayout:
         dims = ParallelDims(
             tensor_model_parallel_size=tp,
             context_parallel_size=cp,
@@ -161,7 +163,7 @@ class GridSpace:
             expert_tensor_parallel_size=etp,
         )
         # A stand-in batch: whether the real one divides depends on the pipeline size.
-        return Grid(
+        return PartialLayout(
             dims=dims,
             global_batch_size=micro * dims.data_parallel_size,
             micro_batch_size=micro,
@@ -169,15 +171,15 @@ class GridSpace:
             execution=self.space.execution,
         )
 
-    def leanest(self, shard: Grid) -> Iterator[Grid]:
+    def leanest(self, shard: PartialLayout) -> Iterator[PartialLayout]:
         """A shard in ways of which some takes as little memory as any that it may have."""
         return _with_executions(shard, self.ways.of_shard(shard).leanest)
 
-    def fastest(self, shard: Grid) -> Iterator[Grid]:
+    def fastest(self, shard: PartialLayout) -> Iterator[PartialLayout]:
         """A shard in ways of which some is as fast as any way that it may be carried out in."""
         return _with_executions(shard, self.ways.of_shard(shard).fastest)
 
-    def grids(self, shard: Grid) -> Iterator[Grid]:
+    def grids(self, shard: PartialLayout) -> Iterator[PartialLayout]:
         """Pipeline sizes and rank orders of a shard that Megatron accepts."""
         orders = self.space.rank_orders
         for pp in self._pipeline_sizes(shard):
@@ -215,7 +217,7 @@ class GridSpace:
                     data_parallel_size=ranks // pp,
                 )
 
-    def _pipeline_sizes(self, shard: Grid) -> list[int]:
+    def _pipeline_sizes(self, shard: PartialLayout) -> list[int]:
         dims, cluster = shard.dims, self.model.cluster
         sizes = []
         for pp in self._values("pipeline_model_parallel_size", dims.data_parallel_size):
@@ -240,17 +242,17 @@ class GridSpace:
                 sizes.append(pp)
         return sizes
 
-    def families(self, grid: Grid) -> Iterator[Grid]:
+    def families(self, grid: PartialLayout) -> Iterator[PartialLayout]:
         """Virtual stages, ZeRO stages and executions of a grid that Megatron accepts."""
         for laid in self.interleavings(grid):
             for zero in self.zero_stages(grid.dims):
                 yield from self.executions(dataclasses.replace(laid, zero=zero))
 
-    def executions(self, grid: Grid) -> Iterator[Grid]:
+    def executions(self, grid: PartialLayout) -> Iterator[PartialLayout]:
         """A grid with virtual stages and ZeRO stage in every way worth a candidate."""
         return _with_executions(grid, self.ways.of_family(grid))
 
-    def schedules(self, grid: Grid, zeros: Sequence[ZeroStage]) -> Iterator[Grid]:
+    def schedules(self, grid: PartialLayout, zeros: Sequence[ZeroStage]) -> Iterator[PartialLayout]:
         """One family for all that run a micro batch through the pipeline alike.
 
         They differ in how many virtual stages there are, if any, and in the ZeRO stage.
@@ -263,7 +265,9 @@ class GridSpace:
         for virtual, zero in product(plain.values(), sharded.values()):
             yield from self.executions(laid_out(grid, virtual, zero))
 
-    def families_of(self, schedule: Grid, zeros: Sequence[ZeroStage]) -> Iterator[Grid]:
+    def families_of(
+        self, schedule: PartialLayout, zeros: Sequence[ZeroStage]
+    ) -> Iterator[PartialLayout]:
         """The families that one of ``schedules`` stands for."""
         plain = schedule.dims.virtual_pipeline_model_parallel_size == 1
         for virtual in self.virtual_sizes(schedule):
@@ -271,11 +275,11 @@ class GridSpace:
                 if zero.is_fsdp == schedule.zero.is_fsdp:
                     yield laid_out(schedule, virtual, zero)
 
-    def interleavings(self, grid: Grid) -> Iterator[Grid]:
+    def interleavings(self, grid: PartialLayout) -> Iterator[PartialLayout]:
         """Virtual stages of a grid that Megatron accepts."""
         return (laid_out(grid, virtual, grid.zero) for virtual in self.virtual_sizes(grid))
 
-    def virtual_sizes(self, grid: Grid) -> tuple[int, ...]:
+    def virtual_sizes(self, grid: PartialLayout) -> tuple[int, ...]:
         """Numbers of virtual stages of a grid that Megatron accepts."""
         pp = grid.dims.pipeline_model_parallel_size
         least = self.batch_unit // (grid.micro_batch_size * grid.dims.data_parallel_size)
@@ -329,7 +333,7 @@ class GridSpace:
             return [zero for zero in legal if not zero.is_fsdp]
         return legal
 
-    def recompute_settings(self, grid: Grid) -> tuple[Recompute, ...]:
+    def recompute_settings(self, grid: PartialLayout) -> tuple[Recompute, ...]:
         """Recompute settings to try on a grid, none first; block sizes up to the largest chunk."""
         chunks = grid.dims.num_chunks
         if chunks not in self._settings:
@@ -346,12 +350,12 @@ class GridSpace:
     def _kind_of(self, recompute: Recompute) -> Recompute:
         return kind_of(recompute, self._decisive)
 
-    def settings_key(self, grid: Grid) -> tuple[int, RecomputeKinds]:
+    def settings_key(self, grid: PartialLayout) -> tuple[int, RecomputeKinds]:
         """What tells recompute settings of one grid from those of another."""
         kinds = self.ways.of_family(grid).get(grid.execution, self.ways.kinds)
         return grid.dims.num_chunks, kinds
 
-    def keeping_least(self, grid: Grid | None = None) -> tuple[Recompute, ...]:
+    def keeping_least(self, grid: PartialLayout | None = None) -> tuple[Recompute, ...]:
         """Settings than which none keeps less of a layer, or needs less while it is at work.
 
         Args:
@@ -401,7 +405,9 @@ class GridSpace:
         return self._runs[key]
 
 
-def _with_executions(grid: Grid, executions: Iterable[Execution]) -> Iterator[Grid]:
+def _with_executions(
+    grid: PartialLayout, executions: Iterable[Execution]
+) -> Iterator[PartialLayout]:
     for execution in executions:
         same = execution is grid.execution
         yield grid if same else dataclasses.replace(grid, execution=execution)

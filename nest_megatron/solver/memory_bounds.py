@@ -24,7 +24,7 @@ from nest_megatron.cost_model.unit_cost import replicas, stored_bytes
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.recompute import Recompute
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.grids import GridSpace
@@ -67,11 +67,11 @@ class MemoryBounds:
         """Weights and states of the rank with the highest peak are at least the mean over ranks."""
         return self._of_pipeline(dims, zero).mean
 
-    def of_shard_states(self, shard: Grid) -> float:
+    def of_shard_states(self, shard: PartialLayout) -> float:
         """The same over all pipelines and ZeRO stages of a shard."""
         return min((states.mean for _, states in self._of_pipelines(shard.dims)), default=math.inf)
 
-    def of_shard(self, shard: Grid) -> float:
+    def of_shard(self, shard: PartialLayout) -> float:
         """Activations of at least one micro batch with them, on every rank."""
         settings = self.grids.keeping_least()
         each = [self._active(grid, settings) for grid in self.grids.leanest(shard)]
@@ -98,7 +98,7 @@ class MemoryBounds:
             ]
         return self._pipelines[key]
 
-    def of_family(self, grid: Grid, sizes: tuple[int, ...] = ()) -> float:
+    def of_family(self, grid: PartialLayout, sizes: tuple[int, ...] = ()) -> float:
         """A grid with its virtual stages and ZeRO stage, whatever is recomputed.
 
         Args:
@@ -144,7 +144,7 @@ class MemoryBounds:
         beside = max(at_work) if p == 1 else min(at_work)
         return beside, min(self._num_outside, p - 1) * beside
 
-    def _active(self, grid: Grid, settings: tuple[Recompute, ...]) -> _Activations:
+    def _active(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> _Activations:
         key = (self.model.shard_key(grid), settings)
         if key not in self._activations:
             places, shard = self.model.places(grid.dims), self.model.shard(grid)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.stage_problems import StageProblems
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.recompute import Recompute
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, OutOfTime, StageSolver, Status
 from nest_megatron.solver.search import UNLIMITED, Search
@@ -25,7 +25,7 @@ _STATES, _SHARD, _FAMILY = range(3)
 class Shortage:
     """The plan that needs least memory on the GPU with the highest peak, and how much that is."""
 
-    grid: Grid
+    grid: PartialLayout
     needed_bytes: Bytes
 
 
@@ -74,13 +74,13 @@ def least_memory(search: Search, out_of_time: OutOfTime = lambda: False) -> Shor
     return best
 
 
-def _sparing(search: Search, grid: Grid) -> Sequence[Recompute]:
+def _sparing(search: Search, grid: PartialLayout) -> Sequence[Recompute]:
     """Settings of which one keeps least; where one partition is given, any of them may."""
     settings = search.grids.recompute_settings(grid)
     return settings if search.only_one else sparing(settings)
 
 
-def _by_bound(search: Search) -> Iterator[tuple[float, Grid]]:
+def _by_bound(search: Search) -> Iterator[tuple[float, PartialLayout]]:
     """Families of the space, those first that can need least memory, with the bound."""
     bounds, serial = search.memory, itertools.count()
     heap = [
@@ -100,7 +100,7 @@ def _by_bound(search: Search) -> Iterator[tuple[float, Grid]]:
                 heapq.heappush(heap, (bound, next(serial), _FAMILY, family))
 
 
-def _families(search: Search, shard: Grid) -> Iterator[Grid]:
+def _families(search: Search, shard: PartialLayout) -> Iterator[PartialLayout]:
     """Of the rank orders the first stands for all: they change no rank's memory."""
     seen = 0
     for grid in search.grids.grids(shard):

@@ -14,12 +14,12 @@ from itertools import pairwise
 
 from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
 from nest_megatron.cost_model.stage_problems import StageProblems
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity, RecomputeMethod
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.one_partition import judging_even
 from nest_megatron.solver.outcome import StageSolution, StageSolver
-from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.units import Bytes, Ticks
 
 #: Partial partitions that are looked at for the stages of a neighbour.
@@ -28,10 +28,12 @@ _MOST_NODES = 1 << 12
 _BLOCKS = (1 / 8, 1 / 4)
 
 
-def peak_of(grids: GridSpace, plan: SolvedGrid) -> Bytes:
+def peak_of(grids: GridSpace, plan: SolvedLayout) -> Bytes:
     """The highest peak of memory over the ranks of a solved plan."""
-    problem = StageProblems(grids.model, plan.grid).problem(plan.grid.recompute)
-    return _peak(problem, plan.boundaries)
+    problem = StageProblems(grids.model, plan.layout.without_stages()).problem(
+        plan.layout.recompute
+    )
+    return _peak(problem, plan.layout.partition.boundaries)
 
 
 def _peak(problem: PipelineProblem, boundaries: tuple[int, ...]) -> Bytes:
@@ -41,8 +43,8 @@ def _peak(problem: PipelineProblem, boundaries: tuple[int, ...]) -> Bytes:
 
 
 def neighbours(
-    grids: GridSpace, plan: SolvedGrid, solve: StageSolver, slowest: Ticks, comfortable: Bytes
-) -> Iterator[tuple[SolvedGrid, Bytes]]:
+    grids: GridSpace, plan: SolvedLayout, solve: StageSolver, slowest: Ticks, comfortable: Bytes
+) -> Iterator[tuple[SolvedLayout, Bytes]]:
     """Others of a plan's layout, each with the highest peak of its ranks.
 
     Args:
@@ -52,16 +54,17 @@ def neighbours(
     """
     if plan.iteration > slowest or grids.space.partition is not None:
         return
-    seen = {(plan.grid, plan.boundaries)}
-    near = [*_fewer_virtual_stages(grids, plan.grid)]
+    own = plan.layout.without_stages()
+    seen = {(own, plan.layout.partition.boundaries)}
+    near = [*_fewer_virtual_stages(grids, own)]
     if peak_of(grids, plan) > comfortable:
-        near += _less_memory(grids, plan.grid)
+        near += _less_memory(grids, own)
     for grid in dict.fromkeys(near):
         problem = StageProblems(grids.model, grid).problem(grid.recompute)
         for found in _solved(grids, problem, solve, slowest, comfortable):
             if found.boundaries and (grid, found.boundaries) not in seen:
                 seen.add((grid, found.boundaries))
-                solved = SolvedGrid.of(grid, grid.recompute, found)
+                solved = SolvedLayout.of(grid, grid.recompute, found, grids.space.sharding)
                 yield solved, _peak(problem, found.boundaries)
 
 
@@ -85,7 +88,7 @@ def _solved(
     return (judge(posed, slowest + 1, _MOST_NODES) for judge, posed in asked)
 
 
-def _fewer_virtual_stages(grids: GridSpace, grid: Grid) -> Iterator[Grid]:
+def _fewer_virtual_stages(grids: GridSpace, grid: PartialLayout) -> Iterator[PartialLayout]:
     """A grid with every number of virtual stages up to its own that Megatron accepts."""
     own = grid.dims.virtual_pipeline_model_parallel_size
     one = dataclasses.replace(grid.dims, virtual_pipeline_model_parallel_size=1)
@@ -95,7 +98,9 @@ def _fewer_virtual_stages(grids: GridSpace, grid: Grid) -> Iterator[Grid]:
         yield from _as_carried_out(grids, laid, grid.recompute)
 
 
-def _as_carried_out(grids: GridSpace, grid: Grid, recompute: Recompute) -> Iterator[Grid]:
+def _as_carried_out(
+    grids: GridSpace, grid: PartialLayout, recompute: Recompute
+) -> Iterator[PartialLayout]:
     """A grid as its execution says, or, where that is not possible there, in every other way."""
     ways = list(grids.executions(grid))
     same = [way for way in ways if way.execution == grid.execution]
@@ -104,7 +109,7 @@ def _as_carried_out(grids: GridSpace, grid: Grid, recompute: Recompute) -> Itera
             yield dataclasses.replace(way, recompute=recompute)
 
 
-def _less_memory(grids: GridSpace, grid: Grid) -> Iterator[Grid]:
+def _less_memory(grids: GridSpace, grid: PartialLayout) -> Iterator[PartialLayout]:
     """A grid with half the micro batch, the next ZeRO stage, or more that is recomputed."""
     half, rest = divmod(grid.micro_batch_size, 2)
     sizes = grids.space.values("micro_batch_size", grids.batch_unit, grids.model.cluster)
@@ -119,7 +124,7 @@ def _less_memory(grids: GridSpace, grid: Grid) -> Iterator[Grid]:
         yield from _as_carried_out(grids, grid, recompute)
 
 
-def _more_recompute(grids: GridSpace, grid: Grid) -> Iterator[Recompute]:
+def _more_recompute(grids: GridSpace, grid: PartialLayout) -> Iterator[Recompute]:
     """Settings that recompute one module more, or a part of the layers as a whole."""
     if grid.recompute.granularity is RecomputeGranularity.FULL:
         return

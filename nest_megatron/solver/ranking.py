@@ -6,9 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from operator import attrgetter
 
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import Layout, PartialLayout
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity
+from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.solver.outcome import StageSolution
 from nest_megatron.units import Ticks
 
@@ -27,41 +28,47 @@ _LAYOUT = attrgetter(
 )
 
 
-def layout_of(grid: Grid) -> tuple[int, ...]:
+def layout_of(grid: PartialLayout) -> tuple[int, ...]:
     """The layout that a grid belongs to."""
     return tuple(_LAYOUT(grid.dims))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SolvedGrid:
-    """A grid with its best stage partition.
+class SolvedLayout:
+    """A layout with its best stages.
 
     Args:
         iteration: predicted step, in ticks.
     """
 
-    grid: Grid
-    boundaries: tuple[int, ...]
+    layout: Layout
     iteration: Ticks
 
     @classmethod
-    def of(cls, grid: Grid, recompute: Recompute, found: StageSolution) -> SolvedGrid:
-        """The partition that was found of a grid under a recompute setting."""
-        chosen = dataclasses.replace(grid, recompute=recompute)
-        return cls(grid=chosen, boundaries=found.boundaries, iteration=found.iteration)
+    def of(
+        cls,
+        grid: PartialLayout,
+        recompute: Recompute,
+        found: StageSolution,
+        sharding: DataParallelSharding | None,
+    ) -> SolvedLayout:
+        """The stages that were found of a layout under a recompute setting.
 
-    def partition(self) -> StagePartition:
-        """Its stages."""
-        pp = self.grid.dims.pipeline_model_parallel_size
-        return StagePartition(boundaries=self.boundaries, pipeline_model_parallel_size=pp)
+        Args:
+            sharding: what divides states among replicas; ``None`` is what carries the ZeRO stage.
+        """
+        pp = grid.dims.pipeline_model_parallel_size
+        stages = StagePartition(boundaries=found.boundaries, pipeline_model_parallel_size=pp)
+        chosen = dataclasses.replace(grid, recompute=recompute)
+        return cls(layout=chosen.with_stages(stages, sharding), iteration=found.iteration)
 
     @property
     def rank(self) -> tuple[object, ...]:
         """Order of preference: faster first, then the tie rule on what is simpler to run."""
-        return (self.iteration, *preference(self.grid))
+        return (self.iteration, *preference(self.layout))
 
 
-def preference(grid: Grid) -> tuple[object, ...]:
+def preference(grid: PartialLayout) -> tuple[object, ...]:
     """Tie rule: fewer GPUs, then smaller degrees, then less recomputation and less sharding."""
     dims, recompute = grid.dims, grid.recompute
     return (
@@ -120,18 +127,18 @@ class SearchResult:
         present: what the job runs today, if it fits.
     """
 
-    plans: tuple[SolvedGrid, ...]
+    plans: tuple[SolvedLayout, ...]
     certificate: Certificate
-    present: SolvedGrid | None = None
+    present: SolvedLayout | None = None
 
     @property
-    def fastest(self) -> SolvedGrid:
+    def fastest(self) -> SolvedLayout:
         """The plan with the shortest step; of equal ones what runs today."""
         own = self.present
         return own if own and own.iteration == self.plans[0].iteration else self.plans[0]
 
     @property
-    def known(self) -> tuple[SolvedGrid, ...]:
+    def known(self) -> tuple[SolvedLayout, ...]:
         """The plans, and what runs today if it is none of them."""
         own = (self.present,) if self.present is not None else ()
         return tuple(dict.fromkeys((*self.plans, *own)))

@@ -19,7 +19,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.stage_problems import StageProblems
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import Layout, PartialLayout
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.bounds import Bounds
@@ -45,8 +45,8 @@ from nest_megatron.solver.outcome import (
     StageSolver,
     Status,
 )
-from nest_megatron.solver.ranking import Certificate, SearchResult, SolvedGrid, layout_of
-from nest_megatron.solver.space import Choices, Present, SearchSpace, sort_settings
+from nest_megatron.solver.ranking import Certificate, SearchResult, SolvedLayout, layout_of
+from nest_megatron.solver.space import Choices, SearchSpace, sort_settings
 from nest_megatron.units import Ticks
 
 #: Memory that no plan reaches, to ask for the fastest partition whatever it needs.
@@ -79,7 +79,7 @@ class Search:
     _: KW_ONLY
     num_layouts: int = 11
     slowest: InitVar[Ticks] = NO_THRESHOLD
-    present: Present | None = None
+    present: Layout | None = None
     out_of_time: OutOfTime = lambda: False
     on_progress: Callable[[int, Ticks | None, Ticks], None] | None = None
 
@@ -101,7 +101,7 @@ class Search:
         self.enumerated, self.interrupted = False, False
         self.heap: list[Node] = []
         self.serial = 0
-        self.best: dict[tuple[int, ...], SolvedGrid] = {}
+        self.best: dict[tuple[int, ...], SolvedLayout] = {}
         self.worst_kept: Ticks = slowest
         self.infeasible: Counter[str] = Counter()
         self._sorted_choices: dict[object, Choices] = {}
@@ -117,19 +117,23 @@ class Search:
         found = self._result(drained=self.enumerated and self._drain())
         return dataclasses.replace(found, present=present)
 
-    def _price_present(self) -> SolvedGrid | None:
+    def _price_present(self) -> SolvedLayout | None:
         """What the job runs today as a plan, the first one known; ``None`` if it does not fit."""
         if self.present is None:
             return None
-        grid, stages = self.present.grid, self.present.partition
+        grid, stages = self.present.without_stages(), self.present.partition
         solve = judging(self.solve_any_stages, stages)
         problem = StageProblems(self.model, grid).problem(grid.recompute)
         found = solve(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT)
-        plan = SolvedGrid.of(grid, grid.recompute, found) if found.boundaries else None
+        plan = (
+            SolvedLayout.of(grid, grid.recompute, found, self.space.sharding)
+            if found.boundaries
+            else None
+        )
         self._keep_any(plan)
         return plan
 
-    def _keep_any(self, plan: SolvedGrid | None) -> None:
+    def _keep_any(self, plan: SolvedLayout | None) -> None:
         """Keep a plan that was found before the search, if it is one."""
         if plan is not None and plan.iteration <= self.worst_kept:
             self._keep(plan)
@@ -209,7 +213,7 @@ class Search:
     def _push(
         self,
         bound: Ticks,
-        grid: Grid,
+        grid: PartialLayout,
         level: int,
         recompute: Recompute = NO_RECOMPUTE,
         stages: StageProblems | None = None,
@@ -219,7 +223,7 @@ class Search:
             node = Node(bound, self.serial, grid, level, recompute, stages)
             heapq.heappush(self.heap, node)
 
-    def _threshold(self, grid: Grid) -> Ticks:
+    def _threshold(self, grid: PartialLayout) -> Ticks:
         """Largest time with which a plan of this grid's layout still matters."""
         mine = self.best.get(layout_of(grid))
         return self.worst_kept if mine is None else min(mine.iteration, self.worst_kept)
@@ -240,7 +244,7 @@ class Search:
             if bound <= threshold:
                 self._push(bound, schedule, SCHEDULE)
 
-    def _zeros_that_fit(self, grid: Grid) -> list[ZeroStage]:
+    def _zeros_that_fit(self, grid: PartialLayout) -> list[ZeroStage]:
         most, allowed = self.model.capacity_bytes, self.grids.zero_stages(grid.dims)
         return [zero for zero in allowed if self.memory.of_states(grid.dims, zero) <= most]
 
@@ -276,7 +280,7 @@ class Search:
         for recompute, bound in self._that_can_fit(stages, (p for p in pairs if p[1] <= threshold)):
             self._push(max(node.bound, bound), grid, VARIANT, recompute, stages)
 
-    def _choices(self, grid: Grid) -> Choices:
+    def _choices(self, grid: PartialLayout) -> Choices:
         key = self.grids.settings_key(grid)
         if key not in self._sorted_choices:
             lazily = self.grids.space.recompute is None and not self.only_one
@@ -375,7 +379,7 @@ class Search:
             self.unproven = min(self.unproven, found.lower_bound)
             self.interrupted |= self.out_of_time()
         if found.boundaries:
-            self._keep(SolvedGrid.of(grid, recompute, found))
+            self._keep(SolvedLayout.of(grid, recompute, found, self.space.sharding))
         if self.on_progress:
             self._tell(self.on_progress)
         return found
@@ -395,8 +399,8 @@ class Search:
         self.simulations += found.simulations
         return found
 
-    def _keep(self, plan: SolvedGrid) -> None:
-        layout = layout_of(plan.grid)
+    def _keep(self, plan: SolvedLayout) -> None:
+        layout = layout_of(plan.layout)
         if layout in self.best and self.best[layout].rank < plan.rank:
             return
         self.best[layout] = plan

@@ -15,7 +15,6 @@ from nest_megatron.model.shard import fits_fused_attention
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
@@ -44,14 +43,6 @@ DEFAULT_LIMITS = {
     "context_parallel_size": 16,
     "micro_batch_size": 8,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Present:
-    """The layout that a job runs today, which Megatron launches."""
-
-    grid: Grid
-    partition: StagePartition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from nest_megatron.parallel.objective import SURE
 from nest_megatron.planner import Ranked, describe_grid
 from nest_megatron.planner.choice import Candidate, allowed_of, values_of
 from nest_megatron.planner.uncertain import allocatable
-from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.units import Bytes, Seconds
 
 #: Start of a run, until one has been timed: processes, libraries, groups of ranks, data.
@@ -31,7 +31,7 @@ START_S: Seconds = 90.0
 
 def layout_words(candidate: Candidate) -> str:
     """A plan in one line."""
-    words = describe_grid(candidate.solved.grid)
+    words = describe_grid(candidate.solved.layout)
     return words if candidate.virtual == 1 else f"VPP {candidate.virtual}, {words}"
 
 
@@ -64,14 +64,14 @@ class Known:
     ranked: Ranked
     iterations: int
     num_steps: int | None
-    steps_s: Mapping[SolvedGrid, Seconds] = field(default_factory=dict)
-    peaks_bytes: Mapping[SolvedGrid, Bytes] = field(default_factory=dict)
-    failed: Mapping[SolvedGrid, bool] = field(default_factory=dict)
+    steps_s: Mapping[SolvedLayout, Seconds] = field(default_factory=dict)
+    peaks_bytes: Mapping[SolvedLayout, Bytes] = field(default_factory=dict)
+    failed: Mapping[SolvedLayout, bool] = field(default_factory=dict)
     starts_s: tuple[Seconds, ...] = ()
 
     def measured(
         self,
-        plan: SolvedGrid,
+        plan: SolvedLayout,
         step_s: Seconds,
         seconds: Seconds | None,
         peak_bytes: Bytes | None = None,
@@ -86,7 +86,7 @@ class Known:
             starts_s=(*self.starts_s, *start),
         )
 
-    def without(self, plan: SolvedGrid, *, out_of_memory: bool) -> Known:
+    def without(self, plan: SolvedLayout, *, out_of_memory: bool) -> Known:
         """With one more plan that failed."""
         return dataclasses.replace(self, failed={**self.failed, plan: out_of_memory})
 
@@ -114,7 +114,7 @@ class Known:
         peaks, model, site = self.ranked.peaks, self.ranked.model, self.ranked.request.site
         bounds = [(plan, peak, False) for plan, peak in self.peaks_bytes.items()]
         short = (plan for plan, out_of_memory in self.failed.items() if out_of_memory)
-        bounds += [(plan, allocatable(model, plan.grid), True) for plan in short]
+        bounds += [(plan, allocatable(model, plan.layout), True) for plan in short]
         before = PeakPosterior() if site is None else site.peaks
         return before.with_runs(
             [
@@ -127,7 +127,7 @@ class Known:
     @property
     def job(self) -> str:
         """What all plans of the job have in common, with each other and with runs of the site."""
-        return job_of(self.ranked.model, self.ranked.candidates[0].solved.grid)
+        return job_of(self.ranked.model, self.ranked.candidates[0].solved.layout)
 
     def candidates(self) -> list[Candidate]:
         """Plans that may be taken, with what is expected of them now, the plan without runs first.
@@ -150,7 +150,7 @@ class Known:
         if plan not in self.steps_s and (self.peaks_bytes or any(self.failed.values())):
             chance = out_of_memory_probability(
                 candidate.peak_memory_bytes,
-                allocatable(self.ranked.model, plan.grid),
+                allocatable(self.ranked.model, plan.layout),
                 peaks.of(self.ranked.peaks[plan], self.job),
             )
         return dataclasses.replace(

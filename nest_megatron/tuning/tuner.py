@@ -15,7 +15,7 @@ from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import describe_grid
 from nest_megatron.planner.choice import Candidate
-from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.tuning.command import RunCommand
 from nest_megatron.tuning.job import TunedJob
 from nest_megatron.tuning.launchers import Launcher, running_file
@@ -177,19 +177,19 @@ class Tuner:
             history, output = (self.session.path(trial, name) for name in (_HISTORY, _OUTPUT))
             self._ended(interrupted(trial, history, output))
 
-    def _solved(self, trial: Trial) -> SolvedGrid:
+    def _solved(self, trial: Trial) -> SolvedLayout:
         """The candidate that a run was of."""
         plan = plan_file.read(self.session.path(trial, _PLAN))
         return self._candidate(plan).solved
 
     def _candidate(self, plan: ParallelPlan) -> Candidate:
-        own = plan.grid(), plan.partition()
+        own = plan.layout
         for each in self.job.ranked.candidates:
-            if (each.solved.grid, each.solved.partition()) == own:
+            if each.solved.layout == own:
                 return each
         limit = "planned again, this job has no such plan"
         fix = "Begin anew, with the command, settings and profiles of now."
-        raise UserInputError("tune", value=describe_grid(own[0]), limit=limit, fix=fix)
+        raise UserInputError("tune", value=describe_grid(own), limit=limit, fix=fix)
 
 
 def trials_of(session: Session) -> frozenset[str]:

@@ -123,7 +123,7 @@ class Assessor:
             fits=prediction.fits,
             is_moe=job.spec.is_moe,
             has_scans=not SCANNED.isdisjoint(job.spec.blocks),
-            zero=prediction.grid.zero,
+            zero=prediction.layout.zero,
             assumptions=job.assumptions,
         )
 
@@ -134,7 +134,7 @@ class Assessor:
 
 
 def _memory(row: Row, job: RowJob, prediction: RowPrediction, measured: Bytes | None) -> RowOutcome:
-    out_of_memory, grid = ran_out_of_memory(row), prediction.grid
+    out_of_memory, grid = ran_out_of_memory(row), prediction.layout
     device, peak = job.cluster.accelerator, max(prediction.stage_memory)
     limit = allocatable_bytes(device, job.settings, outside_bytes(job.spec, grid, job.cluster))
     return RowOutcome(

@@ -19,7 +19,7 @@ from typing import Any
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.targets import EXECUTION
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.validation.assess import job_time
 from nest_megatron.validation.calibration import (
     OWNERS,
@@ -59,7 +59,7 @@ class Sample:
         return frozenset(owners & OWNERS)
 
 
-def _switches(grid: Grid) -> bool:
+def _switches(grid: PartialLayout) -> bool:
     """Whether a grid has traffic that a switch of ``Execution`` acts on."""
     overlaps = grid.execution.tp_comm_overlap and grid.dims.tensor_model_parallel_size > 1
     return overlaps or grid.dims.expert_model_parallel_size > 1

@@ -125,14 +125,14 @@ def residuals_of(left_out: Iterable[LeftOut]) -> list[Residual]:
 def _residual(each: LeftOut, predictor: Predictor, devices: frozenset[str]) -> Residual:
     sample, job = each.sample, each.sample.job
     predicted, model = predictor.predict(job), predictor.model(job)
-    grid, device = predicted.grid, job.cluster.accelerator.name
+    grid, device = predicted.layout, job.cluster.accelerator.name
     same = (sample.source, sample.model, job.cluster.num_gpus, device, job.spec.seq_length)
     return Residual(
         source=sample.source,
         job=(*same, grid.global_batch_size, job.settings.precision, job.target.name),
         device=device,
         error=-each.unseen,
-        shares=shares(model, grid, predicted.partition),
+        shares=shares(model, grid),
         features=features_of(model, grid, predicted.iteration_time_s, devices),
         point=coordinates(grid),
     )

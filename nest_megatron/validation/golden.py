@@ -16,8 +16,7 @@ from nest_megatron.model.arguments import SAME_NAMES, spec_from_arguments
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.layout import expand_layout, parse_layout, uniform_partition
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
@@ -26,6 +25,7 @@ from nest_megatron.parallel.recompute import (
     RecomputeMethod,
     selective_recompute,
 )
+from nest_megatron.parallel.stage_layout import expand_layout, parse_layout, uniform_partition
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.validation.frameworks import MEGATRON_CORE
 from nest_megatron.validation.job import RowJob, dims_of
@@ -122,9 +122,11 @@ def _virtual(row: Row) -> int:
     return (whole(row, "vp") or 1) if stages > 1 else 1
 
 
-def _grid(row: Row, dims: ParallelDims, flags: Mapping[str, str], notes: list[str]) -> Grid:
+def _grid(
+    row: Row, dims: ParallelDims, flags: Mapping[str, str], notes: list[str]
+) -> PartialLayout:
     micro = whole(row, "mbs") or 1
-    return Grid(
+    return PartialLayout(
         dims=dims,
         global_batch_size=_batch(row, dims, micro, notes),
         micro_batch_size=micro,

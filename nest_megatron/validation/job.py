@@ -15,7 +15,7 @@ from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import (
     FULL_RECOMPUTE,
@@ -62,7 +62,7 @@ class RowJob:
 
     spec: TransformerSpec
     cluster: Cluster
-    grids: tuple[Grid, ...]
+    grids: tuple[PartialLayout, ...]
     settings: CostSettings
     target: Target
     flags: Mapping[str, Any] = field(default_factory=dict)
@@ -138,13 +138,13 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
 
 def _grid(
     row: Row, dims: ParallelDims, flags: Mapping[str, Any], notes: list[str], *, split: bool
-) -> Grid:
+) -> PartialLayout:
     batch, micro = _batch(row, dims, notes, split=split)
     if whole(row, "vp") is None:
         dims = _in_whole_rounds(dims, batch // (micro * dims.data_parallel_size), notes)
     stated = whole(row, "seq_parallel")
     sequence_parallel = flags.get("sequence_parallel") if stated is None else stated
-    return Grid(
+    return PartialLayout(
         dims=dims,
         global_batch_size=batch,
         micro_batch_size=micro,
@@ -202,7 +202,7 @@ def _virtual(
     return max(1, given or 1)
 
 
-def _pipeline_runs(row: Row, grid: Grid) -> int:
+def _pipeline_runs(row: Row, grid: PartialLayout) -> int:
     """Local batches in a step, of a framework whose pipeline runs over one at a time."""
     named = re.search(r"\bLBS (\d+)", row.get("ambiguity", ""))
     local = int(named[1]) if named else whole(row, "mbs")

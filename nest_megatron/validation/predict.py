@@ -10,10 +10,10 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.layout import uniform_partition
+from nest_megatron.parallel.layout import Layout
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
+from nest_megatron.parallel.stage_layout import uniform_partition
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.one_partition import joined
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD
@@ -33,7 +33,7 @@ class RowPrediction:
         stage_memory: bytes of each pipeline rank at its peak, reserve and margin not counted.
         model_flops: of one step, recomputation not counted.
         attention_flops: the part of them that is the causal half of attention.
-        grid, partition: what the job was taken to be.
+        layout: what the job was taken to be.
     """
 
     iteration_time_s: Seconds
@@ -41,8 +41,7 @@ class RowPrediction:
     capacity_bytes: Bytes
     model_flops: float
     attention_flops: float
-    grid: Grid
-    partition: StagePartition
+    layout: Layout
 
     @property
     def fits(self) -> bool:
@@ -104,8 +103,7 @@ class Predictor:
             capacity_bytes=problem.capacity_bytes,
             model_flops=grid.global_batch_size * model_flops_per_sequence(model),
             attention_flops=grid.global_batch_size * attention_flops_per_sequence(model),
-            grid=grid,
-            partition=partition,
+            layout=grid.with_stages(partition),
         )
 
 

@@ -20,8 +20,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.execution_rules import allowed_execution
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.layout import parse_layout, uniform_partition
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import (
     FULL_RECOMPUTE,
@@ -34,6 +33,7 @@ from nest_megatron.parallel.recompute import (
 )
 from nest_megatron.parallel.recompute_rules import allows_recompute
 from nest_megatron.parallel.rules import LaunchRequest
+from nest_megatron.parallel.stage_layout import parse_layout, uniform_partition
 from nest_megatron.parallel.zero import STRATEGIES, ZeroStage
 from nest_megatron.solver.space import recompute_settings
 from nest_megatron.validation.rows import SETTING, RefusedRowError, Row, number, ran_out_of_memory
@@ -303,10 +303,10 @@ _LATENT = (
 def possible_grids(
     row: Row,
     spec: TransformerSpec,
-    grid: Grid,
+    grid: PartialLayout,
     defaults: Mapping[str, Any],
     recipe: RowSettings = NO_SETTINGS,
-) -> Iterator[Grid]:
+) -> Iterator[PartialLayout]:
     """The grid as the row and its recipe state it, or one for each thing that it may have been.
 
     Args:
@@ -327,8 +327,8 @@ def possible_grids(
 
 
 def planned_grids(
-    row: Row, spec: TransformerSpec, grid: Grid, precision: Precision
-) -> Iterator[Grid]:
+    row: Row, spec: TransformerSpec, grid: PartialLayout, precision: Precision
+) -> Iterator[PartialLayout]:
     """The grid as a search would finish it: every recomputation and micro batch that are unstated.
 
     What a row states is fixed, as in a plan for a user who set it: its time is that of a run that
@@ -349,14 +349,14 @@ def planned_grids(
 
 
 def _launched(
-    spec: TransformerSpec, grid: Grid, recompute: Recompute, precision: Precision
+    spec: TransformerSpec, grid: PartialLayout, recompute: Recompute, precision: Precision
 ) -> LaunchRequest:
     """A grid for the rules of recomputation, of the newest release."""
     grid = dataclasses.replace(grid, recompute=recompute)
     return LaunchRequest.of(spec, grid, precision=precision, version="0.20")
 
 
-def _as_it_runs(grid: Grid) -> Grid:
+def _as_it_runs(grid: PartialLayout) -> PartialLayout:
     return dataclasses.replace(grid, execution=allowed_execution(grid.execution, grid))
 
 
@@ -370,7 +370,7 @@ def states_recompute(row: Row) -> bool:
     return bool(_SETTING.search(stated)) and not stated.startswith("not stated")
 
 
-def _micro_batches(row: Row, grid: Grid) -> tuple[int, ...]:
+def _micro_batches(row: Row, grid: PartialLayout) -> tuple[int, ...]:
     if number(row, "mbs") or number(row, "ga"):
         return (grid.micro_batch_size,)
     dims, batch = grid.dims, grid.global_batch_size
@@ -385,7 +385,7 @@ def _micro_batches(row: Row, grid: Grid) -> tuple[int, ...]:
 
 
 def _recomputes(
-    row: Row, spec: TransformerSpec, grid: Grid, recipe: RowSettings, *, keeps_dense: bool
+    row: Row, spec: TransformerSpec, grid: PartialLayout, recipe: RowSettings, *, keeps_dense: bool
 ) -> tuple[Recompute, ...]:
     if states_recompute(row):
         return (grid.recompute,)

@@ -17,12 +17,12 @@ from nest_megatron.cost_model import student_t
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.shortlist import shortlist
 from nest_megatron.cost_model.uncertainty import Predictive, predictive, probability_faster
-from nest_megatron.parallel.layout import is_uniform
 from nest_megatron.parallel.objective import Objective
+from nest_megatron.parallel.stage_layout import is_uniform
 from nest_megatron.planner.choice import Candidate, allowed_of, simplest_of_best, values_of
 from nest_megatron.planner.request import FAILED_START_PERCENT, MOST_OUT_OF_MEMORY, TIE_PERCENT
 from nest_megatron.planner.uncertain import LEVEL, out_of_memory
-from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.units import Seconds, to_ticks
 from nest_megatron.validation.predict import RowPrediction
 
@@ -157,15 +157,15 @@ _SURE = 0.9
 
 def candidate_of(model: CostModel, prediction: RowPrediction) -> Candidate:
     """A measured run as a plan that a search may choose; no settings of a user speak for it."""
-    grid, partition = prediction.grid, prediction.partition
+    layout = prediction.layout
     seconds, peak = prediction.iteration_time_s, max(prediction.stage_memory)
     return Candidate(
-        solved=SolvedGrid(grid=grid, boundaries=partition.boundaries, iteration=to_ticks(seconds)),
+        solved=SolvedLayout(layout=layout, iteration=to_ticks(seconds)),
         peak_memory_bytes=peak,
         capacity_bytes=prediction.capacity_bytes,
-        step=predictive(model, grid, partition, seconds),
-        out_of_memory=out_of_memory(model, grid, partition, peak),
-        is_custom=not is_uniform(model.spec, partition),
+        step=predictive(model, layout, seconds),
+        out_of_memory=out_of_memory(model, layout, peak),
+        is_custom=not is_uniform(model.spec, layout.partition),
         changes=0,
     )
 

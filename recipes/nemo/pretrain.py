@@ -28,7 +28,7 @@ def planned(name: str, cluster: str) -> tuple[Any, ParallelPlan, tuple[Change, .
     """NeMo's recipe at the size, batch and layout of its plan, the plan, and what it changed."""
     plan = read_pinned(PLANS / f"{name}_{cluster}.yaml").plan
     module = importlib.import_module(f"nemo.collections.llm.recipes.{name}")
-    gpus, per_node = plan.placement.num_gpus, plan.cluster.launch_gpus_per_host
+    gpus, per_node = plan.layout.num_gpus, plan.cluster.launch_gpus_per_host
     recipe = module.pretrain_recipe(
         name=name, dir="/checkpoints", num_nodes=gpus // per_node, num_gpus_per_node=per_node
     )

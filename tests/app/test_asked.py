@@ -34,7 +34,7 @@ def planned() -> Answer:
 def test_a_plan_has_its_text_its_page_and_its_file(planned: Answer) -> None:
     assert not planned.is_error
     plan = plan_file.load(planned.plan_file)
-    assert (plan.placement.num_gpus, plan.train.global_batch_size) == (8, 64)
+    assert (plan.layout.num_gpus, plan.layout.global_batch_size) == (8, 64)
     assert planned.text.startswith("llama3_8b on 8 x H100")
     assert "torchrun" in planned.page
     assert "default-src 'none'" in planned.page
@@ -90,7 +90,7 @@ def test_several_numbers_of_gpus_have_a_table_and_their_plans() -> None:
     assert list(found.plans) == [8, 16]
     assert len(found.table.splitlines()) == 4
     shown = answer(Work.SHOW, model="llama3_8b", plan_file=found.plans[16])
-    assert plan_file.load(shown.plan_file).placement.num_gpus == 16
+    assert plan_file.load(shown.plan_file).layout.num_gpus == 16
     assert "torchrun" in shown.page
 
 

@@ -105,7 +105,7 @@ def test_a_plan_is_shown_copied_and_saved(page: Any, tmp_path: Path) -> None:
         page.get_by_role("button", name="Save the plan").click()
     path = tmp_path / saved.value.suggested_filename
     saved.value.save_as(path)
-    assert plan_file.read(path).placement.num_gpus == 8
+    assert plan_file.read(path).layout.num_gpus == 8
     with page.expect_download() as saved:
         page.get_by_role("button", name="Save the report").click()
     assert saved.value.suggested_filename == "plan.html"
@@ -142,7 +142,7 @@ def test_numbers_of_gpus_and_planners_are_compared_and_saved(page: Any, tmp_path
         saved.value.save_as(tmp_path / name)
     table = (tmp_path / "sizes.csv").read_text(encoding="utf-8")
     assert table.startswith("number,cluster.num_gpus,")
-    assert plan_file.read(tmp_path / "plan.yaml").placement.num_gpus == 8
+    assert plan_file.read(tmp_path / "plan.yaml").layout.num_gpus == 8
     page.get_by_label("GPUs", exact=True).fill("8")
     page.get_by_role("button", name="Other planners").click()
     report(page, "Planners").get_by_role("heading", name="gpt3_126m on 8 x H100").wait_for()

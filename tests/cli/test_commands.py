@@ -335,7 +335,8 @@ def test_estimate_takes_a_layout_with_bars_and_stars() -> None:
     given += ("model.num_layers=32", "train.seq_length=2048")
     done = run("estimate", *given, f"parallel.pipeline_model_parallel_layout={layout}L", "--json")
     assert done.code == 0
-    assert done.json()["parallel"]["pipeline_model_parallel_layout"] == "Et*10|(t*11|)*2L"
+    boundaries = done.json()["layout"]["partition"]["boundaries"]
+    assert boundaries == [0, 11, 22, 33, 34]
 
 
 def test_estimate_of_an_uneven_depth_finds_the_fastest_split() -> None:
@@ -371,9 +372,9 @@ def test_own_files_and_folders(tmp_path: Path) -> None:
 def test_a_command_keeps_what_its_user_fixed() -> None:
     plan = run("plan", "--from", MIXTRAL, "cluster=dgx_h100", "--json").json()
     assert plan["cluster"]["num_gpus"] == 32
-    assert plan["train"]["global_batch_size"] == 256
-    assert plan["parallel"]["pipeline_model_parallel_size"] == 4
-    assert plan["parallel"]["expert_model_parallel_size"] == 8
+    assert plan["layout"]["global_batch_size"] == 256
+    assert plan["layout"]["dims"]["pipeline_model_parallel_size"] == 4
+    assert plan["layout"]["dims"]["expert_model_parallel_size"] == 8
     freed = run("plan", "--from", MIXTRAL, "cluster=dgx_h100", "--free", "all", "--json").json()
     assert freed["predicted"]["iteration_time_s"] <= plan["predicted"]["iteration_time_s"]
 

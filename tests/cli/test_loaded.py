@@ -33,7 +33,7 @@ def test_a_plan_can_load_what_the_command_loads(tmp_path: Path, flags: str, is_h
     found = plan(flags.format(folder), "all", "--json")
     assert found.code == 0, found.err
     document = found.json()
-    assert document["parallel"]["use_megatron_fsdp"] is False
+    assert document["layout"]["sharding"] == "ddp"
     assert not document.get("offers")
     (launch,) = document["launch"].values()
     assert "fsdp_dtensor" not in launch["argv"]
@@ -45,7 +45,7 @@ def test_a_folder_without_a_checkpoint_fixes_nothing(tmp_path: Path) -> None:
     document = plan(f"--load {tmp_path}", "all", "--json").json()
     alone = plan("", "all", "--json").json()
     assert document["search"]["space"] == alone["search"]["space"]
-    assert document["parallel"] == alone["parallel"]
+    assert document["layout"] == alone["layout"]
 
 
 def test_a_kept_sharding_that_cannot_load_the_checkpoint_is_refused(tmp_path: Path) -> None:

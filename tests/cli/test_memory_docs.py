@@ -21,7 +21,7 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner.request import DEFAULT_HEADROOM
@@ -54,7 +54,7 @@ def memory_gib(command: str, context_ranks: int = 1) -> list[float]:
     """Terms of the memory of one GPU, and their sum, in the layout of the script."""
     composed = compose(parse(["cluster=dgx_h100"]), None)
     _, inputs = read_request(command, composed, free=(), version="0.16.1")
-    grid = Grid(
+    grid = PartialLayout(
         dims=ParallelDims(
             context_parallel_size=context_ranks, data_parallel_size=8 // context_ranks
         ),
@@ -67,8 +67,8 @@ def memory_gib(command: str, context_ranks: int = 1) -> list[float]:
         boundaries=(0, len(inputs.spec.layer_kinds())), pipeline_model_parallel_size=1
     )
     model = CostModel(inputs.spec, inputs.cluster, inputs.settings)
-    (stage,) = estimate(model, grid, whole).stages
-    terms = [stage.memory[name] / 2**30 for name in TERMS]
+    (stage,) = estimate(model, grid.with_stages(whole)).stages
+    terms = [stage.memory_bytes[name] / 2**30 for name in TERMS]
     return [*terms, stage.peak_memory_bytes / 2**30]
 
 

@@ -142,7 +142,7 @@ def test_single_precision_is_planned() -> None:
     assert isinstance(half, ParallelPlan)
     assert single.train.precision.value == "fp32"
     assert single.predicted.iteration_time_s > half.predicted.iteration_time_s
-    assert single.parallel.context_parallel_size == 1
+    assert single.layout.dims.context_parallel_size == 1
 
 
 def test_single_precision_has_no_context_parallelism() -> None:

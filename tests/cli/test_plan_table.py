@@ -50,8 +50,8 @@ def test_each_number_of_nodes_has_a_plan_or_a_reason(table: PlanTable) -> None:
     assert [entry.num_nodes for entry in table.entries] == [4, 5, 6, 7]
     planned = dict(table.planned())
     assert [entry.num_gpus for entry in planned] == [32, 40, 48]
-    assert all(plan.placement.num_gpus == entry.num_gpus for entry, plan in planned.items())
-    assert all(plan.train.global_batch_size == 480 for plan in planned.values())
+    assert all(plan.layout.num_gpus == entry.num_gpus for entry, plan in planned.items())
+    assert all(plan.layout.global_batch_size == 480 for plan in planned.values())
     seven = table.entries[-1]
     assert "no layout is legal" in seven.told
     assert "6 nodes, with 1 of them idle, take" in seven.told
@@ -62,7 +62,7 @@ def test_all_plans_load_what_the_largest_saves(table: PlanTable) -> None:
     for saving in plans:
         saved = saved_by(saving, {}, "0.16.1", "it")
         for loading in plans:
-            checkpoint.check_loadable(saved, loading.parallel, {}, "0.16.1")
+            checkpoint.check_loadable(saved, loading.layout, {}, "0.16.1")
     assert any("dp_reshardable" in note for note in table.notes)
 
 
@@ -70,7 +70,7 @@ def test_one_number_is_planned_as_it_is_alone(table: PlanTable, tmp_path: Path) 
     path = tmp_path / "alone.yaml"
     assert run("plan", *JOB, BATCH, "cluster.num_gpus=48", f"out={path}").code == 0
     *_, (six, largest) = table.planned()
-    assert (six.num_nodes, plan_file.read(path).parallel) == (6, largest.parallel)
+    assert (six.num_nodes, plan_file.read(path).layout) == (6, largest.layout)
 
 
 def test_states_that_can_be_resharded_free_the_layouts(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_it_is_pinned_and_each_size_gets_its_plan(path: Path, tmp_path: Path) ->
     assert done.code == 0, done.err
     for size, taken in ((32, 32), (40, 40), (56, 48), (64, 48), (8, 32)):
         found = read_pinned(pinned, size)
-        assert (found.plan.placement.num_gpus, found.sizes) == (taken, (32, 40, 48))
+        assert (found.plan.layout.num_gpus, found.sizes) == (taken, (32, 40, 48))
         assert found.pin.by == "ada"
     assert "no layout is legal" in read_pinned(pinned, 56).told
     shown = run("explain", str(pinned))
@@ -123,7 +123,7 @@ def test_a_table_with_a_broken_entry_is_not_pinned(
 def test_a_broken_entry_leaves_the_others_alone(path: Path) -> None:
     text = path.read_text("utf-8").replace("num_layers: 32", "num_layers: 33", 1)
     found = TableText.of(text, "table.yaml")
-    assert found.plan_for(40).placement.num_gpus == 40
+    assert found.plan_for(40).layout.num_gpus == 40
     with pytest.raises(PlanFileError, match="4 nodes"):
         found.plan_for(32)
 

@@ -57,8 +57,9 @@ def test_a_published_launcher_has_its_own_size(
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(SCRIPTS)
     plan = run("estimate", CLUSTER, "--json", "--", "bash", *words).json()
-    assert plan["placement"]["num_gpus"] == layout.pop("world")
-    assert {name: plan["parallel"][name] for name in layout} == layout
+    dims = plan["layout"]["dims"]
+    assert plan["cluster"]["num_gpus"] == layout.pop("world")
+    assert {name: dims[name] for name in layout} == layout
 
 
 def test_settings_win_over_a_script(tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_a_script_of_several_plans_runs_once(
     typed: dict[str, Any] = {"free": (), "version": "0.16.1", "strict": False}
     command = SweptCommand(text=words, **typed).recorded(composed)
     assert command.recorded(composed).text == command.text
-    assert command.typed(composed).placement.num_gpus == 16
+    assert command.typed(composed).layout.num_gpus == 16
     options: dict[str, Any] = dict.fromkeys(TuneOptions.__dataclass_fields__)
     options |= {"overrides": settings, "from_command": words, "run_timeout_minutes": 1.0}
     asked = TuneOptions(**options).asked()

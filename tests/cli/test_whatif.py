@@ -102,7 +102,7 @@ def test_other_numbers_of_gpus_keep_the_layout_where_it_divides(
 def test_the_present_layout_is_priced_as_estimate_does(path: Path, plan: ParallelPlan) -> None:
     settings = settings_of(plan, path)
     kept = keep_layout(plan, request_of(compose(settings), choose_execution=True))
-    assert (kept.parallel, kept.predicted) == (plan.parallel, plan.predicted)
+    assert (kept.layout, kept.predicted) == (plan.layout, plan.predicted)
 
 
 @pytest.mark.slow

@@ -17,13 +17,14 @@ from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_launch
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.layout import uniform_partition
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recompute
+from nest_megatron.parallel.stage_layout import uniform_partition
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import estimate_plan
 from tests import catalogue
+from tests.altered import altered
 from tests.integrations.frameworks import bridge_config, nemo_recipe
 
 _BATCH = 512
@@ -63,7 +64,7 @@ def laid_out(
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=1 if spec.is_moe else tp,
     )
-    grid = Grid(
+    grid = PartialLayout(
         dims=dims,
         global_batch_size=_BATCH,
         micro_batch_size=micro,
@@ -74,7 +75,7 @@ def laid_out(
     )
     partition = uniform_partition(spec, pp, vpp, first=first)
     cluster = catalogue.cluster("dgx_h100", 64)
-    return estimate_plan(spec, cluster, CostSettings(), grid, partition)
+    return estimate_plan(spec, cluster, CostSettings(), grid.with_stages(partition))
 
 
 LEGAL: dict[str, Callable[[], ParallelPlan]] = {
@@ -90,11 +91,6 @@ LEGAL: dict[str, Callable[[], ParallelPlan]] = {
     "experts": lambda: laid_out("mixtral_8x7b", ep=8),
     "experts in a pipeline": lambda: laid_out("mixtral_8x7b", tp=2, pp=4, vpp=2, ep=8),
 }
-
-
-def altered(plan: ParallelPlan, **fields: Any) -> ParallelPlan:
-    """A plan with some of its choices overwritten, as by a hand in its file."""
-    return dataclasses.replace(plan, parallel=dataclasses.replace(plan.parallel, **fields))
 
 
 def with_batch(plan: ParallelPlan, size: int) -> ParallelPlan:
@@ -197,7 +193,7 @@ class Bridge:
 
 def megatron_stages(layout: str) -> tuple[str, ...]:
     """Stages of a layout string."""
-    from nest_megatron.parallel.layout import expand_layout
+    from nest_megatron.parallel.stage_layout import expand_layout
 
     return expand_layout(layout)
 
@@ -219,9 +215,9 @@ def test_a_legal_plan_is_written_as_it_is(adapter: Adapter, name: str) -> None:
     plan = LEGAL[name]()
     degrees = adapter.degrees(adapter.write(adapter.job(plan), plan))
     for field in _DEGREES:
-        assert degrees[field] == getattr(plan.parallel, field), field
+        assert degrees[field] == plan.arguments[field], field
     if plan.model.is_moe:
-        wanted = plan.parallel.expert_model_parallel_size
+        wanted = plan.layout.dims.expert_model_parallel_size
         assert degrees["expert_model_parallel_size"] == wanted
 
 

@@ -126,11 +126,11 @@ def test_every_rule_of_megatron_holds(index: int) -> None:
 @every_job
 def test_megatron_core_accepts_configuration_and_groups(index: int) -> None:
     found = planned(index)
-    grid = found.grid()
+    grid = found.layout
     config = megatron_model.transformer_config(
         found.model,
         grid.dims,
-        found.partition(),
+        found.layout.partition,
         sequence_parallel=grid.sequence_parallel,
         recompute=grid.recompute,
         moe_grouped_gemm=found.model.is_moe,
@@ -143,7 +143,7 @@ def test_megatron_core_accepts_configuration_and_groups(index: int) -> None:
 @every_job
 def test_megatron_core_builds_the_planned_stages(index: int) -> None:
     found = planned(index)
-    grid, partition = found.grid(), found.partition()
+    grid, partition = found.layout, found.layout.partition
     settings = CostSettings(precision=found.train.precision)
     cost_model = CostModel(found.model, found.cluster, settings)
     sequence, kinds = cost_model.unit_kinds(grid)

@@ -127,7 +127,7 @@ def test_plans_have_what_the_scripts_take(model: TransformerSpec) -> None:
         )
     )
     assert isinstance(found, ParallelPlan)
-    assert not found.execution.tp_comm_overlap
+    assert not found.layout.execution.tp_comm_overlap
     launch = with_launch(found).launch[LAUNCHER]
     assert "--pipeline-model-parallel-layout" not in launch.argv
     script = "pretrain_t5.py" if model.vision is None else "pretrain_vlm.py"

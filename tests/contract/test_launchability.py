@@ -11,7 +11,6 @@ from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.degree_rules import is_legal_grid
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
-from nest_megatron.parallel.layout import parse_layout, uniform_partition
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
@@ -19,6 +18,7 @@ from nest_megatron.parallel.recompute import (
     RecomputeGranularity,
     RecomputeMethod,
 )
+from nest_megatron.parallel.stage_layout import parse_layout, uniform_partition
 from tests.contract import megatron_model
 from tests.contract.hand_models import BERT, DEEPSEEK, GPT_OSS, LLAMA, MIXTRAL, NEMOTRON, T5
 
@@ -123,7 +123,7 @@ def test_megatron_accepts_the_configuration(plan: HandPlan) -> None:
     config = megatron_model.transformer_config(
         plan.spec,
         plan.dims,
-        plan.partition(),
+        plan.layout.partition,
         sequence_parallel=plan.sequence_parallel,
         recompute=plan.recompute,
     )
@@ -153,7 +153,7 @@ def test_odd_grids_make_megatrons_groups(spec: TransformerSpec, dims: ParallelDi
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
 def test_every_stage_is_built_as_planned(plan: HandPlan) -> None:
-    partition, kinds = plan.partition(), plan.spec.layer_kinds()
+    partition, kinds = plan.layout.partition, plan.spec.layer_kinds()
     stages = megatron_model.build_stages(
         plan.spec, plan.dims, partition, sequence_parallel=plan.sequence_parallel
     )

@@ -22,8 +22,7 @@ from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.parameters import active_parameters
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.layout import uniform_partition
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import (
     Recompute,
@@ -31,6 +30,7 @@ from nest_megatron.parallel.recompute import (
     RecomputeMethod,
     RecomputeModule,
 )
+from nest_megatron.parallel.stage_layout import uniform_partition
 from nest_megatron.parallel.zero import ZeroStage
 from tests import catalogue
 
@@ -48,12 +48,12 @@ def predicted(settings: CostSettings | None = None, **changes: object) -> Estima
         data_parallel_size=4,
     )
     spec = catalogue.model("llama3_70b")
-    grid = Grid(
+    grid = PartialLayout(
         dims=dims, global_batch_size=128, micro_batch_size=1, sequence_parallel=True, **changes
     )
     model = CostModel(spec, catalogue.cluster("dgx_h100", 128), settings or CostSettings())
     vpp = dims.virtual_pipeline_model_parallel_size
-    return estimate(model, grid, uniform_partition(spec, 4, vpp))
+    return estimate(model, grid.with_stages(uniform_partition(spec, 4, vpp)))
 
 
 def test_terms_add_up_to_the_iteration() -> None:
@@ -74,11 +74,13 @@ def test_nothing_waits_where_a_rank_is_busy_throughout() -> None:
         context_parallel_size=4,
         data_parallel_size=2,
     )
-    grid = Grid(dims=dims, global_batch_size=4096, micro_batch_size=1, sequence_parallel=True)
+    grid = PartialLayout(
+        dims=dims, global_batch_size=4096, micro_batch_size=1, sequence_parallel=True
+    )
     cluster = catalogue.cluster("h100_spine_leaf", 1024)
     model = CostModel(spec, cluster, CostSettings(straggler_delay_s=0.0))
     cut = StagePartition(boundaries=(0, 1, *range(2, 128), 128), pipeline_model_parallel_size=32)
-    found = estimate(model, grid, cut)
+    found = estimate(model, grid.with_stages(cut))
     assert found.stages[0].busy_share < 0.8 < 0.99 < found.stages[1].busy_share
     assert found.terms["pipeline_bubble"] < 0.01 * found.iteration_time_s
     assert sum(found.terms.values()) == pytest.approx(found.iteration_time_s, rel=1e-12)
@@ -95,11 +97,15 @@ def test_the_critical_rank_waits_least(cut: tuple[int, ...], batch: int) -> None
     dims = ParallelDims(
         tensor_model_parallel_size=8, pipeline_model_parallel_size=4, data_parallel_size=4
     )
-    grid = Grid(dims=dims, global_batch_size=batch, micro_batch_size=1, sequence_parallel=True)
+    grid = PartialLayout(
+        dims=dims, global_batch_size=batch, micro_batch_size=1, sequence_parallel=True
+    )
     model = CostModel(
         catalogue.model("llama3_70b"), catalogue.cluster("dgx_h100", 128), CostSettings()
     )
-    found = estimate(model, grid, StagePartition(boundaries=cut, pipeline_model_parallel_size=4))
+    found = estimate(
+        model, grid.with_stages(StagePartition(boundaries=cut, pipeline_model_parallel_size=4))
+    )
     shares = [stage.busy_share for stage in found.stages]
     outside = sum(found.terms[name] for name in AFTER_SCHEDULE)
     waits = [1 - share - outside / found.iteration_time_s for share in shares]
@@ -214,7 +220,7 @@ def test_who_waits_for_another_rank_names_what_it_does() -> None:
 def test_recomputation_trades_time_for_memory() -> None:
     none, some, full = (predicted(recompute=r) for r in (Recompute(), MLP, FULL))
     assert none.iteration_time_s < some.iteration_time_s < full.iteration_time_s
-    kept = [found.stages[0].memory["activations"] for found in (none, some, full)]
+    kept = [found.stages[0].memory_bytes["activations"] for found in (none, some, full)]
     assert kept == sorted(kept, reverse=True)
     assert none.terms["recompute"] == 0 < some.terms["recompute"] < full.terms["recompute"]
 
@@ -223,13 +229,15 @@ def test_full_recomputation_keeps_the_layer_input_alone() -> None:
     found = predicted(recompute=FULL)
     tokens, hidden, live = 8192 // 8, 8192, 4
     per_layer = tokens * hidden * 2
-    assert found.stages[0].memory["activations"] == live * (20 * per_layer + 8192 * 8)
+    assert found.stages[0].memory_bytes["activations"] == live * (20 * per_layer + 8192 * 8)
 
 
 def test_zero_divides_the_optimizer_states() -> None:
     whole, divided = predicted(zero=ZeroStage.NONE), predicted(zero=ZeroStage.OPTIMIZER)
-    assert whole.stages[1].memory["optimizer"] == 4 * divided.stages[1].memory["optimizer"]
-    assert whole.stages[1].memory["weights"] == divided.stages[1].memory["weights"]
+    assert (
+        whole.stages[1].memory_bytes["optimizer"] == 4 * divided.stages[1].memory_bytes["optimizer"]
+    )
+    assert whole.stages[1].memory_bytes["weights"] == divided.stages[1].memory_bytes["weights"]
 
 
 def test_virtual_stages_shrink_the_bubble() -> None:
@@ -238,14 +246,14 @@ def test_virtual_stages_shrink_the_bubble() -> None:
 
 
 def test_first_stage_keeps_most_micro_batches() -> None:
-    kept = [stage.memory["activations"] for stage in predicted().stages[:-1]]
+    kept = [stage.memory_bytes["activations"] for stage in predicted().stages[:-1]]
     assert kept == sorted(kept, reverse=True)
 
 
 def test_fp8_is_faster_and_keeps_copies() -> None:
     wide, narrow = predicted(), predicted(CostSettings(precision=Precision.FP8))
     assert narrow.terms["compute"] < 0.75 * wide.terms["compute"]
-    assert narrow.stages[1].memory["weights"] > wide.stages[1].memory["weights"]
+    assert narrow.stages[1].memory_bytes["weights"] > wide.stages[1].memory_bytes["weights"]
 
 
 def test_a_format_that_the_gpu_lacks_is_refused() -> None:
@@ -254,7 +262,7 @@ def test_a_format_that_the_gpu_lacks_is_refused() -> None:
         catalogue.cluster("v100_spine_leaf", 8),
         CostSettings(precision=Precision.BF16),
     )
-    grid = Grid(
+    grid = PartialLayout(
         dims=ParallelDims(data_parallel_size=8),
         global_batch_size=8,
         micro_batch_size=1,
@@ -278,32 +286,40 @@ def moe(**changes: float) -> Estimate:
     dims = ParallelDims(
         pipeline_model_parallel_size=2, data_parallel_size=32, expert_model_parallel_size=8
     )
-    grid = Grid(dims=dims, global_batch_size=256, micro_batch_size=1, sequence_parallel=False)
+    grid = PartialLayout(
+        dims=dims, global_batch_size=256, micro_batch_size=1, sequence_parallel=False
+    )
     model = CostModel(spec, catalogue.cluster("dgx_h100", 64), CostSettings(**changes))
-    return estimate(model, grid, uniform_partition(spec, 2))
+    return estimate(model, grid.with_stages(uniform_partition(spec, 2)))
 
 
 def test_imbalance_costs_compute_exchange_and_memory() -> None:
     even, uneven = moe(), moe(expert_imbalance=2.0)
     for term in ("compute", "ep_communication"):
         assert uneven.terms[term] > 1.2 * even.terms[term]
-    assert uneven.stages[0].memory["activations"] > 1.2 * even.stages[0].memory["activations"]
+    assert (
+        uneven.stages[0].memory_bytes["activations"]
+        > 1.2 * even.stages[0].memory_bytes["activations"]
+    )
 
 
 def test_dropout_keeps_its_masks() -> None:
     spec = dataclasses.replace(catalogue.model("llama3_8b"), hidden_dropout=0.1)
     cluster = catalogue.cluster("dgx_h100", 8)
-    grid = Grid(
+    grid = PartialLayout(
         dims=ParallelDims(data_parallel_size=8),
         global_batch_size=8,
         micro_batch_size=1,
         sequence_parallel=False,
     )
     with_masks, without = (
-        estimate(CostModel(s, cluster, CostSettings()), grid, uniform_partition(s, 1))
+        estimate(CostModel(s, cluster, CostSettings()), grid.with_stages(uniform_partition(s, 1)))
         for s in (spec, catalogue.model("llama3_8b"))
     )
-    extra = with_masks.stages[0].memory["activations"] - without.stages[0].memory["activations"]
+    extra = (
+        with_masks.stages[0].memory_bytes["activations"]
+        - without.stages[0].memory_bytes["activations"]
+    )
     assert extra == 32 * 2 * 8192 * 4096
 
 
@@ -313,7 +329,7 @@ def test_without_flash_attention_the_probabilities_are_kept() -> None:
     fused = dataclasses.replace(
         cluster, accelerator=dataclasses.replace(cluster.accelerator, flash_attention=True)
     )
-    grid = Grid(
+    grid = PartialLayout(
         dims=ParallelDims(tensor_model_parallel_size=8),
         global_batch_size=1,
         micro_batch_size=1,
@@ -321,8 +337,8 @@ def test_without_flash_attention_the_probabilities_are_kept() -> None:
     )
     settings = CostSettings(precision=Precision.FP16)
     kept, spared = (
-        estimate(CostModel(spec, c, settings), grid, uniform_partition(spec, 1))
+        estimate(CostModel(spec, c, settings), grid.with_stages(uniform_partition(spec, 1)))
         for c in (cluster, fused)
     )
-    more = kept.stages[0].memory["activations"] - spared.stages[0].memory["activations"]
+    more = kept.stages[0].memory_bytes["activations"] - spared.stages[0].memory_bytes["activations"]
     assert more == pytest.approx(32 * 4096 * 4096 * 4 * 2, rel=0.01)

@@ -24,7 +24,7 @@ from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from tests import catalogue
 
 HYBRIDEP = Execution(
@@ -42,7 +42,7 @@ def _layer(execution: Execution, settings: CostSettings | None = None, **degrees
     sizes = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 64, **degrees}
     inner = sizes["tensor_model_parallel_size"] * sizes.get("context_parallel_size", 1)
     dims = ParallelDims(data_parallel_size=64 // inner, **sizes)
-    grid = Grid(
+    grid = PartialLayout(
         dims=dims,
         global_batch_size=64,
         micro_batch_size=1,
@@ -132,7 +132,9 @@ def test_a_graph_is_priced_once_for_all_that_only_hides_traffic(
     cluster = catalogue.cluster("dgx_h100", num_gpus=64)
     model = CostModel(catalogue.model("deepseek_v3"), cluster, settings)
     dims = ParallelDims(data_parallel_size=64, expert_model_parallel_size=8)
-    plain = Grid(dims=dims, global_batch_size=64, micro_batch_size=1, sequence_parallel=False)
+    plain = PartialLayout(
+        dims=dims, global_batch_size=64, micro_batch_size=1, sequence_parallel=False
+    )
     times = set()
     for execution in (
         PLAIN,

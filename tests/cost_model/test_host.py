@@ -12,8 +12,8 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.layout import uniform_partition
+from nest_megatron.parallel.layout import PartialLayout
+from nest_megatron.parallel.stage_layout import uniform_partition
 from nest_megatron.parallel.zero import ZeroStage
 from tests import catalogue
 
@@ -39,7 +39,7 @@ def step(share: float, *, overlaps: bool = False) -> float:
         data_parallel_size=4,
         expert_model_parallel_size=4,
     )
-    grid = Grid(
+    grid = PartialLayout(
         dims=dims,
         global_batch_size=16,
         micro_batch_size=1,
@@ -47,7 +47,7 @@ def step(share: float, *, overlaps: bool = False) -> float:
         zero=ZeroStage.OPTIMIZER,
     )
     model = CostModel(spec, cluster, settings)
-    return estimate(model, grid, uniform_partition(spec, 2, 1)).iteration_time_s
+    return estimate(model, grid.with_stages(uniform_partition(spec, 2, 1))).iteration_time_s
 
 
 @pytest.mark.parametrize("share", MEASURED_MS)
@@ -68,14 +68,14 @@ def priced(execution: Execution, link: float) -> Estimate:
     )
     settings = target_named("megatron_lm_0.20").settings(device.name, Precision.BF16)
     model = CostModel(spec, dataclasses.replace(cluster, accelerator=device), settings)
-    grid = Grid(
+    grid = PartialLayout(
         dims=ParallelDims(data_parallel_size=8),
         global_batch_size=8,
         micro_batch_size=1,
         sequence_parallel=False,
         execution=execution,
     )
-    return estimate(model, grid, uniform_partition(spec, 1, 1))
+    return estimate(model, grid.with_stages(uniform_partition(spec, 1, 1)))
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def priced(execution: Execution, link: float) -> Estimate:
 def test_activations_on_the_host_free_memory_and_may_cost_time(execution: Execution) -> None:
     plain = priced(PLAIN, 6.3e10)
     slow, fast = priced(execution, 1e9), priced(execution, 1e13)
-    freed = plain.stages[0].memory["activations"] - fast.stages[0].memory["activations"]
-    assert freed > 0.2 * plain.stages[0].memory["activations"]
-    assert slow.stages[0].memory == fast.stages[0].memory
+    freed = plain.stages[0].memory_bytes["activations"] - fast.stages[0].memory_bytes["activations"]
+    assert freed > 0.2 * plain.stages[0].memory_bytes["activations"]
+    assert slow.stages[0].memory_bytes == fast.stages[0].memory_bytes
     # beside the passes it takes the device's memory alone
     assert 0 < fast.iteration_time_s / plain.iteration_time_s - 1 < 0.03
     # both ways, and each no less than what was freed

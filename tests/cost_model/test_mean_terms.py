@@ -8,12 +8,12 @@ from nest_megatron.cost_model.estimate import TERMS, estimate, mean_terms
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.partition import StagePartition
 from tests import catalogue
 
 
-def job(pp: int, vpp: int = 1) -> tuple[CostModel, Grid]:
+def job(pp: int, vpp: int = 1) -> tuple[CostModel, PartialLayout]:
     dims = ParallelDims(
         tensor_model_parallel_size=8,
         pipeline_model_parallel_size=pp,
@@ -23,7 +23,9 @@ def job(pp: int, vpp: int = 1) -> tuple[CostModel, Grid]:
     model = CostModel(
         catalogue.model("llama3_70b"), catalogue.cluster("dgx_h100", 128), CostSettings()
     )
-    grid = Grid(dims=dims, global_batch_size=128, micro_batch_size=1, sequence_parallel=True)
+    grid = PartialLayout(
+        dims=dims, global_batch_size=128, micro_batch_size=1, sequence_parallel=True
+    )
     return model, grid
 
 
@@ -34,8 +36,8 @@ def job(pp: int, vpp: int = 1) -> tuple[CostModel, Grid]:
 def test_they_add_up(pp: int, vpp: int, cut: tuple[int, ...]) -> None:
     model, grid = job(pp, vpp)
     partition = StagePartition(boundaries=cut, pipeline_model_parallel_size=pp)
-    predicted = estimate(model, grid, partition)
-    mean = mean_terms(model, grid, partition)
+    predicted = estimate(model, grid.with_stages(partition))
+    mean = mean_terms(model, grid.with_stages(partition))
     assert tuple(mean) == TERMS
     assert sum(mean.values()) == pytest.approx(predicted.iteration_time_s)
     if pp == 1:
@@ -45,8 +47,8 @@ def test_they_add_up(pp: int, vpp: int, cut: tuple[int, ...]) -> None:
 def test_a_short_stage_that_ends_last_speaks_for_nobody() -> None:
     model, grid = job(4)
     partition = StagePartition(boundaries=(0, 4, 30, 56, 82), pipeline_model_parallel_size=4)
-    predicted = estimate(model, grid, partition)
-    mean = mean_terms(model, grid, partition)
+    predicted = estimate(model, grid.with_stages(partition))
+    mean = mean_terms(model, grid.with_stages(partition))
     assert predicted.critical_rank == 2
     assert predicted.terms["compute"] > mean["compute"]
     assert predicted.terms["pipeline_bubble"] < mean["pipeline_bubble"]

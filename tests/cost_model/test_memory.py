@@ -25,10 +25,10 @@ from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.operators.ends import embedding_graph, head_graph
 from nest_megatron.model.shard import LayerShard, fits_fused_attention
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.layout import uniform_partition
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, RecomputeModule
 from nest_megatron.parallel.rules import allows_context_parallel
+from nest_megatron.parallel.stage_layout import uniform_partition
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.space import recompute_settings
 from tests import catalogue
@@ -53,7 +53,7 @@ def priced(settings: CostSettings, model: str, zero: ZeroStage) -> tuple[Estimat
         data_parallel_size=16,
         expert_model_parallel_size=4 if model == "mixtral_8x7b" else 1,
     )
-    grid = Grid(
+    grid = PartialLayout(
         dims=dims, global_batch_size=64, micro_batch_size=1, sequence_parallel=False, zero=zero
     )
     spec = catalogue.model(model)
@@ -68,7 +68,7 @@ def priced(settings: CostSettings, model: str, zero: ZeroStage) -> tuple[Estimat
         )
         for rank in range(2)
     ]
-    return estimate(cost, grid, partition), held
+    return estimate(cost, grid.with_stages(partition)), held
 
 
 @pytest.mark.parametrize("model", ["llama3_8b", "mixtral_8x7b"])
@@ -81,7 +81,7 @@ def test_the_report_says_what_the_search_charged(
     """No term of rounding: it was 4.21 GiB with two instances and -8.88 GiB with LoRA."""
     found, held = priced(settings_of(traits, precision), model, zero)
     for stage, static in zip(found.stages, held, strict=True):
-        terms = dict(stage.memory)
+        terms = dict(stage.memory_bytes)
         del terms["activations"], terms["working"]
         assert set(terms) == {"weights", "gradients", "optimizer"}
         assert sum(terms.values()) == static
@@ -149,7 +149,7 @@ def test_what_fsdp2_gathers_stays_under_a_pipeline(
 
 
 def shard_of(traits: ExecutionTraits, execution: Execution = PLAIN, **dims: int) -> LayerShard:
-    grid = Grid(
+    grid = PartialLayout(
         dims=ParallelDims(**dims),
         global_batch_size=64,
         micro_batch_size=1,
@@ -207,7 +207,7 @@ def test_a_price_does_not_depend_on_what_was_priced_before(model: str) -> None:
         moe_flex_dispatcher_backend=FlexBackend.HYBRIDEP,
     )
     grids = [
-        Grid(
+        PartialLayout(
             dims=ParallelDims(data_parallel_size=64, expert_model_parallel_size=experts),
             global_batch_size=1024,
             micro_batch_size=2,
@@ -218,10 +218,14 @@ def test_a_price_does_not_depend_on_what_was_priced_before(model: str) -> None:
         for experts in (1, 8, 32)
     ]
     partition = uniform_partition(spec, 1)
-    alone = [estimate(CostModel(spec, cluster, CostSettings()), g, partition) for g in grids]
+    alone = [
+        estimate(CostModel(spec, cluster, CostSettings()), g.with_stages(partition)) for g in grids
+    ]
     for order in (1, -1):
         together = CostModel(spec, cluster, CostSettings())
-        assert [estimate(together, g, partition) for g in grids[::order]] == alone[::order]
+        assert [estimate(together, g.with_stages(partition)) for g in grids[::order]] == alone[
+            ::order
+        ]
 
 
 def test_a_stage_of_deepspeed_keeps_what_it_sent() -> None:
@@ -238,7 +242,7 @@ def test_inputs_of_layers_on_the_host_leave_two_of_them() -> None:
     runs = []
     for traits in (ExecutionTraits(), ExecutionTraits(offloads_layer_inputs=True)):
         model = CostModel(spec, catalogue.cluster("dgx_h100", 8), settings_of(traits))
-        grid = Grid(
+        grid = PartialLayout(
             dims=ParallelDims(data_parallel_size=8),
             global_batch_size=8,
             micro_batch_size=1,
@@ -405,7 +409,7 @@ def test_products_in_fp8_keep_their_inputs_in_fp8() -> None:
         (Precision.FP8, ExecutionTraits(fp8_inputs=False)),
     ):
         cost = CostModel(spec, catalogue.cluster("dgx_h100", 8), settings_of(traits, precision))
-        grid = Grid(
+        grid = PartialLayout(
             dims=ParallelDims(data_parallel_size=8),
             global_batch_size=8,
             micro_batch_size=1,

@@ -23,7 +23,7 @@ from nest_megatron.cost_model.memory import capacity_bytes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.execution import Execution, FlexBackend, TokenDispatcher
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.units import GIB
 from tests import catalogue
@@ -82,7 +82,7 @@ EXPERTS = catalogue.model("deepseek_v3")
 
 def exchanged(ranks: int, execution: Execution, node: int = 8) -> int:
     """What exchanging the tokens of so many ranks takes, in nodes of so many GPUs."""
-    grid = Grid(
+    grid = PartialLayout(
         dims=ParallelDims(data_parallel_size=64, expert_model_parallel_size=ranks),
         global_batch_size=64,
         micro_batch_size=1,
@@ -116,7 +116,7 @@ def test_other_dispatchers_have_no_buffers_of_an_all_to_all() -> None:
 
 def test_user_buffers_hold_a_micro_batch_for_each_product() -> None:
     spec = catalogue.model("llama3_70b")
-    plain = Grid(
+    plain = PartialLayout(
         dims=ParallelDims(tensor_model_parallel_size=4, context_parallel_size=2),
         global_batch_size=8,
         micro_batch_size=2,

@@ -8,7 +8,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.unit_cost import optimizer_step
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import estimate_plan
@@ -28,11 +28,11 @@ def times(*timings: Timing, imported: bool = False) -> LayerTimes:
 
 def optimizer_s(found: LayerTimes | None, zero: ZeroStage) -> float:
     dims = ParallelDims(tensor_model_parallel_size=4, data_parallel_size=2)
-    grid = Grid(
+    grid = PartialLayout(
         dims=dims, global_batch_size=8, micro_batch_size=1, sequence_parallel=True, zero=zero
     )
     whole = StagePartition(boundaries=(0, len(SPEC.layer_kinds())), pipeline_model_parallel_size=1)
-    plan = estimate_plan(SPEC, CLUSTER, SETTINGS, grid, whole, found)
+    plan = estimate_plan(SPEC, CLUSTER, SETTINGS, grid.with_stages(whole), found)
     return plan.predicted.terms["optimizer"]
 
 

@@ -11,9 +11,9 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.layout import uniform_partition
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.rules import allows_interleaving
+from nest_megatron.parallel.stage_layout import uniform_partition
 from tests import catalogue
 
 P, V = 4, 4
@@ -33,8 +33,10 @@ def test_the_price_lies_close_to_its_rounds(microbatches: int, group: int) -> No
 
     def step(size: int, settings: CostSettings) -> tuple[float, int]:
         model = CostModel(spec, catalogue.cluster("dgx_h100", 8), settings)
-        grid = Grid(dims=dims, global_batch_size=size, micro_batch_size=1, sequence_parallel=True)
-        found = estimate(model, grid, uniform_partition(spec, P, V))
+        grid = PartialLayout(
+            dims=dims, global_batch_size=size, micro_batch_size=1, sequence_parallel=True
+        )
+        found = estimate(model, grid.with_stages(uniform_partition(spec, P, V)))
         assert sum(found.terms.values()) == pytest.approx(found.iteration_time_s, rel=1e-6)
         return found.iteration_time_s, max(each.peak_memory_bytes for each in found.stages)
 

@@ -22,9 +22,9 @@ BLOCK = Recompute(granularity=RecomputeGranularity.FULL, method=RecomputeMethod.
 @pytest.mark.parametrize("shape", [(4, 1), (8, 4), (64, 1)])
 def test_equal_chunks_cost_what_each_costs(shape: tuple[int, int], recompute: Recompute) -> None:
     plan = hand_plan(*shape)
-    grid = dataclasses.replace(plan.grid(), recompute=recompute)
+    grid = dataclasses.replace(plan.layout, recompute=recompute)
     problem = stage_problem(CostModel(plan.model, plan.cluster, CostSettings()), grid)
-    boundaries = plan.partition().boundaries
+    boundaries = plan.layout.partition.boundaries
     each = [chunk_cost(problem, first, end) for first, end in pairwise(boundaries)]
     assert chunks_of(problem, boundaries) == each
 
@@ -32,7 +32,7 @@ def test_equal_chunks_cost_what_each_costs(shape: tuple[int, int], recompute: Re
 def test_a_job_with_other_figures_builds_no_layer_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """And costs what it does by itself."""
     plan, settings = searched_plan(), CostSettings()
-    grid, boundaries = plan.grid(), plan.partition().boundaries
+    grid, boundaries = plan.layout, plan.layout.partition.boundaries
     model = CostModel(plan.model, plan.cluster, settings)
     evaluate(stage_problem(model, grid), boundaries)
     device = dataclasses.replace(

@@ -58,12 +58,12 @@ def ran(found: ParallelPlan, factor: float, **fields: object) -> RunRecord:
     asked = request(f"cluster.num_gpus={found.cluster.num_gpus}")
     model = asked.cost_model()
     step_s = found.predicted.iteration_time_s
-    known = predictive(model, found.grid(), found.partition(), step_s)
+    known = predictive(model, found.layout, step_s)
     record = run_record(
         plan=found.provenance.checksum,
         job=job_key(found),
         cluster=cluster_key(found),
-        grid=found.grid(),
+        grid=found.layout,
         predicted=dataclasses.replace(
             run_record().predicted,
             step_s=step_s,
@@ -275,7 +275,7 @@ def test_a_plan_knows_of_its_own_runs(sites: SiteCalibration) -> None:
 def test_a_job_of_a_plan_is_that_of_its_run(plans: list[ParallelPlan]) -> None:
     (found,) = calibrations([ran(plans[0], 1.0)], TODAY)
     asked = request("cluster.num_gpus=16")
-    assert job_of(asked.cost_model(), plans[0].grid()) == found.runs[0].job
+    assert job_of(asked.cost_model(), plans[0].layout) == found.runs[0].job
 
 
 def test_no_plan_is_worth_less_than_the_bound(sites: SiteCalibration) -> None:
@@ -339,7 +339,7 @@ def with_peak(record: RunRecord, found: ParallelPlan, factor: float | None) -> R
     predicted = dataclasses.replace(
         record.predicted,
         peak_terms=highest.memory_bytes,
-        allocatable_bytes=allocatable(model, found.grid()),
+        allocatable_bytes=allocatable(model, found.layout),
     )
     if factor is None:
         return dataclasses.replace(
@@ -410,7 +410,7 @@ def test_a_plan_that_ran_out_of_memory_is_not_chosen_where_another_fits(
     assert (known.runs, len(known.peaks), known.num_jobs) == ((), 1, 1)
     site_file.write_site(known, site_file.site_path(known.cluster, known.accelerator))
     found = planned(*job)
-    assert found.grid() != first.grid()
+    assert found.layout != first.layout
     assert found.uncertainty is not None
     assert found.uncertainty.out_of_memory < 0.2
     assert found.provenance.site is not None

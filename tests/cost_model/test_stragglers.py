@@ -14,8 +14,8 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stragglers import slowest, straggler_wait
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.layout import uniform_partition
+from nest_megatron.parallel.layout import PartialLayout
+from nest_megatron.parallel.stage_layout import uniform_partition
 from tests import catalogue
 
 OFF = CostSettings(straggler_delay_s=0.0)
@@ -26,13 +26,15 @@ def step(num_gpus: int, settings: CostSettings, **degrees: int) -> dict[str, flo
     sizes = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 8} | degrees
     dims = ParallelDims(data_parallel_size=num_gpus // math.prod(sizes.values()), **sizes)
     batch = 64 * dims.data_parallel_size
-    grid = Grid(dims=dims, global_batch_size=batch, micro_batch_size=1, sequence_parallel=True)
+    grid = PartialLayout(
+        dims=dims, global_batch_size=batch, micro_batch_size=1, sequence_parallel=True
+    )
     spec = catalogue.model("gpt3_175b")
     model = CostModel(spec, catalogue.cluster("dgx_h100", num_gpus), settings)
     stages = uniform_partition(
         spec, dims.pipeline_model_parallel_size, 1, account_embedding=False, account_loss=False
     )
-    found = estimate(model, grid, stages)
+    found = estimate(model, grid.with_stages(stages))
     return {**found.terms, "all": found.iteration_time_s}
 
 

@@ -227,7 +227,7 @@ def test_what_megatron_refuses_on_a_layout_is_not_priced(words: list[str], overl
         )
     )
     plan, _ = estimate_layout(composed)
-    assert plan.execution.overlap_moe_expert_parallel_comm is overlaps
+    assert plan.layout.execution.overlap_moe_expert_parallel_comm is overlaps
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)

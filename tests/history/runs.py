@@ -15,7 +15,7 @@ from nest_megatron.history.records import (
     RunRecord,
 )
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 
 MEASURED = Measured(
     step_times_s=(9.0, 2.0, 2.2, 2.1, 2.3),
@@ -54,7 +54,9 @@ def run_record(**fields: Any) -> RunRecord:
             gpus_per_node=2,
         ),
         versions={"torch": "2.13.0", "nest-megatron": "0.1"},
-        grid=Grid(dims=dims, global_batch_size=128, micro_batch_size=1, sequence_parallel=True),
+        grid=PartialLayout(
+            dims=dims, global_batch_size=128, micro_batch_size=1, sequence_parallel=True
+        ),
         pipeline_model_parallel_layout="Et*16|t*16L",
         predicted=Predicted(
             step_s=2.0,

@@ -19,7 +19,6 @@ from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.model.variant import ModelVariant
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
-from nest_megatron.parallel.layout import parse_layout, uniform_partition
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import (
     Recompute,
@@ -28,6 +27,7 @@ from nest_megatron.parallel.recompute import (
     RecomputeModule,
 )
 from nest_megatron.parallel.rules import LaunchRequest
+from nest_megatron.parallel.stage_layout import parse_layout, uniform_partition
 from nest_megatron.parallel.zero import ZeroStage
 from tests.contract.hand_models import BERT, DEEPSEEK, GPT_OSS, LLAMA, MIXTRAL, NEMOTRON, T5
 

@@ -51,13 +51,13 @@ def compared(command: str, *words: str) -> tuple[CommandPlan, BeforeAfter]:
 
 def test_a_command_is_priced_as_it_is_typed() -> None:
     plan = typed(DENSE)
-    chosen = plan.parallel
-    assert (chosen.tensor_model_parallel_size, chosen.pipeline_model_parallel_size) == (4, 2)
-    assert (chosen.data_parallel_size, plan.train.micro_batch_size) == (2, 1)
-    assert chosen.sequence_parallel
-    assert chosen.use_distributed_optimizer
-    assert not chosen.overlap_grad_reduce
-    assert not chosen.overlap_param_gather
+    chosen = plan.arguments
+    assert (chosen["tensor_model_parallel_size"], chosen["pipeline_model_parallel_size"]) == (4, 2)
+    assert (chosen["data_parallel_size"], plan.layout.micro_batch_size) == (2, 1)
+    assert chosen["sequence_parallel"]
+    assert chosen["use_distributed_optimizer"]
+    assert not chosen["overlap_grad_reduce"]
+    assert not chosen["overlap_param_gather"]
     assert plan.launch["megatron_lm"].argv == tuple(DENSE.split("pretrain_gpt.py ")[1].split())
     assert plan.provenance.framework_version == "0.16.1"
 
@@ -76,7 +76,7 @@ def test_gathered_weights_are_hidden_where_that_is_asked_for() -> None:
     both = typed(DENSE + "--overlap-grad-reduce --overlap-param-gather")
     steps = [each.predicted.iteration_time_s for each in (both, reduced, exposed)]
     assert steps == sorted(set(steps))
-    assert not reduced.parallel.overlap_param_gather
+    assert not reduced.arguments["overlap_param_gather"]
     assert plan_file.load(plan_file.dump(reduced)) == reduced
     _, compare = compared(DENSE + "--overlap-grad-reduce")
     assert compare.changes is not None
@@ -103,7 +103,7 @@ def test_fsdp_overlaps_so_much_by_itself(strategy: str, asked: str) -> None:
 
 def test_without_the_distributed_optimizer_every_replica_keeps_all() -> None:
     plan = typed(DENSE.replace("--use-distributed-optimizer ", ""))
-    assert not plan.parallel.use_distributed_optimizer
+    assert not plan.layout.shards_optimizer
     assert plan.predicted.peak_memory_bytes > typed(DENSE).predicted.peak_memory_bytes
 
 
@@ -111,7 +111,7 @@ def test_experts_have_megatrons_own_dispatcher() -> None:
     assert typed(EXPERTS).execution.moe_token_dispatcher_type == "allgather"
     flag = "--moe-token-dispatcher-type alltoall"
     assert typed(EXPERTS + flag).execution.moe_token_dispatcher_type == "alltoall"
-    assert typed(EXPERTS).parallel.expert_tensor_parallel_size == 4  # as tensor parallelism
+    assert typed(EXPERTS).layout.dims.expert_tensor_parallel_size == 4  # as tensor parallelism
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pickle
 import zipfile
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ import pytest
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm import checkpoint
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, read_checkpoint
-from nest_megatron.parallel.prediction import ParallelChoice
+from nest_megatron.parallel.arguments import LAYOUT_ARGUMENTS
 
 OLD, NEW = "0.16.1", "0.20"
 _SIZES = {"tp": "tensor_model", "pp": "pipeline_model", "vpp": "virtual_pipeline_model"}
@@ -62,12 +62,12 @@ def arguments(**short: Any) -> Namespace:
     return Namespace(**{SHORT.get(name, name): value for name, value in plain.items()})
 
 
-def choice(**short: Any) -> ParallelChoice:
+def choice(**short: Any) -> dict[str, Any]:
     """A plan's choice: one rank with the distributed optimizer, unless said."""
-    names: dict[str, Any] = dict.fromkeys((f.name for f in fields(ParallelChoice)), None)
+    names: dict[str, Any] = dict.fromkeys(LAYOUT_ARGUMENTS)
     names |= dict.fromkeys((SHORT[n] for n in ("tp", "pp", "cp", "dp", "ep", "etp")), 1)
     plain = {"fsdp": False, "dist": True, "overlap": True, **short}
-    return ParallelChoice(**names | {SHORT[name]: value for name, value in plain.items()})
+    return names | {SHORT[name]: value for name, value in plain.items()}
 
 
 def start(base: Path, tracker: str = "7") -> Path:

@@ -92,12 +92,12 @@ def test_recipes_recompute_no_whole_layer_beside_graphs(fields: dict[str, Any]) 
         plan, _ = nemo.auto_recipe(
             recipe, cluster="dgx_h100", overrides=ALONE, vocab_size=spec.vocab_size
         )
-        assert plan.parallel.recompute_granularity == "full"
+        assert plan.arguments["recompute_granularity"] == "full"
         size = "cluster.num_gpus=8"
         plan, _ = megatron_bridge.auto_recipe(
             cfg, cluster="dgx_h100", overrides=[*ALONE, size], environment={}
         )
-        assert plan.parallel.recompute_granularity == "full"
+        assert plan.arguments["recompute_granularity"] == "full"
 
     if not fields:
         planned()

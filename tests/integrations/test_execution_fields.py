@@ -178,14 +178,14 @@ def test_a_job_is_carried_out_as_its_plan_was_priced(
     plan = PLANS[name]()
     job = adapter.job(plan, own)
     before = copy.deepcopy(job)
-    lacking = [field for field in NEMO_LACKS if getattr(plan.execution, field)]
+    lacking = [field for field in NEMO_LACKS if getattr(plan.layout.execution, field)]
     if isinstance(adapter, Nemo) and lacking:
         with pytest.raises(UserInputError, match="NeMo"):
             adapter.apply(job, plan)
         assert job == before
         return
     changes = adapter.apply(job, plan)
-    assert carried_out(adapter.read(job)) == plan.execution
+    assert carried_out(adapter.read(job)) == plan.layout.execution
     assert all(change.reason for change in changes)
     assert len({change.field for change in changes}) == len(changes)
     assert adapter.apply(job, plan) == ()
@@ -200,7 +200,7 @@ def test_what_is_left_to_the_job_is_its_own(adapter: Bridge | Nemo, name: str) -
             adapter.apply(adapter.job(plan, {}), plan)
     job = adapter.job(plan, own)
     assert not any(field in change.field for change in adapter.apply(job, plan) for field in own)
-    assert carried_out(adapter.read(job)) == plan.execution
+    assert carried_out(adapter.read(job)) == plan.layout.execution
     adapter.apply(job, laid_out())
     assert carried_out(adapter.read(job)) == PLAIN
 
@@ -218,9 +218,9 @@ def test_choices_are_searched_written_and_kept(adapter: Bridge | Nemo) -> None:
     plan = laid_out("mixtral_8x7b", ep=8)
     job = adapter.job(plan, {"moe_token_dispatcher_type": "alltoall"})
     found, changes = auto(adapter, job)
-    assert found.execution.moe_permute_fusion
-    assert found.execution.moe_router_fusion
-    assert carried_out(adapter.read(job)) == found.execution
+    assert found.layout.execution.moe_permute_fusion
+    assert found.layout.execution.moe_router_fusion
+    assert carried_out(adapter.read(job)) == found.layout.execution
     (line,) = (change for change in changes if change.field.endswith(".moe_permute_fusion"))
     assert (line.before, line.after) == (False, True)
     assert "one kernel" in line.reason
@@ -231,7 +231,7 @@ def test_choices_are_searched_written_and_kept(adapter: Bridge | Nemo) -> None:
     ):
         kept_job = adapter.job(plan, {"moe_token_dispatcher_type": "alltoall"})
         kept, changes = auto(adapter, kept_job, *words, **settings)
-        assert not kept.execution.moe_permute_fusion
+        assert not kept.layout.execution.moe_permute_fusion
         assert not any("moe_permute_fusion" in change.field for change in changes)
 
 
@@ -240,9 +240,9 @@ def test_a_dispatcher_is_chosen_where_its_package_is_said_to_be() -> None:
     plan = laid_out("mixtral_8x7b", ep=8)
     job = adapter.job(plan, {"moe_token_dispatcher_type": "alltoall"})
     found, _ = auto(adapter, job, *_FIXED, "search.packages=[hybrid_ep]")
-    backend = found.execution.moe_flex_dispatcher_backend
+    backend = found.layout.execution.moe_flex_dispatcher_backend
     assert backend in (None, FlexBackend.HYBRIDEP)
-    assert carried_out(adapter.read(job)) == found.execution
+    assert carried_out(adapter.read(job)) == found.layout.execution
     if backend is not None:
         assert job.model.moe_token_dispatcher_type == "flex"
         assert job.model.moe_flex_dispatcher_backend == "hybridep"
@@ -256,9 +256,9 @@ def test_user_buffers_need_the_callback_that_makes_them() -> None:
     assert "tp_comm_overlap" in nemo.read_recipe(with_callback).can_state
     keep = "parallel.tensor_model_parallel_size=4"
     found, _ = auto(ADAPTERS["NeMo"], bare, keep)
-    assert not found.execution.tp_comm_overlap
+    assert not found.layout.execution.tp_comm_overlap
     found, _ = auto(ADAPTERS["NeMo"], with_callback, keep)
-    assert found.execution.tp_comm_overlap
+    assert found.layout.execution.tp_comm_overlap
     assert with_callback.trainer.callbacks[0].tp_comm_overlap is True
 
 
@@ -288,7 +288,7 @@ def test_a_field_of_a_later_release_is_neither_meant_nor_chosen() -> None:
     cfg.model = model
     assert "moe_router_fusion" not in megatron_bridge.read_recipe(cfg, environment={}).can_state
     found, _ = auto(ADAPTERS["Megatron-Bridge"], cfg)
-    assert not found.execution.moe_router_fusion
+    assert not found.layout.execution.moe_router_fusion
     fused = laid_out("mixtral_8x7b", ep=8, execution=Execution(moe_router_fusion=True))
     with pytest.raises(UserInputError, match="no such field"):
         megatron_bridge.apply_plan(cfg, fused, environment={})
@@ -321,7 +321,7 @@ def test_the_callback_for_deepep_is_read_kept_and_taken_out() -> None:
     assert "replace" in changed["trainer.callbacks"].reason
     assert recipe.trainer.callbacks == [MegatronCommOverlapCallback()]
     assert recipe.model.config.moe_token_dispatcher_type == "alltoall"
-    assert carried_out(nemo.read_recipe(recipe)) == other.execution
+    assert carried_out(nemo.read_recipe(recipe)) == other.layout.execution
 
 
 def test_deepep_gives_way_where_it_cannot_run() -> None:
@@ -331,13 +331,13 @@ def test_deepep_gives_way_where_it_cannot_run() -> None:
     recipe.trainer.callbacks = [DeepEPCallback()]  # which does nothing on Blackwell
     recipe.model.config.moe_token_dispatcher_type = "alltoall"
     found, _ = nemo.auto_recipe(recipe, cluster="gb200_nvl72", overrides=words)
-    assert found.execution.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL
+    assert found.layout.execution.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL
     cfg = bridge_config(plan.model)
     with_own(cfg.model, {"moe_token_dispatcher_type": "flex"})
     found, changes = megatron_bridge.auto_recipe(
         cfg, cluster="gb200_nvl72", overrides=[*words, *_GPUS], environment={}
     )
-    assert found.execution.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL
+    assert found.layout.execution.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL
     assert "model.moe_token_dispatcher_type" in [change.field for change in changes]
 
 
@@ -398,7 +398,7 @@ def test_a_dispatcher_that_gathers_all_tokens_may_go_without_any_package() -> No
     job = adapter.job(laid_out("mixtral_8x7b", ep=8), {})
     assert job.model.moe_token_dispatcher_type == "allgather"
     found, _ = auto(adapter, job, "parallel.expert_model_parallel_size=8")
-    assert found.execution.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL
+    assert found.layout.execution.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL
     assert job.model.moe_token_dispatcher_type == "alltoall"
 
 

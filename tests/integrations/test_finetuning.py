@@ -76,10 +76,10 @@ def _planned(cfg: Any, **settings: Any) -> ParallelPlan:
 
 
 def test_a_micro_batch_is_one_pack() -> None:
-    assert _planned(_bridge(seq_length=1024)).train.micro_batch_size > 1
+    assert _planned(_bridge(seq_length=1024)).layout.micro_batch_size > 1
     packed = _bridge(seq_length=1024, packed_sequence_specs=PaddedSequenceSpecs(1024))
-    assert _planned(packed).train.micro_batch_size == 1
-    assert _planned(_bridge(seq_length=1024, packing_buffer_size=8)).train.micro_batch_size == 1
+    assert _planned(packed).layout.micro_batch_size == 1
+    assert _planned(_bridge(seq_length=1024, packing_buffer_size=8)).layout.micro_batch_size == 1
 
 
 def test_a_pack_is_as_long_as_it_is_said_to_be() -> None:
@@ -92,8 +92,8 @@ def test_packs_of_one_batch_keep_its_size() -> None:
     cfg = _bridge(seq_length=1024, pack_sequences_in_batch=True)
     with pytest.raises(UserInputError, match=r"dataset.pack_sequences_in_batch.*two sequences"):
         _planned(cfg)
-    cfg.train.micro_batch_size = 4
-    assert _planned(cfg).train.micro_batch_size == 4
+    cfg.layout.micro_batch_size = 4
+    assert _planned(cfg).layout.micro_batch_size == 4
 
 
 def test_samples_of_other_lengths_get_no_user_buffers() -> None:
@@ -112,7 +112,7 @@ def test_samples_of_other_lengths_get_no_user_buffers() -> None:
 
 def test_another_micro_batch_than_the_data_need_is_refused_with_the_reason() -> None:
     cfg = _bridge(packed_sequence_specs=PaddedSequenceSpecs(2048))
-    cfg.train.micro_batch_size = 2
+    cfg.layout.micro_batch_size = 2
     with pytest.raises(UserInputError, match="the data needs 1: a micro batch is one pack"):
         _planned(cfg, keep=["micro_batch_size"])
 
@@ -138,14 +138,14 @@ def test_packs_of_nemo_keep_the_jobs_context_parallelism() -> None:
     recipe.data = FineTuningDataModule()
     recipe.model.config.calculate_per_token_loss = False
     plan, _ = nemo.auto_recipe(recipe, cluster="dgx_h100", vocab_size=128_256)
-    assert plan.train.micro_batch_size == plan.parallel.context_parallel_size == 1
+    assert plan.layout.micro_batch_size == plan.layout.dims.context_parallel_size == 1
 
 
 @pytest.mark.parametrize("field_name", ["pretrained_checkpoint", "load"])
 def test_what_bridge_restores_keeps_megatron_fsdp_away(field_name: str) -> None:
     cfg = _bridge()
     setattr(cfg.checkpoint, field_name, "/elsewhere")
-    assert _planned(cfg, free=["all"]).parallel.use_megatron_fsdp is False
+    assert _planned(cfg, free=["all"]).arguments["use_megatron_fsdp"] is False
     with pytest.raises(UserInputError, match="checkpoint to be loaded needs False: Megatron-FSDP"):
         _planned(cfg, free=["all"], overrides=["parallel.zero_stage=3"])
 
@@ -196,7 +196,7 @@ def test_what_nemo_restores_keeps_megatron_fsdp_away(resume: dict[str, Any]) -> 
     recipe.resume = SimpleNamespace(**resume)
     assert read_notes(recipe)[-1].startswith("The job restores ")
     plan, _ = nemo.auto_recipe(recipe, cluster="dgx_h100", vocab_size=128_256, free=["all"])
-    assert plan.parallel.use_megatron_fsdp is False
+    assert plan.layout.uses_megatron_fsdp is False
 
 
 def read_notes(recipe: Any) -> tuple[str, ...]:

@@ -17,11 +17,11 @@ from nest_megatron.integrations.megatron_lm.write import model_argv, parallel_ar
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import is_uniform, layout_string, parse_layout
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE
 from nest_megatron.parallel.rules import LaunchRequest, mtp_chunk
+from nest_megatron.parallel.stage_layout import is_uniform, layout_string, parse_layout
 from nest_megatron.planner import PlanRequest, plan
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
@@ -169,10 +169,10 @@ def test_plans_have_stages_that_the_release_builds(version: str) -> None:
     )
     assert isinstance(found, ParallelPlan)
     if pattern:
-        assert is_uniform(spec, found.partition())
+        assert is_uniform(spec, found.layout.partition)
     else:
-        assert found.parallel.pipeline_model_parallel_layout.endswith("/*E")
-        assert mtp_chunk(spec, found.partition()) == found.partition().num_chunks - 1
+        assert found.arguments["pipeline_model_parallel_layout"].endswith("/*E")
+        assert mtp_chunk(spec, found.layout.partition) == found.layout.partition.num_chunks - 1
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_an_estimate_is_judged_by_the_rules_of_its_own_release() -> None:
     words = ["model=nemotron_h_8b", "cluster=dgx_h100", "cluster.num_gpus=8"]
     words += [f"parallel.{name}_model_parallel_size=2" for name in ("pipeline", "virtual_pipeline")]
     new = compose(parse([*words, "target=megatron_lm_0.20"]))
-    assert estimate_layout(new)[0].parallel.virtual_pipeline_model_parallel_size == 2
+    assert estimate_layout(new)[0].arguments["virtual_pipeline_model_parallel_size"] == 2
     old = compose(parse([*words, "target=megatron_lm_0.16.1"]))
     with pytest.raises(UserInputError, match="no virtual stages for hybrid models"):
         estimate_layout(old)

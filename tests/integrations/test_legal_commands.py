@@ -147,7 +147,7 @@ def test_a_typed_round_of_virtual_stages_stays(group: str, batch: str) -> None:
     command = command_of(flags)
     assert is_legal(command, "0.16.1")
     found = plan_command(command, compose(parse([*NODE, *NOMINAL])), free=[], version="0.16.1").plan
-    assert found.parallel.virtual_pipeline_model_parallel_size == 3
+    assert found.arguments["virtual_pipeline_model_parallel_size"] == 3
     argv = found.launch[LAUNCHER].argv
     assert argv[argv.index(flag) + 1] == group
 

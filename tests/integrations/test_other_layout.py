@@ -80,17 +80,17 @@ def test_the_other_layout_is_priced_as_estimate_prices_it(explained: Explanation
         micro_batch_size=1,
     )
     found = explained.versus(f"{words},recompute=none").record.other
-    assert found.parallel.data_parallel_size == priced.parallel.data_parallel_size
+    assert found.layout.dims.data_parallel_size == priced.layout.dims.data_parallel_size
     assert (
         found.predicted.stages[0].memory_bytes["weights"]
         == (priced.predicted.stages[0].memory_bytes["weights"])
     )
-    overlaps = found.execution.tp_comm_overlap  # as plans have it, and an estimate has not
+    overlaps = found.layout.execution.tp_comm_overlap  # as plans have it, and an estimate has not
     assert overlaps != priced.record.execution.tp_comm_overlap
 
 
 def test_the_plan_against_itself_is_no_difference(explained: Explanation) -> None:
-    size = explained.plan.parallel.tensor_model_parallel_size
+    size = explained.plan.layout.dims.tensor_model_parallel_size
     found = explained.versus(f"tp={size}").record
     assert found.difference.seconds == 0
     assert set(found.memory.values()) == {0}
@@ -148,9 +148,9 @@ def test_an_illegal_layout_has_a_rule_and_a_legal_neighbour() -> None:
     nearest = found.record.nearest
     assert nearest is not None
     assert found.record.changed == ("expert_model_parallel_size",)
-    assert nearest.parallel.tensor_model_parallel_size == 8
-    assert nearest.parallel.pipeline_model_parallel_size == 4
-    assert nearest.parallel.expert_model_parallel_size == 8
+    assert nearest.layout.dims.tensor_model_parallel_size == 8
+    assert nearest.layout.dims.pipeline_model_parallel_size == 4
+    assert nearest.layout.dims.expert_model_parallel_size == 8
     assert nearest.predicted.fits
     assert "EP 16 -> 8" in str(found)
 
@@ -181,7 +181,7 @@ def test_a_legal_layout_says_what_it_loses(explained: Explanation) -> None:
     versus = found.record.versus
     assert versus is not None
     assert versus.other.predicted.fits
-    assert versus.other.parallel.tensor_model_parallel_size == 8
+    assert versus.other.layout.dims.tensor_model_parallel_size == 8
     assert versus.difference.seconds > 0
     assert "legal and fits, but" in str(found)
     assert found.record.nearest is None

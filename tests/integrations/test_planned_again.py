@@ -83,19 +83,19 @@ def test_planned_again_unchanged_it_is_the_same(path: Path) -> None:
     first, more = what_if(path, memory="141GB").variants
     assert first.row.plan is not None
     assert more.row.plan is not None
-    for part in ("model", "parallel", "train", "execution", "placement", "predicted", "choice"):
+    for part in ("model", "layout", "train", "placement", "predicted", "choice"):
         assert getattr(first.row.plan, part) == getattr(plan, part), part
     assert first.kept is not None
     assert first.kept.predicted == plan.predicted
     for found in (plan, more.row.plan):
-        assert found.parallel.tensor_model_parallel_size == 2, "what it keeps stays"
-        assert not found.execution.moe_permute_fusion
+        assert found.layout.dims.tensor_model_parallel_size == 2, "what it keeps stays"
+        assert not found.layout.execution.moe_permute_fusion
 
 
 def test_what_is_typed_wins_over_what_was_kept(path: Path) -> None:
     _, changed = what_if(path, parallel__tensor_model_parallel_size=4).variants
     assert changed.row.plan is not None
-    assert changed.row.plan.parallel.tensor_model_parallel_size == 4
+    assert changed.row.plan.layout.dims.tensor_model_parallel_size == 4
 
 
 def test_the_defaults_of_what_a_file_need_not_say_are_those_of_the_settings() -> None:

@@ -61,7 +61,7 @@ def micro_batches(request: PlanRequest) -> set[int]:
 def test_a_layout_outside_the_limits_is_a_point_of_the_space() -> None:
     request = of_command(WORDS)
     assert request.present is not None
-    assert request.present.grid.micro_batch_size == 24
+    assert request.present.layout.micro_batch_size == 24
     assert {1, 2, 4, 8, 24} == micro_batches(request)
     limited = of_command(WORDS, "search.max_micro_batch_size=4")
     assert limited.present == request.present
@@ -71,7 +71,7 @@ def test_a_layout_outside_the_limits_is_a_point_of_the_space() -> None:
 def test_recomputation_that_is_not_tried_by_itself_is_added() -> None:
     request = of_command(f"{WORDS} --recompute-granularity selective")
     assert request.present is not None
-    own = request.present.grid.recompute
+    own = request.present.layout.recompute
     assert own.granularity is RecomputeGranularity.SELECTIVE
     grids = GridSpace(request.cost_model(), request.global_batch_size, request.space)
     assert own in grids.recompute_settings(next(iter(grids.shards())))
@@ -85,7 +85,7 @@ def test_what_is_fixed_otherwise_is_no_present_layout() -> None:
 def test_a_setting_that_overrides_a_flag_is_what_runs_today() -> None:
     present = of_command(WORDS, "train.micro_batch_size=2").present
     assert present is not None
-    assert present.grid.micro_batch_size == 2
+    assert present.layout.micro_batch_size == 2
 
 
 def test_a_policy_holds_for_what_runs_today(
@@ -116,7 +116,7 @@ def test_a_command_is_kept_where_it_wins_and_time_does_not_matter(seconds: str) 
     assert today is not None
     assert today.before is not None
     assert own.is_kept
-    assert found.train.micro_batch_size == 24
+    assert found.layout.micro_batch_size == 24
     step_s = found.predicted.iteration_time_s
     assert step_s == own.iteration_time_s == today.before.predicted.iteration_time_s
     assert "keep what you have" in present_words(found.record)
@@ -235,7 +235,7 @@ def test_tensor_parallelism_without_sequence_parallelism_is_kept() -> None:
     recipe = llama()
     recipe.trainer.strategy.sequence_parallel = False
     plan, _ = nemo.auto_recipe(recipe, cluster="dgx_h100", keep=["all"], vocab_size=128_256)
-    assert plan.parallel.sequence_parallel is False
+    assert plan.layout.sequence_parallel is False
     assert of_recipe(recipe).space.sequence_parallel
 
 
@@ -248,7 +248,7 @@ def test_stages_that_a_recipe_states_stay_in_its_own_words() -> None:
     recipe.model.config.recompute_granularity = "selective"
     recipe.model.config.recompute_modules = ["mlp", "core_attn"]
     plan, changes = nemo.auto_recipe(recipe, cluster="dgx_h100", keep=["all"], vocab_size=128_256)
-    assert plan.partition().boundaries == (0, 18, plan.model.num_units)
+    assert plan.layout.partition.boundaries == (0, 18, plan.model.num_units)
     assert strategy.pipeline_model_parallel_layout is None
     assert strategy.num_layers_in_first_pipeline_stage == 17
     assert not [c for c in changes if "layout" in c.field or "recompute" in c.field]

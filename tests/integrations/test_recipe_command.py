@@ -68,9 +68,12 @@ def test_words_of_unknown_meaning_are_refused(words: str, told: str) -> None:
 
 def test_a_recipe_is_priced_as_it_is(command: str) -> None:
     found = nest_megatron.estimate_command(command, cluster="dgx_h100")
-    sizes = found.parallel.tensor_model_parallel_size, found.parallel.pipeline_model_parallel_size
-    assert (*sizes, found.parallel.data_parallel_size) == (4, 2, 2)
-    assert found.parallel.sequence_parallel
+    sizes = (
+        found.layout.dims.tensor_model_parallel_size,
+        found.layout.dims.pipeline_model_parallel_size,
+    )
+    assert (*sizes, found.layout.dims.data_parallel_size) == (4, 2, 2)
+    assert found.layout.sequence_parallel
     assert not found.record.launch
 
 
@@ -86,7 +89,7 @@ def test_a_recipe_is_planned_beside_what_it_is(command: str) -> None:
     assert kept.before is not None
     assert kept.before.before is not None
     assert kept.before.before.predicted == today.predicted
-    assert kept.parallel.tensor_model_parallel_size == 4
+    assert kept.layout.dims.tensor_model_parallel_size == 4
     framework = str(kept.record.provenance.framework)
     assert framework.startswith("NeMo" if command == NEMO else "Megatron-Bridge")
 
@@ -104,7 +107,7 @@ def test_changes_are_named_by_the_fields_of_the_recipe(command: str) -> None:
         names = [choice.name for change in table for choice in change.choices]
         assert tensor in names
         assert not {"tensor_model_parallel_size", "micro_batch_size"}.intersection(names)
-    changed = found.train.micro_batch_size != 1
+    changed = found.layout.micro_batch_size != 1
     assert changed == (micro in names)
     assert f"{tensor} 4 ->" in " ".join(str(found).split())
 

@@ -53,14 +53,14 @@ def test_a_rewritten_command_reads_back_as_the_plan(name: str) -> None:
     found = found_for(COMMANDS[name])
     argv = with_launch(found, command).launch[LAUNCHER].argv
     values = read_command([command.script, *argv]).values
-    chosen = found.parallel
-    assert values["tensor_model_parallel_size"] == chosen.tensor_model_parallel_size
-    assert values["pipeline_model_parallel_size"] == chosen.pipeline_model_parallel_size
-    assert values["context_parallel_size"] == chosen.context_parallel_size
-    assert values["pipeline_model_parallel_layout"] == chosen.pipeline_model_parallel_layout
-    assert values["micro_batch_size"] == found.train.micro_batch_size
-    assert values["sequence_parallel"] == chosen.sequence_parallel
-    assert values["use_distributed_optimizer"] == chosen.use_distributed_optimizer
+    chosen = found.arguments
+    assert values["tensor_model_parallel_size"] == chosen["tensor_model_parallel_size"]
+    assert values["pipeline_model_parallel_size"] == chosen["pipeline_model_parallel_size"]
+    assert values["context_parallel_size"] == chosen["context_parallel_size"]
+    assert values["pipeline_model_parallel_layout"] == chosen["pipeline_model_parallel_layout"]
+    assert values["micro_batch_size"] == found.layout.micro_batch_size
+    assert values["sequence_parallel"] == chosen["sequence_parallel"]
+    assert values["use_distributed_optimizer"] == chosen["use_distributed_optimizer"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -64,7 +64,7 @@ def tight(flags: str = "") -> str:
 
 def test_a_job_is_not_moved_to_megatron_fsdp() -> None:
     found, values = planned(job(WIDE))
-    assert not found.parallel.use_megatron_fsdp
+    assert not found.arguments["use_megatron_fsdp"]
     assert values["ckpt_format"] != "fsdp_dtensor"
 
 
@@ -79,7 +79,7 @@ def test_what_it_would_gain_is_said_with_what_it_needs() -> None:
 
 def test_it_is_taken_where_it_is_freed() -> None:
     found, values = planned(job(WIDE), "use_megatron_fsdp")
-    assert (found.parallel.use_megatron_fsdp, values["ckpt_format"]) == (True, "fsdp_dtensor")
+    assert (found.arguments["use_megatron_fsdp"], values["ckpt_format"]) == (True, "fsdp_dtensor")
     assert not any("Megatron-FSDP" in offer for offer in found.offers)
 
 
@@ -94,7 +94,7 @@ OWN_FSDP = (
 def test_a_job_that_comes_to_megatron_fsdp_gets_every_flag(version: str) -> None:
     """Measured on gloo: without the last one 0.20 trains with 16-bit gradients."""
     found, values = planned(job(WIDE), TO_FSDP, version)
-    assert found.parallel.use_megatron_fsdp
+    assert found.arguments["use_megatron_fsdp"]
     assert values["init_model_with_meta_device"] is True
     assert values["gradient_accumulation_fusion"] is False
     assert values["use_distributed_optimizer"] is True
@@ -109,7 +109,7 @@ def test_narrow_gradients_stay_narrow() -> None:
 def test_what_goes_only_without_it_is_taken_back() -> None:
     typed = "--use-cpu-initialization --check-weight-hash-across-dp-replicas-interval 10"
     found, values = planned(job(f"{WIDE} {typed}"), TO_FSDP, "0.20", "parallel.zero_stage=3")
-    assert found.parallel.use_megatron_fsdp
+    assert found.arguments["use_megatron_fsdp"]
     assert not values["use_cpu_initialization"]
     assert values["check_weight_hash_across_dp_replicas_interval"] is None
 
@@ -126,7 +126,7 @@ def test_what_one_release_cannot_is_taken_back_there(version: str) -> None:
     typed = "--num-distributed-optimizer-instances 2 --overlap-moe-expert-parallel-comm"
     command = job(f"{WIDE} {EXPERTS} {typed}")
     found, values = planned(command, TO_FSDP, version, "parallel.zero_stage=3")
-    assert found.parallel.use_megatron_fsdp
+    assert found.arguments["use_megatron_fsdp"]
     kept = version == "0.20"
     assert values["num_distributed_optimizer_instances"] == (2 if kept else 1)
     assert kept or not values["overlap_moe_expert_parallel_comm"]
@@ -138,7 +138,7 @@ def test_what_goes_only_with_it_is_taken_back() -> None:
     found, values = planned(
         job(flags), "use_megatron_fsdp,ckpt_format", "0.20", "parallel.zero_stage=1"
     )
-    assert not found.parallel.use_megatron_fsdp
+    assert not found.arguments["use_megatron_fsdp"]
     assert not values["init_model_with_meta_device"]
 
 
@@ -150,9 +150,9 @@ def test_its_own_fusion_is_its_own() -> None:
 
 def test_learned_positions_are_not_moved_to_it() -> None:
     learned = job(WIDE).replace("--position-embedding-type rope", "")
-    assert not planned(learned, TO_FSDP)[0].parallel.use_megatron_fsdp
+    assert not planned(learned, TO_FSDP)[0].arguments["use_megatron_fsdp"]
     found, values = planned(f"{learned} {OWN_FSDP}")
-    assert found.parallel.use_megatron_fsdp
+    assert found.arguments["use_megatron_fsdp"]
     assert not values["init_model_with_meta_device"]
 
 
@@ -165,8 +165,8 @@ def test_its_second_version_is_refused() -> None:
 def test_a_typed_checkpoint_format_is_freed_by_its_own_name() -> None:
     typed = job(WIDE + " --ckpt-format torch_dist")
     found, values = planned(typed, "use_megatron_fsdp")
-    assert (found.parallel.use_megatron_fsdp, values["ckpt_format"]) == (False, "torch_dist")
-    assert planned(typed, "use_megatron_fsdp,ckpt_format")[0].parallel.use_megatron_fsdp
+    assert (found.arguments["use_megatron_fsdp"], values["ckpt_format"]) == (False, "torch_dist")
+    assert planned(typed, "use_megatron_fsdp,ckpt_format")[0].arguments["use_megatron_fsdp"]
     assert planned(typed, "all")[1]["ckpt_format"] in ("torch_dist", "fsdp_dtensor")
 
 
@@ -193,7 +193,7 @@ def test_a_format_that_the_sharding_cannot_save_is_refused(
 
 def test_our_own_setting_asks_for_it() -> None:
     found, _ = planned(job(WIDE), "", "0.16.1", "parallel.zero_stage=3")
-    assert found.parallel.data_parallel_sharding_strategy == "optim_grads_params"
+    assert found.arguments["data_parallel_sharding_strategy"] == "optim_grads_params"
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
@@ -203,11 +203,11 @@ def test_a_job_is_not_moved_away_from_megatron_fsdp(strategy: str) -> None:
         "--ckpt-format fsdp_dtensor --use-distributed-optimizer"
     )
     found, values = planned(job(flags))
-    assert found.parallel.use_megatron_fsdp
+    assert found.arguments["use_megatron_fsdp"]
     assert values["use_megatron_fsdp"]
     assert values["data_parallel_sharding_strategy"] == strategy
-    assert found.parallel.pipeline_model_parallel_size == 1
-    assert found.grid().zero.name in {"optim": "OPTIMIZER", "optim_grads": "GRADIENTS"}.get(
+    assert found.layout.dims.pipeline_model_parallel_size == 1
+    assert found.layout.zero.name in {"optim": "OPTIMIZER", "optim_grads": "GRADIENTS"}.get(
         strategy, "WEIGHTS"
     )
 
@@ -218,7 +218,7 @@ def test_torch_fsdp2_stays() -> None:
     assert not values["use_distributed_optimizer"]
     assert not values["use_megatron_fsdp"]
     assert values["ckpt_format"] == "torch_dist"
-    assert int(found.grid().zero) == 3
+    assert int(found.layout.zero) == 3
     launch = with_launch(found).launch[LAUNCHER]
     assert launch.environment["CUDA_DEVICE_MAX_CONNECTIONS"] is None
 
@@ -315,10 +315,10 @@ def test_a_plan_without_new_choices_is_written_as_before() -> None:
 def test_what_a_release_makes_of_muon_is_the_plan(version: str) -> None:
     """0.20 clears ``use_distributed_optimizer`` and divides Muon's state by layers."""
     found, _ = planned(job("--optimizer muon"), "", version)
-    chosen, train = found.parallel, found.train
+    chosen, train = found.arguments, found.train
     names = (field.name for field in dataclasses.fields(chosen))
     args = Namespace(
-        **{name: getattr(chosen, name) for name in names} | {"use_distributed_optimizer": False},
+        **{name: chosen[name] for name in names} | {"use_distributed_optimizer": False},
         micro_batch_size=train.micro_batch_size,
         global_batch_size=train.global_batch_size,
         seq_length=train.seq_length,

@@ -15,7 +15,9 @@ from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.search_space import kept_flags
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.planner import plan
+from tests.altered import altered
 from tests.integrations.test_sharding import job
 
 #: Flags in every spelling, and the layout that Megatron makes of them.
@@ -53,7 +55,7 @@ def test_stages_stay_as_they_were_typed(flags: str, layout: str) -> None:
     argv = rewritten(found, command, kept).argv
     assert " ".join(flags.split()) in " ".join(argv).replace("'", "")
     assert argv.count("--pipeline-model-parallel-layout") == ("layout" in flags)
-    assert found.parallel.pipeline_model_parallel_layout == layout
+    assert found.arguments["pipeline_model_parallel_layout"] == layout
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_what_is_freed_changes() -> None:
     values = read_command(["s.py", *rewritten(found, command, kept).argv])
     assert values.values["pipeline_model_parallel_layout"]
     assert values.values["num_virtual_stages_per_pipeline_rank"] is None
-    assert found.parallel.virtual_pipeline_model_parallel_size == 2
+    assert found.arguments["virtual_pipeline_model_parallel_size"] == 2
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     _, kept, _ = asked(full, "recompute")
     assert not any("recompute" in name for name in kept)
@@ -94,11 +96,6 @@ def test_a_changed_flag_is_an_error_of_ours() -> None:
         require_kept(broken, command, found, kept)
     assert fault.value.exit_code == 70
     kept = {"recompute_activations"}
-    none = dataclasses.replace(
-        found,
-        parallel=dataclasses.replace(
-            found.parallel, recompute_granularity=None, recompute_modules=()
-        ),
-    )
+    none = altered(found, recompute=NO_RECOMPUTE)
     with pytest.raises(NestError, match="the recomputation is not none"):
         require_kept(rewrite, command, none, kept)

@@ -144,8 +144,8 @@ def test_the_best_plan_comes_first_then_what_is_near() -> None:
     ]
     for task in first:
         tp = task.shard.tensor_model_parallel_size
-        assert tp == plan.parallel.tensor_model_parallel_size
-        assert task.shard.micro_batch_size == plan.train.micro_batch_size
+        assert tp == plan.layout.dims.tensor_model_parallel_size
+        assert task.shard.micro_batch_size == plan.layout.micro_batch_size
         assert task.shard.sequence_parallel == (tp > 1)
 
 

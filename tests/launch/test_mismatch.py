@@ -142,10 +142,10 @@ def outcome_of(launched: LaunchPlan, plan: ParallelPlan) -> str:
     found = launched.decision.plan
     notes = [note for note in launched.notes if "takes its place" in note]
     if not notes:
-        assert (found.parallel, found.placement) == (plan.parallel, plan.placement)
+        assert (found.layout, found.placement) == (plan.layout, plan.placement)
         return "pinned"
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_layout")
-    kept = all(getattr(found.parallel, name) == getattr(plan.parallel, name) for name in sizes)
+    kept = all(found.arguments[name] == plan.arguments[name] for name in sizes)
     policy = "nearest" if kept else "replan"
     assert f"nest.on_mismatch={policy}" in notes[0]
     assert found.provenance.made_by == f"+nest=pinned nest.on_mismatch={policy}"

@@ -27,7 +27,7 @@ from nest_megatron.integrations.megatron_lm.rules import check
 from nest_megatron.integrations.megatron_lm.write import has_activation_flag
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import ModelFamily
-from nest_megatron.parallel.layout import expand_layout
+from nest_megatron.parallel.stage_layout import expand_layout
 from tests import catalogue
 from tests.launch.jobs import decided, job_argv, namespace, pad_like_megatron, running
 
@@ -77,9 +77,9 @@ def test_every_model_comes_back_as_planned(name: str, version: str) -> None:
     apply(args, again)
     changed = {name for name, value in vars(args).items() if before[name] != value}
     assert changed <= WRITABLE
-    validated(args, plan.parallel.data_parallel_size, plan.placement.num_gpus)
+    validated(args, plan.layout.dims.data_parallel_size, plan.layout.num_gpus)
     require_planned(args, plan)
-    tp = plan.parallel.tensor_model_parallel_size
+    tp = plan.layout.dims.tensor_model_parallel_size
     assert (args.padded_vocab_size == rows) or (args.padded_vocab_size is None and tp == 4)
 
 
@@ -96,8 +96,8 @@ def validated(args: Namespace, dp: int, world_size: int) -> None:
 def test_what_was_typed_stays() -> None:
     words = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
     _, _, outcome = decided([*SMALL, *words])
-    chosen = outcome.decision.plan.parallel
-    assert (chosen.tensor_model_parallel_size, chosen.pipeline_model_parallel_size) == (2, 2)
+    chosen = outcome.decision.plan.arguments
+    assert (chosen["tensor_model_parallel_size"], chosen["pipeline_model_parallel_size"]) == (2, 2)
     assert outcome.searched is not None
     kept = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size"}
     assert kept == set(outcome.searched.kept)
@@ -115,7 +115,7 @@ def test_freed_flags_may_change() -> None:
 def test_a_user_s_own_cut_stays() -> None:
     words = ("--pipeline-model-parallel-size", "4", "--decoder-first-pipeline-num-layers", "5")
     _, _, outcome = decided([*SMALL, *words])
-    assert outcome.decision.plan.partition().boundaries == (0, 6, 15, 24, 34)
+    assert outcome.decision.plan.layout.partition.boundaries == (0, 6, 15, 24, 34)
     with pytest.raises(UserInputError, match="stage_layout"):
         decided([*SMALL, *words], "pipeline_model_parallel_size")
 
@@ -132,7 +132,7 @@ def test_the_batch_without_a_flag_is_megatron_s_own() -> None:
     """One micro batch on each replica of the user's own layout, whatever the plan's."""
     argv = job_argv(catalogue.model("llama3_8b"), "--tensor-model-parallel-size", "2")
     _, _, outcome = decided(argv, "all")
-    assert outcome.decision.plan.train.global_batch_size == 32
+    assert outcome.decision.plan.layout.global_batch_size == 32
     assert outcome.decision.values["global_batch_size"] == 32
 
 
@@ -150,8 +150,8 @@ def test_options_without_room_are_dropped_with_a_reason() -> None:
     words = ("--tp-comm-overlap", "--defer-embedding-wgrad-compute", "--sequence-parallel")
     sizes = ("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1")
     args, _, outcome = decided([*SMALL, *words, *sizes], "sequence_parallel")
-    chosen = outcome.decision.plan.parallel
-    assert (chosen.tensor_model_parallel_size, chosen.pipeline_model_parallel_size) == (1, 1)
+    chosen = outcome.decision.plan.arguments
+    assert (chosen["tensor_model_parallel_size"], chosen["pipeline_model_parallel_size"]) == (1, 1)
     apply(args, outcome.decision)
     assert not args.tp_comm_overlap
     assert not args.defer_embedding_wgrad_compute
@@ -188,7 +188,7 @@ def test_a_value_that_megatron_changed_is_noticed() -> None:
     args, _, outcome = decided([*SMALL, "--tensor-model-parallel-size", "2"])
     apply(args, outcome.decision)
     plan = outcome.decision.plan
-    validated(args, plan.parallel.data_parallel_size, 64)
+    validated(args, plan.layout.dims.data_parallel_size, 64)
     args.sequence_parallel = False
     with pytest.raises(NestError, match="sequence_parallel is False"):
         require_planned(args, plan)

@@ -14,6 +14,7 @@ from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.parallel import plan_file
 from nest_megatron.planner.pinned_job import ActualJob, require_same_job
 from nest_megatron.planner.pins import PinnedPlan, read_pinned, read_plan
+from tests.altered import altered
 from tests.cli.runs import SMALL, run
 
 
@@ -40,7 +41,7 @@ def job_of(pinned: PinnedPlan, **changes: Any) -> ActualJob:
         cluster=plan.cluster,
         gpus=None,
         gpus_per_host=None,
-        global_batch_size=plan.train.global_batch_size,
+        global_batch_size=plan.layout.global_batch_size,
         precision=plan.train.precision,
         tensor_model_parallel_size=1,
         megatron_lm="0.16.1",
@@ -246,14 +247,16 @@ def test_more_copies_of_the_optimizer_states_are_refused_where_replicas_divide_t
     pinned: PinnedPlan,
 ) -> None:
     flags = {"num_distributed_optimizer_instances": 8}
-    zero = dataclasses.replace(
-        pinned.plan.parallel, data_parallel_size=8, use_distributed_optimizer=True
-    )
-    for choice in (zero, dataclasses.replace(zero, use_distributed_optimizer=False)):
-        plan = dataclasses.replace(pinned.plan, parallel=choice)
+    for shards in (True, False):
+        plan = altered(
+            pinned.plan,
+            data_parallel_size=8,
+            global_batch_size=8 * pinned.plan.layout.micro_batch_size,
+            use_distributed_optimizer=shards,
+        )
         divided = dataclasses.replace(pinned, plan=plan)
         job = job_of(divided, memory_flags=flags)
-        if choice is not zero:
+        if not shards:
             require_same_job(divided, job)
             continue
         with pytest.raises(UserInputError, match="optimizer_instances is 8, pinned 1"):

@@ -10,7 +10,7 @@ import pytest
 from nest_megatron.history.records import RankMeasured, RunRecord, measured_by_ranks
 from nest_megatron.integrations.run_warnings import _experts, run_warnings
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.zero import ZeroStage
 from tests.history.runs import run_record
 
@@ -29,7 +29,7 @@ def warned(
     steps: int = 8,
 ) -> tuple[str, ...]:
     """Warnings of a run in which some ranks take longer, and steps are as uneven as they are."""
-    grid = Grid(
+    grid = PartialLayout(
         dims=dims, global_batch_size=8, micro_batch_size=1, sequence_parallel=False, zero=zero
     )
     run: RunRecord = run_record(grid=grid, hosts=("a",) * dims.world_size)

@@ -20,7 +20,7 @@ from nest_megatron.history.records import Outcome, RunRecord
 from nest_megatron.integrations import recorder as recording
 from nest_megatron.integrations.recorder import Recorder, outcome_of
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from tests.cli.runs import environment
 from tests.history.runs import run_record
 from tests.megatron_lm.training import free_port
@@ -39,7 +39,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def started(num_ranks: int = 1, **fields: Any) -> RunRecord:
     """A run that begins, of replicas that do the same."""
-    grid = Grid(
+    grid = PartialLayout(
         dims=ParallelDims(data_parallel_size=num_ranks),
         global_batch_size=12,
         micro_batch_size=1,

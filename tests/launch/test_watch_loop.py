@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -221,8 +222,9 @@ def test_fused_passes_are_not_taken_for_whole_ones(
     planned = job.decision.plan
     begin(job, None)
     train = SimpleNamespace(batch_schedule=None)
-    parallel = SimpleNamespace(expert_model_parallel_size=1)
-    job.decision.plan = SimpleNamespace(execution=execution, train=train, parallel=parallel)
+    dims = SimpleNamespace(expert_model_parallel_size=1)
+    layout = SimpleNamespace(dims=dims, execution=execution)
+    job.decision.plan = SimpleNamespace(layout=layout, train=train)
     module = training_module(job)
     for number in range(5):
         module.train_step(number)
@@ -240,11 +242,9 @@ def test_a_growing_batch_is_watched_once_it_is_the_planned_one(
     sizes = iter([32, 64, 128, 128, 128, 128, 128, 128])
     monkeypatch.setattr(calculator, "get_current_global_batch_size", lambda: next(sizes))
     begin(job, None)
-    train = SimpleNamespace(batch_schedule=object(), global_batch_size=128)
-    planned = job.decision.plan
-    job.decision.plan = SimpleNamespace(
-        execution=planned.execution, train=train, parallel=planned.parallel
-    )
+    train = SimpleNamespace(batch_schedule=object())
+    layout = dataclasses.replace(job.decision.plan.layout, global_batch_size=128)
+    job.decision.plan = SimpleNamespace(layout=layout, train=train)
     module = training_module(job)
     for number in range(5):
         module.train_step(number)

@@ -82,7 +82,7 @@ def test_it_trains_as_planned(name: str, tmp_path: Path) -> None:
     assert trained.out.count("nest: this job runs as") == 1
     assert trained.out.count("nest: measured over watched steps") == 1
     plan = plan_file.read(path)
-    assert plan.placement.num_gpus == max(1, JOBS[name][0])
+    assert plan.layout.num_gpus == max(1, JOBS[name][0])
     assert trained.parameters == predicted_parameters(plan)
 
 
@@ -113,7 +113,7 @@ def test_a_batch_that_grows_is_trained_at_each_size(tmp_path: Path) -> None:
     sizes = re.findall(r"global batch size:\s+(\d+)", trained.out)
     assert sizes == ["4", "4", "8", "8"]
     plan = plan_file.read(path)
-    assert plan.train.global_batch_size == 8
+    assert plan.layout.global_batch_size == 8
     assert [batch.global_batch_size for batch in plan.batches] == [4, 8]
 
 
@@ -125,7 +125,7 @@ def without(words: list[str], *flags: str) -> list[str]:
 
 def predicted_parameters(plan: ParallelPlan) -> dict[tuple[int, int], int]:
     """Parameters of each (tensor, pipeline) rank, as the plan counts them."""
-    ranks = range(plan.parallel.tensor_model_parallel_size)
+    ranks = range(plan.layout.dims.tensor_model_parallel_size)
     stages = enumerate(plan.predicted.stages)
     return {(t, p): stage.parameters for p, stage in stages for t in ranks}
 

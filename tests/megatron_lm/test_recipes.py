@@ -49,7 +49,7 @@ def case(index: int) -> dict[str, Any]:
     variables = dict(launch.environment)
     return {
         "argv": list(rewritten(plan, command).argv),
-        "world_size": plan.placement.num_gpus,
+        "world_size": plan.layout.num_gpus,
         "max_connections": variables.pop("CUDA_DEVICE_MAX_CONNECTIONS", None),
         "architecture": device_architecture(plan),
         "environment": {name: text for name, text in variables.items() if text is not None},
@@ -74,7 +74,7 @@ def test_megatron_accepts_the_script_with_its_plan(
     if index not in answers:
         pytest.skip(f"the script is for Megatron-LM {job.release}")
     assert "accepted" in answers[index], answers[index]
-    answer, chosen = answers[index]["accepted"], pinned(index).parallel
+    answer, chosen = answers[index]["accepted"], pinned(index).arguments
     for name in (
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",

@@ -71,7 +71,7 @@ def test_two_runs_and_a_plan(tmp_path: Path) -> None:
     assert [run["state"] for run in found["runs"]] == ["measured", "measured"]
     assert found["chosen"]["measured_s"] > 0
     plan = plan_file.read(folder / "plan.yaml")
-    assert plan.placement.num_gpus == 2
+    assert plan.layout.num_gpus == 2
     assert not (tmp_path / "checkpoints").exists()
 
 

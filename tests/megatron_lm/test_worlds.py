@@ -71,7 +71,7 @@ def planned(world: World, rank: int, path: Path) -> Trained:
 
 def ranks_of(plan: ParallelPlan) -> list[int]:
     """The first rank, one of the middle of the pipeline, and the last."""
-    last = plan.placement.num_gpus - 1
+    last = plan.layout.num_gpus - 1
     middle = plan.placement.stage_ranks[len(plan.placement.stage_ranks) // 2][0]
     return sorted({0, middle, last})
 
@@ -92,10 +92,10 @@ def compare(plan: ParallelPlan, rank: int, built: Trained) -> None:
     said = re.search(r"^NEST_BUILT (.*)$", built.out, re.MULTILINE)
     assert said, built.out[-3000:]
     chunks = json.loads(said.group(1))
-    pipeline = group_of_rank(plan.grid().dims, GroupKind.PP, rank)
+    pipeline = group_of_rank(plan.layout.dims, GroupKind.PP, rank)
     stage = plan.predicted.stages[pipeline.index(rank)]
     assert sum(chunk["parameters"] for chunk in chunks) == stage.parameters
-    assert len(chunks) == (plan.parallel.virtual_pipeline_model_parallel_size or 1)
+    assert len(chunks) == (plan.arguments["virtual_pipeline_model_parallel_size"] or 1)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_full_shapes_are_built_as_planned(name: str, folder: Path) -> None:
     for rank in ranks_of(plan)[1:]:
         path = folder / f"again-{rank}.yaml"
         compare(plan, rank, planned(WORLDS[name], rank, path))
-        assert plan_file.read(path).parallel == plan.parallel
+        assert plan_file.read(path).layout == plan.layout
 
 
 #: Widths that all planned degrees still divide.
@@ -142,8 +142,8 @@ def narrowed(plan: ParallelPlan) -> list[str]:
     for flag in ("--padded-vocab-size",):
         if flag in words:
             del words[words.index(flag) : words.index(flag) + 2]
-    dims = plan.grid().dims
-    batch = plan.train.micro_batch_size * dims.data_parallel_size
+    dims = plan.layout.dims
+    batch = plan.layout.micro_batch_size * dims.data_parallel_size
     words[words.index("--global-batch-size") + 1] = str(batch * dims.pipeline_model_parallel_size)
     return words
 
@@ -151,7 +151,7 @@ def narrowed(plan: ParallelPlan) -> list[str]:
 @EVERY_WORLD
 def test_a_step_is_trained_in_the_planned_layout(name: str, folder: Path) -> None:
     plan = plan_of(name, folder)
-    sends_two_sizes = (plan.parallel.pipeline_model_parallel_layout or "").endswith("m|L")
+    sends_two_sizes = (plan.arguments["pipeline_model_parallel_layout"] or "").endswith("m|L")
     for rank in ranks_of(plan)[: -1 if sends_two_sizes else None]:
         environment = plan.launch[LAUNCHER].environment
         more = {key: value for key, value in environment.items() if value is not None}

@@ -54,7 +54,7 @@ def test_a_configuration_is_read_to_the_parameter(name: str) -> None:
 def test_bridge_accepts_the_plan(name: str, num_gpus: int) -> None:
     cfg = bridge.config(name)
     if num_gpus < 1024:  # a step of 405B with its own batch would take days
-        cfg.train.global_batch_size = min(cfg.train.global_batch_size, 128)
+        cfg.layout.global_batch_size = min(cfg.layout.global_batch_size, 128)
     size = f"cluster.num_gpus={num_gpus}"
     try:
         plan, _ = auto_recipe(cfg, cluster="dgx_h100", overrides=[size], environment={})
@@ -64,7 +64,7 @@ def test_bridge_accepts_the_plan(name: str, num_gpus: int) -> None:
     trained = bridge.validate(cfg, num_gpus).model
     assert plan_changes(cfg, plan, environment={}) == ()
     for field in carried_out(plan):
-        meant, value = getattr(plan.execution, field), getattr(trained, field)
+        meant, value = getattr(plan.layout.execution, field), getattr(trained, field)
         assert (value or None) == (meant or None), field
 
 
@@ -82,8 +82,8 @@ def test_a_command_is_read_as_its_script_runs_it(monkeypatch: pytest.MonkeyPatch
     assert job.spec == read_recipe(bridge.config(GPT3), environment={}).spec
     found = nest_megatron.estimate_command(words, cluster="dgx_h100")
     stated = bridge.config(GPT3).model
-    assert found.parallel.tensor_model_parallel_size == stated.tensor_model_parallel_size
-    assert found.parallel.pipeline_model_parallel_size == stated.pipeline_model_parallel_size
+    assert found.layout.dims.tensor_model_parallel_size == stated.tensor_model_parallel_size
+    assert found.layout.dims.pipeline_model_parallel_size == stated.pipeline_model_parallel_size
     with pytest.raises(UserInputError, match="gpt3_175b_pretrain_config"):
         recipe_command.read_recipe("run_recipe.py --recipe gpt3_17b_pretrain_config")
 
@@ -110,12 +110,12 @@ def test_the_plan_file_states_the_job(tmp_path: Path) -> None:
     changes = {"memory": "141GB", "search.num_alternatives": 0}
     again = nest_megatron.whatif(path, changes).variants[0].row.plan
     assert again is not None
-    assert (again.predicted, again.parallel) == (plan.predicted, plan.parallel)
+    assert (again.predicted, again.layout) == (plan.predicted, plan.layout)
 
 
 def test_experts_travel_as_planned() -> None:
     cfg = bridge.config("qwen.qwen3_moe:qwen3_30b_a3b_pretrain_config")
-    cfg.train.global_batch_size = 512
+    cfg.layout.global_batch_size = 512
     cfg.model.moe_token_dispatcher_type = "alltoall"
     fixed = (
         "tensor_model_parallel_size=1",
@@ -128,8 +128,8 @@ def test_experts_travel_as_planned() -> None:
     overrides += [f"parallel.{each}" for each in fixed]
     plan, changes = auto_recipe(cfg, cluster="dgx_h100", overrides=overrides, environment={})
     trained = bridge.validate(cfg, 64).model
-    assert plan.execution.is_node_limited
-    assert plan.execution.overlap_moe_expert_parallel_comm
+    assert plan.layout.execution.is_node_limited
+    assert plan.layout.execution.overlap_moe_expert_parallel_comm
     assert trained.moe_token_dispatcher_type == "flex"
     assert trained.moe_flex_dispatcher_backend == "hybridep"
     assert trained.overlap_moe_expert_parallel_comm
@@ -164,7 +164,7 @@ def test_the_word_plans_and_keeps_what_the_user_typed(monkeypatch: pytest.Monkey
     planning = hook.planning(process_config_with_overrides, asked.append)
     words = ["model.tensor_model_parallel_size=8", "+nest=auto", "nest.cluster=dgx_h100"]
     cfg = planning(bridge.config(GPT3), cli_overrides=words)
-    assert asked[0].decision.plan.placement.num_gpus == 512
+    assert asked[0].decision.plan.layout.num_gpus == 512
     assert cfg.model.tensor_model_parallel_size == 8
     assert cfg.comm_overlap.tp_comm_overlap_cfg is None
     bridge.validate(cfg, 512)
@@ -175,5 +175,5 @@ def test_without_the_word_nothing_is_planned() -> None:
 
     planning = hook.planning(process_config_with_overrides, lambda _: pytest.fail("planned"))
     cfg = planning(bridge.config(GPT3), cli_overrides=["train.micro_batch_size=1"])
-    assert cfg.train.micro_batch_size == 1
+    assert cfg.layout.micro_batch_size == 1
     assert cfg.model.pipeline_model_parallel_size == 8

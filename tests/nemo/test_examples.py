@@ -63,8 +63,8 @@ def test_nemo_takes_a_pinned_plan(name: str, cluster: str) -> None:
     recipes.validate(recipe)
     strategy = recipe.trainer.strategy
     for field in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        assert getattr(strategy, field) == getattr(plan.parallel, field)
-    assert recipe.trainer.num_nodes * recipe.trainer.devices == plan.placement.num_gpus
+        assert getattr(strategy, field) == plan.arguments[field]
+    assert recipe.trainer.num_nodes * recipe.trainer.devices == plan.layout.num_gpus
 
 
 @pinned(make.BRIDGE)
@@ -79,6 +79,6 @@ def test_bridge_takes_a_pinned_plan(
     hugging_face.go_offline(monkeypatch, where)
     with bridge.on_hopper():
         cfg, plan, _ = module.planned(name, cluster)
-    trained = bridge.validate(cfg, plan.placement.num_gpus)
+    trained = bridge.validate(cfg, plan.layout.num_gpus)
     for field in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        assert getattr(trained.model, field) == getattr(plan.parallel, field)
+        assert getattr(trained.model, field) == plan.arguments[field]

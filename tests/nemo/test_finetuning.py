@@ -58,8 +58,8 @@ def test_nemo_builds_and_accepts_a_finetuning_job(name: str, packed: bool) -> No
     source = recipes.finetune(name, packed_sequence=packed)
     plan, _ = nemo.auto_recipe(source, cluster="dgx_h100", vocab_size=152_000, free=["all"])
     recipes.validate(source)
-    assert not plan.parallel.use_megatron_fsdp  # it restores torch_dist
-    assert not packed or plan.train.micro_batch_size == 1
+    assert not plan.layout.uses_megatron_fsdp  # it restores torch_dist
+    assert not packed or plan.layout.micro_batch_size == 1
     assert nemo.plan_changes(source, plan) == ()
 
 
@@ -67,7 +67,7 @@ def test_nemo_accepts_long_sequences() -> None:
     source = recipes.finetune("qwen3_8b")
     source.model.config.seq_length = source.data.seq_length = LONG
     plan, _ = nemo.auto_recipe(source, cluster="dgx_h100", vocab_size=152_000)
-    assert plan.parallel.context_parallel_size > 1
+    assert plan.layout.dims.context_parallel_size > 1
     assert source.model.config.calculate_per_token_loss
     recipes.validate(source)
 
@@ -80,9 +80,9 @@ def test_bridge_accepts_packed_sequences(name: str, monkeypatch: pytest.MonkeyPa
     cfg = _sft(name, monkeypatch)
     assert cfg.dataset.packed_sequence_specs.packed_sequence_size > 0
     plan = _plan_bridge(cfg, free=("all",))
-    assert plan.train.micro_batch_size == 1
-    assert not plan.parallel.use_megatron_fsdp  # it restores torch_dist
-    cp = plan.parallel.context_parallel_size
+    assert plan.layout.micro_batch_size == 1
+    assert not plan.layout.uses_megatron_fsdp  # it restores torch_dist
+    cp = plan.layout.dims.context_parallel_size
     assert cp == 1 or cfg.dataset.packed_sequence_specs.pad_seq_to_mult % (2 * cp) == 0
 
 
@@ -95,7 +95,7 @@ def test_bridge_accepts_long_sequences(packed: bool, monkeypatch: pytest.MonkeyP
     else:
         cfg.dataset.packed_sequence_specs = None
     plan = _plan_bridge(cfg)
-    assert plan.parallel.context_parallel_size > 1
+    assert plan.layout.dims.context_parallel_size > 1
     assert cfg.model.calculate_per_token_loss
     assert plan.train.seq_length == LONG
 

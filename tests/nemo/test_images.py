@@ -97,8 +97,8 @@ def test_bridge_accepts_the_plan(name: str) -> None:
     plan = _plan(cfg, size, IMAGES)
     assert plan.model.vision is not None
     assert plan.model.vision.num_projected_tokens == 1024
-    assert plan.parallel.context_parallel_size == 1
-    assert not plan.execution.tp_comm_overlap
+    assert plan.layout.dims.context_parallel_size == 1
+    assert not plan.layout.execution.tp_comm_overlap
     bridge.validate(cfg, 64)
     assert megatron_bridge.plan_changes(cfg, plan, environment={}) == ()
 

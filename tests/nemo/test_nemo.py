@@ -56,7 +56,7 @@ def test_nemo_accepts_the_plan(name: str, num_nodes: int) -> None:
     assert plan_changes(source, plan) == ()
     job = read_recipe(source)
     stated = {name: job.memory_flags.get(name) for name in ("tp_comm_overlap", *_OF_EXPERTS)}
-    of_plan = {name: getattr(plan.execution, name) for name in stated}
+    of_plan = {name: getattr(plan.layout.execution, name) for name in stated}
     if not plan.model.is_moe:
         stated, of_plan = {}, {}
     assert {name: value or False for name, value in stated.items()} == of_plan
@@ -71,7 +71,7 @@ def test_the_plan_file_states_the_job(name: str, tmp_path: Path) -> None:
     changes = {"memory": "141GB", "search.num_alternatives": 0}
     again = nest_megatron.whatif(path, changes).variants[0].row.plan
     assert again is not None
-    assert (again.predicted, again.parallel) == (plan.predicted, plan.parallel)
+    assert (again.predicted, again.layout) == (plan.predicted, plan.layout)
 
 
 _OF_EXPERTS = (
@@ -90,7 +90,7 @@ def test_families_with_layers_of_their_own_are_planned_within_their_limits(name:
     recipes.validate(source)
     assert plan_changes(source, plan) == ()
     for degree, value in recipes.FAMILIES[name].items():
-        assert getattr(plan.parallel, degree) == value, degree
+        assert plan.arguments[degree] == value, degree
 
 
 def test_a_command_is_read_as_nemo_runs_it() -> None:
@@ -125,7 +125,7 @@ def test_the_callback_sets_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> 
     (config,) = [c for c in source.trainer.callbacks if hasattr(c, "tp_comm_overlap_cfg")]
     strategy = fiddle.build(source.trainer.strategy)
     found = fiddle.build(config)._get_model_comm_overlap_cfgs(strategy.parallelism)
-    assert found.tp_comm_overlap == plan.execution.tp_comm_overlap
+    assert found.tp_comm_overlap == plan.layout.execution.tp_comm_overlap
 
 
 def test_a_plain_recipe_gets_the_callback_that_makes_user_buffers() -> None:
@@ -162,8 +162,11 @@ def test_experts_of_deepseek_travel_as_planned() -> None:
     assert read_recipe(source).memory_flags["moe_token_dispatcher_type"] == "flex"
     plan, _ = auto_recipe(source, cluster="dgx_h100")
     job = read_recipe(source)
-    assert job.memory_flags["moe_token_dispatcher_type"] == plan.execution.moe_token_dispatcher_type
-    assert not plan.execution.overlap_moe_expert_parallel_comm
+    assert (
+        job.memory_flags["moe_token_dispatcher_type"]
+        == plan.layout.execution.moe_token_dispatcher_type
+    )
+    assert not plan.layout.execution.overlap_moe_expert_parallel_comm
     recipes.validate(source)
 
 

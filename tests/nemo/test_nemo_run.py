@@ -114,8 +114,8 @@ def test_the_job_is_planned_and_the_recipe_stays(tmp_path: Path) -> None:
     (path,) = (tmp_path / "nest_plans").glob("planned_*-llama.yaml")
     plan = plan_file.read(path)
     strategy = job.trainer.strategy
-    assert strategy.tensor_model_parallel_size == plan.parallel.tensor_model_parallel_size
-    assert job.data.micro_batch_size == plan.train.micro_batch_size
+    assert strategy.tensor_model_parallel_size == plan.layout.dims.tensor_model_parallel_size
+    assert job.data.micro_batch_size == plan.layout.micro_batch_size
     assert job != mine == recipe()
 
 

@@ -119,7 +119,7 @@ def planned(version: str) -> ParallelPlan:
 @pytest.mark.parametrize("version", GROWING)
 def test_a_plan_is_legal_at_every_size_and_changes_none(version: str) -> None:
     found, sizes = planned(version), GROWING[version][1]
-    grid = found.grid()
+    grid = found.layout
     for size in sizes:
         count, rest = divmod(size, grid.micro_batch_size * grid.dims.data_parallel_size)
         assert rest == 0
@@ -136,9 +136,12 @@ def test_a_plan_is_legal_at_every_size_and_changes_none(version: str) -> None:
 
 def test_a_plan_for_one_size_is_not_taken_for_all() -> None:
     found = planned("0.16.1")
-    grid = dataclasses.replace(found.grid(), micro_batch_size=4)
+    grid = dataclasses.replace(found.layout, micro_batch_size=4)
     request = LaunchRequest.of(
-        found.model, grid, partition=found.partition(), batch_schedule=found.train.batch_schedule
+        found.model,
+        grid,
+        partition=found.layout.partition,
+        batch_schedule=found.train.batch_schedule,
     )
     require_launchable(dataclasses.replace(request, batch_schedule=None))
     with pytest.raises(UserInputError, match=r"4, 16, 28, 40, 52, 64.*at every size"):
@@ -148,7 +151,7 @@ def test_a_plan_for_one_size_is_not_taken_for_all() -> None:
 def test_the_step_at_each_size_is_that_of_the_same_layout() -> None:
     found = planned("0.16.1")
     assert [batch.global_batch_size for batch in found.batches] == list(GROWING["0.16.1"][1])
-    assert found.train.global_batch_size == 64
+    assert found.layout.global_batch_size == 64
     assert found.batches[-1].iteration_time_s == found.predicted.iteration_time_s
     steps = Counter({batch.global_batch_size: batch.steps or 0 for batch in found.batches})
     assert steps[4] == 200_000 // 4
@@ -186,10 +189,10 @@ def test_settings_say_how_the_batch_of_a_catalogue_model_grows(
     start = argv.index(flags[0])
     assert argv[start : start + len(flags)] == flags
     assert ("--global-batch-size" in argv) == ("--global-batch-size" in flags)
-    grid = found.grid()
+    grid = found.layout
     assert 32 % (grid.micro_batch_size * grid.dims.data_parallel_size) == 0
     largest = dataclasses.replace(grid, global_batch_size=128)
-    assert estimate(request.cost_model(), largest, found.partition()).fits
+    assert estimate(request.cost_model(), largest.with_stages(found.layout.partition)).fits
 
 
 @pytest.mark.parametrize(
@@ -231,7 +234,7 @@ def test_a_recipe_whose_batch_grows(make: Callable[[list[int] | None], tuple[Any
     settings = {"cluster": "dgx_h100", "overrides": ["cluster.num_gpus=16"]}
     found, _ = framework.auto_recipe(growing, **settings)
     assert found.train.batch_schedule.sizes == (8, 32, 56, 80, 104, 128)
-    grid = found.grid()
+    grid = found.layout
     assert 8 % (grid.micro_batch_size * grid.dims.data_parallel_size) == 0
     same, _ = make([8, 24, 100_000])
     framework.apply_plan(same, found)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from nest_megatron.parallel.diff import plan_values, reason
 from nest_megatron.parallel.dims import RankOrder
+from tests.altered import altered
 from tests.report.plans import SHAPES, hand_plan
 
 
@@ -27,7 +26,5 @@ def test_only_groups_that_there_are_cross_something() -> None:
 def test_groups_of_experts_of_a_dense_model_are_said_to_be_megatrons() -> None:
     plan = hand_plan(4)
     assert reason(plan, "expert_tensor_parallel_size") == "the model has no experts"
-    parallel = dataclasses.replace(plan.parallel, context_parallel_size=2)
-    placement = dataclasses.replace(plan.placement, rank_order=RankOrder.TP_CP_EP_PP_DP)
-    moved = dataclasses.replace(plan, parallel=parallel, placement=placement)
+    moved = altered(plan, context_parallel_size=2, rank_order=RankOrder.TP_CP_EP_PP_DP)
     assert "this rank order needs" in reason(moved, "expert_tensor_parallel_size")

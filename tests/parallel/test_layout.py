@@ -7,13 +7,13 @@ from hypothesis import given
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.layout import (
+from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.stage_layout import (
     expand_layout,
     layout_string,
     parse_layout,
     uniform_partition,
 )
-from nest_megatron.parallel.partition import StagePartition
 from tests.parallel.cut_models import cut_models, make_spec
 
 

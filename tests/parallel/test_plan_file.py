@@ -37,8 +37,8 @@ def test_round_trip_is_exact(model: str, num_gpus: int) -> None:
     again = plan_file.load(text)
     assert again == original
     assert plan_file.dump(again) == text
-    assert again.grid().dims.world_size == num_gpus
-    assert again.partition().boundaries[-1] == len(original.model.layer_kinds())
+    assert again.layout.dims.world_size == num_gpus
+    assert again.layout.partition.boundaries[-1] == len(original.model.layer_kinds())
 
 
 def test_top_level_keys_are_the_documented_ones() -> None:
@@ -48,7 +48,7 @@ def test_top_level_keys_are_the_documented_ones() -> None:
         "model",
         "cluster",
         "train",
-        "parallel",
+        "layout",
         "placement",
         "predicted",
         "alternatives",

@@ -108,7 +108,7 @@ def test_the_planner_found_nothing_slower_than_it_was_given(outcome: Outcome) ->
     within = [
         plan.predicted.iteration_time_s
         for plan in plans
-        if plan.parallel.sequence_parallel or plan.parallel.tensor_model_parallel_size == 1
+        if plan.layout.sequence_parallel or plan.layout.dims.tensor_model_parallel_size == 1
     ]
     chosen = outcome.rows[outcome.choice]
     assert chosen.predicted_s == pytest.approx(min(within), rel=1e-9)

@@ -14,9 +14,9 @@ from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.layout import uniform_partition
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.stage_layout import uniform_partition
 from nest_megatron.planner import PlanRequest, estimate_plan, plan
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.records import LayerProfile, Source
@@ -36,7 +36,7 @@ def times_of(*profiles: LayerProfile, spec: TransformerSpec = LLAMA) -> LayerTim
     return LayerTimes(spec=spec, profiles=profiles)
 
 
-def one_stage(tp: int = 1, cp: int = 1, micro: int = 1, ep: int = 1, etp: int = 1) -> Grid:
+def one_stage(tp: int = 1, cp: int = 1, micro: int = 1, ep: int = 1, etp: int = 1) -> PartialLayout:
     dims = ParallelDims(
         tensor_model_parallel_size=tp,
         context_parallel_size=cp,
@@ -44,10 +44,12 @@ def one_stage(tp: int = 1, cp: int = 1, micro: int = 1, ep: int = 1, etp: int = 
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
     )
-    return Grid(dims=dims, global_batch_size=64, micro_batch_size=micro, sequence_parallel=tp > 1)
+    return PartialLayout(
+        dims=dims, global_batch_size=64, micro_batch_size=micro, sequence_parallel=tp > 1
+    )
 
 
-def compute_of(model: CostModel, kind: LayerKind, grid: Grid) -> tuple[float, float]:
+def compute_of(model: CostModel, kind: LayerKind, grid: PartialLayout) -> tuple[float, float]:
     times = model.unit_time(kind, model.places(grid.dims), model.shard(grid))
     return times.whole_forward.compute, times.backward.compute
 
@@ -66,7 +68,9 @@ def test_precedence() -> None:
 
 @pytest.mark.parametrize("grid", [one_stage(), one_stage(4), one_stage(8), one_stage(1, micro=2)])
 @pytest.mark.parametrize("changes", [{}, {"compute_slowdown": 1.7, "host_kernel_s": 1e-3}])
-def test_a_measured_shape_takes_its_measured_time(grid: Grid, changes: dict[str, float]) -> None:
+def test_a_measured_shape_takes_its_measured_time(
+    grid: PartialLayout, changes: dict[str, float]
+) -> None:
     """Whatever the settings assume of analytic times, the host's floor among it."""
     model = CostModel(LLAMA, NODE, CostSettings(**changes), times_of(whole_profile()))
     share = grid.micro_batch_size / grid.dims.tensor_model_parallel_size
@@ -85,7 +89,7 @@ def test_parts_keep_their_proportions() -> None:
     assert sum(after.values()) == pytest.approx(1e-3)
 
 
-def dense_parts(model: CostModel, grid: Grid) -> dict[str, float]:
+def dense_parts(model: CostModel, grid: PartialLayout) -> dict[str, float]:
     """Forward compute time of a dense MLP half by part."""
     _, dense = model._blocks.of_unit(LayerKind.DENSE, model.places(grid.dims), model.shard(grid))
     return {part: time.compute for part, time in dense.forward.items()}
@@ -94,10 +98,10 @@ def dense_parts(model: CostModel, grid: Grid) -> dict[str, float]:
 def test_communication_and_memory_stay_in_closed_form() -> None:
     grid = one_stage(4)
     partition = uniform_partition(LLAMA, 1)
-    without = estimate(CostModel(LLAMA, NODE, CostSettings()), grid, partition)
+    without = estimate(CostModel(LLAMA, NODE, CostSettings()), grid.with_stages(partition))
     times = times_of(whole_profile())
-    having = estimate(CostModel(LLAMA, NODE, CostSettings(), times), grid, partition)
-    assert having.stages[0].memory == without.stages[0].memory
+    having = estimate(CostModel(LLAMA, NODE, CostSettings(), times), grid.with_stages(partition))
+    assert having.stages[0].memory_bytes == without.stages[0].memory_bytes
     assert having.terms["compute"] != without.terms["compute"]
     assert having.terms["tp_communication"] == without.terms["tp_communication"]
 
@@ -115,7 +119,7 @@ def test_an_imbalance_of_experts_lengthens_measured_times() -> None:
 
 
 @pytest.mark.parametrize("grid", [one_stage(2, micro=4), one_stage(4, cp=2), one_stage(8, micro=8)])
-def test_interpolation_carries_the_ratio_over(grid: Grid) -> None:
+def test_interpolation_carries_the_ratio_over(grid: PartialLayout) -> None:
     """Shapes that all took twice the analytic time say that any other does."""
     analytic = CostModel(LLAMA, NODE, CostSettings())
     timings = []
@@ -214,9 +218,7 @@ def test_a_plan_says_what_stands_behind_its_times() -> None:
     assert words.endswith("1 analytic")
     counts = [int(word.split()[0]) for word in words.split(", ")]
     assert sum(counts) == 4
-    again = estimate_plan(
-        LLAMA, NODE, request.settings, found.grid(), found.partition(), request.times
-    )
+    again = estimate_plan(LLAMA, NODE, request.settings, found.layout, request.times)
     assert again.predicted == found.predicted
     assert again.provenance.profile == found.provenance.profile
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import NoPlan, PlanRequest, estimate_plan, plan
@@ -30,7 +30,7 @@ def hand_plan(
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
     )
-    grid = Grid(
+    grid = PartialLayout(
         dims=dims,
         global_batch_size=microbatches,
         micro_batch_size=1,
@@ -41,7 +41,7 @@ def hand_plan(
     assert all(a < b for a, b in pairwise(marks))
     partition = StagePartition(boundaries=marks, pipeline_model_parallel_size=pp)
     cluster = catalogue.cluster("dgx_h100", tp * pp)
-    return estimate_plan(spec, cluster, settings or CostSettings(), grid, partition)
+    return estimate_plan(spec, cluster, settings or CostSettings(), grid.with_stages(partition))
 
 
 @cache

@@ -171,7 +171,9 @@ def test_figures_of_the_plan_are_shown() -> None:
     assert len(terms) == sum(to_ticks(value) > 0 for value in plan.predicted.terms.values())
     sets = {row[0]: row[1] for row in page.table("Megatron's fields")}
     assert sets["global_batch_size"] == "128"
-    assert sets["pipeline_model_parallel_size"] == str(plan.parallel.pipeline_model_parallel_size)
+    assert sets["pipeline_model_parallel_size"] == str(
+        plan.layout.dims.pipeline_model_parallel_size
+    )
     assert len(page.table("What the cost model")) == NUM_ASSUMPTIONS
 
 
@@ -352,7 +354,7 @@ def test_each_group_stands_at_the_levels_that_its_traffic_crosses() -> None:
     levels = [level.name for level in plan.cluster.levels]
     for name, words in (("tp", "tensor"), ("ep", "expert"), ("dp", "data"), ("pp", "pipeline")):
         at = [level for level in levels if any(re.match(rf"{words} \d", g) for g in drawn[level])]
-        if degrees(plan.parallel)[name.upper()] > 1:
+        if degrees(plan.layout)[name.upper()] > 1:
             assert at[-1] == plan.placement.group_levels[name]
         else:
             assert not at

@@ -173,8 +173,7 @@ def test_sensitivity_is_what_estimate_says_of_the_changed_cluster(
             plan.model,
             changed(factor)(plan.cluster),
             CostSettings(),
-            plan.grid(),
-            plan.partition(),
+            plan.layout,
         )
         longer = found.predicted.iteration_time_s / plan.predicted.iteration_time_s - 1
         assert cell == f"{100 * longer:+.1f} %"
@@ -187,9 +186,7 @@ def test_sensitivity_to_an_assumption_is_what_estimate_says_under_that_setting()
     assert row[1:4] == ["1", "not possible", "not possible"]
     for cell, load in zip(row[4:6], (1.25, 2.0), strict=True):
         settings = CostSettings(expert_imbalance=load)
-        found = estimate_plan(
-            plan.model, plan.cluster, settings, plan.grid(), plan.partition()
-        ).predicted
+        found = estimate_plan(plan.model, plan.cluster, settings, plan.layout).predicted
         longer = found.iteration_time_s / plan.predicted.iteration_time_s - 1
         assert cell == (f"{100 * longer:+.1f} %" if found.fits else "does not fit")
     assert rows["efficiency of GEMMs"][5] == "not possible"
@@ -214,7 +211,7 @@ def test_runners_up_of_a_hybrid_are_told_by_term_under_0_20() -> None:
     pinned = read_pinned(Path("recipes/megatron_lm/plans/nemotron_h_56b_dgx_h100.yaml"))
     assert isinstance(pinned, PinnedPlan)
     plan = pinned.plan
-    assert plan.parallel.virtual_pipeline_model_parallel_size
+    assert plan.arguments["virtual_pipeline_model_parallel_size"]
     provenance = dataclasses.replace(plan.provenance, framework=None, framework_version=None)
     alternatives = (as_alternative(plan),)
     other = dataclasses.replace(plan, provenance=provenance, alternatives=alternatives)

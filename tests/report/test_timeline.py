@@ -37,7 +37,7 @@ def trace_of(plan: ParallelPlan) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_trace_holds_every_pass_once(shape: str) -> None:
     plan = SHAPES[shape]()
-    grid, chunks = plan.grid(), plan.partition().num_chunks
+    grid, chunks = plan.layout, plan.layout.partition.num_chunks
     passes = [event for event in events_of(plan) if event["cat"] in ("forward", "backward")]
     assert len(passes) == 2 * grid.num_microbatches * chunks
     seen = Counter((e["cat"], e["args"]["chunk"], e["args"]["micro batch"]) for e in passes)

@@ -9,7 +9,7 @@ from nest_megatron.cluster.records import Accelerator, Cluster, NetworkLevel, Pr
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.solver import backend
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.search import Search
@@ -86,7 +86,7 @@ def search(
     return Search(model, batch, space, solver, num_layouts=num_layouts)  # type: ignore[arg-type]
 
 
-def families(grids: GridSpace) -> Iterator[Grid]:
+def families(grids: GridSpace) -> Iterator[PartialLayout]:
     """Every layout of a space but its recomputation and its stages."""
     for shard in grids.shards():
         for grid in grids.grids(shard):

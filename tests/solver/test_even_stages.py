@@ -11,10 +11,10 @@ import pytest
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.layout import uniform_partition
 from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.stage_layout import uniform_partition
 from nest_megatron.planner.assemble import describe_space
-from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.solver.space import SearchSpace
 from tests.solver.jobs import search, small_cluster, small_spec
 
@@ -29,7 +29,7 @@ def even_cuts(spec: TransformerSpec) -> Iterator[StagePartition]:
                 yield uniform_partition(spec, pp, virtual)
 
 
-def best_of_each(spec: TransformerSpec, cluster: Cluster, batch: int) -> SolvedGrid | None:
+def best_of_each(spec: TransformerSpec, cluster: Cluster, batch: int) -> SolvedLayout | None:
     """The best plan where every even cut is given by hand, one after another."""
     found = [
         plan
@@ -53,10 +53,10 @@ def test_no_cut_is_uneven() -> None:
     rng = random.Random(3)
     spec = small_spec(rng)
     for plan in search(spec, small_cluster(rng, 10**10).resized(8), 8, EVEN).run().plans:
-        dims = plan.grid.dims
+        dims = plan.layout.dims
         virtual = dims.virtual_pipeline_model_parallel_size
         even = uniform_partition(spec, dims.pipeline_model_parallel_size, virtual)
-        assert plan.boundaries == even.boundaries
+        assert plan.layout.partition.boundaries == even.boundaries
 
 
 def test_it_is_said_in_the_plan() -> None:

@@ -25,7 +25,7 @@ from nest_megatron.model.execution import (
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.execution_checks import allows_execution
 from nest_megatron.parallel.execution_rules import allowed_execution
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.solver.bounds import Bounds
 from nest_megatron.solver.executions import laid_out
@@ -95,9 +95,9 @@ def test_search_is_brute_force_over_graphs(seed: int) -> None:
     found = job(seed, space, SLOW_HOST).run()
     expected, _ = look_at_everything(job(seed, space, SLOW_HOST))
     assert list(found.plans) == expected[:4]
-    assert found.plans[0].grid.execution.cuda_graph_impl is GraphImpl.TRANSFORMER_ENGINE
+    assert found.plans[0].layout.execution.cuda_graph_impl is GraphImpl.TRANSFORMER_ENGINE
     fast = job(seed, space).run()
-    assert all(plan.grid.execution.cuda_graph_impl is GraphImpl.NONE for plan in fast.plans)
+    assert all(plan.layout.execution.cuda_graph_impl is GraphImpl.NONE for plan in fast.plans)
 
 
 @pytest.mark.parametrize(("seed", "link"), [(4, 1e8), (8, 1e10), (21, 1e13)])
@@ -132,7 +132,7 @@ def test_what_is_left_out_is_no_better(seed: int) -> None:
     assert best == (plans[0].iteration if plans else NO_THRESHOLD)
 
 
-def accepted(asked: Search, grid: Grid) -> list[Grid]:
+def accepted(asked: Search, grid: PartialLayout) -> list[PartialLayout]:
     """A grid in every way in which its layers run."""
     values = [dict.fromkeys((getattr(PLAIN, name), *FREE[name])) for name in FREE]
     found = [grid]
@@ -163,7 +163,7 @@ def test_what_the_job_has_is_kept_wherever_it_can_be(seed: int) -> None:
     space = dataclasses.replace(SPACE, executions={}, execution=OVERLAPPING)
     found = job(seed, space).run()
     for plan in found.plans:
-        assert plan.grid.execution == allowed_execution(OVERLAPPING, plan.grid)
+        assert plan.layout.execution == allowed_execution(OVERLAPPING, plan.layout)
     expected, count = look_at_everything(job(seed, space))
     assert list(found.plans) == expected[:4]
     assert found.certificate.candidates == count
@@ -209,7 +209,9 @@ def test_what_forbids_whole_layers_needs_what_they_would_free() -> None:
         data_parallel_size=32,
         expert_model_parallel_size=32,
     )
-    laid = Grid(dims=dims, global_batch_size=512, micro_batch_size=1, sequence_parallel=False)
+    laid = PartialLayout(
+        dims=dims, global_batch_size=512, micro_batch_size=1, sequence_parallel=False
+    )
     needed = {False: 0.0, True: 0.0}
     for grid in grids.executions(laid):
         overlaps = grid.execution.overlap_moe_expert_parallel_comm
@@ -228,7 +230,9 @@ def test_one_bound_holds_for_several_numbers_of_virtual_stages() -> None:
         data_parallel_size=32,
         expert_model_parallel_size=32,
     )
-    laid = Grid(dims=dims, global_batch_size=512, micro_batch_size=1, sequence_parallel=False)
+    laid = PartialLayout(
+        dims=dims, global_batch_size=512, micro_batch_size=1, sequence_parallel=False
+    )
     for first in grids.executions(laid):
         each = [memory.of_family(laid_out(first, virtual, first.zero)) for virtual in (2, 3, 4, 6)]
         together = memory.of_family(first, (2, 3, 4, 6))
@@ -250,7 +254,9 @@ def test_an_overlapped_exchange_keeps_one_forward_pass_more() -> None:
             data_parallel_size=64 // pp,
             expert_model_parallel_size=8,
         )
-        grid = Grid(dims=dims, global_batch_size=512, micro_batch_size=1, sequence_parallel=False)
+        grid = PartialLayout(
+            dims=dims, global_batch_size=512, micro_batch_size=1, sequence_parallel=False
+        )
         plain = stage_problem(model, grid)
         overlapped = stage_problem(model, dataclasses.replace(grid, execution=OVERLAPPING))
         for one, more in zip(plain.costs, overlapped.costs, strict=True):

@@ -30,7 +30,7 @@ from nest_megatron.solver.chunk_space import partitions
 from nest_megatron.solver.memory_shortage import least_memory
 from nest_megatron.solver.one_partition import joined, judging
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD, Status
-from nest_megatron.solver.ranking import SolvedGrid, layout_of, preference
+from nest_megatron.solver.ranking import SolvedLayout, layout_of, preference
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
 from tests.solver.jobs import KERNEL, search, small_cluster, small_spec
@@ -99,9 +99,9 @@ def test_both_backends_judge_one_partition(generate: Callable[[int], PipelinePro
         assert not cost.fits or quick.lower_bound <= cost.iteration
 
 
-def price_everything(everything: Search) -> tuple[list[SolvedGrid], int, int]:
+def price_everything(everything: Search) -> tuple[list[SolvedLayout], int, int]:
     """Every candidate priced: the best of each layout, how many there are, how many fit not."""
-    best: dict[object, SolvedGrid] = {}
+    best: dict[object, SolvedLayout] = {}
     count = infeasible = 0
     partition = everything.grids.space.partition
     assert partition is not None
@@ -116,9 +116,8 @@ def price_everything(everything: Search) -> tuple[list[SolvedGrid], int, int]:
                     )
                     count += 1
                     infeasible += not cost.fits
-                    plan = SolvedGrid(
-                        grid=candidate,
-                        boundaries=partition.boundaries,
+                    plan = SolvedLayout(
+                        layout=candidate.with_stages(partition),
                         iteration=cost.iteration,
                     )
                     known = best.get(layout_of(candidate), plan)
@@ -214,7 +213,7 @@ def test_recomputation_that_hides_a_reduction_is_found() -> None:
     hiding = (
         seed
         for seed in range(2000)
-        if any(p.grid.recompute != NO_RECOMPUTE for p in search(*large_job(seed)).run().plans)
+        if any(p.layout.recompute != NO_RECOMPUTE for p in search(*large_job(seed)).run().plans)
     )
     found = list(islice(hiding, 4))
     assert len(found) == 4

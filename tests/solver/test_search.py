@@ -14,22 +14,23 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.traits import ExecutionTraits, Fp8Recipe
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel.layout import uniform_partition
+from nest_megatron.parallel.layout import Layout
 from nest_megatron.parallel.recompute import RecomputeModule
+from nest_megatron.parallel.stage_layout import uniform_partition
 from nest_megatron.solver import backend
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.outcome import NO_THRESHOLD
-from nest_megatron.solver.ranking import SearchResult, SolvedGrid, layout_of
+from nest_megatron.solver.ranking import SearchResult, SolvedLayout, layout_of
 from nest_megatron.solver.search import Search
-from nest_megatron.solver.space import Present, SearchSpace
+from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
 from tests.solver import brute_force
 from tests.solver.jobs import KERNEL, search, small_cluster, small_settings, small_spec
 
 
-def look_at_everything(everything: Search) -> tuple[list[SolvedGrid], int]:
+def look_at_everything(everything: Search) -> tuple[list[SolvedLayout], int]:
     """Every candidate solved by brute force; the best of each layout, fastest first."""
-    best: dict[object, SolvedGrid] = {}
+    best: dict[object, SolvedLayout] = {}
     count = 0
     for shard in everything.grids.shards():
         for grid in everything.grids.grids(shard):
@@ -39,11 +40,7 @@ def look_at_everything(everything: Search) -> tuple[list[SolvedGrid], int]:
                     candidate = dataclasses.replace(family, recompute=recompute)
                     found = brute_force.solve(stage_problem(everything.model, candidate))
                     if found.boundaries:
-                        plan = SolvedGrid(
-                            grid=candidate,
-                            boundaries=found.boundaries,
-                            iteration=found.iteration,
-                        )
+                        plan = SolvedLayout.of(candidate, candidate.recompute, found, None)
                         layout = layout_of(candidate)
                         if layout not in best or plan.rank < best[layout].rank:
                             best[layout] = plan
@@ -133,8 +130,8 @@ def test_a_fixed_degree_is_kept_and_a_limit_is_not_passed() -> None:
     plans = search(spec, cluster, 8, space).run().plans
     assert plans
     for plan in plans:
-        assert plan.grid.dims.pipeline_model_parallel_size == 2
-        assert plan.grid.dims.tensor_model_parallel_size == 1
+        assert plan.layout.dims.pipeline_model_parallel_size == 2
+        assert plan.layout.dims.tensor_model_parallel_size == 1
 
 
 def test_time_running_out_is_a_proven_gap() -> None:
@@ -166,7 +163,7 @@ def timed(
     seed: int,
     *,
     slowest: int = NO_THRESHOLD,
-    present: Present | None = None,
+    present: Layout | None = None,
     **clocks: Callable[[], bool],
 ) -> Search:
     rng = random.Random(seed)
@@ -242,7 +239,7 @@ def test_some_plan_is_found_before_time_runs_out(seed: int) -> None:
         assert cut.certificate.lower_bound <= best_time(whole)
 
 
-def a_slow_plan(seed: int) -> SolvedGrid | None:
+def a_slow_plan(seed: int) -> SolvedLayout | None:
     """A legal plan of a seed's job that is far from its best one."""
     bare = timed(seed)
     bare.num_layouts = 1000
@@ -255,7 +252,7 @@ def test_what_runs_today_is_the_first_plan_and_changes_no_better_answer(seed: in
     own = a_slow_plan(seed)
     if own is None:
         return
-    present = Present(grid=own.grid, partition=own.partition())
+    present = own.layout
     never = timed(seed, slowest=NO_THRESHOLD - 1, out_of_time=lambda: True, present=present).run()
     assert never.plans == (own,)
     assert never.present == own
@@ -267,10 +264,10 @@ def test_what_runs_today_is_the_first_plan_and_changes_no_better_answer(seed: in
 @pytest.mark.parametrize("seed", range(20))
 def test_what_runs_today_wins_where_the_space_holds_nothing_better(seed: int) -> None:
     whole = timed(seed).run().plans
-    micro = {plan.grid.micro_batch_size for plan in whole}
-    if len(micro) < 2 or whole[0].grid.micro_batch_size != max(micro):
+    micro = {plan.layout.micro_batch_size for plan in whole}
+    if len(micro) < 2 or whole[0].layout.micro_batch_size != max(micro):
         return
-    present = Present(grid=whole[0].grid, partition=whole[0].partition())
+    present = whole[0].layout
     search = timed(seed, present=present)
     search.space = dataclasses.replace(search.space, limits={"micro_batch_size": min(micro)})
     search.__post_init__(NO_THRESHOLD)
@@ -285,7 +282,7 @@ def test_a_layout_of_today_that_does_not_fit_is_none() -> None:
     grid = next(g for s in GridSpace(model, 8, SMALL_SPACE).shards() for g in [s])
     grid = dataclasses.replace(grid, global_batch_size=grid.dims.data_parallel_size * 64)
     grid = dataclasses.replace(grid, micro_batch_size=64)
-    present = Present(grid=grid, partition=uniform_partition(spec, 1))
+    present = grid.with_stages(uniform_partition(spec, 1))
     found = Search(model, 8, SMALL_SPACE, KERNEL, present=present).run()
     assert found.present is None
     assert found.plans == Search(model, 8, SMALL_SPACE, KERNEL).run().plans
@@ -295,13 +292,15 @@ def test_a_growing_batch_divides_at_every_size() -> None:
     rng = random.Random(3)
     spec, cluster = small_spec(rng), small_cluster(rng, memory_bytes=10**10).resized(8)
     free = search(spec, cluster, 8, SMALL_SPACE).run().plans
-    assert any(plan.grid.micro_batch_size * plan.grid.dims.data_parallel_size > 2 for plan in free)
+    assert any(
+        plan.layout.micro_batch_size * plan.layout.dims.data_parallel_size > 2 for plan in free
+    )
     growing = dataclasses.replace(SMALL_SPACE, batch_unit=2)
     plans = search(spec, cluster, 8, growing).run().plans
     assert plans
     for plan in plans:
-        dims = plan.grid.dims
-        least, rest = divmod(2, plan.grid.micro_batch_size * dims.data_parallel_size)
+        dims = plan.layout.dims
+        least, rest = divmod(2, plan.layout.micro_batch_size * dims.data_parallel_size)
         assert rest == 0
         if dims.virtual_pipeline_model_parallel_size > 1:
             assert least % dims.pipeline_model_parallel_size == 0

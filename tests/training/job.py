@@ -54,15 +54,15 @@ def initialize_model_parallel(plan: ParallelPlan) -> None:
 
     Source: ``megatron.training.initialize._initialize_distributed``.
     """
-    chosen = plan.parallel
+    chosen = plan.arguments
     parallel_state.initialize_model_parallel(
-        chosen.tensor_model_parallel_size,
-        chosen.pipeline_model_parallel_size,
-        chosen.virtual_pipeline_model_parallel_size,
-        context_parallel_size=chosen.context_parallel_size,
-        expert_model_parallel_size=chosen.expert_model_parallel_size,
-        expert_tensor_parallel_size=launched_expert_tensor_size(plan.model, plan.grid().dims),
-        order=plan.placement.rank_order.value,
+        chosen["tensor_model_parallel_size"],
+        chosen["pipeline_model_parallel_size"],
+        chosen["virtual_pipeline_model_parallel_size"],
+        context_parallel_size=chosen["context_parallel_size"],
+        expert_model_parallel_size=chosen["expert_model_parallel_size"],
+        expert_tensor_parallel_size=launched_expert_tensor_size(plan.model, plan.layout.dims),
+        order=plan.layout.dims.rank_order.value,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
@@ -73,15 +73,15 @@ def config_of(plan: ParallelPlan) -> Any:
     Source: ``megatron.training.arguments.core_transformer_config_from_args``. Overlapped, Megatron
     frees a stage's output while it is on its way: NCCL's stream keeps it until then, gloo does not.
     """
-    chosen, spec = plan.parallel, plan.model
-    interleaved = chosen.virtual_pipeline_model_parallel_size is not None
+    chosen, spec = plan.arguments, plan.model
+    interleaved = chosen["virtual_pipeline_model_parallel_size"] is not None
     return transformer_config(
         spec,
-        plan.grid().dims,
-        plan.partition(),
-        sequence_parallel=chosen.sequence_parallel,
-        recompute=plan.grid().recompute,
-        pipeline_model_parallel_layout=chosen.pipeline_model_parallel_layout,
+        plan.layout.dims,
+        plan.layout.partition,
+        sequence_parallel=chosen["sequence_parallel"],
+        recompute=plan.layout.recompute,
+        pipeline_model_parallel_layout=chosen["pipeline_model_parallel_layout"],
         perform_initialization=True,  # this is where Megatron marks what tensor ranks share
         hidden_dropout=spec.hidden_dropout,
         attention_dropout=spec.attention_dropout,
@@ -99,7 +99,7 @@ def models_of(plan: ParallelPlan, config: Any) -> list[Any]:
 
 
 def _virtual_stages(plan: ParallelPlan) -> list[int | None]:
-    count = plan.parallel.virtual_pipeline_model_parallel_size
+    count = plan.arguments["virtual_pipeline_model_parallel_size"]
     return [None] if count is None else list(range(count))
 
 
@@ -116,7 +116,7 @@ def _model(plan: ParallelPlan, config: Any, vp_stage: int | None) -> Any:
     model = GPTModel(
         config=config,
         transformer_layer_spec=layers,
-        vocab_size=spec.padded_vocab_size(plan.parallel.tensor_model_parallel_size),
+        vocab_size=spec.padded_vocab_size(plan.layout.dims.tensor_model_parallel_size),
         max_sequence_length=spec.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
@@ -140,13 +140,13 @@ def job_of(
 
     Source: ``megatron.training.training.get_model`` and ``train``.
     """
-    chosen = plan.parallel
+    chosen = plan.arguments
     buffers = _buffer_config(plan, bucket_size)
     chunks = [
         DistributedDataParallel(config, buffers, model, disable_bucketing=index > 0)
         for index, model in enumerate(models)
     ]
-    if chosen.overlap_grad_reduce:
+    if chosen["overlap_grad_reduce"]:
         config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
         config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in chunks])
     optimizer = get_megatron_optimizer(
@@ -154,8 +154,8 @@ def job_of(
             optimizer="adam",
             lr=1e-2,
             params_dtype=torch.float32,
-            use_distributed_optimizer=chosen.use_distributed_optimizer,
-            overlap_param_gather=chosen.overlap_param_gather,
+            use_distributed_optimizer=chosen["use_distributed_optimizer"],
+            overlap_param_gather=chosen["overlap_param_gather"],
             clip_grad=1.0,
         ),
         chunks,
@@ -164,14 +164,14 @@ def job_of(
 
 
 def _buffer_config(plan: ParallelPlan, bucket_size: int | None) -> Any:
-    chosen = plan.parallel
+    chosen = plan.arguments
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         check_for_nan_in_grad=True,
         bucket_size=bucket_size,
-        overlap_grad_reduce=chosen.overlap_grad_reduce,
-        overlap_param_gather=chosen.overlap_param_gather,
-        use_distributed_optimizer=chosen.use_distributed_optimizer,
+        overlap_grad_reduce=chosen["overlap_grad_reduce"],
+        overlap_param_gather=chosen["overlap_param_gather"],
+        use_distributed_optimizer=chosen["use_distributed_optimizer"],
     )
 
 
@@ -184,7 +184,7 @@ def step(job: Job, number: int) -> tuple[float | None, float]:
     for chunk in job.chunks:
         chunk.zero_grad_buffer()
     job.optimizer.zero_grad()
-    plan, grid = job.plan, job.plan.grid()
+    plan, grid = job.plan, job.plan.layout
     losses = get_forward_backward_func()(
         forward_step_func=_forward,
         data_iterator=_one_or_all([_micro_batches(plan, number) for _ in job.chunks]),
@@ -206,7 +206,7 @@ def step(job: Job, number: int) -> tuple[float | None, float]:
 
 def _micro_batches(plan: ParallelPlan, step: int) -> Iterator[torch.Tensor]:
     """This replica's share of a step's tokens, which are the same in every layout."""
-    spec, grid = plan.model, plan.grid()
+    spec, grid = plan.model, plan.layout
     shape = (grid.global_batch_size, spec.seq_length + 1)
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(spec.vocab_size, shape, generator=generator)

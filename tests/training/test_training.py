@@ -88,9 +88,9 @@ def test_every_weight_moves_as_on_one_rank(layout: Layout, trained: Trained) -> 
 @every_layout
 def test_ranks_hold_the_planned_stages(layout: Layout, trained: Trained) -> None:
     plan = planned(layout)
-    kinds, partition = plan.model.layer_kinds(), plan.partition()
+    kinds, partition = plan.model.layer_kinds(), plan.layout.partition
     for rank, report in enumerate(trained.reports(layout)):
-        pipeline = group_of_rank(plan.grid().dims, GroupKind.PP, rank)
+        pipeline = group_of_rank(plan.layout.dims, GroupKind.PP, rank)
         stage = pipeline.index(rank)
         assert report["pipeline_rank"] == stage
         for units, chunk in zip(partition.chunks_of_rank(stage), report["chunks"], strict=True):
@@ -107,7 +107,7 @@ def test_ranks_hold_the_planned_stages(layout: Layout, trained: Trained) -> None
 
 @every_layout
 def test_optimizer_state_is_divided_as_planned(layout: Layout, trained: Trained) -> None:
-    grid, reports = planned(layout).grid(), trained.reports(layout)
+    grid, reports = planned(layout).layout, trained.reports(layout)
     sharded = grid.zero >= ZeroStage.OPTIMIZER
     dense_copies = grid.dims.data_parallel_size if sharded else 1
     expert_copies = grid.dims.expert_data_parallel_size if sharded else 1
@@ -124,7 +124,7 @@ def test_work_is_done_again_where_planned(layout: Layout, trained: Trained) -> N
     for report in trained.reports(layout):
         counts = {(part, number): count for part, number, count in report["forwards"]}
         assert counts == _expected_forwards(plan, report["chunks"])
-        share = plan.parallel.tensor_model_parallel_size if plan.parallel.sequence_parallel else 1
+        share = plan.layout.dims.tensor_model_parallel_size if plan.layout.sequence_parallel else 1
         assert report["rows"] == ([plan.train.seq_length // share] if counts else [])
 
 
@@ -132,7 +132,7 @@ def _expected_forwards(
     plan: ParallelPlan, chunks: list[dict[str, Any]]
 ) -> dict[tuple[str, int], int]:
     """How often each part of each layer is computed, over all steps."""
-    grid, kinds = plan.grid(), plan.model.layer_kinds()
+    grid, kinds = plan.layout, plan.model.layer_kinds()
     again = grid.recompute
     once = STEPS * grid.num_microbatches
     counts: Counter[tuple[str, int]] = Counter()
@@ -150,7 +150,7 @@ def _expected_forwards(
 @every_layout
 def test_the_plan_is_what_was_asked_for(layout: Layout) -> None:
     plan = planned(layout)
-    grid, dims = plan.grid(), plan.grid().dims
+    grid, dims = plan.layout, plan.layout.dims
     assert plan.search.certificate == "optimal"
     assert (dims.world_size, dims.rank_order) == (layout.num_gpus, layout.rank_order)
     assert (
@@ -161,15 +161,15 @@ def test_the_plan_is_what_was_asked_for(layout: Layout) -> None:
     ) == (layout.tp, layout.pp, layout.vpp, layout.ep)
     assert (grid.micro_batch_size, grid.zero) == (layout.micro, layout.zero)
     assert grid.recompute == layout.recompute
-    assert plan.parallel.sequence_parallel == (layout.tp > 1)
+    assert plan.layout.sequence_parallel == (layout.tp > 1)
 
 
 @pytest.mark.parametrize("name", ["dense pp4", "dense pp2 vpp2", "experts pp4"])
 def test_the_planner_cuts_unevenly(name: str) -> None:
     plan = next(planned(layout) for layout in LAYOUTS if layout.name == name)
-    assert len(set(decoder_layers(plan.model, plan.partition()))) > 1
+    assert len(set(decoder_layers(plan.model, plan.layout.partition))) > 1
 
 
 def test_a_stage_with_the_head_alone_is_among_the_layouts() -> None:
-    partitions = {planned(layout).partition() for layout in LAYOUTS if layout.pp > 1}
+    partitions = {planned(layout).layout.partition for layout in LAYOUTS if layout.pp > 1}
     assert any(len(cut.chunk(cut.num_chunks - 1)) == 1 for cut in partitions)

@@ -57,6 +57,6 @@ def train(plan: ParallelPlan, reference: Path, *, is_reference: bool) -> dict[st
 
 def _gather_parameters(job: Job) -> None:
     """Bring the last step's parameters to every replica, which the next forward pass would do."""
-    if job.plan.parallel.overlap_param_gather:
+    if job.plan.arguments["overlap_param_gather"]:
         for chunk in job.chunks:
             chunk.disable_forward_pre_hook(param_sync=True)

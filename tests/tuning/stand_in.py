@@ -54,11 +54,11 @@ def job() -> TunedJob:
 
 def candidate_of(plan: ParallelPlan) -> Candidate:
     """The candidate that a plan was written of."""
-    own = plan.grid(), plan.partition()
+    own = plan.layout, plan.layout.partition
     return next(
         each
         for each in job().ranked.candidates
-        if (each.solved.grid, each.solved.partition()) == own
+        if (each.solved.layout, each.solved.layout.partition) == own
     )
 
 
@@ -97,7 +97,7 @@ class Answered:
 
 def run_record(plan: ParallelPlan, step_s: Seconds | None) -> RunRecord:
     """The record of a run of a plan; without a step, of one that ran out of memory."""
-    ranks = plan.placement.num_gpus
+    ranks = plan.layout.num_gpus
     steps = None
     if step_s is not None:
         steps = Measured(
@@ -117,7 +117,7 @@ def run_record(plan: ParallelPlan, step_s: Seconds | None) -> RunRecord:
         job=job_key(plan),
         cluster=cluster_key(plan),
         versions={},
-        grid=plan.grid(),
+        grid=plan.layout,
         pipeline_model_parallel_layout=None,
         predicted=Predicted(
             step_s=plan.predicted.iteration_time_s,

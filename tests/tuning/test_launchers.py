@@ -59,7 +59,7 @@ def test_the_command_is_the_users_own_with_a_plan(tmp_path: Path) -> None:
     command = found.command(plan, pinned, 20, history)
     words = command.words()
     assert words[:3] == ["torchrun", "--nproc_per_node", "8"]
-    tp = plan.parallel.tensor_model_parallel_size
+    tp = plan.layout.dims.tensor_model_parallel_size
     assert words[words.index("--tensor-model-parallel-size") + 1] == str(tp)
     assert words[-3:] == ["+nest=pinned", f"nest.plan={pinned}", "nest.watch=20"]
     assert words[words.index("--exit-interval") + 1] == "21"

@@ -107,10 +107,10 @@ def require_expressible(plan: ParallelPlan, view: AppView, job: Job) -> None:
         raise UserInputError(place or item, value=given, limit=limit, fix=fix)
     _require_execution(plan, view, job)
     allowed = zero_stages(view, job)
-    if plan.grid().zero not in allowed and plan.parallel.data_parallel_size > 1:
+    if plan.layout.zero not in allowed and plan.layout.dims.data_parallel_size > 1:
         raise UserInputError(
             "use_distributed_optimizer",
-            value=plan.parallel.use_distributed_optimizer,
+            value=plan.layout.shards_optimizer,
             limit="the plan says so, and the application's optimizer is another",
             fix="Change the application's optimizer, or plan again.",
         )
@@ -124,9 +124,9 @@ def planned_execution(view: AppView) -> frozenset[str]:
 
 def _require_execution(plan: ParallelPlan, view: AppView, job: Job) -> None:
     """What the application does not ask for is carried out as its own fields say."""
-    grid = plan.grid()
+    grid = plan.layout
     stated = allowed_execution(execution_of(job.memory_flags), grid)
-    wanted, planned = allowed_execution(plan.execution, grid), planned_execution(view)
+    wanted, planned = allowed_execution(plan.layout.execution, grid), planned_execution(view)
     for knob in KNOBS:
         own, needed = getattr(stated, knob.name), getattr(wanted, knob.name)
         if knob.name in planned or own == needed or not (plan.model.is_moe or not knob.of_experts):

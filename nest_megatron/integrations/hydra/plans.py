@@ -57,10 +57,10 @@ from nest_megatron.integrations.plan_recipe import require_pinned_for
 from nest_megatron.integrations.site_policy import read_launched, require_launch
 from nest_megatron.model.execution import Execution
 from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.arguments import LAYOUT_ARGUMENTS
 from nest_megatron.parallel.diff import Change, plan_values, reason
 from nest_megatron.parallel.knobs import KNOBS
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.prediction import ParallelChoice
 from nest_megatron.report.console import say, show
 
 #: The application's own fields say which ZeRO stages it has (``zero_stages``).
@@ -97,8 +97,8 @@ def plan_app(view: AppView, environment: Mapping[str, str]) -> AppPlan:
     values = {
         **planned_items(plan),
         **execution_items(plan),
-        "data_parallel_size": plan.parallel.data_parallel_size,
-        "num_gpus": plan.placement.num_gpus,
+        "data_parallel_size": plan.layout.dims.data_parallel_size,
+        "num_gpus": plan.layout.num_gpus,
     }
     return AppPlan(plan=plan, values=MappingProxyType(values), notes=notes, signer=signer)
 
@@ -209,7 +209,7 @@ def _rows(found: AppPlan, view: AppView) -> Iterator[tuple[str, object, str]]:
 _ITEMS = (
     "micro_batch_size",
     "use_tp_pp_dp_mapping",
-    *(field.name for field in dataclasses.fields(ParallelChoice)),
+    *LAYOUT_ARGUMENTS,
     *(field.name for field in dataclasses.fields(Execution) if field.init),
 )
 

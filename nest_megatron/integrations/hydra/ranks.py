@@ -104,7 +104,7 @@ def require_same_plan(plan: ParallelPlan, job: str, environment: Mapping[str, st
     Raises:
         NoAgreementError: if another rank has arrived at another plan, with what differs.
     """
-    items = {"num_gpus": plan.placement.num_gpus, **planned_items(plan)}
+    items = {"num_gpus": plan.layout.num_gpus, **planned_items(plan)}
     return _require_like_first(
         environment,
         f"plan of {job}",

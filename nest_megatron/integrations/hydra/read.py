@@ -25,7 +25,7 @@ from nest_megatron.integrations.megatron_lm.read import job_from_values
 from nest_megatron.integrations.recipe import lightning_precision
 from nest_megatron.model.arguments import EXPERT_NAMES, LINEAR_NAMES, SAME_NAMES
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.prediction import ParallelChoice
+from nest_megatron.parallel.arguments import LAYOUT_ARGUMENTS
 
 #: Megatron's names, by which any application may have its fields.
 _NAMES = (
@@ -103,7 +103,7 @@ _KNOWN = frozenset(
         *_RENAMED,
         *_REFUSED,
         *CLASSIFIED,
-        *(field.name for field in dataclasses.fields(ParallelChoice)),
+        *LAYOUT_ARGUMENTS,
         *(name for names in SPELLINGS.values() for name in names),
         "activation",
         "data_parallel_size",

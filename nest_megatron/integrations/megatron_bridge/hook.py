@@ -178,7 +178,10 @@ def adapt(plan: ParallelPlan, variables: MutableMapping[str, str]) -> Iterator[s
     The overlapped all-to-all wants more than one connection to the device, whose number CUDA reads
     as it starts. NCCL may not register the buffers of graphs (``execution_environment``).
     """
-    if plan.execution.overlap_moe_expert_parallel_comm and variables.get(_CONNECTIONS) == "1":
+    if (
+        plan.layout.execution.overlap_moe_expert_parallel_comm
+        and variables.get(_CONNECTIONS) == "1"
+    ):
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             yield (
@@ -188,7 +191,7 @@ def adapt(plan: ParallelPlan, variables: MutableMapping[str, str]) -> Iterator[s
         else:
             variables[_CONNECTIONS] = "32"
             yield f"{_CONNECTIONS}=32 instead of 1: the token all-to-all overlaps."
-    for name, value in execution_environment(plan.execution).items():
+    for name, value in execution_environment(plan.layout.execution).items():
         if name.startswith("NCCL_") and value is not None and variables.get(name) != value:
             variables[name] = value
             yield f"{name}={value}: with CUDA graphs Megatron asks for it."

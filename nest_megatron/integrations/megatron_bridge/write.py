@@ -143,8 +143,8 @@ def _wanted(cfg: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     yield from layout_fields(plan, PATHS, stages=not makes_stages_of(cfg, plan, PATHS))
     if find(cfg, "dataset.micro_batch_size") is not ABSENT:  # Energon's data keep a copy
         why = "the data and training state the same size"
-        yield "dataset.micro_batch_size", plan.train.micro_batch_size, why
-    sharded = plan.parallel.use_distributed_optimizer
+        yield "dataset.micro_batch_size", plan.layout.micro_batch_size, why
+    sharded = plan.layout.shards_optimizer
     yield "ddp.use_distributed_optimizer", sharded, reason(plan, "use_distributed_optimizer")
     yield from _fsdp(cfg, plan)
     places = execution_places(cfg)
@@ -152,7 +152,7 @@ def _wanted(cfg: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     yield from execution_fields(cfg, plan, places)
     yield from _nvlink_ranks(cfg, plan)
     predictors, why = "model.mtp_num_layers", "with the overlapped all-to-all 0.3 takes 1 or none"
-    if plan.execution.overlap_moe_expert_parallel_comm and find(cfg, predictors) == 0:
+    if plan.layout.execution.overlap_moe_expert_parallel_comm and find(cfg, predictors) == 0:
         yield predictors, None, why
 
 
@@ -160,7 +160,7 @@ def _nvlink_ranks(cfg: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     """Take out a number of ranks that was for another group; HybridEP finds it by itself."""
     variables = find(cfg, "env_vars")
     stated = [find(cfg, PATHS.items[name]) for name in _EXPERT_DEGREES]
-    planned = [getattr(plan.parallel, name) for name in _EXPERT_DEGREES]
+    planned = [getattr(plan.layout.dims, name) for name in _EXPERT_DEGREES]
     if isinstance(variables, Mapping) and NVLINK_RANKS in variables and stated != planned:
         others = {name: value for name, value in variables.items() if name != NVLINK_RANKS}
         why = f"{NVLINK_RANKS} was for another group of experts; HybridEP finds it by itself"
@@ -169,7 +169,7 @@ def _nvlink_ranks(cfg: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
 
 def _fsdp(cfg: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     """The switches of Megatron-FSDP. Source: ``ConfigContainer.validate``."""
-    fsdp, used = plan.parallel.use_megatron_fsdp, uses_fsdp(cfg)
+    fsdp, used = plan.layout.uses_megatron_fsdp, uses_fsdp(cfg)
     if fsdp and not used and find(cfg, "model._pre_wrap_hooks") not in (ABSENT, None, []):
         raise UserInputError(
             "use_megatron_fsdp",

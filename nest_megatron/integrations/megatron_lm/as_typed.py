@@ -53,28 +53,17 @@ def typed_plan(job: Job, request: PlanRequest, composed: Composed, made_by: str)
     Raises:
         UserInputError: for what Megatron refuses.
     """
-    layout, execution = typed_layout(job, request, composed)
-    refused = refusal(request, job, execution)(layout)
+    variant, execution = typed_layout(job, request, composed)
+    refused = refusal(request, job, execution)(variant)
     if refused:
         limit, fix = f"Megatron-LM {job.version} refuses it: {refused}", "Change its flags (--set)."
         if job.command is None:
             limit = f"the rules of Megatron-LM {job.version} refuse it: {refused}"
             fix = "Change the recipe's fields."
         raise UserInputError("--from", value=job.script, limit=limit, fix=fix)
-    found = estimate_for(
-        request,
-        layout.grid,
-        layout.partition,
-        settings=layout.settings,
-        sharding=layout.sharding,
-    )
+    found = estimate_for(request, variant.layout, settings=variant.settings)
     found = dataclasses.replace(
         made_for(found, job, made_by),
-        parallel=dataclasses.replace(
-            found.parallel,
-            overlap_grad_reduce=bool(job.values.get("overlap_grad_reduce")),
-            overlap_param_gather=bool(job.values.get("overlap_param_gather")),
-        ),
         launch={} if job.command is None else {LAUNCHER: _launch(job.command)},
     )
     return sealed(found)

@@ -9,7 +9,7 @@ from typing import Any
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.cost_model.settings import CostSettings, restored_settings
 from nest_megatron.cost_model.target_defaults import target_named
-from nest_megatron.errors import FaultError, UserInputError
+from nest_megatron.errors import FaultError
 from nest_megatron.integrations.megatron_lm.incompatible_options import contradicted
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     RECOMPUTE,
@@ -36,13 +36,11 @@ from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
 from nest_megatron.parallel.device_rules import has_multicast
 from nest_megatron.parallel.execution_rules import allowed_execution
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan, sharding
+from nest_megatron.parallel.layout import Layout
+from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
 from nest_megatron.parallel.plan_file import sealed
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.parallel.rules import DEFAULT_VERSION, LaunchRequest
-from nest_megatron.parallel.zero import DataParallelSharding
 
 #: Key of ``ParallelPlan.launch``.
 LAUNCHER = "megatron_lm"
@@ -66,14 +64,11 @@ def launch_request(
         command: the user's command, whose engine and release (not ``version``) are then used.
     """
     settings = restored_settings(plan.provenance.settings)
-    grid = plan.grid()
     return layout_request(
         plan.model,
-        grid,
-        plan.partition(),
+        plan.layout,
         settings,
-        sharding=sharding(plan.parallel),
-        execution=allowed_execution(plan.execution, grid),
+        execution=allowed_execution(plan.layout.execution, plan.layout),
         schedule=plan.train.batch_schedule,
         values={} if command is None else command.values,
         version=version if command is None else command.version,
@@ -82,11 +77,9 @@ def launch_request(
 
 def layout_request(
     spec: TransformerSpec,
-    grid: Grid,
-    partition: StagePartition,
+    layout: Layout,
     settings: CostSettings,
     *,
-    sharding: DataParallelSharding | None,
     execution: Execution,
     schedule: BatchSchedule | None,
     values: Mapping[str, Any],
@@ -95,15 +88,15 @@ def layout_request(
     """What Megatron's rules look at, for a layout.
 
     Args:
-        execution: what is asked for, which the grid's own may leave out.
+        execution: what is asked for, which the layout's own may leave out.
         values: the job's arguments by destination; Megatron's defaults where it states none.
     """
     return LaunchRequest.of(
         spec,
-        grid,
+        layout,
         batch_schedule=schedule,
-        partition=partition,
-        sharding=sharding,
+        partition=layout.partition,
+        sharding=layout.sharding,
         cuda_graphs=cuda_graphs(values),
         optimizer=str(values.get("optimizer") or "adam"),
         transformer_impl=values.get("transformer_impl") or "transformer_engine",
@@ -111,17 +104,6 @@ def layout_request(
         version=version,
         **settings.of_launch(),
     )
-
-
-def require_placed(plan: ParallelPlan) -> None:
-    """Raise if a plan's degrees are not those of the GPUs that it was placed on."""
-    placed, needed = plan.placement.num_gpus, plan.grid().dims.world_size
-    if placed != needed:
-        limit, fix = (
-            f"the plan is for {placed} GPUs",
-            "Use the plan as it was written, or plan again.",
-        )
-        raise UserInputError("tp * pp * cp * dp", value=needed, limit=limit, fix=fix)
 
 
 def with_launch(
@@ -143,7 +125,6 @@ def with_launch(
         UserInputError: if Megatron would refuse the command, or another framework's megatron-core
             the layout.
     """
-    require_placed(plan)
     version = _release(plan)
     if command is None and version is None:
         _require_trainable(plan)
@@ -191,7 +172,7 @@ def rewritten(plan: ParallelPlan, command: ReadCommand, kept: Collection[str] = 
     Raises:
         FaultError: if one of ``kept`` came out changed without a word, or means another layout.
     """
-    values, tp = command.values, plan.parallel.tensor_model_parallel_size
+    values, tp = command.values, plan.layout.dims.tensor_model_parallel_size
     layout = parallel_argv(launch_request(plan, command))
     settled = values.get("padded_vocab_size") is not None or not plan.model.vocab_is_padded
     if not settled and values.get("tensor_model_parallel_size") != tp:
@@ -267,9 +248,9 @@ def _other_meanings(
 ) -> Iterator[str]:
     """Kept flags that Megatron would read as another layout than the plan's."""
     if set(kept) & {*STAGE_OPTIONS, *VIRTUAL_STAGES}:
-        pp = plan.parallel.pipeline_model_parallel_size
-        if stated_partition(plan.model, values, pp) not in (None, plan.partition()):
-            yield f"the stages are not {plan.parallel.pipeline_model_parallel_layout}"
-    recompute = plan.grid().recompute
+        pp = plan.layout.dims.pipeline_model_parallel_size
+        if stated_partition(plan.model, values, pp) not in (None, plan.layout.partition):
+            yield f"the stages are not {plan.arguments['pipeline_model_parallel_layout']}"
+    recompute = plan.layout.recompute
     if set(kept) & set(RECOMPUTE) and (read_recompute(values) or NO_RECOMPUTE) != recompute:
         yield f"the recomputation is not {recompute.label()}"

@@ -17,9 +17,9 @@ from nest_megatron.integrations.megatron_lm.saved_by_plan import saved_by
 from nest_megatron.integrations.typed_command import CommandPlan
 from nest_megatron.parallel.before_after import BeforeAfter, Changes, LayoutChange
 from nest_megatron.parallel.knobs import KNOBS
-from nest_megatron.parallel.plan import ParallelPlan, sharding
+from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner.changes import changes
-from nest_megatron.planner.layouts import Layout
+from nest_megatron.planner.layouts import Variant
 
 _RESHARDABLE = "dist_ckpt_optim_fully_reshardable"
 
@@ -32,12 +32,7 @@ def before_and_after(found: CommandPlan, composed: Composed) -> BeforeAfter:
     except UserInputError as error:
         return BeforeAfter(before=None, refused=str(error))
     own, _ = typed_layout(job, request, composed)
-    after = Layout(
-        settings=request.settings,
-        grid=plan.grid(),
-        partition=plan.partition(),
-        sharding=sharding(plan.parallel),
-    )
+    after = Variant(settings=request.settings, layout=plan.layout)
     return BeforeAfter(
         before=before.priced(),
         changes=_by_fields(changes(request, own, after, refusal(request, job)), job.fields),
@@ -63,8 +58,8 @@ def _by_fields(found: Changes, fields: Mapping[str, str]) -> Changes:
 def _packages(before: ParallelPlan, plan: ParallelPlan) -> Iterator[str]:
     """What choices of the plan need that a container may lack."""
     for knob in KNOBS:
-        value = getattr(plan.execution, knob.name)
-        if value != getattr(before.execution, knob.name) and value in knob.needs:
+        value = getattr(plan.layout.execution, knob.name)
+        if value != getattr(before.layout.execution, knob.name) and value in knob.needs:
             words = " ".join(value) if isinstance(value, tuple) else value
             yield f"{knob.flag} {words} needs {knob.needs[value].words} where the job runs."
 
@@ -83,7 +78,7 @@ def _checkpoint(found: CommandPlan, before: ParallelPlan) -> Iterator[str]:
     values = found.job.values
     if not (values.get("save") or values.get("load")):
         return
-    kind = "fsdp_dtensor" if before.parallel.use_megatron_fsdp else values.get("ckpt_format")
+    kind = "fsdp_dtensor" if before.layout.uses_megatron_fsdp else values.get("ckpt_format")
     said = f"a checkpoint of the present layout ({kind or 'torch_dist'})"
     if not (limit := _obstacle(found, before, values)):
         yield f"Checkpoint: the plan loads {said} as it is."
@@ -101,7 +96,7 @@ def _obstacle(found: CommandPlan, before: ParallelPlan, values: Mapping[str, Any
     version = found.job.version
     saved = saved_by(before, values, version, "a checkpoint of the present layout")
     try:
-        check_loadable(saved, found.plan.parallel, values, version)
+        check_loadable(saved, found.plan.arguments, values, version)
     except UserInputError as error:
         return str(error)
     return ""

@@ -31,8 +31,7 @@ from nest_megatron.integrations.megatron_lm.inert_pickle import (
 from nest_megatron.integrations.megatron_lm.stage_options import user_partition
 from nest_megatron.model.layer_pattern import hybrid_kinds
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.layout import expand_layout, layout_string, uniform_partition
-from nest_megatron.parallel.prediction import ParallelChoice
+from nest_megatron.parallel.stage_layout import expand_layout, layout_string, uniform_partition
 
 _Values = Mapping[str, Any]
 _Sizes = dict[str, tuple[int, ...]]
@@ -126,7 +125,7 @@ def loads_optimizer(saved: SavedCheckpoint, values: _Values) -> bool:
 
 
 def required(saved: SavedCheckpoint, values: _Values, version: str) -> Mapping[str, Requirement]:
-    """What a plan must keep to load this under ``version``, by the names of ``ParallelChoice``.
+    """What a plan must keep to load this under ``version``, by the names of ``layout_arguments``.
 
     A virtual size of 1 stands for none; ``check_loadable`` sees what hangs on several choices.
     Megatron-FSDP: args a:690, :1050; b:1169, :1676. Distributed optimizer: do a:1748, dc/mapping.py
@@ -156,7 +155,7 @@ def required(saved: SavedCheckpoint, values: _Values, version: str) -> Mapping[s
 
 
 def check_loadable(
-    saved: SavedCheckpoint, plan_choice: ParallelChoice, values: _Values, version: str
+    saved: SavedCheckpoint, arguments: _Values, values: _Values, version: str
 ) -> None:
     """Raise if a plan's layout is one that the checkpoint cannot be loaded into.
 
@@ -166,17 +165,17 @@ def check_loadable(
     old = version == "0.16.1"
     _check_format(saved, values, old)
     for name, need in required(saved, values, version).items():
-        planned, value = getattr(plan_choice, name), need.value
+        planned, value = arguments[name], need.value
         same = (planned or (1 if name == _VPP else False)) == value
         if name == _LAYOUT and planned and value and not saved_pattern(saved.arguments):
             same = expand_layout(planned) == expand_layout(str(value))
         if not same:
             said = f"{saved.directory} needs {'an unreadable value' if value is None else value}"
             _refuse(name, planned, f"{said}: {need.reason}", f"keep it, or {need.fix}")
-    _check_rng(saved, plan_choice, values, old)
+    _check_rng(saved, arguments, values, old)
     if loads_optimizer(saved, values) and saved.format == "torch_dist":
-        _check_opt(saved, plan_choice, values, old)
-        _check_buckets(saved, plan_choice, values)
+        _check_opt(saved, arguments, values, old)
+        _check_buckets(saved, arguments, values)
 
 
 def _check_format(saved: SavedCheckpoint, values: _Values, old: bool) -> None:
@@ -201,7 +200,7 @@ def _check_format(saved: SavedCheckpoint, values: _Values, old: bool) -> None:
         _refuse("--moe-grouped-gemm", grouped, f"{where} names experts as with {before}", _ALONE)
 
 
-def _check_rng(saved: SavedCheckpoint, choice: ParallelChoice, values: _Values, old: bool) -> None:
+def _check_rng(saved: SavedCheckpoint, arguments: _Values, values: _Values, old: bool) -> None:
     """Random states are asked for, with TP and PP as saved, by a key that says their shards.
 
     Source: a ckpt:358-383 (expert parallelism shards them by replica), :1560; b:493-504, :2574;
@@ -210,14 +209,14 @@ def _check_rng(saved: SavedCheckpoint, choice: ParallelChoice, values: _Values, 
     unsaved = saved.weights_only or saved.arguments.get("no_save_rng")
     if unsaved or any(map(values.get, ("finetune", "freeze_all_layers", "no_load_rng"))):
         return
-    asked = [choice.pipeline_model_parallel_size, choice.tensor_model_parallel_size]
+    asked = [arguments["pipeline_model_parallel_size"], arguments["tensor_model_parallel_size"]]
     stored = [saved.pipeline_model_parallel_size, saved.tensor_model_parallel_size]
     if saved.format == "fsdp_dtensor":
         broken = values.get("strict_fsdp_dtensor_load", True) and asked[1] > (stored[1] or asked[1])
     else:
         same, stored = asked == stored, list(saved.rng_shape or ())
-        if old and choice.expert_model_parallel_size > 1:
-            asked.append(choice.data_parallel_size * choice.context_parallel_size)
+        if old and arguments["expert_model_parallel_size"] > 1:
+            asked.append(arguments["data_parallel_size"] * arguments["context_parallel_size"])
         broken = same and saved.rng_shape is not None and asked != stored
     if broken:
         _refuse(
@@ -225,7 +224,7 @@ def _check_rng(saved: SavedCheckpoint, choice: ParallelChoice, values: _Values, 
         )
 
 
-def _check_opt(saved: SavedCheckpoint, choice: ParallelChoice, values: _Values, old: bool) -> None:
+def _check_opt(saved: SavedCheckpoint, arguments: _Values, values: _Values, old: bool) -> None:
     """Optimizer state in a form that is gone, or for another number of optimizers.
 
     ``flattened_range`` is gone (dc/mapping.py a:133; b:129) (run). Experts have an optimizer of
@@ -235,14 +234,14 @@ def _check_opt(saved: SavedCheckpoint, choice: ParallelChoice, values: _Values, 
     kind, count = saved.distrib_optim_sharding_type, saved.num_optimizers
     if saved.use_distributed_optimizer and kind not in ("fully_reshardable", *_FIXED_LAYOUT):
         _refuse("distrib_optim_sharding_type", kind, "0.15 was the last to read it", _NO_OPTIM)
-    sizes = (choice.expert_model_parallel_size, choice.expert_tensor_parallel_size)
-    apart = sizes[0] > 1 or (not old and sizes[1] != choice.tensor_model_parallel_size)
+    sizes = (arguments["expert_model_parallel_size"], arguments["expert_tensor_parallel_size"])
+    apart = sizes[0] > 1 or (not old and sizes[1] != arguments["tensor_model_parallel_size"])
     if values.get("num_experts") and count is not None and apart != (count > 1):
         fix = f"fix an expert-parallel size {'of 1' if apart else 'above 1'}, or {_NO_OPTIM}"
         _refuse(f"{_EP}, {_ETP}", sizes, f"{saved.directory} holds {count} optimizer(s)", fix)
 
 
-def _check_buckets(saved: SavedCheckpoint, choice: ParallelChoice, values: _Values) -> None:
+def _check_buckets(saved: SavedCheckpoint, arguments: _Values, values: _Values) -> None:
     """``dp_reshardable`` state lies by bucket; their size hangs on overlap and on the replicas.
 
     A buffer smaller than both sizes is one bucket either way. Source: a training.py:1298-1322,
@@ -252,8 +251,8 @@ def _check_buckets(saved: SavedCheckpoint, choice: ParallelChoice, values: _Valu
     if kind != "dp_reshardable" or not before or before.get("ddp_num_buckets"):
         return
     was = before.get("data_parallel_size", 1) * before.get("context_parallel_size", 1)
-    now = choice.data_parallel_size * choice.context_parallel_size
-    overlaps = (before.get("overlap_grad_reduce"), choice.overlap_grad_reduce)
+    now = arguments["data_parallel_size"] * arguments["context_parallel_size"]
+    overlaps = (before.get("overlap_grad_reduce"), arguments["overlap_grad_reduce"])
     old, new = (
         float(run.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * n)) if on else _INF
         for run, on, n in zip((before, values), overlaps, (was, now), strict=True)

@@ -14,36 +14,39 @@ from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeModule
+from nest_megatron.parallel.recompute import NO_RECOMPUTE, RecomputeGranularity, RecomputeModule
 from nest_megatron.parallel.rules import (
     DEFAULT_VERSION,
     allows_interleaving,
     initializes_on_meta_device,
 )
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
 
 class _Layout:
     def __init__(self, plan: ParallelPlan) -> None:
-        chosen, grid = plan.parallel, plan.grid()
-        self.chosen, self.model = chosen, plan.model
-        self.dims, self.zero = grid.dims, grid.zero
+        layout = plan.layout
+        self.layout, self.model = layout, plan.model
+        self.dims, self.zero = layout.dims, layout.zero
         growing = plan.train.batch_schedule
-        sizes = {grid.global_batch_size, *(growing.sizes if growing else ())}
-        together = grid.micro_batch_size * grid.dims.data_parallel_size
+        sizes = {layout.global_batch_size, *(growing.sizes if growing else ())}
+        together = layout.micro_batch_size * layout.dims.data_parallel_size
         self.numbers_of_microbatches = sorted(size // together for size in sizes)
-        self.pp = chosen.pipeline_model_parallel_size
-        self.virtual = chosen.virtual_pipeline_model_parallel_size is not None
-        self.fsdp = chosen.use_megatron_fsdp
-        self.saves = {"fsdp_dtensor": self.fsdp, "torch_dcp": chosen.use_torch_fsdp2}
-        self.full = chosen.recompute_granularity is RecomputeGranularity.FULL
+        self.pp = layout.dims.pipeline_model_parallel_size
+        self.virtual = layout.dims.virtual_pipeline_model_parallel_size > 1
+        self.fsdp = layout.uses_megatron_fsdp
+        self.saves = {
+            "fsdp_dtensor": self.fsdp,
+            "torch_dcp": layout.sharding is DataParallelSharding.TORCH_FSDP2,
+        }
+        self.full = layout.recompute.granularity is RecomputeGranularity.FULL
 
     def recomputes(self, module: RecomputeModule) -> bool:
-        return module in self.chosen.recompute_modules
+        return module in self.layout.recompute.modules
 
     @property
     def splits_activations(self) -> bool:
-        return self.chosen.tensor_model_parallel_size > 1 and not self.chosen.sequence_parallel
+        return self.dims.tensor_model_parallel_size > 1 and not self.layout.sequence_parallel
 
     @property
     def experts_alone(self) -> bool:
@@ -54,7 +57,7 @@ class _Layout:
     def hides_no_experts(self) -> bool:
         plain = self.pp > 1 and not self.virtual
         recomputed = self.full or self.recomputes(RecomputeModule.MOE)
-        return self.chosen.expert_model_parallel_size == 1 or plain or recomputed
+        return self.dims.expert_model_parallel_size == 1 or plain or recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ def _uneven_instances(layout: _Layout, instances: int) -> bool:
     dims = layout.dims
     replicas = dims.data_parallel_size * dims.context_parallel_size
     experts = layout.model.is_moe and dims.expert_data_parallel_size % instances
-    uneven = not layout.chosen.use_distributed_optimizer or replicas % instances or experts
+    uneven = not layout.layout.shards_optimizer or replicas % instances or experts
     return instances > 1 and bool(uneven)
 
 
@@ -114,7 +117,7 @@ _Row = IncompatibleOption
 INCOMPATIBLE_OPTIONS: tuple[IncompatibleOption, ...] = (
     _Row(
         "tp_comm_overlap",  # args:916
-        lambda layout, _: not layout.chosen.sequence_parallel,
+        lambda layout, _: not layout.layout.sequence_parallel,
         "it needs sequence parallelism",
     ),
     _Row(
@@ -135,7 +138,7 @@ INCOMPATIBLE_OPTIONS: tuple[IncompatibleOption, ...] = (
     ),
     _Row(
         "overlap_param_gather_with_optimizer_step",  # args:640
-        lambda layout, _: not (layout.virtual and layout.chosen.overlap_param_gather),
+        lambda layout, _: not (layout.virtual and layout.layout.shards_optimizer),
         "it needs virtual stages and overlapped gathering of weights",
     ),
     _Row(
@@ -156,12 +159,12 @@ INCOMPATIBLE_OPTIONS: tuple[IncompatibleOption, ...] = (
     ),
     _Row(
         "hierarchical_context_parallel_sizes",  # args:405
-        lambda layout, sizes: math.prod(map(int, sizes)) != layout.chosen.context_parallel_size,
+        lambda layout, sizes: math.prod(map(int, sizes)) != layout.dims.context_parallel_size,
         "the plan has another context-parallel size",
     ),
     _Row(
         "cp_comm_type",  # args:407
-        lambda layout, kinds: "a2a+p2p" in kinds and layout.chosen.context_parallel_size == 1,
+        lambda layout, kinds: "a2a+p2p" in kinds and layout.dims.context_parallel_size == 1,
         "the plan has no context parallelism",
     ),
     _Row(
@@ -207,7 +210,7 @@ INCOMPATIBLE_OPTIONS: tuple[IncompatibleOption, ...] = (
     ),
     _Row(
         "cpu_offloading_num_layers",  # tc:1144, tc:1149
-        lambda layout, _: layout.pp > 1 or layout.chosen.recompute_granularity is not None,
+        lambda layout, _: layout.pp > 1 or layout.layout.recompute != NO_RECOMPUTE,
         "whole layers are moved to the host without a pipeline and without recomputation",
     ),
     _Row(
@@ -223,7 +226,7 @@ INCOMPATIBLE_OPTIONS: tuple[IncompatibleOption, ...] = (
     _Row(
         # mcore_fsdp_adapter.py:206-221, megatron_fsdp.py:246
         "num_distributed_optimizer_instances",
-        lambda layout, n: n > 1 and layout.fsdp and layout.chosen.expert_model_parallel_size > 1,
+        lambda layout, n: n > 1 and layout.fsdp and layout.dims.expert_model_parallel_size > 1,
         "Megatron-FSDP of 0.16.1 has no groups of experts within an instance",
         release="0.16.1",
     ),
@@ -236,7 +239,9 @@ INCOMPATIBLE_OPTIONS: tuple[IncompatibleOption, ...] = (
     _Row("fsdp_manual_registration", lambda layout, _: not layout.fsdp, _OF_FSDP),  # args:694
     _Row(
         "init_model_with_meta_device",  # training.py:1266 (run)
-        lambda layout, _: not (layout.fsdp or layout.chosen.use_torch_fsdp2),
+        lambda layout, _: (
+            not (layout.fsdp or layout.layout.sharding is DataParallelSharding.TORCH_FSDP2)
+        ),
         "without Megatron-FSDP weights of the meta device keep whatever memory holds",
     ),
     _Row(

@@ -125,7 +125,7 @@ def dry_run(launched: LaunchedJob) -> None:
     outcome = _find(launched)
     plan = outcome.decision.plan
     show(launched_report(plan, outcome.changes, outcome.notes))
-    launched.args.world_size = plan.placement.num_gpus
+    launched.args.world_size = plan.layout.num_gpus
     with _device_of(plan), contextlib.redirect_stdout(io.StringIO()):  # it prints every argument
         _carried_out(launched, outcome.decision)
     say("nest: Megatron's own validation accepts this.\n")
@@ -335,4 +335,4 @@ def compare_groups(plan: ParallelPlan, parallel_state: ModuleType) -> None:
     rank = torch.distributed.get_rank()
     # megatron-core before 0.10, which NeMo 1 runs on, makes the experts' groups in another way
     has_experts = plan.model.is_moe and hasattr(parallel_state, "get_expert_data_parallel_group")
-    groups.check_groups(parallel_state, plan.grid().dims, rank, has_experts=has_experts)
+    groups.check_groups(parallel_state, plan.layout.dims, rank, has_experts=has_experts)

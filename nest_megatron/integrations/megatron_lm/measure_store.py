@@ -25,9 +25,8 @@ from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.plan import Alternative, ParallelPlan
-from nest_megatron.parallel.prediction import ParallelChoice
+from nest_megatron.parallel.layout import PartialLayout
+from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.planner import PlanRequest
 from nest_megatron.profile import store
@@ -53,7 +52,7 @@ def tasks_for(
 ) -> tuple[Task, ...]:
     """Layer blocks and shapes in the order in which they are to be timed, from ``plan`` on."""
     like = LayerShard(flash_attention=implementation is Implementation.TRANSFORMER_ENGINE)
-    best = _shard(plan.parallel, plan.train.micro_batch_size, like)
+    best = _shard(plan.layout, like)
 
     def distance(shard: LayerShard) -> tuple[float, ...]:
         """Doublings from the best shape; what is equally far goes by size."""
@@ -61,7 +60,7 @@ def tasks_for(
         return (math.fsum(abs(math.log2(a / b)) for a, b in pairs), *_degrees(shard))
 
     near = sorted(set(_legal(request, like)), key=distance)
-    others = (_shard(other, other.micro_batch_size, like) for other in plan.alternatives)
+    others = (_shard(other.layout, like) for other in plan.alternatives)
     shapes: dict[Shape, Task] = {}
     for task in map(_without_context, tasks_of(request.spec, (best, *others, *near))):
         shapes.setdefault(shape_of(request.spec, task), task)  # several may have become one
@@ -84,9 +83,8 @@ def _without_context(task: Task) -> Task:
     return Task(task.block, dataclasses.replace(task.shard, context_parallel_size=1))
 
 
-def _shard(
-    degrees: ParallelChoice | Alternative | ParallelDims, micro_batch_size: int, like: LayerShard
-) -> LayerShard:
+def _shard(layout: PartialLayout, like: LayerShard) -> LayerShard:
+    degrees = layout.dims
     tp = degrees.tensor_model_parallel_size
     return dataclasses.replace(
         like,
@@ -94,7 +92,7 @@ def _shard(
         context_parallel_size=degrees.context_parallel_size,
         expert_model_parallel_size=degrees.expert_model_parallel_size,
         expert_tensor_parallel_size=degrees.expert_tensor_parallel_size,
-        micro_batch_size=micro_batch_size,
+        micro_batch_size=layout.micro_batch_size,
         sequence_parallel=tp > 1,
     )
 
@@ -107,7 +105,7 @@ def _legal(request: PlanRequest, like: LayerShard) -> Iterator[LayerShard]:
         dims = grid.dims
         inside = max(dims.tensor_model_parallel_size, dims.expert_ranks) <= node
         if inside and dims.context_parallel_size == 1:
-            shard = _shard(dims, grid.micro_batch_size, like)
+            shard = _shard(grid, like)
             yield dataclasses.replace(shard, sequence_parallel=grid.sequence_parallel)
 
 

@@ -102,17 +102,17 @@ def write(
 
 def require_planned(args: Namespace, plan: ParallelPlan) -> None:
     """Raise if Megatron derived something else than the plan has, naming it."""
-    chosen, train = plan.parallel, plan.train
-    wanted = {name: getattr(chosen, name) for name in _DERIVED} | {
-        "micro_batch_size": train.micro_batch_size,
+    arguments, train = plan.arguments, plan.train
+    wanted = {name: arguments[name] for name in _DERIVED} | {
+        "micro_batch_size": plan.layout.micro_batch_size,
         "seq_length": train.seq_length,
         "num_layers": plan.model.num_layers,
     }
     if train.batch_schedule is None or train.batch_schedule.rampup_batch_size:
-        wanted["global_batch_size"] = train.final_batch_size  # else one micro batch on each replica
+        wanted["global_batch_size"] = plan.final_batch_size  # else one micro batch on each replica
     if (getattr(args, "optimizer", None) or "adam") in ELEMENTWISE_OPTIMIZERS:
         # 0.20 divides an emerging optimizer's state by layers instead, and clears the flag
-        wanted["use_distributed_optimizer"] = chosen.use_distributed_optimizer
+        wanted["use_distributed_optimizer"] = arguments["use_distributed_optimizer"]
     if plan.model.vision is not None:  # pretrain_vlm.py makes the language model's of others
         del wanted["seq_length"], wanted["num_layers"]
     for name, value in wanted.items():

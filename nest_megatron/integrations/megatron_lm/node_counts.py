@@ -123,14 +123,14 @@ class TableJob:
         found = require_plan(find_plan(asked, self.on_progress), asked.notes)
         if loads is not None:
             values = self.loading(loads)
-            checkpoint.check_loadable(loads.saved, found.parallel, values, self.version)
+            checkpoint.check_loadable(loads.saved, found.arguments, values, self.version)
         return self.finished(found)
 
     def loads(self, plan: ParallelPlan, loads: Resharding) -> bool:
         """Whether a plan loads a checkpoint."""
         try:
             values = self.loading(loads)
-            checkpoint.check_loadable(loads.saved, plan.parallel, values, self.version)
+            checkpoint.check_loadable(loads.saved, plan.arguments, values, self.version)
         except UserInputError:
             return False
         return True
@@ -142,11 +142,11 @@ class TableJob:
         """
         name, needed = f"the checkpoint of the plan for {num_nodes} nodes", []
         saved = saved_by(plan, self.loading(), self.version, name)
-        choice, own = plan.parallel, saved.arguments
-        bucket = 1_000_000 * choice.data_parallel_size * choice.context_parallel_size
+        dims, own = plan.layout.dims, saved.arguments
+        bucket = 1_000_000 * dims.data_parallel_size * dims.context_parallel_size
         is_bucketed = saved.distrib_optim_sharding_type == "dp_reshardable"
         is_fixed = own["ddp_bucket_size"] or own["ddp_num_buckets"]
-        if is_bucketed and choice.overlap_grad_reduce and bucket > 40_000_000 and not is_fixed:
+        if is_bucketed and plan.layout.overlap_grad_reduce and bucket > 40_000_000 and not is_fixed:
             why = "the optimizer's state lies by bucket, and their size follows the replicas"
             needed.append(("ddp_bucket_size", bucket, why))
         if len(saved.rng_shape or ()) > 2 and not self.values.get("no_load_rng"):

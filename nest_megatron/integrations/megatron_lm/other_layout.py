@@ -14,11 +14,11 @@ from nest_megatron.config.layout_words import read_layout
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.planned_job import SEARCH_S, PlannedJob
 from nest_megatron.parallel.before_after import Difference
-from nest_megatron.parallel.layout import spread_partition
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.stage_layout import spread_partition
 from nest_megatron.planner import EndedEarly, NoPlan
 from nest_megatron.planner import plan as find_plan
-from nest_megatron.planner.layouts import Layout
+from nest_megatron.planner.layouts import Variant
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.versus import peak_stage
 from nest_megatron.solver.space import SearchSpace
@@ -82,11 +82,11 @@ def versus(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> Ve
         UserInputError: for a layout that cannot be read, or that Megatron refuses, with its rule.
     """
     job = PlannedJob(plan, times)
-    layout = job.layout(read_layout(text, "--versus"))
-    if rule := job.refusal(layout):
+    variant = job.variant(read_layout(text, "--versus"))
+    if rule := job.refusal(variant):
         limit, fix = f"Megatron refuses it: {rule}", "Name other sizes, or more of them."
         raise UserInputError("--versus", value=text, limit=limit, fix=fix)
-    return _versus(job, plan, layout)
+    return _versus(job, plan, variant)
 
 
 def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> WhyNot:
@@ -113,19 +113,19 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
         raise UserInputError("--why-not", value=text, limit=limit, fix="Name more sizes.")
     if isinstance(found, NoPlan):
         grid = found.shortage.grid
-        layout = job.layout_of(grid, spread_partition(plan.model, grid.dims))
+        variant = job.variant_of(grid, spread_partition(plan.model, grid.dims))
         nearest = _nearest(job, space, asked)
         return dataclasses.replace(
             nearest,
-            versus=_versus(job, plan, layout),
+            versus=_versus(job, plan, variant),
             needed_bytes=found.shortage.needed_bytes,
             bounded=nearest.bounded or _is_bounded(found),
         )
     if lost := _not_kept(found, space):  # a model without experts has no sizes of experts
         rule = job.rule(composed) or f"{lost[0]} = {asked[lost[0]]}: this model has it not"
         return dataclasses.replace(_nearest(job, space, asked), rule=rule)
-    layout = job.layout_of(found.grid(), found.partition())
-    beside = _versus(job, plan, layout)
+    variant = job.variant_of(found.layout.without_stages(), found.layout.partition)
+    beside = _versus(job, plan, variant)
     return WhyNot(asked=asked, versus=beside, bounded=_is_bounded(found))
 
 
@@ -174,18 +174,18 @@ def _not_kept(plan: ParallelPlan, space: SearchSpace) -> list[str]:
 def size_of(plan: ParallelPlan, name: str) -> int:
     """A size of a plan's layout by its name in ``WhyNot.asked``."""
     if name == "micro_batch_size":
-        return plan.train.micro_batch_size
-    return int(getattr(plan.parallel, name) or 1)
+        return plan.layout.micro_batch_size
+    return int(getattr(plan.layout.dims, name))
 
 
-def _versus(job: PlannedJob, plan: ParallelPlan, layout: Layout) -> Versus:
-    own, other = job.priced(job.own), job.priced(layout)
+def _versus(job: PlannedJob, plan: ParallelPlan, variant: Variant) -> Versus:
+    own, other = job.priced(job.own), job.priced(variant)
     before, after = own.predicted, other.predicted
     mine, theirs = peak_stage(own), peak_stage(other)
     return Versus(
         plan=own,
         other=other,
-        difference=job.difference(layout),
+        difference=job.difference(variant),
         terms={name: s - before.terms.get(name, 0.0) for name, s in after.terms.items()},
         memory={name: theirs.get(name, 0) - mine.get(name, 0) for name in {**mine, **theirs}},
         notes=tuple(_notes(plan, own)),

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from nest_megatron.cluster.discovery import is_same_device, local_gpus, with_hosts_of
 from nest_megatron.cluster.records import Cluster
@@ -32,12 +33,11 @@ from nest_megatron.integrations.site_policy import allowed_on_mismatch, read_lau
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.policy import OnMismatch
-from nest_megatron.parallel.prediction import ParallelChoice
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.planner.pinned_job import ActualJob, Difference, differences, refusal
 from nest_megatron.planner.pins import PinnedPlan
 
-#: What a plan keeps under ``nearest``, by the names of ``ParallelChoice``: which rank holds which
+#: What a plan keeps under ``nearest``, by the names of ``layout_arguments``: which rank holds which
 #: part of the model, and how its states are divided. Replicas take the ranks that are there.
 _KEPT = (
     "tensor_model_parallel_size",
@@ -70,7 +70,7 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
         world_size = cluster.num_gpus
     pinned = read_launched(path, None if unsized and cluster is None else world_size)
     if unsized and cluster is None:
-        world_size = pinned.plan.placement.num_gpus
+        world_size = pinned.plan.layout.num_gpus
     actual = _actual(launched, job, cluster, world_size)
     found = differences(pinned, actual)
     if not found:
@@ -130,9 +130,9 @@ def _as_pinned(job: Job, pinned: PinnedPlan) -> planning.LaunchPlan:
     if not any("://" in str(values.get(name)) for name in ("load", "pretrained_checkpoint")):
         saved = checkpoint.read_checkpoint(values)
         if saved is not None:
-            checkpoint.check_loadable(saved, pinned.plan.parallel, values, job.version)
+            checkpoint.check_loadable(saved, pinned.plan.arguments, values, job.version)
     plan, rows = pinned.plan, job.spec.vocab_size
-    if job.spec.vocab_is_padded and rows % plan.parallel.tensor_model_parallel_size == 0:
+    if job.spec.vocab_is_padded and rows % plan.layout.dims.tensor_model_parallel_size == 0:
         # the embedding has the rows that the job gives it by itself
         model = dataclasses.replace(plan.model, vocab_size=rows, vocab_is_padded=True)
         plan = dataclasses.replace(plan, model=model)
@@ -164,12 +164,12 @@ def _in_its_place(
         if OnMismatch.REPLAN in allowed
         else "pin a plan for these machines"
     )
-    kept = _kept(pinned.plan.parallel, way_out, has_experts=job.spec.is_moe)
+    kept = _kept(pinned.plan.arguments, way_out, has_experts=job.spec.is_moe)
     job = dataclasses.replace(job, required={**job.required, **kept})
     try:
         return planning.decide(job, place, free=_ALL, alternative=0, made_by=made_by)
     except UserInputError as error:
-        if (smaller := _largest_below(job, place, pinned.plan.grid().dims)) is None:
+        if (smaller := _largest_below(job, place, pinned.plan.layout.dims)) is None:
             raise
         fix = f"Start {smaller} ranks, the most below {actual.num_gpus} that the pinned plan's "
         fix += f"degrees and stages can be used on, or {way_out}."
@@ -207,7 +207,9 @@ def _place(launched: LaunchedJob, planned: Cluster, actual: ActualJob) -> JobClu
     return JobCluster(cluster=cluster, composed=compose(words), notes=(note,))
 
 
-def _kept(choice: ParallelChoice, way_out: str, *, has_experts: bool) -> Mapping[str, Requirement]:
+def _kept(
+    arguments: Mapping[str, Any], way_out: str, *, has_experts: bool
+) -> Mapping[str, Requirement]:
     """What ``nearest`` keeps of a plan; a virtual size of 1 stands for none."""
     names = [name for name in _KEPT if has_experts or not name.startswith("expert")]
     return {
@@ -218,5 +220,5 @@ def _kept(choice: ParallelChoice, way_out: str, *, has_experts: bool) -> Mapping
             who="the pinned plan",
         )
         for name in names
-        if (value := getattr(choice, name)) is not None or name.startswith("virtual")
+        if (value := arguments[name]) is not None or name.startswith("virtual")
     }

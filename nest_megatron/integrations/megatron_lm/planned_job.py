@@ -28,14 +28,14 @@ from nest_megatron.model.execution import Execution
 from nest_megatron.parallel.before_after import Difference
 from nest_megatron.parallel.dims import DEGREES, ParallelDims, RankOrder
 from nest_megatron.parallel.execution_rules import allowed_execution
-from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.knobs import KnobConditions, always_on
-from nest_megatron.parallel.layout import parse_layout, spread_partition
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.plan import ParallelPlan, sharding, zero_stage
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.stage_layout import parse_layout, spread_partition
 from nest_megatron.planner import PlanRequest
-from nest_megatron.planner.layouts import Layout, Prices, difference, estimate_for
+from nest_megatron.planner.layouts import Prices, Variant, difference, estimate_for
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.space import SearchSpace
 
@@ -57,11 +57,11 @@ class PlannedJob:
         if launch is not None:
             values = read_argv(launch.script, launch.argv, self._version).values
         self._values = values
-        cluster = plan.cluster.resized(plan.placement.num_gpus)
+        cluster = plan.cluster.resized(plan.layout.num_gpus)
         self._job = PlanRequest(
             spec=plan.model,
             cluster=cluster,
-            global_batch_size=plan.train.global_batch_size,
+            global_batch_size=plan.layout.global_batch_size,
             settings=self._settings,
             times=times,
             batch_schedule=plan.train.batch_schedule,
@@ -92,8 +92,8 @@ class PlannedJob:
         if config.parallel.sequence_parallel is False:
             limit, fix = "plans have it wherever tensor parallelism is on", "Give it to --versus."
             raise UserInputError("sequence_parallel", value=False, limit=limit, fix=fix)
-        own, zero = sharding(self._plan.parallel), read_zero(config.parallel)
-        zeros = (zero_stage(self._plan.parallel) if zero is None else zero,)
+        own, zero = self._plan.layout.sharding, read_zero(config.parallel)
+        zeros = (self._plan.layout.zero if zero is None else zero,)
         order = read_rank_order(config.parallel)
         space = SearchSpace(
             fixed=(fixed := fixed_degrees(config)),
@@ -109,13 +109,13 @@ class PlannedJob:
         return buildable_space(self._plan.model, self._target(), space)
 
     @property
-    def _grid(self) -> Grid:
-        return self._plan.grid()
+    def _grid(self) -> PartialLayout:
+        return self._plan.layout
 
     @property
     def _execution(self) -> Execution:
         """As the plan's; what its own layout has no room for is on where it never costs time."""
-        own, settings = self._plan.execution, self._settings
+        own, settings = self._plan.layout.execution, self._settings
         recipe = settings.traits.fp8_recipe.value if settings.precision.is_quantized else None
         conditions = KnobConditions(
             spec=self._plan.model,
@@ -126,7 +126,7 @@ class PlannedJob:
         every = always_on(own, conditions)
         return every if allowed_execution(every, self._grid) == own else own
 
-    def layout(self, composed: Composed) -> Layout:
+    def variant(self, composed: Composed) -> Variant:
         """The plan's layout with what was named instead."""
         config, own = composed.config.parallel, self._grid
         given = fixed_degrees(composed.config)
@@ -139,7 +139,7 @@ class PlannedJob:
         if splits_sequence is None:
             splits_sequence = dims.tensor_model_parallel_size > 1
         zero, recompute = read_zero(config), read_recompute(config)
-        grid = Grid(
+        grid = PartialLayout(
             dims=dataclasses.replace(
                 dims, rank_order=read_rank_order(config) or own.dims.rank_order
             ),
@@ -150,11 +150,11 @@ class PlannedJob:
             zero=own.zero if zero is None else zero,
         )
         if stages is None:
-            stages = self._plan.partition()
+            stages = self._plan.layout.partition
             sizes = stages.pipeline_model_parallel_size, stages.num_chunks
             if sizes != (dims.pipeline_model_parallel_size, dims.num_chunks):
                 stages = spread_partition(self._plan.model, dims)
-        return self.layout_of(grid, stages, own=zero is None)
+        return self.variant_of(grid, stages, own=zero is None)
 
     def _stages(self, composed: Composed, given: Mapping[str, int]) -> StagePartition | None:
         """The stages that were named, for the pipeline's own size where no other is."""
@@ -162,19 +162,17 @@ class PlannedJob:
         pp = given.get(_PP, self._grid.dims.pipeline_model_parallel_size)
         return None if text is None else parse_layout(text, self._plan.model, pp)
 
-    def layout_of(self, grid: Grid, partition: StagePartition, *, own: bool = True) -> Layout:
+    def variant_of(
+        self, grid: PartialLayout, partition: StagePartition, *, own: bool = True
+    ) -> Variant:
         """A grid and its stages as the job would run them.
 
         Args:
             own: the plan's sharding holds, as the ZeRO stage is the plan's.
         """
-        execution = allowed_execution(self._execution, grid)
-        return Layout(
-            settings=self._settings,
-            grid=dataclasses.replace(grid, execution=execution),
-            partition=partition,
-            sharding=sharding(self._plan.parallel) if own else None,
-        )
+        grid = dataclasses.replace(grid, execution=allowed_execution(self._execution, grid))
+        sharding = self._plan.layout.sharding if own else None
+        return Variant(settings=self._settings, layout=grid.with_stages(partition, sharding))
 
     def _dims(self, given: Mapping[str, int]) -> ParallelDims:
         """The plan's degrees with those given; the GPUs that are left replicate."""
@@ -184,7 +182,7 @@ class PlannedJob:
             kept[_VPP] = 1
         degrees = {**kept, **given}
         if "data_parallel_size" not in degrees:
-            gpus = self._plan.placement.num_gpus
+            gpus = self._plan.layout.num_gpus
             replica = math.prod(degrees[name] for name in REPLICA_DEGREES)
             if gpus % replica:
                 limit, fix = f"it must divide the plan's {gpus} GPUs", "Change one of the sizes."
@@ -192,18 +190,16 @@ class PlannedJob:
             degrees["data_parallel_size"] = gpus // replica
         return ParallelDims(**degrees, rank_order=own.rank_order)
 
-    def refusal(self, layout: Layout) -> str:
+    def refusal(self, variant: Variant) -> str:
         """The first rule of Megatron that a layout breaks, with its source; empty for none."""
-        gpus, placed = layout.grid.dims.world_size, self._plan.placement.num_gpus
+        gpus, placed = variant.layout.num_gpus, self._plan.layout.num_gpus
         if gpus != placed:
             return f"tp * pp * cp * dp = {gpus}: the plan is for {placed} GPUs"
         request = layout_request(
             self._plan.model,
-            layout.grid,
-            layout.partition,
-            layout.settings,
-            sharding=layout.sharding or layout.grid.zero.sharding,
-            execution=layout.grid.execution,
+            variant.layout,
+            variant.settings,
+            execution=variant.layout.execution,
             schedule=self._plan.train.batch_schedule,
             values=self._values,
             version=self._version,
@@ -213,32 +209,23 @@ class PlannedJob:
     def rule(self, composed: Composed) -> str:
         """The rule that the plan's layout with what was named breaks; empty for none."""
         try:
-            return self.refusal(self.layout(composed))
+            return self.refusal(self.variant(composed))
         except UserInputError as error:
             return f"{error.what} = {error.value}: {error.limit}"
 
-    def priced(self, layout: Layout) -> ParallelPlan:
+    def priced(self, variant: Variant) -> ParallelPlan:
         """A layout as a plan, with its prediction."""
-        return estimate_for(
-            *(self._job, layout.grid, layout.partition),
-            settings=layout.settings,
-            sharding=layout.sharding,
-        )
+        return estimate_for(self._job, variant.layout, settings=variant.settings)
 
-    def difference(self, layout: Layout) -> Difference:
+    def difference(self, variant: Variant) -> Difference:
         """By how much a layout's step is longer than the plan's."""
         prices = Prices(self._job)
-        return difference(prices.of(self.own), prices.of(layout))
+        return difference(prices.of(self.own), prices.of(variant))
 
     @property
-    def own(self) -> Layout:
+    def own(self) -> Variant:
         """The plan's layout."""
-        return Layout(
-            settings=self._settings,
-            grid=self._grid,
-            partition=self._plan.partition(),
-            sharding=sharding(self._plan.parallel),
-        )
+        return Variant(settings=self._settings, layout=self._plan.layout)
 
 
 def _site(plan: ParallelPlan, cluster: Cluster) -> Site | None:

@@ -155,7 +155,7 @@ def decide(
     request = running_request(job, place)
     found = plan_to_launch(request, place.composed, alternative)
     if saved is not None:
-        checkpoint.check_loadable(saved, found.parallel, values, version)
+        checkpoint.check_loadable(saved, found.arguments, values, version)
     searched = Searched(job=job, place=place, request=request, best_s=found.shortest_step_s)
     found = plan_file.made_for(found, MEGATRON_LM, version, made_by)
     kept = kept_flags(job, request, place.composed.config)

@@ -24,15 +24,15 @@ from nest_megatron.integrations.megatron_lm.stage_options import stated_partitio
 from nest_megatron.model.execution import Execution
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.execution_rules import allowed_execution
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.layout import is_uniform, uniform_partition
+from nest_megatron.parallel.layout import Layout, PartialLayout
 from nest_megatron.parallel.policy import violations
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, RecomputeGranularity
+from nest_megatron.parallel.stage_layout import is_uniform, uniform_partition
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import PlanRequest
 from nest_megatron.planner.changes import Refusal
-from nest_megatron.planner.layouts import Layout, estimate_for
-from nest_megatron.solver.space import Present, SearchSpace
+from nest_megatron.planner.layouts import Variant, estimate_for
+from nest_megatron.solver.space import SearchSpace
 
 _TP, _PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 _MICRO = "micro_batch_size"
@@ -53,20 +53,20 @@ def with_present_layout(request: PlanRequest, job: Job, composed: Composed) -> P
     a setting, a checkpoint or a policy, forbids it.
     """
     try:
-        layout, asked = typed_layout(job, request, composed)
+        variant, asked = typed_layout(job, request, composed)
     except UserInputError:  # such as no micro batch: it is no job that runs
         return request
-    if refused := refusal(request, job, asked)(layout):
+    if refused := refusal(request, job, asked)(variant):
         note = f"The present layout is no point of the search, Megatron refuses it: {refused}"
         return dataclasses.replace(request, notes=(*request.notes, note))
+    layout = variant.layout
     if not _keeps_fixed(request, layout) or _breaks_policy(request, layout):
         return request
-    present = Present(grid=layout.grid, partition=layout.partition)
-    space = _reaching(request.space, present, request.cluster)
-    return dataclasses.replace(request, present=present, space=space)
+    space = _reaching(request.space, layout, request.cluster)
+    return dataclasses.replace(request, present=layout, space=space)
 
 
-def _sizes(grid: Grid) -> dict[str, int]:
+def _sizes(grid: PartialLayout) -> dict[str, int]:
     flags = {name: size or 1 for name, size in grid.dims.flags().items()}
     own = {"data_parallel_size": grid.dims.data_parallel_size, _MICRO: grid.micro_batch_size}
     return {**flags, **own}
@@ -74,38 +74,37 @@ def _sizes(grid: Grid) -> dict[str, int]:
 
 def _keeps_fixed(request: PlanRequest, layout: Layout) -> bool:
     """Whether a layout is one of the space but for its limits."""
-    grid, space = layout.grid, request.space
-    sizes = _sizes(grid)
-    own, zeros = layout.sharding or grid.zero.sharding, (*space.zero_stages, ZeroStage.NONE)
+    space, sizes = request.space, _sizes(layout)
+    zeros = (*space.zero_stages, ZeroStage.NONE)
     return (
         all(sizes[name] == value for name, value in space.fixed.items())
         and all(sizes[name] >= least for name, least in space.least.items())
-        and grid.zero in (zeros if grid.dims.data_parallel_size == 1 else space.zero_stages)
-        and own is (space.sharding or grid.zero.sharding)
-        and grid.dims.rank_order in space.rank_orders
-        and grid.recompute in (space.recompute or grid.recompute,)
-        and grid.sequence_parallel in (sizes[_TP] > 1 and space.sequence_parallel, False)
+        and layout.zero in (zeros if layout.dims.data_parallel_size == 1 else space.zero_stages)
+        and layout.sharding is (space.sharding or layout.zero.sharding)
+        and layout.dims.rank_order in space.rank_orders
+        and layout.recompute in (space.recompute or layout.recompute,)
+        and layout.sequence_parallel in (sizes[_TP] > 1 and space.sequence_parallel, False)
         and layout.partition in (space.partition or layout.partition,)
         and (not space.even_stages or is_uniform(request.spec, layout.partition))
-        and (not space.use_all_gpus or grid.dims.world_size == request.cluster.num_gpus)
+        and (not space.use_all_gpus or layout.num_gpus == request.cluster.num_gpus)
     )
 
 
 def _breaks_policy(request: PlanRequest, layout: Layout) -> bool:
     if not request.policy:
         return False
-    plan = estimate_for(request, layout.grid, layout.partition, sharding=layout.sharding)
+    plan = estimate_for(request, layout)
     return any(any(violations(plan, file)) for file in request.policy)
 
 
-def _reaching(space: SearchSpace, present: Present, cluster: Cluster) -> SearchSpace:
+def _reaching(space: SearchSpace, present: Layout, cluster: Cluster) -> SearchSpace:
     """A space with the sizes and the recomputation of what runs today.
 
     A limit that the user has set holds for other layouts.
     """
-    grid, recompute = present.grid, present.grid.recompute
-    free = {n: v for n, v in _sizes(grid).items() if n not in (*space.fixed, *space.limits)}
-    power = grid.micro_batch_size & (grid.micro_batch_size - 1) == 0
+    recompute, micro = present.recompute, present.micro_batch_size
+    free = {n: v for n, v in _sizes(present).items() if n not in (*space.fixed, *space.limits)}
+    power = micro & (micro - 1) == 0
     beyond = {
         name: value
         for name, value in free.items()
@@ -118,7 +117,7 @@ def _reaching(space: SearchSpace, present: Present, cluster: Cluster) -> SearchS
     return dataclasses.replace(space, present=beyond, present_recompute=own)
 
 
-def typed_layout(job: Job, request: PlanRequest, composed: Composed) -> tuple[Layout, Execution]:
+def typed_layout(job: Job, request: PlanRequest, composed: Composed) -> tuple[Variant, Execution]:
     """A command's layout, and how its layers are asked to be carried out.
 
     What is not typed is Megatron's default (``validate_args``): degrees of 1, one replica on the
@@ -134,7 +133,7 @@ def typed_layout(job: Job, request: PlanRequest, composed: Composed) -> tuple[La
     stages = stated_partition(spec, values, pp) or uniform_partition(spec, pp)
     virtual = stages.num_chunks // pp
     zero = read_zero(values)
-    grid = Grid(
+    grid = PartialLayout(
         dims=dataclasses.replace(dims, virtual_pipeline_model_parallel_size=virtual),
         global_batch_size=request.global_batch_size,
         micro_batch_size=_micro_batch(values),
@@ -149,8 +148,12 @@ def typed_layout(job: Job, request: PlanRequest, composed: Composed) -> tuple[La
     settings = request.settings
     if "cost.dp_overlap" not in composed.given:
         settings = _overlapped(settings, values, grid.zero)
-    layout = Layout(settings=settings, grid=grid, partition=stages, sharding=job.sharding)
-    return layout, asked
+    layout = dataclasses.replace(
+        grid.with_stages(stages, job.sharding),
+        overlap_grad_reduce=bool(values.get("overlap_grad_reduce")),
+        overlap_param_gather=bool(values.get("overlap_param_gather")),
+    )
+    return Variant(settings=settings, layout=layout), asked
 
 
 def _overlapped(settings: CostSettings, values: Mapping[str, Any], zero: ZeroStage) -> CostSettings:
@@ -174,15 +177,13 @@ def refusal(request: PlanRequest, job: Job, asked: Execution | None = None) -> R
         asked: how layers are asked to be carried out, where not as the layout says.
     """
 
-    def refused(layout: Layout) -> str:
-        grid = layout.grid
+    def refused(variant: Variant) -> str:
+        layout = variant.layout
         launched = layout_request(
             request.spec,
-            grid,
-            layout.partition,
-            layout.settings,
-            sharding=layout.sharding or grid.zero.sharding,
-            execution=asked or grid.execution,
+            layout,
+            variant.settings,
+            execution=asked or layout.execution,
             schedule=request.batch_schedule,
             values=job.values,
             version=job.version,

@@ -176,7 +176,7 @@ def _changes(
 def _is_default(dest: str, value: str, plan: ParallelPlan) -> bool:
     """What Megatron takes anyway: writing it out changes nothing."""
     if dest == "expert_tensor_parallel_size":
-        return value == str(plan.parallel.tensor_model_parallel_size)
+        return value == str(plan.layout.dims.tensor_model_parallel_size)
     return dest.endswith("_parallel_size") and value == "1"
 
 
@@ -210,7 +210,7 @@ def _reason(dest: str, plan: ParallelPlan) -> str:
         return execution_reason(EXECUTION_FIELDS[dest])
     if dest == "expert_tensor_parallel_size" and not plan.model.is_moe:
         return reason(plan, dest)
-    count, predicted = plan.grid().num_microbatches, plan.predicted
+    count, predicted = plan.layout.num_microbatches, plan.predicted
     return (
         reasons("set")
         .get(dest, "belongs to the plan")

@@ -19,7 +19,6 @@ from nest_megatron.model.spec import ModelFamily
 from nest_megatron.parallel.degree_rules import DEGREE_RULES
 from nest_megatron.parallel.execution_checks import EXECUTION_RULES
 from nest_megatron.parallel.launch_rule import Rule, Violation, violations
-from nest_megatron.parallel.layout import is_uneven_at_ends, is_uniform, layout_string, parse_layout
 from nest_megatron.parallel.recompute import RecomputeMethod
 from nest_megatron.parallel.recompute_rules import RECOMPUTE_RULES
 from nest_megatron.parallel.rules import (
@@ -29,6 +28,12 @@ from nest_megatron.parallel.rules import (
     decoder_layers,
     mtp_chunk,
     mtp_chunk_fits,
+)
+from nest_megatron.parallel.stage_layout import (
+    is_uneven_at_ends,
+    is_uniform,
+    layout_string,
+    parse_layout,
 )
 
 _TC = "transformer_config.py"

@@ -26,37 +26,39 @@ def saved_by(
         version: of Megatron-LM.
         name: for errors.
     """
-    choice, experts = plan.parallel, plan.model.is_moe
-    ep, tp = choice.expert_model_parallel_size, choice.tensor_model_parallel_size
-    replicas = choice.data_parallel_size * choice.context_parallel_size
+    layout, dims, experts = plan.layout, plan.layout.dims, plan.model.is_moe
+    ep, tp = dims.expert_model_parallel_size, dims.tensor_model_parallel_size
+    replicas = dims.data_parallel_size * dims.context_parallel_size
     old = version == "0.16.1"
-    kind = "fsdp_dtensor" if choice.use_megatron_fsdp else values.get("ckpt_format") or "torch_dist"
+    kind = (
+        "fsdp_dtensor" if layout.uses_megatron_fsdp else values.get("ckpt_format") or "torch_dist"
+    )
     sharding = "dp_reshardable"
     if kind == "fsdp_dtensor":
         sharding = kind
     elif values.get("dist_ckpt_optim_fully_reshardable"):
         sharding = "fully_reshardable"
-    apart = ep > 1 or (not old and choice.expert_tensor_parallel_size != tp)
-    stages = choice.pipeline_model_parallel_size
+    apart = ep > 1 or (not old and dims.expert_tensor_parallel_size != tp)
+    stages = dims.pipeline_model_parallel_size
     return SavedCheckpoint(
         directory=Path(name),
         iteration=0,
         format=kind,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=stages,
-        virtual_pipeline_model_parallel_size=choice.virtual_pipeline_model_parallel_size or 1,
+        virtual_pipeline_model_parallel_size=dims.virtual_pipeline_model_parallel_size,
         expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=choice.expert_tensor_parallel_size,
-        pipeline_model_parallel_layout=choice.pipeline_model_parallel_layout,
-        use_distributed_optimizer=choice.use_distributed_optimizer,
-        distrib_optim_sharding_type=sharding if choice.use_distributed_optimizer else None,
+        expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
+        pipeline_model_parallel_layout=plan.arguments["pipeline_model_parallel_layout"],
+        use_distributed_optimizer=layout.shards_optimizer,
+        distrib_optim_sharding_type=sharding if layout.shards_optimizer else None,
         num_optimizers=1 + (experts and apart),
         largest_buffer=max(stage.parameters for stage in plan.predicted.stages),
         rng_shape=(stages, tp, replicas) if old and ep > 1 else (stages, tp),
         arguments={
             **{name: values.get(name) for name in _KEPT},
-            "data_parallel_size": choice.data_parallel_size,
-            "context_parallel_size": choice.context_parallel_size,
-            "overlap_grad_reduce": choice.overlap_grad_reduce,
+            "data_parallel_size": dims.data_parallel_size,
+            "context_parallel_size": dims.context_parallel_size,
+            "overlap_grad_reduce": layout.overlap_grad_reduce,
         },
     )

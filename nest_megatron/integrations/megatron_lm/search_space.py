@@ -24,9 +24,9 @@ from nest_megatron.integrations.megatron_lm.stage_options import stated_partitio
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
-from nest_megatron.parallel.layout import parse_layout
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
+from nest_megatron.parallel.stage_layout import parse_layout
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import PlanRequest
 from nest_megatron.planner.request import Offer

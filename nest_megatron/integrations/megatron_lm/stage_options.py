@@ -18,9 +18,9 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     states_stages,
 )
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.layout import parse_layout, uniform_partition
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.rules import mtp_chunk, mtp_chunk_fits
+from nest_megatron.parallel.stage_layout import parse_layout, uniform_partition
 
 _LAYOUT, _FIRST, _LAST, _EMBEDDING, _LOSS, _PATTERN = STAGE_OPTIONS
 _LAYERS_A_STAGE, _STAGES_A_RANK = VIRTUAL_STAGES

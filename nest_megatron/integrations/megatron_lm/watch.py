@@ -135,10 +135,10 @@ def time_passes(recording: Recorder, plan: ParallelPlan) -> Callable[[], None]:
             wrapped.append((module, name, original))
             setattr(module, name, wrapper(original))
 
-    if not plan.execution.overlap_moe_expert_parallel_comm:  # passes of two are one then
+    if not plan.layout.execution.overlap_moe_expert_parallel_comm:  # passes of two are one then
         for name in _PASSES:
             wrap(schedules, name, recording.timed)
-    ep = plan.parallel.expert_model_parallel_size
+    ep = plan.layout.dims.expert_model_parallel_size
     if ep > 1:
         routed = importlib.import_module(_ROUTED[0])  # the package has a function of its name
         wrap(routed, _ROUTED[1], functools.partial(recording.routed, ep=ep))
@@ -156,7 +156,7 @@ def has_planned_batch(plan: ParallelPlan) -> bool:
         return True
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
-    return bool(get_current_global_batch_size() == plan.train.global_batch_size)
+    return bool(get_current_global_batch_size() == plan.layout.global_batch_size)
 
 
 def _writers() -> Iterator[Callable[[Mapping[str, float], int], None]]:

@@ -17,7 +17,6 @@ from nest_megatron.model.sizes import DELTA_NET_SIZES, LATENT_SIZES
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.execution_argv import execution_argv, execution_environment
-from nest_megatron.parallel.layout import layout_string
 from nest_megatron.parallel.recompute import RecomputeGranularity
 from nest_megatron.parallel.rules import (
     DEFAULT_VERSION,
@@ -26,6 +25,7 @@ from nest_megatron.parallel.rules import (
     launched_expert_tensor_size,
     overlaps_gradients,
 )
+from nest_megatron.parallel.stage_layout import layout_string
 from nest_megatron.parallel.zero import STRATEGIES, DataParallelSharding, ZeroStage
 
 #: Megatron's switch for an activation, gated or not; the first is what it takes anyway.

@@ -82,7 +82,7 @@ def plan_changes(
 def _wanted(recipe: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     yield from _machines(recipe, plan)
     yield from _sequence(recipe, plan)
-    fsdp, why = plan.parallel.use_megatron_fsdp, reason(plan, "use_megatron_fsdp")
+    fsdp, why = plan.layout.uses_megatron_fsdp, reason(plan, "use_megatron_fsdp")
     inside = f"{PATHS.ddp}."
     layout = layout_fields(plan, PATHS, stages=not makes_stages_of(recipe, plan, PATHS))
     if isinstance(find(recipe, PATHS.ddp), str):  # it has no fields, and becomes an object
@@ -99,7 +99,7 @@ def _wanted(recipe: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
 
 def _machines(recipe: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     """Nodes and their GPUs; whole nodes stay as the recipe has them."""
-    gpus = plan.placement.num_gpus
+    gpus = plan.layout.num_gpus
     per_node = min(num_devices(recipe), gpus)
     if gpus % per_node:
         limit = f"the recipe's nodes have {per_node} GPUs each"
@@ -116,7 +116,7 @@ def _sequence(recipe: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     length, why = plan.train.seq_length, "the sequences that were planned for"
     if packed_sequence_size(recipe.data) is None:  # else the length is that of a pack
         yield PATHS.seq_length, length, why
-    cp = plan.parallel.context_parallel_size
+    cp = plan.layout.dims.context_parallel_size
     if cp > 1 and value_or(recipe.model.config, "seq_length", length) % (2 * cp):
         yield "model.config.seq_length", length, why
 
@@ -125,7 +125,7 @@ def _ddp_config(recipe: Any, plan: ParallelPlan) -> Any:
     """A configuration in the place of the text ``megatron``, of the kind that recipes use."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    chosen, config_kind = plan.parallel, type(recipe.trainer.strategy)
+    chosen, config_kind = plan.arguments, type(recipe.trainer.strategy)
     if not _is_unbuilt(recipe):
         limit = "a strategy that is built already cannot take another DDP configuration"
         fix = "Give the recipe itself, before it is built."
@@ -133,18 +133,18 @@ def _ddp_config(recipe: Any, plan: ParallelPlan) -> Any:
     return config_kind(
         DistributedDataParallelConfig,
         check_for_nan_in_grad=True,  # what the strategy sets by itself
-        overlap_grad_reduce=chosen.overlap_grad_reduce,
-        overlap_param_gather=chosen.overlap_param_gather,
-        use_distributed_optimizer=chosen.use_distributed_optimizer,
-        use_megatron_fsdp=chosen.use_megatron_fsdp,
-        data_parallel_sharding_strategy=chosen.data_parallel_sharding_strategy or "no_shard",
+        overlap_grad_reduce=chosen["overlap_grad_reduce"],
+        overlap_param_gather=chosen["overlap_param_gather"],
+        use_distributed_optimizer=chosen["use_distributed_optimizer"],
+        use_megatron_fsdp=chosen["use_megatron_fsdp"],
+        data_parallel_sharding_strategy=chosen["data_parallel_sharding_strategy"] or "no_shard",
     )
 
 
 def _execution(recipe: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     """How layers are carried out, without the callback that would change it as training starts."""
     places = execution_places(recipe)
-    if plan.execution.tp_comm_overlap and not places.overlap and _is_unbuilt(recipe):
+    if plan.layout.execution.tp_comm_overlap and not places.overlap and _is_unbuilt(recipe):
         yield _overlap_callback(recipe, plan)
         able = {name: why for name, why in places.lacks.items() if name != _OVERLAP}
         places = dataclasses.replace(places, lacks=able)
@@ -174,11 +174,12 @@ def _overlap_callback(recipe: Any, plan: ParallelPlan) -> FieldValue:
     """
     from nemo.lightning.pytorch.callbacks.megatron_comm_overlap import MegatronCommOverlapCallback
 
+    chosen = plan.arguments
     callback = type(recipe.trainer.strategy)(
         MegatronCommOverlapCallback,
         tp_comm_overlap=True,
-        overlap_grad_reduce=plan.parallel.overlap_grad_reduce,
-        overlap_param_gather=plan.parallel.overlap_param_gather,
+        overlap_grad_reduce=chosen["overlap_grad_reduce"],
+        overlap_param_gather=chosen["overlap_param_gather"],
     )
     why = "it makes the user buffers of tp_comm_overlap"
     return "trainer.callbacks", [*(value_or(recipe.trainer, "callbacks", [])), callback], why

@@ -35,8 +35,8 @@ _BLACKWELL = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """As much of a layout as variables hang on.
+class DividedRanks:
+    """What of a layout variables hang on.
 
     Args:
         splits: ranks share a layer or a sequence.
@@ -47,22 +47,24 @@ class Layout:
     pipelined: bool
 
 
-def stated_layout(recipe: Any) -> Layout:
+def stated_layout(recipe: Any) -> DividedRanks:
     """The layout that a recipe states now."""
     return _layout(lambda name: find(recipe, f"trainer.strategy.{name}"))
 
 
-def _layout(size_of: Callable[[str], Any]) -> Layout:
+def _layout(size_of: Callable[[str], Any]) -> DividedRanks:
     def is_divided(*names: str) -> bool:
         return any(isinstance(size := size_of(name), int) and size > 1 for name in names)
 
-    return Layout(
+    return DividedRanks(
         splits=is_divided("tensor_model_parallel_size", "context_parallel_size"),
         pipelined=is_divided("pipeline_model_parallel_size"),
     )
 
 
-def adapt(variables: MutableMapping[str, str], before: Layout, plan: ParallelPlan) -> list[str]:
+def adapt(
+    variables: MutableMapping[str, str], before: DividedRanks, plan: ParallelPlan
+) -> list[str]:
     """Bring an executor's variables to a plan, in place.
 
     Args:
@@ -71,15 +73,15 @@ def adapt(variables: MutableMapping[str, str], before: Layout, plan: ParallelPla
     Returns:
         What was changed and why, and what another plugin may still undo, one sentence each.
     """
-    now = _layout(lambda name: getattr(plan.parallel, name))
+    now = _layout(lambda name: getattr(plan.layout.dims, name))
     return [*_connections(variables, before, now, plan), *_chunks(variables, before, now)]
 
 
 def _connections(
-    variables: MutableMapping[str, str], before: Layout, now: Layout, plan: ParallelPlan
+    variables: MutableMapping[str, str], before: DividedRanks, now: DividedRanks, plan: ParallelPlan
 ) -> Iterator[str]:
     """Kernels of a layer in program order, where communication hides under them."""
-    old, fsdp = variables.get(_CONNECTIONS), plan.parallel.use_megatron_fsdp
+    old, fsdp = variables.get(_CONNECTIONS), plan.layout.uses_megatron_fsdp
     if now.splits and not fsdp:
         wanted = "32" if device_architecture(plan) >= _BLACKWELL else "1"
         if old != wanted:
@@ -98,7 +100,9 @@ def _connections(
         )
 
 
-def _chunks(variables: MutableMapping[str, str], before: Layout, now: Layout) -> Iterator[str]:
+def _chunks(
+    variables: MutableMapping[str, str], before: DividedRanks, now: DividedRanks
+) -> Iterator[str]:
     if before.pipelined and not now.pipelined and _CHUNK in variables:
         yield f"{_CHUNK}={variables.pop(_CHUNK)} is taken out: there is one pipeline rank."
     unseen = _OF_PERF_ENV in variables and _CHUNK not in variables

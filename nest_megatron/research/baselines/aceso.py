@@ -27,7 +27,7 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.names import Name
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.recompute import RecomputeGranularity
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.baselines.job import (
@@ -41,7 +41,7 @@ from nest_megatron.research.baselines.job import (
     restricted,
 )
 from nest_megatron.research.baselines.walk import Layouts, State, nearest, pipeline_of, shard_of
-from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.units import Seconds, to_seconds
 
 EVALUATIONS = 3_000
@@ -77,9 +77,9 @@ def find(job: ComparisonJob, *, evaluations: int = EVALUATIONS) -> BaselineChoic
     return chosen(best, layouts.priced, reason)
 
 
-def _starts(layouts: Layouts) -> list[Grid]:
+def _starts(layouts: Layouts) -> list[PartialLayout]:
     """For each number of stages the grid with the smallest degrees and micro batch."""
-    found: dict[int, Grid] = {}
+    found: dict[int, PartialLayout] = {}
     for shard in sorted(layouts.shards):
         for grid in layouts.families(shard):
             found.setdefault(pipeline_of(grid).stages, grid)
@@ -92,9 +92,9 @@ class _Climb:
     def __init__(self, layouts: Layouts, evaluations: int) -> None:
         self.layouts = layouts
         self.left = evaluations
-        self.seen: set[tuple[Grid, Boundaries]] = set()
+        self.seen: set[tuple[PartialLayout, Boundaries]] = set()
 
-    def run(self, start: Grid) -> SolvedGrid | None:
+    def run(self, start: PartialLayout) -> SolvedLayout | None:
         """The state that no few primitives improve, or the last when the budget ends."""
         best: State | None = self.layouts.state(start)
         plan = None
@@ -126,7 +126,7 @@ class _Climb:
 
     def _relieved(
         self, state: State, stage: int, resource: Resource
-    ) -> Iterator[tuple[Grid, Boundaries]]:
+    ) -> Iterator[tuple[PartialLayout, Boundaries]]:
         """What each primitive makes of a state."""
         for primitive in _RELIEF[resource]:
             name, direction = primitive[1:], 1 if primitive[0] == "+" else -1
@@ -138,7 +138,7 @@ class _Climb:
             for grid in change(state.grid, name, direction):
                 yield grid, state.boundaries
 
-    def _other_settings(self, grid: Grid, _: str, direction: int) -> list[Grid]:
+    def _other_settings(self, grid: PartialLayout, _: str, direction: int) -> list[PartialLayout]:
         """One layer more or fewer recomputed, four of them, and as far as it goes."""
         ladder = [
             setting
@@ -150,7 +150,7 @@ class _Climb:
         found = [rest[step] for step in (0, 3, len(rest) - 1) if 0 <= step < len(rest)]
         return [self.layouts.recomputed(grid, setting) for setting in found]
 
-    def _other_shards(self, grid: Grid, name: str, direction: int) -> list[Grid]:
+    def _other_shards(self, grid: PartialLayout, name: str, direction: int) -> list[PartialLayout]:
         """The next larger or smaller value of one field; the experts' own degree may follow."""
         now = shard_of(grid)
         steps = {

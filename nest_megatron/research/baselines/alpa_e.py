@@ -26,7 +26,7 @@ from collections.abc import Iterator
 
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.stage_problems import stage_problem
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.baselines.job import (
     NOTHING_LEGAL,
@@ -38,7 +38,7 @@ from nest_megatron.research.baselines.job import (
     solved,
 )
 from nest_megatron.solver.outcome import NO_THRESHOLD
-from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.solver.search import UNLIMITED
 from nest_megatron.units import Seconds
 
@@ -61,13 +61,13 @@ def find(job: ComparisonJob) -> BaselineChoice:
     return BaselineChoice(plan=None, reason=reason, candidates=len(candidates))
 
 
-def _candidates(job: ComparisonJob, mesh: CostModel) -> Iterator[SolvedGrid]:
+def _candidates(job: ComparisonJob, mesh: CostModel) -> Iterator[SolvedLayout]:
     """For each sub-mesh and micro batch, the sharding of least traffic with its fastest stages.
 
     A sub-mesh is whole nodes, or a part that divides one.
     """
     node = job.model.cluster.gpus_per_node
-    submeshes: defaultdict[tuple[int, int], list[Grid]] = defaultdict(list)
+    submeshes: defaultdict[tuple[int, int], list[PartialLayout]] = defaultdict(list)
     for grid in job.families(restricted(job, PLAIN, zero_stages=(ZeroStage.NONE,))):
         stage = grid.dims.ranks_per_stage
         if node % stage == 0 or stage % node == 0:
@@ -82,7 +82,7 @@ def _candidates(job: ComparisonJob, mesh: CostModel) -> Iterator[SolvedGrid]:
                 yield plan
 
 
-def communication(model: CostModel, grid: Grid) -> Seconds:
+def communication(model: CostModel, grid: PartialLayout) -> Seconds:
     """Traffic of one step in the layers and between replicas, none of it hidden.
 
     A stage holds its share of the units, so that the sums are taken over all units and divided.

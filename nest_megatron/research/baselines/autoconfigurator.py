@@ -28,7 +28,7 @@ from functools import cache
 from nest_megatron.documents import packaged
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.plain import from_plain
@@ -104,7 +104,7 @@ def _table() -> _Table:
     return from_plain(_Table, packaged(__package__, "autoconfigurator.yaml"))
 
 
-def _candidates(job: ComparisonJob, row: DegreeRow) -> Iterator[Grid]:
+def _candidates(job: ComparisonJob, row: DegreeRow) -> Iterator[PartialLayout]:
     """Grids of the table that Megatron launches."""
     zeros = (ZeroStage.OPTIMIZER,)
     grids = job.grids(restricted(job, _GIVEN_BY_USER, zero_stages=zeros, recompute=NO_RECOMPUTE))
@@ -116,7 +116,7 @@ def _candidates(job: ComparisonJob, row: DegreeRow) -> Iterator[Grid]:
                     yield from _with_virtual_stages(grids, grid)
 
 
-def _allows(row: DegreeRow, grid: Grid, num_layers: int) -> bool:
+def _allows(row: DegreeRow, grid: PartialLayout, num_layers: int) -> bool:
     dims = grid.dims
     pp = dims.pipeline_model_parallel_size
     product = dims.tensor_model_parallel_size * pp
@@ -125,7 +125,7 @@ def _allows(row: DegreeRow, grid: Grid, num_layers: int) -> bool:
     return num_layers % pp == 0 and all(low <= size <= high for (low, high), size in limits)
 
 
-def _with_virtual_stages(grids: GridSpace, grid: Grid) -> list[Grid]:
+def _with_virtual_stages(grids: GridSpace, grid: PartialLayout) -> list[PartialLayout]:
     """With more than two stages, as many virtual ones as divide the layers of a rank."""
     pp = grid.dims.pipeline_model_parallel_size
     layers = grids.model.spec.num_layers // pp

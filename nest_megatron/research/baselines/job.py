@@ -16,7 +16,7 @@ from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recompute
 from nest_megatron.parallel.zero import ZeroStage
@@ -29,7 +29,7 @@ from nest_megatron.solver.outcome import (
     StageSolution,
     StageSolver,
 )
-from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Bytes
@@ -75,7 +75,7 @@ class ComparisonJob:
         """The legal grids of a space for this job."""
         return GridSpace(self.model, self.global_batch_size, space)
 
-    def families(self, space: SearchSpace) -> Iterator[Grid]:
+    def families(self, space: SearchSpace) -> Iterator[PartialLayout]:
         """Every legal grid of a space, but for its recomputation."""
         grids = self.grids(space)
         for shard in grids.shards():
@@ -87,7 +87,7 @@ class ComparisonJob:
         own = self.space.recompute
         return (NO_RECOMPUTE, FULL_RECOMPUTE) if own is None else (own,)
 
-    def capacity_bytes(self, grid: Grid) -> Bytes:
+    def capacity_bytes(self, grid: PartialLayout) -> Bytes:
         """The largest peak with which a grid is a plan: of the device, by the chance to run out."""
         whole = self.model.capacity_bytes
         if self.most_out_of_memory >= 1.0:
@@ -95,12 +95,12 @@ class ComparisonJob:
         free = headroom_for(self.most_out_of_memory, peak_error(grid.zero))
         return min(whole, int(allocatable(self.model, grid) * (1.0 - free)))
 
-    def problem(self, grid: Grid) -> PipelineProblem:
+    def problem(self, grid: PartialLayout) -> PipelineProblem:
         """The stage problem of a grid on the real cluster, under the limit of its memory."""
         problem = stage_problem(self.model, grid)
         return dataclasses.replace(problem, capacity_bytes=self.capacity_bytes(grid))
 
-    def search(self, model: CostModel, space: SearchSpace) -> tuple[SolvedGrid | None, int]:
+    def search(self, model: CostModel, space: SearchSpace) -> tuple[SolvedLayout | None, int]:
         """The fastest plan of a space under a cost model, and how many candidates there are.
 
         Where it is too likely to run out of memory, plans that need less are searched.
@@ -108,13 +108,13 @@ class ComparisonJob:
         found, candidates = self._search(model, space)
         if found is None or self.priced(found) is not None:
             return found, candidates
-        device, least = model.cluster.accelerator, self.capacity_bytes(found.grid)
+        device, least = model.cluster.accelerator, self.capacity_bytes(found.layout)
         taken = least + model.settings.memory_reserve_bytes
         margin = max(model.settings.memory_margin, 1.0 - taken / device.memory_bytes)
         found, _ = self._search(model.with_memory_margin(margin), space)
         return found, candidates
 
-    def _search(self, model: CostModel, space: SearchSpace) -> tuple[SolvedGrid | None, int]:
+    def _search(self, model: CostModel, space: SearchSpace) -> tuple[SolvedLayout | None, int]:
         search = Search(
             model,
             self.global_batch_size,
@@ -126,17 +126,13 @@ class ComparisonJob:
         result = search.run()
         return (result.plans[0] if result.plans else None), result.certificate.candidates
 
-    def priced(self, plan: SolvedGrid | None) -> SolvedGrid | None:
+    def priced(self, plan: SolvedLayout | None) -> SolvedLayout | None:
         """A plan that another cost model chose, on the real cluster."""
-        return plan and self.price(plan.grid, plan.boundaries)
+        return plan and self.price(plan.layout.without_stages(), plan.layout.partition.boundaries)
 
-    def price(self, grid: Grid, boundaries: Boundaries) -> SolvedGrid | None:
+    def price(self, grid: PartialLayout, boundaries: Boundaries) -> SolvedLayout | None:
         """A grid with one partition on the real cluster, or ``None`` if it does not fit."""
-        partition = StagePartition(
-            boundaries=boundaries,
-            pipeline_model_parallel_size=grid.dims.pipeline_model_parallel_size,
-        )
-        judge = judging(self.solve_stages, partition)
+        judge = judging(self.solve_stages, stages_of(grid, boundaries))
         return solved(grid, judge(self.problem(grid), NO_THRESHOLD, DEFAULT_NODE_LIMIT))
 
 
@@ -148,26 +144,32 @@ class BaselineChoice:
         reason: how it came to this plan, or why it found none; part of a sentence.
     """
 
-    plan: SolvedGrid | None
+    plan: SolvedLayout | None
     reason: str
     candidates: int
 
 
-def chosen(plan: SolvedGrid | None, candidates: int, reason: str) -> BaselineChoice:
+def chosen(plan: SolvedLayout | None, candidates: int, reason: str) -> BaselineChoice:
     """A choice among so many candidates; the reason is for the plan, where there is one."""
     if plan is None:
         reason = NOTHING_FITS if candidates else NOTHING_LEGAL
     return BaselineChoice(plan=plan, reason=reason, candidates=candidates)
 
 
-def solved(grid: Grid, found: StageSolution) -> SolvedGrid | None:
+def stages_of(grid: PartialLayout, boundaries: Boundaries) -> StagePartition:
+    """Boundaries as the stages of a grid."""
+    pp = grid.dims.pipeline_model_parallel_size
+    return StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)
+
+
+def solved(grid: PartialLayout, found: StageSolution) -> SolvedLayout | None:
     """A grid with the partition that the stage solver found, if it found one."""
     if not found.boundaries:
         return None
-    return SolvedGrid(grid=grid, boundaries=found.boundaries, iteration=found.iteration)
+    return SolvedLayout.of(grid, grid.recompute, found, None)
 
 
-def fastest(plans: Iterable[SolvedGrid | None]) -> SolvedGrid | None:
+def fastest(plans: Iterable[SolvedLayout | None]) -> SolvedLayout | None:
     """The first of the plans in the order of preference."""
     return min((plan for plan in plans if plan is not None), key=lambda p: p.rank, default=None)
 

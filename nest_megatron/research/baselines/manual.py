@@ -28,7 +28,7 @@ from functools import cache
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.documents import packaged
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.recompute import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
@@ -49,7 +49,7 @@ from nest_megatron.research.baselines.job import (
 )
 from nest_megatron.research.baselines.walk import pipeline_of, shard_of
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD
-from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.ranking import SolvedLayout
 
 _ZERO = (ZeroStage.OPTIMIZER,)
 #: By rising recomputation; with fused attention the second frees nothing and is passed over.
@@ -77,7 +77,7 @@ def find(job: ComparisonJob) -> BaselineChoice:
     return chosen(plan, candidates, f"Megatron's rule of thumb{passed}")
 
 
-def _from_recipe(job: ComparisonJob, recipe: Recipe) -> SolvedGrid | None:
+def _from_recipe(job: ComparisonJob, recipe: Recipe) -> SolvedLayout | None:
     """A recipe on this job, with the recomputation that suits it best."""
     space = job.space
     for name, value in recipe.degrees.items():
@@ -91,7 +91,7 @@ def _from_recipe(job: ComparisonJob, recipe: Recipe) -> SolvedGrid | None:
     )
 
 
-def _laid_out(job: ComparisonJob, grid: Grid, recompute: Recompute) -> SolvedGrid | None:
+def _laid_out(job: ComparisonJob, grid: PartialLayout, recompute: Recompute) -> SolvedLayout | None:
     """A recipe's grid in even stages, in the fastest ones where the layers do not divide."""
     grid = dataclasses.replace(grid, recompute=recompute)
     boundaries = even_partition(job.model.spec, grid.dims.num_chunks)
@@ -101,7 +101,7 @@ def _laid_out(job: ComparisonJob, grid: Grid, recompute: Recompute) -> SolvedGri
     return solved(grid, found)
 
 
-def _from_rule(job: ComparisonJob) -> tuple[SolvedGrid | None, int]:
+def _from_rule(job: ComparisonJob) -> tuple[SolvedLayout | None, int]:
     """The first step that fits, by rising recomputation, and how many layouts were tried."""
     steps, tried = _steps(job), 0
     for recompute in _ladder(job, [grid for grids in steps.values() for grid in grids]):
@@ -118,24 +118,24 @@ def _from_rule(job: ComparisonJob) -> tuple[SolvedGrid | None, int]:
     return None, tried
 
 
-def _most_interleaved(plans: list[SolvedGrid]) -> Iterator[SolvedGrid]:
+def _most_interleaved(plans: list[SolvedLayout]) -> Iterator[SolvedLayout]:
     """Of the plans that fit, for each micro batch those with most virtual stages."""
-    by_micro: defaultdict[int, list[SolvedGrid]] = defaultdict(list)
+    by_micro: defaultdict[int, list[SolvedLayout]] = defaultdict(list)
     for plan in plans:
-        by_micro[plan.grid.micro_batch_size].append(plan)
+        by_micro[plan.layout.micro_batch_size].append(plan)
     for group in by_micro.values():
-        most = max(pipeline_of(plan.grid).virtual for plan in group)
-        yield from (plan for plan in group if pipeline_of(plan.grid).virtual == most)
+        most = max(pipeline_of(plan.layout).virtual for plan in group)
+        yield from (plan for plan in group if pipeline_of(plan.layout).virtual == most)
 
 
-def _steps(job: ComparisonJob) -> dict[_Step, list[Grid]]:
+def _steps(job: ComparisonJob) -> dict[_Step, list[PartialLayout]]:
     """Grids by step: tensor sizes up to a node's without stages, then stages with the largest."""
     grids = list(job.families(restricted(job, zero_stages=_ZERO)))
     node = job.model.cluster.gpus_per_node
     degrees = [shard_of(grid).tensor for grid in grids]
     inside = (tp for tp in degrees if tp <= min(node, _WIDEST))
     widest = max(inside, default=min(degrees, default=1))
-    steps: defaultdict[_Step, list[Grid]] = defaultdict(list)
+    steps: defaultdict[_Step, list[PartialLayout]] = defaultdict(list)
     for grid, tp in zip(grids, degrees, strict=True):
         pipeline = pipeline_of(grid)
         advised = tp <= widest and (pipeline.stages == 1 or tp == widest)
@@ -144,10 +144,10 @@ def _steps(job: ComparisonJob) -> dict[_Step, list[Grid]]:
     return {step: _experts_in_node(grids, node) for step, grids in steps.items()}
 
 
-def _experts_in_node(grids: list[Grid], node: int) -> list[Grid]:
+def _experts_in_node(grids: list[PartialLayout], node: int) -> list[PartialLayout]:
     """Those that spread whole experts over most ranks of a node, and no farther."""
 
-    def spread(grid: Grid) -> tuple[bool, int, int]:
+    def spread(grid: PartialLayout) -> tuple[bool, int, int]:
         experts, degree = shard_of(grid).expert, shard_of(grid).expert_tensor
         inside = experts * degree <= node
         return inside, -degree, experts if inside else -experts
@@ -156,7 +156,7 @@ def _experts_in_node(grids: list[Grid], node: int) -> list[Grid]:
     return [grid for grid in grids if spread(grid) == best]
 
 
-def _ladder(job: ComparisonJob, grids: list[Grid]) -> list[Recompute]:
+def _ladder(job: ComparisonJob, grids: list[PartialLayout]) -> list[Recompute]:
     """Recompute settings to try, the user's own if one is fixed."""
     if job.space.recompute is not None:
         return [job.space.recompute]

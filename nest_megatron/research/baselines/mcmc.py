@@ -24,7 +24,7 @@ import math
 import random
 from itertools import product
 
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.research.baselines.job import (
     BaselineChoice,
     Boundaries,
@@ -42,7 +42,7 @@ from nest_megatron.research.baselines.walk import (
     pipeline_of,
     shard_of,
 )
-from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.ranking import SolvedLayout
 
 SEEDS = 10
 STEPS = 500
@@ -66,12 +66,12 @@ def find(job: ComparisonJob, *, seeds: int = SEEDS, steps: int = STEPS) -> Basel
 class _Walk:
     """One random walk; it draws from its own generator alone."""
 
-    def __init__(self, layouts: Layouts, starts: list[Grid], rng: random.Random) -> None:
+    def __init__(self, layouts: Layouts, starts: list[PartialLayout], rng: random.Random) -> None:
         self.layouts = layouts
         self.rng = rng
         self.state = layouts.state(self._with_some_recompute(rng.choice(starts)))
 
-    def run(self, steps: int) -> SolvedGrid | None:
+    def run(self, steps: int) -> SolvedLayout | None:
         """The best state that fits on the way."""
         best = self.state.plan
         for _ in range(steps):
@@ -103,14 +103,14 @@ class _Walk:
             return None
         return self.layouts.state(self.layouts.recomputed(self.rng.choice(grids), grid.recompute))
 
-    def _other_shards(self) -> list[Grid]:
+    def _other_shards(self) -> list[PartialLayout]:
         """One of the degrees or the micro batch changes; the experts' own degree may follow."""
         others = self.layouts.one_step_from(shard_of(self.state.grid))
         if not others:
             return []
         return nearest(self.layouts.families(self.rng.choice(others)), self.state.grid)
 
-    def _other_pipelines(self) -> list[Grid]:
+    def _other_pipelines(self) -> list[PartialLayout]:
         """Stages, virtual stages, rank order or ZeRO stage change."""
         now = pipeline_of(self.state.grid)
         families = self.layouts.families(shard_of(self.state.grid))
@@ -120,7 +120,7 @@ class _Walk:
             return nearest((g for g in families if pipeline_of(g).stages == to), self.state.grid)
         return [grid for grid in families if differing(pipeline_of(grid), now) == 1]
 
-    def _with_some_recompute(self, grid: Grid) -> Grid:
+    def _with_some_recompute(self, grid: PartialLayout) -> PartialLayout:
         settings = self.layouts.grids.recompute_settings(grid)
         return self.layouts.recomputed(grid, self.rng.choice(settings))
 

@@ -12,13 +12,18 @@ from typing import NamedTuple
 from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
 from nest_megatron.model.execution import Execution
 from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.recompute import Recompute
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.research.baselines.job import Boundaries, ComparisonJob, balanced_partition
+from nest_megatron.research.baselines.job import (
+    Boundaries,
+    ComparisonJob,
+    balanced_partition,
+    stages_of,
+)
 from nest_megatron.solver.one_partition import joined
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD, StageSolution
-from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.solver.search import UNLIMITED
 from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Bytes, Ticks
@@ -52,17 +57,18 @@ class State:
         missing_bytes: what the GPU with the highest peak lacks; 0 if all fit.
     """
 
-    grid: Grid
+    grid: PartialLayout
     boundaries: Boundaries
     iteration: Ticks
     missing_bytes: Bytes
 
     @property
-    def plan(self) -> SolvedGrid | None:
+    def plan(self) -> SolvedLayout | None:
         """The state as a plan, if it fits."""
         if self.missing_bytes:
             return None
-        return SolvedGrid(grid=self.grid, boundaries=self.boundaries, iteration=self.iteration)
+        stages = stages_of(self.grid, self.boundaries)
+        return SolvedLayout(layout=self.grid.with_stages(stages), iteration=self.iteration)
 
 
 class Layouts:
@@ -87,24 +93,24 @@ class Layouts:
         """How many states have been priced."""
         return self._priced.cache_info().currsize
 
-    def _families(self, shard: Shard) -> list[Grid]:
+    def _families(self, shard: Shard) -> list[PartialLayout]:
         grids = self.grids.grids(self.shards[shard])
         return [family for grid in grids for family in self.grids.families(grid)]
 
     def _one_step_from(self, shard: Shard) -> list[Shard]:
         return [s for s in self.shards if s != shard and differing(s[:-1], shard[:-1]) <= 1]
 
-    def recomputed(self, grid: Grid, wanted: Recompute) -> Grid:
+    def recomputed(self, grid: PartialLayout, wanted: Recompute) -> PartialLayout:
         """A grid with the setting wanted, or with the first one that the grid allows."""
         settings = self.grids.recompute_settings(grid)
         return dataclasses.replace(grid, recompute=wanted if wanted in settings else settings[0])
 
-    def state(self, grid: Grid, boundaries: Boundaries | None = None) -> State:
+    def state(self, grid: PartialLayout, boundaries: Boundaries | None = None) -> State:
         """A grid with a partition, the balanced one if none is given, and its price."""
         spec = self.job.model.spec
         return self._priced(grid, boundaries or balanced_partition(spec, grid.dims.num_chunks))
 
-    def _price(self, grid: Grid, boundaries: Boundaries) -> State:
+    def _price(self, grid: PartialLayout, boundaries: Boundaries) -> State:
         one = joined(self.job.problem(grid), boundaries)
         found, missing = self._solve(one), 0
         if not found.boundaries:
@@ -131,7 +137,7 @@ def _needed_bytes(one: PipelineProblem) -> Bytes:
     return max(rank_memory(one, rank, chunks[rank :: one.num_stages]).total for rank in ranks)
 
 
-def shard_of(grid: Grid) -> Shard:
+def shard_of(grid: PartialLayout) -> Shard:
     """How a grid divides a layer."""
     dims = grid.dims
     return Shard(
@@ -143,14 +149,14 @@ def shard_of(grid: Grid) -> Shard:
     )
 
 
-def pipeline_of(grid: Grid) -> PipelineShape:
+def pipeline_of(grid: PartialLayout) -> PipelineShape:
     """The rest of a grid."""
     dims = grid.dims
     stages, virtual = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
     return PipelineShape(stages, virtual, dims.rank_order, grid.zero, grid.execution)
 
 
-def nearest(grids: Iterable[Grid], to: Grid) -> list[Grid]:
+def nearest(grids: Iterable[PartialLayout], to: PartialLayout) -> list[PartialLayout]:
     """Those of the grids whose pipelines differ least from a grid's, in as few things."""
     wanted = pipeline_of(to)
     differences = [(grid, differing(pipeline_of(grid), wanted)) for grid in grids]

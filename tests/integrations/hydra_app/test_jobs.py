@@ -31,14 +31,14 @@ PLANNED = re.compile(r"_parallel_size|micro_batch_size|activations_checkpoint")
 def test_an_application_trains_with_the_plan(tmp_path: Path) -> None:
     run = run_app(make_app(tmp_path), *AUTO, "nest.out=plan.yaml")
     plan = plan_file.read(tmp_path / "plan.yaml")
-    chosen = plan.parallel
+    chosen = plan.arguments
     assert run.code == 0, run.err
     assert trained(run) == [
         [
-            str(chosen.tensor_model_parallel_size),
-            str(chosen.pipeline_model_parallel_size),
-            str(plan.train.micro_batch_size),
-            str(chosen.sequence_parallel),
+            str(chosen["tensor_model_parallel_size"]),
+            str(chosen["pipeline_model_parallel_size"]),
+            str(plan.layout.micro_batch_size),
+            str(chosen["sequence_parallel"]),
         ]
     ]
     assert plan.search.certificate in ("optimal", "chosen")
@@ -360,7 +360,7 @@ def test_a_job_sends_its_configuration_to_another_process(
     fixed = ("model.pipeline_model_parallel_size=2", *AUTO)
     run = run_app(make_app(tmp_path, config, SENDING), *many, *words, *fixed)
     plan = plan_file.read(tmp_path / "here" / "nest_plan.yaml")
-    tensor = str(plan.parallel.tensor_model_parallel_size)
+    tensor = str(plan.layout.dims.tensor_model_parallel_size)
     assert trained(run) == [[tensor, f"tp{tensor}", "[2,", "2]"]], run.out + run.err
     assert "${nest" not in (tmp_path / "here" / ".hydra" / "config.yaml").read_text()
 
@@ -377,9 +377,9 @@ def test_the_page_s_command_for_fields_elsewhere(tmp_path: Path) -> None:
     script = make_app(tmp_path, NESTED, NESTED_MAIN)
     run = run_app(script, *words, "nest.out=plan.yaml", "trainer.num_nodes=2")
     plan = plan_file.read(tmp_path / "plan.yaml")
-    chosen, micro = plan.parallel, plan.train.micro_batch_size
-    tensor, pipeline = chosen.tensor_model_parallel_size, chosen.pipeline_model_parallel_size
-    assert trained(run) == [[*map(str, (tensor, pipeline, micro, chosen.sequence_parallel))]]
+    chosen, micro = plan.arguments, plan.layout.micro_batch_size
+    tensor, pipeline = chosen["tensor_model_parallel_size"], chosen["pipeline_model_parallel_size"]
+    assert trained(run) == [[*map(str, (tensor, pipeline, micro, chosen["sequence_parallel"]))]]
     assert "  data.micro_batch = " in run.out
     # what is typed is kept, and Hydra shows what would be trained with
     look = ("--cfg", "job", "--resolve", "--package", "model.megatron")
@@ -402,5 +402,5 @@ def test_a_group_file_that_only_says_the_root(tmp_path: Path) -> None:
     script = make_app(tmp_path, config, main, rooted=found[1])
     words = ("nest.cluster=dgx_h100", "trainer.num_nodes=2", "nest.out=plan.yaml")
     run = run_app(script, "-m", "+nest=rooted", *words)
-    chosen = plan_file.read(tmp_path / "plan.yaml").parallel
-    assert [row[0] for row in trained(run)] == [str(chosen.tensor_model_parallel_size)], run.err
+    chosen = plan_file.read(tmp_path / "plan.yaml").arguments
+    assert [row[0] for row in trained(run)] == [str(chosen["tensor_model_parallel_size"])], run.err

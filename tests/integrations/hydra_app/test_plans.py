@@ -100,14 +100,14 @@ def test_what_is_given_before_is_held(searches: list[object]) -> None:
         model__activations_checkpoint_num_layers=1,
     )
     plan = plans.PLANS.of(config).plan
-    assert plan.parallel.tensor_model_parallel_size == 4
-    assert plan.parallel.recompute_method == "uniform"
+    assert plan.layout.dims.tensor_model_parallel_size == 4
+    assert plan.arguments["recompute_method"] == "uniform"
 
 
 def test_a_whole_model_by_its_name(searches: list[object]) -> None:
     plan = plans.PLANS.of(composed(nest__model="llama3_8b")).plan
     assert plan.model.name == "llama3_8b"
-    assert plan.train.global_batch_size == 256
+    assert plan.layout.global_batch_size == 256
     assert plan.train.seq_length == 4096
 
 
@@ -160,8 +160,10 @@ def test_an_application_with_names_of_its_own(searches: list[object]) -> None:
     assert config.label == f"tp{layout.tp}"
     plan = plans.PLANS.of(config).plan
     assert plan.model.num_query_groups == 8
-    assert plan.parallel.virtual_pipeline_model_parallel_size is None  # there is no field for it
-    assert plan.parallel.recompute_granularity is None
+    assert (
+        plan.arguments["virtual_pipeline_model_parallel_size"] is None
+    )  # there is no field for it
+    assert plan.arguments["recompute_granularity"] is None
     assert not plan.placement.use_tp_pp_dp_mapping
     assert len(searches) == 1
 
@@ -195,7 +197,7 @@ def test_misspelt_and_unplannable_fields_are_refused(path: str, value: object, s
 
 def test_its_values_given_by_hand_are_held(searches: list[object]) -> None:
     plan = plans.PLANS.of(foreign(layout__pp=4)).plan
-    assert plan.parallel.pipeline_model_parallel_size == 4
+    assert plan.layout.dims.pipeline_model_parallel_size == 4
 
 
 def test_a_choice_without_a_place_is_refused(searches: list[object]) -> None:
@@ -206,7 +208,9 @@ def test_a_choice_without_a_place_is_refused(searches: list[object]) -> None:
 
 
 def test_sequence_parallelism_is_needed_for_tensor_parallelism(searches: list[object]) -> None:
-    assert plans.PLANS.of(foreign(layout__sp=False)).plan.parallel.tensor_model_parallel_size == 1
+    assert (
+        plans.PLANS.of(foreign(layout__sp=False)).plan.layout.dims.tensor_model_parallel_size == 1
+    )
     with pytest.raises(UserInputError, match=r"sequence_parallel|layout.sp|max_tensor"):
         plans.PLANS.of(foreign(layout__sp=False, layout__tp=2))
 
@@ -247,7 +251,7 @@ def test_wrong_settings_are_named(path: str, value: object, said: str) -> None:
 def test_more_settings_of_the_planner(searches: list[object]) -> None:
     overrides = {"search": {"max_tensor_model_parallel_size": 2}, "cost": {"dp_overlap": 0.5}}
     plan = plans.PLANS.of(composed(nest__overrides=overrides)).plan
-    assert plan.parallel.tensor_model_parallel_size <= 2
+    assert plan.layout.dims.tensor_model_parallel_size <= 2
     assert plan.provenance.settings["dp_overlap"] == 0.5
 
 
@@ -312,7 +316,7 @@ def test_experts_are_cut_as_far_as_layers_where_there_is_no_field(searches: list
     with pytest.raises(UserInputError, match="so it is the tensor-parallel size, which is free"):
         plans.PLANS.of(composed(**experts))
     plan = plans.PLANS.of(composed(**experts, model__tensor_model_parallel_size=2)).plan
-    assert plan.parallel.expert_tensor_parallel_size == 2
+    assert plan.layout.dims.expert_tensor_parallel_size == 2
 
 
 @pytest.mark.parametrize(
@@ -374,12 +378,12 @@ def test_settings_of_memory_are_read() -> None:
 def test_choices_are_made_where_the_application_asks_for_them(searches: list[object]) -> None:
     asks = "${nest:tp_comm_overlap}"
     config = composed(model__tensor_model_parallel_size=4, model__ub_tp_comm_overlap=asks)
-    assert plans.PLANS.of(config).plan.execution.tp_comm_overlap
+    assert plans.PLANS.of(config).plan.layout.execution.tp_comm_overlap
     assert config.model.ub_tp_comm_overlap is True
     silent = composed(model__tensor_model_parallel_size=4)
-    assert not plans.PLANS.of(silent).plan.execution.tp_comm_overlap
+    assert not plans.PLANS.of(silent).plan.layout.execution.tp_comm_overlap
     given = composed(model__tensor_model_parallel_size=4, model__ub_tp_comm_overlap=True)
-    assert plans.PLANS.of(given).plan.execution.tp_comm_overlap
+    assert plans.PLANS.of(given).plan.layout.execution.tp_comm_overlap
     held = composed(
         model__tensor_model_parallel_size=4,
         model__ub_tp_comm_overlap=asks,

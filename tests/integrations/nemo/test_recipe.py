@@ -215,7 +215,7 @@ def test_adapters_are_planned_beside_frozen_weights(name: str) -> None:
     assert plan.model.adapters == adapters
     kept = [stage.memory_bytes["optimizer"] for stage in plan.predicted.stages]
     assert 0 < max(kept) < 1e9
-    assert plan.parallel.recompute_granularity is not RecomputeGranularity.FULL
+    assert plan.arguments["recompute_granularity"] is not RecomputeGranularity.FULL
 
 
 def test_nemo_would_lose_the_gradients_of_adapters_in_recomputed_layers() -> None:
@@ -248,7 +248,7 @@ def test_what_is_not_known_of_adapters_is_refused_by_name(
 def test_a_recipe_is_planned_at_its_own_size() -> None:
     recipe = llama(num_nodes=2)
     plan, changes = auto_recipe(recipe, cluster="dgx_h100")
-    assert plan.placement.num_gpus == 16
+    assert plan.layout.num_gpus == 16
     assert changes
     assert plan_changes(recipe, plan) == ()
 
@@ -258,10 +258,10 @@ def test_what_is_kept_stays_and_what_is_freed_alone_changes() -> None:
     kept.trainer.strategy.tensor_model_parallel_size = 4
     freed.trainer.strategy.tensor_model_parallel_size = 4
     plan, _ = auto_recipe(kept, cluster="dgx_h100", keep=["tensor_model_parallel_size"])
-    assert plan.parallel.tensor_model_parallel_size == 4
+    assert plan.layout.dims.tensor_model_parallel_size == 4
     plan, _ = auto_recipe(freed, cluster="dgx_h100", free=["micro_batch_size"])
-    assert plan.parallel.tensor_model_parallel_size == 4
-    assert plan.parallel.pipeline_model_parallel_size == 1
+    assert plan.layout.dims.tensor_model_parallel_size == 4
+    assert plan.layout.dims.pipeline_model_parallel_size == 1
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,22 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.integrations.nemo_run.task import Layout, adapt, stated_layout
+from nest_megatron.integrations.nemo_run.task import DividedRanks, adapt, stated_layout
 from nest_megatron.parallel.plan import ParallelPlan
+from tests.altered import altered
 from tests.contract.test_adapters import laid_out
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-WHOLE, DIVIDED = Layout(splits=False, pipelined=False), Layout(splits=True, pipelined=True)
+WHOLE, DIVIDED = (
+    DividedRanks(splits=False, pipelined=False),
+    DividedRanks(splits=True, pipelined=True),
+)
 
 
 def _plan(*, tp: int = 1, pp: int = 1, fsdp: bool = False, gpu: str = "H100") -> ParallelPlan:
     plan = laid_out()
-    chosen = dataclasses.replace(
-        plan.parallel,
+    plan = altered(
+        plan,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         context_parallel_size=1,
@@ -27,7 +31,7 @@ def _plan(*, tp: int = 1, pp: int = 1, fsdp: bool = False, gpu: str = "H100") ->
     )
     device = dataclasses.replace(plan.cluster.accelerator, name=gpu)
     cluster = dataclasses.replace(plan.cluster, accelerator=device)
-    return dataclasses.replace(plan, parallel=chosen, cluster=cluster)
+    return dataclasses.replace(plan, cluster=cluster)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +47,7 @@ def _plan(*, tp: int = 1, pp: int = 1, fsdp: bool = False, gpu: str = "H100") ->
     ],
 )
 def test_variables_follow_the_plan(
-    given: dict[str, str], before: Layout, plan: dict[str, Any], left: dict[str, str]
+    given: dict[str, str], before: DividedRanks, plan: dict[str, Any], left: dict[str, str]
 ) -> None:
     variables = dict(given)
     told = adapt(variables, before, _plan(**plan))

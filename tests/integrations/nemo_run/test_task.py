@@ -45,9 +45,9 @@ def pinned(plan: ParallelPlan, folder: Path) -> TaskOptions:
 def test_a_recipe_gets_the_plan() -> None:
     task = recipe()
     plan, changes = plan_recipe(task, ON_DGX, (1, 8))
-    chosen = plan.parallel
-    assert task.trainer.strategy.tensor_model_parallel_size == chosen.tensor_model_parallel_size
-    assert task.data.micro_batch_size == plan.train.micro_batch_size
+    chosen = plan.arguments
+    assert task.trainer.strategy.tensor_model_parallel_size == chosen["tensor_model_parallel_size"]
+    assert task.data.micro_batch_size == plan.layout.micro_batch_size
     assert all(change.before != change.after for change in changes)
 
 
@@ -69,7 +69,7 @@ def test_choices_of_a_pinned_plan_are_written_and_kept_ones_stay(tmp_path: Path)
     fixed = ("parallel.tensor_model_parallel_size=4", "search.num_alternatives=0")
     options = dataclasses.replace(ON_DGX, overrides=fixed)
     plan, changes = plan_recipe(task(), options, (1, 8))
-    assert plan.execution.tp_comm_overlap
+    assert plan.layout.execution.tp_comm_overlap
     assert "trainer.callbacks[0].tp_comm_overlap" in [change.field for change in changes]
     fresh = task()
     plan_recipe(fresh, pinned(plan, tmp_path), (1, 8))

@@ -16,7 +16,7 @@ from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.planner import check_launchable
 from nest_megatron.research.baselines.job import ComparisonJob
 from nest_megatron.solver.chunk_space import interleaved_partitions
-from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.solver.space import SearchSpace
 from tests.catalogue import cluster, model
 from tests.solver.jobs import KERNEL
@@ -54,12 +54,12 @@ def oversubscribed(machines: Cluster, times: float) -> Cluster:
     return dataclasses.replace(machines, levels=(*machines.levels[:-1], slower))
 
 
-def check_in_our_space(job: ComparisonJob, plan: SolvedGrid) -> None:
+def check_in_our_space(job: ComparisonJob, plan: SolvedLayout) -> None:
     """Megatron launches it, it fits, our search covers it, and its price is right."""
-    grid, boundaries = plan.grid, plan.boundaries
+    grid, boundaries = plan.layout, plan.layout.partition.boundaries
     pp = grid.dims.pipeline_model_parallel_size
     partition = StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)
-    check_launchable(job.model.spec, job.model.settings, grid, partition)
+    check_launchable(job.model.spec, job.model.settings, grid.with_stages(partition))
     grids = job.grids(job.space)
     bare = dataclasses.replace(grid, recompute=NO_RECOMPUTE)
     shards = (shard for shard in grids.shards() if job.model.shard(shard) == job.model.shard(grid))

@@ -15,7 +15,7 @@ from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.baselines import aceso, mcmc
 from nest_megatron.research.baselines.job import NOTHING_FITS, ComparisonJob
 from nest_megatron.research.comparison import BASELINES, Baseline, baselines_named
-from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
 from tests.catalogue import cluster, model
@@ -42,7 +42,7 @@ QUICK = tuple(
 BY_NAME = pytest.mark.parametrize("baseline", QUICK, ids=lambda baseline: baseline.name)
 
 
-def ours(job: ComparisonJob) -> SolvedGrid | None:
+def ours(job: ComparisonJob) -> SolvedLayout | None:
     search = Search(job.model, job.global_batch_size, job.space, KERNEL, num_layouts=1)
     result = search.run()
     assert result.certificate.optimal or not result.plans
@@ -50,7 +50,7 @@ def ours(job: ComparisonJob) -> SolvedGrid | None:
 
 
 @cache
-def our_best(name: str) -> SolvedGrid:
+def our_best(name: str) -> SolvedLayout:
     best = ours(named_job(*JOBS[name]))
     assert best is not None
     return best
@@ -117,9 +117,9 @@ def test_what_the_user_fixes_holds(baseline: Baseline) -> None:
     if plan is None:
         assert baseline.name in ("alpa_e", "autoconfigurator")
         return
-    assert plan.grid.dims.context_parallel_size == 2
-    assert plan.grid.dims.tensor_model_parallel_size == 4
-    assert plan.grid.zero is ZeroStage.OPTIMIZER
+    assert plan.layout.dims.context_parallel_size == 2
+    assert plan.layout.dims.tensor_model_parallel_size == 4
+    assert plan.layout.zero is ZeroStage.OPTIMIZER
     check_in_our_space(job, plan)
 
 

@@ -27,7 +27,7 @@ from nest_megatron.research.baselines.job import (
 from nest_megatron.research.baselines.manual import published
 from nest_megatron.research.baselines.network_blind import find_mist, find_phaze
 from nest_megatron.research.baselines.walk import Layouts, nearest, pipeline_of, shard_of
-from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.solver.space import SearchSpace
 from tests.catalogue import cluster, model
 from tests.research.baselines.jobs import job_of, named_job, oversubscribed
@@ -35,7 +35,7 @@ from tests.research.baselines.jobs import job_of, named_job, oversubscribed
 LLAMA = ("llama3_70b", "h100_spine_leaf", 128, 256)
 
 
-def found(plan: SolvedGrid | None) -> SolvedGrid:
+def found(plan: SolvedLayout | None) -> SolvedLayout:
     assert plan is not None
     return plan
 
@@ -49,8 +49,8 @@ def test_methods_blind_to_the_network_choose_alike_on_any(
         found(find(job_of(model("llama3_70b"), oversubscribed(machines, times), 256)).plan)
         for times in (1.0, 8.0)
     ]
-    assert plans[0].grid == plans[1].grid
-    assert plans[0].boundaries == plans[1].boundaries
+    assert plans[0].layout == plans[1].layout
+    assert plans[0].layout.partition.boundaries == plans[1].layout.partition.boundaries
     assert plans[0].iteration < plans[1].iteration  # priced on the real cluster all the same
 
 
@@ -73,7 +73,7 @@ def test_networks_as_they_are_seen() -> None:
 
 
 def test_phaze_has_no_zero_no_context_no_virtual_stages() -> None:
-    grid = found(find_phaze(named_job(*LLAMA)).plan).grid
+    grid = found(find_phaze(named_job(*LLAMA)).plan).layout
     assert grid.zero is ZeroStage.NONE
     assert grid.dims.context_parallel_size == grid.dims.virtual_pipeline_model_parallel_size == 1
     assert grid.recompute in (NO_RECOMPUTE, FULL_RECOMPUTE)
@@ -82,13 +82,13 @@ def test_phaze_has_no_zero_no_context_no_virtual_stages() -> None:
 def test_phaze_recomputes_all_where_memory_asks() -> None:
     tight = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 8}
     job = named_job(*LLAMA, SearchSpace(fixed={**tight, "micro_batch_size": 2}))
-    assert found(find_phaze(job).plan).grid.recompute == FULL_RECOMPUTE
+    assert found(find_phaze(job).plan).layout.recompute == FULL_RECOMPUTE
 
 
 def test_alpa_shards_by_traffic_alone_inside_one_pipeline() -> None:
     job = named_job("llama3_8b", "dgx_h100", 16, 64)
     plan = found(alpa_e.find(job).plan)
-    mesh, chosen = on_two_level_mesh(job.model), plan.grid
+    mesh, chosen = on_two_level_mesh(job.model), plan.layout
     assert chosen.dims.rank_order is RankOrder.TP_CP_EP_DP_PP  # replicas inside the sub-mesh
     assert chosen.dims.ranks_per_stage * chosen.dims.pipeline_model_parallel_size == 16
     bare = dataclasses.replace(chosen, recompute=NO_RECOMPUTE)
@@ -124,7 +124,7 @@ def test_alpa_drops_what_does_not_fit() -> None:
 
 
 def test_mist_has_no_virtual_stages_and_no_context() -> None:
-    dims = found(find_mist(named_job(*LLAMA)).plan).grid.dims
+    dims = found(find_mist(named_job(*LLAMA)).plan).layout.dims
     assert dims.context_parallel_size == dims.virtual_pipeline_model_parallel_size == 1
 
 
@@ -141,10 +141,10 @@ def test_aceso_stays_within_its_budget_and_improves_on_its_starts() -> None:
     stages = 8  # 1 to 64 in powers of two, and one start each
     assert choice.candidates <= 300 + stages
     plan = found(choice.plan)
-    assert plan.grid.zero is ZeroStage.NONE
-    assert plan.grid.recompute.granularity is not RecomputeGranularity.SELECTIVE
+    assert plan.layout.zero is ZeroStage.NONE
+    assert plan.layout.recompute.granularity is not RecomputeGranularity.SELECTIVE
     layouts = Layouts(job, restricted(job, ("context_parallel_size",)))
-    start = layouts.state(nearest(layouts.families(min(layouts.shards)), plan.grid)[0])
+    start = layouts.state(nearest(layouts.families(min(layouts.shards)), plan.layout)[0])
     assert start.plan is None or plan.iteration < start.iteration
 
 
@@ -170,7 +170,7 @@ def test_manual_takes_nvidias_recipe_and_scales_it() -> None:
     """Llama 3.1 70B in bf16 on H100: TP 4, PP 4 x 5, CP 2, published for 64 to 2,048 GPUs."""
     for num_gpus in (128, 512):
         choice = manual.find(named_job("llama3_70b", "h100_spine_leaf", num_gpus, 2 * num_gpus))
-        grid = found(choice.plan).grid
+        grid = found(choice.plan).layout
         assert "NVIDIA's recipe" in choice.reason
         assert f"for {num_gpus} GPUs" in choice.reason
         assert tuple(shard_of(grid))[:4] == (4, 2, 1, 1)
@@ -190,13 +190,13 @@ def test_recipes_are_for_the_device_the_length_and_the_size() -> None:
 def test_manual_without_a_recipe_follows_the_rule() -> None:
     """GPT-3 on A100: tensor parallelism fills the node, then come stages with virtual ones."""
     choice = manual.find(named_job("gpt3_175b", "dgx_a100", 256, 512))
-    grid = found(choice.plan).grid
+    grid = found(choice.plan).layout
     assert choice.reason == "Megatron's rule of thumb"
     assert grid.dims.tensor_model_parallel_size == 8
     assert grid.dims.pipeline_model_parallel_size > 1
     assert grid.dims.virtual_pipeline_model_parallel_size == 3
     assert grid.zero is ZeroStage.OPTIMIZER
-    small = found(manual.find(named_job("bert_large", "dgx_a100", 16, 512)).plan).grid
+    small = found(manual.find(named_job("bert_large", "dgx_a100", 16, 512)).plan).layout
     assert (small.dims.tensor_model_parallel_size, small.dims.data_parallel_size) == (1, 16)
 
 
@@ -204,7 +204,7 @@ def test_a_wish_against_the_recipe_leads_to_the_rule() -> None:
     space = SearchSpace(fixed={"tensor_model_parallel_size": 8})
     choice = manual.find(named_job(*LLAMA, space))
     assert "no published recipe fits" in choice.reason
-    assert found(choice.plan).grid.dims.tensor_model_parallel_size == 8
+    assert found(choice.plan).layout.dims.tensor_model_parallel_size == 8
 
 
 def test_autoconfigurator_follows_its_table() -> None:
@@ -215,7 +215,7 @@ def test_autoconfigurator_follows_its_table() -> None:
     assert autoconfigurator.row_for(gpt, a100_40gb).tensor == (4, 8)
     outside = autoconfigurator.row_for(model("llama3_70b"), h100)
     assert (outside.tensor, outside.pipeline) == ((1, 2, 4, 8), (1, 1))  # its gap
-    grid = found(autoconfigurator.find(named_job("gpt3_175b", "dgx_a100", 256, 512)).plan).grid
+    grid = found(autoconfigurator.find(named_job("gpt3_175b", "dgx_a100", 256, 512)).plan).layout
     assert grid.recompute == NO_RECOMPUTE
     assert grid.zero is ZeroStage.OPTIMIZER
     layers_of_rank = 96 // pipeline_of(grid).stages
