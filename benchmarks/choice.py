@@ -39,7 +39,7 @@ from nest_megatron.cost_model.uncertainty import (  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.parallel.objective import Objective  # noqa: E402
 from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
-from nest_megatron.planner import PlanRequest, plan  # noqa: E402
+from nest_megatron.planner import Request, plan  # noqa: E402
 from nest_megatron.planner.uncertain import out_of_memory  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
 
@@ -137,7 +137,7 @@ def planned(
 ) -> ParallelPlan | None:
     """The plan of an objective for a job in some world; ``None`` where none is found in time."""
     found = plan(
-        PlanRequest(
+        Request(
             spec=run.job.spec,
             cluster=world.cluster,
             settings=world.settings,

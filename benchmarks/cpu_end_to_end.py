@@ -51,7 +51,7 @@ from nest_megatron.cost_model.settings import CostSettings  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.parallel.objective import Objective  # noqa: E402
 from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
-from nest_megatron.planner import PlanRequest, estimate_plan, plan  # noqa: E402
+from nest_megatron.planner import Request, estimate_plan, plan  # noqa: E402
 from nest_megatron.profile.lookup import LayerTimes  # noqa: E402
 from nest_megatron.profile.records import LayerProfile, Machine, Timing, default_name  # noqa: E402
 from nest_megatron.profile.session import tasks_of  # noqa: E402
@@ -151,7 +151,7 @@ def chosen(
 ) -> ParallelPlan:
     """What the planner makes of the job."""
     found = plan(
-        PlanRequest(
+        Request(
             spec=trial.spec,
             cluster=cluster,
             global_batch_size=trial.global_batch_size,

@@ -22,14 +22,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from nest_megatron.catalogue_files import default_setting  # noqa: E402
 from nest_megatron.config.compose import compose  # noqa: E402
 from nest_megatron.config.overrides import parse  # noqa: E402
 from nest_megatron.config.request import request_of  # noqa: E402
 from nest_megatron.parallel.objective import Objective  # noqa: E402
 from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
 from nest_megatron.parallel.stage_layout import is_uniform  # noqa: E402
-from nest_megatron.planner import PlanRequest, plan  # noqa: E402
-from nest_megatron.planner.request import TIE_PERCENT  # noqa: E402
+from nest_megatron.planner import Request, plan  # noqa: E402
 
 #: Models with the GPUs that they are planned for.
 MODELS = {
@@ -62,7 +62,7 @@ def jobs() -> Iterator[tuple[str, str, int]]:
                 yield model, cluster, num_gpus
 
 
-def request(model: str, cluster: str, num_gpus: int, **changes: object) -> PlanRequest:
+def request(model: str, cluster: str, num_gpus: int, **changes: object) -> Request:
     """The request for a job."""
     words = [
         f"model={model}",
@@ -73,20 +73,20 @@ def request(model: str, cluster: str, num_gpus: int, **changes: object) -> PlanR
     return dataclasses.replace(request_of(compose(parse(words))), **changes)  # type: ignore[arg-type]
 
 
-def planned(asked: PlanRequest) -> ParallelPlan | None:
+def planned(asked: Request) -> ParallelPlan | None:
     """The plan of a request, if one fits."""
     found = plan(asked)
     return found if isinstance(found, ParallelPlan) else None
 
 
-def least_s(asked: PlanRequest, **space: object) -> float:
+def least_s(asked: Request, **space: object) -> float:
     """The least that a plan of a space is worth, ties aside; infinite if there is none."""
     smaller = dataclasses.replace(asked.space, **space)  # type: ignore[arg-type]
     found = planned(dataclasses.replace(asked, space=smaller, tie_percent=0.0, shortlist=False))
     return math.inf if found is None or found.choice is None else found.choice.value_s
 
 
-def gains(asked: PlanRequest, found: ParallelPlan) -> tuple[float | None, float | None]:
+def gains(asked: Request, found: ParallelPlan) -> tuple[float | None, float | None]:
     """What layouts that a plan needs gain, and more than ``MOST_VIRTUAL`` stages, in per cent."""
     is_even, layout, virtual = is_uniform(asked.spec, found.layout.partition), None, None
     limits = {**asked.space.limits, "virtual_pipeline_model_parallel_size": MOST_VIRTUAL}
@@ -143,9 +143,10 @@ def main() -> int:
         )
     for objective, number in full.items():
         print(f"{objective}: {number} of {len(listed)} plans fill more than {100 * (1 - FULL):g} %")
+    tie = default_setting("search.tie_percent")
     for what, values in needed.items():
-        little = sum(value <= TIE_PERCENT for value in values)
-        print(f"{len(values)} need {what}; {little} of them for no more than {TIE_PERCENT:g} %")
+        little = sum(value <= tie for value in values)
+        print(f"{len(values)} need {what}; {little} of them for no more than {tie:g} %")
     print(f"shortlists: {statistics.fmean(listed):.1f} plans in the mean, at most {max(listed)}")
     return 0
 

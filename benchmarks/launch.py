@@ -83,11 +83,11 @@ def start_seconds(home: str, words: list[str]) -> float:
 
 def job() -> list[str]:
     """Llama-3 70B in Megatron's flags."""
+    from nest_megatron.config.catalogue import read_spec
     from nest_megatron.config.compose import compose
     from nest_megatron.config.overrides import Setting
-    from nest_megatron.config.request import read_spec
 
-    spec = read_spec(compose([Setting(key="model", value="llama3_70b")]).config)
+    spec = read_spec(compose([Setting(key="model", value="llama3_70b")]))
     return [*model_argv(spec, tokenizer_type="NullTokenizer"), *JOB]
 
 

@@ -28,7 +28,7 @@ from nest_megatron.cost_model.model import CostModel  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.parallel.objective import Objective  # noqa: E402
 from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
-from nest_megatron.planner import PlanRequest, estimate_plan, plan  # noqa: E402
+from nest_megatron.planner import Request, estimate_plan, plan  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
 from nest_megatron.research.baselines.job import on_flat_network  # noqa: E402
 from nest_megatron.research.comparison import compare  # noqa: E402
@@ -49,13 +49,13 @@ UNAWARE = ("phaze", "mist", "alpa_e")
 COMMAND = "python benchmarks/planners.py --out docs/planners.md"
 
 
-def request_of(model: str, ratio: float) -> PlanRequest:
+def request_of(model: str, ratio: float) -> Request:
     """A model on the H100 cluster with so much oversubscription."""
     job = PaperJob(model=model, cluster=SPINE_LEAF, num_gpus=SIZE)
     return request_for(job, [f"cluster.oversubscription={ratio}"])
 
 
-def blind(request: PlanRequest) -> ParallelPlan | None:
+def blind(request: Request) -> ParallelPlan | None:
     """Our own plan for a network without levels, priced on the real one."""
     model = CostModel(request.spec, request.cluster, request.settings, request.times)
     flat = on_flat_network(model).cluster

@@ -26,7 +26,7 @@ from nest_megatron.config.compose import compose  # noqa: E402
 from nest_megatron.config.overrides import parse  # noqa: E402
 from nest_megatron.config.request import request_of  # noqa: E402
 from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
-from nest_megatron.planner import PlanRequest, plan  # noqa: E402
+from nest_megatron.planner import Request, plan  # noqa: E402
 from nest_megatron.solver.backend import Backend  # noqa: E402
 from nest_megatron.solver.space import SearchSpace  # noqa: E402
 
@@ -35,7 +35,7 @@ SIZES = (64, 256, 1024, 4096, 16384)
 CLUSTER = "dgx_h100"
 
 
-def job(model: str, num_gpus: int, **changes: object) -> PlanRequest:
+def job(model: str, num_gpus: int, **changes: object) -> Request:
     """The request that is timed, as the command makes it: four sequences a GPU, everything free."""
     words = [f"model={model}", f"cluster={CLUSTER}", f"cluster.num_gpus={num_gpus}"]
     composed = compose(parse([*words, f"train.global_batch_size={max(512, 4 * num_gpus)}"]))

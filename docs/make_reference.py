@@ -83,8 +83,8 @@ _TYPES = {
     "int": "integer",
     "float": "number",
     "bool": "true or false",
-    "list[int]": "list of integers",
-    "list[str]": "list of texts",
+    "tuple[int, ...]": "list of integers",
+    "tuple[str, ...]": "list of texts",
     "dict[str, typing.Any]": "name or file",
 }
 #: A line of plan.yaml: its indentation, key, value and comment.

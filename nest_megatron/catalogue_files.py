@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -37,6 +38,21 @@ def catalogue_entry(group: str, name: str) -> dict[str, Any]:
 
     text = catalogue_root().joinpath(group, f"{name}.yaml").read_text(encoding="utf-8")
     return dict(yaml.load(text, Loader=LOADER) or {})
+
+
+@functools.cache
+def _plan_file() -> dict[str, Any]:
+    return catalogue_entry("", "plan")
+
+
+def default_setting(key: str) -> Any:
+    """The value of a setting where nobody says another: that of ``hydra_configs/plan.yaml``.
+
+    >>> default_setting("search.max_seconds")
+    60.0
+    """
+    section, _, name = key.partition(".")
+    return _plan_file()[section][name]
 
 
 def catalogue_names(group: str, root: Traversable | None = None) -> tuple[str, ...]:

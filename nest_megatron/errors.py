@@ -63,7 +63,7 @@ class UserInputError(NestError, ValueError):
         fix: what to type instead.
     """
 
-    def __init__(self, what: str, *, value: object, limit: str, fix: str) -> None:
+    def __init__(self, what: str, value: object, limit: str, fix: str) -> None:
         self.what = shortened(what)
         self.value = shortened(str(value)) if isinstance(value, str) else value
         self.limit = limit

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nest_megatron
-from nest_megatron.config.buildable import require_buildable
+from nest_megatron.config.space import require_buildable
 from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.errors import UnplannableModelError, require_known
 from nest_megatron.files import write_text

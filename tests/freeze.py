@@ -3,9 +3,8 @@
 usage: python -m tests.freeze [--only PATTERN] [--texts FOLDER] [--write]
 
 A row is a job of ``recipes/jobs.csv`` on one cluster, a line of ``commands.txt`` or ``errors.txt``
-that the command line runs, or a line of ``namespaces.txt``: a training command whose arguments are
-parsed as Megatron-LM parses them and then changed as a launch with ``+nest=auto`` changes them.
-What differs from run to run (elapsed seconds, dates, hashes, folders) is masked. Rows that differ
+that the command line runs, or one of ``namespaces.txt``: a training command whose arguments are
+parsed as by Megatron-LM and changed as a launch with ``+nest=auto`` changes them. Rows that differ
 are printed, and the exit code is 1.
 """
 
@@ -58,8 +57,6 @@ JOBS = {
 }
 #: Variables that name what the user of a machine has measured, extracted and run.
 STORES = (store.FOLDER_VARIABLE, cache.FOLDER_VARIABLE, history_store.VARIABLE, site_file.VARIABLE)
-HEADER = ("name", "exit_code", "headline", "sha256")
-SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp")
 #: What differs from run to run, and what stands for it.
 MASKS = {
     r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(\+00:00|Z)": "DATE",
@@ -84,19 +81,15 @@ class Digest:
 
 @functools.cache
 def lines(kind: str) -> Mapping[str, str]:
-    """The commands of a file by name; ``KEY = words`` stands for ``$KEY`` in lines behind it.
-
-    A line is ``name: command``, or a command alone, which is its name, too.
-    """
-    found: dict[str, str] = {}
-    parts: dict[str, str] = {}
+    """The commands of a file by their names; one that has no name is its own."""
+    found, parts = dict[str, str](), dict[str, str]()
     for line in (DATA / f"{kind}.txt").read_text(encoding="utf-8").splitlines():
         if defined := re.fullmatch(r"([A-Z_0-9]+) = (.*)", line):
             parts[defined[1]] = string.Template(defined[2]).substitute(parts)
         elif line and not line.startswith("#"):
             named = re.fullmatch(r"([a-z0-9][a-z0-9 ,._-]*): (.*)", line)
             name, text = (named[1], named[2]) if named else (line, line)
-            assert f"{kind} {name}" not in found, f"{name} stands twice"
+            assert f"{kind} {name}" not in found
             found[f"{kind} {name}"] = string.Template(text).safe_substitute(parts)
     return found
 
@@ -145,8 +138,8 @@ def job_text(name: str) -> tuple[str, str]:
         ("infeasible", *sorted(search.infeasible.items()), *sorted(search.illegal.items())),
         *(("offer", offer) for offer in plan.offers),
     ]
-    if (range_ := plan.uncertainty) is not None:
-        said.append(("range", range_.mean_s, range_.low_s, range_.high_s, range_.out_of_memory))
+    if (likely := plan.uncertainty) is not None:
+        said.append(("range", likely.mean_s, likely.low_s, likely.high_s, likely.out_of_memory))
     for framework, launch in plan.launch.items():
         said.append((framework, launch.script, *launch.argv))
         said.append((framework, *sorted(launch.environment.items())))
@@ -157,7 +150,10 @@ def job_text(name: str) -> tuple[str, str]:
 
 def degrees(plan: ParallelPlan) -> str:
     """The sizes of a layout that are not 1."""
-    sizes = {short: getattr(plan.parallel, SHORT[short]) for short in SIZES}
+    sizes = {
+        short: getattr(plan.parallel, SHORT[short])
+        for short in ("tp", "pp", "vpp", "cp", "ep", "dp")
+    }
     sizes["mbs"] = plan.train.micro_batch_size
     return " ".join(f"{key.upper()} {n}" for key, n in sizes.items() if n not in (None, 1))
 
@@ -177,11 +173,11 @@ def command_text(command: str) -> tuple[str, str, str]:
 def namespace_text(command: str) -> tuple[str, str]:
     """Arguments before and after a launch; the command is RELEASE RANKS CLUSTER FREE FLAGS..."""
     version, ranks, cluster, free, *argv = shlex.split(command)
+    names = free.split(",") if free != "-" else ()
     with pytest.MonkeyPatch.context() as patch:
         pad_like_megatron(patch)
-        names = free.split(",") if free != "-" else ()
-        size = int(ranks)
-        args, _, found = decided(argv, *names, version=version, world_size=size, cluster=cluster)
+        sizes = {"world_size": int(ranks)}
+        args, _, found = decided(argv, *names, version=version, cluster=cluster, **sizes)
     before = dict(vars(args))
     apply(args, found.decision)
     text = [f"{name} = {value!r}" for name, value in sorted(before.items())]
@@ -203,19 +199,14 @@ def judge(name: str) -> tuple[Digest, str]:
             text, headline = namespace_text(lines(kind)[name])
         else:
             text, code, headline = command_text(lines(kind)[name])
-    text, headline = (masked(each, folder) for each in (text, headline))
-    return Digest(name, code, headline, key(text)), text
-
-
-def key(text: str) -> str:
-    """The first digits of its sha256."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    text = masked(text, folder)
+    sha256 = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return Digest(name, code, masked(headline, folder), sha256), text
 
 
 def masked(text: str, folder: Path) -> str:
     """A text without what differs from run to run."""
-    for path, word in ((folder, "FOLDER"), (ROOT, "ROOT")):
-        text = text.replace(str(path), word)
+    text = text.replace(str(folder), "FOLDER").replace(str(ROOT), "ROOT")
     for pattern, word in MASKS.items():
         text = re.sub(pattern, word, text)
     return text
@@ -235,23 +226,23 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write the digests of today")
     asked = parser.parse_args()
     chosen = [name for name in names() if fnmatch.fnmatch(name, f"*{asked.only}*")]
-    known, today = read(), {}
+    known, today, texts = read(), {}, asked.texts
     with ProcessPoolExecutor() as pool:
         for digest, text in pool.map(judge, chosen):
             today[digest.name] = digest
             if digest != (old := known.get(digest.name)):
                 print(f"- {astuple(old) if old else 'no row'}\n+ {astuple(digest)}", flush=True)
-            if asked.texts is not None:
-                asked.texts.mkdir(parents=True, exist_ok=True)
-                path = asked.texts / re.sub(r"\W+", "_", f"{digest.name[:120]} {key(digest.name)}")
-                path.with_suffix(".txt").write_text(text, encoding="utf-8")
-    gone = sorted(known.keys() - set(names()))
+            if texts:
+                texts.mkdir(parents=True, exist_ok=True)
+                path = texts / f"{digest.name.replace('/', '|')}.txt"
+                path.write_text(text, encoding="utf-8")
+    gone = sorted(known.keys() - {*names()})
     differing = [name for name, digest in today.items() if known.get(name) != digest] + gone
     print(f"{len(today)} rows, {len(differing)} differ", *(f"- {name}" for name in gone), sep="\n")
     if asked.write:
         rows = [astuple(row) for name in names() if (row := (known | today).get(name))]
         with DIGESTS.open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([HEADER, *rows])
+            csv.writer(file, lineterminator="\n").writerows([Digest.__match_args__, *rows])
         return 0
     return int(bool(differing))
 

@@ -186,20 +186,20 @@ def to_fields(model: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", nest_megatron.models())
 def test_every_model_may_be_given_as_its_record(name: str) -> None:
+    from nest_megatron.config.catalogue import read_spec
     from nest_megatron.config.keywords import compose_keywords
-    from nest_megatron.config.request import read_spec
 
     spec = nest_megatron.models()[name]
-    assert read_spec(compose_keywords(spec, "dgx_h100", {}).config) == spec
+    assert read_spec(compose_keywords(spec, "dgx_h100", {})) == spec
 
 
 @pytest.mark.parametrize("name", nest_megatron.clusters())
 def test_every_cluster_may_be_given_as_its_record(name: str) -> None:
+    from nest_megatron.config.catalogue import read_cluster
     from nest_megatron.config.keywords import compose_keywords
-    from nest_megatron.config.request import read_cluster
 
     cluster = nest_megatron.clusters()[name]
-    assert read_cluster(compose_keywords("llama3_8b", cluster, {}).config) == cluster
+    assert read_cluster(compose_keywords("llama3_8b", cluster, {})) == cluster
 
 
 @pytest.mark.parametrize(

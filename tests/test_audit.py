@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from nest_megatron import files
+from nest_megatron.config import defaults
 from nest_megatron.config import policy as policies
-from nest_megatron.config import site_files
 from nest_megatron.errors import INTERRUPTED, NestError, UserInputError
 from nest_megatron.files import append_line
 from nest_megatron.history.records import FlagChange, Launch, Outcome
@@ -49,7 +49,7 @@ def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A policy of this test alone that names an audit."""
     files.warn_once.cache_clear()
     path = tmp_path / "policy.yaml"
-    monkeypatch.setattr(site_files, "SYSTEM_FOLDER", tmp_path / "etc")
+    monkeypatch.setattr(defaults, "SYSTEM_FOLDER", tmp_path / "etc")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     monkeypatch.setenv(policies.VARIABLE, str(path))
     monkeypatch.setenv("COLUMNS", "200")

@@ -15,6 +15,7 @@ from rich.console import Console, RenderableType
 
 from nest_megatron import planner as planning
 from nest_megatron.api import load_plan
+from nest_megatron.catalogue_files import default_setting
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import evaluate
 from nest_megatron.cost_model.stage_problems import stage_problem
@@ -25,10 +26,10 @@ from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.stage_layout import is_uniform
-from nest_megatron.planner import PlanRequest, plan
+from nest_megatron.planner import Request, plan
 from nest_megatron.planner import choice as choosing
 from nest_megatron.planner.choice import Candidate, choose_plan, worth_comparing
-from nest_megatron.planner.request import DEFAULT_HEADROOM, FAILED_START_PERCENT, NUM_COMPARED
+from nest_megatron.planner.request import DEFAULT_HEADROOM, NUM_COMPARED
 from nest_megatron.report.html import html_report
 from nest_megatron.report.terminal import plan_report
 from nest_megatron.report.words import proof
@@ -44,8 +45,8 @@ JOBS = [("llama3_70b", 64), ("mixtral_8x7b", 16), ("llama3_8b", 8)]
 NAMED = ("model=llama3_70b", "cluster=dgx_h100", "cluster.num_gpus=64")
 
 
-def request(model: str = "llama3_70b", num_gpus: int = 64, **changes: object) -> PlanRequest:
-    return PlanRequest(
+def request(model: str = "llama3_70b", num_gpus: int = 64, **changes: object) -> Request:
+    return Request(
         spec=catalogue.model(model),
         cluster=catalogue.cluster("dgx_h100", num_gpus),
         global_batch_size=128,
@@ -53,7 +54,7 @@ def request(model: str = "llama3_70b", num_gpus: int = 64, **changes: object) ->
     )
 
 
-def found(asked: PlanRequest, **options: int) -> ParallelPlan:
+def found(asked: Request, **options: int) -> ParallelPlan:
     answer = plan(asked, **options)
     assert isinstance(answer, ParallelPlan)
     return answer
@@ -87,7 +88,7 @@ def chosen(model: str, num_gpus: int, **changes: object) -> choosing.Chosen:
 def values(known: choosing.Chosen, objective: Objective, most: float = 1.0) -> list[float]:
     """What an objective makes of all plans whose chance to run out is not above a limit."""
     plans = [each for each in known.known.values() if each.out_of_memory <= most]
-    return choosing.values_of(plans, objective, FAILED_START_PERCENT)
+    return choosing.values_of(plans, objective, default_setting("search.failed_start_percent"))
 
 
 def text_of(report: RenderableType) -> str:
@@ -275,9 +276,7 @@ def test_neighbours_are_plans_of_the_space(model: str, num_gpus: int) -> None:
 def test_even_stages_are_taken_where_they_cost_less_than_the_tie() -> None:
     """The fastest plan of GPT-3 needs a layout; even stages cost 0.1 %."""
     spec = catalogue.model("gpt3_175b")
-    asked = PlanRequest(
-        spec=spec, cluster=catalogue.cluster("dgx_a100", 512), global_batch_size=1536
-    )
+    asked = Request(spec=spec, cluster=catalogue.cluster("dgx_a100", 512), global_batch_size=1536)
     nominal = found(dataclasses.replace(asked, objective=Objective.NOMINAL))
     assert not is_uniform(spec, nominal.layout.partition)
     assert is_uniform(spec, found(asked).layout.partition)
@@ -338,7 +337,7 @@ def test_a_search_that_time_ended_claims_no_fastest_plan() -> None:
 def test_time_that_ends_the_search_for_others_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = planning._search_within
 
-    def cut(asked: PlanRequest, deadline: Deadline, *args: Any, **options: Any) -> Any:
+    def cut(asked: Request, deadline: Deadline, *args: Any, **options: Any) -> Any:
         if options.get("num_layouts"):  # not the search of the whole space
             deadline = deadline.within(1e-9)
         return whole(asked, deadline, *args, **options)

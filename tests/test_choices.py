@@ -116,7 +116,7 @@ def test_names_that_are_none_are_refused(word: str) -> None:
 
 
 def test_what_a_user_typed_is_held_until_it_is_freed() -> None:
-    config = compose([]).config
+    config = compose([])
     assert fixed_choices(config, {"cuda_graph_scope", "seq_length"}) == {"cuda_graphs"}
     assert fixed_choices(config, {"cp_comm_type"}, {"cp_comm_type"}) == frozenset()
 

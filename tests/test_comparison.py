@@ -7,12 +7,12 @@ import io
 import pytest
 from rich.console import Console
 
-from nest_megatron.api.composed import plan_composed
+from nest_megatron.api.jobs import plan_job
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.objective import Objective
-from nest_megatron.planner import PlanRequest
+from nest_megatron.planner import Request
 from nest_megatron.research.baselines import network_blind
 from nest_megatron.research.baselines.job import ComparisonJob
 from nest_megatron.research.comparison import NEST, PLANNERS, Compared, compare
@@ -22,8 +22,8 @@ from tests.catalogue import cluster, model
 from tests.solver.jobs import KERNEL
 
 
-def request(name: str = "llama3_8b", num_gpus: int = 8) -> PlanRequest:
-    return PlanRequest(
+def request(name: str = "llama3_8b", num_gpus: int = 8) -> Request:
+    return Request(
         spec=model(name),
         cluster=cluster("dgx_h100", num_gpus),
         global_batch_size=32,
@@ -61,7 +61,7 @@ SETTINGS = [
 def test_our_row_is_the_plan_of_the_same_settings(objective: str) -> None:
     composed = compose(parse([*SETTINGS, f"search.objective={objective}"]))
     ours = compare_composed(composed, ["nest"]).rows[0].plan
-    planned = plan_composed(composed).record
+    planned = plan_job(composed).record
     assert ours is not None
     assert (ours.layout, ours.layout.execution, ours.predicted, ours.uncertainty) == (
         *(planned.layout, planned.layout.execution, planned.predicted, planned.uncertainty),

@@ -20,7 +20,7 @@ from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.planner import PlanRequest, check_launchable, plan
+from nest_megatron.planner import Request, check_launchable, plan
 from nest_megatron.planner.conflict import binding, single_relaxations
 from nest_megatron.planner.shortage import refuse_if_nothing_is_legal
 from nest_megatron.solver.backend import choose, solver_of
@@ -45,7 +45,7 @@ ONE = COMMAND + (
 )
 
 
-def asked(command: str) -> PlanRequest:
+def asked(command: str) -> Request:
     composed = compose(parse(["cluster=dgx_h100"]))
     return read_request(command, composed, free=[], version="0.16.1")[1]
 

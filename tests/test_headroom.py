@@ -11,8 +11,8 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.plan import Headroom, ParallelPlan
-from nest_megatron.planner import NoPlan, PlanRequest, estimate_plan, plan
-from nest_megatron.planner.headroom import roomier
+from nest_megatron.planner import NoPlan, Request, estimate_plan, plan
+from nest_megatron.planner.headroom import with_larger_margin
 from nest_megatron.planner.request import DEFAULT_HEADROOM
 from nest_megatron.report.words import headroom_words, proof
 from nest_megatron.solver.search import Search
@@ -22,11 +22,11 @@ FULL = ("model=llama2_13b", "cluster.num_gpus=16")
 JOB = ("model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=8", "train.global_batch_size=64")
 
 
-def asked(*words: str) -> PlanRequest:
+def asked(*words: str) -> Request:
     return request_of(compose(parse([*JOB, *words])))
 
 
-def found(request: PlanRequest) -> ParallelPlan:
+def found(request: Request) -> ParallelPlan:
     answer = plan(request)
     assert isinstance(answer, ParallelPlan)
     return answer
@@ -124,10 +124,10 @@ def test_a_priced_share_must_be_larger(priced: str) -> None:
 def test_free_memory_that_was_wanted_is_no_limit_of_the_device() -> None:
     """What is said of memory is of the device, as an estimate of the same layout says it."""
     request = asked()
-    limited = roomier(request, 0)
+    limited = with_larger_margin(request, 0)
     assert limited is not None
-    assert limited.settings.memory_margin == DEFAULT_HEADROOM
-    assert roomier(limited, 0) is None
+    assert limited.memory_margin == DEFAULT_HEADROOM
+    assert with_larger_margin(dataclasses.replace(request, settings=limited), 0) is None
     usual = found(request)
     again = estimate_plan(
         *(request.spec, request.cluster, request.settings, usual.layout, usual.layout.partition)

@@ -19,9 +19,9 @@ from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.planner import plan
-from nest_megatron.planner.headroom import with_peak_of
+from nest_megatron.planner.headroom import with_least_free
 from nest_megatron.planner.offers import numeric_offers
-from nest_megatron.planner.request import PlanRequest
+from nest_megatron.planner.request import Request
 from nest_megatron.units import format_seconds
 
 JOB = ("model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=16", "train.global_batch_size=32")
@@ -33,11 +33,11 @@ FIXED = (
 )
 
 
-def asked(*words: str) -> PlanRequest:
+def asked(*words: str) -> Request:
     return request_of(compose(parse([*JOB, *FIXED, *words])))
 
 
-def found(request: PlanRequest) -> ParallelPlan:
+def found(request: Request) -> ParallelPlan:
     answer = plan(request)
     assert isinstance(answer, ParallelPlan)
     return answer
@@ -67,10 +67,8 @@ def test_the_price_is_that_of_the_layout_which_the_freed_memory_allows() -> None
     (said,) = (text for text in planned.offers if "--exp-avg-dtype bf16" in text)
     (offer,) = (o for o in request.numeric_offers if "--exp-avg-dtype bf16" in o.words)
     changed = dataclasses.replace(
-        with_peak_of(
-            dataclasses.replace(request, settings=offer.settings),
-            planned.predicted.peak_memory_bytes,
-        ),
+        request,
+        settings=with_least_free(request, offer.settings, planned.predicted.peak_memory_bytes),
         objective=Objective.NOMINAL,
         numeric_offers=(),
     )

@@ -22,7 +22,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.stated_job import StatedJob
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner import EndedEarly, NoPlan, PlanRequest, plan
+from nest_megatron.planner import EndedEarly, NoPlan, Request, plan
 from nest_megatron.planner.shortage import no_plan
 from nest_megatron.report.terminal import ended_report, no_plan_report
 from nest_megatron.report.words import certificate, early_words, ended_early
@@ -30,8 +30,8 @@ from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
 
 
-def request(model: str, *, num_gpus: int = 16, **changes: object) -> PlanRequest:
-    return PlanRequest(
+def request(model: str, *, num_gpus: int = 16, **changes: object) -> Request:
+    return Request(
         spec=catalogue.model(model),
         cluster=catalogue.cluster("dgx_h100", num_gpus),
         global_batch_size=32,
@@ -153,7 +153,7 @@ def test_only_a_large_distance_is_told_by_the_exit_code() -> None:
     assert (far.ended_early, far.may_be_far_off) == (True, True)
 
 
-def planned_in_time(asked: PlanRequest) -> ParallelPlan:
+def planned_in_time(asked: Request) -> ParallelPlan:
     found = plan(asked)
     assert isinstance(found, ParallelPlan)
     return found

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nest_megatron.config import site_files
+from nest_megatron.config import defaults
 from nest_megatron.config.launch import Mode
 from nest_megatron.config.policy import VARIABLE, read_policy
 from nest_megatron.errors import UserInputError
@@ -25,7 +25,7 @@ from tests.cli.runs import ROOT, SMALL, run
 @pytest.fixture(autouse=True)
 def no_other_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operators' folder, and the user's, are of this test alone."""
-    monkeypatch.setattr(site_files, "SYSTEM_FOLDER", tmp_path / "etc")
+    monkeypatch.setattr(defaults, "SYSTEM_FOLDER", tmp_path / "etc")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     monkeypatch.delenv(VARIABLE, raising=False)
 

@@ -14,7 +14,7 @@ from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.planner import NoPlan, PlanRequest, plan
+from nest_megatron.planner import NoPlan, Request, plan
 from nest_megatron.planner.request import MemoryOffer
 from nest_megatron.planner.shortage import no_plan
 from tests.cli.test_memory_verdicts import BASE
@@ -28,18 +28,18 @@ OFFLOADED = "--fine-grained-activation-offloading"
 FP8_WEIGHTS = "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather"
 
 
-def asked(*words: str) -> PlanRequest:
+def asked(*words: str) -> Request:
     composed = compose(parse([*JOB, *words]))
     return request_of(composed, choose_execution=True)
 
 
-def nothing(request: PlanRequest) -> NoPlan:
+def nothing(request: Request) -> NoPlan:
     found = plan(request)
     assert isinstance(found, NoPlan)
     return found
 
 
-def changed_by(offer: MemoryOffer, request: PlanRequest) -> PlanRequest:
+def changed_by(offer: MemoryOffer, request: Request) -> Request:
     return dataclasses.replace(
         request,
         settings=offer.settings,

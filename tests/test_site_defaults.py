@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import nest_megatron
-from nest_megatron.config import site_files
+from nest_megatron.config import defaults
 from nest_megatron.config.defaults import VARIABLE, read_defaults, with_defaults
 from nest_megatron.config.launch import read_launch, read_words
 from nest_megatron.config.overrides import parse
@@ -24,7 +24,7 @@ def etc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The operators' file, of this test alone."""
     folder = tmp_path / "etc"
     folder.mkdir()
-    monkeypatch.setattr(site_files, "SYSTEM_FOLDER", folder)
+    monkeypatch.setattr(defaults, "SYSTEM_FOLDER", folder)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     monkeypatch.delenv(VARIABLE, raising=False)
     return folder / "defaults.yaml"

@@ -8,29 +8,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from nest_megatron.api.composed import estimate_composed, plan_composed
+from nest_megatron.api.jobs import estimate_job, plan_job
 from nest_megatron.api.results import Explanation, Plan, PlanTable, Scaling
 from nest_megatron.api.sweep import sweep_row
-from nest_megatron.api.sweep_jobs import outcome
+from nest_megatron.api.sweep_jobs import command_words, outcome
 from nest_megatron.api.variants import WhatIf, whatif, whatif_command
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.buildable import require_buildable
-from nest_megatron.config.compose import Composed
+from nest_megatron.config.catalogue import named_cluster, named_model
+from nest_megatron.config.compose import Settings
 from nest_megatron.config.keywords import (
     Source,
-    cluster_entry,
     compose_keywords,
-    model_entry,
-    setting_texts,
 )
 from nest_megatron.config.overrides import Setting
 from nest_megatron.config.request import request_of
-from nest_megatron.config.target import read_target
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import typed_command
 from nest_megatron.integrations.megatron_lm import as_typed
@@ -75,7 +71,9 @@ def models() -> Catalogue[TransformerSpec]:
     """
     from nest_megatron.report.catalogue_tables import models_table
 
-    return Catalogue("model", model_entry, lambda found: models_table(list(found.values())))
+    return Catalogue(
+        "model", lambda name: named_model(name)[0], lambda found: models_table(list(found.values()))
+    )
 
 
 def clusters() -> Catalogue[Cluster]:
@@ -86,7 +84,7 @@ def clusters() -> Catalogue[Cluster]:
     """
     from nest_megatron.report.catalogue_tables import clusters_table
 
-    return Catalogue("cluster", cluster_entry, lambda found: clusters_table(list(found.items())))
+    return Catalogue("cluster", named_cluster, lambda found: clusters_table(list(found.items())))
 
 
 def plan(
@@ -127,9 +125,9 @@ def plan(
     >>> found.predicted.fits, found.layout.global_batch_size
     (True, 128)
     """
-    given = _sized(settings, num_gpus, global_batch_size)
-    composed = compose_keywords(model, cluster, given, config_dir)
-    return plan_composed(composed, shortlist=shortlist, on_progress=on_progress)
+    sizes = num_gpus, global_batch_size
+    found = compose_keywords(model, cluster, settings, config_dir, *sizes)
+    return plan_job(found, shortlist=shortlist, on_progress=on_progress)
 
 
 def plan_command(
@@ -179,10 +177,10 @@ def plan_command(
     >>> found.layout.dims.data_parallel_size * found.layout.dims.tensor_model_parallel_size
     16
     """
-    given = _sized(settings, num_gpus, global_batch_size)
-    composed = compose_keywords(None, cluster, given, config_dir)
+    sizes = num_gpus, global_batch_size
+    composed = compose_keywords(None, cluster, settings, config_dir, *sizes)
     found = typed_command.plan_command(
-        _text(command),
+        command_words(command),
         composed,
         free=free,
         version=megatron_version,
@@ -194,7 +192,7 @@ def plan_command(
     return planned_command(found, composed)
 
 
-def planned_command(found: typed_command.CommandPlan, composed: Composed) -> Plan:
+def planned_command(found: typed_command.CommandPlan, composed: Settings) -> Plan:
     """The plan of a command beside what it runs today, here and on the command line."""
     today = before_and_after(found, composed)
     return Plan(record=sealed(replace(found.plan, today=today)), notes=found.notes)
@@ -223,8 +221,8 @@ def estimate(
     >>> priced.layout.dims.data_parallel_size
     8
     """
-    given = _sized(settings, num_gpus, global_batch_size)
-    return estimate_composed(compose_keywords(model, cluster, given, config_dir))
+    sizes = num_gpus, global_batch_size
+    return estimate_job(compose_keywords(model, cluster, settings, config_dir, *sizes))
 
 
 def estimate_command(
@@ -257,30 +255,11 @@ def estimate_command(
     >>> priced.layout.dims.data_parallel_size, priced.arguments["overlap_grad_reduce"]
     (16, False)
     """
-    given = _sized(settings, num_gpus)
-    composed = compose_keywords(None, cluster, given, config_dir)
-    text = _text(command)
-    found = as_typed.estimate_command(text, composed, version=megatron_version, strict=strict)
+    composed = compose_keywords(None, cluster, settings, config_dir, num_gpus)
+    found = as_typed.estimate_command(
+        command_words(command), composed, version=megatron_version, strict=strict
+    )
     return Plan(record=found.plan, notes=found.notes)
-
-
-def _text(command: str | os.PathLike[str] | Sequence[str]) -> str | Sequence[str]:
-    """A command as it is read; a path names a script."""
-    return ["bash", os.fspath(command)] if isinstance(command, os.PathLike) else command
-
-
-def _sized(
-    settings: Mapping[str, object], num_gpus: int | None, global_batch_size: int | None = None
-) -> dict[str, object]:
-    """Settings with the sizes that arguments of their own say; ``UserInputError`` if both do."""
-    sizes = {"cluster.num_gpus": num_gpus, "train.global_batch_size": global_batch_size}
-    said = {key: value for key, value in sizes.items() if value is not None}
-    for text in setting_texts(settings):
-        key, _, value = text.partition("=")
-        if key in said:
-            limit, fix = f"another argument says {said[key]}", "Leave one of the two out."
-            raise UserInputError(key, value=value, limit=limit, fix=fix)
-    return {**said, **settings}
 
 
 def plan_table(
@@ -309,9 +288,10 @@ def plan_table(
     counts = tuple(nodes)
     if not counts or min(counts) < 1:
         limit, fix = "it holds numbers of at least 1", "Give for example range(15, 17)."
-        raise UserInputError("nodes", value=counts, limit=limit, fix=fix)
-    given = _sized(settings, None, global_batch_size)
-    job = table_job(sized(compose_keywords(model, cluster, given, config_dir), counts))
+        raise UserInputError("nodes", counts, limit, fix)
+    sizes = None, global_batch_size
+    composed = compose_keywords(model, cluster, settings, config_dir, *sizes)
+    job = table_job(sized(composed, counts))
     return PlanTable(record=plan_for_nodes(job, counts), notes=job.request.notes)
 
 
@@ -339,8 +319,8 @@ def plan_for_gpus(
     """
     results = []
     for size in gpus:
-        given = _sized(settings, size, global_batch_size)
-        composed = partial(compose_keywords, model, cluster, given, config_dir)
+        sizes = size, global_batch_size
+        composed = partial(compose_keywords, model, cluster, settings, config_dir, *sizes)
         size_of = Setting(key="cluster.num_gpus", value=str(size))
         results.append((size_of, outcome(partial(_planned, composed))))
     if all("error" in result for _, result in results):
@@ -351,14 +331,13 @@ def plan_for_gpus(
     return Scaling(rows=tuple(rows))
 
 
-def _planned(composed: Callable[[], Composed], begun_s: Seconds) -> Plan:
-    return plan_composed(composed(), begun_s=begun_s)
+def _planned(composed: Callable[[], Settings], begun_s: Seconds) -> Plan:
+    return plan_job(composed(), begun_s=begun_s)
 
 
-def table_job(composed: Composed) -> TableJob:
+def table_job(composed: Settings) -> TableJob:
     """A composed job, to be planned for several numbers of nodes."""
     request = request_of(composed, choose_execution=True)
-    require_buildable(request.spec, read_target(composed.config))
     return TableJob(
         request=request,
         version=request.space.version,

@@ -33,7 +33,7 @@ from nest_megatron.units import Seconds, format_seconds
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from nest_megatron.api.other_layouts import Versus, WhyNot
+    from nest_megatron.integrations.megatron_lm.other_layout import Versus, WhyNot
     from nest_megatron.profile.lookup import LayerTimes
     from nest_megatron.report.sweep import SweepRow
 
@@ -144,7 +144,7 @@ class Plan(Shown):
             framework = self.record.provenance.framework
             limit = "the plan holds no command of Megatron-LM"
             fix = "Plan for target=megatron_lm_0.16.1, or give the recipe to Plan.apply."
-            raise UserInputError("plan", value=framework, limit=limit, fix=fix)
+            raise UserInputError("plan", framework, limit, fix)
         return parallel_argv(launch_request(self.record)) if layout_only else list(launch.argv)
 
     def apply(self, recipe: Any) -> tuple[Change, ...]:
@@ -171,7 +171,7 @@ class Plan(Shown):
             return megatron_bridge.apply_plan(recipe, self.record)
         limit = "it is neither a recipe of NeMo nor a ConfigContainer of Megatron-Bridge"
         fix = "Give what pretrain_recipe() returns; Plan.to_megatron_args is for Megatron-LM."
-        raise UserInputError("recipe", value=type(recipe).__name__, limit=limit, fix=fix)
+        raise UserInputError("recipe", type(recipe).__name__, limit, fix)
 
     def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
         """Write the plan file that ``load_plan`` and ``nest-megatron pin`` read.
@@ -325,10 +325,9 @@ class Explanation(Shown):
         >>> explained.versus("micro_batch_size=2").to_dict()["other"]["train"]["micro_batch_size"]
         2
         """
-        from nest_megatron.api.other_layouts import Versus
         from nest_megatron.integrations.megatron_lm import other_layout
 
-        return Versus(record=other_layout.versus(self.plan.record, layout, self.times))
+        return other_layout.versus(self.plan.record, layout, self.times)
 
     def why_not(self, layout: str) -> WhyNot:
         """Why the plan is no layout with these sizes: what ``explain --why-not`` prints.
@@ -344,10 +343,9 @@ class Explanation(Shown):
         >>> explained.why_not("tp=3").verdict
         'illegal'
         """
-        from nest_megatron.api.other_layouts import WhyNot
         from nest_megatron.integrations.megatron_lm import other_layout
 
-        return WhyNot(record=other_layout.why_not(self.plan.record, layout, self.times))
+        return other_layout.why_not(self.plan.record, layout, self.times)
 
     def to_html(self) -> str:
         """The report as one self-contained page."""

@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import importlib.resources
 import json
+import os
 import sys
 import threading
 import time
@@ -21,13 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nest_megatron.api.composed import plan_composed
+from nest_megatron.api.jobs import plan_job
 from nest_megatron.api.results import Plan
 from nest_megatron.catalogue_files import catalogue_root
-from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.hydra_loader import config_loader
 from nest_megatron.config.overrides import Setting, first_line, type_limit
+from nest_megatron.config.schema import PlanConfig
 from nest_megatron.documents import read_json
 from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import expanded, write_text
@@ -56,6 +58,11 @@ _CODES = {"plan": OK, "no_plan": NOTHING_FITS, "ended_early": ENDED_EARLY, "erro
 Result = dict[str, Any]
 
 
+def command_words(command: str | os.PathLike[str] | Sequence[str]) -> str | Sequence[str]:
+    """A command as it is read; a path names a script."""
+    return ["bash", os.fspath(command)] if isinstance(command, os.PathLike) else command
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweptCommand:
     """A user's command, of Megatron-LM or of a recipe, planned by each job of a sweep.
@@ -75,7 +82,7 @@ class SweptCommand:
     notes: tuple[str, ...] = ()
 
     def plan(
-        self, composed: Composed, *, begun_s: Seconds, on_progress: Progress | None = None
+        self, composed: Settings, *, begun_s: Seconds, on_progress: Progress | None = None
     ) -> Plan:
         """Its plan under the settings of a job."""
         found = plan_command(
@@ -89,17 +96,17 @@ class SweptCommand:
         )
         return Plan(record=found.plan, notes=(*self.notes, *found.notes))
 
-    def recorded(self, composed: Composed) -> SweptCommand:
+    def recorded(self, composed: Settings) -> SweptCommand:
         """What its script launches, where it is one, so that the script runs once."""
         text, notes = one_command(self.text, composed)
         return dataclasses.replace(self, text=text, notes=notes)
 
-    def typed(self, composed: Composed) -> ParallelPlan:
+    def typed(self, composed: Settings) -> ParallelPlan:
         """What it is as it is typed, under the settings of a job."""
         found = estimate_command(self.text, composed, version=self.version, strict=self.strict)
         return found.plan
 
-    def content(self, composed: Composed) -> object:
+    def content(self, composed: Settings) -> object:
         """What it consists of."""
         job, _ = read_typed(self.text, composed, version=self.version, strict=self.strict)
         said: tuple[object, ...] = (job.spec, job.values, job.memory_flags)
@@ -118,7 +125,7 @@ class SweepJob:
         key: what it consists of, in one word.
         config_dir: the folder of the user's own files.
         command: that it plans; ``None`` where the settings name a model.
-        stated: by the recipe of the plan file whose job it is, as for ``plan_composed``.
+        stated: by the recipe of the plan file whose job it is, as for ``plan_job``.
     """
 
     settings: tuple[Setting, ...]
@@ -128,7 +135,7 @@ class SweepJob:
     command: SweptCommand | None = None
     stated: StatedJob | None = None
 
-    def composed(self, *, without: Callable[[str], bool] | None = None) -> Composed:
+    def composed(self, *, without: Callable[[str], bool] | None = None) -> Settings:
         """Its settings, behind the defaults of the site.
 
         Args:
@@ -139,11 +146,11 @@ class SweepJob:
         return compose(with_defaults(kept), folder)
 
     def plan(self, begun_s: Seconds, on_progress: Progress | None = None) -> Plan:
-        """Its plan; raises as ``plan_composed``."""
+        """Its plan; raises as ``plan_job``."""
         if self.command is not None:
             return self.command.plan(self.composed(), begun_s=begun_s, on_progress=on_progress)
         composed, stated = self.composed(), self.stated
-        return plan_composed(composed, begun_s=begun_s, stated=stated, on_progress=on_progress)
+        return plan_job(composed, begun_s=begun_s, stated=stated, on_progress=on_progress)
 
 
 def sweep_job(
@@ -166,7 +173,8 @@ def sweep_job(
     )
     try:
         composed = job.composed()
-        values: list[object] = [to_plain(composed.config)]
+        said = {each.name: getattr(composed, each.name) for each in dataclasses.fields(PlanConfig)}
+        values: list[object] = [to_plain(said)]
         values += [] if command is None else [command.content(composed)]
         values += [] if stated is None else [to_plain(stated)]
     except UserInputError as error:  # its result is the error, and is never kept
@@ -202,7 +210,7 @@ def opened(folder: Path) -> Iterator[None]:
 
 
 def _refused(folder: Path, limit: str, fix: str) -> UserInputError:
-    return UserInputError("out", value=str(folder), limit=limit, fix=fix)
+    return UserInputError("out", str(folder), limit, fix)
 
 
 def write_list(folder: Path, jobs: Sequence[SweepJob], *, tell: bool) -> None:
@@ -264,7 +272,7 @@ def check_launcher(settings: Sequence[Setting], *, has_folder: bool) -> None:
     if name.startswith(("submitit", "ray")) and not has_folder:
         limit = "its jobs may run on other machines, and leave their results in a folder"
         fix = "Add out=FOLDER on a file system that all of them share."
-        raise UserInputError(LAUNCHER, value=name, limit=limit, fix=fix)
+        raise UserInputError(LAUNCHER, name, limit, fix)
 
 
 #: Called with the number of each job that begins in this process.
@@ -336,7 +344,7 @@ def _plain_error(error: Exception, settings: Sequence[Setting]) -> UserInputErro
     if about is not None:
         limit = type_limit(error.__cause__ or error)
         fix = f"The settings of the launcher {name} are in its own documentation."
-        return UserInputError(about.key, value=about.value, limit=limit, fix=fix)
+        return UserInputError(about.key, about.value, limit, fix)
     package = next((p for start, p in _PACKAGES.items() if name.startswith(start)), None)
     fix = f"pip install {package}" if package else f"Known are basic, {', '.join(_PACKAGES)}."
-    return UserInputError(LAUNCHER, value=name, limit=first_line(error), fix=fix)
+    return UserInputError(LAUNCHER, name, limit=first_line(error), fix=fix)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from nest_megatron.api.results import Plan
 from nest_megatron.api.sweep import SweepOptions, Swept, run_jobs
-from nest_megatron.api.sweep_jobs import SweepJob, SweptCommand, sweep_job
+from nest_megatron.api.sweep_jobs import SweepJob, SweptCommand, command_words, sweep_job
 from nest_megatron.config.compose import compose
 from nest_megatron.config.defaults import with_defaults
-from nest_megatron.config.keywords import SHORT_KEYS, setting_texts
+from nest_megatron.config.keywords import SHORT_KEYS, setting_texts, typed_path
 from nest_megatron.config.overrides import Setting, expand, parse, swept, value_text
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, write_text
@@ -132,10 +132,9 @@ def whatif_command(
     Raises:
         UserInputError: for a command that cannot be read, or a wrong setting.
     """
-    path = os.fspath(cluster)
-    where = path if isinstance(cluster, str) or "/" in path else f"./{path}"
-    texts = _texts({"cluster": where, **settings, **changes})
-    words = command if isinstance(command, str) else _words(command)
+    texts = _texts({"cluster": typed_path(cluster), **settings, **changes})
+    words = command_words(command)
+    words = words if isinstance(words, str) else tuple(words)
     read = SweptCommand(text=words, free=tuple(free), version=megatron_version, strict=strict)
     return command_variants(read, parse_changes(texts), _quiet(out, on_job))
 
@@ -149,10 +148,6 @@ def _texts(changes: Mapping[str, object]) -> list[str]:
             for key, value in changes.items()
         }
     )
-
-
-def _words(command: os.PathLike[str] | Sequence[str]) -> tuple[str, ...]:
-    return ("bash", os.fspath(command)) if isinstance(command, os.PathLike) else tuple(command)
 
 
 def _quiet(
@@ -178,7 +173,7 @@ def parse_changes(texts: Sequence[str]) -> tuple[Setting, ...]:
             limit, fix = "it is given twice", "Give its values in one, with commas between them."
         else:
             continue
-        raise UserInputError(setting.key, value=setting.value, limit=limit, fix=fix)
+        raise UserInputError(setting.key, setting.value, limit, fix)
     return settings
 
 
@@ -233,7 +228,7 @@ def command_variants(
 
 def _no_change(changes: Sequence[Setting], limit: str, fix: str) -> UserInputError:
     value = " ".join(map(str, changes))
-    return UserInputError("whatif", value=value, limit=limit, fix=fix)
+    return UserInputError("whatif", value, limit, fix)
 
 
 def _is_of_job(key: str) -> bool:

@@ -29,11 +29,11 @@ def models(name: str | None, *, as_json: bool) -> None:
     A file is a Hugging Face config.json or its folder, a description as the catalogue's (YAML or
     JSON), or a plan.
     """
-    from nest_megatron.config.keywords import read_model
+    from nest_megatron.config.catalogue import named_model
     from nest_megatron.report.catalogue_tables import model_details, model_document, models_table
     from nest_megatron.report.console import show, show_json
 
-    found = [read_model(each) for each in (catalogue_names("model") if name is None else (name,))]
+    found = [named_model(each) for each in (catalogue_names("model") if name is None else (name,))]
     if as_json:
         documents = [model_document(*each) for each in found]
         show_json(documents[0] if name is not None else {"models": documents})
@@ -62,7 +62,7 @@ def clusters(name: str | None, *, as_json: bool) -> None:
     A file is a description as the catalogue's (YAML or JSON), which nest-megatron network import
     writes of measured collectives, or a plan.
     """
-    from nest_megatron.config.keywords import cluster_entry
+    from nest_megatron.config.catalogue import named_cluster
     from nest_megatron.report.catalogue_tables import (
         cluster_details,
         cluster_document,
@@ -71,7 +71,7 @@ def clusters(name: str | None, *, as_json: bool) -> None:
     from nest_megatron.report.console import show, show_json
 
     names = catalogue_names("cluster") if name is None else (name,)
-    entries = [(each, cluster_entry(each)) for each in names]
+    entries = [(each, named_cluster(each)) for each in names]
     if as_json:
         documents = [{"entry": each, **cluster_document(cluster)} for each, cluster in entries]
         show_json(documents[0] if name is not None else {"clusters": documents})

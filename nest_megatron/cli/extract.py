@@ -22,11 +22,11 @@ from nest_megatron.cli.command_kinds import (
     settings_argument,
     version_option,
 )
-from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.job import Job
 from nest_megatron.config.layout import LAYER_DEGREES, read_shard
 from nest_megatron.config.overrides import parse, refuse_sweeps
-from nest_megatron.config.target import read_settings
+from nest_megatron.config.target import CostInputs
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, require_folder
 from nest_megatron.integrations.typed_command import read_model
@@ -192,7 +192,7 @@ def _extract_layers(options: _Options) -> None:
     composed = compose(settings, options.config_dir)
     text = sys.stdin.read() if options.from_command == "-" else options.from_command
     spec, flags = read_model(composed, text, options.megatron_version)
-    read_settings(composed.config, Job(spec=spec))  # refuses what the cost model would
+    CostInputs.of(composed, Job(spec=spec)).costs()  # refuses what the cost model would
     shard = read_shard(composed, spec, flags)
     shard = dataclasses.replace(shard, flash_attention=not options.unfused)
     layers = {kind: _layer(spec, kind, shard, options) for kind in _kinds(spec, options.layer)}
@@ -307,7 +307,7 @@ _MATTERS = (
 )
 
 
-def _notes(composed: Composed) -> list[str]:
+def _notes(composed: Settings) -> list[str]:
     """Settings that say nothing about one layer on one rank."""
     idle = {k for k in composed.given if k not in _MATTERS and not k.startswith("model.")}
     return [f"{key} does not change the work of a layer." for key in sorted(idle)]

@@ -11,7 +11,7 @@ from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cli.command_kinds import NEXT, OUTPUT, PATH, group, json_option
 from nest_megatron.cli.complete import completing
 from nest_megatron.cluster.records import CollectiveKind
-from nest_megatron.config.keywords import cluster_entry
+from nest_megatron.config.catalogue import named_cluster
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import write_text
 from nest_megatron.plain import to_plain
@@ -72,7 +72,7 @@ def network_import(
         fix = "Add --cluster with a name of the catalogue or a file."
         raise UserInputError("--out", value=str(out), limit=limit, fix=fix)
     measured = read_measurements(paths, None if kind is None else CollectiveKind(kind))
-    found = fit_network(measured, None if cluster is None else cluster_entry(cluster))
+    found = fit_network(measured, None if cluster is None else named_cluster(cluster))
     if out is not None and found.cluster is not None and cluster is not None:
         write_text(out, cluster_text(found.cluster, cluster, out))
     if profile is not None:

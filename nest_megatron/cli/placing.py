@@ -19,8 +19,8 @@ from nest_megatron.cluster.placement import (
 )
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cluster.sources import read_hosts
-from nest_megatron.config.compose import Composed
-from nest_megatron.config.request import read_cluster
+from nest_megatron.config.catalogue import read_cluster
+from nest_megatron.config.compose import Settings
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import write_text
 from nest_megatron.parallel import plan_file
@@ -41,11 +41,11 @@ class Placement:
 
     hosts: tuple[str, ...]
     per_host: int
-    composed: Composed
-    packed: Composed | None
+    composed: Settings
+    packed: Settings | None
     note: str
 
-    def compared(self, found: ParallelPlan, plan: Callable[[Composed], ParallelPlan]) -> str:
+    def compared(self, found: ParallelPlan, plan: Callable[[Settings], ParallelPlan]) -> str:
         """What a packed allocation would give beside this one.
 
         Args:
@@ -69,13 +69,13 @@ class Placement:
         return launch_file_words(launcher, str(path), self.hosts, self.per_host)
 
 
-def placed(composed: Composed, path: Path) -> Placement:
+def placed(composed: Settings, path: Path) -> Placement:
     """A job on the hosts of a file, at the size that they are.
 
     Raises:
         UserInputError: if the file cannot be read, or does not go with the cluster.
     """
-    topology, cluster = read_hosts(path), read_cluster(composed.config)
+    topology, cluster = read_hosts(path), read_cluster(composed)
     hosts = tuple(topology.groups)
     groups = tuple(topology.groups.values())
     given = on_hosts(cluster, groups)
@@ -118,6 +118,6 @@ def _crossed(cluster: Cluster) -> list[tuple[str, int]]:
     return [(level.name, size) for level, size in zip(cluster.levels[:count], sizes, strict=False)]
 
 
-def _with_cluster(composed: Composed, cluster: Cluster) -> Composed:
-    config = dataclasses.replace(composed.config, cluster=to_plain(cluster))
-    return dataclasses.replace(composed, config=config, given=composed.given | {"cluster.num_gpus"})
+def _with_cluster(composed: Settings, cluster: Cluster) -> Settings:
+    given = composed.given | {"cluster.num_gpus"}
+    return dataclasses.replace(composed, cluster=to_plain(cluster), given=given)

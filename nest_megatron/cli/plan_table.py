@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nest_megatron.api import PlanTable, table_job
 from nest_megatron.cli.planning import PlanOptions, composed_settings
-from nest_megatron.config.compose import Composed
+from nest_megatron.config.compose import Settings
 from nest_megatron.config.overrides import Setting, read_counts
 from nest_megatron.errors import OK, UserInputError
 from nest_megatron.integrations.megatron_lm.node_counts import TableJob, plan_for_nodes, sized
@@ -30,7 +30,7 @@ def run_plan_table(options: PlanOptions) -> int:
         job = _job(composed, options)
         made = plan_for_nodes(dataclasses.replace(job, on_progress=report), counts)
     found = PlanTable(record=made, notes=job.request.notes)
-    out = composed.config.out
+    out = composed.out
     if out is not None:
         found.save(Path(out), force=True)  # checked before the search
     if options.as_json:
@@ -42,7 +42,7 @@ def run_plan_table(options: PlanOptions) -> int:
     return OK
 
 
-def _job(composed: Composed, options: PlanOptions) -> TableJob:
+def _job(composed: Settings, options: PlanOptions) -> TableJob:
     if options.from_command is None:
         return table_job(composed)
     text, version = options.command(), options.megatron_version

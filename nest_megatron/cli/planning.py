@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nest_megatron.api import Plan, planned_command
-from nest_megatron.api.composed import estimate_composed, plan_composed
+from nest_megatron.api.jobs import estimate_job, plan_job
 from nest_megatron.api.sweep_jobs import SweptCommand
 from nest_megatron.cli.command_kinds import forced
 from nest_megatron.cli.placing import placed, with_notes
 from nest_megatron.cluster.placement import Launcher
-from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import Setting, parse, refuse_sweeps, split_launcher
 from nest_megatron.cost_model.memory import within_error
@@ -170,12 +170,12 @@ def run_plan(options: PlanOptions) -> int:
 
 
 def _planned(
-    composed: Composed, options: PlanOptions, command: str | tuple[str, ...] | None
+    composed: Settings, options: PlanOptions, command: str | tuple[str, ...] | None
 ) -> tuple[Plan, list[RenderableType]]:
     if command is not None:
         return _plan_command(composed, options, command)
     with progress() as report:
-        found = plan_composed(
+        found = plan_job(
             composed, begun_s=options.begun_s, shortlist=options.shortlist, on_progress=report
         )
     return found, []
@@ -186,7 +186,7 @@ def run_estimate(options: EstimateOptions) -> int:
     options.require_command()
     composed = composed_settings(parse(options.overrides), options.config_dir)
     if (text := options.command()) is None:
-        found = estimate_composed(composed)
+        found = estimate_job(composed)
     else:
         version = options.megatron_version
         priced = estimate_command(text, composed, version=version, strict=options.strict)
@@ -197,20 +197,20 @@ def run_estimate(options: EstimateOptions) -> int:
     return OK if predicted.fits or may_fit else NOTHING_FITS
 
 
-def composed_settings(settings: Sequence[Setting], config_dir: Path | None) -> Composed:
+def composed_settings(settings: Sequence[Setting], config_dir: Path | None) -> Settings:
     """One job, whose ``out`` may be written.
 
     The command has checked the text that was typed; other settings may complete it.
     """
     refuse_sweeps(settings)
     composed = compose(with_defaults(settings), config_dir)
-    if composed.config.out is not None:
-        check_output("out", Path(composed.config.out), force=forced())
+    if composed.out is not None:
+        check_output("out", Path(composed.out), force=forced())
     return composed
 
 
 def _plan_command(
-    composed: Composed, options: PlanOptions, text: str | tuple[str, ...]
+    composed: Settings, options: PlanOptions, text: str | tuple[str, ...]
 ) -> tuple[Plan, list[RenderableType]]:
     """The plan of a user's command, and the command that it becomes."""
     with progress() as report:
@@ -245,10 +245,10 @@ def _command_parts(found: CommandPlan) -> list[RenderableType]:
 
 
 def _tell(
-    found: Plan, composed: Composed, more: Sequence[RenderableType] = (), *, as_json: bool
+    found: Plan, composed: Settings, more: Sequence[RenderableType] = (), *, as_json: bool
 ) -> None:
     """Write a plan where the user wants it, and print it."""
-    out = composed.config.out
+    out = composed.out
     if out is not None:
         plan_file.write(found.record, Path(out))
     if as_json:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from nest_megatron.api import load_plan
 from nest_megatron.cluster.records import Precision
-from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.catalogue import read_spec
+from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.layout import LAYER_DEGREES
 from nest_megatron.config.overrides import parse, refuse_sweeps
-from nest_megatron.config.request import read_spec, request_of
+from nest_megatron.config.request import request_of
 from nest_megatron.config.target import read_precision
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import restored_settings
@@ -96,8 +97,8 @@ def asked_by_settings(overrides: Sequence[str], config_dir: Path | None) -> Aske
     settings = parse(overrides)
     refuse_sweeps(settings)
     composed = compose(settings, config_dir)
-    spec = read_spec(composed.config)
-    precision = read_precision(composed.config)
+    spec = read_spec(composed)
+    precision = read_precision(composed)
     _require_timed(spec, precision)
     return Asked(spec=spec, precision=precision, layouts=_best_layouts(composed))
 
@@ -147,8 +148,8 @@ def _require_timed(spec: TransformerSpec, precision: Precision) -> None:
         raise UserInputError("train.precision", value=precision.value, limit=limit, fix=fix)
 
 
-def _best_layouts(composed: Composed) -> tuple[Layout, ...]:
-    if composed.config.cluster is None:
+def _best_layouts(composed: Settings) -> tuple[Layout, ...]:
+    if composed.cluster is None:
         return ()
     found = find_plan(dataclasses.replace(request_of(composed), times=None))
     if not isinstance(found, ParallelPlan):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from nest_megatron.catalogue_files import catalogue_entry
+from nest_megatron.cluster.catalogue import accelerator_from_mapping
 from nest_megatron.cluster.described import described, is_slower, planned_as_slower, require_alike
 from nest_megatron.cluster.discovery import (
     LocalGpus,
@@ -17,10 +20,10 @@ from nest_megatron.cluster.hosts import Host, describe_kinds, kinds, shown_names
 from nest_megatron.cluster.placement import describe_groups, on_hosts
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cluster.topology import Topology, tasks_per_node
-from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.catalogue import read_cluster
+from nest_megatron.config.compose import Settings, catalogue_cluster, compose
 from nest_megatron.config.launch import MixedGpus
 from nest_megatron.config.overrides import Setting
-from nest_megatron.config.request import read_cluster
 from nest_megatron.errors import UserInputError
 
 #: Cluster of the catalogue whose network is assumed around discovered GPUs, by accelerator.
@@ -42,7 +45,7 @@ class JobCluster:
     """The cluster that a job runs on, the settings of its planning, and what was assumed."""
 
     cluster: Cluster
-    composed: Composed
+    settings: Settings
     notes: tuple[str, ...]
 
 
@@ -83,7 +86,7 @@ def find_cluster(
             f"The launcher starts {per_host} processes on each host, {cluster.name} has {has} "
             "GPUs on each; groups may lie on more hosts than was planned."
         )
-    return JobCluster(cluster=cluster, composed=composed, notes=tuple(notes))
+    return JobCluster(cluster=cluster, settings=composed, notes=tuple(notes))
 
 
 def _compared(cluster: Cluster, hosts: Sequence[Host], mixed: MixedGpus) -> list[str]:
@@ -95,7 +98,7 @@ def _compared(cluster: Cluster, hosts: Sequence[Host], mixed: MixedGpus) -> list
         return [said]
     others = [kind for kind, _ in kinds(hosts) if not is_same_device(cluster.accelerator, kind)]
     if others and mixed is MixedGpus.SLOWER and len(others) < len(kinds(hosts)):
-        if all(is_slower(cluster, _assumed_cluster(kind)) for kind in others):
+        if all(is_slower(cluster, catalogued(kind)[1]) for kind in others):
             return [planned_as_slower(cluster, hosts)]
         require_alike(hosts)
     for kind in (*others, *filter(None, [gpus])):
@@ -116,7 +119,7 @@ def _discovered(
     if gpus is None:
         raise UserInputError(
             "nest.cluster",
-            value=None,
+            None,
             limit="no cluster is given, and this host shows no NVIDIA GPU",
             fix="Add for example nest.cluster=dgx_h100 (`nest-megatron clusters` lists them), or "
             "a file.",
@@ -125,11 +128,13 @@ def _discovered(
     if unseen:
         limit = "; ".join(next(iter(unseen.values()))) or "they show no NVIDIA GPU"
         fix = "Repair them, or name the cluster with nest.cluster."
-        raise UserInputError("hosts", value=shown_names(list(unseen)), limit=limit, fix=fix)
+        raise UserInputError("hosts", shown_names(list(unseen)), limit, fix)
     gpus, notes = like_gpus(hosts, gpus, mixed)
     assert gpus is not None
-    assumed, name = _assumed(gpus)
-    composed = compose((*assumed, *settings))
+    accelerator, assumed = catalogued(gpus)
+    named = {"cluster": assumed.name, "cluster.accelerator": accelerator}
+    borrowed = (Setting(key=key, value=value) for key, value in named.items())
+    composed = compose((*borrowed, *settings))
     cluster = _sized(composed, world_size, environment, dry_run=dry_run)
     per_host = processes_per_host(environment) or gpus.count
     is_rack = cluster.gpus_per_host is not None  # its hosts are smaller than its nodes
@@ -140,11 +145,13 @@ def _discovered(
     )  # wins over what is seen
     if hosts and not dry_run and not typed and len(hosts) * gpus.count == world_size:
         cluster, told = _seen_cluster(cluster, hosts)
-        return JobCluster(cluster=cluster, composed=composed, notes=(*notes, *told))
-    note = f"This host has {gpus.describe()}; between hosts the network of {name} is assumed."
+        return JobCluster(cluster=cluster, settings=composed, notes=(*notes, *told))
+    note = (
+        f"This host has {gpus.describe()}; between hosts the network of {assumed.name} is assumed."
+    )
     return JobCluster(
         cluster=cluster,
-        composed=composed,
+        settings=composed,
         notes=(*notes, f"{note} Name yours with nest.cluster."),
     )
 
@@ -165,13 +172,13 @@ def like_gpus(
         return (found[0][0] if found else gpus), ()
     if mixed is not MixedGpus.SLOWER or len({kind.count for kind, _ in found}) > 1:
         require_alike(hosts)
-    clusters = [(_assumed_cluster(kind), kind) for kind, _ in found]
+    clusters = [(catalogued(kind)[1], kind) for kind, _ in found]
     for cluster, kind in clusters:
         if all(is_slower(cluster, other) for other, _ in clusters):
             return kind, (planned_as_slower(cluster, hosts),)
     limit = "no kind has the smaller figure of memory, speed and links in everything"
     fix = "Describe a cluster with the smaller figures in a file, and name it."
-    raise UserInputError("mixed GPUs", value=describe_kinds(found), limit=limit, fix=fix)
+    raise UserInputError("mixed GPUs", describe_kinds(found), limit, fix)
 
 
 def catalogued(gpus: LocalGpus) -> tuple[str, Cluster]:
@@ -180,12 +187,15 @@ def catalogued(gpus: LocalGpus) -> tuple[str, Cluster]:
     Raises:
         UserInputError: if the catalogue has none.
     """
-    assumed, _ = _assumed(gpus)
-    return str(assumed[1].value), read_cluster(compose(assumed).config)
-
-
-def _assumed_cluster(gpus: LocalGpus) -> Cluster:
-    return catalogued(gpus)[1]
+    for name, cluster in _ASSUMED_CLUSTERS.items():
+        if name.partition("_")[0].upper() not in gpus.device_name.upper():
+            continue  # reading takes time
+        accelerator = accelerator_from_mapping(catalogue_entry("accelerator", name))
+        if is_same_device(accelerator, gpus):
+            return name, dataclasses.replace(catalogue_cluster(cluster), accelerator=accelerator)
+    limit = f"no cluster is given, and {gpus.describe()} is not in the catalogue"
+    fix = "Describe it in a file (`nest-megatron cluster new` writes one) and name that file."
+    raise UserInputError("nest.cluster", None, limit, fix)
 
 
 def _seen_cluster(cluster: Cluster, hosts: Sequence[Host]) -> tuple[Cluster, tuple[str, ...]]:
@@ -207,35 +217,19 @@ def _seen_cluster(cluster: Cluster, hosts: Sequence[Host]) -> tuple[Cluster, tup
     return placed, (f"Seen: {'; '.join(seen)}.", f"Assumed: {assumed}. {fix}")
 
 
-def _assumed(gpus: LocalGpus) -> tuple[tuple[Setting, ...], str]:
-    """Settings for the GPUs of this host, and the cluster whose network they borrow."""
-    for accelerator, cluster in _ASSUMED_CLUSTERS.items():
-        if accelerator.partition("_")[0].upper() not in gpus.device_name.upper():
-            continue  # composing takes a tenth of a second
-        chosen = (
-            Setting(key="cluster", value=cluster),
-            Setting(key="cluster.accelerator", value=accelerator),
-        )
-        if is_same_device(read_cluster(compose(chosen).config).accelerator, gpus):
-            return chosen, cluster
-    limit = f"no cluster is given, and {gpus.describe()} is not in the catalogue"
-    fix = "Describe it in a file (`nest-megatron cluster new` writes one) and name that file."
-    raise UserInputError("nest.cluster", value=None, limit=limit, fix=fix)
-
-
 def _sized(
-    composed: Composed, world_size: int, environment: Mapping[str, str], *, dry_run: bool
+    composed: Settings, world_size: int, environment: Mapping[str, str], *, dry_run: bool
 ) -> Cluster:
     """The composed cluster, as large as the job; a dry run on one process is of any size."""
     given = "cluster.num_gpus" in composed.given
     if dry_run and (given or "WORLD_SIZE" not in environment):
-        return read_cluster(composed.config)
-    cluster = read_cluster(composed.config, world_size)
-    said = read_cluster(composed.config).num_gpus if given else world_size
+        return read_cluster(composed)
+    cluster = read_cluster(composed, world_size)
+    said = read_cluster(composed).num_gpus if given else world_size
     if said != world_size:
         limit = f"the launcher started {world_size} ranks"
         fix = "Leave it out: the number of ranks is the size (or add nest.dry_run=true)."
-        raise UserInputError("nest.cluster.num_gpus", value=said, limit=limit, fix=fix)
+        raise UserInputError("nest.cluster.num_gpus", said, limit, fix)
     return cluster
 
 

@@ -18,8 +18,8 @@ from nest_megatron.cluster.hosts import Host, kinds, shown_names
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cluster.sources import Sources, unused_outputs
 from nest_megatron.cluster.topology import Topology
+from nest_megatron.config.catalogue import named_cluster
 from nest_megatron.config.cluster_detection import catalogued, like_gpus
-from nest_megatron.config.keywords import cluster_entry
 from nest_megatron.config.launch import MixedGpus
 from nest_megatron.errors import UserInputError
 from nest_megatron.profile.network_import import cluster_yaml
@@ -82,7 +82,7 @@ def cluster_template(name: str | None, out: Path) -> str:
     if not _NAME.fullmatch(called):
         limit = "it must be a word of letters, digits, _, - and ., at most 100"
         fix = "Write for example: nest-megatron cluster new site --out clusters/site.yaml"
-        raise UserInputError("NAME", value=called, limit=limit, fix=fix)
+        raise UserInputError("NAME", called, limit, fix)
     template = catalogue_root().joinpath("cluster", "custom.yaml").read_text(encoding="utf-8")
     body = template[template.index("defaults:") :]
     for field, word in (("name", called), ("description", f"{called}: describe it here")):
@@ -108,7 +108,7 @@ def discovered(
     topology = listed if listed is not None and listed.level_names else sources.topology
     accelerator, stand_in = None, None
     if base is not None:
-        stand_in = cluster_entry(base)
+        stand_in = named_cluster(base)
     hosts = _hosts(sources, listed, stand_in)
     gpus, notes = _gpus(sources, hosts, stand_in, mixed)
     if gpus is not None and stand_in is not None:
@@ -162,7 +162,7 @@ def _hosts(sources: Sources, listed: Topology | None, base: Cluster | None) -> t
         raise divided_gpus("GPUs of hosts", told)
     if not hosts:
         limit = "neither a program nor a file names one"
-        raise UserInputError("hosts", value=None, limit=limit, fix="Add --hosts FILE.")
+        raise UserInputError("hosts", None, limit, fix="Add --hosts FILE.")
     return hosts
 
 
@@ -177,7 +177,7 @@ def _gpus(
         fix = "Give their reports (nest-megatron cluster report) with --read"
         fix += "." if kinds(hosts) else ", or name a cluster with --cluster."
         names = shown_names([host.name for host in without])
-        raise UserInputError("GPUs of hosts", value=names, limit=limit, fix=fix)
+        raise UserInputError("GPUs of hosts", names, limit, fix)
     gpus, notes = like_gpus(hosts, None, mixed)
     if gpus is None and base is not None:
         _require_named(sources, hosts, base)
@@ -192,7 +192,7 @@ def _require_named(sources: Sources, hosts: Sequence[Host], base: Cluster) -> No
         told = ", ".join(f"{name}: {count}" for name, count in counts.items())
         limit = "a job is planned for as many GPUs on every host"
         fix = "Name those that have as many with --hosts FILE."
-        raise UserInputError("GPUs of hosts", value=told, limit=limit, fix=fix)
+        raise UserInputError("GPUs of hosts", told, limit, fix)
     for name in sources.gpu_names:
         require_same_product(base, name, "--cluster")
 
@@ -202,7 +202,7 @@ def _require_in(topology: Topology, hosts: Sequence[Host]) -> None:
     if missing:
         limit = f"{topology.source} does not say which groups they are in"
         fix = "Give the groups of all hosts with --hosts FILE."
-        raise UserInputError("hosts", value=shown_names(missing), limit=limit, fix=fix)
+        raise UserInputError("hosts", shown_names(missing), limit, fix)
 
 
 def _differences(sources: Sources, hosts: Sequence[Host], base: Cluster) -> Iterator[str]:

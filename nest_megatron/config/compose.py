@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nest_megatron.catalogue_files import GROUPS as CATALOGUE_GROUPS
-from nest_megatron.catalogue_files import catalogue_names, catalogue_root
+from nest_megatron.catalogue_files import catalogue_entry, catalogue_names, catalogue_root
 from nest_megatron.cluster.catalogue import cluster_from_mapping
+from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.defaults import naming_defaults
 from nest_megatron.config.hydra_loader import compose_config
 from nest_megatron.config.overrides import (
@@ -28,12 +29,14 @@ from nest_megatron.config.overrides import (
     type_limit,
     unreadable,
 )
-from nest_megatron.config.schema import PlanConfig
+from nest_megatron.config.schema import SECTIONS, PlanConfig
 from nest_megatron.documents import DESCRIPTION, check_yaml, read_json
 from nest_megatron.errors import UserInputError, nearest, require_known
 from nest_megatron.files import expanded, read_text
-from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 _OWN_ENTRY = "_described"
 _LEVELS = "cluster.levels."
@@ -42,28 +45,35 @@ _LEVEL = re.compile(r"cluster\.levels\.([^.]+)\.")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/(?!.*\.(?:json|ya?ml)$)[\w.-]+")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Composed:
-    """A composed job, the keys that the command line set, and what was not read of a file.
+@dataclass(frozen=True, kw_only=True)
+class Settings(PlanConfig):
+    """What a user says of a job and how it is planned, checked by Hydra, and where it is from.
 
     Args:
+        given: the keys that the command line set.
+        notes: what was not read of a file.
         defaults: the settings among them that are the site's.
         describes_cluster: its cluster is a description of the user's, and not the catalogue's.
     """
 
-    config: PlanConfig
     given: frozenset[str]
     notes: tuple[str, ...] = ()
     defaults: tuple[Setting, ...] = ()
     describes_cluster: bool = False
 
+    def __post_init__(self) -> None:
+        """Freeze the descriptions that Hydra composed."""
+        for name in GROUPS:
+            if (fields := getattr(self, name)) is not None:
+                object.__setattr__(self, name, MappingProxyType(dict(fields)))
+
 
 def compose(
-    settings: Sequence[Setting],
+    overrides: Sequence[Setting],
     config_dir: Path | None = None,
     *,
     described: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-) -> Composed:
+) -> Settings:
     """Compose checked overrides over ``hydra_configs/plan.yaml``.
 
     Args:
@@ -73,48 +83,56 @@ def compose(
     Raises:
         UserInputError: for a value of the wrong type, an unknown name or an unreadable file.
     """
-    with naming_defaults(settings):
-        composed = _composed(settings, config_dir, described)
-    defaults = tuple(setting for setting in settings if setting.origin is not None)
-    return dataclasses.replace(composed, defaults=defaults)
+    with naming_defaults(overrides):
+        notes = list(_length_notes(overrides))
+        folder = None if config_dir is None else _existing_folder(config_dir)
+        chosen = _with_undivided_levels(overrides)
+        chosen = _with_numbered_levels(chosen, folder, described)
+        chosen, described = _with_other_accelerator(chosen, folder, described)
+        given = frozenset((*described, *(each.key for each in chosen)))
+        is_file = any(each.key == "cluster" and _is_file(each, folder) for each in chosen)
+        return Settings(
+            **vars(_load(chosen, folder, described, notes)),
+            given=given,
+            notes=tuple(notes),
+            defaults=tuple(each for each in overrides if each.origin is not None),
+            describes_cluster="cluster" in described or is_file,
+        )
 
 
-def _composed(
-    settings: Sequence[Setting],
-    config_dir: Path | None,
+def _is_file(chosen: Setting, folder: Path | None) -> bool:
+    """Whether what is chosen of a group is a file of the user's."""
+    name = chosen.value or ""
+    own = folder is not None and (folder / chosen.key / f"{name}.yaml").is_file()
+    return bool(name) and (is_path(name) or own)
+
+
+def _load(
+    overrides: Sequence[Setting],
+    folder: Path | None,
     described: Mapping[str, Mapping[str, Any]],
-) -> Composed:
-    notes = list(_length_notes(settings))
-    config_dir = None if config_dir is None else _own_folder(config_dir)
-    settings = _with_undivided_levels(settings, config_dir)
-    settings = _with_numbered_levels(settings, config_dir, described)
-    settings, described = _with_other_accelerator(settings, config_dir, described)
-    given = frozenset((*described, *(setting.key for setting in settings)))
-    if not {"model"} & given:
-        settings = _with_model_as_flags(settings)
+    notes: list[str],
+) -> PlanConfig:
+    """The values of overrides; ``notes`` of files are added to those that are there."""
+    if "model" not in described and all(each.key != "model" for each in overrides):
+        overrides = _with_model_as_flags(overrides)
     entries = dict(described)
-    named = [_named(setting, config_dir, entries, notes) for setting in settings]
-    overrides = [f"{group}={_OWN_ENTRY}" for group in described] + named
-    for override in overrides:
-        key, _, value = override.partition("=")
+    named = [_named(each, folder, entries, notes) for each in overrides]
+    words = [f"{group}={_OWN_ENTRY}" for group in described] + named
+    for word in words:
+        key, _, value = word.partition("=")
         refuse_resolvers(key, [key, value])
     for group, fields in entries.items():
         refuse_resolvers(group, fields)
-        _check_included(group, fields, config_dir)
-    for setting in settings if config_dir is not None else ():
-        group = setting.key.rpartition(".")[2]
-        name = setting.value or "null"
+        _check_included(group, fields, folder)
+    for each in overrides if folder is not None else ():
+        group = each.key.rpartition(".")[2]
+        name = each.value or "null"
         if group in CATALOGUE_GROUPS and not (name.startswith(("{", "null")) or is_path(name)):
-            _check_included(group, {"defaults": [{f"/{group}": name}]}, config_dir)
-    folders = [] if config_dir is None else [config_dir]
+            _check_included(group, {"defaults": [{f"/{group}": name}]}, folder)
     with importlib.resources.as_file(catalogue_root()) as catalogue:
-        config = _compose([catalogue.resolve(), *folders], overrides, entries)
-    return Composed(
-        config=config,
-        given=given,
-        notes=tuple(notes),
-        describes_cluster="cluster" in described or _names_own_cluster(settings, config_dir),
-    )
+        folders = [catalogue.resolve()] if folder is None else [catalogue.resolve(), folder]
+        return _composed(folders, words, entries)
 
 
 def _with_model_as_flags(settings: Sequence[Setting]) -> Sequence[Setting]:
@@ -130,13 +148,6 @@ def _with_model_as_flags(settings: Sequence[Setting]) -> Sequence[Setting]:
     return [*others, Setting(key="flags", value=" ".join(words))]
 
 
-def _names_own_cluster(settings: Sequence[Setting], config_dir: Path | None) -> bool:
-    """Whether the cluster is that of a file of the user's."""
-    name = next((s.value for s in settings if s.key == "cluster"), None) or ""
-    own = config_dir and (config_dir / "cluster" / f"{name}.yaml").is_file()
-    return bool(name and (is_path(name) or own))
-
-
 def _length_notes(settings: Sequence[Setting]) -> Iterator[str]:
     """What a decimal prefix of a sequence length means, where a power of two may be meant."""
     for setting in settings:
@@ -147,8 +158,8 @@ def _length_notes(settings: Sequence[Setting]) -> Iterator[str]:
 
 
 def _with_numbered_levels(
-    settings: Sequence[Setting],
-    config_dir: Path | None,
+    overrides: Sequence[Setting],
+    folder: Path | None,
     described: Mapping[str, Mapping[str, Any]],
 ) -> Sequence[Setting]:
     """Settings of network levels that are named (``cluster.levels.leaf.latency_s``), by number.
@@ -156,11 +167,13 @@ def _with_numbered_levels(
     Raises:
         UserInputError: for a name that no level of the cluster has.
     """
-    named = [s for s in settings if (found := _LEVEL.match(s.key)) and not found[1].isdecimal()]
+    named = [s for s in overrides if (found := _LEVEL.match(s.key)) and not found[1].isdecimal()]
     if not named:
-        return settings
-    others = [setting for setting in settings if setting not in named]
-    levels = (compose(others, config_dir, described=described).config.cluster or {}).get("levels")
+        return overrides
+    others, described = _with_other_accelerator(
+        [each for each in overrides if each not in named], folder, described
+    )
+    levels = (_load(others, folder, described, []).cluster or {}).get("levels")
     names = [str(level.get("name")) for level in levels or () if isinstance(level, Mapping)]
 
     def numbered(setting: Setting) -> Setting:
@@ -170,12 +183,10 @@ def _with_numbered_levels(
         require_known(setting.key, name, names, "the cluster has no such network level")
         return dataclasses.replace(setting, key=f"{_LEVELS}{names.index(name)}.{rest}")
 
-    return [numbered(setting) for setting in settings]
+    return [numbered(setting) for setting in overrides]
 
 
-def _with_undivided_levels(
-    settings: Sequence[Setting], config_dir: Path | None
-) -> Sequence[Setting]:
+def _with_undivided_levels(overrides: Sequence[Setting]) -> Sequence[Setting]:
     """The catalogue's cluster in the place of a plan file's, where its oversubscription is given.
 
     A plan file holds what the oversubscription of its cluster leaves of the bandwidth.
@@ -184,28 +195,32 @@ def _with_undivided_levels(
         UserInputError: for a cluster that is not as the catalogue has it: what was divided is not
             known.
     """
-    given = {setting.key: setting.value for setting in settings}
+    given = {setting.key: setting.value for setting in overrides}
     asked, source = given.get("cluster.oversubscription"), given.get("cluster")
     if asked is None or source is None or not is_path(source):
-        return settings
+        return overrides
     path = expanded(Path(source.strip("'\"")), "cluster")
-    if "schema" not in _loaded("cluster", path):
-        return settings
-    own = Setting(key="cluster", value=source)
-    of_plan = cluster_from_mapping(compose([own]).config.cluster or {})
-    sized = [
-        Setting(key="cluster", value=of_plan.name),
-        Setting(key="cluster.num_gpus", value=str(of_plan.num_gpus)),
-    ]
-    if of_plan.name in catalogue_names("cluster"):
-        known = cluster_from_mapping(compose(sized, config_dir).config.cluster or {})
-        if known == of_plan:
-            kept = [setting for setting in settings if setting.key != "cluster"]
-            size = [] if "cluster.num_gpus" in given else sized[1:]
-            return [*sized[:1], *size, *kept]
+    loaded = _loaded("cluster", path)
+    if "schema" not in loaded:
+        return overrides
+    of_plan = cluster_from_mapping(_of_own_file("cluster", path, loaded))
+    name, size = of_plan.name, of_plan.num_gpus
+    if name in catalogue_names("cluster") and catalogue_cluster(name, size) == of_plan:
+        own = {"cluster": name, "cluster.num_gpus": str(size)}
+        kept = (setting for setting in overrides if setting.key != "cluster")
+        return [*(Setting(key=key, value=value) for key, value in own.items()), *kept]
     limit = "the plan's file holds the bandwidth that its cluster's oversubscription leaves"
     fix = "Change the bandwidth of the level, or name the cluster (cluster=NAME, or its own file)."
-    raise UserInputError("cluster.oversubscription", value=asked, limit=limit, fix=fix)
+    raise UserInputError("cluster.oversubscription", asked, limit, fix)
+
+
+def catalogue_cluster(name: str, num_gpus: int | None = None) -> Cluster:
+    """A cluster of the catalogue, which needs none of Hydra's composition."""
+    entry = catalogue_entry("cluster", name)
+    for choice in entry.pop("defaults", ()):
+        if isinstance(choice, dict):
+            entry["accelerator"] = catalogue_entry("accelerator", next(iter(choice.values())))
+    return cluster_from_mapping(entry, num_gpus=num_gpus)
 
 
 def _with_other_accelerator(
@@ -228,13 +243,13 @@ def _with_other_accelerator(
     return kept, {**described, "cluster": {**chosen, **others}}
 
 
-def _own_folder(named: Path) -> Path:
+def _existing_folder(named: Path) -> Path:
     """The user's folder of groups, from / on."""
     folder = expanded(named, "--config-dir")
     if not folder.is_dir():
         fix = "Name a folder with model/, cluster/ or accelerator/ inside."
         limit = "there is no such folder"
-        raise UserInputError("--config-dir", value=str(named), limit=limit, fix=fix)
+        raise UserInputError("--config-dir", str(named), limit, fix)
     return folder.resolve()
 
 
@@ -260,7 +275,7 @@ def _included(group: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, str]
     entries = fields.get("defaults", ())
     if isinstance(entries, str) or not isinstance(entries, Sequence):
         limit, fix = "defaults must be a list", "For example - /accelerator@accelerator: NAME."
-        raise UserInputError(f"{group} defaults", value=str(entries), limit=limit, fix=fix)
+        raise UserInputError(f"{group} defaults", str(entries), limit, fix)
     for entry in entries:
         pairs = entry.items() if isinstance(entry, Mapping) else [(f"/{group}", entry)]
         for key, name in pairs:
@@ -271,7 +286,7 @@ def _included(group: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, str]
             if of.removeprefix("/") not in CATALOGUE_GROUPS or not of.startswith("/"):
                 limit = f"a description includes entries of /{', /'.join(CATALOGUE_GROUPS)}"
                 fix = "For example - /accelerator@accelerator: h100_sxm_80gb."
-                raise UserInputError(f"{group} defaults", value=str(entry), limit=limit, fix=fix)
+                raise UserInputError(f"{group} defaults", str(entry), limit, fix)
             yield of.removeprefix("/"), str(name)
 
 
@@ -292,12 +307,12 @@ def _named(
     return hydra_form(setting, config_dir)
 
 
-def _compose(
+def _composed(
     folders: Sequence[Path], overrides: list[str], described: Mapping[str, Mapping[str, Any]]
 ) -> PlanConfig:
     from omegaconf import OmegaConf
 
-    entries: dict[tuple[str | None, str], Any] = {(None, "plan_schema"): PlanConfig}
+    entries: dict[tuple[str | None, str], Any] = {(None, "plan_schema"): _schema()}
     try:
         entries |= {(group, _OWN_ENTRY): fields for group, fields in described.items()}
         config = OmegaConf.to_object(compose_config("plan", overrides, folders, entries))
@@ -305,6 +320,16 @@ def _compose(
         raise _plain_error(error, overrides) from error
     assert isinstance(config, PlanConfig)
     return config
+
+
+def _schema() -> DictConfig:
+    """The types of values, in a node that overrides may change although its records are frozen."""
+    from omegaconf import OmegaConf
+
+    schema: DictConfig = OmegaConf.structured(PlanConfig)
+    for node in (schema, *(schema[name] for name in SECTIONS)):
+        OmegaConf.set_readonly(node, None)
+    return schema
 
 
 def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:
@@ -322,13 +347,13 @@ def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:
         group, _, inner = key.partition(".")
         if inner and group in GROUPS and "root: NoneType" in str(error):  # there is no such node
             limit, fix = f"no {group} is named whose field it could be", f"Name one: {group}=NAME."
-            return UserInputError(key, value=value, limit=limit, fix=fix)
+            return UserInputError(key, value, limit, fix)
     if "list index out of range" in str(error.__cause__ or error):
         limit, fix = "the list is shorter than that", "Count from 0, or name it as the list does."
-        return UserInputError(what, value=wrong, limit=limit, fix=fix)
+        return UserInputError(what, wrong, limit, fix)
     limit = type_limit(error.__cause__ or error)
     fix = "Correct the value; hydra_configs/plan.yaml and the catalogue show what is expected."
-    return UserInputError(what, value=wrong, limit=limit, fix=fix)
+    return UserInputError(what, wrong, limit, fix)
 
 
 #: Keys of which every Hugging Face configuration has one.
@@ -344,7 +369,7 @@ def _model_file(path: Path, notes: list[str]) -> Mapping[str, Any]:
         fix = f"Give its config.json (hf download {path} config.json prints the path), or a name "
         names = nearest(path.name.lower().replace("-", "_"), catalogue_names("model"), count=2)
         fix += f"of the catalogue. {names}"
-        raise UserInputError("model", value=str(path), limit=limit, fix=fix)
+        raise UserInputError("model", str(path), limit, fix)
     if path.suffix != ".json":
         return read_mapping("model", path)
     parsed = read_json(path, "model")
@@ -360,16 +385,12 @@ def _model_file(path: Path, notes: list[str]) -> Mapping[str, Any]:
     if read.unread:
         unread = ", ".join(read.unread)
         notes.append(f"Not read of {path}: {unread}; the model is planned without.")
-    return model_fields(read.spec)
+    return record_fields(read.spec)
 
 
-def model_fields(spec: TransformerSpec) -> Mapping[str, Any]:
-    """A model's record as the fields of its description."""
-    return _with_frequency(to_plain(spec))
-
-
-def _with_frequency(fields: dict[str, Any]) -> Mapping[str, Any]:
-    """Fields of a record, with the layers that have experts as a description names them."""
+def record_fields(record: object) -> Mapping[str, Any]:
+    """A model's or a cluster's record, or its fields in a file, as those of its description."""
+    fields = to_plain(record)
     pattern = fields.pop("moe_layer_pattern", None)
     return {**fields, "moe_layer_freq": pattern} if pattern else fields
 
@@ -398,21 +419,22 @@ def _loaded(group: str, path: Path) -> Mapping[str, Any]:
     if not all(isinstance(key, str) for key in loaded):
         raise _bad_file(group, path, "a name of a field is no text")
     fix = f"Write the value itself into {path.name}."
-    refuse_resolvers(group, OmegaConf.to_container(loaded, resolve=False), fix)
-    return loaded
+    fields: Any = OmegaConf.to_container(loaded, resolve=False)
+    refuse_resolvers(group, fields, fix)
+    return dict(fields)
 
 
 def _of_own_file(group: str, path: Path, loaded: Mapping[str, Any]) -> Mapping[str, Any]:
     """A model or a cluster of a file that this program wrote for something else."""
     described = loaded.get(group)
     if isinstance(described, Mapping) and "layout" in loaded:
-        return _with_frequency({str(key): value for key, value in described.items()})
+        return record_fields(described)
     limit, fix = f"it is a file of ours that describes no {group}", "Name another file."
     if "samples" in loaded and group == "cluster":
         limit = "it is a network profile, which knows no accelerator"
         fix = f"`nest-megatron network import {path} --cluster NAME --out FILE` makes a cluster."
-    raise UserInputError(group, value=str(path), limit=limit, fix=fix)
+    raise UserInputError(group, str(path), limit, fix)
 
 
 def _bad_file(group: str, path: Path, limit: str) -> UserInputError:
-    return UserInputError(group, value=str(path), limit=limit, fix="Correct the file.")
+    return UserInputError(group, str(path), limit, fix="Correct the file.")

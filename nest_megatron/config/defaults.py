@@ -13,13 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import yaml
+
 from nest_megatron.config.overrides import Setting, leaves, quoted, refuse_resolvers, value_text
 from nest_megatron.config.schema import launch_keys, section_keys
-from nest_megatron.config.site_files import key_lines, site_files
-from nest_megatron.documents import DESCRIPTION, parse_yaml
+from nest_megatron.documents import DESCRIPTION, LOADER, parse_yaml
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.files import read_text
+from nest_megatron.files import expanded, read_text, user_folder
 
+#: The operators' folder, which no user can write to.
+SYSTEM_FOLDER: Final = Path("/etc/nest-megatron")
 #: Names another file of defaults.
 VARIABLE: Final = "NEST_MEGATRON_DEFAULTS"
 _NAME: Final = "defaults.yaml"
@@ -79,7 +82,7 @@ def _read(path: Path) -> Iterator[Setting]:
     fields = parse_yaml(text, "defaults", name=str(path)) or {}
     if not isinstance(fields, Mapping):
         limit, fix = "it is no mapping", "Write KEY: VALUE lines, such as search.max_seconds: 30."
-        raise UserInputError("defaults", value=str(path), limit=limit, fix=fix)
+        raise UserInputError("defaults", str(path), limit, fix)
     lines = key_lines(text)
     for name, value in leaves(fields):
         where = f"{path} line {lines.get(name, 1)}"
@@ -95,13 +98,13 @@ def _check(name: str, value: object, where: str) -> None:
     if first in _OF_JOBS or name in _ALSO_OF_JOBS:
         limit = f"a site has no default of it ({where})"
         fix = "Leave it out: a job says it itself, and policies set limits (docs/policy.md)."
-        raise UserInputError(f"nest.{name}", value=value, limit=limit, fix=fix)
+        raise UserInputError(f"nest.{name}", value, limit, fix)
     known = (*section_keys(), *launch_keys())
     if first != "cluster" and name not in known:
         names = [each for each in known if each.partition(".")[0] not in _OF_JOBS]
         limit = f"there is no such setting ({where})"
         fix = nearest(name, ["cluster", *names], count=2)
-        raise UserInputError(f"nest.{name}", value=value, limit=limit, fix=fix)
+        raise UserInputError(f"nest.{name}", value, limit, fix)
 
 
 def _typed(value: Any) -> str:
@@ -122,4 +125,25 @@ def naming_defaults(settings: Sequence[Setting]) -> Iterator[None]:
         if origin is None or origin in error.limit or type(error) is not UserInputError:
             raise
         limit = f"{error.limit} (from {origin})"
-        raise UserInputError(error.what, value=error.value, limit=limit, fix=error.fix) from error
+        raise UserInputError(error.what, error.value, limit, fix=error.fix) from error
+
+
+def site_files(name: str, variable: str, environment: Mapping[str, str]) -> Iterator[Path]:
+    """Files of a name that hold here: the operators', the user's own, and that of a variable."""
+    for folder in (SYSTEM_FOLDER, user_folder("config")):
+        if os.path.lexists(folder / name):  # one that cannot be followed is refused, not missed
+            yield folder / name
+    if named := environment.get(variable):
+        yield expanded(Path(named), variable)
+
+
+def key_lines(text: str) -> Mapping[str, int]:
+    """The line of every key of a YAML text, by its dotted name."""
+    return dict(_lines(yaml.compose(text, Loader=LOADER)))
+
+
+def _lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        name = f"{prefix}{key.value}"
+        yield name, key.start_mark.line + 1
+        yield from _lines(value, f"{name}.")

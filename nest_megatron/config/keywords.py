@@ -1,70 +1,27 @@
-"""Models, clusters and settings of a Python call, in the form of the command line."""
+"""Settings of a Python call, and layouts in a few words, in the form of the command line."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nest_megatron.catalogue_files import catalogue_root
-from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.compose import Composed, compose, model_fields
+from nest_megatron.config.compose import Settings, compose, record_fields
 from nest_megatron.config.defaults import with_defaults
-from nest_megatron.config.layout_words import layout_key
 from nest_megatron.config.overrides import (
     GROUPS,
-    check_choice,
-    is_path,
     parse,
     refuse_sweeps,
     value_text,
 )
-from nest_megatron.config.request import read_cluster, read_spec
 from nest_megatron.config.schema import SECTIONS, section_keys
-from nest_megatron.errors import UserInputError
-from nest_megatron.model.catalogue import spec_from_mapping
+from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.plain import to_plain
-
-
-def model_entry(name: str) -> TransformerSpec:
-    """A model by its name or its file; ``UserInputError`` if there is none, or it is wrong."""
-    return read_model(name)[0]
-
-
-def read_model(name: str) -> tuple[TransformerSpec, tuple[str, ...]]:
-    """A model by its name or its file, and what was not read of the file; errors alike."""
-    if is_path(name):
-        composed = compose(parse([f"model={name}"]))
-        return read_spec(composed.config), composed.notes
-    return spec_from_mapping(_entry("model", name)), ()
-
-
-def cluster_entry(name: str) -> Cluster:
-    """A cluster by its name or its file, at the size that its description gives; errors alike."""
-    if is_path(name):
-        return read_cluster(compose(parse([f"cluster={name}"])).config)
-    entry = _entry("cluster", name)
-    for choice in entry.pop("defaults", ()):
-        if isinstance(choice, dict):
-            device = next(iter(choice.values()))
-            entry["accelerator"] = _entry("accelerator", device)
-    return cluster_from_mapping(entry)
-
-
-def _entry(group: str, name: str) -> dict[str, Any]:
-    """One catalogue file as it stands: a list of them needs none of Hydra's composition."""
-    from omegaconf import OmegaConf
-
-    check_choice(group, name, None)
-    text = catalogue_root().joinpath(group, f"{name}.yaml").read_text(encoding="utf-8")
-    entry = OmegaConf.to_container(OmegaConf.create(text))
-    assert isinstance(entry, dict)
-    return {str(key): value for key, value in entry.items()}
-
+from nest_megatron.parallel.dims import SHORT_DEGREES, RankOrder
 
 #: Short names of settings of several sections; those of a layout are ``layout_key``'s.
 SHORT_KEYS = {
@@ -79,54 +36,65 @@ Source = str | os.PathLike[str] | Mapping[str, Any]
 def compose_keywords(
     model: Source | TransformerSpec | None,
     cluster: Source | Cluster,
-    settings: Mapping[str, object],
+    keywords: Mapping[str, object],
     config_dir: str | os.PathLike[str] | None = None,
-) -> Composed:
+    num_gpus: int | None = None,
+    global_batch_size: int | None = None,
+) -> Settings:
     """A job of records and keywords (as for ``setting_texts``), as the command line composes it.
 
     The defaults of the site stand behind what is given.
 
     Args:
         model: ``None`` where a command describes it.
+        num_gpus, global_batch_size: sizes, which no keyword says then.
     """
-    if "out" in settings:
+    sizes = {"cluster.num_gpus": num_gpus, "train.global_batch_size": global_batch_size}
+    texts = setting_texts(keywords)
+    for text in texts:
+        key, _, value = text.partition("=")
+        if (size := sizes.get(key)) is not None:
+            limit, fix = f"another argument says {size}", "Leave one of the two out."
+            raise UserInputError(key, value, limit, fix)
+    if "out" in keywords:
         limit, fix = "a call writes no file", "Use Plan.save."
-        raise UserInputError("out", value=settings["out"], limit=limit, fix=fix)
+        raise UserInputError("out", keywords["out"], limit, fix)
     named: dict[str, object] = {}
     described: dict[str, Mapping[str, Any]] = {}
     for group, source in (("model", model), ("cluster", cluster)):
         if source is None and group == "model":
             continue
-        if isinstance(source, str):
-            named[group] = source
-        elif isinstance(source, os.PathLike):
-            path = str(source)
-            named[group] = path if "/" in path else f"./{path}"
+        if isinstance(source, str | os.PathLike):
+            named[group] = typed_path(source)
         else:
-            described[group] = _fields(group, source)
+            described[group] = _description(group, source)
     folder = None if config_dir is None else Path(config_dir)
-    given = parse(setting_texts({**named, **settings}))
+    own = {key: value for key, value in {**named, **sizes}.items() if value is not None}
+    given = parse([*(f"{key}={value}" for key, value in own.items()), *texts])
     parsed = with_defaults(given, names_cluster="cluster" in described)
     for setting in parsed if isinstance(cluster, Cluster) else ():
         if setting.key == "cluster.oversubscription":
             limit = "a record holds the bandwidth that its own oversubscription leaves"
             fix = "Give the cluster by its name or as the fields of its file."
-            raise UserInputError(setting.key, value=setting.value, limit=limit, fix=fix)
+            raise UserInputError(setting.key, setting.value, limit, fix)
     refuse_sweeps(parsed)
     return compose(parsed, folder, described=described)
 
 
-def _fields(group: str, source: object) -> Mapping[str, Any]:
-    if group == "model" and isinstance(source, TransformerSpec):
-        return model_fields(source)
-    if group == "cluster" and isinstance(source, Cluster):
-        fields: Mapping[str, Any] = to_plain(source)
-        return fields
+def typed_path(source: str | os.PathLike[str]) -> str:
+    """A name or a path as it is typed: a path has a slash."""
+    text = os.fspath(source)
+    return text if isinstance(source, str) or "/" in text else f"./{text}"
+
+
+def _description(group: str, source: object) -> Mapping[str, Any]:
+    if isinstance(source, TransformerSpec if group == "model" else Cluster):
+        return record_fields(source)
     if isinstance(source, Mapping):
         return source
     limit = "it is none of a name, a path, a record and a mapping of fields"
     fix = f"For example {group}='NAME', of nest_megatron.{group}s()."
-    raise UserInputError(group, value=type(source).__name__, limit=limit, fix=fix)
+    raise UserInputError(group, type(source).__name__, limit, fix)
 
 
 def setting_texts(keywords: Mapping[str, object]) -> list[str]:
@@ -156,9 +124,100 @@ def setting_texts(keywords: Mapping[str, object]) -> list[str]:
         if key in ("nodes", "num_nodes"):
             limit = "a job's size is its number of GPUs"
             fix = "Give num_gpus=16; nest_megatron.plan_table(nodes=[2, 4]) plans for several."
-            raise UserInputError(key, value=value, limit=limit, fix=fix)
+            raise UserInputError(key, value, limit, fix)
         found = [known for known in keys if known.rpartition(".")[2] == key]
         only = found[0] if len(found) == 1 and key not in keys else None
         whole = only or SHORT_KEYS.get(key) or layout_key(key) or key
         texts.append(f"{whole}={value_text(value)}")
     return texts
+
+
+_MICRO = "train.micro_batch_size"
+#: Settings of a layout, by their names without the section.
+_SETTINGS = {
+    **{key.partition(".")[2]: key for key in section_keys() if key.startswith("parallel.")},
+    "micro_batch_size": _MICRO,
+}
+_SHORT = {
+    **{short.lower(): f"parallel.{name}" for name, short in SHORT_DEGREES.items()},
+    "vp": "parallel.virtual_pipeline_model_parallel_size",
+    "mbs": _MICRO,
+    "zero": "parallel.zero_stage",
+    "recompute": "parallel.recompute_granularity",
+    # Megatron-LM's
+    "num_virtual_stages_per_pipeline_rank": "parallel.virtual_pipeline_model_parallel_size",
+}
+#: Megatron's switches, as settings.
+_SWITCHES = {
+    "sequence_parallel": ("parallel.sequence_parallel", "true"),
+    "use_distributed_optimizer": ("parallel.zero_stage", "1"),
+    "use_tp_pp_dp_mapping": ("parallel.rank_order", RankOrder.TP_CP_EP_PP_DP.value),
+}
+#: A comma outside brackets, before another name.
+_COMMA = re.compile(r",(?=\s*[A-Za-z_.\-]+\s*=)|,\s*(?=--)")
+
+
+def layout_key(word: str) -> str | None:
+    """The setting that a word for a size of a layout says.
+
+    >>> layout_key("tp"), layout_key("zero"), layout_key("max_seconds")
+    ('parallel.tensor_model_parallel_size', 'parallel.zero_stage', None)
+    """
+    return _SETTINGS.get(word) or _SHORT.get(word.lower())
+
+
+def read_layout(text: str, option: str) -> Settings:
+    """The settings of a layout, checked.
+
+    Args:
+        text: ``tp=8,pp=4,mbs=1``, ``parallel.tensor_model_parallel_size=8``, or
+            ``--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4``.
+        option: that it was given to, for errors.
+
+    Raises:
+        UserInputError: for a word that says nothing of a layout, or a value of the wrong type.
+    """
+    found: dict[str, str] = {}
+    for name, given in _pairs(text, option):
+        key, value = _setting(name, given, option)
+        if found.setdefault(key, value) != value:
+            limit = f"{key}={found[key]} is given as well"
+            raise UserInputError(option, f"{name}={value}", limit, fix="Give one.")
+    if not found:
+        limit, fix = "it names no size", "For example tp=8,pp=4."
+        raise UserInputError(option, text, limit, fix)
+    settings = parse(f"{key}={value}" for key, value in found.items())
+    return compose(settings)
+
+
+def _pairs(text: str, option: str) -> Iterator[tuple[str, str | None]]:
+    """Names with their values, ``None`` for a switch."""
+    try:
+        words = [word for part in _COMMA.split(text) for word in shlex.split(part)]
+    except ValueError as error:
+        fix = "Close the quotes."
+        raise UserInputError(option, text, limit=str(error), fix=fix) from error
+    while words:
+        name, equals, value = words.pop(0).partition("=")
+        if equals:
+            yield name, value
+        elif name.startswith("--") and words and not words[0].startswith("--"):
+            yield name, words.pop(0)
+        else:
+            yield name, None
+
+
+def _setting(name: str, value: str | None, option: str) -> tuple[str, str]:
+    plain = name.lstrip("-").replace("-", "_")
+    plain = re.sub(r"^(parallel|train)\.", "", plain)
+    if plain in _SWITCHES and value is None:
+        return _SWITCHES[plain]
+    key = layout_key(plain)
+    if key is None or value is None:
+        limit = "it has no value" if key else "it says nothing of a layout"
+        fix = "For example tp=8." if key else nearest(plain, {*_SETTINGS, *_SHORT, *_SWITCHES})
+        raise UserInputError(option, name, limit, fix)
+    if "," in value and not value.startswith("[") and not key.endswith("_layout"):
+        limit, fix = "it has several values", "Give one layout."
+        raise UserInputError(option, f"{name}={value}", limit, fix)
+    return key, value

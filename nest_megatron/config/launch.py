@@ -80,7 +80,7 @@ def read_words(words: Iterable[str]) -> LaunchWords:
             name = text.removeprefix("nest=")
             if name == "tune":
                 limit = "a rank of a job that has started cannot start others on its GPUs"
-                raise UserInputError("+nest", value=name, limit=limit, fix=_TUNE)
+                raise UserInputError("+nest", name, limit, fix=_TUNE)
             require_known("+nest", name, [mode.value for mode in Mode])
             mode = Mode(name)
             continue
@@ -108,7 +108,7 @@ def _job_setting(text: str) -> Setting:
     section = name.partition(".")[0]
 
     def wrong(limit: str, fix: str) -> UserInputError:
-        return UserInputError(f"nest.{key}", value=value if equals else None, limit=limit, fix=fix)
+        return UserInputError(f"nest.{key}", value if equals else None, limit, fix)
 
     if section in ("model", "train", "flags"):
         raise wrong("the model and the batch are the training job's own", "Change its own flag.")
@@ -140,13 +140,13 @@ def _read_launch(words: LaunchWords) -> LaunchConfig:
         except OmegaConfBaseException as error:
             what, limit = f"nest.{setting.key}", type_limit(error)
             fix = "Correct the value."
-            raise UserInputError(what, value=setting.value, limit=limit, fix=fix) from error
+            raise UserInputError(what, setting.value, limit, fix) from error
     launch = OmegaConf.to_object(config)
     assert isinstance(launch, LaunchConfig)
     _check(launch)
     if words.mode is Mode.AUTO and any(s.key == "on_mismatch" for s in words.launch):
         limit, fix = "+nest=auto plans for the machines that are there", "Leave it out."
-        raise UserInputError("nest.on_mismatch", value=launch.on_mismatch, limit=limit, fix=fix)
+        raise UserInputError("nest.on_mismatch", launch.on_mismatch, limit, fix)
     return launch
 
 
@@ -179,4 +179,4 @@ def _check(launch: LaunchConfig) -> None:
     if ranks not in ("by_host", "launched") and not is_list:
         limit = "it is by_host, launched, or a list with the new rank of each launched one"
         fix = "Leave it out."
-        raise UserInputError("nest.ranks", value=ranks, limit=limit, fix=fix)
+        raise UserInputError("nest.ranks", ranks, limit, fix)

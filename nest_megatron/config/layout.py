@@ -8,10 +8,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from nest_megatron.config.batch import REPLICA_DEGREES
-from nest_megatron.config.compose import Composed
-from nest_megatron.config.request import check_quotients, request_of
-from nest_megatron.config.space import fixed_degrees, read_rank_order, read_recompute, read_zero
+from nest_megatron.config.compose import Settings
+from nest_megatron.config.request import request_of
+from nest_megatron.config.space import (
+    check_quotients,
+    fixed_degrees,
+    read_rank_order,
+    read_recompute,
+    read_zero,
+)
+from nest_megatron.config.train import REPLICA_DEGREES
 from nest_megatron.errors import UserInputError, require_at_least
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
@@ -30,7 +36,7 @@ from nest_megatron.parallel.stage_layout import (
     uniform_partition,
 )
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.planner import PlanRequest, plan
+from nest_megatron.planner import Request, plan
 from nest_megatron.planner.layouts import estimate_for
 from nest_megatron.solver.space import DEGREES, SearchSpace
 
@@ -43,12 +49,12 @@ LAYER_DEGREES = (
 )
 
 
-def estimate_layout(composed: Composed) -> tuple[ParallelPlan, tuple[str, ...]]:
+def estimate_layout(settings: Settings) -> tuple[ParallelPlan, tuple[str, ...]]:
     """Price the layout of a configuration, if Megatron launches it; with what was assumed."""
-    request = request_of(composed, SearchSpace())
-    grid, notes = _grid(composed, request)
+    request = request_of(settings, SearchSpace())
+    grid, notes = _grid(settings, request)
     notes = (*notes, *request.profile_notes)
-    text = composed.config.parallel.pipeline_model_parallel_layout
+    text = settings.parallel.pipeline_model_parallel_layout
     pp = grid.dims.pipeline_model_parallel_size
     if text is not None:
         partition = parse_layout(text, request.spec, pp)
@@ -62,7 +68,7 @@ def estimate_layout(composed: Composed) -> tuple[ParallelPlan, tuple[str, ...]]:
     return estimate_for(request, grid.with_stages(partition)), notes
 
 
-def _uneven(request: PlanRequest, grid: PartialLayout) -> tuple[ParallelPlan, str]:
+def _uneven(request: Request, grid: PartialLayout) -> tuple[ParallelPlan, str]:
     """The fastest partition of a grid that does not split evenly, or the evenest if none fits."""
     if grid.sequence_parallel == (grid.dims.tensor_model_parallel_size > 1):
         fixed = {name: getattr(grid.dims, name) for name in DEGREES if name != "micro_batch_size"}
@@ -87,20 +93,19 @@ def _uneven(request: PlanRequest, grid: PartialLayout) -> tuple[ParallelPlan, st
     ), "the layers are spread as evenly as they go."
 
 
-def _grid(composed: Composed, request: PlanRequest) -> tuple[PartialLayout, tuple[str, ...]]:
-    config = composed.config
-    given = fixed_degrees(config)
+def _grid(settings: Settings, request: Request) -> tuple[PartialLayout, tuple[str, ...]]:
+    given = fixed_degrees(settings)
     micro = given.pop("micro_batch_size", 1)
-    dims, notes = _dims(composed, request, given), list[str]()
+    dims, notes = _dims(settings, request, given), list[str]()
     batch = request.global_batch_size
-    if config.train.global_batch_size is None and request.batch_schedule is None:
+    if settings.train.global_batch_size is None and request.batch_schedule is None:
         step = micro * dims.data_parallel_size
         batch = -(-batch // step) * step
         notes.append(f"train.global_batch_size is not given; {batch} sequences are assumed.")
-    sequence_parallel = config.parallel.sequence_parallel
+    sequence_parallel = settings.parallel.sequence_parallel
     if sequence_parallel is None:
         sequence_parallel = dims.tensor_model_parallel_size > 1
-    zero, recompute = read_zero(config.parallel), read_recompute(config.parallel)
+    zero, recompute = read_zero(settings.parallel), read_recompute(settings.parallel)
     grid = PartialLayout(
         dims=dims,
         global_batch_size=batch,
@@ -113,8 +118,8 @@ def _grid(composed: Composed, request: PlanRequest) -> tuple[PartialLayout, tupl
     return dataclasses.replace(grid, execution=execution), tuple(notes)
 
 
-def _dims(composed: Composed, request: PlanRequest, given: dict[str, int]) -> ParallelDims:
-    parallel = composed.config.parallel
+def _dims(settings: Settings, request: Request, given: dict[str, int]) -> ParallelDims:
+    parallel = settings.parallel
     if request.spec.num_experts is not None:
         # Megatron's default for an absent --expert-tensor-parallel-size.
         tp = given.get("tensor_model_parallel_size", 1)
@@ -126,7 +131,7 @@ def _dims(composed: Composed, request: PlanRequest, given: dict[str, int]) -> Pa
         if said != virtual:
             raise UserInputError(
                 "parallel.virtual_pipeline_model_parallel_size",
-                value=said,
+                said,
                 limit=f"the layout has {virtual} virtual stages on each of the {pp} ranks",
                 fix="Leave it out.",
             )
@@ -143,11 +148,11 @@ def _replicas(gpus: int, given: Mapping[str, int]) -> int:
         return gpus // one_replica
     limit = f"it must divide the {gpus} GPUs of the cluster"
     fix = "Change a degree or cluster.num_gpus, or give parallel.data_parallel_size."
-    raise UserInputError("tp * cp * pp", value=one_replica, limit=limit, fix=fix)
+    raise UserInputError("tp * cp * pp", one_replica, limit, fix)
 
 
 def read_shard(
-    composed: Composed, spec: TransformerSpec, flags: Mapping[str, Any] = MappingProxyType({})
+    settings: Settings, spec: TransformerSpec, flags: Mapping[str, Any] = MappingProxyType({})
 ) -> LayerShard:
     """How the configuration divides a layer; what is not given is Megatron's default.
 
@@ -157,7 +162,7 @@ def read_shard(
     Raises:
         UserInputError: for degrees that Megatron does not build this model with.
     """
-    parallel, train = composed.config.parallel, composed.config.train
+    parallel, train = settings.parallel, settings.train
     given = {}
     for name in LAYER_DEGREES:
         stated = getattr(parallel, name)

@@ -10,16 +10,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cluster.records import Accelerator, NetworkLevel
 from nest_megatron.config.hydra_loader import parse_override
 from nest_megatron.config.schema import SECTIONS, is_numeric, section_keys
-from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.errors import UserInputError, nearest, require_known
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import SHORT_DEGREES
 from nest_megatron.units import is_quantity, read_quantity, without_suffix
+
+Choice = TypeVar("Choice", bound=Enum)
 
 #: As many nodes as a job may be asked to be planned for at once.
 _MOST = 1000
@@ -92,7 +94,7 @@ def _setting(text: str) -> Setting:
         meant = (f"Did you mean {g}={text}?" for g in GROUPS if text in catalogue_names(g))
         fix = next(meant, "For example model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64.")
         limit = "settings are written key=value"
-        raise UserInputError("override", value=text, limit=limit, fix=fix)
+        raise UserInputError("override", text, limit, fix)
     refuse_resolvers(key, [key, value])
     key = key.lstrip("+").strip()
     if key == "model.hf":
@@ -113,7 +115,7 @@ def refuse_resolvers(what: str, value: object, fix: str = "Write the value itsel
         opened = text.replace("\\", "").partition("${")[2]  # Hydra takes backslashes away
         if ":" in opened:
             limit = "it calls a resolver of OmegaConf, and values are only data"
-            raise UserInputError(what, value=text, limit=limit, fix=fix)
+            raise UserInputError(what, text, limit, fix)
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -150,11 +152,11 @@ def _require_readable(text: str) -> None:
     if len(text) > _MAX_LENGTH:
         limit = f"a setting has at most {_MAX_LENGTH:,} characters"
         fix = "Put what is longer into a file of your own (model=FILE, cluster=FILE)."
-        raise UserInputError(key, value=len(text), limit=limit, fix=fix)
+        raise UserInputError(key, len(text), limit, fix)
     brackets = [1 if character in "[{(" else -1 for character in text if character in "[]{}()"]
     if max(itertools.accumulate(brackets), default=0) > _MAX_DEPTH:
         value, limit = text[len(key) + 1 :], f"its brackets are nested more than {_MAX_DEPTH} deep"
-        raise UserInputError(key, value=value, limit=limit, fix="Correct the value.")
+        raise UserInputError(key, value, limit, fix="Correct the value.")
 
 
 def _check_key(setting: Setting) -> None:
@@ -163,10 +165,10 @@ def _check_key(setting: Setting) -> None:
         return
     if key not in section_keys():
         limit, fix = "there is no such setting", _nearest_key(key)
-        raise UserInputError(key, value=setting.value, limit=limit, fix=fix)
+        raise UserInputError(key, setting.value, limit, fix)
     if setting.value is None:
         limit = "only a key of the model or the cluster is removed with ~"
-        raise UserInputError(key, value=None, limit=limit, fix=f"Write {key}=null.")
+        raise UserInputError(key, None, limit, fix=f"Write {key}=null.")
 
 
 def _check_units(setting: Setting) -> None:
@@ -214,7 +216,7 @@ def check_choice(group: str, value: str, config_dir: Path | None) -> None:
         if group in GROUPS:
             fix += f" `nest-megatron {group}s` lists all; a path works as well."
         limit = f"there is no such {group} in the catalogue"
-        raise UserInputError(group, value=value, limit=limit, fix=fix)
+        raise UserInputError(group, value, limit, fix)
 
 
 def hydra_form(setting: Setting, config_dir: Path | None) -> str:
@@ -232,6 +234,12 @@ def hydra_form(setting: Setting, config_dir: Path | None) -> str:
     if is_numeric(key) and is_quantity(value):
         value = str(read_quantity(value, key.rpartition(".")[2], key))
     return f"++{key}={value}" if key.partition(".")[0] in GROUPS else f"{key}={value}"
+
+
+def choice(what: str, value: str, kind: type[Choice]) -> Choice:
+    """A member of an enum by its name; any other is an error that names them."""
+    require_known(what, value, [member.value for member in kind])
+    return kind(value)
 
 
 def quoted(value: str) -> str:
@@ -262,7 +270,7 @@ def refuse_sweeps(settings: Sequence[Setting]) -> None:
         if len(_values(setting)) > 1:
             limit = "it has several values, and one job is planned"
             fix = "Give one value; `nest-megatron plan --multirun` plans each."
-            raise UserInputError(setting.key, value=setting.value, limit=limit, fix=fix)
+            raise UserInputError(setting.key, setting.value, limit, fix)
 
 
 def _values(setting: Setting) -> list[str | None]:
@@ -287,15 +295,13 @@ def _values(setting: Setting) -> list[str | None]:
 def _require_jobs(what: str, number: int) -> None:
     if number > MAX_JOBS:
         limit = f"a sweep has at most {MAX_JOBS:,} jobs"
-        raise UserInputError(what, value=number, limit=limit, fix="Leave some of the values out.")
+        raise UserInputError(what, number, limit, fix="Leave some of the values out.")
 
 
 def unreadable(key: str, value: object, error: Exception) -> UserInputError:
     """The error for a value that Hydra's grammar does not take."""
     fix = "Put text with special characters into quotes: key=\"'text'\"."
-    return UserInputError(
-        key, value=value, limit=f"it cannot be read: {first_line(error)}", fix=fix
-    )
+    return UserInputError(key, value, limit=f"it cannot be read: {first_line(error)}", fix=fix)
 
 
 def value_text(value: object) -> str:
@@ -365,7 +371,7 @@ def read_counts(text: str, option: str, *, doubling: bool = False) -> tuple[int,
 
     def wrong(limit: str) -> UserInputError:
         fix = f"Write for example {option} {example}."
-        return UserInputError(option, value=text, limit=limit, fix=fix)
+        return UserInputError(option, text, limit, fix)
 
     if (found := _RANGE.fullmatch(text.strip())) is None:
         raise wrong(f"it is a number of {of}, or the first and the last of a range")

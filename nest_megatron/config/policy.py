@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.site_files import key_lines, site_files
+from nest_megatron.config.defaults import key_lines, site_files
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.documents import DESCRIPTION, parse_yaml
 from nest_megatron.errors import UserInputError, require_known
@@ -32,9 +32,9 @@ from nest_megatron.parallel.policy import (
     PolicyFile,
 )
 from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeModule
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 from nest_megatron.plain import Source, from_plain
-from nest_megatron.planner.request import MemoryOffer, NumericOffer, Offer
+from nest_megatron.planner.request import MemoryOffer, NumericOffer
 from nest_megatron.solver.space import DEGREES, SearchSpace
 
 Offered = TypeVar("Offered", NumericOffer, MemoryOffer)
@@ -64,7 +64,7 @@ def _read(path: Path) -> PolicyFile:
     fields = {} if fields is None else fields
     if not isinstance(fields, Mapping):
         fix = "Write plan:, launch: or audit: with rules below."
-        raise UserInputError("policy", value=str(path), limit="it is no mapping", fix=fix)
+        raise UserInputError("policy", str(path), limit="it is no mapping", fix=fix)
     for name in fields:
         require_known(f"{path}: policy", str(name), ("plan", "launch", "audit"))
     found = PolicyFile(
@@ -80,12 +80,12 @@ def _read(path: Path) -> PolicyFile:
         require_known(f"{path}: plan.ranges", name, DEGREES)
         if not 1 <= least <= most:
             limit, fix = "a range is [least, most], of at least 1", "Correct the policy."
-            raise UserInputError(f"{path}: {name}", value=[least, most], limit=limit, fix=fix)
+            raise UserInputError(f"{path}: {name}", [least, most], limit, fix)
     for name, largest in _SHARES.items():
         share = getattr(found.plan, name)
         if not 0 <= share <= largest:
             limit, fix = f"it is a share, from 0 to {largest:g}", "Write 0.3 for 30 %."
-            raise UserInputError(f"{path}: plan.{name}", value=share, limit=limit, fix=fix)
+            raise UserInputError(f"{path}: plan.{name}", share, limit, fix)
     return found
 
 
@@ -103,7 +103,7 @@ def _check_words(rules: LaunchRules, fields: Collection[str], path: Path) -> Non
     """Refuse empty lists and words, and paths that are another for each job or user."""
 
     def refuse(name: str, value: object, limit: str, fix: str) -> NoReturn:
-        raise UserInputError(f"{path}: launch.{name}", value=value, limit=limit, fix=fix)
+        raise UserInputError(f"{path}: launch.{name}", value, limit, fix)
 
     for name in _LISTS:
         if name in fields and not getattr(rules, name):
@@ -127,71 +127,57 @@ def _read_audit(fields: Any, path: Path) -> AuditRules | None:
     rules = from_plain(AuditRules, fields, f"{path}: audit", _TYPED)
     if not Path(rules.file).is_absolute():
         limit, fix = "jobs start in many folders", "Name it from / on."
-        raise UserInputError(f"{path}: audit.file", value=rules.file, limit=limit, fix=fix)
+        raise UserInputError(f"{path}: audit.file", rules.file, limit, fix)
     if not 0 < rules.mode <= 0o777:
         limit, fix = "it is a file's rights, in octal with a 0 before it", "For example 0622."
-        raise UserInputError(f"{path}: audit.mode", value=rules.mode, limit=limit, fix=fix)
+        raise UserInputError(f"{path}: audit.mode", rules.mode, limit, fix)
     return rules
 
 
-def space_within(space: SearchSpace, policy: Policy, cluster: Cluster) -> SearchSpace:
-    """What a policy leaves of a search space.
+def space_within(space: SearchSpace, policy: Policy, cluster: Cluster) -> dict[str, Any]:
+    """What a policy changes of a search space, by its fields.
 
     Raises:
         PolicyError: for a fixed value that a rule does not allow, or where nothing is left.
     """
+    limits, least = {**space.limits}, {**space.least}
+    found: dict[str, Any] = {"limits": limits, "least": least, "zero_stages": space.zero_stages}
+    inside_node = "plan.tensor_parallel_inside_node", "tensor_model_parallel_size"
     for file in policy:
-        for name, (least, most) in file.plan.ranges.items():
-            space = _in_range(space, file, f"plan.ranges.{name}", name, (least, most))
-        if file.plan.tensor_parallel_inside_node:
-            rule, name = "plan.tensor_parallel_inside_node", "tensor_model_parallel_size"
-            space = _in_range(space, file, rule, name, (1, cluster.gpus_per_node))
-        space = _without_recompute(space, file)
-        space = _without_sharding(space, file)
-    return space
+        rules = file.plan
+        ranges = [(f"plan.ranges.{name}", name, both) for name, both in rules.ranges.items()]
+        if rules.tensor_parallel_inside_node:
+            ranges.append((*inside_node, (1, cluster.gpus_per_node)))
+        for rule, name, (low, high) in ranges:
+            words, fixed = f"it is {low} to {high}", space.fixed.get(name)
+            if fixed is None:
+                least[name] = max(low, least.get(name, 1))
+                limits[name] = min(high, limits.get(name, high))
+                if least[name] > limits[name]:
+                    raise file.broken(rule, f"search.max_{name}", limits[name], words)
+            elif not low <= fixed <= high:
+                raise file.broken(rule, name, fixed, words)
+        recompute, rule = rules.forbidden_recompute, "plan.forbidden_recompute"
+        if space.recompute is not None and space.recompute.granularity in recompute:
+            value = space.recompute.granularity.value
+            raise file.broken(rule, "recompute_granularity", value, "it is forbidden")
+        if RecomputeGranularity.SELECTIVE in recompute:
+            found["without_modules"] = frozenset(RecomputeModule)
+        if RecomputeGranularity.FULL in recompute:
+            found["full_recompute"] = False
+        found["zero_stages"] = _allowed_stages(space.sharding, found["zero_stages"], file)
+    return found
 
 
-def _in_range(
-    space: SearchSpace, file: PolicyFile, rule: str, name: str, allowed: tuple[int, int]
-) -> SearchSpace:
-    least, most = allowed
-    words = f"it is {least} to {most}"
-    fixed = space.fixed.get(name)
-    if fixed is not None:
-        if not least <= fixed <= most:
-            raise file.broken(rule, name, fixed, words)
-        return space
-    least = max(least, space.least.get(name, 1))
-    most = min(most, space.limits.get(name, most))
-    if least > most:
-        raise file.broken(rule, f"search.max_{name}", most, words)
-    limits, lowest = {**space.limits, name: most}, {**space.least, name: least}
-    return dataclasses.replace(space, limits=limits, least=lowest)
-
-
-def _without_recompute(space: SearchSpace, file: PolicyFile) -> SearchSpace:
-    forbidden, rule = file.plan.forbidden_recompute, "plan.forbidden_recompute"
-    if space.recompute is not None and space.recompute.granularity in forbidden:
-        value = space.recompute.granularity.value
-        raise file.broken(rule, "recompute_granularity", value, "it is forbidden")
-    if RecomputeGranularity.SELECTIVE in forbidden:
-        space = dataclasses.replace(space, without_modules=frozenset(RecomputeModule))
-    if RecomputeGranularity.FULL in forbidden:
-        space = dataclasses.replace(space, full_recompute=False)
-    return space
-
-
-def _without_sharding(space: SearchSpace, file: PolicyFile) -> SearchSpace:
-    forbidden, rule = file.plan.forbidden_sharding, "plan.forbidden_sharding"
-
-    def is_allowed(zero: ZeroStage) -> bool:
-        return (space.sharding or zero.sharding) not in forbidden
-
-    left = tuple(filter(is_allowed, space.zero_stages))
+def _allowed_stages(
+    sharding: DataParallelSharding | None, stages: Iterable[ZeroStage], file: PolicyFile
+) -> tuple[ZeroStage, ...]:
+    kinds = {stage: sharding or stage.sharding for stage in stages}
+    left = tuple(each for each in kinds if kinds[each] not in file.plan.forbidden_sharding)
     if not left:
-        value = ", ".join(sorted({(space.sharding or z.sharding).value for z in space.zero_stages}))
-        raise file.broken(rule, "sharding", value, "it is forbidden")
-    return dataclasses.replace(space, zero_stages=left)
+        value = ", ".join(sorted({kind.value for kind in kinds.values()}))
+        raise file.broken("plan.forbidden_sharding", "sharding", value, "it is forbidden")
+    return left
 
 
 def settings_within(settings: CostSettings, policy: Policy) -> CostSettings:
@@ -207,15 +193,6 @@ def settings_within(settings: CostSettings, policy: Policy) -> CostSettings:
         margin = max(settings.memory_margin, file.plan.least_memory_free)
         settings = dataclasses.replace(settings, memory_margin=margin)
     return settings
-
-
-def offer_within(offer: Offer | None, policy: Policy, cluster: Cluster) -> Offer | None:
-    """Another sharding that is priced beside the plan, if a policy leaves any of it."""
-    if offer is None:
-        return None
-    with contextlib.suppress(PolicyError):
-        return dataclasses.replace(offer, space=space_within(offer.space, policy, cluster))
-    return None
 
 
 def offers_within(offers: Iterable[Offered], policy: Policy) -> tuple[Offered, ...]:

@@ -1,58 +1,70 @@
-"""A job and a configuration as a planning request."""
+"""A job and settings as a planning request."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Concatenate, ParamSpec
+from collections.abc import Callable, Collection, Mapping
+from operator import attrgetter
+from typing import Any, Concatenate, Final, ParamSpec
 
-from nest_megatron.cluster.catalogue import cluster_from_mapping
+from nest_megatron.catalogue_files import default_setting
+from nest_megatron.cluster.discovery import is_same_device, known_gpus
 from nest_megatron.cluster.records import Cluster, Precision
-from nest_megatron.config.batch import REPLICA_DEGREES, batch_of, batch_schedule_of
-from nest_megatron.config.compose import Composed
+from nest_megatron.config.catalogue import (
+    read_adapters,
+    read_cluster,
+    read_spec,
+    require_plausible,
+    with_seq_length,
+)
+from nest_megatron.config.compose import Settings
 from nest_megatron.config.defaults import naming_defaults
-from nest_megatron.config.given import given_settings
 from nest_megatron.config.job import Job
-from nest_megatron.config.plausible import require_plausible
+from nest_megatron.config.overrides import choice, value_text
 from nest_megatron.config.policy import (
-    offer_within,
     offers_within,
     policy_notes,
     read_policy,
     settings_within,
     space_within,
 )
-from nest_megatron.config.schema import PlanConfig
-from nest_megatron.config.sequence_data import image_notes, length_notes, read_lengths, with_images
-from nest_megatron.config.site import choose_site
-from nest_megatron.config.space import read_backend, read_space
-from nest_megatron.config.target import (
-    adapter_notes,
+from nest_megatron.config.space import (
     beside_frozen_weights,
-    choice,
+    buildable_degrees,
+    check_quotients,
+    read_backend,
+    read_space,
+    require_buildable,
+)
+from nest_megatron.config.target import (
+    CostInputs,
     fields_of,
     fixed_choices,
-    read_adapters,
-    read_execution,
-    read_memory_offers,
-    read_numeric_offers,
-    read_settings,
     read_target,
     stated_packages,
     stated_recipe,
 )
+from nest_megatron.config.train import (
+    batch_of,
+    batch_schedule_of,
+    image_notes,
+    length_notes,
+    read_lengths,
+    with_images,
+)
 from nest_megatron.cost_model.features import SCANNED
 from nest_megatron.cost_model.goodput import Reliability
-from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.site import Site
+from nest_megatron.cost_model.site_file import find_site
 from nest_megatron.errors import (
     UnplannableModelError,
     UserInputError,
     require_at_least,
     require_seconds,
 )
-from nest_megatron.model.catalogue import spec_from_mapping
+from nest_megatron.model.adapters import PeftScheme
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.device_rules import device_notes, require_recipe
@@ -64,60 +76,84 @@ from nest_megatron.parallel.knobs import (
     unknown_packages,
 )
 from nest_megatron.parallel.objective import Objective
+from nest_megatron.parallel.policy import Policy, PolicyError
 from nest_megatron.parallel.price import Rates
-from nest_megatron.planner import PlanRequest
+from nest_megatron.planner import Request
 from nest_megatron.planner.headroom import MOST_HEADROOM
 from nest_megatron.planner.request import DEFAULT_HEADROOM, Offer
-from nest_megatron.profile.choose import Choice, Wanted, choose_times
+from nest_megatron.profile.choose import Wanted, choose_times
+from nest_megatron.profile.installed import installed_versions, nccl_version
 from nest_megatron.profile.mode import ProfileMode
 from nest_megatron.solver.space import SearchSpace
+from nest_megatron.units import Seconds
 
 Rest = ParamSpec("Rest")
 
 #: Bandwidth from which activations can wait on the host: above PCIe of the fifth generation
 #: (63 GB/s), below NVLink-C2C.
 _FAST_LINK = 1e11
-_BATCH_DEGREES = ("data_parallel_size", "micro_batch_size")
+#: Settings that no other part of a plan's file says.
+_RECORDED: Final = (
+    "search.objective",
+    "search.tie_percent",
+    "search.max_out_of_memory_percent",
+    "search.failed_start_percent",
+    "search.keep",
+    "search.packages",
+    "memory.priced_margin",
+    "train.fp8_recipe",
+    "checks.plausibility",
+)
 
 
-def catalogue_job(composed: Composed) -> Job:
+def catalogue_job(settings: Settings) -> Job:
     """A model of the catalogue as a job that states nothing else."""
-    target = read_target(composed.config)
+    target = read_target(settings)
     return Job(
-        spec=read_spec(composed.config),
+        spec=read_spec(settings),
         version=target.megatron_core,
-        memory_flags=stated_recipe(composed.config),
+        memory_flags=stated_recipe(settings),
         can_state=fields_of(target),
-        notes=composed.notes,
+        notes=settings.notes,
     )
 
 
 def request_of(
-    composed: Composed, space: SearchSpace | None = None, *, choose_execution: bool = False
-) -> PlanRequest:
-    """What to plan for a model and a cluster of the configuration; errors as of ``request_for``.
+    settings: Settings,
+    space: SearchSpace | None = None,
+    *,
+    choose_execution: bool = False,
+    begun_s: Seconds | None = None,
+    shortlist: bool = False,
+) -> Request:
+    """What to plan for a model and a cluster of the settings; errors as of ``request_for``.
 
     Args:
-        space: what the search may choose; the configuration says it if not given.
+        space: what the search may choose; the settings say it if not given.
         choose_execution: a plan may choose how layers are carried out (``docs/knobs.md``), and does
-            not leave it to the framework.
+            not leave it to the framework, which has to be able to build the model.
+        begun_s, shortlist: as of ``Request``.
     """
-    job, cluster = catalogue_job(composed), read_cluster(composed.config)
-    space = read_space(composed.config) if space is None else space
-    return request_for(job, cluster, composed, space, choose_execution=choose_execution)
+    job, cluster = catalogue_job(settings), read_cluster(settings)
+    return request_for(
+        *(job, cluster, settings, read_space(settings) if space is None else space),
+        choose_execution=choose_execution,
+        begun_s=begun_s,
+        shortlist=shortlist,
+    )
 
 
 def _naming_defaults(
-    function: Callable[Concatenate[Job, Cluster, Composed, Rest], PlanRequest],
-) -> Callable[Concatenate[Job, Cluster, Composed, Rest], PlanRequest]:
-    """An error about a default of the site, of the job's configuration, says where it is from."""
+    function: Callable[Concatenate[Job, Cluster, Settings, Rest], Request],
+) -> Callable[Concatenate[Job, Cluster, Settings, Rest], Request]:
+    """An error about a default of the site, of the job's settings, says where it is from."""
 
     @functools.wraps(function)
     def run(
-        job: Job, cluster: Cluster, composed: Composed, /, *args: Rest.args, **kwargs: Rest.kwargs
-    ) -> PlanRequest:
-        with naming_defaults(composed.defaults):
-            return function(job, cluster, composed, *args, **kwargs)
+        job: Job, cluster: Cluster, settings: Settings, /, *args: Rest.args, **kwargs: Rest.kwargs
+    ) -> Request:
+        with naming_defaults(settings.defaults):
+            return function(job, cluster, settings, *args, **kwargs)
 
     return run
 
@@ -126,7 +162,7 @@ def _naming_defaults(
 def request_for(
     job: Job,
     cluster: Cluster,
-    composed: Composed,
+    settings: Settings,
     space: SearchSpace,
     *,
     offer: Offer | None = None,
@@ -134,7 +170,9 @@ def request_for(
     choose_execution: bool = True,
     prefix: str = "",
     versions: Mapping[str, str] | None = None,
-) -> PlanRequest:
+    begun_s: Seconds | None = None,
+    shortlist: bool = False,
+) -> Request:
     """What to plan for a job on a cluster.
 
     Args:
@@ -144,120 +182,146 @@ def request_for(
         choose_execution: a plan may choose how layers are carried out.
         prefix: what stands before the names of settings where the user types them.
         versions: of the running job; ``None`` on a laptop, where none are known.
+        begun_s, shortlist: as of ``Request``.
 
     Raises:
         UserInputError: for a setting that is wrong, or if what is fixed cannot be laid over the
             GPUs or the batch.
     """
-    config = composed.config
-    if config.flags is not None and job.command is None:
+    train, search = settings.train, settings.search
+    if settings.flags is not None and job.command is None:
         limit, fix = "no command of Megatron-LM is there that has flags", "Add --from COMMAND."
-        raise UserInputError("flags", value=config.flags, limit=limit, fix=fix)
+        raise UserInputError("flags", settings.flags, limit, fix)
     if job.target is not None:
-        _require_own_words(config, job, prefix)
-    spec = with_images(with_seq_length(job.spec, config.train.seq_length), config.train)
-    job = dataclasses.replace(job, spec=spec)
-    schedule = batch_schedule_of(config, job)
-    batch, notes = batch_of(config, job, cluster.num_gpus, schedule)
-    space = dataclasses.replace(space, batch_unit=schedule.batch_unit if schedule else None)
-    job = dataclasses.replace(job, capturable=job.capturable and schedule is None)
-    policy = read_policy()
-    space, offer = space_within(space, policy, cluster), offer_within(offer, policy, cluster)
-    space = beside_frozen_weights(config, space, spec, read_target(config, job.target))
-    if config.checks.plausibility:
+        _require_own_words(settings, job, prefix)
+    spec = with_images(with_seq_length(job.spec, train.seq_length), train)
+    schedule = batch_schedule_of(settings, job, spec.seq_length)
+    batch, notes = batch_of(settings, job, cluster.num_gpus, schedule)
+    policy, target = read_policy(), read_target(settings, job.target)
+    within = space_within(space, policy, cluster)
+    granularity = settings.parallel.recompute_granularity
+    if not granularity and space.recompute is not None:
+        granularity = space.recompute.granularity
+    within |= beside_frozen_weights(spec, target, within["zero_stages"], granularity)
+    if settings.checks.plausibility:
         require_plausible(spec, cluster, batch)
     check_quotients(space, cluster.num_gpus, batch)
-    name, target = cluster.accelerator.name, read_target(config, job.target)
-    lengths = read_lengths(config.train, spec.seq_length, packed=job.packs)
-    notes += length_notes(config.train, lengths, packed=job.packs)
-    settings = read_settings(config, job, name, lengths)
-    settings = settings_within(settings, policy)
-    if spec.vision is not None and settings.precision.is_quantized:
-        value, limit = settings.precision.value, "an encoder of images is priced in 16 bits"
-        raise UnplannableModelError("train.precision", value=value, limit=limit, fix="Use bf16.")
-    recipe = settings.traits.fp8_recipe.value if settings.precision.is_quantized else None
+    name = cluster.accelerator.name
+    lengths = read_lengths(train, spec.seq_length, packed=job.packs)
+    notes += length_notes(train, lengths, packed=job.packs)
+    inputs = CostInputs.of(settings, job, name, spec=spec, lengths=lengths)
+    costs = settings_within(inputs.costs(), policy)
+    if spec.vision is not None and costs.precision.is_quantized:
+        value, limit = costs.precision.value, "an encoder of images is priced in 16 bits"
+        raise UnplannableModelError("train.precision", value, limit, fix="Use bf16.")
+    recipe = costs.traits.fp8_recipe.value if costs.precision.is_quantized else None
     require_recipe(name, recipe)
     choices = KnobConditions(
         spec=spec,
         accelerator=name,
-        fp8_recipe=recipe if settings.precision is Precision.FP8 else None,
-        packages=stated_packages(config, job.packages),
-        fixed=fixed_choices(config, job.fixed, freed),
+        fp8_recipe=recipe if costs.precision is Precision.FP8 else None,
+        packages=stated_packages(settings, job.packages),
+        fixed=fixed_choices(settings, job.fixed, freed),
         has_engine=job.transformer_impl != "local",
-        capturable=job.capturable,
+        capturable=job.capturable and schedule is None,
         has_fast_link=cluster.accelerator.host_bandwidth_bytes_per_s >= _FAST_LINK,
         counts_on_host=job.counts_on_host,
         can_state=job.can_state,
         closed=job.closed,
     )
-    execution = read_execution(config, job, name)
-    space = dataclasses.replace(
-        space,
-        execution=execution,
-        version=target.megatron_core,
-        transformer_impl=job.transformer_impl,
-        cuda_graphs=job.graphs,
-    )
+    execution, executions = inputs.execution(), space.executions
     if choose_execution:
-        space = dataclasses.replace(
-            space, execution=always_on(execution, choices), executions=open_values(choices)
-        )
-    if "cuda_graph_impl" in space.executions:
-        space = dataclasses.replace(space, cuda_graphs=None)
-    if offer is not None:
-        names = ["batch_unit", "execution", "executions", "version", "transformer_impl"]
-        names.append("cuda_graphs")
-        same: dict[str, Any] = {name: getattr(space, name) for name in names}
-        offer = dataclasses.replace(offer, space=dataclasses.replace(offer.space, **same))
-    defaults = tuple(f"{each} from {each.origin}" for each in composed.defaults)
+        execution, executions = always_on(execution, choices), open_values(choices)
+    of_job: dict[str, Any] = {
+        "batch_unit": schedule.batch_unit if schedule else None,
+        "execution": execution,
+        "executions": executions,
+        "version": target.megatron_core,
+        "transformer_impl": job.transformer_impl,
+        "cuda_graphs": None if "cuda_graph_impl" in executions else job.graphs,
+    }
+    if choose_execution and job.target is None:
+        require_buildable(spec, target)
+        of_job["fixed"] = buildable_degrees(spec, target, space.fixed)
+    space = dataclasses.replace(space, **within, **of_job)
+    offer = offer and _offer_within(offer, of_job, policy, cluster)
+    defaults = tuple(f"{each} from {each.origin}" for each in settings.defaults)
     if defaults:
-        notes = [*notes, f"Defaults of this site: {'; '.join(defaults)}."]
-    notes = [*notes, *policy_notes(policy), *device_notes(name, recipe, space.execution)]
-    times = _times(config, job, cluster, settings, prefix=prefix, versions=versions)
-    site, site_notes = choose_site(config, cluster, versions)
-    notes = [*notes, *site_notes]
-    search = config.search
+        notes.append(f"Defaults of this site: {'; '.join(defaults)}.")
+    mode = choice(f"{prefix}profile.mode", settings.profile.mode, ProfileMode)
+    require_seconds(f"{prefix}profile.max_seconds", settings.profile.max_seconds)
+    named = f"model={spec.name} cluster={cluster.name}"
+    wanted = Wanted(
+        spec=spec,
+        accelerator=cluster.accelerator,
+        precision=costs.precision,
+        versions=versions or {},
+        prefix=prefix,
+        command="--from <your script and its flags>" if prefix else named,
+        implementation=job.transformer_impl,
+    )
+    times = choose_times(wanted, mode, settings.profile.name)
+    site, site_notes = site_calibration(cluster, versions) if settings.profile.site else (None, ())
     require_at_least("search.num_alternatives", search.num_alternatives, 0, "Give the runners-up.")
     own = {**job.fixed, "micro_batch_size": job.micro_batch_size}
-    headroom = DEFAULT_HEADROOM if config.memory.margin is None else config.memory.margin
-    return PlanRequest(
+    headroom = DEFAULT_HEADROOM if settings.memory.margin is None else settings.memory.margin
+    spaces = _other_spaces(space, offer, choices, choose_execution)
+    return Request(
         spec=spec,
         cluster=cluster,
         global_batch_size=batch,
-        settings=settings,
+        settings=costs,
         space=space,
         max_seconds=search.max_seconds,
+        begun_s=begun_s,
         num_alternatives=search.num_alternatives,
         backend=read_backend(search.backend),
         times=times.times,
         not_modelled=job.not_modelled,
         offer=offer,
         packages=unknown_packages(choices) if choose_execution else {},
-        numeric_offers=offers_within(read_numeric_offers(config, job, name, lengths), policy),
-        memory_offers=offers_within(
-            read_memory_offers(
-                config, job, name, lengths, _other_spaces(space, offer, choices, choose_execution)
-            ),
-            policy,
-        ),
-        reliability=read_reliability(config, job.save_interval),
-        rates=read_rates(config, spec.seq_length, schedule),
+        numeric_offers=offers_within(inputs.numeric_offers(), policy),
+        memory_offers=offers_within(inputs.memory_offers(spaces), policy),
+        reliability=read_reliability(settings, job.save_interval),
+        rates=read_rates(settings, spec.seq_length, schedule),
         objective=choice("search.objective", search.objective, Objective),
         tie_percent=search.tie_percent,
         max_out_of_memory_percent=search.max_out_of_memory_percent,
         failed_start_percent=search.failed_start_percent,
         own={name: value for name, value in own.items() if value is not None},
+        shortlist=shortlist,
         headroom=headroom,
-        priced_headroom=read_priced_headroom(config, headroom),
-        notes=(*notes, *adapter_notes(spec), *_scan_notes(spec), *image_notes(spec), *times.notes),
+        priced_headroom=read_priced_headroom(settings, headroom),
+        notes=(
+            *notes,
+            *policy_notes(policy),
+            *device_notes(name, recipe, execution),
+            *site_notes,
+            *adapter_notes(spec),
+            *_scan_notes(spec),
+            *image_notes(spec),
+            *times.notes,
+        ),
         profile_notes=times.notes,
         batch_schedule=schedule,
         sequence_lengths=lengths,
         policy=policy,
         defaults=defaults,
-        given=given_settings(config),
+        given=recorded_settings(settings),
         site=site,
     )
+
+
+def _offer_within(
+    offer: Offer, of_job: Mapping[str, Any], policy: Policy, cluster: Cluster
+) -> Offer | None:
+    """Another sharding that is priced beside the plan, if a policy leaves any of it."""
+    with contextlib.suppress(PolicyError):
+        within = space_within(offer.space, policy, cluster)
+        return dataclasses.replace(
+            offer, space=dataclasses.replace(offer.space, **within, **of_job)
+        )
+    return None
 
 
 def _other_spaces(
@@ -280,23 +344,43 @@ def _other_spaces(
     return spaces
 
 
-def _require_own_words(config: PlanConfig, job: Job, prefix: str) -> None:
+def _require_own_words(settings: Settings, job: Job, prefix: str) -> None:
     """Refuse settings that would price another job than the one that runs."""
-    if read_adapters(config) is not None:
+    if read_adapters(settings) is not None:
         limit, fix = "the job says itself what it trains", "Leave it out."
-        raise UserInputError("peft.scheme", value=config.peft.scheme, limit=limit, fix=fix)
+        raise UserInputError("peft.scheme", settings.peft.scheme, limit, fix)
     own: dict[str, Any] = {
         "seq_length": job.spec.seq_length,
         "precision": job.precision.value,
         "fp8_recipe": job.memory_flags.get("fp8_recipe"),
     }
     for name, value in own.items():
-        asked = getattr(config.train, name)
+        asked = getattr(settings.train, name)
         if asked not in (None, value):
             limit = f"the job itself says {value}, and would run so"
-            raise UserInputError(
-                f"{prefix}train.{name}", value=asked, limit=limit, fix="Change the job."
-            )
+            raise UserInputError(f"{prefix}train.{name}", asked, limit, fix="Change the job.")
+
+
+def recorded_defaults() -> dict[str, str]:
+    """Settings that no other part of a plan's file says, as typed where nobody says another."""
+    return {key: value_text(default_setting(key)) for key in _RECORDED}
+
+
+def recorded_settings(settings: Settings) -> tuple[str, ...]:
+    """Those of them that settings have otherwise, for the plan's file."""
+    values = {key: value_text(attrgetter(key)(settings)) for key in _RECORDED}
+    usual = recorded_defaults()
+    return tuple(f"{key}={value}" for key, value in values.items() if value != usual[key])
+
+
+def adapter_notes(spec: TransformerSpec) -> tuple[str, ...]:
+    """What a plan says of its adapters."""
+    if spec.adapters is None:
+        return ()
+    told = [f"All weights but those of adapters are frozen: {spec.adapters.words()}."]
+    if spec.adapters.scheme is not PeftScheme.LORA:
+        told.append(f"No measured run trains {spec.adapters.scheme}: it is priced from its code.")
+    return tuple(told)
 
 
 def _scan_notes(spec: TransformerSpec) -> tuple[str, ...]:
@@ -316,87 +400,33 @@ def _scan_notes(spec: TransformerSpec) -> tuple[str, ...]:
     )
 
 
-def _times(
-    config: PlanConfig,
-    job: Job,
-    cluster: Cluster,
-    settings: CostSettings,
-    *,
-    prefix: str,
-    versions: Mapping[str, str] | None,
-) -> Choice:
-    asked, own = config.profile, f"model={job.spec.name} cluster={cluster.name}"
-    wanted = Wanted(
-        spec=job.spec,
-        accelerator=cluster.accelerator,
-        precision=settings.precision,
-        versions=versions or {},
-        prefix=prefix,
-        command="--from <your script and its flags>" if prefix else own,
-        implementation=job.transformer_impl,
-    )
-    mode = choice(f"{prefix}profile.mode", asked.mode, ProfileMode)
-    require_seconds(f"{prefix}profile.max_seconds", asked.max_seconds)
-    return choose_times(wanted, mode, asked.name)
+def site_calibration(
+    cluster: Cluster, versions: Mapping[str, str] | None = None
+) -> tuple[Site | None, tuple[str, ...]]:
+    """The calibration of the site, and what to say where it cannot be used."""
+    try:
+        found = find_site(cluster)
+    except UserInputError as error:
+        return None, (f"No calibration of the site is used: {error.value}: {error.limit}.",)
+    if found is None:
+        return None, ()
+    path, calibration = found
+    if versions is None:  # those of this machine, if it has the cluster's GPUs
+        gpus = known_gpus()
+        if gpus is not None and is_same_device(cluster.accelerator, gpus):
+            versions = installed_versions()
+    known = None if versions is None else {**versions, **nccl_version()}
+    return Site(calibration, path.stem, known), ()
 
 
-def read_spec(config: PlanConfig) -> TransformerSpec:
-    """The model, at the sequence length that was asked for; ``UserInputError`` if there is none."""
-    if config.model is None and config.flags is not None:
-        limit = f"no model is given that has {config.flags}"
-        fix = "Name one: model=NAME, or add --from with your command."
-        raise UserInputError("model", value=None, limit=limit, fix=fix)
-    if config.model is None:
-        raise UserInputError(
-            "model",
-            value=None,
-            limit="no model is given",
-            fix="Add for example model=llama3_70b (`nest-megatron models` lists them), or "
-            "--from with your command.",
-        )
-    spec = with_seq_length(spec_from_mapping(config.model), config.train.seq_length)
-    spec = dataclasses.replace(spec, adapters=read_adapters(config) or spec.adapters)
-    if config.checks.plausibility:
-        require_plausible(spec, None)
-    return spec
-
-
-def with_seq_length(spec: TransformerSpec, seq_length: int | None) -> TransformerSpec:
-    """The model on sequences of another length; rotary positions reach as far as is needed."""
-    if seq_length is None:
-        return spec
-    require_at_least("train.seq_length", seq_length, 1, "Give tokens.")
-    longest = spec.max_position_embeddings
-    if longest is not None and spec.position_embedding_type == "rope":
-        longest = max(longest, seq_length)
-    return dataclasses.replace(spec, seq_length=seq_length, max_position_embeddings=longest)
-
-
-def read_cluster(config: PlanConfig, num_gpus: int | None = None) -> Cluster:
-    """The cluster, at the size of the job or its own; ``UserInputError`` if there is none."""
-    if config.cluster is None:
-        raise UserInputError(
-            "cluster",
-            value=None,
-            limit="no cluster is given",
-            fix="Add for example cluster=dgx_h100 cluster.num_gpus=64 (`nest-megatron clusters` "
-            "lists them).",
-        )
-    cluster = cluster_from_mapping(config.cluster, num_gpus=num_gpus)
-    if config.checks.plausibility:
-        require_plausible(None, cluster, config.train.global_batch_size)
-    return cluster
-
-
-def read_reliability(config: PlanConfig, save_interval: int | None = None) -> Reliability | None:
+def read_reliability(settings: Settings, save_interval: int | None = None) -> Reliability | None:
     """How often the job fails, where the configuration gives the mean time between failures."""
-    given = dataclasses.asdict(config.reliability)
-    said = {name: value for name, value in given.items() if value is not None}
-    if config.reliability.mtbf_hours is None:
+    said = settings.reliability.stated()
+    if settings.reliability.mtbf_hours is None:
         for name, value in said.items():
             limit = "it needs the mean time between failures"
             fix = "Add for example reliability.mtbf_hours=50000, of one GPU."
-            raise UserInputError(f"reliability.{name}", value=value, limit=limit, fix=fix)
+            raise UserInputError(f"reliability.{name}", value, limit, fix)
         return None
     if save_interval is not None:
         said.setdefault("save_interval", save_interval)
@@ -404,14 +434,14 @@ def read_reliability(config: PlanConfig, save_interval: int | None = None) -> Re
 
 
 def read_rates(
-    config: PlanConfig, seq_length: int, schedule: BatchSchedule | None = None
+    settings: Settings, seq_length: int, schedule: BatchSchedule | None = None
 ) -> Rates | None:
     """What a GPU costs and how long the run is, where the configuration says one of them."""
-    cost, train = config.cost, config.train
+    cost, train = settings.cost, settings.train
     tokens = train.tokens
     if tokens is not None and (schedule is not None or train.train_samples is not None):
         limit, fix = "the run's samples say how long it is", "Give train.train_samples alone."
-        raise UserInputError("train.tokens", value=tokens, limit=limit, fix=fix)
+        raise UserInputError("train.tokens", tokens, limit, fix)
     if train.train_samples is not None:
         tokens = train.train_samples * seq_length
     if (cost.gpu_hour, cost.gpu_watts, train.tokens) == (None, None, None):
@@ -419,31 +449,11 @@ def read_rates(
     return Rates(gpu_hour=cost.gpu_hour, gpu_watts=cost.gpu_watts, tokens=tokens)
 
 
-def read_priced_headroom(config: PlanConfig, headroom: float) -> float | None:
+def read_priced_headroom(settings: Settings, headroom: float) -> float | None:
     """A larger share whose price is searched; less, or all of a device, is an error."""
-    priced = config.memory.priced_margin
+    priced = settings.memory.priced_margin
     if priced is None or headroom < priced <= MOST_HEADROOM:
         return priced
     limit = f"it lies above what plans leave free, {headroom:g}, and up to {MOST_HEADROOM:g}"
     fix = f"For example memory.priced_margin={min(MOST_HEADROOM, headroom + 0.1):g}."
-    raise UserInputError("memory.priced_margin", value=priced, limit=limit, fix=fix)
-
-
-def check_quotients(space: SearchSpace, gpus: int, batch: int) -> None:
-    """Say it at once where fixed degrees and the GPUs, or the batch, have no whole quotient."""
-    if space.use_all_gpus:
-        degrees = (*REPLICA_DEGREES, "data_parallel_size")
-        _check_divides(space, degrees, gpus, f"the {gpus} GPUs, which all take part")
-    if batch > 0:
-        _check_divides(space, _BATCH_DEGREES, batch, f"the global batch of {batch} sequences")
-
-
-def _check_divides(space: SearchSpace, names: Iterable[str], whole: int, words: str) -> None:
-    fixed = {name: space.fixed[name] for name in names if name in space.fixed}
-    product = math.prod(fixed.values())
-    if whole % product:
-        limit = f"it must divide {words}"
-        fix = "Change it, or leave it out to have it searched."
-        if len(fixed) > 1:
-            fix = "Change one of them or more, or leave out what may be searched."
-        raise UserInputError(" * ".join(fixed), value=product, limit=limit, fix=fix)
+    raise UserInputError("memory.priced_margin", priced, limit, fix)

@@ -1,4 +1,7 @@
-"""Types of the sections of ``hydra_configs/plan.yaml``; the values and their meaning are there."""
+"""Types of the sections of ``hydra_configs/plan.yaml``; the values and their meaning are there.
+
+``None`` is what the file leaves open; no other value is stated here.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,26 @@ from nest_megatron.plain import is_number
 _IN_FILE: Any = "???"
 
 
-@dataclass(kw_only=True)
-class TrainConfig:
+@dataclass(frozen=True, kw_only=True)
+class _Section:
+    def __post_init__(self) -> None:
+        """Freeze the lists that OmegaConf makes."""
+        for name, value in vars(self).items():
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+
+    def stated(self) -> dict[str, Any]:
+        """The values that are there, lists as they are typed."""
+        values = {name: value for name, value in vars(self).items() if value is not None}
+        return {n: list(each) if isinstance(each, tuple) else each for n, each in values.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(_Section):
     """The batch and the number format."""
 
     global_batch_size: int | None = None
-    rampup_batch_size: list[int] | None = None
+    rampup_batch_size: tuple[int, ...] | None = None
     step_batch_size_schedule: str | None = None
     train_samples: int | None = None
     tokens: int | None = None
@@ -33,20 +50,20 @@ class TrainConfig:
     fp8_recipe: str | None = None
 
 
-@dataclass(kw_only=True)
-class PeftConfig:
+@dataclass(frozen=True, kw_only=True)
+class PeftConfig(_Section):
     """What is trained beside frozen weights, by the names of Megatron-Bridge's ``peft``."""
 
     scheme: str | None = None
-    target_modules: list[str] | None = None
+    target_modules: tuple[str, ...] | None = None
     dim: int | None = None
     dropout: float | None = None
     dropout_position: str | None = None
     a2a_experimental: bool | None = None
 
 
-@dataclass(kw_only=True)
-class ParallelConfig:
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(_Section):
     """What the user fixes of the layout."""
 
     tensor_model_parallel_size: int | None = None
@@ -62,12 +79,12 @@ class ParallelConfig:
     recompute_granularity: str | None = None
     recompute_method: str | None = None
     recompute_num_layers: int | None = None
-    recompute_modules: list[str] | None = None
+    recompute_modules: tuple[str, ...] | None = None
     pipeline_model_parallel_layout: str | None = None
 
 
-@dataclass(kw_only=True)
-class SearchConfig:
+@dataclass(frozen=True, kw_only=True)
+class SearchConfig(_Section):
     """Bounds of the search."""
 
     max_tensor_model_parallel_size: int | None = None
@@ -85,13 +102,13 @@ class SearchConfig:
     max_out_of_memory_percent: float = _IN_FILE
     failed_start_percent: float = _IN_FILE
     use_all_gpus: bool = _IN_FILE
-    keep: list[str] = field(default_factory=list)
-    packages: list[str] = field(default_factory=list)
+    keep: tuple[str, ...] = _IN_FILE
+    packages: tuple[str, ...] = _IN_FILE
     backend: str | None = None
 
 
-@dataclass(kw_only=True)
-class CostConfig:
+@dataclass(frozen=True, kw_only=True)
+class CostConfig(_Section):
     """Assumptions of the cost model, and what a GPU costs."""
 
     expert_imbalance: float | None = None
@@ -113,8 +130,8 @@ class CostConfig:
     gpu_watts: float | None = None
 
 
-@dataclass(kw_only=True)
-class MemoryConfig:
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig(_Section):
     """What is left free on each device."""
 
     margin: float | None = None
@@ -122,8 +139,8 @@ class MemoryConfig:
     reserve_bytes: int | None = None
 
 
-@dataclass(kw_only=True)
-class ReliabilityConfig:
+@dataclass(frozen=True, kw_only=True)
+class ReliabilityConfig(_Section):
     """How often the job fails, and its checkpoints."""
 
     mtbf_hours: float | None = None
@@ -132,8 +149,8 @@ class ReliabilityConfig:
     save_interval: int | None = None
 
 
-@dataclass(kw_only=True)
-class ProfileConfig:
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig(_Section):
     """Where layer times come from."""
 
     mode: str = _IN_FILE
@@ -142,14 +159,14 @@ class ProfileConfig:
     site: bool = _IN_FILE
 
 
-@dataclass(kw_only=True)
-class ChecksConfig:
+@dataclass(frozen=True, kw_only=True)
+class ChecksConfig(_Section):
     """Checks that can be turned off."""
 
     plausibility: bool = _IN_FILE
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """A job: the model and the cluster are checked by their own catalogues."""
 

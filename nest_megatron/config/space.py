@@ -1,13 +1,20 @@
-"""What the configuration fixes of a layout, and what it leaves to the search."""
+"""What settings fix of a layout, and what they and the framework leave to the search."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
-from nest_megatron.config.schema import ParallelConfig, PlanConfig
-from nest_megatron.config.target import Choice, choice
-from nest_megatron.errors import UserInputError, require_at_least, require_known
+from nest_megatron.config.compose import Settings
+from nest_megatron.config.overrides import Choice, choice
+from nest_megatron.config.schema import ParallelConfig
+from nest_megatron.config.train import REPLICA_DEGREES
+from nest_megatron.cost_model.target_defaults import BRIDGE_0_3, MEGATRON_LM, NEMO
+from nest_megatron.cost_model.targets import Target
+from nest_megatron.errors import UnplannableModelError, UserInputError, require_at_least
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.model.variant import NormPlacement
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.recompute import (
     Recompute,
@@ -22,24 +29,24 @@ from nest_megatron.solver.space import DEGREES, SearchSpace
 Value = TypeVar("Value")
 
 
-def read_space(config: PlanConfig) -> SearchSpace:
+def read_space(settings: Settings) -> SearchSpace:
     """What the search may choose; ``UserInputError`` for what only ``estimate`` takes."""
-    _refuse_estimate_only(config.parallel)
-    limits = {name: getattr(config.search, f"max_{name}") for name in DEGREES}
+    _refuse_estimate_only(settings.parallel)
+    limits = {name: getattr(settings.search, f"max_{name}") for name in DEGREES}
     return SearchSpace(
-        fixed=fixed_degrees(config),
+        fixed=fixed_degrees(settings),
         limits={name: value for name, value in limits.items() if value is not None},
-        rank_orders=_one_or_all(read_rank_order(config.parallel), RankOrder),
-        zero_stages=_one_or_all(read_zero(config.parallel), ZeroStage),
-        recompute=read_recompute(config.parallel),
-        use_all_gpus=config.search.use_all_gpus,
+        rank_orders=_one_or_all(read_rank_order(settings.parallel), RankOrder),
+        zero_stages=_one_or_all(read_zero(settings.parallel), ZeroStage),
+        recompute=read_recompute(settings.parallel),
+        use_all_gpus=settings.search.use_all_gpus,
     )
 
 
-def fixed_degrees(config: PlanConfig) -> dict[str, int]:
+def fixed_degrees(settings: Settings) -> dict[str, int]:
     """Degrees that the configuration fixes, the micro batch among them."""
-    values = {name: getattr(config.parallel, name, None) for name in DEGREES}
-    values["micro_batch_size"] = micro = config.train.micro_batch_size
+    values = {name: getattr(settings.parallel, name, None) for name in DEGREES}
+    values["micro_batch_size"] = micro = settings.train.micro_batch_size
     if micro is not None:
         fix = "Give the sequences of one micro batch, or leave it out to search it."
         require_at_least("train.micro_batch_size", micro, 1, fix)
@@ -60,7 +67,7 @@ def read_zero(parallel: ParallelConfig) -> ZeroStage | None:
     stage, limit = parallel.zero_stage, "it is 0, 1, 2 or 3"
     if stage not in (None, *ZeroStage):
         what = "parallel.zero_stage"
-        raise UserInputError(what, value=stage, limit=limit, fix="Give one of them.")
+        raise UserInputError(what, stage, limit, fix="Give one of them.")
     return None if stage is None else ZeroStage(stage)
 
 
@@ -71,7 +78,7 @@ def read_recompute(parallel: ParallelConfig) -> Recompute | None:
         if any(part is not None for part in rest):
             limit = "the other recompute settings need it"
             fix = "Add parallel.recompute_granularity=full or selective."
-            raise UserInputError("parallel.recompute_granularity", value=None, limit=limit, fix=fix)
+            raise UserInputError("parallel.recompute_granularity", None, limit, fix)
         return None
     wanted = {
         choice("parallel.recompute_modules", name, RecomputeModule)
@@ -91,22 +98,114 @@ def _refuse_estimate_only(parallel: ParallelConfig) -> None:
     if parallel.pipeline_model_parallel_layout is not None:
         raise UserInputError(
             "parallel.pipeline_model_parallel_layout",
-            value=parallel.pipeline_model_parallel_layout,
+            parallel.pipeline_model_parallel_layout,
             limit="plan finds the fastest layout itself",
             fix="Leave it out, or use `nest-megatron estimate` to price this one.",
         )
     if parallel.sequence_parallel is False and parallel.tensor_model_parallel_size != 1:
         limit = "plan uses it wherever tensor parallelism is on: same time, less memory"
         fix = "Leave it out, or use `nest-megatron estimate` to price a layout without it."
-        raise UserInputError("parallel.sequence_parallel", value=False, limit=limit, fix=fix)
+        raise UserInputError("parallel.sequence_parallel", False, limit, fix)
 
 
 def read_backend(name: str | None) -> Backend | None:
     """The solver's backend, if asked for by name."""
-    if name is not None:
-        require_known("search.backend", name, [backend.value for backend in Backend])
-    return None if name is None else Backend(name)
+    return None if name is None else choice("search.backend", name, Backend)
 
 
 def _one_or_all(value: Value | None, every: Iterable[Value]) -> tuple[Value, ...]:
     return tuple(every) if value is None else (value,)
+
+
+def require_buildable(spec: TransformerSpec, target: Target) -> None:
+    """Refuse to plan a job that its framework cannot start.
+
+    Raises:
+        UnplannableModelError: naming the first part of the model that the framework does not build.
+    """
+    differences = spec.variant.differences().items()
+    parts = {f"variant.{name}": value for name, value in differences if name not in target.builds}
+    if spec.position_embedding_type == "alibi":
+        parts["position_embedding_type"] = "alibi"
+    if spec.vision is not None and not spec.has_split_encoder and "vision" not in target.builds:
+        parts["vision"] = f"of {spec.vision.num_layers} layers"
+    for name, value in parts.items():
+        limit = f"{target.framework} cannot build such a model"
+        fix = "nest-megatron models shows the model, nest-megatron estimate prices a layout of it."
+        raise UnplannableModelError(f"model {spec.name}: {name}", value, limit, fix)
+
+
+def buildable_degrees(
+    spec: TransformerSpec, target: Target, fixed: Mapping[str, int]
+) -> Mapping[str, int]:
+    """Fixed degrees with those that the model's class has: NeMo's Gemma 3 no virtual stages.
+
+    Raises:
+        UserInputError: if they are asked for.
+
+    Source: ``nemo.collections.llm.gpt.model.gemma3.Gemma3Config.configure_model``.
+    """
+    around = spec.variant.norm_placement is NormPlacement.SANDWICH
+    if not (target.fitted == "nemo" and around and spec.qk_layernorm):
+        return fixed
+    name = "virtual_pipeline_model_parallel_size"
+    if (value := fixed.get(name, 1)) != 1:
+        limit = f"the class of {spec.name} in {target.framework} refuses virtual stages"
+        raise UserInputError(f"parallel.{name}", value, limit, fix="Use 1.")
+    return {**fixed, name: 1}
+
+
+def beside_frozen_weights(
+    spec: TransformerSpec,
+    target: Target,
+    zero_stages: Iterable[ZeroStage],
+    recompute: RecomputeGranularity | str | None,
+) -> dict[str, Any]:
+    """What a search may choose where only adapters are trained, by fields of ``SearchSpace``.
+
+    NeMo lets the recomputation of whole layers lose the gradients of adapters: a frozen embedding's
+    output needs no gradient, so that nothing calls the backward pass of the layers behind it.
+    Megatron-Bridge mends that (``maybe_enable_recompute_inputs_grad``). Sharding of frozen weights
+    by Megatron-FSDP is not chosen: neither framework's recipes have it.
+
+    Args:
+        recompute: the granularity that is fixed.
+    """
+    if spec.adapters is None:
+        return {}
+    if target in MEGATRON_LM:
+        limit = f"{target.framework} trains all weights"
+        fix = f"Add target={BRIDGE_0_3.name} or target={NEMO.name}."
+        raise UserInputError("peft.scheme", str(spec.adapters.scheme), limit, fix)
+    if target is NEMO and recompute == RecomputeGranularity.FULL:
+        limit = "NeMo loses the gradients of adapters with it, as the embedding is frozen"
+        fix = "Recompute modules (selective), or use Megatron-Bridge."
+        raise UserInputError("recompute_granularity", "full", limit, fix)
+    stages = tuple(stage for stage in zero_stages if not stage.is_fsdp)
+    found: dict[str, Any] = {"zero_stages": stages} if stages else {}
+    return found | ({"full_recompute": False} if target is NEMO else {})
+
+
+def check_quotients(space: SearchSpace, gpus: int, batch: int) -> None:
+    """Say it at once where fixed degrees and the GPUs, or the batch, have no whole quotient."""
+    if space.use_all_gpus:
+        degrees = (*REPLICA_DEGREES, "data_parallel_size")
+        _check_divides(space, degrees, gpus, f"the {gpus} GPUs, which all take part")
+    if batch > 0:
+        _check_divides(
+            space,
+            ("data_parallel_size", "micro_batch_size"),
+            batch,
+            f"the global batch of {batch} sequences",
+        )
+
+
+def _check_divides(space: SearchSpace, names: Iterable[str], whole: int, words: str) -> None:
+    fixed = {name: space.fixed[name] for name in names if name in space.fixed}
+    product = math.prod(fixed.values())
+    if whole % product:
+        limit = f"it must divide {words}"
+        fix = "Change it, or leave it out to have it searched."
+        if len(fixed) > 1:
+            fix = "Change one of them or more, or leave out what may be searched."
+        raise UserInputError(" * ".join(fixed), product, limit, fix)

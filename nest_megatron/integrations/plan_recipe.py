@@ -21,7 +21,7 @@ from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.job import Job
 from nest_megatron.config.launch import MixedGpus
 from nest_megatron.config.overrides import Setting
-from nest_megatron.config.sequence_data import LENGTH_SETTINGS
+from nest_megatron.config.train import LENGTH_SETTINGS
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.planning import job_request, plan_to_launch
 from nest_megatron.integrations.site_policy import read_launched
@@ -100,8 +100,8 @@ def plan_recipe(
     """
     place = _place(job, cluster, _settings(job, cluster, overrides), hosts, mixed)
     job = dataclasses.replace(job, notes=(*job.notes, *place.notes))
-    request = job_request(job, place.cluster, place.composed)
-    found = plan_to_launch(request, place.composed, choose)
+    request = job_request(job, place.cluster, place.settings)
+    found = plan_to_launch(request, place.settings, choose)
     if job.restored is not None:
         job.restored.check(found, job.version)
     by_words = job.free.option == "nest.free"  # only Megatron-Bridge's scripts take them
@@ -141,7 +141,7 @@ def _place(
 ) -> JobCluster:
     if isinstance(cluster, Cluster):
         sized = cluster.resized(job.num_gpus or cluster.num_gpus)
-        return JobCluster(cluster=sized, composed=compose(settings), notes=())
+        return JobCluster(cluster=sized, settings=compose(settings), notes=())
     if not names_cluster(settings) and local_gpus() is None:
         limit = "none is given, and this host shows no NVIDIA GPU"
         fix = "Give for example cluster='dgx_h100' (`nest-megatron clusters` lists them)."

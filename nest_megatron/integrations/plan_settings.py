@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nest_megatron.config.compose import Composed, compose
-from nest_megatron.config.given import given_of
+from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.overrides import Setting, value_text
+from nest_megatron.config.request import recorded_defaults
 from nest_megatron.config.schema import section_keys
 from nest_megatron.cost_model.goodput import Reliability, goodput
 from nest_megatron.cost_model.settings import (
@@ -18,9 +18,10 @@ from nest_megatron.cost_model.settings import (
 )
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.stated_job import StatedJob
+from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.price import Rates
-from nest_megatron.planner import PlanRequest
+from nest_megatron.planner import Request
 from nest_megatron.planner.assemble import describe_space
 from nest_megatron.profile.mode import ProfileMode
 from nest_megatron.profile.records import ANALYTIC_NAME
@@ -45,7 +46,7 @@ def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
     stated["train.precision"] = plan.train.precision.value
     stated["train.global_batch_size"] = plan.layout.global_batch_size
     found = {key: value_text(value) for key, value in stated.items() if value is not None}
-    found |= given_of(plan) | _sources(plan) | _paid(plan)
+    found |= _recorded(plan) | _sources(plan) | _paid(plan)
     job = StatedJob.of(plan)
     request = job.request(_composed(found))
     found |= _space_settings(plan, _words(request))
@@ -71,13 +72,25 @@ def stated_job(plan: ParallelPlan, settings: Sequence[Setting]) -> StatedJob:
     return found if own == theirs else StatedJob(traits=own)
 
 
-def _composed(stated: Mapping[str, str]) -> Composed:
+def _composed(stated: Mapping[str, str]) -> Settings:
     return compose([Setting(key=key, value=value) for key, value in stated.items()])
 
 
-def _words(request: PlanRequest) -> dict[str, str]:
+def _words(request: Request) -> dict[str, str]:
     """A request's space in the words of a plan file."""
     return dict(describe_space(request.space, request.cluster, request.policy))
+
+
+def _recorded(plan: ParallelPlan) -> dict[str, str]:
+    """Settings that no other part of a plan's file says; files of earlier versions say few."""
+    found = recorded_defaults()
+    if plan.choice is not None:
+        found["search.objective"] = plan.choice.objective.value
+        found["search.tie_percent"] = value_text(plan.choice.tie_percent)
+    elif plan.search.certificate not in ("fixed", "runner-up"):  # chosen by no objective
+        found["search.objective"] = Objective.NOMINAL.value
+    pairs = (text.partition("=") for text in plan.provenance.given)
+    return found | {key: value for key, _, value in pairs}
 
 
 def _sources(plan: ParallelPlan) -> dict[str, str]:

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, get_type_hints
 
-from nest_megatron.config.buildable import buildable_space, require_buildable
-from nest_megatron.config.compose import Composed
+from nest_megatron.config.catalogue import read_cluster, read_spec
+from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import Job
-from nest_megatron.config.request import read_cluster, read_spec, request_of
+from nest_megatron.config.request import request_of
 from nest_megatron.config.target import read_target
 from nest_megatron.cost_model.memory_flags import text
 from nest_megatron.cost_model.settings import is_trait, restored_settings, stored_settings
 from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
-from nest_megatron.planner import PlanRequest
+from nest_megatron.planner import Request
 
 _PLAIN: Final = (bool, int, float, str, list, dict, type(None))
 #: What the plan's file says elsewhere, and what is of the process that has read the recipe.
@@ -81,23 +81,23 @@ class StatedJob:
         """What the file of a plan says; nothing where it is no recipe's."""
         return cls(fields=plan.provenance.recipe)
 
-    def request(self, composed: Composed) -> PlanRequest:
+    def request(self, composed: Settings) -> Request:
         """What to plan for the job under settings that are composed.
 
         Raises:
             UserInputError: for a setting that is wrong, or that the recipe says otherwise.
         """
         if self.fields is None:
-            return self._with_traits(_catalogue_request(composed))
-        return job_request(self._job(composed), read_cluster(composed.config), composed)
+            return self._with_traits(request_of(composed, choose_execution=True))
+        return job_request(self._job(composed), read_cluster(composed), composed)
 
-    def _job(self, composed: Composed) -> Job:
-        spec, target = read_spec(composed.config), read_target(composed.config)
+    def _job(self, composed: Settings) -> Job:
+        spec, target = read_spec(composed), read_target(composed)
         said: Any = from_plain(_record(), self.fields, "provenance.recipe")
         fields = {name: getattr(said, name) for name in self.fields or {}}
         return Job(**fields, spec=spec, target=target)
 
-    def _with_traits(self, request: PlanRequest) -> PlanRequest:
+    def _with_traits(self, request: Request) -> Request:
         """With the traits of an earlier version's file, which offers no other numbers."""
         if self.traits is None:
             return request
@@ -105,11 +105,3 @@ class StatedJob:
         others = {name: value for name, value in stated.items() if not is_trait(name)}
         settings = restored_settings({**others, **self.traits})
         return dataclasses.replace(request, settings=settings, numeric_offers=())
-
-
-def _catalogue_request(composed: Composed) -> PlanRequest:
-    """A model of the catalogue, or of a file, as far as its framework builds it."""
-    request, target = request_of(composed, choose_execution=True), read_target(composed.config)
-    require_buildable(request.spec, target)
-    space = buildable_space(request.spec, target, request.space)
-    return dataclasses.replace(request, space=space)

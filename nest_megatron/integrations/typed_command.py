@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.compose import Composed
+from nest_megatron.config.catalogue import read_cluster, read_spec
+from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import FreeParameters, Job, LaunchedRanks, ReadCommand
-from nest_megatron.config.request import read_cluster, read_spec
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.dry_run.launch import (
     ScriptLaunch,
@@ -36,7 +36,7 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
-from nest_megatron.planner import PlanRequest, Progress
+from nest_megatron.planner import Progress, Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.report.failure import require_plan
 from nest_megatron.units import Seconds
@@ -44,12 +44,12 @@ from nest_megatron.units import Seconds
 
 def read_request(
     text: str | Sequence[str],
-    composed: Composed,
+    composed: Settings,
     *,
     free: Collection[str],
     version: str,
     strict: bool = False,
-) -> tuple[Job, PlanRequest]:
+) -> tuple[Job, Request]:
     """Read a command; settings on our own command line win over it.
 
     Args:
@@ -74,17 +74,17 @@ def read_request(
 
 
 def read_typed(
-    text: str | Sequence[str], composed: Composed, *, version: str, strict: bool = False
+    text: str | Sequence[str], composed: Settings, *, version: str, strict: bool = False
 ) -> tuple[Job, Cluster]:
     """The job of a command, and where it runs; errors as of ``read_request``."""
     job = _read(composed, text, version)
     if strict:
         _refuse_unknown(job)
     if "cluster.num_gpus" in composed.given:
-        return job, read_cluster(composed.config)
+        return job, read_cluster(composed)
     if job.num_gpus is None:
         job = _as_large_as_cluster(job, composed)
-    cluster = read_cluster(composed.config, job.num_gpus)
+    cluster = read_cluster(composed, job.num_gpus)
     return dataclasses.replace(job, notes=(*job.notes, *_node_notes(job, cluster))), cluster
 
 
@@ -102,13 +102,13 @@ def _node_notes(job: Job, cluster: Cluster) -> Iterator[str]:
         )
 
 
-def _as_large_as_cluster(job: Job, composed: Composed) -> Job:
+def _as_large_as_cluster(job: Job, composed: Settings) -> Job:
     """A job of no stated size as large as a cluster that the user describes.
 
     Raises:
         UserInputError: for a cluster of the catalogue, whose size is an example.
     """
-    cluster = read_cluster(composed.config)
+    cluster = read_cluster(composed)
     if composed.describes_cluster:
         note = f"Nothing says how many ranks there are; cluster {cluster.name} has"
         notes = (*job.notes, f"{note} {cluster.num_gpus} GPUs, and all are taken.")
@@ -120,7 +120,7 @@ def _as_large_as_cluster(job: Job, composed: Composed) -> Job:
 
 
 def read_model(
-    composed: Composed, text: str | Sequence[str] | None, version: str
+    composed: Settings, text: str | Sequence[str] | None, version: str
 ) -> tuple[TransformerSpec, Mapping[str, Any]]:
     """The model, and the values of the command's flags.
 
@@ -131,14 +131,14 @@ def read_model(
         UserInputError: for both or neither, or a command that cannot be read.
     """
     if text is None:
-        return read_spec(composed.config), {}
+        return read_spec(composed), {}
     job = _read(composed, text, version)
     return job.spec, job.values
 
 
-def _read(composed: Composed, text: str | Sequence[str], version: str) -> Job:
+def _read(composed: Settings, text: str | Sequence[str], version: str) -> Job:
     """The job of a command, its embedding padded by its own tensor-parallel size; a recipe's."""
-    model = composed.config.model
+    model = composed.model
     if model is not None:
         limit = "with --from the model comes from the command"
         fix = "Leave model out, or change the command."
@@ -164,7 +164,7 @@ def _read(composed: Composed, text: str | Sequence[str], version: str) -> Job:
     return dataclasses.replace(job, spec=job.spec.with_padded_vocab(tp))
 
 
-def recorded_launch(text: str | Sequence[str], composed: Composed) -> ScriptLaunch | None:
+def recorded_launch(text: str | Sequence[str], composed: Settings) -> ScriptLaunch | None:
     """What the script launches that words start, which bash runs; ``None`` for other words.
 
     Raises:
@@ -183,7 +183,7 @@ def recorded_launch(text: str | Sequence[str], composed: Composed) -> ScriptLaun
 
 
 def one_command(
-    text: str | Sequence[str], composed: Composed
+    text: str | Sequence[str], composed: Settings
 ) -> tuple[str | tuple[str, ...], tuple[str, ...]]:
     """A command that is kept to be read again, so that its script runs once; the notes of that."""
     launch = recorded_launch(text, composed)
@@ -194,11 +194,11 @@ def one_command(
     return (*given, *launch.words), launch.notes
 
 
-def _named_cluster(composed: Composed) -> Cluster | None:
-    return None if composed.config.cluster is None else read_cluster(composed.config)
+def _named_cluster(composed: Settings) -> Cluster | None:
+    return None if composed.cluster is None else read_cluster(composed)
 
 
-def _place(composed: Composed, launch: ScriptLaunch | None) -> LaunchPlace:
+def _place(composed: Settings, launch: ScriptLaunch | None) -> LaunchPlace:
     """Where a command is launched: from this process or a script, on the cluster that is named."""
     cluster = _named_cluster(composed)
     gpus = None if cluster is None else cluster.host_size
@@ -238,7 +238,7 @@ class CommandPlan:
     """
 
     job: Job
-    request: PlanRequest
+    request: Request
     plan: ParallelPlan
     notes: tuple[str, ...]
     command: ReadCommand | None
@@ -247,7 +247,7 @@ class CommandPlan:
 
 def plan_command(
     text: str | Sequence[str],
-    composed: Composed,
+    composed: Settings,
     *,
     free: Collection[str],
     version: str,
@@ -274,7 +274,7 @@ def plan_command(
 
 
 def command_of_plan(
-    job: Job, request: PlanRequest, composed: Composed, found: ParallelPlan
+    job: Job, request: Request, composed: Settings, found: ParallelPlan
 ) -> CommandPlan:
     """A plan of a command with the command that it becomes, or with the fields of its recipe.
 
@@ -294,7 +294,7 @@ def command_of_plan(
             command=None,
             changes=job.changes(found),
         )
-    kept = kept_flags(job, request, composed.config)
+    kept = kept_flags(job, request, composed)
     found = with_launch(found, command, kept=kept, notes=request.notes)
     environment = found.launch[LAUNCHER].environment
     unset = (f"{name} must not be set." for name, value in environment.items() if value is None)

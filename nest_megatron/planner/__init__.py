@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_posterior import PredictedPeak, predicted_peak
+from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.deadline import Deadline
 from nest_megatron.parallel.layout import Layout
 from nest_megatron.parallel.objective import Objective
@@ -33,10 +34,10 @@ from nest_megatron.planner.choice import (
     runner_up,
     worth_comparing,
 )
-from nest_megatron.planner.headroom import headroom_of, likely_to_start, roomier
+from nest_megatron.planner.headroom import headroom_of, settings_to_start, with_larger_margin
 from nest_megatron.planner.layouts import check_launchable, estimate_plan
 from nest_megatron.planner.offers import offers
-from nest_megatron.planner.request import NUM_ALTERNATIVES, PlanRequest
+from nest_megatron.planner.request import Request
 from nest_megatron.planner.shortage import (
     EndedEarly,
     NoPlan,
@@ -52,13 +53,13 @@ from nest_megatron.solver.one_partition import as_built
 from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.solver.ranking import SearchResult, SolvedLayout
 from nest_megatron.solver.search import Search
+from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Seconds, Ticks, to_seconds, to_ticks
 
 __all__ = [
-    "NUM_ALTERNATIVES",
     "EndedEarly",
     "NoPlan",
-    "PlanRequest",
+    "Request",
     "check_launchable",
     "describe_grid",
     "estimate_plan",
@@ -76,7 +77,7 @@ Progress = Callable[[int, float | None, float], None]
 
 
 def plan(
-    request: PlanRequest, on_progress: Progress | None = None, *, choose: int = 0
+    request: Request, on_progress: Progress | None = None, *, choose: int = 0
 ) -> ParallelPlan | NoPlan | EndedEarly:
     """Find the fastest plan that fits.
 
@@ -98,7 +99,7 @@ def plan(
         if larger := _too_large(found):
             return plan(dataclasses.replace(request, global_batch_size=larger), choose=choose)
         headroom = headroom_of(found, request, searched.model, searched.compared, find)
-        said = offers(found, request, find, partial(_faster, deadline))
+        said = offers(found, request, find, partial(_faster, request, deadline))
         found = dataclasses.replace(found, headroom=headroom, offers=said)
         require_allowed(found, request.policy)
         return with_goodput(found, request.reliability, request.rates)
@@ -142,9 +143,7 @@ class _Searched(NamedTuple):
     ended_early: bool = False
 
 
-def _search(
-    request: PlanRequest, deadline: Deadline, on_progress: Progress | None = None
-) -> _Searched:
+def _search(request: Request, deadline: Deadline, on_progress: Progress | None = None) -> _Searched:
     """Search a request's space, and again where a plan may be worth more than the fastest ones.
 
     These searches look no further than what may be taken instead of the plans that are known: among
@@ -161,44 +160,53 @@ def _search(
     peaks = worth_comparing(request, searched.grids, searched.result.known, solve)
     known, finished = Comparison(request, searched.model, peaks), []
 
-    def add(asked: PlanRequest, num_layouts: int) -> Comparison:
-        """With plans of a narrower space that may be taken instead of those known."""
+    def add(settings: CostSettings | None, num_layouts: int, space: SearchSpace) -> Comparison:
+        """Compare plans of a narrower space too, which may be taken instead of those known."""
         slowest = known.slowest
         if _before_report(deadline).passed():
             finished.append(False)
             return known
         more = _search_within(
-            asked, deadline, model=searched.model, num_layouts=num_layouts, slowest=slowest
+            request,
+            deadline,
+            model=searched.model,
+            settings=settings,
+            space=space,
+            num_layouts=num_layouts,
+            slowest=slowest,
         )
         peaks.update(worth_comparing(request, more.grids, more.result.plans, solve, slowest))
         finished.append(more.result.certificate.finished)
         return Comparison(request, searched.model, peaks)
 
     fastest = searched.result.plans[0]
-    roomy = roomier(request, comfortable_bytes(searched.model, fastest, request.site))
+    roomy = with_larger_margin(request, comfortable_bytes(searched.model, fastest, request.site))
     tied = searched.result.certificate.lower_bound * (1 + request.tie_percent / 100)
     if roomy is not None and known.least > tied:
-        known = add(roomy, _ROOMY_LAYOUTS)
+        known = add(roomy, _ROOMY_LAYOUTS, request.space)
     if not known.allowed:
-        known = add(likely_to_start(request, searched.model, fastest), _ROOMY_LAYOUTS)
+        allowed = settings_to_start(request, searched.model, fastest)
+        known = add(allowed, _ROOMY_LAYOUTS, request.space)
     if known.needs_even_stages():
-        even = dataclasses.replace(request.space, even_stages=True)
-        add(dataclasses.replace(roomy or request, space=even), 1)
+        add(roomy, 1, dataclasses.replace(request.space, even_stages=True))
     return searched._replace(compared=peaks, ended_early=not all(finished))
 
 
 def _search_within(
-    request: PlanRequest,
+    request: Request,
     deadline: Deadline,
     on_progress: Progress | None = None,
     model: CostModel | None = None,
+    settings: CostSettings | None = None,
+    space: SearchSpace | None = None,
     num_layouts: int | None = None,
     slowest: Ticks = NO_THRESHOLD,
 ) -> _Searched:
     """Search a request's space until some time before a deadline.
 
     Args:
-        model: of the same job, that knows prices already.
+        model: of the same job, that knows prices already; of ``settings`` only the margin counts.
+        settings, space: others than the request's.
         num_layouts: to rank; ``None`` for as many as are compared and listed.
         slowest: plans that take longer are of no interest; some plan is if this is not said.
     """
@@ -208,16 +216,16 @@ def _search_within(
         on_progress(solved, None if best is None else to_seconds(best), to_seconds(bound))
 
     if model is None:
-        model = request.cost_model()
+        model = request.cost_model(settings)
     else:
-        model = model.with_memory_margin(request.settings.memory_margin)
+        model = model.with_memory_margin((settings or request.settings).memory_margin)
     ends = _before_report(deadline)
     started = time.perf_counter()
     compared = 0 if request.objective is Objective.NOMINAL else request.num_compared
     search = Search(
         model,
         request.global_batch_size,
-        request.space,
+        space or request.space,
         solver_of(choose(request.backend), ends.passed),
         num_layouts=num_layouts or max(request.num_alternatives + 1, compared),
         slowest=slowest,
@@ -235,7 +243,7 @@ def _before_report(deadline: Deadline) -> Deadline:
     return deadline.without(min(_REPORT_S, _REPORT_SHARE * deadline.seconds))
 
 
-def _present_of(request: PlanRequest) -> Layout | None:
+def _present_of(request: Request) -> Layout | None:
     """What the job runs today, with the batch that is planned for."""
     present, batch = request.present, request.global_batch_size
     if present is None or present.global_batch_size == batch:
@@ -243,7 +251,7 @@ def _present_of(request: PlanRequest) -> Layout | None:
     return dataclasses.replace(present, global_batch_size=batch)
 
 
-def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> ParallelPlan:
+def _assembled(request: Request, searched: _Searched, number: int = 0) -> ParallelPlan:
     """The plan of a request, or the runner-up that the user asks for.
 
     Raises:
@@ -271,7 +279,7 @@ def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> Pa
 
 
 def _present_layout(
-    request: PlanRequest, searched: _Searched, best: SolvedLayout
+    request: Request, searched: _Searched, best: SolvedLayout
 ) -> PresentLayout | None:
     """What the job runs today beside the plan that is taken."""
     own = _present_of(request)
@@ -292,7 +300,7 @@ def _present_layout(
 
 
 def _assemble(
-    request: PlanRequest, model: CostModel, best: SolvedLayout, record: SearchRecord, **others: Any
+    request: Request, model: CostModel, best: SolvedLayout, record: SearchRecord, **others: Any
 ) -> ParallelPlan:
     """The plan file of a grid that was solved for a request; ``others`` as of ``assemble``."""
     return assemble(
@@ -312,7 +320,7 @@ def _assemble(
 class Ranked:
     """The plan of a request, and others that could be faster, the fastest predicted first."""
 
-    request: PlanRequest
+    request: Request
     model: CostModel
     candidates: tuple[Candidate, ...]
     peaks: Mapping[SolvedLayout, PredictedPeak]
@@ -323,9 +331,7 @@ class Ranked:
         return _assemble(self.request, self.model, candidate.solved, self.record)
 
 
-def ranked(
-    request: PlanRequest, on_progress: Progress | None = None
-) -> Ranked | NoPlan | EndedEarly:
+def ranked(request: Request, on_progress: Progress | None = None) -> Ranked | NoPlan | EndedEarly:
     """What ``plan`` chooses among: the plan, and all that were compared with it."""
     request = dataclasses.replace(request, shortlist=True)
     searched = _search(request, request.deadline(), on_progress)
@@ -349,7 +355,7 @@ def ranked(
     )
 
 
-def _other_micro_batches(request: PlanRequest, searched: _Searched) -> Peaks:
+def _other_micro_batches(request: Request, searched: _Searched) -> Peaks:
     """The best plan of each layout with each small micro batch; a search keeps one of a layout."""
     name, space, found = "micro_batch_size", request.space, {}
     most = 0 if name in space.fixed else space.limits.get(name, max(_MICRO_BATCHES))
@@ -365,14 +371,22 @@ def _other_micro_batches(request: PlanRequest, searched: _Searched) -> Peaks:
     return found
 
 
-def _best(request: PlanRequest, deadline: Deadline) -> ParallelPlan | None:
+def _best(request: Request, deadline: Deadline) -> ParallelPlan | None:
     """The best plan, if time allows to find one; why there is none is not asked."""
     searched = _search(request, deadline)
     return _assembled(request, searched) if searched.result.plans else None
 
 
-def _faster(deadline: Deadline, request: PlanRequest, step_s: Seconds) -> SolvedLayout | None:
-    """The fastest plan of a request with a shorter step than some, as far as time allows."""
+def _faster(
+    request: Request,
+    deadline: Deadline,
+    settings: CostSettings,
+    space: SearchSpace,
+    step_s: Seconds,
+) -> SolvedLayout | None:
+    """The fastest plan with a shorter step than some, as far as time allows."""
     slowest = to_ticks(step_s)
-    found = _search_within(request, deadline, num_layouts=1, slowest=slowest).result.plans
-    return found[0] if found else None
+    found = _search_within(
+        request, deadline, settings=settings, space=space, num_layouts=1, slowest=slowest
+    )
+    return next(iter(found.result.plans), None)

@@ -30,7 +30,7 @@ from nest_megatron.parallel.policy import Policy
 from nest_megatron.parallel.price import Price, Rates, price
 from nest_megatron.parallel.rank_order import GroupKind, group_level, group_of_rank
 from nest_megatron.planner.choice import Chosen
-from nest_megatron.planner.request import PlanRequest
+from nest_megatron.planner.request import Request
 from nest_megatron.planner.uncertain import described, out_of_memory
 from nest_megatron.profile.records import ANALYTIC_NAME, Source
 from nest_megatron.solver.backend import choose
@@ -190,7 +190,7 @@ def alternative(best: SolvedLayout, other: SolvedLayout, chosen: Chosen) -> Alte
 
 
 def search_record(
-    request: PlanRequest,
+    request: Request,
     result: SearchResult,
     seconds: float,
     plan: SolvedLayout | None = None,

@@ -20,7 +20,7 @@ from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.stage_layout import layout_string, spread_partition
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner.layouts import Priced, Prices, Variant, difference
-from nest_megatron.planner.request import PlanRequest
+from nest_megatron.planner.request import Request
 
 #: Why Megatron refuses a layout, or nothing.
 Refusal = Callable[[Variant], str]
@@ -33,7 +33,7 @@ _FIELDS = tuple(each.name for each in dataclasses.fields(Execution) if each.init
 _CHOICES = {knob.name: knob.choice for knob in KNOBS}
 
 
-def changes(request: PlanRequest, before: Variant, after: Variant, refusal: Refusal) -> Changes:
+def changes(request: Request, before: Variant, after: Variant, refusal: Refusal) -> Changes:
     """What each choice that differs between two layouts brings.
 
     In order, the choice comes first that leaves the shortest step of those that are legal and fit

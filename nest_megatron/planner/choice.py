@@ -17,7 +17,7 @@ from nest_megatron.parallel.arguments import layout_arguments
 from nest_megatron.parallel.objective import SURE, Choice, Objective, Shortlist
 from nest_megatron.parallel.stage_layout import is_uniform
 from nest_megatron.plain import to_plain
-from nest_megatron.planner.request import PlanRequest
+from nest_megatron.planner.request import Request
 from nest_megatron.planner.uncertain import comfortable_bytes, least_s, out_of_memory, shortlisted
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.neighbours import neighbours, peak_of
@@ -125,7 +125,7 @@ class Comparison:
 
     def __init__(
         self,
-        request: PlanRequest,
+        request: Request,
         model: CostModel,
         peaks: Peaks,
         present: SolvedLayout | None = None,
@@ -190,7 +190,7 @@ class Comparison:
 
 
 def worth_comparing(
-    request: PlanRequest,
+    request: Request,
     grids: GridSpace,
     plans: Sequence[SolvedLayout],
     solve: StageSolver,
@@ -218,9 +218,7 @@ def worth_comparing(
     return found
 
 
-def choose_plan(
-    request: PlanRequest, model: CostModel, result: SearchResult, peaks: Peaks
-) -> Chosen:
+def choose_plan(request: Request, model: CostModel, result: SearchResult, peaks: Peaks) -> Chosen:
     """The plan that the request's objective prefers.
 
     Args:
@@ -346,7 +344,7 @@ def _ties(values: Sequence[float], chances: Sequence[float], tie_percent: float)
     ]
 
 
-def _best_of_layouts(request: PlanRequest, candidates: Sequence[Candidate]) -> set[SolvedLayout]:
+def _best_of_layouts(request: Request, candidates: Sequence[Candidate]) -> set[SolvedLayout]:
     """The best plan of each layout under the request's objective."""
     values = values_of(candidates, request.objective, request.failed_start_percent)
     most, pairs = request.most_out_of_memory, zip(values, candidates, strict=True)
@@ -376,7 +374,7 @@ def runner_up(chosen: Chosen, number: int) -> Chosen:
     return dataclasses.replace(chosen, plan=taken, others=tuple(others), choice=None)
 
 
-def _changes(request: PlanRequest, plan: SolvedLayout) -> int:
+def _changes(request: Request, plan: SolvedLayout) -> int:
     """How many settings of the user a plan changes."""
     if not request.own:
         return 0
@@ -387,7 +385,7 @@ def _changes(request: PlanRequest, plan: SolvedLayout) -> int:
     )
 
 
-def _separates(request: PlanRequest, taken: Candidate, fastest: Candidate) -> Iterator[str]:
+def _separates(request: Request, taken: Candidate, fastest: Candidate) -> Iterator[str]:
     """What a plan has that the fastest one has not, in plain words."""
     if taken.solved == fastest.solved:
         return

@@ -24,7 +24,7 @@ from nest_megatron.parallel.recompute import NO_RECOMPUTE, RecomputeMethod
 from nest_megatron.parallel.recompute_rules import RECOMPUTE_RULES
 from nest_megatron.parallel.rules import allows_uniform_recompute
 from nest_megatron.parallel.stage_layout import uneven_flags
-from nest_megatron.planner.request import PlanRequest
+from nest_megatron.planner.request import Request
 from nest_megatron.solver.executions import launched
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.outcome import OutOfTime
@@ -38,7 +38,7 @@ _EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 _DP, _MICRO = "data_parallel_size", "micro_batch_size"
 
 
-def binding(request: PlanRequest, out_of_time: OutOfTime = lambda: False) -> tuple[Violation, ...]:
+def binding(request: Request, out_of_time: OutOfTime = lambda: False) -> tuple[Violation, ...]:
     """The rules that the least illegal combination breaks.
 
     Nothing where a combination breaks none of them, so that something else must bind, or where time
@@ -53,7 +53,7 @@ def binding(request: PlanRequest, out_of_time: OutOfTime = lambda: False) -> tup
     return found
 
 
-def single_relaxations(request: PlanRequest, out_of_time: OutOfTime = lambda: False) -> list[str]:
+def single_relaxations(request: Request, out_of_time: OutOfTime = lambda: False) -> list[str]:
     """Fixed values, each of which makes some combination legal when it alone is left out.
 
     Args:
@@ -64,7 +64,7 @@ def single_relaxations(request: PlanRequest, out_of_time: OutOfTime = lambda: Fa
 
 
 def is_legal_without(
-    request: PlanRequest, names: Collection[str], out_of_time: OutOfTime = lambda: False
+    request: Request, names: Collection[str], out_of_time: OutOfTime = lambda: False
 ) -> bool:
     """Whether some combination is legal where these fixed values are left out."""
     space = request.space
@@ -80,7 +80,7 @@ def is_legal_without(
     return False
 
 
-def _broken(request: PlanRequest) -> Iterator[tuple[Violation, ...]]:
+def _broken(request: Request) -> Iterator[tuple[Violation, ...]]:
     """Rules that each combination breaks; none for one that only the search excludes."""
     space, spec = request.space, request.spec
     model, world = request.cost_model(), request.cluster.num_gpus
@@ -144,7 +144,7 @@ def _stated_ends(spec: TransformerSpec, dims: ParallelDims) -> str:
     return f", where the command says no more ({flags[0].lower()}{flags[1:]})"
 
 
-def _other_limits(request: PlanRequest, dims: ParallelDims) -> Iterator[Violation]:
+def _other_limits(request: Request, dims: ParallelDims) -> Iterator[Violation]:
     """What the space demands beside Megatron's rules."""
     space = request.space
     wanted = space.fixed.get(_DP, dims.data_parallel_size)

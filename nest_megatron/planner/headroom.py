@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from nest_megatron.cost_model.memory import capacity_bytes
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import Headroom, ParallelPlan
 from nest_megatron.planner.choice import Peaks
-from nest_megatron.planner.request import PlanRequest
+from nest_megatron.planner.request import Request
 from nest_megatron.planner.uncertain import comfortable_bytes
 from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.units import Bytes, to_seconds
@@ -21,8 +22,8 @@ _MORE = 0.1
 MOST_HEADROOM = 0.9
 
 
-def roomier(request: PlanRequest, comfortable: Bytes) -> PlanRequest | None:
-    """The request for plans that leave more free than they must; ``None`` if none is wanted.
+def with_larger_margin(request: Request, comfortable: Bytes) -> CostSettings | None:
+    """Settings whose plans leave more free than they must; ``None`` if none is wanted.
 
     The nominally fastest plan is that of the whole space, up to the limit of the device.
 
@@ -34,39 +35,39 @@ def roomier(request: PlanRequest, comfortable: Bytes) -> PlanRequest | None:
     if share is None or request.objective is Objective.NOMINAL:
         return None
     if request.site is not None and request.site.peaks.runs:
-        share = max(share, _free(request, comfortable))
-    return _leaving(request, share) if share > request.settings.memory_margin else None
+        share = max(share, _free(request, request.settings, comfortable))
+    return _with_margin(request.settings, share) if share > request.settings.memory_margin else None
 
 
-def likely_to_start(request: PlanRequest, model: CostModel, plan: SolvedLayout) -> PlanRequest:
-    """The request for plans that the objective allows, as far as their peaks err as this one's."""
+def settings_to_start(request: Request, model: CostModel, plan: SolvedLayout) -> CostSettings:
+    """Settings whose plans the objective allows, as far as their peaks err as this one's."""
     most = comfortable_bytes(model, plan, request.site, request.most_out_of_memory)
-    return with_peak_of(request, most)
+    return with_least_free(request, request.settings, most)
 
 
-def with_peak_of(request: PlanRequest, peak_bytes: Bytes) -> PlanRequest:
-    """The request for plans that need no more memory than a peak."""
-    return _leaving(request, max(request.settings.memory_margin, _free(request, peak_bytes)))
+def with_least_free(request: Request, settings: CostSettings, peak_bytes: Bytes) -> CostSettings:
+    """Settings whose plans need no more memory than a peak."""
+    free = _free(request, settings, peak_bytes)
+    return _with_margin(settings, max(settings.memory_margin, free))
 
 
-def _free(request: PlanRequest, peak_bytes: Bytes) -> float:
+def _free(request: Request, settings: CostSettings, peak_bytes: Bytes) -> float:
     """The share of a device that a plan with such a peak leaves free, the reserve apart."""
-    taken = peak_bytes + request.settings.memory_reserve_bytes
+    taken = peak_bytes + settings.memory_reserve_bytes
     return min(MOST_HEADROOM, 1.0 - taken / request.cluster.accelerator.memory_bytes)
 
 
-def _leaving(request: PlanRequest, share: float) -> PlanRequest:
-    """A request whose plans leave a share of each device free."""
-    settings = dataclasses.replace(request.settings, memory_margin=share)
-    return dataclasses.replace(request, settings=settings)
+def _with_margin(settings: CostSettings, share: float) -> CostSettings:
+    """Settings whose plans leave a share of each device free."""
+    return dataclasses.replace(settings, memory_margin=share)
 
 
 def headroom_of(
     plan: ParallelPlan,
-    request: PlanRequest,
+    request: Request,
     model: CostModel,
     peaks: Peaks,
-    find: Callable[[PlanRequest], ParallelPlan | None],
+    find: Callable[[Request], ParallelPlan | None],
 ) -> Headroom | None:
     """What a plan leaves free, and what more would cost; ``None`` where nothing is wanted.
 
@@ -83,12 +84,17 @@ def headroom_of(
     more = round(left + _MORE, 2) if left >= request.headroom else request.headroom
     other_s = None
     if priced is not None:
-        fastest = dataclasses.replace(request, objective=Objective.NOMINAL, num_alternatives=0)
-        other = find(_leaving(dataclasses.replace(fastest, shortlist=False), priced))
+        fastest = dataclasses.replace(
+            request,
+            settings=_with_margin(request.settings, priced),
+            objective=Objective.NOMINAL,
+            num_alternatives=0,
+            shortlist=False,
+        )
+        other = find(fastest)
         other_s = None if other is None else other.predicted.iteration_time_s
     elif more <= MOST_HEADROOM:
-        settings = dataclasses.replace(model.settings, memory_margin=more)
-        limit = capacity_bytes(model.cluster.accelerator, settings)
+        limit = capacity_bytes(model.cluster.accelerator, _with_margin(model.settings, more))
         steps = [solved.iteration for solved, peak in peaks.items() if peak <= limit]
         other_s = to_seconds(min(steps)) if steps else None
     return Headroom(

@@ -30,7 +30,7 @@ from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.price import Rates
 from nest_megatron.parallel.rules import DEFAULT_VERSION, LaunchRequest
 from nest_megatron.planner.assemble import assemble, nothing_searched, with_goodput
-from nest_megatron.planner.request import PlanRequest
+from nest_megatron.planner.request import Request
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.units import Bytes, Seconds
 
@@ -82,7 +82,7 @@ def difference(other: Priced, found: Priced) -> Difference:
 class Prices:
     """Prices of a job's layouts."""
 
-    def __init__(self, request: PlanRequest) -> None:
+    def __init__(self, request: Request) -> None:
         self._request = request
         self._models: dict[CostSettings, CostModel] = {}
 
@@ -141,7 +141,7 @@ def estimate_plan(
 
 
 def estimate_for(
-    request: PlanRequest,
+    request: Request,
     layout: Layout,
     *,
     settings: CostSettings | None = None,
@@ -163,7 +163,7 @@ def estimate_for(
     )
 
 
-def keep_layout(plan: ParallelPlan, request: PlanRequest) -> ParallelPlan:
+def keep_layout(plan: ParallelPlan, request: Request) -> ParallelPlan:
     """Price a plan's layout for another request: all degrees stay, but that of data parallelism.
 
     With another number of GPUs as many replicas train as they hold.

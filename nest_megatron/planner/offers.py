@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.formats import beside_buffers, format_of, uneven_sides
+from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.execution import FlexBackend, TokenDispatcher
@@ -19,16 +20,17 @@ from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.layout import Layout
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
-from nest_megatron.planner.headroom import with_peak_of
-from nest_megatron.planner.request import NumericOffer, PlanRequest
+from nest_megatron.planner.headroom import with_least_free
+from nest_megatron.planner.request import NumericOffer, Request
 from nest_megatron.planner.shortage import describe_grid
 from nest_megatron.solver.executions import is_accepted
 from nest_megatron.solver.ranking import SolvedLayout
+from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Bytes, Seconds, format_gib, format_seconds, to_seconds
 
 T = TypeVar("T")
-#: Finds the fastest plan of a request, if its step is shorter than one.
-Faster = Callable[[PlanRequest, Seconds], SolvedLayout | None]
+#: Finds the fastest plan under settings in a space, if its step is shorter than one.
+Faster = Callable[[CostSettings, SearchSpace, Seconds], SolvedLayout | None]
 
 #: Smaller gains are below what the cost model can tell apart (docs/accuracy.md).
 _LEAST_GAIN_PERCENT = 1.0
@@ -42,8 +44,8 @@ _MOST_INSTANCES = 16
 
 def offers(
     plan: ParallelPlan,
-    request: PlanRequest,
-    find: Callable[[PlanRequest], ParallelPlan | None],
+    request: Request,
+    find: Callable[[Request], ParallelPlan | None],
     faster: Faster,
 ) -> tuple[str, ...]:
     """A sentence for each choice that would gain something.
@@ -51,7 +53,7 @@ def offers(
     Args:
         request: the question that ``plan`` answers.
         find: the best plan of a request, if there is one.
-        faster: the fastest plan of a request that takes less than some time, if there is one.
+        faster: the fastest plan that takes less than some time, if there is one.
     """
     return (
         *_of_sharding(plan, request, find),
@@ -66,7 +68,7 @@ def _gain_percent(step_s: Seconds, other_s: Seconds) -> float:
 
 
 def _of_sharding(
-    best: ParallelPlan, request: PlanRequest, find: Callable[[PlanRequest], ParallelPlan | None]
+    best: ParallelPlan, request: Request, find: Callable[[Request], ParallelPlan | None]
 ) -> Iterator[str]:
     """Another data-parallel sharding than the job's own."""
     offer = request.offer
@@ -119,7 +121,7 @@ def _faster(gain_percent: float, step_s: Seconds) -> str:
     return f"make this layout {gain_percent:.1f} % faster ({format_seconds(step_s)})"
 
 
-def _of_packages(plan: ParallelPlan, request: PlanRequest) -> Iterator[str]:
+def _of_packages(plan: ParallelPlan, request: Request) -> Iterator[str]:
     """The dispatcher that would make a plan's own layout fastest of those with other packages."""
     if plan.layout.execution.is_node_limited:
         return
@@ -150,7 +152,7 @@ def _words(backend: FlexBackend, target: str | None) -> str:
     return " ".join(f"{name}={value}" for name, value in values.items())
 
 
-def _of_instances(plan: ParallelPlan, request: PlanRequest) -> Iterator[str]:
+def _of_instances(plan: ParallelPlan, request: Request) -> Iterator[str]:
     """The number of instances of the distributed optimizer that would make a layout fastest.
 
     They bring the gathering of weights nearer, at the price of as many copies of the optimizer
@@ -223,7 +225,7 @@ class _Numeric:
         return f"{self.words} would {gain}. It changes numbers: {self.offer.knob.changes}"
 
 
-def numeric_offers(plan: ParallelPlan, request: PlanRequest, faster: Faster) -> tuple[str, ...]:
+def numeric_offers(plan: ParallelPlan, request: Request, faster: Faster) -> tuple[str, ...]:
     """The choices that change numbers and would gain something, the best first.
 
     Of choices of one family (formats of GEMMs) the best is said.
@@ -235,7 +237,7 @@ def numeric_offers(plan: ParallelPlan, request: PlanRequest, faster: Faster) -> 
     return tuple(said[:_MOST_NUMERIC])
 
 
-def _all_numeric(plan: ParallelPlan, request: PlanRequest, faster: Faster) -> Iterator[_Numeric]:
+def _all_numeric(plan: ParallelPlan, request: Request, faster: Faster) -> Iterator[_Numeric]:
     """Each choice on the plan's own layout, and on a faster one that the memory it frees allows."""
     before = plan.predicted
     for offer in request.numeric_offers:
@@ -256,13 +258,15 @@ def _all_numeric(plan: ParallelPlan, request: PlanRequest, faster: Faster) -> It
         if freed > 0:
             shortest_s = min(before.iteration_time_s, found.iteration_time_s)
             limit_s = shortest_s / (1.0 + _LEAST_GAIN_PERCENT / 100.0)
-            other = faster(_with_its_memory(plan, offer, request), limit_s)
+            other = faster(*_with_its_memory(plan, offer, request), limit_s)
             priced = priced if other is None else _on_another_layout(priced, plan, other)
         yield priced
 
 
-def _with_its_memory(plan: ParallelPlan, offer: NumericOffer, request: PlanRequest) -> PlanRequest:
-    """The request for plans with a choice that need no more memory than a plan without it.
+def _with_its_memory(
+    plan: ParallelPlan, offer: NumericOffer, request: Request
+) -> tuple[CostSettings, SearchSpace]:
+    """What is searched for plans with a choice that need no more memory than a plan without it.
 
     Tensor and expert degrees are the plan's: a search over all of them takes as long as its own.
     """
@@ -273,8 +277,8 @@ def _with_its_memory(plan: ParallelPlan, offer: NumericOffer, request: PlanReque
         fixed={**space.fixed, **{name: getattr(dims, name) for name in names}},
         zero_stages=offer.knob.zero_stages(space.zero_stages),
     )
-    changed = dataclasses.replace(request, space=space, settings=offer.settings)
-    return with_peak_of(changed, plan.predicted.peak_memory_bytes)
+    peak = plan.predicted.peak_memory_bytes
+    return with_least_free(request, offer.settings, peak), space
 
 
 def _on_another_layout(priced: _Numeric, plan: ParallelPlan, other: SolvedLayout) -> _Numeric:
@@ -295,7 +299,7 @@ def _on_another_layout(priced: _Numeric, plan: ParallelPlan, other: SolvedLayout
     )
 
 
-def _accepted(plan: ParallelPlan, offer: NumericOffer, request: PlanRequest) -> Layout | None:
+def _accepted(plan: ParallelPlan, offer: NumericOffer, request: Request) -> Layout | None:
     """The plan's layout as it would run with the choice; ``None`` where Megatron refuses it.
 
     Layers that were timed in one number format say nothing of another.

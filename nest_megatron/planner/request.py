@@ -7,7 +7,9 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from nest_megatron.catalogue_files import default_setting
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.goodput import Reliability
 from nest_megatron.cost_model.model import CostModel
@@ -34,8 +36,6 @@ from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Seconds
 
-#: Runners-up that a plan lists.
-NUM_ALTERNATIVES = 10
 #: Layouts that a plan is chosen among.
 NUM_COMPARED = 11
 #: A plan that more likely runs out of memory than not is one that does not fit.
@@ -116,7 +116,7 @@ def _beside_images(spec: TransformerSpec, vision: EncoderSpec, space: SearchSpac
         most = spec.num_layers // needed
         if (stated := space.fixed.get(name, 1)) > most:
             limit = f"its first stage must hold {needed} layers, so it is at most {most}"
-            raise UserInputError(f"parallel.{name}", value=stated, limit=limit, fix="Give less.")
+            raise UserInputError(f"parallel.{name}", stated, limit, fix="Give less.")
         limits = {**space.limits, name: min(most, space.limits.get(name, most))}
         space = dataclasses.replace(space, limits=limits)
     return dataclasses.replace(
@@ -126,22 +126,21 @@ def _beside_images(spec: TransformerSpec, vision: EncoderSpec, space: SearchSpac
 
 def _refuse(what: str, value: object, limit: str) -> None:
     fix = _FIXES.get(what, "Give percent, such as 1.")
-    raise UserInputError(what, value=value, limit=f"it must be {limit}", fix=fix)
+    raise UserInputError(what, value, limit=f"it must be {limit}", fix=fix)
 
 
 _FIXES = {
     "train.global_batch_size": "Give the sequences of one optimizer step.",
     "search.max_seconds": "Give the seconds that the search may take.",
 }
-#: What a start that runs out of memory costs, in per cent of a run: an hour of a day. The job
-#: waits, loads, fails within its first steps, is looked at, and is started with another plan.
-FAILED_START_PERCENT = 4.0
-#: Plans so close to the best count as equal.
-TIE_PERCENT = 1.0
+
+
+def _default(name: str) -> Any:
+    return field(default_factory=lambda: default_setting(f"search.{name}"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
+class Request:
     """What to plan.
 
     Args:
@@ -160,7 +159,8 @@ class PlanRequest:
         objective: what the plan has least of, among those that the search keeps.
         tie_percent: plans so close to the best under it count as equal; the simpler one is taken.
         max_out_of_memory_percent: largest chance to run out of memory that ``cautious`` takes.
-        failed_start_percent: what a start that runs out of memory costs, of a run.
+        failed_start_percent: what a start that runs out of memory costs, of a run: the job waits,
+            loads, fails within its first steps, is looked at, and is started with another plan.
         num_compared: layouts that the plan is chosen among, however many it lists, so that the two
             do not depend on each other.
         own: the user's own parallel settings, by Megatron's names.
@@ -186,9 +186,9 @@ class PlanRequest:
     global_batch_size: int
     settings: CostSettings = field(default_factory=CostSettings)
     space: SearchSpace = field(default_factory=SearchSpace)
-    max_seconds: float = 60.0
+    max_seconds: float = _default("max_seconds")
     begun_s: Seconds | None = None
-    num_alternatives: int = NUM_ALTERNATIVES
+    num_alternatives: int = _default("num_alternatives")
     backend: Backend | None = None
     times: LayerTimes | None = None
     not_modelled: tuple[str, ...] = ()
@@ -198,10 +198,12 @@ class PlanRequest:
     remedies: bool = True
     memory_offers: tuple[MemoryOffer, ...] = ()
     reliability: Reliability | None = None
-    objective: Objective = Objective.EXPECTED
-    tie_percent: float = TIE_PERCENT
-    max_out_of_memory_percent: float = 5.0
-    failed_start_percent: float = FAILED_START_PERCENT
+    objective: Objective = field(
+        default_factory=lambda: Objective(default_setting("search.objective"))
+    )
+    tie_percent: float = _default("tie_percent")
+    max_out_of_memory_percent: float = _default("max_out_of_memory_percent")
+    failed_start_percent: float = _default("failed_start_percent")
     num_compared: int = NUM_COMPARED
     own: Mapping[str, object] = field(default_factory=dict)
     shortlist: bool = False

@@ -18,7 +18,7 @@ from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import ParallelPlan, SearchRecord
 from nest_megatron.planner.conflict import binding, is_legal_without, single_relaxations
-from nest_megatron.planner.request import PlanRequest
+from nest_megatron.planner.request import Request
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.memory_shortage import Shortage, fits, least_memory
 from nest_megatron.solver.ranking import SearchResult
@@ -31,7 +31,7 @@ LARGEST_CLUSTER = 65_536
 
 
 #: Finds a good plan of a request before some time, if there is one.
-Find = Callable[[PlanRequest, Deadline], ParallelPlan | None]
+Find = Callable[[Request, Deadline], ParallelPlan | None]
 
 #: Share of the time in which the number of GPUs is looked for, and the nearest plan.
 _NUMBER_SHARE = 0.5
@@ -101,9 +101,7 @@ class EndedEarly:
     search: SearchRecord
 
 
-def refuse_if_nothing_is_legal(
-    request: PlanRequest, result: SearchResult, deadline: Deadline
-) -> None:
+def refuse_if_nothing_is_legal(request: Request, result: SearchResult, deadline: Deadline) -> None:
     """Tell a job that no grid can hold from one that lacks memory.
 
     Args:
@@ -130,7 +128,7 @@ def refuse_if_nothing_is_legal(
     )
 
 
-def _relaxed(request: PlanRequest, deadline: Deadline) -> str:
+def _relaxed(request: Request, deadline: Deadline) -> str:
     """Which fixed values to free, as far as that makes some combination legal."""
     free = single_relaxations(request, deadline.passed)
     if free:
@@ -142,7 +140,7 @@ def _relaxed(request: PlanRequest, deadline: Deadline) -> str:
 
 
 def no_plan(
-    request: PlanRequest, model: CostModel, record: SearchRecord, deadline: Deadline, find: Find
+    request: Request, model: CostModel, record: SearchRecord, deadline: Deadline, find: Find
 ) -> NoPlan:
     """Explain an infeasible job: the nearest plan, and changes with which one fits.
 
@@ -175,7 +173,7 @@ def no_plan(
     )
 
 
-def _remedy(change: str, request: PlanRequest, deadline: Deadline, find: Find) -> Remedy:
+def _remedy(change: str, request: Request, deadline: Deadline, find: Find) -> Remedy:
     """A change with the plan of the request that it leads to, as far as time allows."""
     found = find(
         dataclasses.replace(
@@ -198,7 +196,7 @@ def _remedy(change: str, request: PlanRequest, deadline: Deadline, find: Find) -
 
 
 def _of_number(
-    request: PlanRequest, number: FewestGpus | None, deadline: Deadline, find: Find
+    request: Request, number: FewestGpus | None, deadline: Deadline, find: Find
 ) -> Iterator[Remedy]:
     """The smallest number of GPUs."""
     if number is None:
@@ -211,7 +209,7 @@ def _of_number(
     yield _remedy(change, dataclasses.replace(request, cluster=cluster), deadline, find)
 
 
-def _of_memory(request: PlanRequest, deadline: Deadline, find: Find) -> Iterator[Remedy]:
+def _of_memory(request: Request, deadline: Deadline, find: Find) -> Iterator[Remedy]:
     """The fewest changes of what memory holds, each set of them tried."""
     found: list[set[str]] = []
     for offer in request.memory_offers:
@@ -224,7 +222,7 @@ def _of_memory(request: PlanRequest, deadline: Deadline, find: Find) -> Iterator
             yield _remedy(" ".join(offer.words), changed, deadline, find)
 
 
-def _of_fixed(request: PlanRequest, deadline: Deadline, find: Find) -> Iterator[Remedy]:
+def _of_fixed(request: Request, deadline: Deadline, find: Find) -> Iterator[Remedy]:
     """What the user holds fixed or limits, all of it."""
     given = _given(request.space)
     freed = dataclasses.replace(request, space=_freed(request.space))
@@ -232,7 +230,7 @@ def _of_fixed(request: PlanRequest, deadline: Deadline, find: Find) -> Iterator[
         yield _remedy(f"leave free what is fixed ({', '.join(given)})", freed, deadline, find)
 
 
-def _of_capacity(request: PlanRequest, missing: int) -> Iterator[Remedy]:
+def _of_capacity(request: Request, missing: int) -> Iterator[Remedy]:
     """The margin and larger GPUs, which take no search."""
     accelerator = request.cluster.accelerator
     # A smaller margin, where less is missing than such predictions are wrong by.
@@ -274,7 +272,7 @@ class FewestGpus(NamedTuple):
     fits: bool
 
 
-def _fewest_gpus(request: PlanRequest, deadline: Deadline) -> FewestGpus | None:
+def _fewest_gpus(request: Request, deadline: Deadline) -> FewestGpus | None:
     """Fewest GPUs, in whole nodes, with which some plan fits.
 
     The bound on states is doubled and halved to, which takes little time; from there on up each
@@ -282,7 +280,7 @@ def _fewest_gpus(request: PlanRequest, deadline: Deadline) -> FewestGpus | None:
     """
     cluster, node = request.cluster, request.cluster.gpus_per_node
 
-    def request_of(num_gpus: int) -> PlanRequest:
+    def request_of(num_gpus: int) -> Request:
         return dataclasses.replace(request, cluster=cluster.resized(num_gpus))
 
     def has_room(num_gpus: int) -> bool:
@@ -326,12 +324,12 @@ def _unit(space: SearchSpace, node: int) -> int:
     return math.lcm(node, product(*dense), product(*expert, "pipeline_model"))
 
 
-def _fits(request: PlanRequest, deadline: Deadline) -> bool:
+def _fits(request: Request, deadline: Deadline) -> bool:
     """Whether some plan fits, as far as there was time to find one."""
     return fits(_new_search(request, None, deadline), deadline.passed)
 
 
-def _new_search(request: PlanRequest, model: CostModel | None, deadline: Deadline) -> Search:
+def _new_search(request: Request, model: CostModel | None, deadline: Deadline) -> Search:
     solve = solver_of(choose(request.backend), deadline.passed)
     model = model or request.cost_model()
     return Search(model, request.global_batch_size, _lean(request.space), solve)

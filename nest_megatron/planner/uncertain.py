@@ -19,7 +19,7 @@ from nest_megatron.cost_model.site import Site
 from nest_megatron.cost_model.uncertainty import Predictive
 from nest_megatron.parallel.layout import Layout, PartialLayout
 from nest_megatron.parallel.objective import SURE, Objective, Shortlist, Uncertainty
-from nest_megatron.planner.request import PlanRequest
+from nest_megatron.planner.request import Request
 from nest_megatron.planner.to_measure import Profile, minutes, profiles
 from nest_megatron.profile.choose import MEASURE_COMMAND
 from nest_megatron.solver.ranking import SolvedLayout
@@ -78,7 +78,7 @@ def allocatable(model: CostModel, grid: PartialLayout) -> Bytes:
     return allocatable_bytes(model.cluster.accelerator, model.settings, outside)
 
 
-def least_s(request: PlanRequest, bound_s: Seconds, known: Predictive) -> Seconds:
+def least_s(request: Request, bound_s: Seconds, known: Predictive) -> Seconds:
     """No plan of a job is worth less under the objective, where none has a shorter predicted step.
 
     Args:

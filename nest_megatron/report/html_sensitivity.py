@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from nest_megatron.catalogue_files import default_setting
 from nest_megatron.cluster.records import Accelerator, Cluster, Precision
 from nest_megatron.cost_model.compute import sixteen_bit
 from nest_megatron.cost_model.model import CostModel
@@ -19,7 +20,6 @@ from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.layout import Layout
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner.request import TIE_PERCENT
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.html_layout import reached_levels
 from nest_megatron.report.memory_words import memory_verdict
@@ -119,7 +119,8 @@ def sensitivity(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[
 
 def _tie_percent(plan: ParallelPlan) -> float:
     """Plans that differ by less count as equal."""
-    return TIE_PERCENT if plan.choice is None else plan.choice.tie_percent
+    usual: float = default_setting("search.tie_percent")
+    return usual if plan.choice is None else plan.choice.tie_percent
 
 
 def _notes(plan: ParallelPlan, times: LayerTimes | None) -> Iterator[str]:

@@ -13,7 +13,7 @@ from nest_megatron.cost_model.uncertainty import predictive, probability_faster
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.parallel.objective import SURE, Objective
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner import EndedEarly, NoPlan, PlanRequest, plan
+from nest_megatron.planner import EndedEarly, NoPlan, Request, plan
 from nest_megatron.planner.assemble import assemble, nothing_searched
 from nest_megatron.planner.choice import with_retries
 from nest_megatron.research.baselines import (
@@ -100,7 +100,7 @@ class Compared:
 
 
 def compare(
-    request: PlanRequest,
+    request: Request,
     names: Iterable[str] = PLANNERS,
     on_planner: Callable[[str], None] = lambda name: None,
 ) -> tuple[Compared, ...]:
@@ -123,7 +123,7 @@ def compare(
     return tuple(rows)
 
 
-def _ours(request: PlanRequest) -> Compared:
+def _ours(request: Request) -> Compared:
     """Our own answer: what ``plan`` answers."""
     found = plan(dataclasses.replace(request, remedies=False))
     own = found if isinstance(found, ParallelPlan) else None
@@ -162,7 +162,7 @@ def _terms(model: CostModel, found: ParallelPlan) -> dict[str, Seconds]:
     return mean_terms(model, found.layout)
 
 
-def _theirs(request: PlanRequest, ours: Compared, baseline: Baseline) -> Compared:
+def _theirs(request: Request, ours: Compared, baseline: Baseline) -> Compared:
     """A baseline's answer, its plan assembled as ours is, with what it loses."""
     model, started = request.cost_model(), time.perf_counter()
     deadline = request.deadline()
@@ -204,7 +204,7 @@ def _theirs(request: PlanRequest, ours: Compared, baseline: Baseline) -> Compare
     )
 
 
-def _relative_throughput(request: PlanRequest, ours: ParallelPlan, theirs: ParallelPlan) -> float:
+def _relative_throughput(request: Request, ours: ParallelPlan, theirs: ParallelPlan) -> float:
     """Their throughput over ours, by what the objective makes of both steps."""
     plans = (ours, theirs)
     steps = [plan.predicted.iteration_time_s for plan in plans]

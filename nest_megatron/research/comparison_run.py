@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
@@ -21,7 +21,7 @@ from nest_megatron.integrations.stated_job import StatedJob
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.price import Rates
 from nest_megatron.plain import to_plain
-from nest_megatron.planner import PlanRequest
+from nest_megatron.planner import Request
 from nest_megatron.planner.assemble import priced
 from nest_megatron.report.charts import SOFT, SUFFIXES, TERM_COLOURS, ink_on, write_chart
 from nest_megatron.report.console import Shown, say, show, show_json
@@ -56,10 +56,10 @@ def run_compare(
     if chart is not None:
         check_chart(chart)
     composed = compose(with_defaults(settings), config_dir)
-    if composed.config.out is not None:
+    if composed.out is not None:
         raise UserInputError(
             "out",
-            value=composed.config.out,
+            value=composed.out,
             limit="a comparison writes no plan",
             fix="Use --chart for a picture, or `nest-megatron plan` for the plan.",
         )
@@ -82,7 +82,7 @@ def run_compare(
 class PlannerComparison(Shown):
     """One job by several planners: what ``compare`` prints and draws."""
 
-    request: PlanRequest
+    request: Request
     rows: tuple[Compared, ...]
 
     @property
@@ -103,7 +103,7 @@ class PlannerComparison(Shown):
 
 
 def compare_composed(
-    composed: Composed,
+    composed: Settings,
     names: Sequence[str] = PLANNERS,
     on_planner: Callable[[str], None] = lambda name: None,
 ) -> PlannerComparison:
@@ -112,7 +112,7 @@ def compare_composed(
     return PlannerComparison(request=request, rows=compare(request, names, on_planner))
 
 
-def _without_site(request: PlanRequest) -> PlanRequest:
+def _without_site(request: Request) -> Request:
     """The job by the catalogue's constants, by which every planner searches."""
     if request.site is None:
         return request
@@ -132,7 +132,7 @@ def _told() -> Iterator[Callable[[str], None]]:
         yield lambda name: status.update(f"planning: {name}")
 
 
-def _plain(request: PlanRequest, rows: Sequence[Compared]) -> dict[str, Any]:
+def _plain(request: Request, rows: Sequence[Compared]) -> dict[str, Any]:
     return {
         "model": request.spec.name,
         "cluster": request.cluster.name,

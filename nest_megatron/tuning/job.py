@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from nest_megatron.config.compose import Composed
+from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import Job
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.typed_command import command_of_plan, read_request
@@ -32,7 +32,7 @@ class TunedJob:
     """A job read from a command, and the plans that could be its fastest."""
 
     job: Job
-    composed: Composed
+    composed: Settings
     ranked: Ranked
 
     def plan(self, candidate: Candidate) -> ParallelPlan:
@@ -73,7 +73,7 @@ class TunedJob:
 
 def read_tuned(
     asked: Asked,
-    composed: Composed,
+    composed: Settings,
     begun_s: Seconds | None = None,
     on_progress: Progress | None = None,
     trials: Collection[str] = (),

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from nest_megatron.catalogue_files import default_setting
 from nest_megatron.cost_model import student_t
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.shortlist import shortlist
@@ -20,7 +21,7 @@ from nest_megatron.cost_model.uncertainty import Predictive, predictive, probabi
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.stage_layout import is_uniform
 from nest_megatron.planner.choice import Candidate, allowed_of, simplest_of_best, values_of
-from nest_megatron.planner.request import FAILED_START_PERCENT, MOST_OUT_OF_MEMORY, TIE_PERCENT
+from nest_megatron.planner.request import MOST_OUT_OF_MEMORY
 from nest_megatron.planner.uncertain import LEVEL, out_of_memory
 from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.units import Seconds, to_ticks
@@ -219,8 +220,10 @@ def choice_scores(layouts: Sequence[tuple[Candidate, Seconds]]) -> ChoiceScores:
 
 def _default(candidates: Sequence[Candidate]) -> Candidate:
     candidates = allowed_of(candidates, MOST_OUT_OF_MEMORY)
-    values = values_of(candidates, Objective.EXPECTED, FAILED_START_PERCENT)
-    return candidates[simplest_of_best(candidates, values, TIE_PERCENT)]
+    values = values_of(
+        candidates, Objective.EXPECTED, default_setting("search.failed_start_percent")
+    )
+    return candidates[simplest_of_best(candidates, values, default_setting("search.tie_percent"))]
 
 
 def _sure_pairs(steps: Sequence[Predictive], measured: Sequence[Seconds]) -> list[bool]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nest_megatron import cli
-from nest_megatron.config.layout_words import read_layout
+from nest_megatron.config.keywords import read_layout
 from nest_megatron.errors import INTERRUPTED, UserInputError
 from tests.cli.runs import SMALL, interrupted, run
 

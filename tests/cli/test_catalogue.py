@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.config.keywords import model_entry
+from nest_megatron.config.catalogue import named_model
 from tests.cli.runs import ROOT, SMALL, run
 
 LLAMA = {
@@ -135,4 +135,4 @@ def test_a_network_profile_is_no_cluster_yet(tmp_path: Path) -> None:
 
 def test_what_is_shown_is_what_is_planned(config: Path) -> None:
     shown = run("models", str(config), "--json").json()
-    assert model_entry(str(config)).hidden_size == shown["hidden_size"] == 2048
+    assert named_model(str(config))[0].hidden_size == shown["hidden_size"] == 2048

@@ -20,7 +20,7 @@ from nest_megatron.cli.commands import COMMANDS, cli
 from nest_megatron.history import store as history
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan_file import sealed
-from nest_megatron.planner import PlanRequest
+from nest_megatron.planner import Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.profile import profile_file
 from nest_megatron.report.failure import ending_on_errors, require_plan
@@ -310,7 +310,7 @@ def test_the_end_of_a_job_without_a_plan_is_its_exit_code(
 ) -> None:
     """What the launch hook, the Hydra group and the frameworks' adapters end with."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    request = PlanRequest(
+    request = Request(
         spec=catalogue.model("llama3_70b"),
         cluster=catalogue.cluster("dgx_h100", 8),
         global_batch_size=8,

@@ -17,7 +17,7 @@ from nest_megatron.config.schema import SECTIONS, section_keys
 from nest_megatron.config.space import read_space
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import DEFAULT_TARGET
-from nest_megatron.planner import PlanRequest
+from nest_megatron.planner import Request
 from nest_megatron.solver.space import DEGREES, SearchSpace
 from tests.cli.runs import ROOT, SMALL, run
 
@@ -46,10 +46,10 @@ def test_every_assumption_of_the_cost_model_can_be_set() -> None:
 
 def test_nothing_said_is_the_planners_own_default() -> None:
     composed = compose(parse(SMALL))
-    inputs, space = request_of(composed), read_space(composed.config)
+    inputs, space = request_of(composed), read_space(composed)
     offers = {"numeric_offers": (), "memory_offers": ()}
     request = dataclasses.replace(inputs, **offers, notes=(), profile_notes=())
-    plain = PlanRequest(
+    plain = Request(
         space=SearchSpace(version=DEFAULT_TARGET.megatron_core),
         spec=inputs.spec,
         cluster=inputs.cluster,

@@ -11,7 +11,7 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.integrations.megatron_lm import planning as kept
 from nest_megatron.integrations.typed_command import read_request
-from nest_megatron.planner import PlanRequest
+from nest_megatron.planner import Request
 from tests.integrations.test_sharding import WIDE, job
 
 
@@ -19,12 +19,12 @@ def test_a_freed_choice_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> Non
     composed = compose(parse(["cluster=dgx_h100"]))
     read, request = read_request(job(WIDE), composed, free=(), version="0.16.1")
     assert request.offer is not None
-    asked: list[PlanRequest] = []
+    asked: list[Request] = []
     monkeypatch.setattr(kept, "running_request", lambda *_: request)
     monkeypatch.setattr(kept, "find_plan", asked.append)
     searched: Any = SimpleNamespace(
         job=read,
-        place=SimpleNamespace(composed=composed),
+        place=SimpleNamespace(settings=composed),
         kept=(),
     )
     assert kept.costs(searched) == []

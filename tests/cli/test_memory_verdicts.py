@@ -10,7 +10,7 @@ import math
 import pytest
 from rich.console import Console
 
-from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.cost_model.memory import PEAK_ERROR
 from nest_megatron.cost_model.traits import ExecutionTraits
@@ -38,7 +38,7 @@ OFFLOADED = BASE + "--bf16 --fine-grained-activation-offloading --use-nccl-ub"
 NAMED = ("--fine-grained-activation-offloading", "--use-nccl-ub")
 
 
-def composed(*settings: str) -> Composed:
+def composed(*settings: str) -> Settings:
     return compose(parse(["cluster=dgx_h100", *settings]), None)
 
 

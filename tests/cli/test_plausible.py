@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from nest_megatron.catalogue_files import catalogue_names
+from nest_megatron.config.catalogue import read_cluster, require_plausible
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
-from nest_megatron.config.plausible import require_plausible
-from nest_megatron.config.request import read_cluster
 from nest_megatron.errors import BAD_INPUT, settings_typed_as
 from nest_megatron.planner import EndedEarly
 from nest_megatron.report.words import ended_early
@@ -74,7 +73,7 @@ def test_the_check_can_be_turned_off() -> None:
 
 def test_the_catalogue_is_plausible() -> None:
     for name in catalogue_names("cluster"):
-        require_plausible(None, read_cluster(compose(parse([f"cluster={name}"])).config))
+        require_plausible(None, read_cluster(compose(parse([f"cluster={name}"]))))
     for name in catalogue_names("model"):
         require_plausible(catalogue.model(name), None)
 

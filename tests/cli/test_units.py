@@ -10,22 +10,22 @@ import yaml
 
 from nest_megatron.cli.command_kinds import Duration
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.catalogue import read_cluster, read_spec
+from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.launch import read_launch, read_words
 from nest_megatron.config.overrides import parse
-from nest_megatron.config.request import read_cluster, read_spec
 from nest_megatron.errors import UserInputError
 from tests.cli.runs import ROOT, run
 
 JOB = ("model=llama3_8b", "cluster=h100_spine_leaf")
 
 
-def composed(*settings: str) -> Composed:
+def composed(*settings: str) -> Settings:
     return compose(parse([*JOB, *settings]))
 
 
 def cluster(*settings: str) -> Cluster:
-    return read_cluster(composed(*settings).config)
+    return read_cluster(composed(*settings))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_cluster_is_the_same_with_units(typed: str, plain: str) -> None:
     ],
 )
 def test_a_setting_is_the_same_with_a_unit(typed: str, plain: str) -> None:
-    assert composed(typed).config == composed(plain).config
+    assert composed(typed) == composed(plain)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_wrong_time_of_an_option_is_named(words: tuple[str, ...], told: str) -
 
 def test_a_thousand_tokens_are_not_1024() -> None:
     found = composed("train.seq_length=128k")
-    assert found.config.train.seq_length == 128_000
+    assert found.train.seq_length == 128_000
     assert "128,000 tokens; 128Ki is 131,072" in found.notes[0]
     assert not composed("train.seq_length=128Ki").notes
 
@@ -123,10 +123,10 @@ def test_a_file_may_have_units_and_no_wrong_ones(tmp_path: Path) -> None:
     text = (ROOT / "hydra_configs/cluster/h100_spine_leaf.yaml").read_text(encoding="utf-8")
     own = tmp_path / "own.yaml"
     own.write_text(text.replace("4.5e+11", "450GB/s").replace("1.52e-05", "15.2us"))
-    assert read_cluster(compose(parse([f"cluster={own}"])).config) == cluster()
+    assert read_cluster(compose(parse([f"cluster={own}"]))) == cluster()
     own.write_text(text.replace("4.5e+11", "450GB"))
     with pytest.raises(UserInputError, match=r"levels\[0\]\.bandwidth_bytes_per_s.*'450GB'"):
-        read_cluster(compose(parse([f"cluster={own}"])).config)
+        read_cluster(compose(parse([f"cluster={own}"])))
 
 
 def test_a_plan_file_holds_plain_numbers(tmp_path: Path) -> None:
@@ -144,15 +144,15 @@ def test_a_model_has_units_in_settings_and_files(tmp_path: Path) -> None:
     assert length is not None
     assert int(length[1]) % 1024 == 0
     own.write_text(text.replace(length[0], f"seq_length: {int(length[1]) // 1024}Ki"))
-    plain = read_spec(compose(parse(["model=mixtral_8x7b"])).config)
-    assert read_spec(compose(parse([f"model={own}"])).config) == plain
-    layers = read_spec(compose(parse(["model=mixtral_8x7b", "model.num_layers=0.064k"])).config)
+    plain = read_spec(compose(parse(["model=mixtral_8x7b"])))
+    assert read_spec(compose(parse([f"model={own}"]))) == plain
+    layers = read_spec(compose(parse(["model=mixtral_8x7b", "model.num_layers=0.064k"])))
     assert (layers.num_layers, len(layers.moe_layer_pattern)) == (64, 64)
     longer = composed("model.seq_length=128k")
-    assert read_spec(longer.config).seq_length == 128_000
+    assert read_spec(longer).seq_length == 128_000
     assert "128Ki is 131,072" in longer.notes[0]
     with pytest.raises(UserInputError, match=r"seq_length.*128Ki"):
-        read_spec(composed("model.seq_length=8KiB").config)
+        read_spec(composed("model.seq_length=8KiB"))
 
 
 def test_settings_of_a_launch_have_units() -> None:

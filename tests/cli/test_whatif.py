@@ -13,9 +13,10 @@ import pytest
 import nest_megatron
 from nest_megatron.api.sweep_jobs import opened
 from nest_megatron.cluster.records import Cluster
+from nest_megatron.config.catalogue import read_cluster
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
-from nest_megatron.config.request import read_cluster, request_of
+from nest_megatron.config.request import request_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.plan_settings import rates_of, reliability_of, settings_of
 from nest_megatron.parallel import plan_file
@@ -270,7 +271,7 @@ def test_oversubscription_of_a_plan_file_is_that_of_its_cluster(path: Path, tmp_
 
 
 def cluster_of(*settings: str) -> Cluster:
-    return read_cluster(compose(parse(settings)).config)
+    return read_cluster(compose(parse(settings)))
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from nest_megatron.integrations.megatron_lm import rules
 from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner import PlanRequest, plan
+from nest_megatron.planner import Request, plan
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
 from tests.contract import megatron_model
@@ -74,7 +74,7 @@ JOBS: tuple[tuple[str, str, int, int, dict[str, int]], ...] = (
 def planned(index: int) -> ParallelPlan:
     model, cluster, num_gpus, batch, fixed = JOBS[index]
     found = plan(
-        PlanRequest(
+        Request(
             spec=catalogue.model(model),
             cluster=catalogue.cluster(cluster, num_gpus),
             global_batch_size=batch,

@@ -19,7 +19,7 @@ from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner import PlanRequest, plan
+from nest_megatron.planner import Request, plan
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
 from tests.contract.megatron_shims import meta_megatron, torch
@@ -119,7 +119,7 @@ def test_what_is_not_priced_is_refused(extra: str, named: str) -> None:
 def test_plans_have_what_the_scripts_take(model: TransformerSpec) -> None:
     """No layout or virtual stages, and no buffers for lengths that differ between stacks."""
     found = plan(
-        PlanRequest(
+        Request(
             spec=model,
             cluster=catalogue.cluster("dgx_h100", 8),
             global_batch_size=8,

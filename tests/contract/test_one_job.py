@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 
+from nest_megatron.config.catalogue import read_cluster
 from nest_megatron.config.compose import compose
 from nest_megatron.config.job import Job
 from nest_megatron.config.overrides import parse
-from nest_megatron.config.request import catalogue_job, read_cluster
+from nest_megatron.config.request import catalogue_job
 from nest_megatron.integrations.megatron_bridge import read_recipe as read_bridge
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.planning import job_request
@@ -18,7 +19,7 @@ from nest_megatron.integrations.megatron_lm.write import model_argv
 from nest_megatron.integrations.nemo import read_recipe as read_nemo
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.planner import PlanRequest
+from nest_megatron.planner import Request
 from nest_megatron.validation.golden import shape_of_test
 from tests import catalogue
 from tests.integrations.frameworks import bridge_config, nemo_recipe
@@ -71,10 +72,10 @@ def test_what_is_not_said_is_megatrons_default_for_commands_and_measured_rows() 
 
 def test_every_job_becomes_the_planners_request_in_one_way() -> None:
     composed = compose(parse(["cluster=dgx_h100", "cluster.num_gpus=64"]))
-    cluster = read_cluster(composed.config)
+    cluster = read_cluster(composed)
     for who, job in jobs(LLAMA).items():
         request = job_request(job, cluster, composed)
-        assert isinstance(request, PlanRequest), who
+        assert isinstance(request, Request), who
         assert request.global_batch_size == 512
         assert request.notes[: len(job.notes)] == job.notes
 

@@ -30,7 +30,7 @@ from nest_megatron.history.records import Outcome, RunRecord, cluster_key, job_k
 from nest_megatron.integrations.megatron_lm import other_layout
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner import PlanRequest, plan
+from nest_megatron.planner import Request, plan
 from nest_megatron.planner.uncertain import allocatable
 from nest_megatron.report.site import site_rows
 from nest_megatron.report.terminal import plan_report
@@ -41,7 +41,7 @@ TODAY = "2026-11-23"
 JOB = ("model=llama3_8b", "cluster=dgx_h100", "search.num_alternatives=2")
 
 
-def request(*overrides: str) -> PlanRequest:
+def request(*overrides: str) -> Request:
     """A small job."""
     return request_of(compose(parse([*JOB, *overrides])))
 

@@ -11,7 +11,7 @@ from nest_megatron.config.job import Job
 from nest_megatron.config.layout import estimate_layout
 from nest_megatron.config.overrides import expand, parse
 from nest_megatron.config.request import request_of
-from nest_megatron.config.target import read_execution, read_target
+from nest_megatron.config.target import CostInputs, read_target
 from nest_megatron.cost_model.settings import restored_settings, stored_settings
 from nest_megatron.cost_model.target_defaults import (
     BRIDGE_0_3,
@@ -170,7 +170,7 @@ def read_flags(flags: str, version: str = "0.16.1") -> Job:
 
 def execution_of_job(flags: str) -> Execution:
     composed = compose(parse(["cluster=dgx_h100"]))
-    return read_execution(composed.config, read_flags(flags), "H100-SXM-80GB")
+    return CostInputs.of(composed, read_flags(flags), "H100-SXM-80GB").execution()
 
 
 def test_the_flags_of_a_command_are_priced() -> None:
@@ -243,4 +243,4 @@ def test_a_command_of_megatron_is_written_for_megatron_alone(target: Target) -> 
 def test_targets_are_swept() -> None:
     names = [target.name for target in TARGETS]
     jobs = expand(parse([f"target={','.join(names)}"]))
-    assert [read_target(compose(job).config).name for job in jobs] == names
+    assert [read_target(compose(job)).name for job in jobs] == names

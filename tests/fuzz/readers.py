@@ -157,8 +157,8 @@ def _entries(group: str, count: int) -> tuple[str, ...]:
 
 
 def _model(text: str) -> object:
+    from nest_megatron.config.catalogue import require_plausible
     from nest_megatron.config.compose import read_mapping
-    from nest_megatron.config.plausible import require_plausible
     from nest_megatron.model.catalogue import spec_from_mapping
     from nest_megatron.model.parameters import total_parameters
 
@@ -195,8 +195,8 @@ def _cluster_seeds() -> tuple[str, ...]:
 
 def _cluster(text: str) -> object:
     from nest_megatron.cluster.catalogue import cluster_from_mapping
+    from nest_megatron.config.catalogue import require_plausible
     from nest_megatron.config.compose import read_mapping
-    from nest_megatron.config.plausible import require_plausible
 
     found: Any = read_mapping("cluster", _file(text, "cluster.yaml"))
     cluster = cluster_from_mapping(_container(found))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
@@ -35,7 +35,7 @@ EXPERTS = DENSE + "--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm "
 EXPERTS += "--expert-model-parallel-size 2 "
 
 
-def settings(*words: str) -> Composed:
+def settings(*words: str) -> Settings:
     return compose(parse(["cluster=dgx_h100", *words]), None)
 
 

@@ -22,7 +22,7 @@ from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE
 from nest_megatron.parallel.rules import LaunchRequest, mtp_chunk
 from nest_megatron.parallel.stage_layout import is_uniform, layout_string, parse_layout
-from nest_megatron.planner import PlanRequest, plan
+from nest_megatron.planner import Request, plan
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
 
@@ -160,7 +160,7 @@ def test_plans_have_stages_that_the_release_builds(version: str) -> None:
     if pattern:
         spec = dataclasses.replace(HYBRID, hybrid_layer_pattern=pattern, mtp_num_layers=None)
     found = plan(
-        PlanRequest(
+        Request(
             spec=spec,
             cluster=catalogue.cluster("dgx_h100", 8),
             global_batch_size=32,

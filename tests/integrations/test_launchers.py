@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.dry_run.recorder import STANDS_FOR
@@ -25,7 +25,7 @@ JOB = (
 )
 
 
-def composed(words: list[str]) -> Composed:
+def composed(words: list[str]) -> Settings:
     return compose(parse(words))
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from nest_megatron import api
 from nest_megatron.api import Explanation, load_plan
-from nest_megatron.config.layout_words import read_layout
+from nest_megatron.config.keywords import read_layout
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm import other_layout
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner import EndedEarly, NoPlan, PlanRequest
+from nest_megatron.planner import EndedEarly, NoPlan, Request
 from nest_megatron.planner import plan as find_plan
 from tests.cli.runs import ROOT, run
 
@@ -39,7 +39,7 @@ def explained(path: Path) -> Explanation:
 def test_differences_add_up_to_the_difference_of_the_steps(
     explained: Explanation, layout: str
 ) -> None:
-    found = explained.versus(layout).record
+    found = explained.versus(layout)
     before, after = found.plan.predicted, found.other.predicted
     step = after.iteration_time_s - before.iteration_time_s
     assert math.fsum(found.terms.values()) == pytest.approx(step, abs=1e-9)
@@ -57,7 +57,7 @@ def test_other_layouts_have_the_rates_of_the_plan(tmp_path: Path) -> None:
         **job, cost=rates, train={"tokens": 10**12}, reliability={"mtbf_hours": 50_000.0}
     )
     plan.save(tmp_path / "plan.yaml")
-    found = load_plan(tmp_path / "plan.yaml").explain().versus("mbs=2,tp=4").record
+    found = load_plan(tmp_path / "plan.yaml").explain().versus("mbs=2,tp=4")
     own, other, said = found.plan.price, found.other.price, plan.record.price
     assert own is not None
     assert other is not None
@@ -79,7 +79,7 @@ def test_the_other_layout_is_priced_as_estimate_prices_it(explained: Explanation
         pipeline_model_parallel_size=2,
         micro_batch_size=1,
     )
-    found = explained.versus(f"{words},recompute=none").record.other
+    found = explained.versus(f"{words},recompute=none").other
     assert found.layout.dims.data_parallel_size == priced.layout.dims.data_parallel_size
     assert (
         found.predicted.stages[0].memory_bytes["weights"]
@@ -91,7 +91,7 @@ def test_the_other_layout_is_priced_as_estimate_prices_it(explained: Explanation
 
 def test_the_plan_against_itself_is_no_difference(explained: Explanation) -> None:
     size = explained.plan.layout.dims.tensor_model_parallel_size
-    found = explained.versus(f"tp={size}").record
+    found = explained.versus(f"tp={size}")
     assert found.difference.seconds == 0
     assert set(found.memory.values()) == {0}
     assert not any(found.terms.values())
@@ -107,14 +107,14 @@ def test_the_plan_against_itself_is_no_difference(explained: Explanation) -> Non
     ],
 )
 def test_layouts_are_read_in_all_spellings(layout: str) -> None:
-    parallel = read_layout(layout, "--why-not").config.parallel
+    parallel = read_layout(layout, "--why-not").parallel
     assert parallel.tensor_model_parallel_size == 8
     assert parallel.pipeline_model_parallel_size == 4
 
 
 def test_a_stage_layout_keeps_its_commas() -> None:
     composed = read_layout("pp=2,recompute_modules=[core_attn,mlp],recompute=selective", "--versus")
-    assert composed.config.parallel.recompute_modules == ["core_attn", "mlp"]
+    assert composed.parallel.recompute_modules == ("core_attn", "mlp")
 
 
 @pytest.mark.parametrize(
@@ -144,10 +144,10 @@ def test_what_megatron_refuses_is_refused_with_its_rule(explained: Explanation) 
 def test_an_illegal_layout_has_a_rule_and_a_legal_neighbour() -> None:
     found = load_plan(EXPERTS).explain().why_not("tp=8,pp=4,ep=16")
     assert found.verdict == "illegal"
-    assert "args:1025" in found.record.rule
-    nearest = found.record.nearest
+    assert "args:1025" in found.rule
+    nearest = found.nearest
     assert nearest is not None
-    assert found.record.changed == ("expert_model_parallel_size",)
+    assert found.changed == ("expert_model_parallel_size",)
     assert nearest.layout.dims.tensor_model_parallel_size == 8
     assert nearest.layout.dims.pipeline_model_parallel_size == 4
     assert nearest.layout.dims.expert_model_parallel_size == 8
@@ -158,19 +158,19 @@ def test_an_illegal_layout_has_a_rule_and_a_legal_neighbour() -> None:
 def test_sizes_of_experts_are_refused_without_experts(explained: Explanation) -> None:
     found = explained.why_not("tp=4,ep=2")
     assert found.verdict == "illegal"
-    assert "expert_model_parallel_size" in found.record.rule
-    assert found.record.changed == ("expert_model_parallel_size",)
+    assert "expert_model_parallel_size" in found.rule
+    assert found.changed == ("expert_model_parallel_size",)
 
 
 def test_a_layout_that_does_not_fit_has_its_bytes(explained: Explanation) -> None:
     found = explained.why_not("tp=1,pp=1,zero=0,mbs=8")
     assert found.verdict == "does not fit"
-    versus, needed = found.record.versus, found.record.needed_bytes
+    versus, needed = found.versus, found.needed_bytes
     assert versus is not None
     assert needed is not None
     assert needed > versus.other.predicted.capacity_bytes
     assert needed <= versus.other.predicted.peak_memory_bytes
-    nearest = found.record.nearest
+    nearest = found.nearest
     assert nearest is not None
     assert nearest.predicted.fits
 
@@ -178,13 +178,13 @@ def test_a_layout_that_does_not_fit_has_its_bytes(explained: Explanation) -> Non
 def test_a_legal_layout_says_what_it_loses(explained: Explanation) -> None:
     found = explained.why_not("tp=8,mbs=1")
     assert found.verdict in ("slower", "tie")
-    versus = found.record.versus
+    versus = found.versus
     assert versus is not None
     assert versus.other.predicted.fits
     assert versus.other.layout.dims.tensor_model_parallel_size == 8
     assert versus.difference.seconds > 0
     assert "legal and fits, but" in str(found)
-    assert found.record.nearest is None
+    assert found.nearest is None
 
 
 def test_the_command_line_says_the_same(path: Path) -> None:
@@ -217,7 +217,7 @@ def test_bad_questions_end_with_2(path: Path, words: tuple[str, ...]) -> None:
 def test_where_time_ends_a_search_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = []
 
-    def ended(request: PlanRequest) -> ParallelPlan | NoPlan | EndedEarly:
+    def ended(request: Request) -> ParallelPlan | NoPlan | EndedEarly:
         begun.append(request.begun_s)
         found = find_plan(request)
         if isinstance(found, ParallelPlan):

@@ -9,10 +9,10 @@ import pytest
 
 import nest_megatron
 from nest_megatron.api.variants import WhatIf
+from nest_megatron.config.catalogue import read_cluster
 from nest_megatron.config.compose import compose
-from nest_megatron.config.given import given_settings
 from nest_megatron.config.overrides import parse
-from nest_megatron.config.request import read_cluster
+from nest_megatron.config.request import recorded_settings
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import megatron_bridge, nemo
 from nest_megatron.integrations.megatron_lm.planning import job_request
@@ -100,7 +100,7 @@ def test_what_is_typed_wins_over_what_was_kept(path: Path) -> None:
 
 def test_the_defaults_of_what_a_file_need_not_say_are_those_of_the_settings() -> None:
     """They stand beside ``hydra_configs/plan.yaml``, so that reading a file composes nothing."""
-    assert given_settings(compose(parse(["model=llama3_8b", "cluster=dgx_h100"])).config) == ()
+    assert recorded_settings(compose(parse(["model=llama3_8b", "cluster=dgx_h100"]))) == ()
 
 
 def test_what_the_recipe_says_itself_is_not_changed(path: Path) -> None:
@@ -115,7 +115,7 @@ def test_its_job_is_searched_as_that_of_the_recipe(
     read = nemo.read_recipe if framework == "nemo" else megatron_bridge.read_recipe
     job = read(mixtral(framework))
     composed = compose(parse([f"cluster={cluster}", "cluster.num_gpus=72"]))
-    asked = job_request(job, read_cluster(composed.config), composed)
+    asked = job_request(job, read_cluster(composed), composed)
     model = ("model=mixtral_8x7b", f"target={asked.settings.target}")
     plan = plan_file.read(path)
     text = plan_file.dump(plan_file.sealed(plan, recipe=recorded(job)))

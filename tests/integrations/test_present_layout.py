@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 import nest_megatron
+from nest_megatron.config.catalogue import read_cluster
 from nest_megatron.config.compose import compose
 from nest_megatron.config.job import Job
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.policy import VARIABLE
-from nest_megatron.config.request import read_cluster
 from nest_megatron.integrations import nemo, recipe_command
 from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, RecomputeGranularity
-from nest_megatron.planner import PlanRequest
+from nest_megatron.planner import Request
 from nest_megatron.report.words import present_words
 from nest_megatron.solver.grids import GridSpace
 from tests import catalogue
@@ -37,23 +37,23 @@ WORDS = (
 SLOW = f"{WORDS} --tensor-model-parallel-size 8".replace("size 24", "size 1")
 
 
-def of_recipe(recipe: Any, *settings: str, keep: Sequence[str] = ()) -> PlanRequest:
+def of_recipe(recipe: Any, *settings: str, keep: Sequence[str] = ()) -> Request:
     job = nemo.read_recipe(recipe, vocab_size=128_256)
     return of_job(dataclasses.replace(job, free=free_parameters(None, keep)), *settings)
 
 
-def of_job(job: Job, *settings: str) -> PlanRequest:
+def of_job(job: Job, *settings: str) -> Request:
     words = ("cluster=dgx_h100", f"cluster.num_gpus={job.num_gpus}", *settings)
     composed = compose(parse([*words]))
-    return job_request(job, read_cluster(composed.config), composed)
+    return job_request(job, read_cluster(composed), composed)
 
 
-def of_command(text: str, *settings: str) -> PlanRequest:
+def of_command(text: str, *settings: str) -> Request:
     composed = compose(parse(["cluster=dgx_h100", *settings]))
     return read_request(text, composed, free=["all"], version="0.16.1")[1]
 
 
-def micro_batches(request: PlanRequest) -> set[int]:
+def micro_batches(request: Request) -> set[int]:
     grids = GridSpace(request.cost_model(), request.global_batch_size, request.space)
     return {shard.micro_batch_size for shard in grids.shards()}
 

@@ -14,7 +14,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARG
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner import PlanRequest, plan
+from nest_megatron.planner import Request, plan
 from tests.integrations.commands import GPT3_175B, LLAMA3_8B, MIXTRAL
 
 COMMANDS = {"llama": LLAMA3_8B, "mixtral": MIXTRAL, "gpt3": GPT3_175B}
@@ -33,11 +33,11 @@ def found_for(text: str) -> ParallelPlan:
     command = read_command(text)
     job = read_job(command)
     spec = job.spec
-    cluster = compose(parse(["cluster=dgx_h100"])).config.cluster
+    cluster = compose(parse(["cluster=dgx_h100"])).cluster
     assert cluster is not None
     assert job.global_batch_size is not None
     found = plan(
-        PlanRequest(
+        Request(
             spec=spec,
             cluster=cluster_from_mapping(cluster, num_gpus=job.num_gpus),
             global_batch_size=job.global_batch_size,

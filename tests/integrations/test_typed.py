@@ -46,7 +46,7 @@ def asked(flags: str, free: str = "") -> tuple[ReadCommand, frozenset[str], Para
     found = plan(request)
     assert isinstance(found, ParallelPlan)
     assert read.command is not None
-    return read.command, kept_flags(read, request, composed.config), found
+    return read.command, kept_flags(read, request, composed), found
 
 
 @pytest.mark.parametrize(("flags", "layout"), TYPED.items())

@@ -386,4 +386,4 @@ def test_the_command_says_how_long_rank_0_may_plan(
     STORES.append(Rendezvous().join(0, 2, command, 600.0))
     found = STORES[-1].context
     assert (found.rendezvous_timeout_s, found.planning_s) == (30.0, planning_s)
-    assert compose(()).config.search.max_seconds == 60.0
+    assert compose(()).search.max_seconds == 60.0

@@ -407,8 +407,8 @@ def test_cores_are_shared_by_the_ranks_of_a_host() -> None:
 def test_measuring_leaves_the_rest_of_the_place_alone() -> None:
     _, place = job("nest.profile.mode=measure", "nest.profile.max_seconds=7")
     analytic = with_profile(place, ProfileMode.ANALYTIC)
-    assert analytic.composed.config.profile.mode == "analytic"
-    assert analytic.composed.config.profile.max_seconds == 7
-    assert place.composed.config.profile.mode == "measure"
+    assert analytic.settings.profile.mode == "analytic"
+    assert analytic.settings.profile.max_seconds == 7
+    assert place.settings.profile.mode == "measure"
     assert analytic.cluster is place.cluster
     assert planned_with(place, Measured(notes=("said",))).notes[-1] == "said"

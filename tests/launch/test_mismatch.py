@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from nest_megatron.cluster.discovery import LocalGpus
+from nest_megatron.config import defaults
 from nest_megatron.config import policy as policies
-from nest_megatron.config import site_files
 from nest_megatron.config.launch import read_launch, read_words
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.integrations.megatron_lm import pinned as pinning
@@ -259,7 +259,7 @@ def test_no_error_proposes_what_a_policy_forbids(
 
 def policy_files(folder: Path, patch: pytest.MonkeyPatch, *rules: Mapping[str, Any]) -> None:
     """The operators' rules of launches, and those of another file."""
-    patch.setattr(site_files, "SYSTEM_FOLDER", folder / "etc")
+    patch.setattr(defaults, "SYSTEM_FOLDER", folder / "etc")
     for path, launches in zip(
         (folder / "etc" / "policy.yaml", folder / "more.yaml"), rules, strict=False
     ):

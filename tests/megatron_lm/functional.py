@@ -236,18 +236,18 @@ def written(job: Job, version: str) -> Written:
         found = plan(request)
         if isinstance(found, NoPlan):
             return Written(job=job, command=command, refused="nothing fits")
-        launch = with_launch(
-            found, command, kept=kept_flags(read, request, composed.config)
-        ).launch[LAUNCHER]
+        launch = with_launch(found, command, kept=kept_flags(read, request, composed)).launch[
+            LAUNCHER
+        ]
     except NestError as error:
         return Written(job=job, refused=" ".join(str(error).split()))
     return Written(job=job, argv=launch.argv, environment=launch.environment, command=command)
 
 
 def _cluster(composed: Any, job: Job) -> Any:
-    from nest_megatron.config.request import read_cluster
+    from nest_megatron.config.catalogue import read_cluster
 
-    return read_cluster(composed.config, job.num_gpus)
+    return read_cluster(composed, job.num_gpus)
 
 
 def home() -> Path | None:

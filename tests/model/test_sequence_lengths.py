@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nest_megatron.config.request import with_seq_length
+from nest_megatron.config.catalogue import with_seq_length
 from nest_megatron.config.schema import TrainConfig
-from nest_megatron.config.sequence_data import read_lengths
+from nest_megatron.config.train import read_lengths
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.graph import OperatorKind
 from nest_megatron.model.layer_pattern import LayerKind

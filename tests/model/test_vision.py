@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nest_megatron.config.schema import TrainConfig
-from nest_megatron.config.sequence_data import with_images
+from nest_megatron.config.train import with_images
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
@@ -27,7 +27,7 @@ from nest_megatron.parallel.recompute import (
     RecomputeGranularity,
     RecomputeMethod,
 )
-from nest_megatron.planner import PlanRequest
+from nest_megatron.planner import Request
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
 from tests.cli.runs import run
@@ -151,17 +151,17 @@ def test_layers_of_deepstack_lie_on_the_first_stage() -> None:
     assert spec.vision is not None
     deep = dataclasses.replace(spec, vision=dataclasses.replace(spec.vision, deepstack_layers=3))
     cluster = catalogue.cluster("dgx_h100", 16)
-    request = PlanRequest(spec=deep, cluster=cluster, global_batch_size=64)
+    request = Request(spec=deep, cluster=cluster, global_batch_size=64)
     assert request.space.even_stages
     assert request.space.limits["pipeline_model_parallel_size"] == 28 // 3
     with pytest.raises(UserInputError, match="its first stage must hold 3 layers"):
-        PlanRequest(
+        Request(
             spec=deep,
             cluster=cluster,
             global_batch_size=64,
             space=SearchSpace(fixed={"pipeline_model_parallel_size": 14}),
         )
-    assert not PlanRequest(spec=spec, cluster=cluster, global_batch_size=64).space.even_stages
+    assert not Request(spec=spec, cluster=cluster, global_batch_size=64).space.even_stages
 
 
 def test_the_command_line_asks_for_the_images(tmp_path: Path) -> None:

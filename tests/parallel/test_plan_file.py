@@ -12,7 +12,7 @@ import yaml
 from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner import PlanRequest, plan
+from nest_megatron.planner import Request, plan
 from tests import catalogue
 
 JOBS = [("llama3_70b", 64), ("mixtral_8x7b", 16), ("deepseek_v3", 256), ("bert_large", 8)]
@@ -20,7 +20,7 @@ JOBS = [("llama3_70b", 64), ("mixtral_8x7b", 16), ("deepseek_v3", 256), ("bert_l
 
 @cache
 def made(model: str, num_gpus: int) -> ParallelPlan:
-    request = PlanRequest(
+    request = Request(
         spec=catalogue.model(model),
         cluster=catalogue.cluster("dgx_h100", num_gpus),
         global_batch_size=256,

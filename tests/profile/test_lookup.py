@@ -17,7 +17,7 @@ from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.stage_layout import uniform_partition
-from nest_megatron.planner import PlanRequest, estimate_plan, plan
+from nest_megatron.planner import Request, estimate_plan, plan
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.records import LayerProfile, Source
 from nest_megatron.solver import backend
@@ -210,7 +210,7 @@ def test_a_plan_says_what_stands_behind_its_times() -> None:
     made = profile(
         (t for t in whole_profile().timings if t.block is not LayerBlock.HEAD), name="most"
     )
-    request = PlanRequest(spec=LLAMA, cluster=NODE, global_batch_size=64, times=times_of(made))
+    request = Request(spec=LLAMA, cluster=NODE, global_batch_size=64, times=times_of(made))
     found = plan(request)
     assert isinstance(found, ParallelPlan)
     name, _, words = found.provenance.profile.partition(": ")
@@ -224,6 +224,6 @@ def test_a_plan_says_what_stands_behind_its_times() -> None:
 
 
 def test_without_a_profile_a_plan_is_analytic() -> None:
-    found = plan(PlanRequest(spec=LLAMA, cluster=NODE, global_batch_size=64))
+    found = plan(Request(spec=LLAMA, cluster=NODE, global_batch_size=64))
     assert isinstance(found, ParallelPlan)
     assert found.provenance.profile == "analytic"

@@ -10,7 +10,7 @@ from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner import NoPlan, PlanRequest, estimate_plan, plan
+from nest_megatron.planner import NoPlan, Request, estimate_plan, plan
 from tests import catalogue
 
 
@@ -47,7 +47,7 @@ def hand_plan(
 @cache
 def searched_plan() -> ParallelPlan:
     """A plan with runners-up, experts and search counts."""
-    request = PlanRequest(
+    request = Request(
         spec=catalogue.model("mixtral_8x7b"),
         cluster=catalogue.cluster("h100_spine_leaf", 64),
         global_batch_size=128,

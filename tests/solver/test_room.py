@@ -14,7 +14,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.deadline import Deadline
 from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity, RecomputeMethod
-from nest_megatron.planner import NoPlan, PlanRequest, plan, shortage
+from nest_megatron.planner import NoPlan, Request, plan, shortage
 from nest_megatron.solver.chunk_space import partitions
 from nest_megatron.solver.memory_shortage import fits, least_memory
 from nest_megatron.solver.outcome import StageSolution
@@ -106,7 +106,7 @@ def test_enough_gpus_are_looked_for_in_whole_nodes(
     cluster, sizes = catalogue.cluster(name, num_gpus), []
     enough = 7 * max(cluster.gpus_per_node, num_gpus)
 
-    def tried(request: PlanRequest, deadline: Deadline) -> bool:
+    def tried(request: Request, deadline: Deadline) -> bool:
         sizes.append(request.cluster.num_gpus)
         assert len(sizes) < 50, "does not end"
         return request.cluster.num_gpus >= enough
@@ -115,7 +115,7 @@ def test_enough_gpus_are_looked_for_in_whole_nodes(
     settings = CostSettings(precision=Precision.FP8)
     spec = catalogue.model(model)
     found = plan(
-        PlanRequest(
+        Request(
             spec=spec,
             cluster=cluster,
             global_batch_size=4608,

@@ -19,7 +19,7 @@ from nest_megatron.parallel.recompute import (
     RecomputeModule,
 )
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.planner import PlanRequest, plan
+from nest_megatron.planner import Request, plan
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
 
@@ -143,7 +143,7 @@ LAYOUTS = (
 def planned(layout: Layout) -> ParallelPlan:
     """What the planner makes of a layout."""
     found = plan(
-        PlanRequest(
+        Request(
             spec=layout.spec,
             cluster=_cluster(layout.num_gpus),
             global_batch_size=GLOBAL_BATCH_SIZE,

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TypeVar
 
 from nest_megatron.config.job import Job
-from nest_megatron.config.target import choice
+from nest_megatron.config.overrides import choice
 from nest_megatron.cost_model.execution_flags import execution_of
 from nest_megatron.cost_model.target_defaults import OF_THE_JOB
 from nest_megatron.errors import UserInputError

@@ -116,11 +116,11 @@ def _searched(
     view: AppView, size: int, environment: Mapping[str, str]
 ) -> tuple[ParallelPlan, Job, tuple[str, ...]]:
     place = _place(view, size, environment)
-    composed, job = place.composed, read_app(view, place.composed)
+    composed, job = place.settings, read_app(view, place.settings)
     job = dataclasses.replace(
         job, free=_FREE, can_state=planned_execution(view), notes=(*job.notes, *place.notes)
     )
-    own, offer = job_space(job, composed.config)
+    own, offer = job_space(job, composed)
     space, freed = space_of(own, view, job), freed_flags(job.free)
     wanted = request_for(job, place.cluster, composed, space, offer=offer, freed=freed)
     found = plan_to_launch(wanted, composed)

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.config.compose import Composed
+from nest_megatron.config.catalogue import read_spec, with_seq_length
+from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import Job
 from nest_megatron.config.overrides import leaves, value_text
-from nest_megatron.config.request import read_spec, with_seq_length
 from nest_megatron.cost_model.memory_flags import READ
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.integrations.architecture import CLASSIFIED, OF_FAMILIES, REFUSED, unplannable
@@ -142,7 +142,7 @@ _ASSUMED: Mapping[tuple[str, ...], str] = {
 }
 
 
-def read_app(view: AppView, composed: Composed) -> Job:
+def read_app(view: AppView, composed: Settings) -> Job:
     """The job of an application.
 
     Args:
@@ -155,11 +155,11 @@ def read_app(view: AppView, composed: Composed) -> Job:
     _require_known_fields(view)
     _refuse_unplannable(view)
     values = _values(view)
-    if composed.config.train.global_batch_size is None:
+    if composed.train.global_batch_size is None:
         _require(values, "global_batch_size", view)
-    if composed.config.model is not None:
-        job = _named(read_spec(composed.config), values)
-        own = composed.config.train.seq_length is None and values.get("seq_length") is None
+    if composed.model is not None:
+        job = _named(read_spec(composed), values)
+        own = composed.train.seq_length is None and values.get("seq_length") is None
         asked = [_unsaid_length(job.spec, view)] if own else []
         return dataclasses.replace(job, notes=(*job.notes, *asked, *_unread_notes(view)))
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):

@@ -5,23 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from nest_megatron.config.compose import Composed
+from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import Job, ReadCommand
 from nest_megatron.config.request import request_for
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.fields import find
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.present_layout import on_device, refusal, typed_layout
 from nest_megatron.integrations.typed_command import CommandPlan, made_for, read_typed
 from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
 from nest_megatron.parallel.plan_file import sealed
-from nest_megatron.planner import PlanRequest
+from nest_megatron.planner import Request
 from nest_megatron.planner.layouts import estimate_for
 from nest_megatron.solver.space import SearchSpace
 
 
 def estimate_command(
-    text: str | Sequence[str], composed: Composed, *, version: str, strict: bool = False
+    text: str | Sequence[str], composed: Settings, *, version: str, strict: bool = False
 ) -> CommandPlan:
     """Price a command, or the script that launches it, as it is typed.
 
@@ -36,7 +35,7 @@ def estimate_command(
     for name in sorted(composed.given):
         if name.startswith("parallel."):
             limit, fix = "the layout is that of the command", "Give its flag with --set."
-            value = find(composed.config, name)
+            value = composed.parallel.stated().get(name.partition(".")[2])
             raise UserInputError(name, value=value, limit=limit, fix=fix)
     job = dataclasses.replace(job, num_gpus=job.num_gpus or cluster.num_gpus)
     asked = on_device(job, cluster)
@@ -47,7 +46,7 @@ def estimate_command(
     )
 
 
-def typed_plan(job: Job, request: PlanRequest, composed: Composed, made_by: str) -> ParallelPlan:
+def typed_plan(job: Job, request: Request, composed: Settings, made_by: str) -> ParallelPlan:
     """The plan that a command is as it is typed, sealed, with that command.
 
     Raises:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nest_megatron.config.compose import Composed
+from nest_megatron.config.compose import Settings
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.as_typed import typed_plan
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
@@ -24,7 +24,7 @@ from nest_megatron.planner.layouts import Variant
 _RESHARDABLE = "dist_ckpt_optim_fully_reshardable"
 
 
-def before_and_after(found: CommandPlan, composed: Composed) -> BeforeAfter:
+def before_and_after(found: CommandPlan, composed: Settings) -> BeforeAfter:
     """A command as it is typed beside its plan, both of the same batch and cluster."""
     job, request, plan = found.job, found.request, found.plan
     try:

@@ -75,7 +75,7 @@ def measure_job(
     def plan_tasks(_: object) -> str:
         found, place = job()
         orders, before = _orders(found, place, defaults or {}, tuple(free))
-        known.append((place.composed.config.profile.name, before))
+        known.append((place.settings.profile.name, before))
         if orders.tasks:
             processes = counted(min(context.world_size, len(orders.tasks)), "process")
             say(
@@ -98,7 +98,7 @@ def _orders(
     job: Job, place: JobCluster, defaults: Mapping[str, Any], free: tuple[str, ...]
 ) -> tuple[Orders, LayerProfile | None]:
     """What to measure, and the profile that has the rest."""
-    seconds = place.composed.config.profile.max_seconds
+    seconds = place.settings.profile.max_seconds
     if job.transformer_impl not in tuple(Implementation):
         limit, fix = "layers of this kind are not measured", "Leave nest.profile.mode=measure out."
         raise flag_error("transformer_impl", job.transformer_impl, limit, fix)
@@ -125,10 +125,9 @@ def _orders(
 
 def with_profile(place: JobCluster, mode: ProfileMode, name: str | None = None) -> JobCluster:
     """The same place, its layer times from elsewhere."""
-    config = place.composed.config
-    profile = dataclasses.replace(config.profile, mode=mode.value, name=name)
-    config = dataclasses.replace(config, profile=profile)
-    return dataclasses.replace(place, composed=dataclasses.replace(place.composed, config=config))
+    profile = dataclasses.replace(place.settings.profile, mode=mode.value, name=name)
+    settings = dataclasses.replace(place.settings, profile=profile)
+    return dataclasses.replace(place, settings=settings)
 
 
 def planned_with(place: JobCluster, measured: Measured) -> JobCluster:

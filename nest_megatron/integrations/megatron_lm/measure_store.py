@@ -28,7 +28,7 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
-from nest_megatron.planner import PlanRequest
+from nest_megatron.planner import Request
 from nest_megatron.profile import store
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.profile.lookup import Point, point_of, shard_of
@@ -48,7 +48,7 @@ Shape = tuple[LayerBlock, Point]
 
 
 def tasks_for(
-    plan: ParallelPlan, request: PlanRequest, implementation: Implementation
+    plan: ParallelPlan, request: Request, implementation: Implementation
 ) -> tuple[Task, ...]:
     """Layer blocks and shapes in the order in which they are to be timed, from ``plan`` on."""
     like = LayerShard(flash_attention=implementation is Implementation.TRANSFORMER_ENGINE)
@@ -97,7 +97,7 @@ def _shard(layout: PartialLayout, like: LayerShard) -> LayerShard:
     )
 
 
-def _legal(request: PlanRequest, like: LayerShard) -> Iterator[LayerShard]:
+def _legal(request: Request, like: LayerShard) -> Iterator[LayerShard]:
     """Shapes that the search may choose and whose groups lie inside a node."""
     model = CostModel(request.spec, request.cluster, request.settings)
     node = request.cluster.gpus_per_node

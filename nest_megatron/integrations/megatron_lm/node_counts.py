@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.compose import Composed
+from nest_megatron.config.catalogue import read_cluster
+from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import Requirement
-from nest_megatron.config.request import check_quotients, read_cluster
+from nest_megatron.config.space import check_quotients
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm import checkpoint
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint
@@ -23,7 +24,7 @@ from nest_megatron.integrations.megatron_lm.saved_by_plan import saved_by
 from nest_megatron.integrations.megatron_lm.search_space import with_required
 from nest_megatron.parallel.launch_rule import Violation
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner import PlanRequest, Progress
+from nest_megatron.planner import Progress, Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.planner.conflict import binding
 from nest_megatron.planner.plan_table import PlanTable, TableEntry
@@ -50,21 +51,21 @@ def gpus_per_host(cluster: Cluster) -> int:
     return size
 
 
-def sized(composed: Composed, counts: Sequence[int]) -> Composed:
+def sized(composed: Settings, counts: Sequence[int]) -> Settings:
     """A configuration with the cluster at the size of the most nodes.
 
     Raises:
         UserInputError: if there is no cluster, or its ``cluster.num_gpus`` is less.
     """
-    cluster = read_cluster(composed.config)
+    cluster = read_cluster(composed)
     size, most = gpus_per_host(cluster), max(counts) * gpus_per_host(cluster)
     if "cluster.num_gpus" in composed.given and cluster.num_gpus < most:
         limit = f"{max(counts)} nodes have {most} GPUs, and cluster.num_gpus={cluster.num_gpus}"
         fix = f"End at {cluster.num_gpus // size}, or leave cluster.num_gpus out."
         raise UserInputError(_WHAT, value=_words(counts), limit=limit, fix=fix)
-    fields = {**(composed.config.cluster or {}), "num_gpus": most}
-    config = dataclasses.replace(composed.config, cluster=fields)
-    return dataclasses.replace(composed, config=config, given=composed.given | {"cluster.num_gpus"})
+    fields = {**(composed.cluster or {}), "num_gpus": most}
+    given = composed.given | {"cluster.num_gpus"}
+    return dataclasses.replace(composed, cluster=fields, given=given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,13 +96,13 @@ class TableJob:
         finished: makes a plan that is found one that is launched, and may refuse it.
     """
 
-    request: PlanRequest
+    request: Request
     version: str
     finished: Callable[[ParallelPlan], ParallelPlan]
     values: Mapping[str, Any] = field(default_factory=dict)
     on_progress: Progress | None = None
 
-    def asked(self, num_gpus: int, loads: Resharding | None) -> PlanRequest:
+    def asked(self, num_gpus: int, loads: Resharding | None) -> Request:
         """What to plan for so many GPUs; an error if what is fixed does not divide them."""
         request, space = self.request, self.request.space
         if loads is not None:
@@ -118,7 +119,7 @@ class TableJob:
         who = str(loads.saved.directory)
         return {name: dataclasses.replace(need, who=who) for name, need in needs.items()}
 
-    def plan(self, asked: PlanRequest, loads: Resharding | None) -> ParallelPlan:
+    def plan(self, asked: Request, loads: Resharding | None) -> ParallelPlan:
         """The plan that is asked for."""
         found = require_plan(find_plan(asked, self.on_progress), asked.notes)
         if loads is not None:

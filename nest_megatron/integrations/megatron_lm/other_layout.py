@@ -7,29 +7,41 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nest_megatron.config.compose import Composed
-from nest_megatron.config.layout_words import read_layout
+from nest_megatron.config.compose import Settings
+from nest_megatron.config.keywords import read_layout
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.planned_job import SEARCH_S, PlannedJob
 from nest_megatron.parallel.before_after import Difference
+from nest_megatron.parallel.dims import SHORT_DEGREES
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.stage_layout import spread_partition
+from nest_megatron.plain import to_plain
 from nest_megatron.planner import EndedEarly, NoPlan
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.planner.layouts import Variant
 from nest_megatron.profile.lookup import LayerTimes
+from nest_megatron.report.console import Shown
+from nest_megatron.report.memory_words import plan_verdict
 from nest_megatron.report.versus import peak_stage
+from nest_megatron.report.words import term_words
 from nest_megatron.solver.space import SearchSpace
-from nest_megatron.units import Bytes, Seconds, format_seconds
+from nest_megatron.units import Bytes, Seconds, format_gib, format_seconds
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_BOUNDED = (
+    f"Time ended the search after {SEARCH_S:g} s: what is said of other layouts is what was found "
+    "until then."
+)
 #: Sizes of the user's that are changed to find a legal layout.
 _MOST_CHANGED = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Versus:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Versus(Shown):
     """A plan and another layout of its job, both priced now.
 
     Args:
@@ -45,9 +57,28 @@ class Versus:
     memory: Mapping[str, Bytes]
     notes: tuple[str, ...]
 
+    def to_dict(self) -> dict[str, Any]:
+        """What ``explain --versus --json`` prints."""
+        return {
+            "plan": to_plain(self.plan.priced()),
+            "other": to_plain(self.other.priced()),
+            "difference": to_plain(self.difference),
+            "term_differences_s": dict(self.terms),
+            "memory_differences_bytes": dict(self.memory),
+            "notes": list(self.notes),
+        }
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WhyNot:
+    def report(self) -> Iterator[RenderableType]:
+        """The tables that ``explain --versus`` prints."""
+        from nest_megatron.report.terminal import notes_report
+        from nest_megatron.report.versus import versus_report
+
+        yield versus_report(self.plan, self.other, self.difference, self.terms, self.memory)
+        yield notes_report(self.notes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class WhyNot(Shown):
     """Why a plan is not another layout.
 
     Args:
@@ -67,6 +98,83 @@ class WhyNot:
     nearest: ParallelPlan | None = None
     changed: tuple[str, ...] = ()
     bounded: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """``illegal``, ``does not fit``, or where it is neither ``slower``, ``faster`` or ``tie``.
+
+        A tie is what predictions do not tell apart with a chance of 90 %.
+        """
+        if self.rule:
+            return "illegal"
+        if self.needed_bytes is not None or self.versus is None:
+            return "does not fit"
+        if not self.versus.difference.is_sure:
+            return "tie"
+        return "faster" if self.versus.difference.chance_faster >= 0.5 else "slower"
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``explain --why-not --json`` prints."""
+        return {
+            "asked": dict(self.asked),
+            "verdict": self.verdict,
+            "rule": self.rule,
+            "needed_bytes": self.needed_bytes,
+            "versus": self.versus and self.versus.to_dict(),
+            "nearest": self.nearest and to_plain(self.nearest.priced()),
+            "changed": list(self.changed),
+            "bounded": self.bounded,
+        }
+
+    def report(self) -> Iterator[RenderableType]:
+        """What ``explain --why-not`` prints."""
+        from rich.text import Text
+
+        from nest_megatron.report.tables import heading, indented
+        from nest_megatron.report.terminal import notes_report
+        from nest_megatron.report.versus import layout_words, stages_table
+
+        asked = ", ".join(f"{_short(name)} {value}" for name, value in self.asked.items())
+        yield Text(f"{asked}: {self._words()}")
+        if self.versus is not None and self.needed_bytes is not None:
+            yield heading("What each pipeline rank needs, with even stages")
+            yield indented(f"The layout that needs least: {layout_words(self.versus.other)}")
+            yield stages_table(self.versus.other)
+        elif self.versus is not None:
+            yield Text("What is not named is searched; sharding and execution are the plan's.")
+            yield from self.versus.report()
+        if self.verdict in ("illegal", "does not fit"):
+            yield heading("The nearest layout that is legal and fits")
+            yield indented(_nearest_words(self))
+        if self.bounded:
+            yield notes_report((_BOUNDED,))
+
+    def _words(self) -> str:
+        if self.rule:
+            return f"Megatron refuses it. {self.rule}."
+        assert self.versus is not None, "a layout that is legal is priced"
+        if self.needed_bytes is not None:
+            limit = self.versus.other.predicted.capacity_bytes
+            needed, missing = map(format_gib, (self.needed_bytes, self.needed_bytes - limit))
+            until = " that was found" if self.bounded else ""
+            return (
+                f"no layout with these sizes is predicted to fit: the least peak{until} is "
+                f"{needed}, the limit {format_gib(limit)}, {missing} are missing."
+            )
+        return self._slower()
+
+    def _slower(self) -> str:
+        versus = self.versus
+        assert versus is not None
+        found, verdict = versus.difference, plan_verdict(versus.other)
+        fits = f"legal, {verdict}," if verdict else "legal and fits,"
+        percent = f"{abs(found.percent):.1f} %"
+        said = f"{fits} but {percent} slower"
+        if found.percent <= 0:
+            said = f"{fits} and is predicted to be {percent} faster"
+        if not found.is_sure:
+            said += ", which predictions do not tell apart"
+        return f"{said}, because of {term_words(versus.terms)}."
 
 
 def versus(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> Versus:
@@ -129,10 +237,10 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
     return WhyNot(asked=asked, versus=beside, bounded=_is_bounded(found))
 
 
-def _asked(composed: Composed) -> dict[str, Any]:
+def _asked(composed: Settings) -> dict[str, Any]:
     """What was named, in the order in which layouts are said."""
-    sections = (composed.config.parallel, composed.config.train)
-    values = {k: v for each in sections for k, v in dataclasses.asdict(each).items()}
+    sections = (composed.parallel, composed.train)
+    values = {name: each.stated().get(name) for each in sections for name in vars(each)}
     names = {key.partition(".")[2] for key in composed.given}
     return {name: value for name, value in values.items() if name in names}
 
@@ -208,3 +316,19 @@ def _notes(plan: ParallelPlan, own: ParallelPlan) -> Iterator[str]:
         )
     elif site is not None and here is not None and site.digest != here.digest:
         yield f"The calibration of the site ({here.name}) has changed since the plan was made."
+
+
+def _short(name: str) -> str:
+    return SHORT_DEGREES.get(name, name)
+
+
+def _nearest_words(found: WhyNot) -> str:
+    from nest_megatron.report.versus import layout_words
+
+    if (nearest := found.nearest) is None:
+        said = "was found that makes" if found.bounded else "makes"
+        return f"No change of one or two of the sizes {said} it legal and fit."
+    sizes = {name: size_of(nearest, name) for name in found.changed}
+    names = ", ".join(f"{_short(n)} {found.asked[n]} -> {size}" for n, size in sizes.items())
+    step = format_seconds(nearest.predicted.iteration_time_s)
+    return f"{names}: {step} a step. {layout_words(nearest)}"

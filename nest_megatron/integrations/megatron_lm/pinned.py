@@ -204,7 +204,7 @@ def _place(launched: LaunchedJob, planned: Cluster, actual: ActualJob) -> JobClu
     if per_host not in (None, cluster.launch_gpus_per_host) and cluster.gpus_per_host is None:
         cluster = with_hosts_of(cluster, per_host)
     note = f"The network is taken to be that of the pinned plan ({planned.name})."
-    return JobCluster(cluster=cluster, composed=compose(words), notes=(note,))
+    return JobCluster(cluster=cluster, settings=compose(words), notes=(note,))
 
 
 def _kept(

@@ -9,12 +9,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.batch import REPLICA_DEGREES
-from nest_megatron.config.buildable import buildable_space
-from nest_megatron.config.compose import Composed, compose
-from nest_megatron.config.site import choose_site
-from nest_megatron.config.space import fixed_degrees, read_rank_order, read_recompute, read_zero
+from nest_megatron.config.compose import Settings
+from nest_megatron.config.request import site_calibration
+from nest_megatron.config.space import (
+    buildable_degrees,
+    fixed_degrees,
+    read_rank_order,
+    read_recompute,
+    read_zero,
+)
 from nest_megatron.config.target import fields_of
+from nest_megatron.config.train import REPLICA_DEGREES
 from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.cost_model.site import Site
 from nest_megatron.cost_model.target_defaults import target_named
@@ -34,7 +39,7 @@ from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.stage_layout import parse_layout, spread_partition
-from nest_megatron.planner import PlanRequest
+from nest_megatron.planner import Request
 from nest_megatron.planner.layouts import Prices, Variant, difference, estimate_for
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.space import SearchSpace
@@ -58,7 +63,7 @@ class PlannedJob:
             values = read_argv(launch.script, launch.argv, self._version).values
         self._values = values
         cluster = plan.cluster.resized(plan.layout.num_gpus)
-        self._job = PlanRequest(
+        self._job = Request(
             spec=plan.model,
             cluster=cluster,
             global_batch_size=plan.layout.global_batch_size,
@@ -82,31 +87,32 @@ class PlannedJob:
     def _target(self) -> Target:
         return target_named(self._settings.target or f"megatron_lm_{VERSIONS[0]}")
 
-    def request(self, space: SearchSpace) -> PlanRequest:
+    def request(self, space: SearchSpace) -> Request:
         """The search for the fastest layout of a space."""
         return dataclasses.replace(self._job, space=space)
 
-    def space(self, composed: Composed) -> SearchSpace:
+    def space(self, composed: Settings) -> SearchSpace:
         """All layouts with the sizes that were named; the sharding is the plan's otherwise."""
-        config, schedule = composed.config, self._plan.train.batch_schedule
-        if config.parallel.sequence_parallel is False:
+        schedule = self._plan.train.batch_schedule
+        if composed.parallel.sequence_parallel is False:
             limit, fix = "plans have it wherever tensor parallelism is on", "Give it to --versus."
             raise UserInputError("sequence_parallel", value=False, limit=limit, fix=fix)
-        own, zero = self._plan.layout.sharding, read_zero(config.parallel)
+        own, zero = self._plan.layout.sharding, read_zero(composed.parallel)
         zeros = (self._plan.layout.zero if zero is None else zero,)
-        order = read_rank_order(config.parallel)
+        order = read_rank_order(composed.parallel)
         space = SearchSpace(
-            fixed=(fixed := fixed_degrees(config)),
+            fixed=(fixed := fixed_degrees(composed)),
             partition=self._stages(composed, fixed),
             zero_stages=zeros,
             sharding=own if zero is None else None,
-            recompute=read_recompute(config.parallel),
+            recompute=read_recompute(composed.parallel),
             execution=self._execution,
             version=self._version,
             batch_unit=schedule.batch_unit if schedule else None,
             rank_orders=tuple(RankOrder) if order is None else (order,),
         )
-        return buildable_space(self._plan.model, self._target(), space)
+        degrees = buildable_degrees(self._plan.model, self._target(), space.fixed)
+        return dataclasses.replace(space, fixed=degrees)
 
     @property
     def _grid(self) -> PartialLayout:
@@ -126,10 +132,10 @@ class PlannedJob:
         every = always_on(own, conditions)
         return every if allowed_execution(every, self._grid) == own else own
 
-    def variant(self, composed: Composed) -> Variant:
+    def variant(self, composed: Settings) -> Variant:
         """The plan's layout with what was named instead."""
-        config, own = composed.config.parallel, self._grid
-        given = fixed_degrees(composed.config)
+        config, own = composed.parallel, self._grid
+        given = fixed_degrees(composed)
         micro = given.pop("micro_batch_size", own.micro_batch_size)
         stages = self._stages(composed, given)
         if stages is not None:
@@ -156,9 +162,9 @@ class PlannedJob:
                 stages = spread_partition(self._plan.model, dims)
         return self.variant_of(grid, stages, own=zero is None)
 
-    def _stages(self, composed: Composed, given: Mapping[str, int]) -> StagePartition | None:
+    def _stages(self, composed: Settings, given: Mapping[str, int]) -> StagePartition | None:
         """The stages that were named, for the pipeline's own size where no other is."""
-        text = composed.config.parallel.pipeline_model_parallel_layout
+        text = composed.parallel.pipeline_model_parallel_layout
         pp = given.get(_PP, self._grid.dims.pipeline_model_parallel_size)
         return None if text is None else parse_layout(text, self._plan.model, pp)
 
@@ -206,7 +212,7 @@ class PlannedJob:
         )
         return first_broken(request, but=STATED_ELSEWHERE)
 
-    def rule(self, composed: Composed) -> str:
+    def rule(self, composed: Settings) -> str:
         """The rule that the plan's layout with what was named breaks; empty for none."""
         try:
             return self.refusal(self.variant(composed))
@@ -230,4 +236,4 @@ class PlannedJob:
 
 def _site(plan: ParallelPlan, cluster: Cluster) -> Site | None:
     """The calibration of the site, where the plan was made with one and it is here."""
-    return None if plan.provenance.site is None else choose_site(compose(()).config, cluster)[0]
+    return None if plan.provenance.site is None else site_calibration(cluster)[0]

@@ -10,7 +10,7 @@ from typing import Any
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.cluster_detection import JobCluster
-from nest_megatron.config.compose import Composed
+from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import FreeParameters, Job, ReadCommand
 from nest_megatron.config.request import request_for
 from nest_megatron.config.target import installed_packages
@@ -33,7 +33,7 @@ from nest_megatron.integrations.megatron_lm.sharding import require_optimizer
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
-from nest_megatron.planner import PlanRequest
+from nest_megatron.planner import Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.report.failure import require_plan
@@ -43,11 +43,11 @@ from nest_megatron.units import Seconds
 def job_request(
     job: Job,
     cluster: Cluster,
-    composed: Composed,
+    composed: Settings,
     *,
     prefix: str = "",
     versions: Mapping[str, str] | None = None,
-) -> PlanRequest:
+) -> Request:
     """What to plan for a job, wherever it was read from.
 
     Args:
@@ -58,7 +58,7 @@ def job_request(
         UserInputError: for a setting that cannot be kept.
     """
     job = on_device(job, cluster)
-    space, offer = job_space(job, composed.config)
+    space, offer = job_space(job, composed)
     request = request_for(
         *(job, cluster, composed, space),
         offer=offer,
@@ -80,7 +80,7 @@ class Searched:
 
     job: Job
     place: JobCluster
-    request: PlanRequest
+    request: Request
     best_s: Seconds
 
     @property
@@ -153,17 +153,17 @@ def decide(
         packages=installed_packages(),
     )
     request = running_request(job, place)
-    found = plan_to_launch(request, place.composed, alternative)
+    found = plan_to_launch(request, place.settings, alternative)
     if saved is not None:
         checkpoint.check_loadable(saved, found.arguments, values, version)
     searched = Searched(job=job, place=place, request=request, best_s=found.shortest_step_s)
     found = plan_file.made_for(found, MEGATRON_LM, version, made_by)
-    kept = kept_flags(job, request, place.composed.config)
+    kept = kept_flags(job, request, place.settings)
     outcome = carry_out(found, command, request.notes, kept=kept)
     return dataclasses.replace(outcome, searched=searched)
 
 
-def plan_to_launch(request: PlanRequest, composed: Composed, choose: int = 0) -> ParallelPlan:
+def plan_to_launch(request: Request, composed: Settings, choose: int = 0) -> ParallelPlan:
     """The plan of a job that waits for it, with few runners-up unless their number is given.
 
     Raises:
@@ -174,12 +174,12 @@ def plan_to_launch(request: PlanRequest, composed: Composed, choose: int = 0) ->
     return require_plan(find_plan(request, choose=choose), request.notes)
 
 
-def running_request(job: Job, place: JobCluster) -> PlanRequest:
+def running_request(job: Job, place: JobCluster) -> Request:
     """What to search for a running job."""
     cluster, notes = place.cluster, (*job.notes, *place.notes)
     job = dataclasses.replace(job, notes=notes, num_gpus=cluster.num_gpus)
     installed = installed_versions()
-    return job_request(job, cluster, place.composed, prefix="nest.", versions=installed)
+    return job_request(job, cluster, place.settings, prefix="nest.", versions=installed)
 
 
 def carry_out(

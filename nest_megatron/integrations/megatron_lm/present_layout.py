@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.compose import Composed
+from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import Job
-from nest_megatron.config.target import read_execution
+from nest_megatron.config.target import CostInputs
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import (
@@ -29,7 +29,7 @@ from nest_megatron.parallel.policy import violations
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, RecomputeGranularity
 from nest_megatron.parallel.stage_layout import is_uniform, uniform_partition
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.planner import PlanRequest
+from nest_megatron.planner import Request
 from nest_megatron.planner.changes import Refusal
 from nest_megatron.planner.layouts import Variant, estimate_for
 from nest_megatron.solver.space import SearchSpace
@@ -46,7 +46,7 @@ def on_device(job: Job, cluster: Cluster) -> Job:
     return dataclasses.replace(job, memory_flags={**job.memory_flags, **job.on_blackwell})
 
 
-def with_present_layout(request: PlanRequest, job: Job, composed: Composed) -> PlanRequest:
+def with_present_layout(request: Request, job: Job, composed: Settings) -> Request:
     """A job's request with what runs today as a point of its space, where that may be kept.
 
     It may where the job states a whole layout that Megatron launches, and nothing that is fixed, by
@@ -72,7 +72,7 @@ def _sizes(grid: PartialLayout) -> dict[str, int]:
     return {**flags, **own}
 
 
-def _keeps_fixed(request: PlanRequest, layout: Layout) -> bool:
+def _keeps_fixed(request: Request, layout: Layout) -> bool:
     """Whether a layout is one of the space but for its limits."""
     space, sizes = request.space, _sizes(layout)
     zeros = (*space.zero_stages, ZeroStage.NONE)
@@ -90,7 +90,7 @@ def _keeps_fixed(request: PlanRequest, layout: Layout) -> bool:
     )
 
 
-def _breaks_policy(request: PlanRequest, layout: Layout) -> bool:
+def _breaks_policy(request: Request, layout: Layout) -> bool:
     if not request.policy:
         return False
     plan = estimate_for(request, layout)
@@ -117,7 +117,7 @@ def _reaching(space: SearchSpace, present: Layout, cluster: Cluster) -> SearchSp
     return dataclasses.replace(space, present=beyond, present_recompute=own)
 
 
-def typed_layout(job: Job, request: PlanRequest, composed: Composed) -> tuple[Variant, Execution]:
+def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Variant, Execution]:
     """A command's layout, and how its layers are asked to be carried out.
 
     What is not typed is Megatron's default (``validate_args``): degrees of 1, one replica on the
@@ -170,7 +170,7 @@ def _overlapped(settings: CostSettings, values: Mapping[str, Any], zero: ZeroSta
     return dataclasses.replace(settings, traits=traits)
 
 
-def refusal(request: PlanRequest, job: Job, asked: Execution | None = None) -> Refusal:
+def refusal(request: Request, job: Job, asked: Execution | None = None) -> Refusal:
     """Why Megatron refuses a layout of a command's job: the first rule, with its source.
 
     Args:
@@ -193,7 +193,7 @@ def refusal(request: PlanRequest, job: Job, asked: Execution | None = None) -> R
     return refused
 
 
-def _dims(job: Job, request: PlanRequest) -> ParallelDims:
+def _dims(job: Job, request: Request) -> ParallelDims:
     """The degrees that are typed, one virtual stage a rank; the GPUs that are left replicate."""
     values = job.values
     names = (_TP, _PP, "context_parallel_size", "expert_model_parallel_size")
@@ -219,10 +219,10 @@ def _micro_batch(values: Mapping[str, Any]) -> int:
     raise flag_error("micro_batch_size", None, limit, fix)
 
 
-def _execution(job: Job, request: PlanRequest, composed: Composed) -> Execution:
+def _execution(job: Job, request: Request, composed: Settings) -> Execution:
     """As the flags say; of experts with the dispatcher that Megatron has where none is typed."""
     own = job.values.get(_DISPATCHER) if request.spec.is_moe else None
     own_flags = on_device(job, request.cluster).memory_flags
     flags = {**own_flags, **({} if own is None else {_DISPATCHER: own})}
-    job = dataclasses.replace(job, spec=request.spec, memory_flags=flags)
-    return read_execution(composed.config, job, request.cluster.accelerator.name)
+    name = request.cluster.accelerator.name
+    return CostInputs.of(composed, job, name, spec=request.spec, flags=flags).execution()

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import FreeParameters, Job, ReadCommand, Requirement
-from nest_megatron.config.schema import PlanConfig
 from nest_megatron.config.space import fixed_degrees, read_space
 from nest_megatron.errors import UserInputError, nearest, require_known
 from nest_megatron.integrations.megatron_lm import sharding
@@ -28,7 +28,7 @@ from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.parallel.stage_layout import parse_layout
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.planner import PlanRequest
+from nest_megatron.planner import Request
 from nest_megatron.planner.request import Offer
 from nest_megatron.solver.space import DEGREES, SearchSpace
 
@@ -111,11 +111,11 @@ def freed_flags(free: FreeParameters) -> frozenset[str]:
     return frozenset(names)
 
 
-def kept_flags(job: Job, request: PlanRequest, config: PlanConfig) -> frozenset[str]:
+def kept_flags(job: Job, request: Request, settings: Settings) -> frozenset[str]:
     """Destinations whose flags stay in the job's command; settings of our own command line win."""
     assert job.command is not None
-    parallel = config.parallel
-    replaced = set(fixed_degrees(config))
+    parallel = settings.parallel
+    replaced = set(fixed_degrees(settings))
     if request.space.partition is None:
         replaced.update((*STAGE_OPTIONS, *VIRTUAL_STAGES))
     if parallel.rank_order is not None:
@@ -137,7 +137,7 @@ _ORDER = "use_tp_pp_dp_mapping"
 _LAYOUT = "pipeline_model_parallel_layout"
 
 
-def job_space(job: Job, config: PlanConfig) -> tuple[SearchSpace, Offer | None]:
+def job_space(job: Job, settings: Settings) -> tuple[SearchSpace, Offer | None]:
     """The job's flags as bounds of the search, under what our own configuration says.
 
     Returns:
@@ -147,9 +147,9 @@ def job_space(job: Job, config: PlanConfig) -> tuple[SearchSpace, Offer | None]:
         UserInputError: if what the job states cannot be kept.
     """
     freed, offer = freed_flags(job.free), None
-    space = _space(config, job, freed)
+    space = _space(settings, job, freed)
     space = dataclasses.replace(space, zero_stages=sharding.for_optimizer(space.zero_stages, job))
-    if config.parallel.zero_stage is None:
+    if settings.parallel.zero_stage is None:
         space, offer = sharding.with_own_sharding(space, job, freed)
         if sharding.IMPLEMENTATION[0] in job.required:
             offer = None  # a checkpoint's sharding is not to be changed
@@ -200,8 +200,8 @@ def _not_loadable(name: str, value: object, need: Requirement) -> UserInputError
     return flag_error(name, value, limit, f"Change it, or {need.fix}.")
 
 
-def _space(config: PlanConfig, job: Job, freed: frozenset[str]) -> SearchSpace:
-    own, spec, stated = read_space(config), job.spec, _stated(job, freed)
+def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
+    own, spec, stated = read_space(settings), job.spec, _stated(job, freed)
     if job.command is not None:
         own = _with_packs(own, job.command, stated)
     if not job.full_recompute:
@@ -220,7 +220,7 @@ def _space(config: PlanConfig, job: Job, freed: frozenset[str]) -> SearchSpace:
         fixed |= {} if virtual is None else {_VIRTUAL: virtual}
     even = says_all and partition is None and not freed.intersection(STAGE_OPTIONS)
     orders, recompute = own.rank_orders, own.recompute
-    if config.parallel.rank_order is None and _ORDER not in freed:
+    if settings.parallel.rank_order is None and _ORDER not in freed:
         if stated.get(_ORDER):
             orders = (RankOrder.TP_CP_EP_PP_DP,)
         elif says_all:

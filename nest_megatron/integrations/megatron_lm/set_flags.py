@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
-from nest_megatron.config.compose import Composed
+from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.config.overrides import value_text
 from nest_megatron.errors import UserInputError, nearest
@@ -24,7 +24,7 @@ _INSTEAD = {"vocab_size": "padded_vocab_size"}
 _ABSOLUTE, _POSITIONS = "learned_absolute", "max_position_embeddings"
 
 
-def with_flags(command: ReadCommand, composed: Composed) -> ReadCommand:
+def with_flags(command: ReadCommand, composed: Settings) -> ReadCommand:
     """A command with the flags and settings that are given beside it in the place of its own.
 
     Raises:
@@ -64,7 +64,7 @@ def with_flags(command: ReadCommand, composed: Composed) -> ReadCommand:
     )
 
 
-def require_model(spec: TransformerSpec, composed: Composed, command: ReadCommand) -> None:
+def require_model(spec: TransformerSpec, composed: Settings, command: ReadCommand) -> None:
     """Raise where a field of the model, set beside a command, needs more flags than its own."""
     for key in sorted(composed.given):
         section, _, name = key.partition(".")
@@ -77,10 +77,10 @@ def require_model(spec: TransformerSpec, composed: Composed, command: ReadComman
             raise UserInputError(key, value=value, limit=limit, fix=fix)
 
 
-def _wanted(command: ReadCommand, composed: Composed) -> Iterator[tuple[str, Option]]:
+def _wanted(command: ReadCommand, composed: Settings) -> Iterator[tuple[str, Option]]:
     """The flags by destination, settings among them."""
     version, found = command.version, dict[str, Option]()
-    for option in options_of(shlex.split(composed.config.flags or ""), version):
+    for option in options_of(shlex.split(composed.flags or ""), version):
         dest = _destination(option, composed, version)
         _require_one(found.get(dest), option, option.flag)
         found[dest] = option
@@ -88,7 +88,7 @@ def _wanted(command: ReadCommand, composed: Composed) -> Iterator[tuple[str, Opt
         section, _, name = key.partition(".")
         if section not in ("train", "parallel"):
             continue
-        value = attrgetter(key)(composed.config)
+        value = attrgetter(key)(composed)
         option = Option(name, (flag_of(name), value_text(value)))
         _require_one(found.get(name), option, key)
         if section == "train" and name in _TRAIN and value is not None:
@@ -107,7 +107,7 @@ def _positions(values: Any, length: Option) -> Iterator[tuple[str, Option]]:
         yield _POSITIONS, Option(_POSITIONS, (flag_of(_POSITIONS), length.value))
 
 
-def _destination(option: Option, composed: Composed, version: str) -> str:
+def _destination(option: Option, composed: Settings, version: str) -> str:
     if option.dest is not None:
         return option.dest
     name = option.flag.removeprefix("--").replace("-", "_")

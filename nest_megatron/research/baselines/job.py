@@ -51,7 +51,7 @@ class ComparisonJob:
     Args:
         space: what our own search may choose among; a baseline restricts it further.
         most_out_of_memory: largest chance to run out of memory with which a plan is taken, as of
-            our own (``PlanRequest.most_out_of_memory``).
+            our own (``Request.most_out_of_memory``).
         out_of_time: asked by exact searches; once true they stop with the best so far.
     """
 

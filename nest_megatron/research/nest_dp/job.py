@@ -8,9 +8,8 @@ from itertools import product
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.compose import Composed
+from nest_megatron.config.compose import Settings
 from nest_megatron.config.request import request_of
-from nest_megatron.config.schema import PlanConfig
 from nest_megatron.config.space import fixed_degrees
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError, nearest
@@ -155,7 +154,7 @@ def split_research(texts: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def research_job(
-    composed: Composed, given: Mapping[str, Any]
+    composed: Settings, given: Mapping[str, Any]
 ) -> tuple[ResearchJob, tuple[str, ...]]:
     """The job for the recurrence with its own settings, and what was assumed.
 
@@ -163,11 +162,11 @@ def research_job(
         UserInputError: if something is missing or wrong, or fixed that the recurrence has not.
     """
     _refuse_unread(composed.given)
-    request, config = request_of(composed, SearchSpace()), composed.config
-    limits = {name: getattr(config.search, f"max_{name}") for name in _FIXED}
+    request = request_of(composed, SearchSpace())
+    limits = {name: getattr(composed.search, f"max_{name}") for name in _FIXED}
     choices = ResearchChoices(
         **given,
-        fixed=_fixed(config),
+        fixed=_fixed(composed),
         limits={name: value for name, value in limits.items() if value is not None},
     )
     job = ResearchJob(
@@ -190,11 +189,11 @@ def _refuse_unread(given: Iterable[str]) -> None:
             raise UserInputError(key, value=None, limit=_UNKNOWN, fix=fix)
 
 
-def _fixed(config: PlanConfig) -> dict[str, int]:
+def _fixed(settings: Settings) -> dict[str, int]:
     """Degrees fixed at a value; other settings of ``parallel`` are refused."""
-    found = fixed_degrees(config)
-    for name, value in vars(config.parallel).items():
-        if value is not None and name not in _FIXED:
+    found = fixed_degrees(settings)
+    for name, value in settings.parallel.stated().items():
+        if name not in _FIXED:
             fix = f"Leave it out; {', '.join(_FIXED)} can be fixed, and research.* be set."
             raise UserInputError(f"parallel.{name}", value=value, limit=_UNKNOWN, fix=fix)
     for name, value in found.items():

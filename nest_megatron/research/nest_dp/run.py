@@ -54,7 +54,7 @@ def run_nest_plan(*, overrides: Sequence[str], config_dir: Path | None, as_json:
     refuse_sweeps(settings)
     composed = compose(settings, config_dir)
     job, notes = research_job(composed, given)
-    backend = read_backend(composed.config.search.backend)
+    backend = read_backend(composed.search.backend)
     compiled = has_kernel() if backend is None else backend is Backend.KERNEL
     started = time.perf_counter()
     found = solve(job, compiled=compiled)

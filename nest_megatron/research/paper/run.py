@@ -23,7 +23,7 @@ from nest_megatron.config.request import request_of
 from nest_megatron.errors import OK, UserInputError, nearest
 from nest_megatron.files import require_folder, write_bytes
 from nest_megatron.plain import to_plain
-from nest_megatron.planner import PlanRequest
+from nest_megatron.planner import Request
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.charts import check_matplotlib, check_suffix, render
 from nest_megatron.report.console import show, show_json
@@ -123,7 +123,7 @@ def _outcome(compared: Compared) -> PlannerResult:
     )
 
 
-def request_for(job: PaperJob, overrides: Sequence[str] = ()) -> PlanRequest:
+def request_for(job: PaperJob, overrides: Sequence[str] = ()) -> Request:
     """An experiment's job as every planner gets it; what the experiment fixes wins."""
     size = job.micro_batch_size
     fixed = [] if size is None else [f"train.micro_batch_size={size}"]
@@ -131,7 +131,7 @@ def request_for(job: PaperJob, overrides: Sequence[str] = ()) -> PlanRequest:
     return _request(job.model, job.cluster, job.num_gpus, (batch, *overrides, *fixed))
 
 
-def _request(model: str, cluster: str, num_gpus: int, overrides: Sequence[str]) -> PlanRequest:
+def _request(model: str, cluster: str, num_gpus: int, overrides: Sequence[str]) -> Request:
     where = (f"model={model}", f"cluster={cluster}", f"cluster.num_gpus={num_gpus}")
     nominal = "search.objective=nominal"  # the paper's planners have no other
     return request_of(compose(parse([*where, nominal, *overrides])))

@@ -36,7 +36,7 @@ with initialize(version_base="1.3"):
 
 
 def test_our_own_configurations_have_no_group_nest() -> None:
-    assert not hasattr(compose([]).config, "nest")
+    assert not hasattr(compose([]), "nest")
 
 
 def test_the_application_s_own_group_comes_first(tmp_path: Path) -> None:

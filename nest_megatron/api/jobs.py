@@ -1,4 +1,4 @@
-"""A composed job, planned or priced: what the calls of the API and the command line share."""
+"""A job of settings, planned or priced: what the calls of the API and the command line share."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import dataclasses
 import time
 
 from nest_megatron.api.results import Plan
-from nest_megatron.config.compose import Composed
+from nest_megatron.config.compose import Settings
 from nest_megatron.config.layout import estimate_layout
+from nest_megatron.config.request import request_of
 from nest_megatron.integrations.megatron_lm.attach import with_launch
 from nest_megatron.integrations.stated_job import StatedJob
 from nest_megatron.planner import Progress
@@ -16,15 +17,15 @@ from nest_megatron.report.failure import require_plan
 from nest_megatron.units import Seconds
 
 
-def plan_composed(
-    composed: Composed,
+def plan_job(
+    settings: Settings,
     *,
     begun_s: Seconds | None = None,
     shortlist: bool = False,
     stated: StatedJob | None = None,
     on_progress: Progress | None = None,
 ) -> Plan:
-    """Plan a composed job: what ``plan`` does, here and on the command line.
+    """Plan a job of settings: what ``plan`` does, here and on the command line.
 
     Args:
         stated: what the recipe of a plan file whose job it is says; ``None`` for no plan file.
@@ -32,13 +33,16 @@ def plan_composed(
         on_progress: called while the search runs.
     """
     begun_s = time.monotonic() if begun_s is None else begun_s
-    request = (stated or StatedJob()).request(composed)
-    request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
+    if stated is None:
+        request = request_of(settings, choose_execution=True, begun_s=begun_s, shortlist=shortlist)
+    else:
+        request = stated.request(settings)
+        request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
     found = require_plan(find_plan(request, on_progress), request.notes)
     return Plan(record=with_launch(found, notes=request.notes), notes=request.notes)
 
 
-def estimate_composed(composed: Composed) -> Plan:
-    """Price a composed layout: what ``estimate`` does, here and on the command line."""
-    found, notes = estimate_layout(composed)
+def estimate_job(settings: Settings) -> Plan:
+    """Price a layout of settings: what ``estimate`` does, here and on the command line."""
+    found, notes = estimate_layout(settings)
     return Plan(record=with_launch(found, notes=notes), notes=notes)
