@@ -51,7 +51,7 @@ from nest_megatron.cost_model.settings import CostSettings  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.parallel.objective import Objective  # noqa: E402
 from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
-from nest_megatron.planner import Request, estimate_plan, plan  # noqa: E402
+from nest_megatron.planner import Request, estimate_for, plan  # noqa: E402
 from nest_megatron.profile.lookup import LayerTimes  # noqa: E402
 from nest_megatron.profile.records import LayerProfile, Machine, Timing, default_name  # noqa: E402
 from nest_megatron.profile.session import tasks_of  # noqa: E402
@@ -134,15 +134,17 @@ def estimated(
     trial: Trial, cluster: Cluster, settings: CostSettings, times: LayerTimes | None
 ) -> dict[str, ParallelPlan]:
     """Every layout as a plan; what is launched does not depend on the times."""
+    request = Request(
+        spec=trial.spec,
+        cluster=cluster,
+        global_batch_size=trial.global_batch_size,
+        settings=settings,
+        times=times,
+    )
+    size, spec = trial.global_batch_size, trial.spec
     return {
-        layout.name: estimate_plan(
-            trial.spec,
-            cluster,
-            settings,
-            layout.grid(trial.global_batch_size).with_stages(layout.partition(trial.spec)),
-            times,
-        )
-        for layout in trial.layouts
+        each.name: estimate_for(request, each.grid(size).with_stages(each.partition(spec)))
+        for each in trial.layouts
     }
 
 

@@ -28,7 +28,7 @@ from nest_megatron.cost_model.model import CostModel  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.parallel.objective import Objective  # noqa: E402
 from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
-from nest_megatron.planner import Request, estimate_plan, plan  # noqa: E402
+from nest_megatron.planner import Request, estimate_for, plan  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
 from nest_megatron.research.baselines.job import on_flat_network  # noqa: E402
 from nest_megatron.research.comparison import compare  # noqa: E402
@@ -71,7 +71,7 @@ def blind(request: Request) -> ParallelPlan | None:
     )
     if not isinstance(found, ParallelPlan):
         return None
-    return estimate_plan(request.spec, request.cluster, request.settings, found.layout)
+    return estimate_for(request, found.layout)
 
 
 def oversubscription() -> Iterator[list[str]]:

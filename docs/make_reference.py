@@ -72,10 +72,9 @@ all of it comes from. It reads back exactly, and a checksum covers it.
 check-jsonschema --schemafile docs/plan.schema.json plan.yaml
 ```
 
-A reader refuses a file whose `schema` is newer than its own. Fields that a released version did not
-have are left out where they have their default, so that older files and their checksums stay as
-they are. `nest-megatron explain plan.yaml` prints the plan and its launch command. Sizes are in
-bytes, times in seconds, rates in bytes/s and FLOP/s.
+A reader refuses a file whose `schema` is newer than its own. Many fields are left out where they
+have their default. `nest-megatron explain plan.yaml` prints the plan and its launch command. Sizes
+are in bytes, times in seconds, rates in bytes/s and FLOP/s.
 """
 #: Types of settings as readers know them.
 _TYPES = {
@@ -170,13 +169,19 @@ def _commands(name: str, group: click.Group) -> Iterator[str]:
 
 def schema_text() -> str:
     """The JSON Schema of a plan file."""
+    return json.dumps(_plan_schema(), indent=1) + "\n"
+
+
+def _plan_schema() -> json_schema.Schema:
+    """That of the plan's records, and the checksum that a file holds beside them."""
     schema = json_schema.of_record(ParallelPlan)
-    return json.dumps(schema, indent=1) + "\n"
+    schema["$defs"]["Provenance"]["properties"]["checksum"] = {"type": "string"}
+    return schema
 
 
 def plan_page() -> str:
     """The records of a plan file, the outermost first."""
-    schema = json_schema.of_record(ParallelPlan)
+    schema = _plan_schema()
     kinds = _records(ParallelPlan)
     parts = [PLAN_HEAD, _record_part(ParallelPlan, schema)]
     parts += [_record_part(kinds[name], schema["$defs"][name]) for name in sorted(kinds)]

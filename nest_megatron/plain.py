@@ -76,20 +76,17 @@ def to_plain(value: object) -> Any:
 
 
 def added(default: Any) -> Any:
-    """A field that a released record did not have: written where it is not the default.
-
-    Files written before, and their checksums, stay as they are.
-    """
+    """A field that files leave out where it has its default."""
     return dataclasses.field(default=default, metadata={_ADDED: True})
 
 
 def is_added(field: dataclasses.Field[Any]) -> bool:
-    """Whether a released record did not have the field."""
+    """Whether files leave the field out where it has its default."""
     return bool(field.metadata.get(_ADDED))
 
 
 def written_as(name: str) -> Any:
-    """A field that files have under another name, which released ones gave it."""
+    """A field that files have under another name."""
     return dataclasses.field(metadata={_WRITTEN_AS: name})
 
 

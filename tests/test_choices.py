@@ -22,9 +22,10 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_launch
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, read_argv
 from nest_megatron.integrations.megatron_lm.read import read_job
+from nest_megatron.integrations.megatron_lm.write import parallel_argv
 from nest_megatron.model.execution import Execution, FlexBackend, GraphImpl, TokenDispatcher
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS, execution_argv
+from nest_megatron.parallel.execution_arguments import EXECUTION_ARGUMENTS
 from nest_megatron.parallel.knobs import (
     KNOBS,
     KnobConditions,
@@ -39,8 +40,9 @@ from nest_megatron.parallel.numeric_knobs import MEMORY_KNOBS, NUMERIC_KNOBS
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.stage_layout import uniform_partition
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.planner import estimate_plan, plan
+from nest_megatron.planner import plan
 from tests import catalogue
+from tests.estimates import estimate_plan
 from tests.integrations.requests import CARRIED
 from tests.knob_tables import LEFT_KNOBS, framework_table, knob_table, left_table, numeric_table
 
@@ -125,7 +127,7 @@ def test_what_a_user_typed_is_held_until_it_is_freed() -> None:
 @pytest.mark.parametrize("name", CARRIED)
 def test_flags_of_both_releases_say_the_same_again(name: str, version: str) -> None:
     request = CARRIED[name]
-    argv = execution_argv(request.execution, version, experts=request.spec.is_moe)
+    argv = parallel_argv(dataclasses.replace(request, version=version))
     command = read_argv("pretrain_gpt.py", argv, version)
     assert not command.unknown
     assert execution_of(command.values) == request.execution or not request.spec.is_moe

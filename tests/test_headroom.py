@@ -11,11 +11,12 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.plan import Headroom, ParallelPlan
-from nest_megatron.planner import NoPlan, Request, estimate_plan, plan
+from nest_megatron.planner import NoPlan, Request, plan
 from nest_megatron.planner.headroom import with_larger_margin
 from nest_megatron.planner.request import DEFAULT_HEADROOM
 from nest_megatron.report.words import headroom_words, proof
 from nest_megatron.solver.search import Search
+from tests.estimates import estimate_plan
 
 #: A job whose fastest plan fills nearly all.
 FULL = ("model=llama2_13b", "cluster.num_gpus=16")
@@ -129,9 +130,7 @@ def test_free_memory_that_was_wanted_is_no_limit_of_the_device() -> None:
     assert limited.memory_margin == DEFAULT_HEADROOM
     assert with_larger_margin(dataclasses.replace(request, settings=limited), 0) is None
     usual = found(request)
-    again = estimate_plan(
-        *(request.spec, request.cluster, request.settings, usual.layout, usual.layout.partition)
-    )
+    again = estimate_plan(request.spec, request.cluster, request.settings, usual.layout)
     assert again.predicted == usual.predicted
 
 

@@ -34,7 +34,6 @@ from nest_megatron.integrations.megatron_lm.attach import with_launch
 from nest_megatron.integrations.megatron_lm.before_after import before_and_after
 from nest_megatron.integrations.megatron_lm.node_counts import TableJob, plan_for_nodes, sized
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.plan_file import sealed
 from nest_megatron.parallel.rules import DEFAULT_VERSION
 from nest_megatron.planner import Progress
 from nest_megatron.planner.pins import read_plan
@@ -195,7 +194,7 @@ def plan_command(
 def planned_command(found: typed_command.CommandPlan, composed: Settings) -> Plan:
     """The plan of a command beside what it runs today, here and on the command line."""
     today = before_and_after(found, composed)
-    return Plan(record=sealed(replace(found.plan, today=today)), notes=found.notes)
+    return Plan(record=replace(found.plan, today=today), notes=found.notes)
 
 
 def estimate(

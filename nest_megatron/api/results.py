@@ -185,8 +185,7 @@ class Plan(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as numbers, text, lists and dicts: what ``--json`` prints."""
-        fields: dict[str, Any] = to_plain(self.record)
-        return fields
+        return plan_file.fields_of(self.record)
 
     def report(self, *more: RenderableType) -> Iterator[RenderableType]:
         """The tables that ``nest-megatron plan`` prints, and more before its notes."""
@@ -240,8 +239,8 @@ class PlanTable(Shown):
     def to_dict(self) -> dict[str, Any]:
         """The table as numbers, text, lists and dicts: what ``--json`` prints."""
         entries = [
-            {**to_plain(entry), "plan": to_plain(self.record.plan_of(entry))}
-            for entry in self.record.entries
+            {**to_plain(entry), "plan": None if found is None else plan_file.fields_of(found)}
+            for entry, found in ((e, self.record.plan_of(e)) for e in self.record.entries)
         ]
         return {"plan_table": entries}
 

@@ -23,7 +23,6 @@ from nest_megatron.config.catalogue import read_cluster
 from nest_megatron.config.compose import Settings
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import write_text
-from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import to_plain
 from nest_megatron.report.failure import WITHOUT_PLAN
@@ -107,8 +106,8 @@ def with_notes(found: Plan, *notes: str) -> Plan:
         name: dataclasses.replace(each, notes=(*each.notes, *notes))
         for name, each in record.launch.items()
     }
-    sealed = plan_file.sealed(dataclasses.replace(record, launch=launch))
-    return dataclasses.replace(found, record=sealed, notes=(*found.notes, *notes))
+    record = dataclasses.replace(record, launch=launch)
+    return dataclasses.replace(found, record=record, notes=(*found.notes, *notes))
 
 
 def _crossed(cluster: Cluster) -> list[tuple[str, int]]:

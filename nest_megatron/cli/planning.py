@@ -228,7 +228,7 @@ def _plan_command(
 
 
 def _command_parts(found: CommandPlan) -> list[RenderableType]:
-    command, changes = found.command, change_rows(found.changes)
+    command, changes = found.job.command, change_rows(found.changes)
     if command is None:
         changed = ["Changes to the recipe's fields\n", changes_table(changes), ""]
         return changed if changes else ["The recipe is already the plan.\n"]

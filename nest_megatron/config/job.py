@@ -35,6 +35,25 @@ class LaunchedRanks:
     unsaid: str = "nothing says it"
 
 
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A flag with its values as words; ``dest`` is ``None`` for what Megatron lacks."""
+
+    dest: str | None
+    tokens: tuple[str, ...]
+
+    @property
+    def flag(self) -> str:
+        """The flag alone."""
+        return self.tokens[0].partition("=")[0]
+
+    @property
+    def value(self) -> str:
+        """Its values as one text."""
+        _, equals, inline = self.tokens[0].partition("=")
+        return inline if equals else " ".join(self.tokens[1:])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadCommand:
     """A training command, taken apart.
@@ -44,11 +63,10 @@ class ReadCommand:
         environment: ``NAME=value`` assignments before the command.
         launcher: everything before the script (``torchrun --nnodes 4 ...``).
         script: path of the training script, empty if only flags were given.
-        argv: the script's arguments, without this package's own tokens.
+        options: the script's arguments, without this package's own tokens.
         values: every option of Megatron by destination, defaults filled in.
-        explicit: destinations that ``argv`` sets.
-        unknown: tokens of ``argv`` that Megatron does not know, in order; the user's own flags.
-        nest_tokens: this package's own tokens (``+nest=auto``, ``nest.free=[...]``).
+        explicit: destinations that ``options`` set.
+        unknown: tokens of ``options`` that Megatron does not know, in order; the user's own flags.
         notes: likely spelling mistakes and options of another release, one sentence each.
         ranks: that it launches.
     """
@@ -57,13 +75,17 @@ class ReadCommand:
     environment: Mapping[str, str]
     launcher: tuple[str, ...]
     script: str
-    argv: tuple[str, ...]
+    options: tuple[Option, ...]
     values: Mapping[str, Any]
     explicit: frozenset[str]
     unknown: tuple[str, ...]
-    nest_tokens: tuple[str, ...]
     notes: tuple[str, ...]
     ranks: LaunchedRanks
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """The script's arguments as words."""
+        return tuple(word for option in self.options for word in option.tokens)
 
     def namespace(self) -> argparse.Namespace:
         """The values as Megatron's parser would return them."""

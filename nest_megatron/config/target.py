@@ -32,7 +32,7 @@ from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
+from nest_megatron.parallel.execution_arguments import EXECUTION_ARGUMENTS
 from nest_megatron.parallel.knobs import KNOBS, Package, choices_of_execution
 from nest_megatron.parallel.numeric_knobs import (
     MEMORY_KNOBS,

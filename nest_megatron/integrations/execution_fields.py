@@ -22,12 +22,15 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import ABSENT, FieldValue, find
 from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.incompatible_options import contradicted
-from nest_megatron.model.execution import OF_LAYERS, PLAIN, ContextTraffic, Execution, GraphImpl
-from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS, EXECUTION_FIELDS
+from nest_megatron.model.execution import OF_LAYERS, PLAIN, ContextTraffic, Execution
+from nest_megatron.parallel.execution_arguments import (
+    EXECUTION_ARGUMENTS,
+    EXECUTION_FIELDS,
+    execution_arguments,
+)
 from nest_megatron.parallel.knobs import KNOBS, execution_reason
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.rules import DEFAULT_VERSION
-from nest_megatron.plain import to_plain
 
 #: Settings that such an object has, where it has them: NeMo's has the first alone.
 OVERLAPPED = ("tp_comm_overlap", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
@@ -121,6 +124,9 @@ def execution_fields(
 ) -> Iterator[FieldValue]:
     """What carries layers out as priced; a choice that the framework lacks is refused."""
     wanted = launch_request(plan, version=places.version).execution
+    planned = execution_arguments(wanted, places.version)
+    planned[_OFFLOADS] = wanted.cpu_offloading_num_layers > 0
+    planned["cuda_graph_scope_deprecated"] = planned["cuda_graph_modules"]
     stated = stated_execution(root, places)
     meant = execution_of(stated)
     values = {name: find(root, places.paths(root, name)[0]) for name in EXECUTION_FIELDS}
@@ -138,9 +144,8 @@ def execution_fields(
         for name in fields:
             for argument in _written(root, name, places, wanted, differs=differs):
                 reason = refused.get(argument) or _reason(wanted, meant, name, places)
-                value = execution_value(wanted, argument, places.version)
                 for path in places.paths(root, argument):
-                    yield path, value, reason
+                    yield path, planned[argument], reason
     if wanted.cuda_graph_impl in OF_LAYERS:
         for path in places.beside_graphs:
             yield path, True, "random numbers inside CUDA graphs are drawn by this tracker"
@@ -156,9 +161,8 @@ def _differs(wanted: Execution, meant: Execution, stated: Mapping[str, Any], nam
 def execution_items(plan: ParallelPlan) -> dict[str, Any]:
     """The same choices by Megatron's names, whatever the job has, in plain values."""
     request = launch_request(plan)
-    return {
-        knob.name: execution_value(request.execution, knob.name, request.version) for knob in KNOBS
-    }
+    values = execution_arguments(request.execution, request.version)
+    return {knob.name: values[knob.name] for knob in KNOBS}
 
 
 def _written(
@@ -187,29 +191,6 @@ def _refuse_lacking(
         if name in fields and _is_asked(wanted, name) and value != getattr(meant, name):
             fix = "Set it up in the job, or plan the job itself (auto_recipe) with what it has."
             raise UserInputError(name, value=value, limit=why, fix=fix)
-
-
-def execution_value(wanted: Execution, argument: str, version: str) -> Any:
-    """A setting as megatron-core's configuration has it."""
-    if argument in ("moe_enable_deepep", "enable_cuda_graph", "external_cuda_graph"):
-        return False  # older names of what is stated beside them
-    if argument == _OFFLOADS:
-        return wanted.cpu_offloading_num_layers > 0
-    if argument == "fine_grained_activation_offloading":
-        return bool(wanted.offload_modules)
-    name = EXECUTION_FIELDS[argument]
-    if name in ("cuda_graph_impl", "cuda_graph_scope"):
-        wanted = _graphs_of(wanted, version)
-    value = to_plain(getattr(wanted, name))
-    return None if value == [] and name != "cuda_graph_scope" else value
-
-
-def _graphs_of(wanted: Execution, version: str) -> Execution:
-    """0.16.1 spells a graph of the whole step as a scope of its own graphs (args:1432)."""
-    if wanted.cuda_graph_impl is not GraphImpl.FULL_ITERATION or not version.startswith("0.16"):
-        return wanted
-    scope = (GraphImpl.FULL_ITERATION.value,)
-    return dataclasses.replace(wanted, cuda_graph_impl=GraphImpl.LOCAL, cuda_graph_scope=scope)
 
 
 def _reason(wanted: Execution, meant: Execution, name: str, places: ExecutionPlaces) -> str:

@@ -20,6 +20,7 @@ from nest_megatron.integrations.megatron_lm.attach import (
 )
 from nest_megatron.integrations.megatron_lm.incompatible_options import contradicted
 from nest_megatron.integrations.megatron_lm.rules import require_launchable
+from nest_megatron.integrations.megatron_lm.write import planned_arguments
 from nest_megatron.integrations.restore import finetuning_fields
 from nest_megatron.model.sizes import LATENT_SIZES
 from nest_megatron.model.spec import TransformerSpec
@@ -171,19 +172,22 @@ def _fsdp(root: Any, plan: ParallelPlan, paths: ConfigPaths) -> Iterator[FieldVa
     Source: ``ConfigContainer.validate`` of Megatron-Bridge, ``MegatronParallel.init_ddp`` of NeMo.
     """
     if plan.layout.uses_megatron_fsdp:
+        planned = planned_arguments(launch_request(plan))
         form = "the one format that Megatron-FSDP saves, without a second process"
-        yield paths.ckpt_format, _FSDP_FORMAT, form
+        yield paths.ckpt_format, planned["ckpt_format"], form
         yield paths.async_save, False, form
         yield f"{paths.ddp}.average_in_collective", False, "Megatron-FSDP averages by itself"
         fused = "Megatron-FSDP keeps its gradients apart"
-        yield f"{paths.model}.gradient_accumulation_fusion", False, fused
+        fusion = "gradient_accumulation_fusion"
+        yield f"{paths.model}.{fusion}", planned[fusion], fused
         if initializes_on_meta_device(plan.model):
             built = "weights are made shard by shard; without it every GPU holds the whole model"
             yield f"{paths.model}.init_model_with_meta_device", True, built
-        gradients = f"{paths.ddp}.megatron_fsdp_main_grads_dtype"
-        request = launch_request(plan)
-        wide = request.gradient_bytes == 4 and request.precision is not Precision.FP32
-        if wide and find(root, gradients) is not ABSENT:  # 0.20 takes the weights' unless told
+        name = "megatron_fsdp_main_grads_dtype"
+        gradients = f"{paths.ddp}.{name}"
+        if (
+            planned[name] and find(root, gradients) is not ABSENT
+        ):  # 0.20 takes the weights' unless told
             import torch
 
             yield gradients, torch.float32, "gradients stay in float32, as they are now"

@@ -26,7 +26,6 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.planning import job_request, plan_to_launch
 from nest_megatron.integrations.site_policy import read_launched
 from nest_megatron.integrations.stated_job import recorded
-from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner.pinned_job import ActualJob, require_same_job
 from nest_megatron.planner.pins import PinnedPlan
@@ -107,8 +106,8 @@ def plan_recipe(
     by_words = job.free.option == "nest.free"  # only Megatron-Bridge's scripts take them
     made_by = "+nest=auto" if by_words else "auto_recipe"
     assert job.target is not None
-    named = plan_file.made_for(found, job.target.framework, None, made_by, recorded(job))
-    return named, request.notes
+    origin = found.provenance.made_for(job.target.framework, None, made_by, recorded(job))
+    return dataclasses.replace(found, provenance=origin), request.notes
 
 
 def _settings(

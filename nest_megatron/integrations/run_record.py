@@ -19,6 +19,7 @@ from nest_megatron.history.records import (
     job_key,
 )
 from nest_megatron.integrations.plan_output import user_name
+from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner.uncertain import allocatable
 from nest_megatron.profile.choose import times_of
@@ -52,7 +53,7 @@ def new_run(
         batch_job=batch_job(environment),
         hosts=tuple(hosts),
         device=None if gpus is None else gpus.device_name,
-        plan=plan.provenance.checksum,
+        plan=plan_file.checksum(plan),
         job=job_key(plan),
         cluster=cluster_key(plan),
         versions={**installed_versions(), **nccl_version(), "nest_megatron": __version__},
@@ -89,8 +90,8 @@ def predicted(plan: ParallelPlan) -> Predicted:
     highest = max(stages, key=lambda stage: stage.peak_memory_bytes)
     return Predicted(
         step_s=step_s,
-        low_s=None if plan.uncertainty is None else plan.uncertainty.low_s,
-        high_s=None if plan.uncertainty is None else plan.uncertainty.high_s,
+        low_s=plan.uncertainty.low_s,
+        high_s=plan.uncertainty.high_s,
         shares={name.value: share for name, share in known.shares.items()} if is_whole else {},
         features=tuple(sorted(feature.value for feature in known.features)),
         busy_s=tuple(layout.num_microbatches * (s.forward_s + s.backward_s) for s in stages),

@@ -69,7 +69,7 @@ class StatedJob:
     """What the fields of a recipe say and settings cannot.
 
     Args:
-        fields: of the job, as ``recorded``; ``None`` in plans of earlier versions.
+        fields: of the job, as ``recorded``; ``None`` in plans of an application.
         traits: of the cost model's settings, which stand for them there.
     """
 
@@ -98,7 +98,7 @@ class StatedJob:
         return Job(**fields, spec=spec, target=target)
 
     def _with_traits(self, request: Request) -> Request:
-        """With the traits of an earlier version's file, which offers no other numbers."""
+        """With the traits of a plan's file, which offers no other numbers."""
         if self.traits is None:
             return request
         stated = stored_settings(request.settings)

@@ -23,7 +23,7 @@ from nest_megatron.integrations.dry_run.launch import (
     unread_model,
 )
 from nest_megatron.integrations.launchers import SLURM_VARIABLES, LaunchPlace, slurm_options
-from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, with_launch
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_command
 from nest_megatron.integrations.megatron_lm.parser import read_command, tokens
 from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.integrations.megatron_lm.read import read_job
@@ -33,9 +33,8 @@ from nest_megatron.integrations.recipe_command import read_recipe
 from nest_megatron.integrations.restore import restored_by_command
 from nest_megatron.integrations.stated_job import recorded
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.diff import Change
-from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
+from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan, Provenance
 from nest_megatron.planner import Progress, Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.report.failure import require_plan
@@ -233,16 +232,21 @@ class CommandPlan:
 
     Args:
         job, request: what was planned.
-        command: as it was read; ``None`` of a recipe.
         changes: of its flags, or of the recipe's fields.
     """
 
     job: Job
     request: Request
     plan: ParallelPlan
-    notes: tuple[str, ...]
-    command: ReadCommand | None
     changes: tuple[Change, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was assumed, and variables that must not be set."""
+        launch = self.plan.launch.get(LAUNCHER)
+        values = {} if launch is None else launch.environment
+        unset = (f"{name} must not be set." for name, value in values.items() if value is None)
+        return (*self.request.notes, *unset)
 
 
 def plan_command(
@@ -283,37 +287,24 @@ def command_of_plan(
     """
     if job.restored is not None:
         job.restored.check(found, job.version)
-    found = made_for(found, job, "plan --from")
     if (command := job.command) is None:
         assert job.changes is not None
-        return CommandPlan(
-            job=job,
-            request=request,
-            plan=found,
-            notes=request.notes,
-            command=None,
-            changes=job.changes(found),
-        )
+        changes = job.changes(found)
+        found = dataclasses.replace(found, provenance=made_for(found, job, "plan --from"))
+        return CommandPlan(job=job, request=request, plan=found, changes=changes)
     kept = kept_flags(job, request, composed)
-    found = with_launch(found, command, kept=kept, notes=request.notes)
-    environment = found.launch[LAUNCHER].environment
-    unset = (f"{name} must not be set." for name, value in environment.items() if value is None)
-    return CommandPlan(
-        job=job,
-        request=request,
-        plan=found,
-        notes=(*request.notes, *unset),
-        command=command,
-        changes=rewritten(found, command, kept).changes,
+    found, rewrite = with_command(
+        found, command, made_by="plan --from", kept=kept, notes=request.notes
     )
+    return CommandPlan(job=job, request=request, plan=found, changes=rewrite.changes)
 
 
-def made_for(plan: ParallelPlan, job: Job, made_by: str) -> ParallelPlan:
-    """A plan with the framework of the command, or of the recipe, that it was made for."""
+def made_for(plan: ParallelPlan, job: Job, made_by: str) -> Provenance:
+    """A plan's origin with the framework of the command, or of the recipe, that it was made for."""
     if job.command is not None:
-        return plan_file.made_for(plan, MEGATRON_LM, job.version, made_by)
+        return plan.provenance.made_for(MEGATRON_LM, job.version, made_by)
     assert job.target is not None
-    return plan_file.made_for(plan, job.target.framework, None, made_by, recorded(job))
+    return plan.provenance.made_for(job.target.framework, None, made_by, recorded(job))
 
 
 def _refuse_unknown(job: Job) -> None:

@@ -81,7 +81,7 @@ class PricedLayout:
 
     layout: Layout
     predicted: Estimate
-    uncertainty: Uncertainty | None
+    uncertainty: Uncertainty
     price: Price | None
     not_modelled: tuple[str, ...]
 

@@ -178,11 +178,10 @@ class Shortlist:
         numbers: of runners-up, from 1; 0 is the plan itself. The likeliest first.
         chances: of each of them, to be as fast as the fastest of the plan and its runners-up.
         measurements: what would tell most which of them is the fastest, the most useful first.
-        chance: that one of them is; ``None`` in files of earlier versions, whose chances, to be the
-            fastest, add up.
+        chance: that one of them is.
     """
 
     numbers: tuple[int, ...]
     chances: tuple[float, ...]
     measurements: tuple[str, ...]
-    chance: float | None = None
+    chance: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,7 +68,7 @@ class SearchRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where the plan comes from; ``checksum`` covers everything else in the file.
+    """Where the plan comes from.
 
     Args:
         framework: what the planned job runs on; ``None`` for a plan that was made for none.
@@ -85,7 +86,6 @@ class Provenance:
     cluster_hash: str
     model_hash: str
     settings: Mapping[str, float | str]
-    checksum: str = ""
     framework: str | None = added(None)
     framework_version: str | None = added(None)
     made_by: str | None = added(None)
@@ -93,6 +93,24 @@ class Provenance:
     defaults: tuple[str, ...] = added(())
     given: tuple[str, ...] = added(())
     recipe: Mapping[str, Any] | None = added(None)
+
+    def made_for(
+        self,
+        framework: str,
+        version: str | None,
+        made_by: str,
+        recipe: Mapping[str, Any] | None = None,
+    ) -> Provenance:
+        """With what the plan was made for, unless that is said already."""
+        if self.framework is not None:
+            return self
+        return dataclasses.replace(
+            self,
+            framework=framework,
+            framework_version=version,
+            made_by=made_by,
+            recipe=recipe,
+        )
 
     @property
     def own_runs(self) -> int:
@@ -185,7 +203,6 @@ class ParallelPlan:
     Args:
         offers: what a job would gain by choices that it rules out, one sentence each.
         goodput: where a mean time between failures is given.
-        uncertainty: ``None`` in files of earlier versions.
         choice: what the plan was chosen for and between, where not for its predicted step alone.
         shortlist: which of the plan and its runners-up could be the fastest, where that is asked.
         batches: what is expected at each size of a batch that grows.
@@ -207,7 +224,7 @@ class ParallelPlan:
     launch: Mapping[str, LaunchCommand] = field(default_factory=dict)
     offers: tuple[str, ...] = added(())
     goodput: Goodput | None = added(None)
-    uncertainty: Uncertainty | None = added(None)
+    uncertainty: Uncertainty
     choice: Choice | None = added(None)
     shortlist: Shortlist | None = added(None)
     headroom: Headroom | None = added(None)

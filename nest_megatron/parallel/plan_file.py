@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import re
@@ -17,6 +16,9 @@ from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.files import read_text, write_text
 from nest_megatron.parallel.plan import SCHEMA, ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
+
+#: Field of ``provenance`` in a file that covers everything else in it.
+_CHECKSUM = "checksum"
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types here
@@ -43,36 +45,23 @@ def digest(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def sealed(plan: ParallelPlan, **origin: Any) -> ParallelPlan:
-    """The plan with its checksum set.
-
-    Args:
-        origin: fields of ``Provenance`` to set before.
-    """
-    provenance = dataclasses.replace(plan.provenance, **{**origin, "checksum": ""})
-    blank = dataclasses.replace(plan, provenance=provenance)
-    provenance = dataclasses.replace(provenance, checksum=digest(blank))
-    return dataclasses.replace(plan, provenance=provenance)
+def checksum(plan: ParallelPlan) -> str:
+    """What tells a plan from all others: the checksum that its file holds."""
+    found: str = fields_of(plan)["provenance"][_CHECKSUM]
+    return found
 
 
-def made_for(
-    plan: ParallelPlan,
-    framework: str,
-    version: str | None,
-    made_by: str,
-    recipe: Mapping[str, Any] | None = None,
-) -> ParallelPlan:
-    """The plan with what it was made for, unless it says so already; sealed again."""
-    if plan.provenance.framework is not None:
-        return plan
-    return sealed(
-        plan, framework=framework, framework_version=version, made_by=made_by, recipe=recipe
-    )
+def fields_of(plan: ParallelPlan) -> dict[str, Any]:
+    """A plan as plain data with its checksum, as its file holds it."""
+    fields: dict[str, Any] = to_plain(plan)
+    fields["provenance"][_CHECKSUM] = ""
+    fields["provenance"][_CHECKSUM] = digest(fields)
+    return fields
 
 
 def dump(plan: ParallelPlan) -> str:
     """The text of a plan file."""
-    return written(to_plain(plan))
+    return written(fields_of(plan))
 
 
 def written(fields: Mapping[str, Any]) -> str:
@@ -118,17 +107,21 @@ def from_fields(fields: Mapping[str, Any], name: str) -> ParallelPlan:
         limit = f"this version reads plans up to schema {SCHEMA}"
         fix = "Upgrade nest-megatron, or plan again with this version."
         raise PlanFileError(f"{name}: schema", value=schema, limit=limit, fix=fix)
+    stated, origin = "", fields.get("provenance")
+    if isinstance(origin, Mapping):
+        stated = origin.get(_CHECKSUM, "")
+        rest = {key: value for key, value in origin.items() if key != _CHECKSUM}
+        fields = {**fields, "provenance": rest}
     try:
         plan = from_plain(ParallelPlan, fields)
     except UserInputError as error:
         raise PlanFileError(
             f"{name}: {error.what}", value=error.value, limit=error.limit, fix=error.fix
         ) from error
-    checksum = plan.provenance.checksum
-    if sealed(plan).provenance.checksum != checksum:
+    if checksum(plan) != stated:
         limit = "it does not match the contents, so the file was cut short or edited"
         fix = "Write it again with nest-megatron plan; what you want fixed goes on that command."
-        raise PlanFileError(f"{name}: provenance.checksum", value=checksum, limit=limit, fix=fix)
+        raise PlanFileError(f"{name}: provenance.checksum", value=stated, limit=limit, fix=fix)
     return plan
 
 

@@ -4,38 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_posterior import PredictedPeak, predicted_peak
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.deadline import Deadline
+from nest_megatron.parallel.batch_schedule import PredictedBatch
 from nest_megatron.parallel.layout import Layout
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import ParallelPlan, PresentLayout, SearchRecord
-from nest_megatron.parallel.plan_file import sealed
 from nest_megatron.parallel.policy import require_allowed
 from nest_megatron.planner.assemble import (
     ENDED_EARLY,
     alternative,
     assemble,
+    predicted_batches,
     search_record,
-    with_goodput,
 )
 from nest_megatron.planner.choice import (
     Candidate,
+    Chosen,
     Comparison,
     Peaks,
     choose_plan,
     runner_up,
     worth_comparing,
 )
-from nest_megatron.planner.headroom import headroom_of, settings_to_start, with_larger_margin
-from nest_megatron.planner.layouts import check_launchable, estimate_plan
+from nest_megatron.planner.headroom import (
+    PredictedLayout,
+    headroom_of,
+    settings_to_start,
+    with_larger_margin,
+)
+from nest_megatron.planner.layouts import check_launchable, estimate_for
 from nest_megatron.planner.offers import offers
 from nest_megatron.planner.request import Request
 from nest_megatron.planner.shortage import (
@@ -62,7 +68,7 @@ __all__ = [
     "Request",
     "check_launchable",
     "describe_grid",
-    "estimate_plan",
+    "estimate_for",
     "plan",
 ]
 
@@ -95,14 +101,24 @@ def plan(
     deadline = request.deadline()
     searched = _search(request, deadline, on_progress)
     if searched.result.plans:
-        found, find = _assembled(request, searched, choose), partial(_best, deadline=deadline)
-        if larger := _too_large(found):
+        chosen, model = _chosen(request, searched, choose), searched.model
+        best, find = _predicted(model, chosen), partial(_best, deadline=deadline)
+        batches = tuple(predicted_batches(model, best.layout, request.batch_schedule))
+        if larger := _too_large(best, batches):
             return plan(dataclasses.replace(request, global_batch_size=larger), choose=choose)
-        headroom = headroom_of(found, request, searched.model, searched.compared, find)
-        said = offers(found, request, find, partial(_faster, request, deadline))
-        found = dataclasses.replace(found, headroom=headroom, offers=said)
+        found = assemble(
+            *(request, model, best.layout, best.predicted),
+            search_record(request, searched.result, searched.seconds, chosen.plan, choose),
+            alternatives=tuple(alternative(chosen.plan, each, chosen) for each in chosen.others),
+            choice=chosen.choice,
+            shortlist=chosen.shortlist(model) if request.shortlist else None,
+            present=_present_layout(request, searched, chosen.plan),
+            headroom=headroom_of(best.predicted, request, model, searched.compared, find),
+            offers=offers(best, request, find, partial(_faster, request, deadline)),
+            batches=batches,
+        )
         require_allowed(found, request.policy)
-        return with_goodput(found, request.reliability, request.rates)
+        return found
     record = search_record(request, searched.result, searched.seconds)
     if record.certificate == ENDED_EARLY:
         return EndedEarly(
@@ -114,15 +130,15 @@ def plan(
     return no_plan(request, searched.model, record, _before_report(deadline), _best)
 
 
-def _too_large(found: ParallelPlan) -> int | None:
+def _too_large(found: PredictedLayout, batches: Sequence[PredictedBatch]) -> int | None:
     """The largest batch of a schedule, which keeps most micro batches, if one of them is too large.
 
     A plan that fits with it fits with all.
     """
     capacity = found.predicted.capacity_bytes
-    if all(batch.peak_memory_bytes <= capacity for batch in found.batches):
+    if all(batch.peak_memory_bytes <= capacity for batch in batches):
         return None
-    largest = max(batch.global_batch_size for batch in found.batches)
+    largest = max(batch.global_batch_size for batch in batches)
     return largest if largest > found.layout.global_batch_size else None
 
 
@@ -251,8 +267,8 @@ def _present_of(request: Request) -> Layout | None:
     return dataclasses.replace(present, global_batch_size=batch)
 
 
-def _assembled(request: Request, searched: _Searched, number: int = 0) -> ParallelPlan:
-    """The plan of a request, or the runner-up that the user asks for.
+def _chosen(request: Request, searched: _Searched, number: int = 0) -> Chosen:
+    """What is taken for a request, or the runner-up that the user asks for.
 
     Raises:
         UserInputError: if there is no such runner-up.
@@ -261,21 +277,7 @@ def _assembled(request: Request, searched: _Searched, number: int = 0) -> Parall
     if searched.ended_early and chosen.choice is not None:
         choice = dataclasses.replace(chosen.choice, ended_early=True)
         chosen = dataclasses.replace(chosen, choice=choice)
-    if number:
-        chosen = runner_up(chosen, number)
-    record = search_record(request, searched.result, searched.seconds, chosen.plan, number)
-    best = chosen.plan
-    found = _assemble(
-        request,
-        searched.model,
-        best,
-        record,
-        alternatives=tuple(alternative(best, other, chosen) for other in chosen.others),
-        choice=chosen.choice,
-        shortlist=chosen.shortlist(searched.model) if request.shortlist else None,
-    )
-    present = _present_layout(request, searched, best)
-    return found if present is None else sealed(dataclasses.replace(found, present=present))
+    return runner_up(chosen, number) if number else chosen
 
 
 def _present_layout(
@@ -299,23 +301,6 @@ def _present_layout(
     )
 
 
-def _assemble(
-    request: Request, model: CostModel, best: SolvedLayout, record: SearchRecord, **others: Any
-) -> ParallelPlan:
-    """The plan file of a grid that was solved for a request; ``others`` as of ``assemble``."""
-    return assemble(
-        model,
-        best.layout,
-        record,
-        schedule=request.batch_schedule,
-        lengths=request.sequence_lengths,
-        site=request.site,
-        defaults=request.defaults,
-        given=request.given,
-        **others,
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
     """The plan of a request, and others that could be faster, the fastest predicted first."""
@@ -328,7 +313,13 @@ class Ranked:
 
     def plan(self, candidate: Candidate) -> ParallelPlan:
         """The plan file of one of the candidates, without runners-up."""
-        return _assemble(self.request, self.model, candidate.solved, self.record)
+        request, model, layout = self.request, self.model, candidate.solved.layout
+        unpriced = dataclasses.replace(request, reliability=None, rates=None)
+        return assemble(
+            *(unpriced, model, layout, estimate(model, layout), self.record),
+            alternatives=(),
+            batches=tuple(predicted_batches(model, layout, request.batch_schedule)),
+        )
 
 
 def ranked(request: Request, on_progress: Progress | None = None) -> Ranked | NoPlan | EndedEarly:
@@ -371,10 +362,20 @@ def _other_micro_batches(request: Request, searched: _Searched) -> Peaks:
     return found
 
 
-def _best(request: Request, deadline: Deadline) -> ParallelPlan | None:
-    """The best plan, if time allows to find one; why there is none is not asked."""
+def _best(request: Request, deadline: Deadline) -> PredictedLayout | None:
+    """The best layout, if time allows to find one; why there is none is not asked."""
     searched = _search(request, deadline)
-    return _assembled(request, searched) if searched.result.plans else None
+    if not searched.result.plans:
+        return None
+    return _predicted(searched.model, _chosen(request, searched))
+
+
+def _predicted(model: CostModel, chosen: Chosen) -> PredictedLayout:
+    predicted = estimate(model, chosen.plan.layout)
+    others = (to_seconds(each.iteration) for each in chosen.others)
+    return PredictedLayout(
+        chosen.plan.layout, predicted, min([predicted.iteration_time_s, *others])
+    )
 
 
 def _faster(

@@ -6,26 +6,21 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from typing import Any
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.estimate import estimate
-from nest_megatron.cost_model.goodput import Reliability, goodput
+from nest_megatron.cost_model.goodput import goodput
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import stored_settings
-from nest_megatron.cost_model.site import Site, expected
+from nest_megatron.cost_model.site import expected
 from nest_megatron.cost_model.uncertainty import probability_faster
-from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.parallel.batch_schedule import BatchSchedule, PredictedBatch, TrainChoice
 from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.estimate import Alternative, Placement
+from nest_megatron.parallel.estimate import Alternative, Estimate, Placement
 from nest_megatron.parallel.layout import Layout, PartialLayout
-from nest_megatron.parallel.objective import Choice, Shortlist
-from nest_megatron.parallel.plan import (
-    ParallelPlan,
-    Provenance,
-    SearchRecord,
-)
-from nest_megatron.parallel.plan_file import digest, sealed
+from nest_megatron.parallel.plan import ParallelPlan, Provenance, SearchRecord
+from nest_megatron.parallel.plan_file import digest
 from nest_megatron.parallel.policy import Policy
 from nest_megatron.parallel.price import Price, Rates, price
 from nest_megatron.parallel.rank_order import GroupKind, group_level, group_of_rank
@@ -45,47 +40,42 @@ ENDED_EARLY = "ended-early"
 
 
 def assemble(
+    request: Request,
     model: CostModel,
     layout: Layout,
+    predicted: Estimate,
     record: SearchRecord,
     *,
-    alternatives: tuple[Alternative, ...] = (),
-    choice: Choice | None = None,
-    shortlist: Shortlist | None = None,
-    schedule: BatchSchedule | None = None,
-    lengths: SequenceLengths | None = None,
-    site: Site | None = None,
-    defaults: tuple[str, ...] = (),
-    given: tuple[str, ...] = (),
+    batches: tuple[PredictedBatch, ...] = (),
+    **others: Any,
 ) -> ParallelPlan:
-    """The plan file of a layout, sealed.
+    """The plan of a layout for a request.
 
     Args:
-        schedule: how the batch grows.
-        lengths: of the data's sequences.
-        site: the site's calibration.
-        defaults: settings that are the site's.
-        given: settings that nothing else of the plan says.
+        batches: what is expected at each size of a batch that grows.
+        others: further fields of ``ParallelPlan``.
     """
+    site, rates = request.site, request.rates
     spec, cluster = model.spec, model.cluster
-    predicted = estimate(model, layout)
     known = expected(site, model, layout, predicted.iteration_time_s)
     peak_bytes = predicted.peak_memory_bytes
     without, short = (out_of_memory(model, layout, peak_bytes, each) for each in (None, site))
     memory = None if site is None else site.memory_change(model, layout, without)
-    plan = ParallelPlan(
+    kept, step_s = None, predicted.iteration_time_s
+    if request.reliability is not None:
+        kept = goodput(request.reliability, step_s, layout.num_gpus)
+    return ParallelPlan(
         model=spec,
         cluster=cluster,
         train=TrainChoice(
             seq_length=spec.seq_length,
             precision=model.settings.precision,
-            batch_schedule=schedule,
-            sequence_lengths=lengths,
+            batch_schedule=request.batch_schedule,
+            sequence_lengths=request.sequence_lengths,
         ),
         layout=layout,
         placement=_placement(cluster, layout, has_experts=spec.is_moe),
         predicted=predicted,
-        alternatives=alternatives,
         search=record,
         provenance=Provenance(
             nest_megatron_version=__version__,
@@ -95,20 +85,30 @@ def assemble(
             model_hash=digest(spec),
             settings=stored_settings(model.settings),
             site=None if site is None else site.change(known, memory),
-            defaults=defaults,
-            given=given,
+            defaults=request.defaults,
+            given=request.given,
         ),
         uncertainty=described(known, short),
-        choice=choice,
-        shortlist=shortlist,
-        batches=tuple(_batches(model, layout, schedule)),
+        goodput=kept,
+        price=None
+        if rates is None
+        else price(
+            rates,
+            layout=layout,
+            seq_length=spec.seq_length,
+            step_s=step_s,
+            kept=1.0 if kept is None else kept.share,
+            batches=batches,
+        ),
+        batches=batches,
+        **others,
     )
-    return sealed(plan)
 
 
-def _batches(
+def predicted_batches(
     model: CostModel, layout: Layout, schedule: BatchSchedule | None
 ) -> Iterator[PredictedBatch]:
+    """What is expected of a layout at each size of a batch that grows."""
     for part in () if schedule is None else schedule.parts:
         size, samples = part.global_batch_size, part.samples
         found = estimate(model, dataclasses.replace(layout, global_batch_size=size))
@@ -119,16 +119,6 @@ def _batches(
             tokens_per_s_per_gpu=found.tokens_per_s_per_gpu,
             peak_memory_bytes=found.peak_memory_bytes,
         )
-
-
-def with_goodput(
-    plan: ParallelPlan, reliability: Reliability | None, rates: Rates | None
-) -> ParallelPlan:
-    """The plan with what failures leave of its time, and what it costs; sealed again."""
-    step_s, num_gpus = plan.predicted.iteration_time_s, plan.layout.num_gpus
-    found = None if reliability is None else goodput(reliability, step_s, num_gpus)
-    plan = dataclasses.replace(plan, goodput=found)
-    return sealed(dataclasses.replace(plan, price=None if rates is None else priced(plan, rates)))
 
 
 def priced(plan: ParallelPlan, rates: Rates) -> Price:

@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 from nest_megatron.cost_model.memory import capacity_bytes
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.parallel.estimate import Estimate
+from nest_megatron.parallel.layout import Layout
 from nest_megatron.parallel.objective import Objective
-from nest_megatron.parallel.plan import Headroom, ParallelPlan
+from nest_megatron.parallel.plan import Headroom
 from nest_megatron.planner.choice import Peaks
 from nest_megatron.planner.request import Request
 from nest_megatron.planner.uncertain import comfortable_bytes
 from nest_megatron.solver.ranking import SolvedLayout
-from nest_megatron.units import Bytes, to_seconds
+from nest_megatron.units import Bytes, Seconds, to_seconds
 
 #: Free memory beyond what a plan leaves whose price is told.
 _MORE = 0.1
 #: Largest margin (``CostSettings``).
 MOST_HEADROOM = 0.9
+
+
+class PredictedLayout(NamedTuple):
+    """A layout that was found for a request, and what is expected of it.
+
+    Args:
+        shortest_step_s: its own predicted step, or that of a runner-up.
+    """
+
+    layout: Layout
+    predicted: Estimate
+    shortest_step_s: Seconds
 
 
 def with_larger_margin(request: Request, comfortable: Bytes) -> CostSettings | None:
@@ -63,24 +78,25 @@ def _with_margin(settings: CostSettings, share: float) -> CostSettings:
 
 
 def headroom_of(
-    plan: ParallelPlan,
+    predicted: Estimate,
     request: Request,
     model: CostModel,
     peaks: Peaks,
-    find: Callable[[Request], ParallelPlan | None],
+    find: Callable[[Request], PredictedLayout | None],
 ) -> Headroom | None:
     """What a plan leaves free, and what more would cost; ``None`` where nothing is wanted.
 
     Args:
+        predicted: what is expected of the plan.
         peaks: the plan was chosen among them: the fastest that leaves more free bounds the price
             from above.
-        find: the best plan of a request: the fastest that leaves ``priced_headroom`` free.
+        find: the best layout of a request: the fastest that leaves ``priced_headroom`` free.
     """
     if request.headroom is None or request.objective is Objective.NOMINAL:
         return None
-    priced, step_s = request.priced_headroom, plan.predicted.iteration_time_s
-    taken = plan.predicted.peak_memory_bytes + request.settings.memory_reserve_bytes
-    left = 1.0 - taken / plan.cluster.accelerator.memory_bytes
+    priced, step_s = request.priced_headroom, predicted.iteration_time_s
+    taken = predicted.peak_memory_bytes + request.settings.memory_reserve_bytes
+    left = 1.0 - taken / model.cluster.accelerator.memory_bytes
     more = round(left + _MORE, 2) if left >= request.headroom else request.headroom
     other_s = None
     if priced is not None:

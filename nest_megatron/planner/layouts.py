@@ -7,19 +7,16 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.estimate import estimate
-from nest_megatron.cost_model.goodput import Reliability
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.site import Site, expected
+from nest_megatron.cost_model.site import expected
 from nest_megatron.cost_model.uncertainty import (
     Predictive,
     difference_deviation,
     probability_faster,
 )
 from nest_megatron.errors import UserInputError
-from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.before_after import Difference
@@ -27,11 +24,9 @@ from nest_megatron.parallel.degree_rules import require_legal
 from nest_megatron.parallel.estimate import Estimate
 from nest_megatron.parallel.layout import Layout
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.price import Rates
 from nest_megatron.parallel.rules import DEFAULT_VERSION, LaunchRequest
-from nest_megatron.planner.assemble import assemble, nothing_searched, with_goodput
+from nest_megatron.planner.assemble import assemble, nothing_searched, predicted_batches
 from nest_megatron.planner.request import Request
-from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.units import Bytes, Seconds
 
 #: Share of outcomes that the interval of a difference holds, as that of a step.
@@ -96,70 +91,34 @@ class Prices:
         return Priced(found=found, known=known)
 
 
-def estimate_plan(
-    spec: TransformerSpec,
-    cluster: Cluster,
-    settings: CostSettings,
-    layout: Layout,
-    times: LayerTimes | None = None,
-    reliability: Reliability | None = None,
-    *,
-    schedule: BatchSchedule | None = None,
-    lengths: SequenceLengths | None = None,
-    site: Site | None = None,
-    not_modelled: tuple[str, ...] = (),
-    rates: Rates | None = None,
-    version: str = DEFAULT_VERSION,
+def estimate_for(
+    request: Request, layout: Layout, *, settings: CostSettings | None = None
 ) -> ParallelPlan:
     """A plan for a layout that the user chose, with its prediction; nothing is searched.
 
     Args:
-        times: measured times of the model's layers.
-        reliability: how often the job fails.
-        schedule: how the batch grows, by which the layout is checked and priced at each size.
-        lengths: of the data's sequences, which the traits of ``settings`` price.
-        site: the site's calibration.
-        not_modelled: flags of the job whose effect on memory is not known.
-        rates: what a GPU costs, and the length of the run.
-        version: the Megatron-LM release whose rules hold.
+        settings: in the place of the request's own.
 
     Raises:
         UserInputError: if Megatron would refuse the layout, or it is not of the cluster's size.
     """
-    if layout.num_gpus > cluster.num_gpus:
+    if layout.num_gpus > request.cluster.num_gpus:
         raise UserInputError(
             "tp * pp * cp * dp",
             value=layout.num_gpus,
-            limit=f"the cluster has {cluster.num_gpus} GPUs",
+            limit=f"the cluster has {request.cluster.num_gpus} GPUs",
             fix="Lower a degree or raise cluster.num_gpus.",
         )
-    check_launchable(spec, settings, layout, schedule, version=version)
-    model = CostModel(spec, cluster, settings, times)
-    record = dataclasses.replace(nothing_searched(), not_modelled=not_modelled)
-    found = assemble(model, layout, record, schedule=schedule, lengths=lengths, site=site)
-    return with_goodput(found, reliability, rates)
-
-
-def estimate_for(
-    request: Request,
-    layout: Layout,
-    *,
-    settings: CostSettings | None = None,
-) -> ParallelPlan:
-    """As ``estimate_plan``, for the job of a request; ``settings`` in the place of its own."""
-    return estimate_plan(
-        request.spec,
-        request.cluster,
-        settings or request.settings,
-        layout,
-        request.times,
-        request.reliability,
-        schedule=request.batch_schedule,
-        lengths=request.sequence_lengths,
-        site=request.site,
-        not_modelled=request.not_modelled,
-        rates=request.rates,
-        version=request.space.version,
+    model, schedule = request.cost_model(settings), request.batch_schedule
+    check_launchable(
+        *(request.spec, model.settings, layout, schedule), version=request.space.version
+    )
+    return assemble(
+        dataclasses.replace(request, defaults=(), given=()),  # which are of a search
+        *(model, layout, estimate(model, layout)),
+        dataclasses.replace(nothing_searched(), not_modelled=request.not_modelled),
+        batches=tuple(predicted_batches(model, layout, schedule)),
+        alternatives=(),
     )
 
 

@@ -18,9 +18,8 @@ from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.estimate import Estimate
 from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.layout import Layout
-from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
-from nest_megatron.planner.headroom import with_least_free
+from nest_megatron.planner.headroom import PredictedLayout, with_least_free
 from nest_megatron.planner.request import NumericOffer, Request
 from nest_megatron.planner.shortage import describe_grid
 from nest_megatron.solver.executions import is_accepted
@@ -43,16 +42,16 @@ _MOST_INSTANCES = 16
 
 
 def offers(
-    plan: ParallelPlan,
+    plan: PredictedLayout,
     request: Request,
-    find: Callable[[Request], ParallelPlan | None],
+    find: Callable[[Request], PredictedLayout | None],
     faster: Faster,
 ) -> tuple[str, ...]:
     """A sentence for each choice that would gain something.
 
     Args:
         request: the question that ``plan`` answers.
-        find: the best plan of a request, if there is one.
+        find: the best layout of a request, if there is one.
         faster: the fastest plan that takes less than some time, if there is one.
     """
     return (
@@ -68,7 +67,9 @@ def _gain_percent(step_s: Seconds, other_s: Seconds) -> float:
 
 
 def _of_sharding(
-    best: ParallelPlan, request: Request, find: Callable[[Request], ParallelPlan | None]
+    plan: PredictedLayout,
+    request: Request,
+    find: Callable[[Request], PredictedLayout | None],
 ) -> Iterator[str]:
     """Another data-parallel sharding than the job's own."""
     offer = request.offer
@@ -88,7 +89,7 @@ def _of_sharding(
         return
     if other is None:
         return
-    gain = _gain_percent(best.shortest_step_s, other.shortest_step_s)
+    gain = _gain_percent(plan.shortest_step_s, other.shortest_step_s)
     if gain >= _LEAST_GAIN_PERCENT:
         sharding = other.layout.zero.sharding
         kind = offer.ckpt_format.get(sharding)
@@ -99,7 +100,7 @@ def _of_sharding(
         )
 
 
-def _named(plan: ParallelPlan, own: DataParallelSharding) -> str:
+def _named(plan: PredictedLayout, own: DataParallelSharding) -> str:
     fsdp = plan.layout.uses_megatron_fsdp
     how = "through Megatron-FSDP" if fsdp else "without Megatron-FSDP"
     if own is DataParallelSharding.TORCH_FSDP2:
@@ -107,7 +108,9 @@ def _named(plan: ParallelPlan, own: DataParallelSharding) -> str:
     return f"ZeRO-{int(plan.layout.zero)} {how}"
 
 
-def _fastest(plan: ParallelPlan, priced: Iterable[tuple[T, Estimate]]) -> Iterator[tuple[T, str]]:
+def _fastest(
+    plan: PredictedLayout, priced: Iterable[tuple[T, Estimate]]
+) -> Iterator[tuple[T, str]]:
     """The fastest choice for a plan's layout that fits, and what it gains, if it gains enough."""
     fitting = [each for each in priced if each[1].fits]
     if fitting:
@@ -121,7 +124,7 @@ def _faster(gain_percent: float, step_s: Seconds) -> str:
     return f"make this layout {gain_percent:.1f} % faster ({format_seconds(step_s)})"
 
 
-def _of_packages(plan: ParallelPlan, request: Request) -> Iterator[str]:
+def _of_packages(plan: PredictedLayout, request: Request) -> Iterator[str]:
     """The dispatcher that would make a plan's own layout fastest of those with other packages."""
     if plan.layout.execution.is_node_limited:
         return
@@ -152,7 +155,7 @@ def _words(backend: FlexBackend, target: str | None) -> str:
     return " ".join(f"{name}={value}" for name, value in values.items())
 
 
-def _of_instances(plan: ParallelPlan, request: Request) -> Iterator[str]:
+def _of_instances(plan: PredictedLayout, request: Request) -> Iterator[str]:
     """The number of instances of the distributed optimizer that would make a layout fastest.
 
     They bring the gathering of weights nearer, at the price of as many copies of the optimizer
@@ -225,7 +228,7 @@ class _Numeric:
         return f"{self.words} would {gain}. It changes numbers: {self.offer.knob.changes}"
 
 
-def numeric_offers(plan: ParallelPlan, request: Request, faster: Faster) -> tuple[str, ...]:
+def numeric_offers(plan: PredictedLayout, request: Request, faster: Faster) -> tuple[str, ...]:
     """The choices that change numbers and would gain something, the best first.
 
     Of choices of one family (formats of GEMMs) the best is said.
@@ -237,7 +240,7 @@ def numeric_offers(plan: ParallelPlan, request: Request, faster: Faster) -> tupl
     return tuple(said[:_MOST_NUMERIC])
 
 
-def _all_numeric(plan: ParallelPlan, request: Request, faster: Faster) -> Iterator[_Numeric]:
+def _all_numeric(plan: PredictedLayout, request: Request, faster: Faster) -> Iterator[_Numeric]:
     """Each choice on the plan's own layout, and on a faster one that the memory it frees allows."""
     before = plan.predicted
     for offer in request.numeric_offers:
@@ -264,7 +267,7 @@ def _all_numeric(plan: ParallelPlan, request: Request, faster: Faster) -> Iterat
 
 
 def _with_its_memory(
-    plan: ParallelPlan, offer: NumericOffer, request: Request
+    plan: PredictedLayout, offer: NumericOffer, request: Request
 ) -> tuple[CostSettings, SearchSpace]:
     """What is searched for plans with a choice that need no more memory than a plan without it.
 
@@ -281,7 +284,7 @@ def _with_its_memory(
     return with_least_free(request, offer.settings, peak), space
 
 
-def _on_another_layout(priced: _Numeric, plan: ParallelPlan, other: SolvedLayout) -> _Numeric:
+def _on_another_layout(priced: _Numeric, plan: PredictedLayout, other: SolvedLayout) -> _Numeric:
     before, after = plan.layout, other.layout
     known = describe_grid(before).split(", ")
     changed = [words for words in describe_grid(after).split(", ") if words not in known]
@@ -299,7 +302,7 @@ def _on_another_layout(priced: _Numeric, plan: ParallelPlan, other: SolvedLayout
     )
 
 
-def _accepted(plan: ParallelPlan, offer: NumericOffer, request: Request) -> Layout | None:
+def _accepted(plan: PredictedLayout, offer: NumericOffer, request: Request) -> Layout | None:
     """The plan's layout as it would run with the choice; ``None`` where Megatron refuses it.
 
     Layers that were timed in one number format say nothing of another.

@@ -92,7 +92,7 @@ def pinned_text(pinned: PinnedPlan | PinnedTable) -> str:
     if isinstance(pinned, PinnedTable):
         body = plan_table.dump(pinned.table, pin)
     else:
-        fields = {**pin, **to_plain(pinned.plan)}
+        fields = {**pin, **plan_file.fields_of(pinned.plan)}
         body = plan_file.written(fields)
     return f"{_HEAD}{_sum(body)}\n{body}"
 

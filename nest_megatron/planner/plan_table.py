@@ -145,7 +145,7 @@ class TableText:
     def _read(self, at: int) -> ParallelPlan:
         entry, name = self._planned()[at], f"{self.name}: {self._planned()[at].num_nodes} nodes"
         plan = plan_file.load(self.documents[at], name)
-        value = plan.provenance.checksum, plan.layout.num_gpus
+        value = plan_file.checksum(plan), plan.layout.num_gpus
         if value != (entry.checksum, entry.num_gpus):
             limit = f"the table lists {entry.checksum} for {entry.num_gpus} GPUs"
             raise PlanFileError(name, value=value, limit=limit, fix=_AGAIN)
@@ -162,7 +162,7 @@ class TableText:
             PlanFileError: as ``plan_for``.
         """
         plans = [self._read(at) for at in range(len(self.documents))]
-        by_checksum = {plan.provenance.checksum: plan for plan in plans}
+        by_checksum = {plan_file.checksum(plan): plan for plan in plans}
         return PlanTable(entries=self.entries, plans=by_checksum, notes=self.notes)
 
 

@@ -16,8 +16,9 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.dims import SHORT_DEGREES
 from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.objective import Objective
-from nest_megatron.parallel.plan import ParallelPlan, SearchRecord
+from nest_megatron.parallel.plan import SearchRecord
 from nest_megatron.planner.conflict import binding, is_legal_without, single_relaxations
+from nest_megatron.planner.headroom import PredictedLayout
 from nest_megatron.planner.request import Request
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.memory_shortage import Shortage, fits, least_memory
@@ -30,8 +31,8 @@ from nest_megatron.units import Bytes, Seconds, format_gib, format_seconds
 LARGEST_CLUSTER = 65_536
 
 
-#: Finds a good plan of a request before some time, if there is one.
-Find = Callable[[Request, Deadline], ParallelPlan | None]
+#: Finds a good layout of a request before some time, if there is one.
+Find = Callable[[Request, Deadline], PredictedLayout | None]
 
 #: Share of the time in which the number of GPUs is looked for, and the nearest plan.
 _NUMBER_SHARE = 0.5

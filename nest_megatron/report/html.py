@@ -10,6 +10,7 @@ from typing import Any
 from nest_megatron.cost_model.settings import OF_EXPERTS, CostSettings
 from nest_megatron.model.parameters import active_parameters, total_parameters
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.launch import launch_words
 from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan, SearchRecord
 from nest_megatron.profile.lookup import LayerTimes
@@ -67,7 +68,7 @@ def html_report(
         plan=plan,
         headline=_headline(plan, dict(rows)["Layout"]),
         model=_model_words(plan.model),
-        range=plan.uncertainty and range_words(plan.uncertainty),
+        range=range_words(plan.uncertainty),
         verdict=_verdict(plan),
         level=memory_level(plan.priced()) or ("warning" if incomplete_ranking(plan.search) else ""),
         facts=[row for row in rows if row[0] not in _FIGURES],
@@ -93,8 +94,6 @@ def html_report(
 def _headline(plan: ParallelPlan, layout: object) -> str:
     """The plan and how sure its step is, in one line."""
     step, known = format_seconds(plan.predicted.iteration_time_s), plan.uncertainty
-    if known is None:
-        return f"{layout}: {step} a step."
     site, said = plan.provenance.site, f"{step} a step"
     if site is not None and known.median_s is not None:
         median = format_seconds(known.median_s)
@@ -150,7 +149,7 @@ def _terms(plan: ParallelPlan) -> Sequence[Mapping[str, Any]]:
 
 def _memory(plan: ParallelPlan) -> Mapping[str, Any]:
     """Bars of all pipeline ranks on one scale, and a table of them."""
-    capacity, known = plan.predicted.capacity_bytes, plan.uncertainty
+    capacity = plan.predicted.capacity_bytes
     by_rank = [stage.memory_bytes for stage in plan.predicted.stages]
     peaks = [sum(each.values()) for each in by_rank]
     names = list(dict.fromkeys(name for each in by_rank for name in each))
@@ -169,12 +168,12 @@ def _memory(plan: ParallelPlan) -> Mapping[str, Any]:
         (str(rank), *(_gib(each.get(name, 0)) for name in names), _gib(peak))
         for rank, (each, peak) in enumerate(zip(by_rank, peaks, strict=True))
     ]
-    chance = known and f"The chance to run out of memory is {format_chance(known.out_of_memory)}."
+    chance = format_chance(plan.uncertainty.out_of_memory)
     return {
         "ranks": ranks,
         "legend": [_memory_part(name) for name in names],
         "limit_percent": scale * capacity,
-        "chance": chance,
+        "chance": f"The chance to run out of memory is {chance}.",
         "head": ("rank", *(MEMORY_WORDS.get(name, name) for name in names), "together", "free"),
         "rows": [(*row, _gib(capacity - peak)) for row, peak in zip(rows, peaks, strict=True)],
     }
@@ -254,7 +253,7 @@ def _command(plan: ParallelPlan, command: LaunchCommand) -> str:
 def _provenance(plan: ParallelPlan) -> Sequence[tuple[str, str]]:
     """What the terminal says of it; assumptions have a table of their own."""
     rows = [row for row in provenance_rows(plan) if row[0] != "assumptions"]
-    return [*rows, ("plan", plan.provenance.checksum)]
+    return [*rows, ("plan", plan_file.checksum(plan))]
 
 
 def _settings(plan: ParallelPlan) -> Sequence[tuple[str, str, str]]:

@@ -69,7 +69,7 @@ def no_plan_verdict(missing: Bytes, limit: Bytes, not_modelled: Sequence[str] = 
 
 def memory_level(plan: PricedLayout) -> str:
     """How serious what is known of a layout's memory is: ``bad``, ``warning``, or nothing."""
-    chance = _chance(plan)
+    chance = plan.uncertainty.out_of_memory
     if not plan.predicted.fits or chance > MOST_OUT_OF_MEMORY:
         return "bad"
     return "warning" if chance >= _WORTH_A_WARNING or plan.not_modelled else ""
@@ -77,11 +77,7 @@ def memory_level(plan: PricedLayout) -> str:
 
 def risk_words(plan: PricedLayout, which: str) -> str:
     """The chance that a layout runs out of memory, in a sentence; nothing where it is small."""
-    if (chance := _chance(plan)) < _WORTH_A_WARNING:
+    if (chance := plan.uncertainty.out_of_memory) < _WORTH_A_WARNING:
         return ""
     likely = "more likely than not runs" if chance > MOST_OUT_OF_MEMORY else "may run"
     return f"{which} {likely} out of memory: the chance is {format_chance(chance)}."
-
-
-def _chance(plan: PricedLayout) -> float:
-    return 0.0 if plan.uncertainty is None else plan.uncertainty.out_of_memory

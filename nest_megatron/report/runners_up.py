@@ -78,12 +78,11 @@ def shortlist_words(plan: ParallelPlan) -> str:
     """With which chance the shortlist has one as fast as the fastest."""
     found = plan.shortlist
     assert found is not None, "a shortlist was asked for"
-    chance = sum(found.chances) if found.chance is None else found.chance
     narrow = narrow_words(plan.provenance.own_runs)
     return (
-        f"With a chance of {100 * chance:.0f} % one of these is as fast as the fastest of the plan "
-        f"and its {len(plan.alternatives)} runners-up, but for the {100 * AS_FAST:.0f} % by which "
-        "two runs of one plan may differ. Best: the chance of each."
+        f"With a chance of {100 * found.chance:.0f} % one of these is as fast as the fastest of "
+        f"the plan and its {len(plan.alternatives)} runners-up, but for the "
+        f"{100 * AS_FAST:.0f} % by which two runs of one plan may differ. Best: the chance of each."
         f"{f' Ranges are {narrow}.' if narrow else ''}"
     )
 

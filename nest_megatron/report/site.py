@@ -81,7 +81,7 @@ def site_words(site: SiteChange, known: Uncertainty) -> str:
 def memory_rows(plan: ParallelPlan) -> list[tuple[str, str]]:
     """What a site's runs make of a plan's peak memory, where they say something of it."""
     site, known = plan.provenance.site, plan.uncertainty
-    if site is None or site.memory is None or known is None:
+    if site is None or site.memory is None:
         return []
     predicted = plan.predicted.peak_memory_bytes
     return [("Memory here", _memory_words(site.memory, predicted, known.out_of_memory))]

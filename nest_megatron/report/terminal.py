@@ -128,12 +128,11 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
         rows.append(("Preferred to", fastest))
     rows.append(_binding(predicted.binding_constraint))
     rows.append(("Basis", basis(plan)))
-    if plan.uncertainty is not None:
-        rows[1:1] = [
-            ("Range", ranged_words(plan.uncertainty, plan.provenance.own_runs)),
-            ("Confidence", confidence_words(plan.uncertainty, plan.provenance.site)),
-        ]
-    if plan.provenance.site is not None and plan.uncertainty is not None:
+    rows[1:1] = [
+        ("Range", ranged_words(plan.uncertainty, plan.provenance.own_runs)),
+        ("Confidence", confidence_words(plan.uncertainty, plan.provenance.site)),
+    ]
+    if plan.provenance.site is not None:
         rows.insert(1, ("This site", site_words(plan.provenance.site, plan.uncertainty)))
     if train.sequence_lengths is not None:
         rows.insert(1, ("Sequences", sequence_words(plan)))
@@ -209,10 +208,8 @@ def _memory_line(plan: ParallelPlan) -> Text:
     style = _STYLES[memory_level(plan.priced())]
     if verdict := plan_verdict(plan):
         text.append(f"   {verdict}", style=style)
-    if plan.uncertainty is not None:
-        chance = format_chance(plan.uncertainty.out_of_memory)
-        text.append(f"; {chance} chance to run out", style=style)
-    return text
+    chance = format_chance(plan.uncertainty.out_of_memory)
+    return text.append(f"; {chance} chance to run out", style=style)
 
 
 def _sharding_words(plan: ParallelPlan) -> str:

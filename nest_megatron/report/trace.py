@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from nest_megatron.files import MARK
+from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.schedule_view import ScheduleView, Span, SpanKind, schedule_view
@@ -47,7 +48,7 @@ def chrome_trace(plan: ParallelPlan, times: LayerTimes | None = None) -> str:
         "model": plan.model.name,
         "cluster": plan.cluster.describe(),
         "iteration_time_s": view.iteration_time_s,
-        "plan_checksum": plan.provenance.checksum,
+        "plan_checksum": plan_file.checksum(plan),
     }
     whole = {"displayTimeUnit": "ms", "otherData": described, "traceEvents": events}
     return json.dumps(whole, separators=(",", ":"), allow_nan=False)

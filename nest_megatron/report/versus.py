@@ -102,10 +102,8 @@ def peak_stage(plan: ParallelPlan) -> Mapping[str, Bytes]:
 
 
 def _verdicts(plan: ParallelPlan, other: ParallelPlan) -> Iterator[str]:
-    known = [each.uncertainty for each in (plan, other)]
-    chances = [format_chance(each.out_of_memory) for each in known if each is not None]
-    if len(chances) == 2:
-        yield f"Chance to run out: plan {chances[0]}, other {chances[1]}."
+    own, others = (format_chance(each.uncertainty.out_of_memory) for each in (plan, other))
+    yield f"Chance to run out: plan {own}, other {others}."
     for name, each in (("plan", plan), ("other layout", other)):
         if said := plan_verdict(each):
             yield f"The {name}: {said}."

@@ -236,8 +236,8 @@ def variants_page(present: ParallelPlan | None, variants: Sequence[Variant]) -> 
     before = variants[0].row.plan
     cells = [_cells(variant, before, ", ") for variant in variants]
     ranged = [
-        each | {"9 of 10 runs": range_words(known)}
-        if (plan := variant.row.plan) and (known := plan.uncertainty)
+        each | {"9 of 10 runs": range_words(plan.uncertainty)}
+        if (plan := variant.row.plan)
         else each
         for each, variant in zip(cells, variants, strict=True)
     ]
@@ -265,8 +265,9 @@ def variants_page(present: ParallelPlan | None, variants: Sequence[Variant]) -> 
 
 def _common_words(before: ParallelPlan | None) -> str:
     """How far steps are off, and why differences between them are off by less."""
-    if before is None or (known := before.uncertainty) is None:
+    if before is None:
         return ""
+    known = before.uncertainty
     low, high = (percent(each, step_s(before)) for each in (known.low_s, known.high_s))
     narrow = narrow_words(before.provenance.own_runs)
     return (

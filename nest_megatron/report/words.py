@@ -142,8 +142,7 @@ def _choice_words(plan: ParallelPlan, choice: Choice) -> str:
     others = f" and {near} of {'them' if several else 'it'}" if choice.num_neighbours else ""
     among, most = f"the {layouts}{others}", choice.max_out_of_memory_percent
     at_most = f"out of memory with a chance of at most {most or 0:g} %"
-    chance = 0.0 if plan.uncertainty is None else plan.uncertainty.out_of_memory
-    if most is not None and 100 * chance > most:
+    if most is not None and 100 * plan.uncertainty.out_of_memory > most:
         said = (
             f"None of {among} runs {at_most} (search.objective={choice.objective}): the one with "
             "the least chance is taken."

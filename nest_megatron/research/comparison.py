@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from nest_megatron.cost_model.estimate import mean_terms
+from nest_megatron.cost_model.estimate import estimate, mean_terms
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.uncertainty import predictive, probability_faster
 from nest_megatron.errors import UserInputError, nearest
@@ -191,7 +191,11 @@ def _theirs(request: Request, ours: Compared, baseline: Baseline) -> Compared:
     chosen = choice.plan.layout.without_stages().with_stages(
         choice.plan.layout.partition, request.space.sharding
     )
-    found = assemble(model, chosen, nothing_searched())
+    bare = Request(
+        spec=request.spec, cluster=request.cluster, global_batch_size=request.global_batch_size
+    )
+    predicted = estimate(model, chosen)
+    found = assemble(bare, model, chosen, predicted, nothing_searched(), alternatives=())
     terms = _terms(model, found)
     theirs = dataclasses.replace(theirs, plan=found, terms=terms)
     if ours.plan is None:
@@ -208,8 +212,8 @@ def _relative_throughput(request: Request, ours: ParallelPlan, theirs: ParallelP
     """Their throughput over ours, by what the objective makes of both steps."""
     plans = (ours, theirs)
     steps = [plan.predicted.iteration_time_s for plan in plans]
-    known = [plan.uncertainty for plan in plans if plan.uncertainty is not None]
-    if request.objective is not Objective.NOMINAL and len(known) == len(plans):
+    known = [plan.uncertainty for plan in plans]
+    if request.objective is not Objective.NOMINAL:
         is_mean = request.objective is Objective.EXPECTED
         steps = [each.mean_s if is_mean else each.percentile_90_s for each in known]
         chances = [each.out_of_memory for each in known]

@@ -156,7 +156,7 @@ def _plain_row(row: Compared, rates: Rates | None) -> dict[str, Any]:
         "chance_slower": row.chance_slower,
         "tie": None if row.chance_slower is None else row.is_tie,
         "peak_memory_bytes": found and found.predicted.peak_memory_bytes,
-        "out_of_memory": found and found.uncertainty and found.uncertainty.out_of_memory,
+        "out_of_memory": found and found.uncertainty.out_of_memory,
         "micro_batch_size": found and found.layout.micro_batch_size,
         "parallel": found and to_plain(found.arguments),
         "rank_order": found and str(found.layout.dims.rank_order),
@@ -226,7 +226,7 @@ def _cells(row: Compared) -> list[str]:
         "-" if share is None else f"{100 * share:.1f}%{' tie' if row.is_tie else ''}",
         "\n".join(layout_words(row.plan)),
         f"{predicted.peak_memory_bytes / GIB:.1f}",
-        "-" if row.plan.uncertainty is None else format_chance(row.plan.uncertainty.out_of_memory),
+        format_chance(row.plan.uncertainty.out_of_memory),
         search,
     ]
 
@@ -268,7 +268,7 @@ def why(row: Compared) -> str:
     if row.name == NEST or share is None:
         return f"{row.reason[:1].upper()}{row.reason[1:]}."
     if share < _EQUAL and row.lost_s <= 0:
-        chance = 0.0 if row.plan.uncertainty is None else row.plan.uncertainty.out_of_memory
+        chance = row.plan.uncertainty.out_of_memory
         shorter = f"Its step is {format_seconds(-row.lost_s)} shorter"
         risk = f"but it runs out of memory in {format_chance(chance)} of starts"
         return f"{shorter}, {risk}. Chosen as {row.reason}."

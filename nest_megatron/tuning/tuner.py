@@ -133,7 +133,7 @@ class Tuner:
             self._ended(dataclasses.replace(failed, reason=str(error)))
             return
         plan_file.write(plan, self.session.path(trial, _PLAN))
-        trial = dataclasses.replace(trial, plan=plan.provenance.checksum)
+        trial = dataclasses.replace(trial, plan=plan_file.checksum(plan))
         self.tell(
             f"Run {number}: {layout}; expected {format_seconds(candidate.step.median_s)} a step, "
             f"{format_duration(run.seconds)} in all."

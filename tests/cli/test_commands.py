@@ -19,7 +19,6 @@ from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cli.commands import COMMANDS, cli
 from nest_megatron.history import store as history
 from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan_file import sealed
 from nest_megatron.planner import Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.profile import profile_file
@@ -208,7 +207,7 @@ def test_a_plan_that_may_be_far_from_the_best_is_written_and_ends_with_3(tmp_pat
 
 def test_a_plan_is_written_whole_and_explained(small_plan: Path) -> None:
     plan = plan_file.read(small_plan)
-    assert plan == sealed(plan)
+    assert plan == plan_file.load(plan_file.dump(plan))
     launch = plan.launch["megatron_lm"]
     assert launch.script == "pretrain_gpt.py"
     assert "--tensor-model-parallel-size" in launch.argv

@@ -22,9 +22,9 @@ from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recompute
 from nest_megatron.parallel.stage_layout import uniform_partition
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.planner import estimate_plan
 from tests import catalogue
 from tests.altered import altered
+from tests.estimates import estimate_plan
 from tests.integrations.frameworks import bridge_config, nemo_recipe
 
 _BATCH = 512

@@ -26,7 +26,8 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import BRIDGE_2026, MEGATRON_LM_0_20
 from nest_megatron.cost_model.traits import ExecutionTraits, Fp8Recipe
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.write import precision_argv
+from nest_megatron.integrations.megatron_lm.parser import options_for
+from nest_megatron.integrations.megatron_lm.write import precision_arguments
 from nest_megatron.model.execution import PLAIN
 from nest_megatron.model.graph import Part
 from nest_megatron.model.operators.common import gemm
@@ -202,6 +203,7 @@ def test_only_devices_with_the_format_run_it() -> None:
 
 
 def test_command_line() -> None:
-    written = " ".join(precision_argv(Precision.NVFP4))
+    options = options_for(precision_arguments(Precision.NVFP4), "0.16.1")
+    written = " ".join(word for option in options for word in option.tokens)
     assert written == "--bf16 --fp4-format e2m1 --fp4-recipe nvfp4"
     assert format_of(Precision.NVFP4, Fp8Recipe.DELAYED) is FORMATS[Fp8Recipe.NVFP4]

@@ -11,10 +11,10 @@ from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.planner import estimate_plan
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.records import Timing
 from tests import catalogue
+from tests.estimates import estimate_plan
 from tests.profile.profiles import profile, timing
 
 SPEC = catalogue.model("llama3_8b")

@@ -60,7 +60,7 @@ def ran(found: ParallelPlan, factor: float, **fields: object) -> RunRecord:
     step_s = found.predicted.iteration_time_s
     known = predictive(model, found.layout, step_s)
     record = run_record(
-        plan=found.provenance.checksum,
+        plan=plan_file.checksum(found),
         job=job_key(found),
         cluster=cluster_key(found),
         grid=found.layout,

@@ -127,9 +127,12 @@ def _plan(text: str) -> object:
     from nest_megatron.plain import from_plain
 
     fields = plan_file.parse(text, "plan")
+    origin = fields.get("provenance")
+    if isinstance(origin, dict):
+        origin = {key: value for key, value in origin.items() if key != "checksum"}
     with contextlib.suppress(ValueError):
         # what an attacker does: a plan of other contents with the checksum that belongs to them
-        plan_file.load(plan_file.dump(plan_file.sealed(from_plain(ParallelPlan, fields))))
+        plan_file.load(plan_file.dump(from_plain(ParallelPlan, {**fields, "provenance": origin})))
     return plan_file.from_fields(fields, "plan")
 
 

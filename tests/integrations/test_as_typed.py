@@ -205,7 +205,9 @@ def test_what_one_flag_alone_breaks_is_changed_together_with_its_rule() -> None:
 def test_a_command_that_is_the_plan_has_no_changes() -> None:
     composed = settings("search.num_alternatives=1")
     found = plan_command(DENSE, composed, free=["all"], version="0.16.1")
-    words = [*found.command.launcher, found.command.script, *found.plan.launch["megatron_lm"].argv]
+    command = found.job.command
+    assert command is not None
+    words = [*command.launcher, command.script, *found.plan.launch["megatron_lm"].argv]
     again = plan_command(words, composed, free=[], version="0.16.1")
     both = before_and_after(again, composed)
     assert both.changes is not None

@@ -14,8 +14,12 @@ from nest_megatron.config.job import Job
 from nest_megatron.cost_model.target_defaults import NEMO_LACKS
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import megatron_bridge, nemo
-from nest_megatron.integrations.execution_fields import execution_value
+from nest_megatron.integrations.fields import find
+from nest_megatron.integrations.megatron_bridge import read as bridge_read
 from nest_megatron.integrations.megatron_bridge.hook import adapt, stated_choices
+from nest_megatron.integrations.megatron_lm.attach import launch_request
+from nest_megatron.integrations.megatron_lm.write import planned_arguments
+from nest_megatron.integrations.nemo import read as nemo_read
 from nest_megatron.model.execution import (
     PLAIN,
     ContextTraffic,
@@ -25,6 +29,7 @@ from nest_megatron.model.execution import (
     TokenDispatcher,
 )
 from nest_megatron.parallel.diff import Change
+from nest_megatron.parallel.execution_arguments import execution_arguments
 from nest_megatron.parallel.knobs import KNOBS
 from nest_megatron.parallel.plan import ParallelPlan
 from tests import catalogue
@@ -189,6 +194,22 @@ def test_a_job_is_carried_out_as_its_plan_was_priced(
     assert all(change.reason for change in changes)
     assert len({change.field for change in changes}) == len(changes)
     assert adapter.apply(job, plan) == ()
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if name != "DeepEP"])
+def test_fields_have_the_values_of_the_flags(adapter: Bridge | Nemo, name: str) -> None:
+    plan = PLANS[name]()
+    if isinstance(adapter, Nemo) and any(getattr(plan.layout.execution, n) for n in NEMO_LACKS):
+        pytest.skip("NeMo lacks a choice of the plan")
+    job = adapter.job(plan, {})
+    adapter.apply(job, plan)
+    paths = bridge_read.PATHS if isinstance(adapter, Bridge) else nemo_read.PATHS
+    planned = planned_arguments(launch_request(plan))
+    stages = "pipeline_model_parallel_layout"  # Megatron makes even ones by itself
+    shared = {n: value for n, value in planned.items() if n in paths.items and n != stages}
+    assert len(shared) > 10
+    for item, value in shared.items():
+        assert value in (find(job, paths.items[item]), None), item
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -384,13 +405,9 @@ def test_no_predictors_are_spelled_as_bridge_takes_them() -> None:
 
 def test_a_graph_of_the_step_has_the_word_of_each_release() -> None:
     step = Execution(cuda_graph_impl=GraphImpl.FULL_ITERATION)
-    names = ("cuda_graph_impl", "cuda_graph_scope")
-    old = [execution_value(step, name, "0.16.1") for name in names]
-    new = [
-        execution_value(step, name, "0.20") for name in ("cuda_graph_impl", "cuda_graph_modules")
-    ]
-    assert old == ["local", ["full_iteration"]]
-    assert new == ["full_iteration", []]
+    old, new = (execution_arguments(step, version) for version in ("0.16.1", "0.20"))
+    assert (old["cuda_graph_impl"], old["cuda_graph_scope"]) == ("local", ["full_iteration"])
+    assert (new["cuda_graph_impl"], new["cuda_graph_modules"]) == ("full_iteration", [])
 
 
 def test_a_dispatcher_that_gathers_all_tokens_may_go_without_any_package() -> None:

@@ -84,7 +84,6 @@ def test_flags_of_the_other_release_are_named() -> None:
 
 def test_our_own_tokens_leave_the_arguments() -> None:
     read = read_command("python a.py --bf16 +nest=auto nest.free=[tp] ++nest.x=1")
-    assert read.nest_tokens == ("+nest=auto", "nest.free=[tp]", "++nest.x=1")
     assert read.argv == ("--bf16",)
     assert not read.unknown
 

@@ -9,7 +9,7 @@ import pytest
 from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
-from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, with_launch
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, with_command
 from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
@@ -51,7 +51,7 @@ def found_for(text: str) -> ParallelPlan:
 def test_a_rewritten_command_reads_back_as_the_plan(name: str) -> None:
     command = read_command(COMMANDS[name])
     found = found_for(COMMANDS[name])
-    argv = with_launch(found, command).launch[LAUNCHER].argv
+    argv = with_command(found, command)[0].launch[LAUNCHER].argv
     values = read_command([command.script, *argv]).values
     chosen = found.arguments
     assert values["tensor_model_parallel_size"] == chosen["tensor_model_parallel_size"]

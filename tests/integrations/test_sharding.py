@@ -13,7 +13,7 @@ from rich.console import Console
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_launch
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, with_launch
 from nest_megatron.integrations.megatron_lm.namespace import require_planned
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
@@ -50,7 +50,8 @@ def planned(
     read, request = read_request(command, composed, free=names, version=version)
     found = plan(request)
     assert isinstance(found, ParallelPlan)
-    argv = with_launch(found, read.command).launch[LAUNCHER].argv
+    assert read.command is not None
+    argv = rewritten(found, read.command).argv
     return found, read_command(["pretrain_gpt.py", *argv], version).values
 
 

@@ -89,8 +89,8 @@ def test_what_is_freed_changes() -> None:
 def test_a_changed_flag_is_an_error_of_ours() -> None:
     command, kept, found = asked("--tensor-model-parallel-size 2 --recompute-activations")
     rewrite = rewritten(found, command, kept)
-    argv = [word if word != "2" else "4" for word in rewrite.argv]
-    broken = dataclasses.replace(rewrite, argv=tuple(argv))
+    values = {**rewrite.values, "tensor_model_parallel_size": 4}
+    broken = dataclasses.replace(rewrite, values=values)
     changed = r"--tensor-model-parallel-size 2 -> 4.*fault of nest"
     with pytest.raises(NestError, match=changed) as fault:
         require_kept(broken, command, found, kept)

@@ -48,7 +48,7 @@ def test_a_loop_is_recorded(plan: ParallelPlan, capsys: pytest.CaptureFixture[st
             with watched.step():
                 pass
     (run,) = history.read()
-    assert (run.outcome, run.plan) == (Outcome.FINISHED, plan.provenance.checksum)
+    assert (run.outcome, run.plan) == (Outcome.FINISHED, plan_file.checksum(plan))
     assert run.measured is not None
     assert len(run.measured.step_times_s) == 4
     assert "nest: measured over watched steps" in capsys.readouterr().out

@@ -21,7 +21,6 @@ from nest_megatron.integrations.megatron_lm.pinned import pinned_plan
 from nest_megatron.integrations.megatron_lm.planning import LaunchPlan
 from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.policy import OnMismatch, PolicyError
 from nest_megatron.planner.pins import Pin, PinnedPlan, read_pinned, write_pinned
@@ -115,7 +114,7 @@ def pinned_file(plan: ParallelPlan, folder: Path, case: Case) -> Path:
     made = dataclasses.replace(plan.provenance, settings=settings)
     plan = dataclasses.replace(plan, provenance=made)
     path = folder / "pinned.yaml"
-    content = PinnedPlan(pin=dataclasses.replace(pin, **case.pin), plan=plan_file.sealed(plan))
+    content = PinnedPlan(pin=dataclasses.replace(pin, **case.pin), plan=plan)
     write_pinned(content, path)
     return path
 

@@ -14,7 +14,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from nest_megatron.errors import NestError, UnplannableModelError, UserInputError
-from nest_megatron.integrations.megatron_lm.attach import launch_request
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_request
 from nest_megatron.integrations.megatron_lm.launch import apply
 from nest_megatron.integrations.megatron_lm.messages import Decision, from_json, to_json
 from nest_megatron.integrations.megatron_lm.namespace import (
@@ -22,6 +22,7 @@ from nest_megatron.integrations.megatron_lm.namespace import (
     recorded_version,
     require_planned,
 )
+from nest_megatron.integrations.megatron_lm.parser import read_argv
 from nest_megatron.integrations.megatron_lm.rewrite import WRITABLE
 from nest_megatron.integrations.megatron_lm.rules import check
 from nest_megatron.integrations.megatron_lm.write import has_activation_flag
@@ -75,6 +76,8 @@ def test_every_model_comes_back_as_planned(name: str, version: str) -> None:
     again = from_json(Decision, to_json(decision))
     assert again == decision
     apply(args, again)
+    written = read_argv("pretrain_gpt.py", plan.launch[LAUNCHER].argv, version).values
+    assert {name: getattr(args, name) for name in written} == written
     changed = {name for name, value in vars(args).items() if before[name] != value}
     assert changed <= WRITABLE
     validated(args, plan.layout.dims.data_parallel_size, plan.layout.num_gpus)

@@ -24,6 +24,7 @@ from nest_megatron.integrations import audit
 from nest_megatron.integrations.megatron_lm.ranks import Rendezvous
 from nest_megatron.integrations.megatron_lm.watch import Watch, begin, time_passes
 from nest_megatron.integrations.recorder import Recorder
+from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.policy import PolicyError
@@ -119,7 +120,7 @@ def test_steps_are_recorded_and_the_loop_is_as_before(
     module = training_module(job)
     assert module.pretrain() == list(range(8))
     (run,) = history.read()
-    assert (run.outcome, run.plan) == (Outcome.FINISHED, job.decision.plan.provenance.checksum)
+    assert (run.outcome, run.plan) == (Outcome.FINISHED, plan_file.checksum(job.decision.plan))
     assert run.measured is not None
     assert len(run.measured.step_times_s) == 3
     assert run.measured.busy_s[0] is not None
@@ -231,7 +232,7 @@ def test_fused_passes_are_not_taken_for_whole_ones(
     (run,) = history.read()
     assert run.measured is not None
     assert run.measured.busy_s == (None,)
-    assert run.plan == planned.provenance.checksum
+    assert run.plan == plan_file.checksum(planned)
 
 
 def test_a_growing_batch_is_watched_once_it_is_the_planned_one(

@@ -19,7 +19,7 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import NestError, UserInputError
-from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_launch
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_command
 from nest_megatron.integrations.megatron_lm.namespace import recorded_version
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.planning import job_request
@@ -236,9 +236,8 @@ def written(job: Job, version: str) -> Written:
         found = plan(request)
         if isinstance(found, NoPlan):
             return Written(job=job, command=command, refused="nothing fits")
-        launch = with_launch(found, command, kept=kept_flags(read, request, composed)).launch[
-            LAUNCHER
-        ]
+        kept = kept_flags(read, request, composed)
+        launch = with_command(found, command, kept=kept)[0].launch[LAUNCHER]
     except NestError as error:
         return Written(job=job, refused=" ".join(str(error).split()))
     return Written(job=job, argv=launch.argv, environment=launch.environment, command=command)

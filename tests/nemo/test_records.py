@@ -44,7 +44,7 @@ def test_steps_of_nemo_s_strategy_are_those_of_its_optimizer(
     )
     assert done.returncode == 0, done.stderr
     (run,) = history.read()
-    assert (run.outcome, run.plan) == (Outcome.FINISHED, plan.provenance.checksum)
+    assert (run.outcome, run.plan) == (Outcome.FINISHED, plan_file.checksum(plan))
     assert run.measured is not None
     assert run.measured.step_times_s == (2 * FORWARD_S + OPTIMIZER_S,) * WATCHED
     assert "nest: measured over watched steps" in done.stdout

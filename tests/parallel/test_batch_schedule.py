@@ -16,7 +16,12 @@ from nest_megatron.config.request import request_of
 from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import megatron_bridge, nemo
-from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, with_launch
+from nest_megatron.integrations.megatron_lm.attach import (
+    LAUNCHER,
+    rewritten,
+    with_command,
+    with_launch,
+)
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.rules import require_launchable
 from nest_megatron.integrations.typed_command import read_request
@@ -110,7 +115,8 @@ def planned(version: str) -> ParallelPlan:
     assert not job.capturable
     found = plan(request)
     assert isinstance(found, ParallelPlan)
-    found = with_launch(found, job.command, kept=("pipeline_model_parallel_size",))
+    assert job.command is not None
+    found, _ = with_command(found, job.command, kept=("pipeline_model_parallel_size",))
     assert request.batch_schedule is not None
     assert request.space.batch_unit == 4
     return found
@@ -125,7 +131,7 @@ def test_a_plan_is_legal_at_every_size_and_changes_none(version: str) -> None:
         assert rest == 0
         assert count % 2 == 0  # whole rounds of two pipeline ranks
     command = read_command(JOB + FIXED + GROWING[version][0], version)
-    written = rewritten(found, command, ("pipeline_model_parallel_size",)).written
+    written = set(rewritten(found, command, ("pipeline_model_parallel_size",)).values)
     assert written.isdisjoint({"rampup_batch_size", "step_batch_size_schedule"})
     assert ("global_batch_size" in written) == (version == "0.16.1")
     again = read_command(["pretrain_gpt.py", *found.launch[LAUNCHER].argv], version).values

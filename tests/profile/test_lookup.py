@@ -17,12 +17,13 @@ from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.stage_layout import uniform_partition
-from nest_megatron.planner import Request, estimate_plan, plan
+from nest_megatron.planner import Request, plan
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.records import LayerProfile, Source
 from nest_megatron.solver import backend
 from nest_megatron.solver.search import Search
 from tests import catalogue
+from tests.estimates import estimate_plan
 from tests.profile.profiles import profile, random_timings, timing, whole_profile
 from tests.solver.jobs import KERNEL, small_cluster, small_settings, small_spec
 from tests.solver.test_search import SMALL_SPACE, look_at_everything

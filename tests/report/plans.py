@@ -10,8 +10,9 @@ from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner import NoPlan, Request, estimate_plan, plan
+from nest_megatron.planner import NoPlan, Request, plan
 from tests import catalogue
+from tests.estimates import estimate_plan
 
 
 @cache

@@ -16,7 +16,6 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.parallel.before_after import BeforeAfter
 from nest_megatron.parallel.objective import MechanismChange, Shortlist, SiteChange
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner import estimate_plan
 from nest_megatron.planner.pins import PinnedPlan, read_pinned
 from nest_megatron.report.before_after import before_after_section, sum_words, verdict
 from nest_megatron.report.html import html_report
@@ -25,6 +24,7 @@ from nest_megatron.report.runners_up import as_alternative, shortlist_words, ter
 from nest_megatron.report.terminal import summary_rows
 from nest_megatron.report.words import confidence_words
 from nest_megatron.units import format_seconds
+from tests.estimates import estimate_plan
 from tests.integrations.test_as_typed import DENSE, compared, settings
 from tests.report.plans import searched_plan
 from tests.report.test_html import Page

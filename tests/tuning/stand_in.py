@@ -18,6 +18,7 @@ from nest_megatron.history.records import (
     job_key,
 )
 from nest_megatron.history.store import VARIABLE, append
+from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.planner.pins import read_pinned
@@ -107,13 +108,13 @@ def run_record(plan: ParallelPlan, step_s: Seconds | None) -> RunRecord:
             peak_memory_bytes=(plan.predicted.peak_memory_bytes,) * ranks,
         )
     return RunRecord(
-        id=f"run-{plan.provenance.checksum}",
+        id=f"run-{plan_file.checksum(plan)}",
         outcome=Outcome.OUT_OF_MEMORY if steps is None else Outcome.FINISHED,
         start="2026-11-23T12:00:00+00:00",
         user="ada",
         batch_job=None,
         hosts=("here",) * ranks,
-        plan=plan.provenance.checksum,
+        plan=plan_file.checksum(plan),
         job=job_key(plan),
         cluster=cluster_key(plan),
         versions={},

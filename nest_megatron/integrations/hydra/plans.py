@@ -125,8 +125,8 @@ def _searched(
     wanted = request_for(job, place.cluster, composed, space, offer=offer, freed=freed)
     found = plan_to_launch(wanted, composed)
     require_decided(found, wanted.max_seconds)
-    found = plan_file.made_for(found, "a Hydra application", None, "+nest=auto")
-    return found, job, wanted.notes
+    origin = found.provenance.made_for("a Hydra application", None, "+nest=auto")
+    return dataclasses.replace(found, provenance=origin), job, wanted.notes
 
 
 def _place(view: AppView, size: int, environment: Mapping[str, str]) -> JobCluster:

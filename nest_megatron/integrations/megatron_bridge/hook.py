@@ -59,7 +59,7 @@ from nest_megatron.integrations.recipe import RECOMPUTE
 from nest_megatron.integrations.site_policy import require_launch
 from nest_megatron.integrations.slurm import rank_variables
 from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS, execution_environment
+from nest_megatron.parallel.execution_arguments import EXECUTION_ARGUMENTS, execution_environment
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.console import show
 

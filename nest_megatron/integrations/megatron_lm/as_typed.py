@@ -6,16 +6,15 @@ import dataclasses
 from collections.abc import Sequence
 
 from nest_megatron.config.compose import Settings
-from nest_megatron.config.job import Job, ReadCommand
+from nest_megatron.config.job import Job
 from nest_megatron.config.request import request_for
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.present_layout import on_device, refusal, typed_layout
 from nest_megatron.integrations.typed_command import CommandPlan, made_for, read_typed
 from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
-from nest_megatron.parallel.plan_file import sealed
 from nest_megatron.planner import Request
-from nest_megatron.planner.layouts import estimate_for
+from nest_megatron.planner.layouts import Variant, estimate_for
 from nest_megatron.solver.space import SearchSpace
 
 
@@ -40,14 +39,20 @@ def estimate_command(
     job = dataclasses.replace(job, num_gpus=job.num_gpus or cluster.num_gpus)
     asked = on_device(job, cluster)
     request = request_for(asked, cluster, composed, SearchSpace(), choose_execution=False)
-    found = typed_plan(job, request, composed, "estimate --from")
-    return CommandPlan(
-        job=job, request=request, plan=found, notes=request.notes, command=job.command, changes=()
+    found, _ = typed_plan(job, request, composed)
+    launch = {}
+    if (command := job.command) is not None:
+        launch[LAUNCHER] = LaunchCommand(
+            script=command.script, argv=command.argv, environment=command.environment
+        )
+    found = dataclasses.replace(
+        found, provenance=made_for(found, job, "estimate --from"), launch=launch
     )
+    return CommandPlan(job=job, request=request, plan=found, changes=())
 
 
-def typed_plan(job: Job, request: Request, composed: Settings, made_by: str) -> ParallelPlan:
-    """The plan that a command is as it is typed, sealed, with that command.
+def typed_plan(job: Job, request: Request, composed: Settings) -> tuple[ParallelPlan, Variant]:
+    """The plan that a command is as it is typed, and its layout.
 
     Raises:
         UserInputError: for what Megatron refuses.
@@ -60,13 +65,4 @@ def typed_plan(job: Job, request: Request, composed: Settings, made_by: str) -> 
             limit = f"the rules of Megatron-LM {job.version} refuse it: {refused}"
             fix = "Change the recipe's fields."
         raise UserInputError("--from", value=job.script, limit=limit, fix=fix)
-    found = estimate_for(request, variant.layout, settings=variant.settings)
-    found = dataclasses.replace(
-        made_for(found, job, made_by),
-        launch={} if job.command is None else {LAUNCHER: _launch(job.command)},
-    )
-    return sealed(found)
-
-
-def _launch(command: ReadCommand) -> LaunchCommand:
-    return LaunchCommand(script=command.script, argv=command.argv, environment=command.environment)
+    return estimate_for(request, variant.layout, settings=variant.settings), variant

@@ -18,7 +18,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     flag_of,
     newest_flags,
 )
-from nest_megatron.integrations.megatron_lm.parser import VERSIONS, read_argv
+from nest_megatron.integrations.megatron_lm.parser import VERSIONS
 from nest_megatron.integrations.megatron_lm.read import read_recompute
 from nest_megatron.integrations.megatron_lm.rewrite import Rewrite, rewrite
 from nest_megatron.integrations.megatron_lm.rules import require_launchable
@@ -28,6 +28,7 @@ from nest_megatron.integrations.megatron_lm.write import (
     has_activation_flag,
     model_argv,
     parallel_argv,
+    planned_arguments,
     script_name,
 )
 from nest_megatron.model.execution import Execution
@@ -37,8 +38,7 @@ from nest_megatron.parallel.cuda_graphs import cuda_graphs
 from nest_megatron.parallel.device_rules import has_multicast
 from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.layout import Layout
-from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
-from nest_megatron.parallel.plan_file import sealed
+from nest_megatron.parallel.plan import MEGATRON_LM, LaunchCommand, ParallelPlan
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.parallel.rules import DEFAULT_VERSION, LaunchRequest
 
@@ -106,19 +106,10 @@ def layout_request(
     )
 
 
-def with_launch(
-    plan: ParallelPlan,
-    command: ReadCommand | None = None,
-    *,
-    kept: Collection[str] = (),
-    notes: tuple[str, ...] = (),
-) -> ParallelPlan:
-    """The plan with its Megatron-LM command, sealed again; a plan for another framework has none.
+def with_launch(plan: ParallelPlan, *, notes: tuple[str, ...] = ()) -> ParallelPlan:
+    """The plan with flags of its model and layout; a plan for another framework has none.
 
     Args:
-        command: the user's own command, whose flags are then rewritten; otherwise the flags of the
-            model and of the layout are written.
-        kept: destinations that the user set and did not free.
         notes: what was assumed, stored beside the command.
 
     Raises:
@@ -126,18 +117,54 @@ def with_launch(
             the layout.
     """
     version = _release(plan)
-    if command is None and version is None:
+    if version is None:
         _require_trainable(plan)
         return plan
-    request = launch_request(plan, command, version=version or VERSIONS[0])
-    require_launchable(request, but=() if command is not None else STATED_ELSEWHERE)
-    if command is None:
-        argv, remark = _own_argv(request)
-        notes = (*notes, remark, *filter(None, [newest_flags(argv)]))
-    else:
-        argv = rewritten(plan, command, kept).argv
-    launch = LaunchCommand(
-        script=(command and command.script) or script_name(plan.model, request.version),
+    request = launch_request(plan, version=version)
+    require_launchable(request, but=STATED_ELSEWHERE)
+    argv, remark = _own_argv(request)
+    notes = (*notes, remark, *filter(None, [newest_flags(argv)]))
+    launch = _launch_command(plan, request, "", argv, notes)
+    return dataclasses.replace(plan, launch={**plan.launch, LAUNCHER: launch})
+
+
+def with_command(
+    plan: ParallelPlan,
+    command: ReadCommand,
+    *,
+    made_by: str | None = None,
+    kept: Collection[str] = (),
+    notes: tuple[str, ...] = (),
+) -> tuple[ParallelPlan, Rewrite]:
+    """The plan with the user's own command, rewritten, and what of it changed.
+
+    Args:
+        made_by: the words that asked for the plan; ``None`` for one that was made before.
+        kept: destinations that the user set and did not free.
+        notes: what was assumed, stored beside the command.
+
+    Raises:
+        UserInputError: if Megatron would refuse the command.
+    """
+    request = launch_request(plan, command)
+    require_launchable(request)
+    rewrite = rewritten(plan, command, kept)
+    launch = _launch_command(plan, request, command.script, rewrite.argv, notes)
+    origin, launches = plan.provenance, {**plan.launch, LAUNCHER: launch}
+    if made_by is not None:
+        origin = origin.made_for(MEGATRON_LM, command.version, made_by)
+    return dataclasses.replace(plan, launch=launches, provenance=origin), rewrite
+
+
+def _launch_command(
+    plan: ParallelPlan,
+    request: LaunchRequest,
+    script: str,
+    argv: tuple[str, ...],
+    notes: tuple[str, ...],
+) -> LaunchCommand:
+    return LaunchCommand(
+        script=script or script_name(plan.model, request.version),
         argv=argv,
         environment=environment(
             request,
@@ -146,7 +173,6 @@ def with_launch(
         ),
         notes=notes,
     )
-    return sealed(dataclasses.replace(plan, launch={**plan.launch, LAUNCHER: launch}))
 
 
 def _require_trainable(plan: ParallelPlan) -> None:
@@ -173,12 +199,12 @@ def rewritten(plan: ParallelPlan, command: ReadCommand, kept: Collection[str] = 
         FaultError: if one of ``kept`` came out changed without a word, or means another layout.
     """
     values, tp = command.values, plan.layout.dims.tensor_model_parallel_size
-    layout = parallel_argv(launch_request(plan, command))
+    planned = planned_arguments(launch_request(plan, command))
     settled = values.get("padded_vocab_size") is not None or not plan.model.vocab_is_padded
     if not settled and values.get("tensor_model_parallel_size") != tp:
         # another tensor-parallel size would pad the embedding otherwise
-        layout += ["--padded-vocab-size", str(plan.model.vocab_size)]
-    found = rewrite(command, layout, plan, kept)
+        planned["padded_vocab_size"] = plan.model.vocab_size
+    found = rewrite(command, planned, plan, kept)
     require_kept(found, command, plan, kept)
     return found
 
@@ -218,7 +244,7 @@ def require_kept(
     """Compare a rewritten command with what the user typed, and with the plan.
 
     Options that contradict the plan (``incompatible_options``) are taken back with their reason;
-    any other difference is a fault of this package.
+    that any other is written is a fault of this package.
 
     Raises:
         FaultError: naming every difference.
@@ -226,15 +252,11 @@ def require_kept(
     if not kept:
         return
     refused = contradicted(plan, command.values, command.version).keys()
-    again = read_argv(command.script, rewrite.argv, command.version).values
-    typed = read_argv(command.script, command.argv, command.version).values
     changed = [
-        f"{flag_of(name)} {typed[name]} -> {again[name]}"
-        for name in sorted(set(kept) - refused)
-        if again[name] != typed[name] or name in rewrite.written
+        f"{flag_of(name)} {command.values[name]} -> {rewrite.values[name]}"
+        for name in sorted({*kept} & rewrite.values.keys() - refused)
     ]
-    # a value that is not typed comes from the arguments of a checkpoint
-    values = {**command.values, **{name: again[name] for name in rewrite.written & again.keys()}}
+    values = {**command.values, **rewrite.values}
     found = [*changed, *_other_meanings(values, plan, kept)]
     if found:
         raise FaultError(

@@ -12,7 +12,7 @@ from nest_megatron.integrations.megatron_lm.as_typed import typed_plan
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.checkpoint import check_loadable
 from nest_megatron.integrations.megatron_lm.layout_arguments import newest_flags
-from nest_megatron.integrations.megatron_lm.present_layout import refusal, typed_layout
+from nest_megatron.integrations.megatron_lm.present_layout import refusal
 from nest_megatron.integrations.megatron_lm.saved_by_plan import saved_by
 from nest_megatron.integrations.typed_command import CommandPlan
 from nest_megatron.parallel.before_after import BeforeAfter, Changes, LayoutChange
@@ -28,10 +28,9 @@ def before_and_after(found: CommandPlan, composed: Settings) -> BeforeAfter:
     """A command as it is typed beside its plan, both of the same batch and cluster."""
     job, request, plan = found.job, found.request, found.plan
     try:
-        before = typed_plan(job, request, composed, "plan --from")
+        before, own = typed_plan(job, request, composed)
     except UserInputError as error:
         return BeforeAfter(before=None, refused=str(error))
-    own, _ = typed_layout(job, request, composed)
     after = Variant(settings=request.settings, layout=plan.layout)
     return BeforeAfter(
         before=before.priced(),
@@ -66,10 +65,10 @@ def _packages(before: ParallelPlan, plan: ParallelPlan) -> Iterator[str]:
 
 def _releases(found: CommandPlan) -> Iterator[str]:
     """The release that the flags need which the plan adds."""
-    if found.command is None:
+    if found.job.command is None:
         return
     argv = found.plan.launch[LAUNCHER].argv
-    if needed := newest_flags(argv, given=found.command.argv):
+    if needed := newest_flags(argv, given=found.job.command.argv):
         yield needed
 
 

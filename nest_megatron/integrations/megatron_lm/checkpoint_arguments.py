@@ -21,6 +21,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, read_checkpoint
 from nest_megatron.integrations.megatron_lm.inert_pickle import is_plain
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error, flag_of
+from nest_megatron.integrations.megatron_lm.parser import options_for
 
 _SWITCH, _DEGREES_SWITCH = "use_checkpoint_args", "use_mp_args_from_checkpoint_args"
 _PER_VIRTUAL_STAGE = "num_layers_per_virtual_pipeline_stage"
@@ -101,17 +102,15 @@ def taken(values: _Values, saved: _Values, version: str) -> dict[str, Any]:
 def with_degrees_as_flags(command: ReadCommand) -> ReadCommand:
     """The command with its degrees typed in the place of ``--use-mp-args-from-checkpoint-args``."""
     values, flag = command.values, flag_of(_DEGREES_SWITCH)
-    if flag not in command.argv:
+    if all(option.dest != _DEGREES_SWITCH for option in command.options):
         return command
-    argv = [word for word in command.argv if word != flag]
+    others = [option for option in command.options if option.dest != _DEGREES_SWITCH]
     names = [*_both("degrees"), _PER_VIRTUAL_STAGE]
     stated = {name: values[name] for name in names if values.get(name) is not None}
-    for name, value in stated.items():
-        argv += [flag_of(name), str(value)]
     note = f"The checkpoint's degrees are written out in the place of {flag}."
     return dataclasses.replace(
         command,
-        argv=tuple(argv),
+        options=(*others, *options_for(stated, command.version)),
         values=MappingProxyType({**values, _DEGREES_SWITCH: False}),
         explicit=command.explicit | stated.keys(),
         notes=(*command.notes, note),

@@ -96,7 +96,7 @@ def _run(launched: LaunchedJob, store: RendezvousStore | None) -> Any:
 
     decision = launched.decision = from_json(Decision, agreement.broadcast(store, solve))
     if launched.launch.stop_before_training:
-        checksum = {"plan": decision.plan.provenance.checksum}
+        checksum = {"plan": plan_file.checksum(decision.plan)}
         agreement.require_equal(store, checksum, what="plan")  # no rank ends before the others
         sys.exit(OK)
     result = _carried_out(launched, decision)
@@ -287,7 +287,7 @@ def _with_ranks(
     if isinstance(asked, list) or outcome.decision.ranks is not None:
         note = "Ranks are numbered anew, as asked for."
         placement = dataclasses.replace(plan.placement, rank_permutation=ranks)
-        plan = plan_file.sealed(dataclasses.replace(plan, placement=placement))
+        plan = dataclasses.replace(plan, placement=placement)
     decision = dataclasses.replace(outcome.decision, plan=plan, ranks=ranks)
     return dataclasses.replace(outcome, decision=decision, notes=(*outcome.notes, note))
 
@@ -317,7 +317,7 @@ def _write_plan(launched: LaunchedJob, plan: ParallelPlan) -> str:
     asked = path = _asked_file(launched)
     try:
         if path is None:
-            name = f"{plan.model.name}-{plan.provenance.checksum}.yaml"
+            name = f"{plan.model.name}-{plan_file.checksum(plan)}.yaml"
             path = user_folder("cache") / "plans" / name
             path.parent.mkdir(parents=True, exist_ok=True)
         plan_file.write(plan, path)

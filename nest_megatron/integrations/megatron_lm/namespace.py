@@ -17,7 +17,7 @@ from nest_megatron.errors import NestError
 from nest_megatron.integrations.megatron_lm.checkpoint_arguments import with_degrees_as_flags
 from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS, flag_error
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, load_arguments, read_argv
-from nest_megatron.integrations.megatron_lm.rewrite import WRITABLE, Rewrite
+from nest_megatron.integrations.megatron_lm.rewrite import WRITABLE
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.rules import ELEMENTWISE_OPTIMIZERS
 
@@ -78,13 +78,6 @@ def with_defaults(args: Namespace, defaults: Mapping[str, Any]) -> Namespace:
         if getattr(copied, name, None) is None:
             setattr(copied, name, value)
     return copied
-
-
-def written_values(rewrite: Rewrite, command: ReadCommand) -> dict[str, Any]:
-    """What a rewritten command sets, by destination; options that it leaves out have defaults."""
-    assert rewrite.written <= WRITABLE
-    again = read_argv(command.script, rewrite.argv, command.version)
-    return {dest: again.values[dest] for dest in sorted(rewrite.written) if dest in again.values}
 
 
 def write(

@@ -22,6 +22,7 @@ from nest_megatron.integrations.megatron_lm import checkpoint
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint
 from nest_megatron.integrations.megatron_lm.saved_by_plan import saved_by
 from nest_megatron.integrations.megatron_lm.search_space import with_required
+from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.launch_rule import Violation
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import Progress, Request
@@ -188,7 +189,7 @@ def plan_for_nodes(job: TableJob, counts: Sequence[int]) -> PlanTable:
     loads, found = max(tables, key=lambda each: _worth(each[1]))
     return PlanTable(
         entries=_advised(found, _fewer(job, found, loads)),
-        plans={plan.provenance.checksum: plan for _, plan in found if plan is not None},
+        plans={plan_file.checksum(plan): plan for _, plan in found if plan is not None},
         notes=tuple(_notes(job, loads)),
     )
 
@@ -241,7 +242,7 @@ def _planned(job: TableJob, entry: TableEntry, loads: Resharding | None) -> Plan
         return dataclasses.replace(entry, told=told), None
     except WITHOUT_PLAN as error:
         return dataclasses.replace(entry, told=f"{error}."), None
-    return dataclasses.replace(entry, checksum=plan.provenance.checksum), plan
+    return dataclasses.replace(entry, checksum=plan_file.checksum(plan)), plan
 
 
 def _fewer(

@@ -12,13 +12,13 @@ import difflib
 import itertools
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from nest_megatron.config.job import LaunchedRanks, ReadCommand
+from nest_megatron.config.job import LaunchedRanks, Option, ReadCommand
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.integrations.launchers import (
@@ -76,8 +76,7 @@ def read_argv(
 
 def _read(split: SplitCommand, version: str) -> ReadCommand:
     argv = tuple(token for token in split.argv if not _NEST_TOKEN.match(token))
-    namespace, rest = build_parser(version).parse_known_args(list(argv))
-    given, unknown = vars(namespace), tuple(rest)
+    given, unknown = parse_words(argv, version)
     loose = [token for token in (split.script, *unknown) if token.startswith("$")]
     if loose:
         limit = "the shell has not expanded it, so its flags cannot be read"
@@ -89,14 +88,19 @@ def _read(split: SplitCommand, version: str) -> ReadCommand:
         environment=MappingProxyType(dict(split.environment)),
         launcher=split.launcher,
         script=split.script,
-        argv=argv,
+        options=options_of(argv, version),
         values=MappingProxyType({**values, **given}),
         explicit=frozenset(given),
         unknown=unknown,
-        nest_tokens=tuple(token for token in split.argv if _NEST_TOKEN.match(token)),
         notes=(*split.ranks.notes, *_notes(unknown, version)),
         ranks=split.ranks,
     )
+
+
+def parse_words(words: Sequence[str], version: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What words set, by destination, and those that Megatron does not know."""
+    namespace, rest = build_parser(version).parse_known_args(list(words))
+    return vars(namespace), tuple(rest)
 
 
 @cache
@@ -110,6 +114,59 @@ def load_arguments(version: str) -> tuple[Argument, ...]:
     for row in rows:
         row |= {name: tuple(row.get(name, ())) for name in ("flags", "choices")}
     return tuple(Argument(**row) for row in rows)
+
+
+def options_of(argv: Sequence[str], version: str) -> tuple[Option, ...]:
+    """An argument vector as options; a word of an unknown flag has no destination."""
+    table = {flag: a for a in load_arguments(version) for flag in a.flags}
+    options: list[Option] = []
+    at = 0
+    while at < len(argv):
+        flag, equals, _ = argv[at].partition("=")
+        argument = table.get(flag)
+        count = 1 if argument is None or equals else 1 + _num_values(argument, argv[at + 1 :])
+        dest = None if argument is None else argument.dest
+        options.append(Option(dest, tuple(argv[at : at + count])))
+        at += count
+    return tuple(options)
+
+
+def _num_values(argument: Argument, rest: Sequence[str]) -> int:
+    if argument.action not in ("store", "append"):
+        return 0
+    if argument.nargs is None:
+        return 1
+    if isinstance(argument.nargs, int):
+        return argument.nargs
+    until = next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))
+    return min(until, 1) if argument.nargs == "?" else until
+
+
+def options_for(values: Mapping[str, Any], version: str) -> tuple[Option, ...]:
+    """Flags that give arguments these values; ``None`` and what a release lacks have none."""
+    table = {argument.dest: argument for argument in reversed(load_arguments(version))}
+    found = []
+    for dest, value in values.items():
+        argument = table.get(dest)
+        if argument is None or value is None or value is (argument.action == "store_false"):
+            continue
+        words = [] if isinstance(value, bool) else value if isinstance(value, list) else [value]
+        found.append(Option(dest, (argument.flags[0], *map(str, words))))
+    return tuple(found)
+
+
+def namespace_values(
+    values: Mapping[str, Any], names: Iterable[str], version: str
+) -> dict[str, Any]:
+    """Arguments as Megatron's parser has them; of those without a value the defaults."""
+    table = {argument.dest: argument for argument in load_arguments(version)}
+    found = {}
+    for name in sorted(set(names) & table.keys()):
+        value = values.get(name)
+        is_list = table[name].nargs is not None and value is not None
+        alone = is_list and not isinstance(value, list)
+        found[name] = table[name].default if value is None else [value] if alone else value
+    return found
 
 
 def known_flags(version: str) -> frozenset[str]:

@@ -15,11 +15,7 @@ from nest_megatron.config.job import FreeParameters, Job, ReadCommand
 from nest_megatron.config.request import request_for
 from nest_megatron.config.target import installed_packages
 from nest_megatron.integrations.megatron_lm import checkpoint, namespace
-from nest_megatron.integrations.megatron_lm.attach import (
-    LAUNCHER,
-    rewritten,
-    with_launch,
-)
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_command
 from nest_megatron.integrations.megatron_lm.messages import Decision
 from nest_megatron.integrations.megatron_lm.present_layout import on_device, with_present_layout
 from nest_megatron.integrations.megatron_lm.read import job_of, refuse_unplannable
@@ -30,9 +26,8 @@ from nest_megatron.integrations.megatron_lm.search_space import (
     kept_flags,
 )
 from nest_megatron.integrations.megatron_lm.sharding import require_optimizer
-from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.diff import Change
-from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
+from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.profile.installed import installed_versions
@@ -157,9 +152,8 @@ def decide(
     if saved is not None:
         checkpoint.check_loadable(saved, found.arguments, values, version)
     searched = Searched(job=job, place=place, request=request, best_s=found.shortest_step_s)
-    found = plan_file.made_for(found, MEGATRON_LM, version, made_by)
     kept = kept_flags(job, request, place.settings)
-    outcome = carry_out(found, command, request.notes, kept=kept)
+    outcome = carry_out(found, command, request.notes, made_by=made_by, kept=kept)
     return dataclasses.replace(outcome, searched=searched)
 
 
@@ -183,14 +177,18 @@ def running_request(job: Job, place: JobCluster) -> Request:
 
 
 def carry_out(
-    plan: ParallelPlan, command: ReadCommand, notes: tuple[str, ...], *, kept: Collection[str] = ()
+    plan: ParallelPlan,
+    command: ReadCommand,
+    notes: tuple[str, ...],
+    *,
+    made_by: str | None = None,
+    kept: Collection[str] = (),
 ) -> LaunchPlan:
     """A plan as what every rank sets in Megatron's arguments, which Megatron must not refuse."""
-    plan = with_launch(plan, command, kept=kept, notes=notes)
-    rewrite = rewritten(plan, command, kept)
+    plan, rewrite = with_command(plan, command, made_by=made_by, kept=kept, notes=notes)
     decision = Decision(
         plan=plan,
-        values=namespace.written_values(rewrite, command),
+        values=rewrite.values,
         environment=plan.launch[LAUNCHER].environment,
         ranks=plan.placement.rank_permutation,
     )

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from nest_megatron.config.job import ReadCommand
+from nest_megatron.config.job import Option, ReadCommand
 from nest_megatron.integrations.megatron_lm.incompatible_options import (
     INCOMPATIBLE_OPTIONS,
     contradicted,
@@ -20,9 +21,9 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     VIRTUAL_STAGES,
     reasons,
 )
-from nest_megatron.integrations.megatron_lm.parser import Argument, load_arguments
+from nest_megatron.integrations.megatron_lm.parser import namespace_values, options_for
 from nest_megatron.parallel.diff import Change, reason
-from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS, EXECUTION_FIELDS
+from nest_megatron.parallel.execution_arguments import EXECUTION_ARGUMENTS, EXECUTION_FIELDS
 from nest_megatron.parallel.knobs import execution_reason
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.units import format_gib
@@ -60,50 +61,34 @@ class Rewrite:
 
     Args:
         changes: flags before and after; ``None`` is an absent flag, empty text a bare switch.
-        written: destinations that the plan decided, those that it left out included.
+        values: what the plan decided, by destination; of what it leaves out Megatron's default.
     """
 
     argv: tuple[str, ...]
     changes: tuple[Change, ...]
-    written: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """A flag with its values, as they were typed; ``dest`` is ``None`` for what Megatron lacks."""
-
-    dest: str | None
-    tokens: tuple[str, ...]
-
-    @property
-    def flag(self) -> str:
-        """The flag alone."""
-        return self.tokens[0].partition("=")[0]
-
-    @property
-    def value(self) -> str:
-        """Its values as one text."""
-        _, equals, inline = self.tokens[0].partition("=")
-        return inline if equals else " ".join(self.tokens[1:])
+    values: Mapping[str, Any]
 
 
 def rewrite(
-    command: ReadCommand, layout: Sequence[str], plan: ParallelPlan, kept: Collection[str] = ()
+    command: ReadCommand,
+    planned: Mapping[str, Any],
+    plan: ParallelPlan,
+    kept: Collection[str] = (),
 ) -> Rewrite:
     """Put a plan's flags into a user's arguments.
 
     Args:
-        layout: the plan's flags, from ``write.parallel_argv``.
+        planned: the plan's arguments, from ``write.planned_arguments``.
         kept: destinations whose flags stay as the user wrote them; the plan was searched under
             them, so it says nothing else.
     """
-    given = options_of(command.argv, command.version)
+    given, version = command.options, command.version
     stated = {dest for flags in _STATEMENTS if set(flags) & set(kept) for dest in flags}
     refused = contradicted(plan, command.values, command.version)
     settled = stated.union(kept).difference(refused.keys() & EXECUTION_FIELDS.keys())
     wanted = {
         option.dest: option
-        for option in options_of(layout, command.version)
+        for option in options_for(planned, version)
         if option.dest is not None and option.dest not in settled and _sets(option.dest, command)
     }
     owned = {
@@ -118,18 +103,21 @@ def rewrite(
         if option.dest not in owned:
             tokens += option.tokens
         elif option.dest in wanted and option.dest not in placed:
-            planned = wanted[option.dest]  # the user's own spelling where the value is the same
-            tokens += option.tokens if option.value == planned.value else planned.tokens
+            new = wanted[option.dest]  # the user's own spelling where the value is the same
+            tokens += option.tokens if option.value == new.value else new.tokens
             placed.add(option.dest)
     for dest, option in wanted.items():
         if dest not in placed:
             tokens += option.tokens
     free = set(PARALLEL_ARGUMENTS) - settled
     decided = {dest for dest in free if _owns(dest, wanted, plan)}
+    written = {*decided, *wanted, *refused}
+    assert written <= WRITABLE
+    values = {dest: planned[dest] for dest in wanted}
     return Rewrite(
         argv=tuple(tokens),
         changes=tuple(_changes(given, owned, wanted, plan, refused)),
-        written=frozenset({*decided, *wanted, *refused}),
+        values=namespace_values(values, written, version),
     )
 
 
@@ -178,31 +166,6 @@ def _is_default(dest: str, value: str, plan: ParallelPlan) -> bool:
     if dest == "expert_tensor_parallel_size":
         return value == str(plan.layout.dims.tensor_model_parallel_size)
     return dest.endswith("_parallel_size") and value == "1"
-
-
-def options_of(argv: Sequence[str], version: str) -> list[Option]:
-    """An argument vector as options; a word of an unknown flag has no destination."""
-    table = {flag: a for a in load_arguments(version) for flag in a.flags}
-    options, at = [], 0
-    while at < len(argv):
-        flag, equals, _ = argv[at].partition("=")
-        argument = table.get(flag)
-        count = 1 if argument is None or equals else 1 + _num_values(argument, argv[at + 1 :])
-        dest = None if argument is None else argument.dest
-        options.append(Option(dest, tuple(argv[at : at + count])))
-        at += count
-    return options
-
-
-def _num_values(argument: Argument, rest: Sequence[str]) -> int:
-    if argument.action not in ("store", "append"):
-        return 0
-    if argument.nargs is None:
-        return 1
-    if isinstance(argument.nargs, int):
-        return argument.nargs
-    until = next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))
-    return min(until, 1) if argument.nargs == "?" else until
 
 
 def _reason(dest: str, plan: ParallelPlan) -> str:

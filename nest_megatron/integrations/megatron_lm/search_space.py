@@ -23,7 +23,7 @@ from nest_megatron.integrations.megatron_lm.packing import pipeline_limits
 from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
+from nest_megatron.parallel.execution_arguments import EXECUTION_ARGUMENTS
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.parallel.stage_layout import parse_layout

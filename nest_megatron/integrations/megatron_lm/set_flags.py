@@ -6,15 +6,15 @@ import dataclasses
 import shlex
 from collections.abc import Iterator
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.config.compose import Settings
-from nest_megatron.config.job import ReadCommand
+from nest_megatron.config.job import Option, ReadCommand
 from nest_megatron.config.overrides import value_text
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_of
-from nest_megatron.integrations.megatron_lm.parser import known_flags, read_argv
-from nest_megatron.integrations.megatron_lm.rewrite import Option, options_of
+from nest_megatron.integrations.megatron_lm.parser import known_flags, options_of, parse_words
 from nest_megatron.model.spec import TransformerSpec
 
 #: Settings that one flag of Megatron-LM says.
@@ -33,19 +33,15 @@ def with_flags(command: ReadCommand, composed: Settings) -> ReadCommand:
     wanted = dict(_wanted(command, composed))
     if not wanted:
         return command
-    options = tuple(options_of(command.argv, command.version))
-    typed: dict[str | None, Option] = {option.dest: option for option in options}
+    typed: dict[str | None, Option] = {option.dest: option for option in command.options}
     changed = {
         dest: option for dest, option in wanted.items() if not _same(option, typed.get(dest))
     }
     removed = {_INSTEAD[dest] for dest in wanted if dest in _INSTEAD} & typed.keys() - wanted.keys()
-    words: list[str] = []
-    for option in options:
-        if option.dest not in {*changed, *removed}:
-            words += option.tokens
-    for option in changed.values():
-        words += option.tokens
-    found = read_argv(command.script, words, command.version)
+    others = (each for each in command.options if each.dest not in {*changed, *removed})
+    words = [word for option in changed.values() for word in option.tokens]
+    found, unknown = parse_words(words, command.version)
+    assert not unknown
     notes = [
         f"{option.flag} {option.value} is set beside the command, ".replace("  ", " ")
         + (f"which says {typed[dest].value}." if dest in typed else "which does not say it.")
@@ -56,10 +52,9 @@ def with_flags(command: ReadCommand, composed: Settings) -> ReadCommand:
     ]
     return dataclasses.replace(
         command,
-        argv=found.argv,
-        values=found.values,
-        explicit=found.explicit,
-        unknown=found.unknown,
+        options=(*others, *changed.values()),
+        values=MappingProxyType({**command.values, **dict.fromkeys(removed), **found}),
+        explicit=command.explicit - removed | found.keys(),
         notes=(*command.notes, *notes),
     )
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.parser import read_argv
-from nest_megatron.integrations.megatron_lm.rewrite import options_of
 
 #: Checkpoints written, what asks for them to be written, and files and services of other kinds.
 _WRITES = frozenset(
@@ -71,7 +70,8 @@ def short_run(argv: Sequence[str], version: str, iterations: int) -> tuple[str, 
     >>> " ".join(short_run(["--bf16", "--save", "/ckpt", "--train-iters", "500"], "0.16.1", 20))
     '--bf16 --train-iters 500 --exit-interval 20 --eval-iters 0 --no-one-logger'
     """
-    values = read_argv("", argv, version).values
+    command = read_argv("", argv, version)
+    values = command.values
     for name in ("rampup_batch_size", "step_batch_size_schedule"):
         if values.get(name):
             limit = "the first steps have another batch than the one that is planned for"
@@ -80,7 +80,7 @@ def short_run(argv: Sequence[str], version: str, iterations: int) -> tuple[str, 
             raise UserInputError(flag, value=values[name], limit=limit, fix=fix)
     restores = bool(values.get("use_checkpoint_args"))
     left_out = _WRITES | _LASTS | _RESTORES | (frozenset() if restores else _RESTORED)
-    kept = (each for each in options_of(argv, version) if each.dest not in left_out)
+    kept = (each for each in command.options if each.dest not in left_out)
     words = [word for option in kept for word in option.tokens]
     words += ["--exit-interval", str(iterations), "--eval-iters", "0", "--no-one-logger"]
     return (*words, *(_WEIGHTS_ALONE if restores else ()))

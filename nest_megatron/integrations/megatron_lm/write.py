@@ -1,23 +1,32 @@
-"""A model and a plan in Megatron-LM's own flags.
+"""A model and a plan in Megatron-LM's own arguments.
 
-``model_argv`` makes Megatron build exactly this model, ``parallel_argv`` lays it over the ranks as
-planned. Flags are those of 0.16.1; what 0.20 spells otherwise is branched on the version.
+``model_argv`` makes Megatron build exactly this model; ``planned_arguments`` lay it over the ranks
+as planned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UnplannableModelError
-from nest_megatron.integrations.megatron_lm.layout_arguments import flag_of
+from nest_megatron.integrations.megatron_lm.parser import options_for
+from nest_megatron.model.execution import PLAIN
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.sizes import DELTA_NET_SIZES, LATENT_SIZES
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.parallel.arguments import layout_arguments
 from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.execution_argv import execution_argv, execution_environment
-from nest_megatron.parallel.recompute import RecomputeGranularity
+from nest_megatron.parallel.execution_arguments import (
+    EXECUTION_FIELDS,
+    WITH_EXPERTS,
+    execution_arguments,
+    execution_environment,
+)
+from nest_megatron.parallel.layout import Layout
+from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.rules import (
     DEFAULT_VERSION,
     LaunchRequest,
@@ -25,8 +34,8 @@ from nest_megatron.parallel.rules import (
     launched_expert_tensor_size,
     overlaps_gradients,
 )
-from nest_megatron.parallel.stage_layout import layout_string
 from nest_megatron.parallel.zero import STRATEGIES, DataParallelSharding, ZeroStage
+from nest_megatron.plain import to_plain
 
 #: Megatron's switch for an activation, gated or not; the first is what it takes anyway.
 _ACTIVATION_FLAGS = {
@@ -35,6 +44,27 @@ _ACTIVATION_FLAGS = {
     ("squared_relu", False): "squared_relu",
     ("quick_gelu", True): "quick_geglu",
 }
+#: Arguments in the order in which they are written.
+_DEGREES = (
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+    "pipeline_model_parallel_layout",
+)
+_RECOMPUTE = (
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+)
+_SHARDING = (
+    "use_distributed_optimizer",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "use_megatron_fsdp",
+    "use_torch_fsdp2",
+)
 
 
 def has_activation_flag(spec: TransformerSpec) -> bool:
@@ -64,7 +94,7 @@ def model_argv(
         )
     rope = spec.position_embedding_type == "rope"
     adds_row = tokenizer_type == "NullTokenizer" and version.startswith("0.16")
-    return _argv(
+    values = dict(
         **_layers(spec, version),
         hidden_size=spec.hidden_size,
         ffn_hidden_size=spec.ffn_hidden_size,
@@ -75,12 +105,12 @@ def model_argv(
         rotary_base=spec.rotary_base if rope else None,
         rotary_percent=spec.rotary_percent if rope else None,
         normalization=spec.normalization,
-        norm_epsilon=spec.layernorm_epsilon,
-        apply_layernorm_1p=spec.apply_layernorm_1p,
+        layernorm_epsilon=spec.layernorm_epsilon,
+        layernorm_zero_centered_gamma=spec.apply_layernorm_1p,
         **_activation(spec),
         hidden_dropout=spec.hidden_dropout,
         attention_dropout=spec.attention_dropout,
-        disable_bias_linear=not spec.add_bias_linear,
+        add_bias_linear=spec.add_bias_linear,
         untie_embeddings_and_output_weights=spec.untie_embeddings_and_output_weights,
         tokenizer_type=tokenizer_type,
         vocab_size=spec.vocab_size - adds_row,
@@ -89,6 +119,7 @@ def model_argv(
         **(_experts(spec) if spec.num_experts is not None else {}),
         mtp_num_layers=None if spec.hybrid_layer_pattern else spec.mtp_num_layers,
     )
+    return [word for option in options_for(values, version) for word in option.tokens]
 
 
 def _stacks(spec: TransformerSpec) -> dict[str, object]:
@@ -185,7 +216,7 @@ def _activation(spec: TransformerSpec) -> dict[str, object]:
         )
     unfused = spec.activation == "squared_relu" and spec.add_bias_linear
     flag = _ACTIVATION_FLAGS[spec.activation, spec.gated_linear_unit]
-    return {**({flag: True} if flag else {}), "no_bias_gelu_fusion": unfused}
+    return {**({flag: True} if flag else {}), "bias_gelu_fusion": not unfused}
 
 
 def _experts(spec: TransformerSpec) -> dict[str, object]:
@@ -204,48 +235,77 @@ def _experts(spec: TransformerSpec) -> dict[str, object]:
     }
 
 
-def parallel_argv(request: LaunchRequest) -> list[str]:
-    """Flags that lay a model over the ranks as planned; a pipeline needs a partition."""
-    spec, dims, recompute = request.spec, request.dims, request.recompute
-    pp, layout = dims.pipeline_model_parallel_size, None
-    if pp > 1:
-        assert request.partition is not None, "a pipeline needs a stage partition"
-        layout = layout_string(spec, request.partition)
+def planned_arguments(request: LaunchRequest) -> dict[str, Any]:
+    """Megatron's arguments that lay a model over the ranks, in the order in which they are written.
+
+    ``None`` leaves an argument to Megatron; a release has those that ``options_for`` writes.
+    """
+    spec, dims, layout = request.spec, request.dims, _layout(request)
+    found = to_plain(layout_arguments(spec, layout))
     if spec.has_split_encoder:  # a copy of it would reach the encoder; the stages are even
-        layout = None
+        found["pipeline_model_parallel_layout"] = None
     pattern = None
     if spec.hybrid_layer_pattern:
-        pattern, layout = layout or spec.hybrid_layer_pattern.replace("|", ""), None
+        stages = found.pop("pipeline_model_parallel_layout")
+        pattern = stages or spec.hybrid_layer_pattern.replace("|", "")
     experts = spec.num_experts is not None
-    recomputes = recompute.granularity is not RecomputeGranularity.NONE
-    return [
-        *_argv(
-            tensor_model_parallel_size=dims.tensor_model_parallel_size,
-            sequence_parallel=request.sequence_parallel,
-            context_parallel_size=dims.context_parallel_size,
-            pipeline_model_parallel_size=pp,
-            pipeline_model_parallel_layout=layout,
-            hybrid_layer_pattern=None if request.is_0_16 else pattern,
-            expert_model_parallel_size=dims.expert_model_parallel_size if experts else None,
-            expert_tensor_parallel_size=launched_expert_tensor_size(spec, dims),
-            moe_grouped_gemm=experts and request.moe_grouped_gemm,
-        ),
-        *execution_argv(request.execution, request.version, experts=spec.is_moe),
-        *_argv(
-            use_tp_pp_dp_mapping=dims.rank_order is RankOrder.TP_CP_EP_PP_DP,
-            micro_batch_size=request.micro_batch_size,
-            **_batch(request),
-            recompute_granularity=recompute.granularity.value if recomputes else None,
-            recompute_method=recompute.method and recompute.method.value,
-            recompute_num_layers=recompute.num_layers,
-            recompute_modules=[module.value for module in recompute.modules] or None,
-        ),
-        *_sharding_argv(request),
-        *precision_argv(request.precision, request.fp8_recipe),
-    ]
+    return {
+        **{name: found.get(name) for name in _DEGREES},
+        "hybrid_layer_pattern": pattern,
+        "expert_model_parallel_size": dims.expert_model_parallel_size if experts else None,
+        "expert_tensor_parallel_size": launched_expert_tensor_size(spec, dims),
+        "moe_grouped_gemm": experts and request.moe_grouped_gemm,
+        **dict(_execution(request)),
+        "use_tp_pp_dp_mapping": dims.rank_order is RankOrder.TP_CP_EP_PP_DP,
+        "micro_batch_size": request.micro_batch_size,
+        **_batch(request),
+        **{name: found[name] or None for name in _RECOMPUTE},
+        **{name: found[name] for name in _SHARDING},
+        **(_of_fsdp(request) if layout.uses_megatron_fsdp else {}),
+        **precision_arguments(request.precision, request.fp8_recipe),
+    }
 
 
-def _batch(request: LaunchRequest) -> dict[str, object]:
+def parallel_argv(request: LaunchRequest) -> list[str]:
+    """Flags that lay a model over the ranks as planned; a pipeline needs a partition."""
+    options = options_for(planned_arguments(request), request.version)
+    return [word for option in options for word in option.tokens]
+
+
+def _layout(request: LaunchRequest) -> Layout:
+    """The layout of a job; PyTorch's FSDP2 overlaps by itself, and has no flags for it."""
+    partition, pp = request.partition, request.dims.pipeline_model_parallel_size
+    if partition is None:
+        assert pp == 1, "a pipeline needs a stage partition"
+        whole = (0, request.spec.num_units)
+        partition = StagePartition(boundaries=whole, pipeline_model_parallel_size=1)
+    sharding = request.sharding or request.zero.sharding
+    overlaps = overlaps_gradients(request.optimizer, request.version)
+    overlaps &= sharding is not DataParallelSharding.TORCH_FSDP2
+    return Layout(
+        dims=request.dims,
+        global_batch_size=request.global_batch_size,
+        micro_batch_size=request.micro_batch_size,
+        sequence_parallel=request.sequence_parallel,
+        recompute=request.recompute,
+        zero=request.zero,
+        partition=partition,
+        sharding=sharding,
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather=overlaps,
+    )
+
+
+def _execution(request: LaunchRequest) -> Iterator[tuple[str, Any]]:
+    """What carries the layers out otherwise than Megatron does anyway; always the dispatcher."""
+    plain = execution_arguments(PLAIN, request.version)
+    for name, value in execution_arguments(request.execution, request.version).items():
+        differs = value != plain[name] or name == "moe_token_dispatcher_type"
+        if differs and (request.spec.is_moe or EXECUTION_FIELDS[name] not in WITH_EXPERTS):
+            yield name, value
+
+
+def _batch(request: LaunchRequest) -> dict[str, Any]:
     """The batch, or how it grows; 0.20 takes a schedule in the place of a size (args:698)."""
     schedule = request.batch_schedule
     if schedule is None:
@@ -256,52 +316,36 @@ def _batch(request: LaunchRequest) -> dict[str, object]:
     return {"global_batch_size": schedule.last, "rampup_batch_size": growth}
 
 
-def _sharding_argv(request: LaunchRequest) -> list[str]:
-    """Flags that divide states among replicas, hidden under the passes where that is possible.
+def _of_fsdp(request: LaunchRequest) -> dict[str, Any]:
+    """What goes with Megatron-FSDP.
 
-    Megatron-FSDP is always written with the distributed optimizer: without it 0.16.1 trains with
-    another gradient norm. Without the meta device every rank first builds the whole model on its
-    GPU (``get_model`` calls ``cuda()``: 0.16.1 training.py:1258, 0.20 :2465). Fused accumulation of
-    gradients adds to a buffer that Megatron-FSDP overwrites, which old releases of Transformer
-    Engine do not know (0.16.1 args:677; 0.20 mcore_fsdp_adapter.py:165 refuses them). 0.20 keeps
-    gradients in the width of the weights unless told otherwise, and ignores
-    ``grad_reduce_in_fp32``.
+    Without the meta device every rank first builds the whole model on its GPU (``get_model`` calls
+    ``cuda()``: 0.16.1 training.py:1258, 0.20 :2465). Fused accumulation of gradients adds to a
+    buffer that Megatron-FSDP overwrites, which old releases of Transformer Engine do not know
+    (0.16.1 args:677; 0.20 mcore_fsdp_adapter.py:165 refuses them). 0.20 keeps gradients in the
+    width of the weights unless told otherwise, and ignores ``grad_reduce_in_fp32``.
     """
-    zero, sharding = request.zero, request.sharding or request.zero.sharding
-    if sharding is DataParallelSharding.TORCH_FSDP2:
-        return ["--use-torch-fsdp2"]  # it overlaps by itself
-    overlaps = overlaps_gradients(request.optimizer, request.version)
-    fsdp = sharding is DataParallelSharding.MEGATRON_FSDP
-    shards = fsdp or zero is not ZeroStage.NONE
     wide = request.gradient_bytes == 4 and request.precision is not Precision.FP32
-    stays_wide = wide and not request.version.startswith("0.16")
-    meta = zero >= ZeroStage.OPTIMIZER and initializes_on_meta_device(request.spec)
-    flags = _argv(
-        use_distributed_optimizer=shards,
-        overlap_grad_reduce=overlaps,
-        overlap_param_gather=shards and overlaps,
-    )
-    if not fsdp:
-        return flags
-    return flags + _argv(
-        use_megatron_fsdp=True,
-        ckpt_format="fsdp_dtensor",
-        data_parallel_sharding_strategy=STRATEGIES[zero],
-        init_model_with_meta_device=meta,
-        no_gradient_accumulation_fusion=True,
-        megatron_fsdp_main_grads_dtype="fp32" if stays_wide else None,
-    )
-
-
-def precision_argv(precision: Precision, fp8_recipe: str = "delayed") -> list[str]:
-    """Flags of a number format."""
+    meta = request.zero >= ZeroStage.OPTIMIZER and initializes_on_meta_device(request.spec)
     return {
-        Precision.FP32: [],
-        Precision.FP16: ["--fp16"],
-        Precision.BF16: ["--bf16"],
-        Precision.FP8: ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", fp8_recipe],
-        Precision.NVFP4: ["--bf16", "--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"],
-    }[precision]
+        "ckpt_format": "fsdp_dtensor",
+        "data_parallel_sharding_strategy": STRATEGIES[request.zero],
+        "init_model_with_meta_device": meta,
+        "gradient_accumulation_fusion": False,
+        "megatron_fsdp_main_grads_dtype": "fp32" if wide else None,
+    }
+
+
+def precision_arguments(precision: Precision, fp8_recipe: str = "delayed") -> dict[str, Any]:
+    """Arguments of a number format."""
+    formats: dict[Precision, dict[str, Any]] = {
+        Precision.FP32: {},
+        Precision.FP16: {"fp16": True},
+        Precision.BF16: {"bf16": True},
+        Precision.FP8: {"bf16": True, "fp8": "hybrid", "fp8_recipe": fp8_recipe},
+        Precision.NVFP4: {"bf16": True, "fp4": "e2m1", "fp4_recipe": "nvfp4"},
+    }
+    return formats[precision]
 
 
 def environment(
@@ -351,13 +395,3 @@ def script_name(spec: TransformerSpec, version: str = DEFAULT_VERSION) -> str:
     if spec.hybrid_layer_pattern:
         return "pretrain_mamba.py" if version.startswith("0.16") else "pretrain_hybrid.py"
     return "pretrain_vlm.py" if spec.vision is not None else f"pretrain_{spec.family.value}.py"
-
-
-def _argv(**arguments: object) -> list[str]:
-    """Arguments by destination as flags; what is ``None`` or a switch that is off has none."""
-    words: list[str] = []
-    for name, value in arguments.items():
-        if value is not None and value is not False:
-            values = value if isinstance(value, list) else [value]
-            words += [flag_of(name), *([] if value is True else map(str, values))]
-    return words

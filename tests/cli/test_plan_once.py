@@ -1,0 +1,74 @@
+"""A command is parsed once, a plan is built once and gets its checksum when it is written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nest_megatron.integrations.megatron_lm import parser
+from nest_megatron.integrations.megatron_lm.parser import read_command
+from nest_megatron.integrations.megatron_lm.planning import decide
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.plan import ParallelPlan
+from tests.cli.runs import run
+from tests.integrations.commands import LLAMA3_8B
+from tests.launch.jobs import namespace, pad_like_megatron, place, running
+
+README = (
+    "model=llama3_70b",
+    "cluster=h100_spine_leaf",
+    "cluster.num_gpus=1024",
+    "train.global_batch_size=4096",
+)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often commands are parsed, plans built and checksums computed."""
+    found: Counter[str] = Counter()
+
+    def count(holder: object, name: str, as_name: str) -> None:
+        original: Callable[..., Any] = getattr(holder, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            found[as_name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(holder, name, counted)
+
+    count(parser._Parser, "parse_known_args", "parsed")
+    count(ParallelPlan, "__init__", "built")
+    count(plan_file, "fields_of", "sealed")
+    return found
+
+
+def test_a_plan_is_built_twice_at_most_and_sealed_when_it_is_written(
+    calls: Counter[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "plan.yaml"
+    assert run("plan", *README, f"out={out}").code == 0
+    assert calls["built"] <= 2
+    assert (calls["sealed"], calls["parsed"]) == (1, 0)
+
+
+@pytest.mark.parametrize("free", [(), ("--free", "all")], ids=["kept", "freed"])
+def test_a_command_is_parsed_once(calls: Counter[str], free: tuple[str, ...]) -> None:
+    command = f"{LLAMA3_8B} --tensor-model-parallel-size 4"
+    assert run("plan", "--from", command, *free, "cluster=dgx_h100").code == 0
+    assert (calls["parsed"], calls["sealed"]) == (1, 0)
+
+
+def test_a_running_job_parses_its_command_once(
+    calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pad_like_megatron(monkeypatch)
+    argv = [*read_command(LLAMA3_8B).argv]
+    args = namespace(argv)
+    calls.clear()
+    decide(running(args, argv), place(), free=(), alternative=0)
+    assert (calls["parsed"], calls["sealed"]) == (1, 0)
+    assert calls["built"] <= 2
