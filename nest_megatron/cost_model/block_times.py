@@ -8,34 +8,30 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.compute import operator_times
 from nest_megatron.cost_model.graph_times import GraphTimes, Scale, graph_times
 from nest_megatron.cost_model.keys import GroupPlaces, dense_shape
 from nest_megatron.cost_model.layer_cost import UnitTimes, unit_times
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.model.execution import OF_EXPERTS, OF_GRAPH, OUTSIDE_EXPERTS
 from nest_megatron.model.graph import Group, LayerGraph, OperatorKind
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.operators import block_graph
 from nest_megatron.model.operators.common import dispatch_buffer_bytes
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.profile.lookup import LayerTimes, Point, point_of, shard_of
+from nest_megatron.profile.lookup import LayerTimes, point_of, shard_of
 from nest_megatron.profile.records import Source, Timing
 from nest_megatron.units import Seconds, Ticks, to_ticks
 
 _GROUPS = (Group.TENSOR, Group.CONTEXT, Group.EXPERT, Group.EXPERT_TENSOR)
-#: What a block's graph depends on: its name, degrees and places, as ``keys`` spells them.
-_Shape = tuple[object, ...]
-#: What it depends on of how the layers are carried out (``Execution.of_graph`` and the like).
-_Way = tuple[object, ...]
-
-
 #: Blocks without experts that work beside the buffers of the dispatcher.
 _BESIDE_BUFFERS = (LayerBlock.DENSE, LayerBlock.HEAD)
 
 
-class BlockTimes:
+class BlockTimes(Caching):
     """Times of a job's layer blocks, each worked out once.
 
     A timing's ratio is taken against the analytic time of the same operators under the same
@@ -54,12 +50,7 @@ class BlockTimes:
         self.cluster = cluster
         self.settings = settings
         self.times = times
-        self.graphs: dict[tuple[LayerBlock, LayerShard], LayerGraph] = {}
         self._units = {kind: spec.unit_blocks(kind) for kind in set(spec.layer_kinds())}
-        self._times: dict[tuple[_Shape, _Way, Seconds], UnitTimes] = {}
-        self._graph_times: dict[tuple[_Shape, _Way], GraphTimes] = {}
-        self._scales: dict[tuple[LayerBlock, Point], Scale] = {}
-        self._ratios: dict[Timing, tuple[float, float]] = {}
 
     def sources(self, shard: LayerShard) -> dict[LayerBlock, Source]:
         """Where the compute time of each of the model's blocks comes from."""
@@ -72,7 +63,7 @@ class BlockTimes:
             sum(operator_times(operator, accelerator, settings))
             for kind in self.spec.layer_kinds()
             for block in self._units[kind]
-            for operator in self._graph(block, shard).operators
+            for operator in self.graph(block, shard).operators
             if operator.kind is OperatorKind.ATTENTION
         )
 
@@ -91,6 +82,50 @@ class BlockTimes:
         blocks = (block for block in self._units[kind] if block is not LayerBlock.EXPERTS)
         return tuple(self.of_block(block, places, shard) for block in blocks)
 
+    def _beside_s(
+        self,
+        block: LayerBlock,
+        places: GroupPlaces,
+        shard: LayerShard,
+        before: LayerBlock | None = None,
+    ) -> Seconds:
+        """What of a layer's first half its tokens can travel beside."""
+        overlaps = shard.execution.overlap_moe_expert_parallel_comm
+        if block is not LayerBlock.EXPERTS or before is None or not overlaps:
+            return 0.0
+        attention = self.of_block(before, places, shard)
+        return attention.whole_forward.compute + attention.backward.compute
+
+    def _shape(
+        self, block: LayerBlock, places: GroupPlaces, shard: LayerShard
+    ) -> tuple[object, ...]:
+        """What a block's graph depends on beside how it is carried out.
+
+        Without experts it is no expert degree. To a layer's second half, of micro batch and context
+        size only the tokens matter. Measured times follow: ``profile.lookup.point_of`` knows no
+        more of the two either.
+        """
+        if block.base in (LayerBlock.DENSE, LayerBlock.EXPERTS):
+            tp, tokens = shard.tensor_model_parallel_size, shard.tokens(self.spec)
+            shape: tuple[object, ...] = (block, tokens, tp, shard.sequence_parallel, places[0])
+        else:
+            shape = (block, *dense_shape(places, shard))
+        if block.base in _BESIDE_BUFFERS:
+            shape = (*shape, dispatch_buffer_bytes(self.spec, shard))
+        if block is LayerBlock.EXPERTS:
+            ep, etp = shard.expert_model_parallel_size, shard.expert_tensor_parallel_size
+            shape = (*shape, ep, etp, places[2:])
+        return shape
+
+    def _key(
+        self, block: LayerBlock, places: GroupPlaces, shard: LayerShard, *before: LayerBlock | None
+    ) -> tuple[object, ...]:
+        shape, execution = self._shape(block, places, shard), shard.execution
+        if block is not LayerBlock.EXPERTS:
+            return shape, OUTSIDE_EXPERTS.of(execution)
+        return shape, OF_EXPERTS.of(execution), self._beside_s(block, places, shard, *before)
+
+    @cached_by(_key)
     def of_block(
         self,
         block: LayerBlock,
@@ -98,80 +133,56 @@ class BlockTimes:
         shard: LayerShard,
         before: LayerBlock | None = None,
     ) -> UnitTimes:
-        """A block behind another; without experts it depends on no expert degree.
+        """A block behind another."""
+        return unit_times(
+            self._priced_graph(block, places, shard),
+            self.cluster.accelerator,
+            self.settings,
+            shard.execution,
+            self._beside_s(block, places, shard, before),
+        )
 
-        To a layer's second half, of micro batch and context size only the tokens matter. Measured
-        times follow: ``profile.lookup.point_of`` knows no more of the two either.
-        """
-        execution, beside_s = shard.execution, 0.0
-        way: _Way = execution.outside_experts
-        if block.base in (LayerBlock.DENSE, LayerBlock.EXPERTS):
-            tp, tokens = shard.tensor_model_parallel_size, shard.tokens(self.spec)
-            shape: _Shape = (block, tokens, tp, shard.sequence_parallel, places[0])
-        else:
-            shape = (block, *dense_shape(places, shard))
-        if block.base in _BESIDE_BUFFERS:
-            shape = (*shape, dispatch_buffer_bytes(self.spec, shard))
-        if block is LayerBlock.EXPERTS:
-            ep, etp = shard.expert_model_parallel_size, shard.expert_tensor_parallel_size
-            way, shape = execution.of_experts, (*shape, ep, etp, places[2:])
-            if execution.overlap_moe_expert_parallel_comm and before is not None:
-                attention = self.of_block(before, places, shard)
-                beside_s = attention.whole_forward.compute + attention.backward.compute
-        key = (shape, way, beside_s)
-        if key not in self._times:
-            times = self._priced_graph(block, shape, places, shard)
-            accelerator = self.cluster.accelerator
-            self._times[key] = unit_times(times, accelerator, self.settings, execution, beside_s)
-        return self._times[key]
-
+    @cached_by(lambda self, *block: (self._shape(*block), OF_GRAPH.of(block[2].execution)))
     def _priced_graph(
-        self, block: LayerBlock, shape: _Shape, places: GroupPlaces, shard: LayerShard
+        self, block: LayerBlock, places: GroupPlaces, shard: LayerShard
     ) -> GraphTimes:
-        key = (shape, shard.execution.of_graph)
-        if key not in self._graph_times:
-            self._graph_times[key] = graph_times(
-                self._graph(block, shard),
-                dict(zip(_GROUPS, places, strict=True)),
-                self.cluster,
-                self.settings,
-                self._scale(block, shard),
-                shard.execution,
-            )
-        return self._graph_times[key]
+        return graph_times(
+            self.graph(block, shard),
+            dict(zip(_GROUPS, places, strict=True)),
+            self.cluster,
+            self.settings,
+            self._scale(block, shard),
+            shard.execution,
+        )
 
-    def _graph(self, block: LayerBlock, shard: LayerShard) -> LayerGraph:
+    @cached_by(lambda _, block, shard: (block, shard))
+    def graph(self, block: LayerBlock, shard: LayerShard) -> LayerGraph:
         """The work of a block, which no figure of a cluster changes."""
-        if (block, shard) not in self.graphs:
-            self.graphs[block, shard] = block_graph(self.spec, block, shard)
-        return self.graphs[block, shard]
+        return block_graph(self.spec, block, shard)
 
+    @cached_by(lambda self, block, shard: (block, point_of(self.spec, block, shard)))
     def _scale(self, block: LayerBlock, shard: LayerShard) -> Scale:
         """The mean of the neighbours' ratios, which for a shape's own timing is its ratio."""
         if self.times is None:
             return Scale()
-        key = (block, point_of(self.spec, block, shard))
-        if key not in self._scales:
-            source, neighbours = self.times.find(block, shard)
-            ratios = [self._ratio(near.timing, shard) for near in neighbours] or [(1.0, 1.0)]
-            if len(ratios) > 1:
-                weights = [near.weight for near in neighbours]
-                sides = zip(*ratios, strict=True)
-                forward, backward = (_weighted_mean(side, weights) for side in sides)
-                ratios = [(forward, backward)]
-            self._scales[key] = Scale(*ratios[0], source)
-        return self._scales[key]
+        source, neighbours = self.times.find(block, shard)
+        ratios = [self._ratio(near.timing, shard) for near in neighbours] or [(1.0, 1.0)]
+        if len(ratios) > 1:
+            weights = [near.weight for near in neighbours]
+            sides = zip(*ratios, strict=True)
+            forward, backward = (_weighted_mean(side, weights) for side in sides)
+            ratios = [(forward, backward)]
+        return Scale(*ratios[0], source)
 
+    @cached_by(lambda _, timing, shard: timing)
     def _ratio(self, timing: Timing, shard: LayerShard) -> tuple[float, float]:
         """Measured over analytic time of a timing's own shape, forward and backward."""
-        if timing not in self._ratios:
-            trained = dataclasses.replace(self.spec, adapters=None)
-            graph = block_graph(trained, timing.block, shard_of(timing, shard))
-            accelerator, settings = self.cluster.accelerator, self.settings
-            both = [operator_times(op, accelerator, settings) for op in graph.operators]
-            forward, backward = map(math.fsum, zip(*both, strict=True))
-            self._ratios[timing] = (timing.forward_s / forward, timing.backward_s / backward)
-        return self._ratios[timing]
+        trained = dataclasses.replace(self.spec, adapters=None)
+        graph = block_graph(trained, timing.block, shard_of(timing, shard))
+        accelerator, settings = self.cluster.accelerator, self.settings
+        both = [operator_times(op, accelerator, settings) for op in graph.operators]
+        forward, backward = map(math.fsum, zip(*both, strict=True))
+        return timing.forward_s / forward, timing.backward_s / backward
 
 
 def _weighted_mean(ratios: tuple[float, ...], weights: list[float]) -> float:

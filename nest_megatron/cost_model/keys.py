@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from nest_megatron.model.execution import Execution
+from nest_megatron.caching import Key
+from nest_megatron.model.execution import OUTSIDE_EXPERTS
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators.common import dispatch_buffer_bytes
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import ParallelDims, RankOrder
+from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
     Recompute,
@@ -17,11 +19,50 @@ from nest_megatron.parallel.recompute import (
 
 #: Fan-outs at each network level of a layer's groups: tensor, context, expert, expert-tensor.
 GroupPlaces = tuple[tuple[int, ...], ...]
-#: Everything that places ranks: the degrees inside a layer, pipeline, data, the rank order.
-Degrees = tuple[int, int, int, int, int, int, RankOrder]
-#: What a unit's time depends on besides recomputation: the degrees inside a layer, the world's
-#: size, micro batch, sequence parallelism, execution.
-ShardKey = tuple[int, int, int, int, int, int, bool, Execution]
+_DEGREES_INSIDE = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+_PIPELINE = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
+#: Everything that places ranks; virtual stages do not.
+DEGREES = Key(
+    ParallelDims,
+    reads=(*_DEGREES_INSIDE, _PIPELINE[0], "data_parallel_size", "rank_order"),
+    without_effect=_PIPELINE[1:],
+)
+#: What the groups inside a layer lie by: both rank orders number them first.
+INSIDE = Key(
+    ParallelDims,
+    reads=(*_DEGREES_INSIDE, "world_size"),
+    without_effect=(*_PIPELINE, "data_parallel_size", "rank_order"),
+)
+#: What a unit's time depends on besides recomputation.
+SHARD = Key(
+    PartialLayout,
+    reads=("micro_batch_size", "sequence_parallel", "execution"),
+    without_effect=("global_batch_size", "recompute", "zero"),
+    dims=INSIDE,
+)
+#: What decides the parameters of a rank's units.
+STRUCTURE = Key(
+    ParallelDims,
+    reads=(_DEGREES_INSIDE[0], *_DEGREES_INSIDE[2:], "is_one_stage"),
+    without_effect=(_DEGREES_INSIDE[1], *_PIPELINE, "data_parallel_size", "rank_order"),
+)
+#: What decides the states of all pipelines over so many ranks: context ranks are replicas too.
+STATES = Key(
+    ParallelDims,
+    reads=(_DEGREES_INSIDE[0], *_DEGREES_INSIDE[2:], "world_size"),
+    without_effect=(_DEGREES_INSIDE[1], *_PIPELINE, "data_parallel_size", "rank_order"),
+)
+#: What decides the states of one, beside its replicas.
+STATES_OF_PIPELINE = Key(
+    ParallelDims,
+    reads=(_DEGREES_INSIDE[0], *_DEGREES_INSIDE[2:], _PIPELINE[0]),
+    without_effect=(_DEGREES_INSIDE[1], _PIPELINE[1], "data_parallel_size", "rank_order"),
+)
 #: What one kind of unit depends on of that, and the places of its groups.
 UnitKey = tuple[object, ...]
 
@@ -49,27 +90,7 @@ def unit_key(
         expert = (shard.expert_model_parallel_size, shard.expert_tensor_parallel_size)
         return (kind, *dense_shape(places, shard), places[2:], expert, shard.execution)
     beside = dispatch_buffer_bytes(spec, shard)
-    return (kind, *dense_shape(places, shard), shard.execution.outside_experts, beside)
-
-
-def inner_degrees(dims: ParallelDims) -> tuple[int, int, int, int]:
-    """Degrees inside a layer: tensor, context, expert, expert-tensor."""
-    return (
-        dims.tensor_model_parallel_size,
-        dims.context_parallel_size,
-        dims.expert_model_parallel_size,
-        dims.expert_tensor_parallel_size,
-    )
-
-
-def degrees(dims: ParallelDims) -> Degrees:
-    """Everything that places ranks; virtual stages do not."""
-    return (
-        *inner_degrees(dims),
-        dims.pipeline_model_parallel_size,
-        dims.data_parallel_size,
-        dims.rank_order,
-    )
+    return (kind, *dense_shape(places, shard), OUTSIDE_EXPERTS.of(shard.execution), beside)
 
 
 _BLOCK = Recompute(

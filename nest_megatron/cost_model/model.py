@@ -8,6 +8,7 @@ import functools
 import math
 from collections import Counter
 
+from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cluster.communication import collective_time, send_time
 from nest_megatron.cluster.records import Cluster, CollectiveKind
 from nest_megatron.cost_model.block_times import BlockTimes, least_sum
@@ -15,12 +16,11 @@ from nest_megatron.cost_model.data_parallel import ReplicaTraffic, replica_traff
 from nest_megatron.cost_model.formats import expert_alignment
 from nest_megatron.cost_model.host import beside_copies
 from nest_megatron.cost_model.keys import (
-    Degrees,
+    DEGREES,
+    INSIDE,
+    SHARD,
+    STRUCTURE,
     GroupPlaces,
-    ShardKey,
-    UnitKey,
-    degrees,
-    inner_degrees,
     split_block,
     unit_key,
 )
@@ -53,11 +53,8 @@ from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.records import Source
 from nest_megatron.units import Seconds, Ticks, to_ticks
 
-#: Groups of dense layers or of experts: which, two degrees, the world's size.
-_Group = tuple[str, int, int, int]
 
-
-class CostModel:
+class CostModel(Caching):
     """Prices grids of one job.
 
     What depends on a few degrees only (a layer's time, the traffic of a group) is computed once,
@@ -83,21 +80,8 @@ class CostModel:
         self._blocks = BlockTimes(spec, cluster, settings, times)
         self._step = optimizer_step(cluster.accelerator, settings, times)
         self._sizes = cluster.group_sizes()
-        self._spans: dict[Degrees, int] = {}
         self._hosts = (cluster.launch_gpus_per_host, cluster.num_gpus)
-        self._places: dict[_Group, GroupPlaces] = {}
-        self._times: dict[UnitKey, UnitTimes] = {}
-        self._runs: dict[tuple[UnitKey, Recompute], UnitRun] = {}
-        self._traffic: dict[tuple[Degrees, bool, bool], ReplicaTraffic] = {}
-        self._structures: dict[tuple[int, int, int, bool], Structure] = {}
-        self._kinds: dict[tuple[ShardKey, bool, Recompute], tuple[UnitKind, ...]] = {}
-        self._replica_costs: dict[tuple[Degrees, ZeroStage], tuple[ReplicaCost, ...]] = {}
         self._num_units = Counter(spec.layer_kinds())
-        self._work: dict[ShardKey, Seconds] = {}
-        self._attention: dict[ShardKey, Seconds] = {}
-        self._constants: dict[tuple[Degrees, int, ShardKey], Ticks] = {}
-        self._links: dict[Degrees, tuple[int, ...]] = {}
-        self._transfers: dict[tuple[Degrees, int, bool], tuple[Ticks, ...]] = {}
 
     def with_memory_margin(self, share: float) -> CostModel:
         """The model with another limit on memory, which no price depends on: prices are shared."""
@@ -113,56 +97,50 @@ class CostModel:
             cluster: with the same groups of GPUs.
         """
         other = CostModel(self.spec, cluster, settings, self.times)
-        for name in ("_structures", "_places", "_spans", "_links"):
-            setattr(other, name, getattr(self, name))
-        other._blocks.graphs = self._blocks.graphs
+        for name in ("structure", "places", "_link_levels"):
+            other.kept[name] = self.kept[name]
+        other._blocks.kept["graph"] = self._blocks.kept["graph"]
         return other
 
+    @cached_by(INSIDE)
     def places(self, dims: ParallelDims) -> GroupPlaces:
         """Shapes of the groups inside a layer: tensor, context, expert, expert-tensor.
 
         Both rank orders number these groups first, so they lie alike whatever comes after.
         """
-        tp, cp, ep, etp = inner_degrees(dims)
-        world = dims.world_size
-        dense, expert = ("dense", tp, cp, world), ("expert", ep, etp, world)
-        for key, kinds in (
-            (dense, (GroupKind.TP, GroupKind.CP)),
-            (expert, (GroupKind.EP, GroupKind.ETP)),
-        ):
-            if key not in self._places:
-                self._places[key] = tuple(group_shape(dims, kind, self._sizes) for kind in kinds)
-        return self._places[dense] + self._places[expert]
+        kinds = (GroupKind.TP, GroupKind.CP, GroupKind.EP, GroupKind.ETP)
+        return tuple(group_shape(dims, kind, self._sizes) for kind in kinds)
 
+    @cached_by(lambda self, kind, places, shard: unit_key(self.spec, kind, places, shard))
     def unit_time(self, kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
         """A unit without recomputation, with its groups in the given places."""
-        key = unit_key(self.spec, kind, places, shard)
-        if key not in self._times:
-            blocks = self._blocks.of_unit(kind, places, shard)
-            layers, device = self.spec.num_layers, self.cluster.accelerator
-            times = sum(blocks[1:], blocks[0]) if blocks else NO_WORK
-            if kind.begins_with_mlp:
-                times = times.with_input(shard.hidden_bytes(self.spec))
-            self._times[key] = beside_copies(times, kind, shard.execution, layers, device)
-        return self._times[key]
+        blocks = self._blocks.of_unit(kind, places, shard)
+        layers, device = self.spec.num_layers, self.cluster.accelerator
+        times = sum(blocks[1:], blocks[0]) if blocks else NO_WORK
+        if kind.begins_with_mlp:
+            times = times.with_input(shard.hidden_bytes(self.spec))
+        return beside_copies(times, kind, shard.execution, layers, device)
 
+    @cached_by(
+        lambda self, kind, places, shard, recompute: (
+            unit_key(self.spec, kind, places, shard),
+            recompute,
+        )
+    )
     def run(
         self, kind: LayerKind, places: GroupPlaces, shard: LayerShard, recompute: Recompute
     ) -> UnitRun:
         """A unit under a recompute setting."""
-        key = (unit_key(self.spec, kind, places, shard), recompute)
-        if key not in self._runs and kind is LayerKind.EMBEDDING and self.spec.vision is not None:
-            self._runs[key] = self._run_with_encoder(places, shard, recompute)
-        if key not in self._runs:
-            self._runs[key] = run_unit(
-                self.unit_time(kind, places, shard),
-                kind,
-                recompute,
-                latent_attention=self.spec.multi_latent_attention,
-                inputs_on_host=self.settings.traits.offloads_layer_inputs,
-                norm_stays=kind.has_experts and norm_stays(shard.execution),
-            )
-        return self._runs[key]
+        if kind is LayerKind.EMBEDDING and self.spec.vision is not None:
+            return self._run_with_encoder(places, shard, recompute)
+        return run_unit(
+            self.unit_time(kind, places, shard),
+            kind,
+            recompute,
+            latent_attention=self.spec.multi_latent_attention,
+            inputs_on_host=self.settings.traits.offloads_layer_inputs,
+            norm_stays=kind.has_experts and norm_stays(shard.execution),
+        )
 
     def _run_with_encoder(
         self, places: GroupPlaces, shard: LayerShard, recompute: Recompute
@@ -181,15 +159,19 @@ class CostModel:
     def least_time(
         self, kind: LayerKind, places: GroupPlaces, shard: LayerShard, recompute: Recompute
     ) -> tuple[Ticks, Ticks]:
-        """Forward and backward ticks that a unit takes at least, to within one tick of ``run``.
-
-        Without recomputation the unit's blocks are added up unjoined, which is cheap.
-        """
+        """Forward and backward ticks that a unit takes at least, to within one tick of ``run``."""
         if recompute == NO_RECOMPUTE and not shard.execution.offloads:
-            return least_sum(self._blocks.of_unit(kind, places, shard))
+            return self._least_unjoined(kind, places, shard)
         run = self.run(kind, places, shard, recompute)
         forward, backward = run.forward.total, run.backward.total + run.recompute.total
         return max(0, to_ticks(forward) - 1), max(0, to_ticks(backward) - 1)
+
+    @cached_by(lambda self, kind, places, shard: unit_key(self.spec, kind, places, shard))
+    def _least_unjoined(
+        self, kind: LayerKind, places: GroupPlaces, shard: LayerShard
+    ) -> tuple[Ticks, Ticks]:
+        """Without recomputation the unit's blocks are added up unjoined, which is cheap."""
+        return least_sum(self._blocks.of_unit(kind, places, shard))
 
     def least_time_outside_experts(
         self, kind: LayerKind, places: GroupPlaces, shard: LayerShard
@@ -227,113 +209,96 @@ class CostModel:
         """Whether attention keeps no score matrix: the device and the job both allow it."""
         return self.cluster.accelerator.flash_attention and self.settings.traits.flash_attention
 
-    def shard_key(self, grid: PartialLayout) -> ShardKey:
-        """What a unit's time depends on besides recomputation."""
-        dims = grid.dims
-        return (
-            *inner_degrees(dims),
-            dims.world_size,
-            grid.micro_batch_size,
-            grid.sequence_parallel,
-            grid.execution,
-        )
-
     def unit_kinds(self, grid: PartialLayout) -> tuple[bytes, tuple[UnitKind, ...]]:
         """The distinct units of a grid, and which one stands at each place of the sequence."""
         sequence = self.structure(grid.dims).sequence
         return sequence, self.kinds_under(grid, *split_block(grid.recompute))
 
+    @cached_by(
+        lambda _, grid, covered, elsewhere: (SHARD.of(grid), grid.dims.is_one_stage, covered)
+    )
     def kinds_under(
         self, grid: PartialLayout, covered: Recompute, elsewhere: Recompute
     ) -> tuple[UnitKind, ...]:
         """The distinct units of a grid under another setting, as ``split_block`` splits it."""
-        single = grid.dims.pipeline_model_parallel_size == 1
-        key = (self.shard_key(grid), single, covered)
-        if key not in self._kinds:
-            shard, places = self.shard(grid), self.places(grid.dims)
-            kinds = []
-            for kind, count in self.structure(grid.dims).units:
-                again = elsewhere if kind is LayerKind.MTP else covered
-                own = passes(self.run(kind, places, shard, elsewhere))
-                is_same = again == elsewhere
-                block = own if is_same else passes(self.run(kind, places, shard, again))
-                kinds.append(UnitKind(kind, count, own, block))
-            self._kinds[key] = tuple(kinds)
-        return self._kinds[key]
+        shard, places = self.shard(grid), self.places(grid.dims)
+        kinds = []
+        for kind, count in self.structure(grid.dims).units:
+            again = elsewhere if kind is LayerKind.MTP else covered
+            own = passes(self.run(kind, places, shard, elsewhere))
+            is_same = again == elsewhere
+            block = own if is_same else passes(self.run(kind, places, shard, again))
+            kinds.append(UnitKind(kind, count, own, block))
+        return tuple(kinds)
 
+    @cached_by(lambda _, dims, zero: (DEGREES.of(dims), bool(zero), zero.is_fsdp))
     def traffic(self, dims: ParallelDims, zero: ZeroStage) -> ReplicaTraffic:
         """Data-parallel traffic of a grid."""
-        key = (degrees(dims), bool(zero), zero.is_fsdp)
-        if key not in self._traffic:
-            layer = self.structure(dims).parameters.over(self.spec.num_stacked_layers)
-            self._traffic[key] = replica_traffic(dims, zero, self.cluster, layer, self.settings)
-        return self._traffic[key]
+        layer = self.structure(dims).parameters.over(self.spec.num_stacked_layers)
+        return replica_traffic(dims, zero, self.cluster, layer, self.settings)
 
+    @cached_by(STRUCTURE)
     def structure(self, dims: ParallelDims) -> Structure:
         """The units of a grid."""
         tp, ep = dims.tensor_model_parallel_size, dims.expert_model_parallel_size
-        etp, single = dims.expert_tensor_parallel_size, dims.pipeline_model_parallel_size == 1
-        key = (tp, ep, etp, single)
-        if key not in self._structures:
-            counts = unit_parameters(self.spec, tp, ep, etp, single_stage=single)
-            units = list(zip(self.spec.layer_kinds(), counts, strict=True))
-            distinct = tuple(dict.fromkeys(units))
-            sequence = bytes(map({unit: i for i, unit in enumerate(distinct)}.__getitem__, units))
-            layers = [count for kind, count in units if not kind.is_end]
-            of_layers = sum(layers, ParameterCount())
-            self._structures[key] = Structure(
-                sequence, distinct, sum(counts, ParameterCount()), of_layers.over(len(layers))
-            )
-        return self._structures[key]
+        etp, single = dims.expert_tensor_parallel_size, dims.is_one_stage
+        counts = unit_parameters(self.spec, tp, ep, etp, single_stage=single)
+        units = list(zip(self.spec.layer_kinds(), counts, strict=True))
+        distinct = tuple(dict.fromkeys(units))
+        sequence = bytes(map({unit: i for i, unit in enumerate(distinct)}.__getitem__, units))
+        layers = [count for kind, count in units if not kind.is_end]
+        layer = sum(layers, ParameterCount()).over(len(layers))
+        return Structure(sequence, distinct, sum(counts, ParameterCount()), layer)
 
+    @cached_by(lambda _, grid: (DEGREES.of(grid.dims), grid.num_microbatches, SHARD.of(grid)))
     def constant(self, grid: PartialLayout) -> Ticks:
         """Time of a step that no stage partition changes: host, stragglers, tied embeddings."""
-        key = (degrees(grid.dims), grid.num_microbatches, self.shard_key(grid))
-        if key not in self._constants:
-            seconds = self.settings.iteration_floor_s + self.straggler_time(grid)
-            seconds += self._embedding_time(grid.dims)
-            self._constants[key] = to_ticks(seconds, what="time outside the schedule")
-        return self._constants[key]
+        seconds = self.settings.iteration_floor_s + self.straggler_time(grid)
+        seconds += self._embedding_time(grid.dims)
+        return to_ticks(seconds, what="time outside the schedule")
 
     def straggler_time(self, grid: PartialLayout) -> Seconds:
         """What a step waits for the slowest replica; what is recomputed counts as no work."""
-        dims, key = grid.dims, self.shard_key(grid)
-        if key not in self._work:
-            places, shard = self.places(dims), self.shard(grid)
-            units = {kind: self.unit_time(kind, places, shard) for kind in self._num_units}
-            self._work[key] = sum(
-                self._num_units[kind] * (unit.whole_forward.total + unit.backward.total)
-                for kind, unit in units.items()
-            )
+        dims = grid.dims
         own = straggler_wait(
             self.settings.straggler_delay_s,
-            self._work[key] * grid.num_microbatches / dims.pipeline_model_parallel_size,
+            self._work(grid) * grid.num_microbatches / dims.pipeline_model_parallel_size,
             dims.pipeline_model_parallel_size,
             self._num_hosts(dims),
         )
         return math.hypot(own, self._uneven_packs(grid))
+
+    @cached_by(SHARD)
+    def _work(self, grid: PartialLayout) -> Seconds:
+        """One micro batch through all units."""
+        places, shard = self.places(grid.dims), self.shard(grid)
+        units = {kind: self.unit_time(kind, places, shard) for kind in self._num_units}
+        return sum(
+            self._num_units[kind] * (unit.whole_forward.total + unit.backward.total)
+            for kind, unit in units.items()
+        )
 
     def _uneven_packs(self, grid: PartialLayout) -> Seconds:
         """What a step waits for the replica with most attention in its packs, beyond a mean one.
 
         Deviations of the micro batches of a step add up as their squares do.
         """
-        deviation, key = self.settings.traits.attention_deviation, self.shard_key(grid)
+        deviation = self.settings.traits.attention_deviation
         if not deviation:
             return 0.0
-        if key not in self._attention:
-            self._attention[key] = self._blocks.attention_time(self.shard(grid))
         dims, tokens = grid.dims, self.spec.seq_length * grid.micro_batch_size
-        of_stage = self._attention[key] / dims.pipeline_model_parallel_size
+        of_stage = self._attention_time(grid) / dims.pipeline_model_parallel_size
         deviating = deviation * math.sqrt(grid.num_microbatches / tokens)
         return of_stage * deviating * slowest(dims.data_parallel_size)
 
+    @cached_by(SHARD)
+    def _attention_time(self, grid: PartialLayout) -> Seconds:
+        return self._blocks.attention_time(self.shard(grid))
+
+    @cached_by(DEGREES)
     def _num_hosts(self, dims: ParallelDims) -> int:
         """Hosts over which the ranks lie that reduce a gradient."""
-        key = degrees(dims)
-        if key not in self._spans:
-            self._spans[key] = group_shape(dims, GroupKind.DP_CP, self._hosts)[-1]
-        return self._spans[key]
+        return group_shape(dims, GroupKind.DP_CP, self._hosts)[-1]
 
     def _embedding_time(self, dims: ParallelDims) -> Seconds:
         """The sum of tied embeddings' gradients over the first and the last pipeline rank."""
@@ -353,18 +318,16 @@ class CostModel:
         """Where the compute time of each of the model's blocks comes from."""
         return self._blocks.sources(self.shard(grid))
 
+    @cached_by(lambda _, dims, zero: (DEGREES.of(dims), zero))
     def replica_costs(self, dims: ParallelDims, zero: ZeroStage) -> tuple[ReplicaCost, ...]:
         """What the parameters of each distinct unit cost for their replicas' sake."""
-        key = (degrees(dims), zero)
-        if key not in self._replica_costs:
-            rank = self.structure(dims).on_rank(dims)
-            traffic, byte_s = self.traffic(dims, zero), memory_time(self.cluster.accelerator)
-            prices = parameter_prices(dims, zero, traffic, rank, self._step, byte_s, self.settings)
-            self._replica_costs[key] = tuple(
-                replica_cost(kind, count, prices, zero, self.settings)
-                for kind, count in self.structure(dims).units
-            )
-        return self._replica_costs[key]
+        rank = self.structure(dims).on_rank(dims)
+        traffic, byte_s = self.traffic(dims, zero), memory_time(self.cluster.accelerator)
+        prices = parameter_prices(dims, zero, traffic, rank, self._step, byte_s, self.settings)
+        return tuple(
+            replica_cost(kind, count, prices, zero, self.settings)
+            for kind, count in self.structure(dims).units
+        )
 
     def sends(self, grid: PartialLayout) -> tuple[tuple[Ticks, ...], tuple[Ticks, ...]]:
         """Transfer time from each chunk to the next, and from each chunk to the previous one."""
@@ -380,20 +343,16 @@ class CostModel:
             size /= grid.dims.tensor_model_parallel_size
         return size
 
+    @cached_by(
+        lambda _, grid: (DEGREES.of(grid.dims), grid.micro_batch_size, grid.sequence_parallel)
+    )
     def _times_by_link(self, grid: PartialLayout) -> tuple[Ticks, ...]:
         """Transfer time from each pipeline rank to the next, and from the last to the first."""
-        dims = grid.dims
-        key = (degrees(dims), grid.micro_batch_size, grid.sequence_parallel)
-        if key not in self._transfers:
-            size = self.sent_bytes(grid)
-            times = [to_ticks(send_time(size, level)) for level in self.cluster.levels]
-            self._transfers[key] = tuple(times[level] for level in self._link_levels(dims))
-        return self._transfers[key]
+        size = self.sent_bytes(grid)
+        times = [to_ticks(send_time(size, level)) for level in self.cluster.levels]
+        return tuple(times[level] for level in self._link_levels(grid.dims))
 
+    @cached_by(DEGREES)
     def _link_levels(self, dims: ParallelDims) -> tuple[int, ...]:
-        key = degrees(dims)
-        if key not in self._links:
-            p = dims.pipeline_model_parallel_size
-            ranks = range(p if p > 1 else 0)
-            self._links[key] = tuple(pipeline_link_level(dims, rank, self._sizes) for rank in ranks)
-        return self._links[key]
+        ranks = range(0 if dims.is_one_stage else dims.pipeline_model_parallel_size)
+        return tuple(pipeline_link_level(dims, rank, self._sizes) for rank in ranks)

@@ -17,11 +17,13 @@ narrow (docs/uncertainty.md). Without a run nothing changes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import mul
 
+from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.cholesky import Matrix, cholesky, solve_lower
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.student_t import DEGREES_OF_FREEDOM, deviation
@@ -64,7 +66,7 @@ class Observation:
         return math.log(self.step_s / self.predictive.prior.median_s)
 
 
-class Posterior:
+class Posterior(Caching):
     """The errors of predictions, given some runs.
 
     Args:
@@ -83,8 +85,6 @@ class Posterior:
         last = self.observations[-1].versions if self.observations else {}
         self._versions = last if versions is None else versions
         self._root, self._errors = _conditioned(self.observations)
-        self._factors: dict[object, float] = {}
-        self._mechanisms: Mapping[Mechanism, tuple[float, ...]] | None = None
 
     def with_runs(self, observations: Sequence[Observation]) -> Posterior:
         """What is known after more runs, under the versions that plans will run with."""
@@ -115,41 +115,38 @@ class Posterior:
                 explained=explained,
                 factor=self._factor(job),
                 own_runs=sum(run.job == job for run in self.observations),
-                mechanisms=self._by_mechanism(),
+                mechanisms=self._by_mechanism,
             ),
         )
 
     def mechanism(self, mechanism: Mechanism) -> tuple[float, float]:
         """Error of a mechanism's price: its mean and standard deviation, of the logarithm."""
         scale = self.observations[0].predictive.scales.mechanisms[mechanism]
-        known = self._by_mechanism()[mechanism]
+        known = self._by_mechanism[mechanism]
         left = max(0.0, scale**2 - math.fsum(part * part for part in known))
         return math.fsum(map(mul, known, self._errors)), deviation() * math.sqrt(left)
 
+    @cached_by(lambda _, job: job)
     def _factor(self, job: object) -> float:
         """By what a job's own runs widen the variances of its plans, or narrow them."""
-        if job not in self._factors:
-            own = [run for run in self.observations if run.job == job]
-            others = [run for run in self.observations if run.job != job]
-            errors = _conditioned([*others, *own])[1][len(others) :]
-            square = math.fsum(error * error for error in errors)
-            degrees = DEGREES_OF_FREEDOM
-            self._factors[job] = (degrees + square) / (degrees + len(own))
-        return self._factors[job]
+        own = [run for run in self.observations if run.job == job]
+        others = [run for run in self.observations if run.job != job]
+        errors = _conditioned([*others, *own])[1][len(others) :]
+        square = math.fsum(error * error for error in errors)
+        return (DEGREES_OF_FREEDOM + square) / (DEGREES_OF_FREEDOM + len(own))
 
+    @functools.cached_property
     def _by_mechanism(self) -> Mapping[Mechanism, tuple[float, ...]]:
-        if self._mechanisms is None:
-            scales = self.observations[0].predictive.scales.mechanisms
-            self._mechanisms = {
-                each: self._explained(
-                    [
-                        self._kept(run) * run.predictive.shares.get(each, 0.0) * scales[each] ** 2
-                        for run in self.observations
-                    ]
-                )
-                for each in Mechanism
-            }
-        return self._mechanisms
+        scales = self.observations[0].predictive.scales.mechanisms
+        return {
+            each: self._explained(
+                [
+                    self._kept(run) * run.predictive.shares.get(each, 0.0) * scales[each] ** 2
+                    for run in self.observations
+                ]
+            )
+            for each in Mechanism
+        }
 
     def _kept(self, run: Observation) -> float:
         return KEPT ** len(changed(self._versions, run.versions))

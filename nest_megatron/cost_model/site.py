@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.device_memory import PeakErrors
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.model import CostModel
@@ -36,7 +37,7 @@ from nest_megatron.version import __version__
 _OWN = "nest_megatron"
 
 
-class Site:
+class Site(Caching):
     """A calibration at work.
 
     Args:
@@ -56,7 +57,6 @@ class Site:
         ran = {each: last[each] for each in known if each in last}
         self.changed_versions = changed(known, ran)
         self.posterior = Posterior([run.observation(known) for run in calibration.runs], known)
-        self._predicted: dict[object, PredictedPeak] = {}
         self.peaks = PeakPosterior([run.observation(known) for run in calibration.peaks], known)
 
     def without(self, trials: Collection[str]) -> Site | None:
@@ -74,12 +74,10 @@ class Site:
             return None
         return self.peaks.of(self._peak(model, layout), job_of(model, layout))
 
+    @cached_by(lambda _, model, layout: (model, layout))
     def _peak(self, model: CostModel, layout: Layout) -> PredictedPeak:
         """Worked out once for each plan: a choice asks several times."""
-        key = (layout, layout.partition.boundaries)
-        if key not in self._predicted:
-            self._predicted[key] = predicted_peak(model, layout)
-        return self._predicted[key]
+        return predicted_peak(model, layout)
 
     def memory_change(
         self, model: CostModel, layout: Layout, without: float

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.keys import split_block
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost
@@ -15,7 +14,7 @@ from nest_megatron.units import Bytes
 _PASSES = ("forward", "backward", "block_backward")
 
 
-class StageProblems:
+class StageProblems(Caching):
     """Makes the stage problems of a grid, of whose recompute setting nothing is read."""
 
     def __init__(self, model: CostModel, grid: PartialLayout) -> None:
@@ -25,7 +24,6 @@ class StageProblems:
         self._sends = model.sends(grid)
         self._constant = model.constant(grid)
         self._sequence = model.structure(grid.dims).sequence
-        self._costs: dict[object, tuple[UnitCost, ...]] = {}
         self._num_priced = priced_microbatches(grid)
 
     def problem(
@@ -44,7 +42,7 @@ class StageProblems:
             num_virtual=dims.virtual_pipeline_model_parallel_size,
             num_microbatches=self._num_priced,
             unit_kinds=self._sequence,
-            costs=self._unit_costs(recompute, hidden_reduce),
+            costs=self._unit_costs(*split_block(recompute), hidden_reduce),
             num_layers=self.model.spec.num_stacked_layers,
             block_num_layers=(recompute.num_layers or 0) if block else 0,
             send_forward=forward,
@@ -54,39 +52,37 @@ class StageProblems:
             constant=self._constant,
         )
 
-    def _unit_costs(self, recompute: Recompute, hidden_reduce: bool) -> tuple[UnitCost, ...]:
-        """Costs of the distinct units; how many layers a block holds changes none."""
-        covered, elsewhere = split_block(recompute)
-        key = (covered, hidden_reduce)
-        if key not in self._costs:
-            dims, count = self.grid.dims, self._num_priced
-            p, v = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
-            window, share = overlap_window(dims, count), self._share_of_larger_rounds(p, v)
-            if self.grid.execution.overlap_moe_expert_parallel_comm:
-                share += early_forward_share(p, v, count)
-            self._costs[key] = tuple(
-                self._unit_cost(
-                    kind,
-                    replica,
-                    self.model.settings,
-                    window,
-                    early_share=share,
-                    hidden_reduce=hidden_reduce,
-                )
-                for kind, replica in zip(
-                    self.model.kinds_under(self.grid, covered, elsewhere),
-                    self._replica_costs,
-                    strict=True,
-                )
+    @cached_by(lambda _, covered, elsewhere, hidden_reduce: (covered, hidden_reduce))
+    def _unit_costs(
+        self, covered: Recompute, elsewhere: Recompute, hidden_reduce: bool
+    ) -> tuple[UnitCost, ...]:
+        """Costs of the distinct units under a setting as ``split_block`` splits it."""
+        dims, count = self.grid.dims, self._num_priced
+        p, v = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
+        window, share = overlap_window(dims, count), self._share_of_larger_rounds(p, v)
+        if self.grid.execution.overlap_moe_expert_parallel_comm:
+            share += early_forward_share(p, v, count)
+        costs = tuple(
+            unit_cost(
+                kind,
+                replica,
+                self.model.settings,
+                window,
+                early_share=share,
+                hidden_reduce=hidden_reduce,
             )
-        return self._costs[key]
+            for kind, replica in zip(
+                self.model.kinds_under(self.grid, covered, elsewhere),
+                self._replica_costs,
+                strict=True,
+            )
+        )
+        return costs if count == self.grid.num_microbatches else tuple(map(self._longer, costs))
 
-    def _unit_cost(self, *args: Any, **kwargs: Any) -> UnitCost:
-        """As ``unit_cost``; fewer micro batches than there are take as long as all together."""
-        cost, all_of_them = unit_cost(*args, **kwargs), self.grid.num_microbatches
-        if all_of_them == self._num_priced:
-            return cost
+    def _longer(self, cost: UnitCost) -> UnitCost:
+        """Fewer micro batches than there are take as long as all together."""
         passes = (cost.forward, cost.backward, cost.block_backward)
+        all_of_them = self.grid.num_microbatches
         longer = (-(-each * all_of_them // self._num_priced) for each in passes)
         return cost._replace(**dict(zip(_PASSES, longer, strict=True)))
 

@@ -8,9 +8,9 @@ is in ``cost_model.traits``.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from dataclasses import dataclass, field
 
+from nest_megatron.caching import Key
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
 
@@ -58,10 +58,6 @@ class GraphImpl(Name):
 OF_LAYERS = (GraphImpl.LOCAL, GraphImpl.TRANSFORMER_ENGINE)
 
 
-def _values_of(*names: str) -> property:
-    return property(operator.attrgetter(*names))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
     """How the work of every layer is carried out (``parallel/knobs.py`` says why).
@@ -98,7 +94,7 @@ class Execution:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.of_experts, self.outside_experts)))
+        object.__setattr__(self, "_hash", hash((OF_EXPERTS.of(self), OUTSIDE_EXPERTS.of(self))))
         is_flex = self.moe_token_dispatcher_type is TokenDispatcher.FLEX
         if is_flex != (self.moe_flex_dispatcher_backend is not None):
             raise self._contradiction(
@@ -152,26 +148,6 @@ class Execution:
                 said.append(each.name if value is True else f"{each.name} {shown}")
         return ", ".join(said)
 
-    #: What matters to layers without experts.
-    outside_experts = _values_of(
-        *("tp_comm_overlap", "cp_comm_type", "hierarchical_context_parallel_sizes"),
-        *("cuda_graph_impl", "cuda_graph_scope", "cpu_offloading_num_layers", "offload_modules"),
-    )
-    #: What matters to the half of a layer that holds experts.
-    of_experts = _values_of(
-        *("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_permute_fusion"),
-        *("moe_router_fusion", "moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm"),
-        *("use_transformer_engine_op_fuser", "tp_comm_overlap", "cuda_graph_impl"),
-        *("cuda_graph_scope", "offload_modules"),
-    )
-    #: What decides which operators and which traffic a layer has, and not what hides them.
-    of_graph = _values_of(
-        *("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_permute_fusion"),
-        *("moe_router_fusion", "use_transformer_engine_op_fuser", "cp_comm_type"),
-        *("hierarchical_context_parallel_sizes", "cuda_graph_impl", "cuda_graph_scope"),
-        "offload_modules",
-    )
-
     @property
     def offloads(self) -> bool:
         """Whether activations wait on the host."""
@@ -182,6 +158,48 @@ class Execution:
         """Whether a token goes to each node once, however many of its experts are there."""
         return self.moe_token_dispatcher_type is TokenDispatcher.FLEX
 
+
+#: What matters to layers without experts.
+OUTSIDE_EXPERTS = Key(
+    Execution,
+    reads=(
+        *("tp_comm_overlap", "cp_comm_type", "hierarchical_context_parallel_sizes"),
+        *("cuda_graph_impl", "cuda_graph_scope", "cpu_offloading_num_layers", "offload_modules"),
+    ),
+    without_effect=(
+        *("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_permute_fusion"),
+        *("moe_router_fusion", "moe_shared_expert_overlap", "use_transformer_engine_op_fuser"),
+        *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
+    ),
+)
+#: What matters to the half of a layer that holds experts.
+OF_EXPERTS = Key(
+    Execution,
+    reads=(
+        *("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_permute_fusion"),
+        *("moe_router_fusion", "moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm"),
+        *("use_transformer_engine_op_fuser", "tp_comm_overlap", "cuda_graph_impl"),
+        *("cuda_graph_scope", "offload_modules"),
+    ),
+    without_effect=(
+        *("cp_comm_type", "hierarchical_context_parallel_sizes", "cpu_offloading_num_layers"),
+        "delay_wgrad_compute",
+    ),
+)
+#: What decides which operators and which traffic a layer has, and not what hides them.
+OF_GRAPH = Key(
+    Execution,
+    reads=(
+        *("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_permute_fusion"),
+        *("moe_router_fusion", "use_transformer_engine_op_fuser", "cp_comm_type"),
+        *("hierarchical_context_parallel_sizes", "cuda_graph_impl", "cuda_graph_scope"),
+        "offload_modules",
+    ),
+    without_effect=(
+        *("moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm", "tp_comm_overlap"),
+        *("delay_wgrad_compute", "cpu_offloading_num_layers"),
+    ),
+)
 
 #: Nothing asked for: Megatron's own defaults, but for the dispatcher, which every launch names.
 PLAIN = Execution()

@@ -85,7 +85,8 @@ class ParallelDims:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.ranks_per_stage * self.pipeline_model_parallel_size
+        tp, cp = self.tensor_model_parallel_size, self.context_parallel_size
+        return tp * cp * self.data_parallel_size * self.pipeline_model_parallel_size
 
     @property
     def ranks_per_stage(self) -> int:
@@ -107,3 +108,8 @@ class ParallelDims:
     def num_chunks(self) -> int:
         """Virtual stages in the whole pipeline."""
         return self.pipeline_model_parallel_size * self.virtual_pipeline_model_parallel_size
+
+    @property
+    def is_one_stage(self) -> bool:
+        """Whether one rank holds all layers."""
+        return self.pipeline_model_parallel_size == 1

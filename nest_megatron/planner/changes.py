@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
+from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.execution import Execution
@@ -102,7 +103,7 @@ def _change(
     )
 
 
-class _Between:
+class _Between(Caching):
     """The layouts between two of a job: some choices of the one, the rest of the other."""
 
     def __init__(
@@ -113,7 +114,6 @@ class _Between:
         self._old, self._new = _values(before), _values(after)
         self._follow()
         self.names = [name for name, value in self._old.items() if value != self._new[name]]
-        self._known: dict[frozenset[str], tuple[Variant | None, str]] = {}
 
     def _follow(self) -> None:
         """Leave out what follows from other choices and is none by itself."""
@@ -157,10 +157,9 @@ class _Between:
         """The layout with these choices changed, or the rule that refuses it."""
         if chosen.issuperset(self.names):
             return self._after, ""
-        if chosen not in self._known:
-            self._known[chosen] = self._checked(chosen)
-        return self._known[chosen]
+        return self._checked(chosen)
 
+    @cached_by(lambda _, chosen: chosen)
     def _checked(self, chosen: frozenset[str]) -> tuple[Variant | None, str]:
         try:
             layout, asked = self._made(chosen)

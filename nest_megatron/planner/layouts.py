@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
@@ -74,21 +75,22 @@ def difference(other: Priced, found: Priced) -> Difference:
     )
 
 
-class Prices:
+class Prices(Caching):
     """Prices of a job's layouts."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._models: dict[CostSettings, CostModel] = {}
 
     def of(self, variant: Variant) -> Priced:
         """The prediction of a variant, whether Megatron launches it or not."""
-        model = self._models.get(variant.settings)
-        if model is None:
-            model = self._models[variant.settings] = self._request.cost_model(variant.settings)
+        model = self._model(variant.settings)
         found = estimate(model, variant.layout)
         known = expected(self._request.site, model, variant.layout, found.iteration_time_s)
         return Priced(found=found, known=known)
+
+    @cached_by(lambda _, settings: settings)
+    def _model(self, settings: CostSettings) -> CostModel:
+        return self._request.cost_model(settings)
 
 
 def estimate_for(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-from nest_megatron.cost_model.keys import split_block
+from nest_megatron.caching import Caching, cached_by
+from nest_megatron.cost_model.keys import SHARD, split_block
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.model.execution import OUTSIDE_EXPERTS
 from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
@@ -23,7 +25,7 @@ from nest_megatron.units import Ticks, to_ticks
 _ALONE = {module: selective_recompute([module]) for module in RecomputeModule}
 
 
-class Bounds:
+class Bounds(Caching):
     """Bounds for the grids of one job; what grids share is computed once.
 
     Attributes:
@@ -33,8 +35,6 @@ class Bounds:
     def __init__(self, model: CostModel, global_batch_size: int) -> None:
         self.model = model
         self.global_batch_size = global_batch_size
-        self._sums: dict[object, tuple[Ticks, Ticks, float]] = {}
-        self._pipelines: dict[object, list[Ticks]] = {}
         self._kinds = Counter(model.spec.layer_kinds())
         self._num_units = model.spec.num_units
         self.floor = to_ticks(model.settings.iteration_floor_s)
@@ -54,17 +54,18 @@ class Bounds:
         """
         if recompute.method is RecomputeMethod.BLOCK:
             recompute = NO_RECOMPUTE  # how many layers blocks cover depends on the partition
-        key = (self.model.shard_key(grid), recompute)
-        if key not in self._sums:
-            forward = backward = 0
-            share = 0.0
-            places, shard = self.model.places(grid.dims), self.model.shard(grid)
-            for kind, count in self._kinds.items():
-                ahead, back = self.model.least_time(kind, places, shard, recompute)
-                forward, backward = forward + count * ahead, backward + count * back
-                share = max(share, (ahead + 1) / max(1, ahead + back))
-            self._sums[key] = forward, backward, share
-        return self._sums[key]
+        return self._sum(grid, recompute)
+
+    @cached_by(lambda _, grid, recompute: (SHARD.of(grid), recompute))
+    def _sum(self, grid: PartialLayout, recompute: Recompute) -> tuple[Ticks, Ticks, float]:
+        forward = backward = 0
+        share = 0.0
+        places, shard = self.model.places(grid.dims), self.model.shard(grid)
+        for kind, count in self._kinds.items():
+            ahead, back = self.model.least_time(kind, places, shard, recompute)
+            forward, backward = forward + count * ahead, backward + count * back
+            share = max(share, (ahead + 1) / max(1, ahead + back))
+        return forward, backward, share
 
     def even(self, grid: PartialLayout, recompute: Recompute = NO_RECOMPUTE) -> Ticks:
         """All ranks busy all the time: the work of the whole batch over all ranks."""
@@ -88,7 +89,8 @@ class Bounds:
         for grid in shards:
             dims = grid.dims
             tp, cp = dims.tensor_model_parallel_size, dims.context_parallel_size
-            key = (dims.world_size, tp, cp, grid.micro_batch_size, grid.execution.outside_experts)
+            outside = OUTSIDE_EXPERTS.of(grid.execution)
+            key = (dims.world_size, tp, cp, grid.micro_batch_size, outside)
             if key not in bounds:
                 places, shard = self.model.places(dims), self.model.shard(grid)
                 work = sum(
@@ -115,25 +117,25 @@ class Bounds:
         Modules that are searched together cover different parts of a layer, so what a set adds is
         the sum of what its modules add by themselves.
         """
-        p, plain = (
+        waits = self.waits(grid)
+        return [bound + waits for bound in self._without_waits(grid, settings)]
+
+    @cached_by(
+        lambda _, grid, settings: (
+            SHARD.of(grid),
             grid.dims.pipeline_model_parallel_size,
             grid.dims.virtual_pipeline_model_parallel_size == 1,
+            settings,
         )
-        key = (self.model.shard_key(grid), p, plain, settings)
-        if key not in self._pipelines:
-            self._pipelines[key] = list(self._price_settings(grid, settings))
-        waits = self.waits(grid)
-        return [bound + waits for bound in self._pipelines[key]]
-
-    def _price_settings(
-        self, grid: PartialLayout, settings: tuple[Recompute, ...]
-    ) -> Iterator[Ticks]:
+    )
+    def _without_waits(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> list[Ticks]:
         dims, m = grid.dims, grid.num_microbatches
         p = dims.pipeline_model_parallel_size
         forward, backward, share = self._work(grid, NO_RECOMPUTE)
         plain = p > 1 and dims.virtual_pipeline_model_parallel_size == 1
         spread = _spread(p, m, share) * (1.0 - 1e-12) if plain else 0.0
         added: dict[Recompute, Ticks] = {}
+        bounds = []
         for recompute in settings:
             work = forward + backward
             alone = [_ALONE[module] for module in recompute.modules]
@@ -142,7 +144,8 @@ class Bounds:
                     more = self._work(grid, part)[1] - backward - self._num_units
                     added[part] = max(0, more)
                 work += added[part]
-            yield self.floor + max(work * m // p, math.floor(work * spread))
+            bounds.append(self.floor + max(work * m // p, math.floor(work * spread)))
+        return bounds
 
     def added_by_blocks(self, grid: PartialLayout, block: Recompute) -> Ticks:
         """What blocks of full recomputation add to each bound of the grid without them, at least.

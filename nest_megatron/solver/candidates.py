@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
+from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, Recompute
@@ -51,37 +52,42 @@ class Node(NamedTuple):
         return self.stages
 
 
-class CandidateCounts:
+class CandidateCounts(Caching):
     """Counts the candidates of a space; parts of the same shape are counted once."""
 
     def __init__(self, grids: GridSpace) -> None:
         self.grids = grids
-        self._shards: dict[object, int] = {}
-        self._grids: dict[object, int] = {}
-        self._settings: dict[tuple[int, RecomputeKinds], int] = {}
 
+    @cached_by(
+        lambda self, shard: (
+            shard.dims.world_size,
+            shard.dims.tensor_model_parallel_size * shard.dims.context_parallel_size,
+            shard.dims.expert_ranks,
+            shard.micro_batch_size,
+            self.grids.ways.key(shard),
+        )
+    )
     def of_shard(self, shard: PartialLayout) -> int:
         """Candidates below a shard."""
-        dims, grids = shard.dims, self.grids
-        inner = dims.tensor_model_parallel_size * dims.context_parallel_size
-        shape = (dims.world_size, inner, dims.expert_ranks, shard.micro_batch_size)
-        key = (*shape, grids.ways.key(shard))
-        if key not in self._shards:
-            each = (self.of_grid(grid, grids.zero_stages(grid.dims)) for grid in grids.grids(shard))
-            self._shards[key] = sum(each)
-        return self._shards[key]
+        zero_stages = self.grids.zero_stages
+        return sum(self.of_grid(grid, zero_stages(grid.dims)) for grid in self.grids.grids(shard))
 
+    @cached_by(
+        lambda self, grid, zeros: (
+            self.grids.ways.key(grid),
+            grid.dims.pipeline_model_parallel_size,
+            self.grids.virtual_sizes(grid),
+            tuple(zeros),
+        )
+    )
     def of_grid(self, grid: PartialLayout, zeros: Sequence[ZeroStage]) -> int:
         """Candidates of a grid under these ZeRO stages."""
         sizes, pp = self.grids.virtual_sizes(grid), grid.dims.pipeline_model_parallel_size
-        key = (self.grids.ways.key(grid), pp, sizes, tuple(zeros))
-        if key not in self._grids:
-            self._grids[key] = sum(
-                self._num_settings(pp * virtual, kinds)
-                for virtual, zero in product(sizes, zeros)
-                for kinds in self.grids.ways.possible(laid_out(grid, virtual, zero)).values()
-            )
-        return self._grids[key]
+        return sum(
+            self._num_settings(pp * virtual, kinds)
+            for virtual, zero in product(sizes, zeros)
+            for kinds in self.grids.ways.possible(laid_out(grid, virtual, zero)).values()
+        )
 
     def of_family(self, family: PartialLayout) -> int:
         """Candidates of a grid whose virtual stages, ZeRO stage and execution are chosen."""
@@ -105,10 +111,9 @@ class CandidateCounts:
             return self.of_family(grid)
         return len(blocks) - blocks.index(node.recompute) if node.level == BLOCKS else 1
 
+    @cached_by(lambda _, chunks, kinds: (chunks, kinds))
     def _num_settings(self, chunks: int, kinds: RecomputeKinds) -> int:
         """Recompute settings of a grid; only the block sizes depend on its chunks."""
-        if (chunks, kinds) not in self._settings:
-            blocks = self.grids.space.recompute is None and FULL_RECOMPUTE in kinds
-            found = sum(self.grids.kinds[kind] for kind in kinds)
-            self._settings[chunks, kinds] = found + blocks * self.grids.largest_block(chunks)
-        return self._settings[chunks, kinds]
+        blocks = self.grids.space.recompute is None and FULL_RECOMPUTE in kinds
+        found = sum(self.grids.kinds[kind] for kind in kinds)
+        return found + blocks * self.grids.largest_block(chunks)

@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from nest_megatron.cost_model.keys import inner_degrees
+from nest_megatron.caching import Caching, cached_by
+from nest_megatron.cost_model.keys import INSIDE, SHARD
 from nest_megatron.cost_model.layer_cost import UnitTimes
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.errors import UserInputError
@@ -112,7 +113,7 @@ class ShardWays(NamedTuple):
     leanest: tuple[Execution, ...]
 
 
-class Executions:
+class Executions(Caching):
     """Ways to carry out the layers of a job's grids; what grids share is worked out once.
 
     Args:
@@ -128,65 +129,12 @@ class Executions:
         self._divides_heads = any(
             way.cp_comm_type is not ContextTraffic.P2P for way in self._variants
         )
-        self._of_shards: dict[object, ShardWays] = {}
-        self._possible: dict[object, AllowedRecompute] = {}
-        self._worth: dict[object, AllowedRecompute] = {}
-        self._times: dict[object, tuple[UnitTimes, ...]] = {}
         least, nowhere = _least_of(self.given)
         # No layout and no recomputation changes it, and no rule looks at either for it.
         self.is_fixed = self._variants == (least,) and not has_graphs(space)
         self._fixed: AllowedRecompute = {}
         if self.is_fixed and kinds and is_accepted(model, space, nowhere, least):
             self._fixed = {least: kinds}
-
-    def of_shard(self, shard: PartialLayout) -> ShardWays:
-        """The ways of a shard, of whatever pipeline, virtual stages and ZeRO stage."""
-        key = self.key(shard)
-        if key not in self._of_shards:
-            # Layouts that stand for all that forbid the same; numbers of ranks do not matter.
-            dims = dataclasses.replace(shard.dims, pipeline_model_parallel_size=2)
-            piped = dataclasses.replace(shard, dims=dims)
-            layouts = (
-                laid_out(shard, 1, ZeroStage.NONE),
-                laid_out(shard, 1, ZeroStage.WEIGHTS),
-                laid_out(piped, 1, ZeroStage.NONE),
-                laid_out(piped, 2, ZeroStage.NONE),
-            )
-            ways = tuple(dict.fromkeys(way for grid in layouts for way in self.possible(grid)))
-            fastest = lean = ways
-            if not self.is_fixed:
-                fastest = _together(ways)
-                if self.given.cuda_graph_impl is GraphImpl.NONE:
-                    lean = tuple(dict.fromkeys(map(_without_graphs, ways)))
-            self._of_shards[key] = ShardWays(fastest, lean)
-        return self._of_shards[key]
-
-    def of_family(self, grid: PartialLayout) -> AllowedRecompute:
-        """The ways worth a candidate.
-
-        Args:
-            grid: with its virtual stages and ZeRO stage; its own execution is not read.
-        """
-        if self.is_fixed:
-            return self._fixed
-        batch = (grid.micro_batch_size, grid.dims.world_size)
-        key = (inner_degrees(grid.dims), batch, self.key(grid))
-        if key not in self._worth:
-            ways = self.possible(grid)
-            ways = {way: ways[way] for way in ways if self._may_gain(grid, way, ways)}
-            if len(ways) > 1:
-                units = {way: self._units(grid, way) for way in ways}
-                worth = [w for w in ways if not any(_beats(o, w, ways, units) for o in ways)]
-                ways = {way: ways[way] for way in worth}
-            self._worth[key] = ways
-        return self._worth[key]
-
-    def _may_gain(self, grid: PartialLayout, way: Execution, ways: AllowedRecompute) -> bool:
-        """Whether graphs can save anything: the host launches more slowly than layers run."""
-        if way.cuda_graph_impl is self.given.cuda_graph_impl:
-            return True
-        eager = _without_graphs(way)
-        return eager not in ways or any(unit.launch_s for unit in self._units(grid, eager))
 
     def key(self, grid: PartialLayout) -> tuple[object, ...]:
         """What of a layout may forbid a way."""
@@ -204,22 +152,73 @@ class Executions:
             grid.zero.is_fsdp,
         )
 
+    @cached_by(key)
+    def of_shard(self, shard: PartialLayout) -> ShardWays:
+        """The ways of a shard, of whatever pipeline, virtual stages and ZeRO stage."""
+        # Layouts that stand for all that forbid the same; numbers of ranks do not matter.
+        dims = dataclasses.replace(shard.dims, pipeline_model_parallel_size=2)
+        piped = dataclasses.replace(shard, dims=dims)
+        layouts = (
+            laid_out(shard, 1, ZeroStage.NONE),
+            laid_out(shard, 1, ZeroStage.WEIGHTS),
+            laid_out(piped, 1, ZeroStage.NONE),
+            laid_out(piped, 2, ZeroStage.NONE),
+        )
+        ways = tuple(dict.fromkeys(way for grid in layouts for way in self.possible(grid)))
+        fastest = lean = ways
+        if not self.is_fixed:
+            fastest = _together(ways)
+            if self.given.cuda_graph_impl is GraphImpl.NONE:
+                lean = tuple(dict.fromkeys(map(_without_graphs, ways)))
+        return ShardWays(fastest, lean)
+
+    def of_family(self, grid: PartialLayout) -> AllowedRecompute:
+        """The ways worth a candidate.
+
+        Args:
+            grid: with its virtual stages and ZeRO stage; its own execution is not read.
+        """
+        return self._fixed if self.is_fixed else self._worth(grid)
+
+    @cached_by(
+        lambda self, grid: (
+            INSIDE.of(grid.dims),
+            grid.micro_batch_size,
+            grid.sequence_parallel,
+            self.key(grid),
+        )
+    )
+    def _worth(self, grid: PartialLayout) -> AllowedRecompute:
+        ways = self.possible(grid)
+        ways = {way: ways[way] for way in ways if self._may_gain(grid, way, ways)}
+        if len(ways) > 1:
+            units = {way: self._units(grid, way) for way in ways}
+            worth = [w for w in ways if not any(_beats(o, w, ways, units) for o in ways)]
+            ways = {way: ways[way] for way in worth}
+        return ways
+
+    def _may_gain(self, grid: PartialLayout, way: Execution, ways: AllowedRecompute) -> bool:
+        """Whether graphs can save anything: the host launches more slowly than layers run."""
+        if way.cuda_graph_impl is self.given.cuda_graph_impl:
+            return True
+        eager = _without_graphs(way)
+        return eager not in ways or any(unit.launch_s for unit in self._units(grid, eager))
+
     def possible(self, grid: PartialLayout) -> AllowedRecompute:
         """The ways that Megatron accepts on a layout, by what it does of each variant there.
 
         They need not be worth a candidate.
         """
-        if self.is_fixed:
-            return self._fixed
-        key = self.key(grid)
-        if key not in self._possible:
-            found: dict[Execution, set[Recompute]] = {}
-            for each, kind in product(self._variants, self.kinds):
-                way = self._allowed(dataclasses.replace(grid, recompute=kind), each)
-                if way is not None:
-                    found.setdefault(way, set()).add(kind)
-            self._possible[key] = {way: frozenset(allowed) for way, allowed in found.items()}
-        return self._possible[key]
+        return self._fixed if self.is_fixed else self._possible(grid)
+
+    @cached_by(key)
+    def _possible(self, grid: PartialLayout) -> AllowedRecompute:
+        found: dict[Execution, set[Recompute]] = {}
+        for each, kind in product(self._variants, self.kinds):
+            way = self._allowed(dataclasses.replace(grid, recompute=kind), each)
+            if way is not None:
+                found.setdefault(way, set()).add(kind)
+        return {way: frozenset(allowed) for way, allowed in found.items()}
 
     def _allowed(self, grid: PartialLayout, variant: Execution) -> Execution | None:
         """What Megatron does of a variant on a grid, if it does anything."""
@@ -236,13 +235,13 @@ class Executions:
         return next((w for w in ways if is_accepted(self.model, self.space, grid, w)), None)
 
     def _units(self, grid: PartialLayout, way: Execution) -> tuple[UnitTimes, ...]:
-        asked = dataclasses.replace(grid, execution=way)
-        key = self.model.shard_key(asked)
-        if key not in self._times:
-            places, shard = self.model.places(grid.dims), self.model.shard(asked)
-            kinds = dict.fromkeys(self.model.spec.layer_kinds())
-            self._times[key] = tuple(self.model.unit_time(kind, places, shard) for kind in kinds)
-        return self._times[key]
+        return self._unit_times(dataclasses.replace(grid, execution=way))
+
+    @cached_by(SHARD)
+    def _unit_times(self, grid: PartialLayout) -> tuple[UnitTimes, ...]:
+        places, shard = self.model.places(grid.dims), self.model.shard(grid)
+        kinds = dict.fromkeys(self.model.spec.layer_kinds())
+        return tuple(self.model.unit_time(kind, places, shard) for kind in kinds)
 
 
 def _together(ways: Sequence[Execution]) -> tuple[Execution, ...]:

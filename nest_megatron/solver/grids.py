@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
+from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.formats import format_of, uneven_sides
 from nest_megatron.cost_model.keys import split_block
 from nest_megatron.cost_model.model import CostModel
@@ -37,7 +38,7 @@ from nest_megatron.solver.executions import (
 from nest_megatron.solver.space import SearchSpace, recompute_settings
 
 
-class GridSpace:
+class GridSpace(Caching):
     """Enumerates a declared space for a job.
 
     Args:
@@ -55,14 +56,9 @@ class GridSpace:
         self.space = space
         self.batch_unit = space.batch_unit or global_batch_size
         self.illegal: Counter[str] = Counter()
-        self._settings: dict[int, tuple[Recompute, ...]] = {}
-        self._runs: dict[object, bool] = {}
         self._decisive = decisive_modules(model.spec, graphs=has_graphs(space))
         self.kinds = Counter(map(self._kind_of, self._all_settings(0)))
         self.ways = Executions(model, space, frozenset(self.kinds))
-        self._allowed: dict[object, tuple[Recompute, ...]] = {}
-        self._sparing: dict[RecomputeKinds, tuple[Recompute, ...]] = {}
-        self._virtual_sizes: dict[tuple[int, int], tuple[int, ...]] = {}
         self._num_units = model.spec.num_units
 
     def anew(self) -> GridSpace:
@@ -283,30 +279,27 @@ class GridSpace:
         """Numbers of virtual stages of a grid that Megatron accepts."""
         pp = grid.dims.pipeline_model_parallel_size
         least = self.batch_unit // (grid.micro_batch_size * grid.dims.data_parallel_size)
-        if (pp, least) not in self._virtual_sizes:
-            self._virtual_sizes[pp, least] = tuple(self._sizes_of(pp, least))
-        return self._virtual_sizes[pp, least]
+        return self._virtual_sizes(pp, least)
 
-    def _sizes_of(self, pp: int, num_microbatches: int) -> list[int]:
+    @cached_by(lambda _, pp, num_microbatches: (pp, num_microbatches))
+    def _virtual_sizes(self, pp: int, num_microbatches: int) -> tuple[int, ...]:
         space, name = self.space, "virtual_pipeline_model_parallel_size"
         spec = self.model.spec
         virtual = not spec.has_split_encoder and rules.allows_virtual_stages(spec, 2)
         if pp == 1 or not (virtual and rules.cuts_anywhere(spec, space.version)):
-            return [1] if space.allows(name, 1, self.model.cluster) else []
+            return (1,) if space.allows(name, 1, self.model.cluster) else ()
         most = (self.model.spec.num_layers + 2) // pp  # interior chunks hold a layer each
         if space.partition is not None:
             most = space.fixed[name]
         sizes = (v for v in range(1, most + 1) if space.allows(name, v, self.model.cluster))
         group = self.model.settings.traits.microbatch_group_size_per_vp_stage
         grows = space.batch_unit is not None
-        legal = [
+        return tuple(
             v
             for v in sizes
             if rules.allows_interleaving(pp, v, num_microbatches, group, whole=grows)
-        ]
-        if not space.even_stages:
-            return legal
-        return [v for v in legal if self._is_even(pp * v)]
+            and (not space.even_stages or self._is_even(pp * v))
+        )
 
     def _is_even(self, chunks: int) -> bool:
         """Whether virtual stages have as many layers each, in whole groups of those recomputed."""
@@ -335,17 +328,17 @@ class GridSpace:
 
     def recompute_settings(self, grid: PartialLayout) -> tuple[Recompute, ...]:
         """Recompute settings to try on a grid, none first; block sizes up to the largest chunk."""
-        chunks = grid.dims.num_chunks
-        if chunks not in self._settings:
-            self._settings[chunks] = self._all_settings(self.largest_block(chunks))
         if self.ways.is_fixed:
-            return self._settings[chunks]
-        key = chunks, kinds = self.settings_key(grid)
-        if key not in self._allowed:
-            self._allowed[key] = tuple(
-                each for each in self._settings[chunks] if self._kind_of(each) in kinds
-            )
-        return self._allowed[key]
+            return self._settings(grid.dims.num_chunks)
+        return self._allowed(*self.settings_key(grid))
+
+    @cached_by(lambda _, chunks: chunks)
+    def _settings(self, chunks: int) -> tuple[Recompute, ...]:
+        return self._all_settings(self.largest_block(chunks))
+
+    @cached_by(lambda _, chunks, kinds: (chunks, kinds))
+    def _allowed(self, chunks: int, kinds: RecomputeKinds) -> tuple[Recompute, ...]:
+        return tuple(each for each in self._settings(chunks) if self._kind_of(each) in kinds)
 
     def _kind_of(self, recompute: Recompute) -> Recompute:
         return kind_of(recompute, self._decisive)
@@ -363,11 +356,16 @@ class GridSpace:
         """
         if self.space.recompute is not None:
             return split_block(self.space.recompute)
-        kinds = self.ways.kinds if grid is None else self.settings_key(grid)[1]
-        if kinds not in self._sparing:
-            allowed = [each for each in self._all_settings(0) if self._kind_of(each) in kinds]
-            self._sparing[kinds] = tuple(_keeping_least(allowed, kinds))
-        return self._sparing[kinds]
+        return self._least_kept(self.ways.kinds if grid is None else self.settings_key(grid)[1])
+
+    @cached_by(lambda _, kinds: kinds)
+    def _least_kept(self, kinds: RecomputeKinds) -> tuple[Recompute, ...]:
+        """Nothing recomputed, and whole layers or else every module: more modules keep less."""
+        if FULL_RECOMPUTE in kinds:
+            return NO_RECOMPUTE, FULL_RECOMPUTE
+        allowed = (each for each in self._all_settings(0) if self._kind_of(each) in kinds)
+        modules = {module for recompute in allowed for module in recompute.modules}
+        return (NO_RECOMPUTE, *((selective_recompute(modules),) if modules else ()))
 
     def largest_block(self, chunks: int) -> int:
         """Layers of the largest chunk of the partition given, or of ``chunks`` balanced ones."""
@@ -395,14 +393,12 @@ class GridSpace:
         with_own = dict.fromkeys((*found, *(() if own is None else (own,))))
         return tuple(filter(self._is_recomputed, with_own))
 
+    @cached_by(lambda _, recompute: (recompute.method, recompute.modules))
     def _is_recomputed(self, recompute: Recompute) -> bool:
         """Whether Megatron recomputes so; of blocks and groups it takes any number of layers."""
-        key = (recompute.method, recompute.modules)
-        if key not in self._runs:
-            grid = dataclasses.replace(self._one_stage(1, 1, 1, 1, 1, 1), recompute=recompute)
-            plain = dataclasses.replace(grid, execution=PLAIN)
-            self._runs[key] = allows_recompute(launched(self.model, self.space, plain))
-        return self._runs[key]
+        grid = dataclasses.replace(self._one_stage(1, 1, 1, 1, 1, 1), recompute=recompute)
+        plain = dataclasses.replace(grid, execution=PLAIN)
+        return allows_recompute(launched(self.model, self.space, plain))
 
 
 def _with_executions(
@@ -411,13 +407,3 @@ def _with_executions(
     for execution in executions:
         same = execution is grid.execution
         yield grid if same else dataclasses.replace(grid, execution=execution)
-
-
-def _keeping_least(allowed: Iterable[Recompute], kinds: RecomputeKinds) -> Iterator[Recompute]:
-    """Nothing recomputed, and whole layers or else every module: more modules keep less."""
-    yield NO_RECOMPUTE
-    modules = {module for recompute in allowed for module in recompute.modules}
-    if FULL_RECOMPUTE in kinds:
-        yield FULL_RECOMPUTE
-    elif modules:
-        yield selective_recompute(modules)

@@ -15,8 +15,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.fsdp_memory import unsharded_bytes
-from nest_megatron.cost_model.keys import GroupPlaces, inner_degrees
+from nest_megatron.cost_model.keys import SHARD, STATES, STATES_OF_PIPELINE, GroupPlaces
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.schedule import peak_live_chunks
 from nest_megatron.cost_model.stage_problems import early_forward_share, priced_microbatches
@@ -49,7 +50,7 @@ class _Activations(NamedTuple):
     working: tuple[float, ...]
 
 
-class MemoryBounds:
+class MemoryBounds(Caching):
     """Bounds on the memory of grids of one job; what grids share is computed once."""
 
     def __init__(self, model: CostModel, grids: GridSpace) -> None:
@@ -59,9 +60,6 @@ class MemoryBounds:
         self._kinds, self._counts = tuple(kinds), tuple(kinds.values())
         self._num_units = kinds.total()
         self._num_outside = sum(count for kind, count in kinds.items() if kind.is_end)
-        self._states: dict[object, _States] = {}
-        self._pipelines: dict[object, list[tuple[int, _States]]] = {}
-        self._activations: dict[object, _Activations] = {}
 
     def of_states(self, dims: ParallelDims, zero: ZeroStage) -> float:
         """Weights and states of the rank with the highest peak are at least the mean over ranks."""
@@ -86,17 +84,14 @@ class MemoryBounds:
             least = min(least, max(states.mean, needed))
         return least - 2 * self._num_units
 
+    @cached_by(STATES)
     def _of_pipelines(self, dims: ParallelDims) -> list[tuple[int, _States]]:
         """Each size and ZeRO stage of a pipeline that shards of these degrees may have."""
-        tp, _, ep, etp = inner_degrees(dims)
-        key = (dims.world_size, tp, ep, etp)
-        if key not in self._pipelines:
-            self._pipelines[key] = [
-                (pipeline.pipeline_model_parallel_size, self._of_pipeline(pipeline, zero))
-                for pipeline in self.grids.pipelines(dims)
-                for zero in self.grids.zero_stages(pipeline)
-            ]
-        return self._pipelines[key]
+        return [
+            (pipeline.pipeline_model_parallel_size, self._of_pipeline(pipeline, zero))
+            for pipeline in self.grids.pipelines(dims)
+            for zero in self.grids.zero_stages(pipeline)
+        ]
 
     def of_family(self, grid: PartialLayout, sizes: tuple[int, ...] = ()) -> float:
         """A grid with its virtual stages and ZeRO stage, whatever is recomputed.
@@ -144,13 +139,11 @@ class MemoryBounds:
         beside = max(at_work) if p == 1 else min(at_work)
         return beside, min(self._num_outside, p - 1) * beside
 
+    @cached_by(lambda _, grid, settings: (SHARD.of(grid), settings))
     def _active(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> _Activations:
-        key = (self.model.shard_key(grid), settings)
-        if key not in self._activations:
-            places, shard = self.model.places(grid.dims), self.model.shard(grid)
-            pairs = [self._least_of(kind, places, shard, settings) for kind in self._kinds]
-            self._activations[key] = _Activations(*zip(*pairs, strict=True))
-        return self._activations[key]
+        places, shard = self.model.places(grid.dims), self.model.shard(grid)
+        pairs = [self._least_of(kind, places, shard, settings) for kind in self._kinds]
+        return _Activations(*zip(*pairs, strict=True))
 
     def _least_of(
         self, kind: LayerKind, places: GroupPlaces, shard: LayerShard, settings: Iterable[Recompute]
@@ -165,14 +158,8 @@ class MemoryBounds:
             return saved, 0.0
         return saved, min(run.saved_bytes + run.working_bytes for run in runs) - saved
 
+    @cached_by(lambda _, dims, zero: (STATES_OF_PIPELINE.of(dims), replicas(dims), zero))
     def _of_pipeline(self, dims: ParallelDims, zero: ZeroStage) -> _States:
-        tp, _, ep, etp = inner_degrees(dims)
-        key = (tp, ep, etp, dims.pipeline_model_parallel_size, replicas(dims), zero)
-        if key not in self._states:
-            self._states[key] = self._sum_states(dims, zero)
-        return self._states[key]
-
-    def _sum_states(self, dims: ParallelDims, zero: ZeroStage) -> _States:
         settings, structure = self.model.settings, self.model.structure(dims)
         each, stays = stored_bytes(dims, zero, settings)
         total, rank = each.least(structure.parameters), structure.on_rank(dims)

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, InitVar, dataclass
 
+from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.stage_problems import StageProblems
@@ -57,7 +58,7 @@ _ACTIVATIONS = "memory: with activations"
 
 
 @dataclass(eq=False)
-class Search:
+class Search(Caching):
     """One run of the search.
 
     Args:
@@ -104,7 +105,6 @@ class Search:
         self.best: dict[tuple[int, ...], SolvedLayout] = {}
         self.worst_kept: Ticks = slowest
         self.infeasible: Counter[str] = Counter()
-        self._sorted_choices: dict[object, Choices] = {}
         self.candidates = self.solved = self.nodes = self.simulations = 0
         self.unproven, self._least_open = NO_THRESHOLD, 0
 
@@ -280,13 +280,10 @@ class Search:
         for recompute, bound in self._that_can_fit(stages, (p for p in pairs if p[1] <= threshold)):
             self._push(max(node.bound, bound), grid, VARIANT, recompute, stages)
 
+    @cached_by(lambda self, grid: self.grids.settings_key(grid))
     def _choices(self, grid: PartialLayout) -> Choices:
-        key = self.grids.settings_key(grid)
-        if key not in self._sorted_choices:
-            lazily = self.grids.space.recompute is None and not self.only_one
-            settings = self.grids.recompute_settings(grid)
-            self._sorted_choices[key] = sort_settings(settings, lazily=lazily)
-        return self._sorted_choices[key]
+        lazily = self.grids.space.recompute is None and not self.only_one
+        return sort_settings(self.grids.recompute_settings(grid), lazily=lazily)
 
     def _that_can_fit(
         self, stages: StageProblems, settings: Iterable[tuple[Recompute, Ticks]]

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cluster.records import Accelerator
 from nest_megatron.cost_model.device_memory import (
     allocatable_bytes,
@@ -43,14 +44,13 @@ from nest_megatron.validation.rows import (
 from nest_megatron.validation.scores import candidate_of
 
 
-@dataclass(frozen=True, slots=True)
-class Assessor:
+@dataclass(frozen=True)
+class Assessor(Caching):
     """Predicts rows, by constants of fits without their source where ``left_out`` has them."""
 
     book: ModelBook
     predictor: Predictor = field(default_factory=Predictor)
     left_out: LeftOutConstants | None = None
-    _candidates: dict[int, Candidate] = field(default_factory=dict)  # the predictor keeps the keys
 
     def judge(self, file: RowFile) -> Judged:
         """Every row of a file, on both bases."""
@@ -90,12 +90,10 @@ class Assessor:
             candidate=self._candidate(job, prediction),
         )
 
+    @cached_by(lambda _, job, prediction: id(prediction))  # the predictor keeps it
     def _candidate(self, job: RowJob, prediction: RowPrediction) -> Candidate:
         """A prediction as a plan that may be chosen; both bases often share it."""
-        key = id(prediction)
-        if key not in self._candidates:
-            self._candidates[key] = candidate_of(self.predictor.model(job), prediction)
-        return self._candidates[key]
+        return candidate_of(self.predictor.model(job), prediction)
 
     def _memory_peak(self, row: Row, basis: Basis) -> RowOutcome:
         job = self._job(row, basis)

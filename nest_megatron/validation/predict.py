@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.estimate import attention_flops_per_sequence, model_flops_per_sequence
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
@@ -49,31 +50,22 @@ class RowPrediction:
         return max(self.stage_memory) <= self.capacity_bytes
 
 
-@dataclass(slots=True)
-class Predictor:
+class Predictor(Caching):
     """Predicts jobs; what jobs share (a model on a cluster) is priced once, and a job as well."""
 
-    _models: dict[object, CostModel] = field(default_factory=dict)
-    _predictions: dict[object, RowPrediction] = field(default_factory=dict)
-
+    @cached_by(lambda _, job: (*_key(job), job.grids, job.partition, job.pipeline_runs))
     def predict(self, job: RowJob) -> RowPrediction:
         """Time and memory of a job.
 
         Raises:
             RefusedRowError: if its layers cannot be divided over the pipeline.
         """
-        model = self.model(job)
-        whole = (*_key(job), job.grids, job.partition, job.pipeline_runs)
-        if whole not in self._predictions:
-            self._predictions[whole] = self._predict(job, model)
-        return self._predictions[whole]
+        return self._predict(job, self.model(job))
 
+    @cached_by(lambda _, job: _key(job))
     def model(self, job: RowJob) -> CostModel:
         """The cost model of a job, shared with jobs that differ in their layout alone."""
-        key = _key(job)
-        if key not in self._models:
-            self._models[key] = CostModel(job.spec, job.cluster, job.settings)
-        return self._models[key]
+        return CostModel(job.spec, job.cluster, job.settings)
 
     @staticmethod
     def _predict(job: RowJob, model: CostModel) -> RowPrediction:

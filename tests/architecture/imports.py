@@ -37,10 +37,10 @@ def imports_of(path: Path) -> Iterator[Import]:
                 yield Import(alias.name, node.lineno)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             for alias in node.names:
-                yield Import(_named_by(node.module, alias.name), node.lineno)
+                yield Import(named_by(node.module, alias.name), node.lineno)
 
 
-def _named_by(module: str, name: str) -> str:
+def named_by(module: str, name: str) -> str:
     """The module that ``from module import name`` reaches: ``name`` may be a module or not."""
     inside = ROOT.joinpath(*module.split("."), name)
     is_module = inside.is_dir() or inside.with_suffix(".py").is_file()

@@ -31,7 +31,17 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"__main__", "profile.__main__"}),
 )
 #: Modules at the top that every package may use.
-BASE = {"boot", "deadline", "documents", "errors", "files", "minisign", "names", "packages"}
+BASE = {
+    "boot",
+    "caching",
+    "deadline",
+    "documents",
+    "errors",
+    "files",
+    "minisign",
+    "names",
+    "packages",
+}
 BASE |= {"plain", "printing", "units", "version"}
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
 import pytest
 
+from nest_megatron.parallel.layout import uniform_partition
+from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.validation.job import job_of
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.predict import Predictor
@@ -47,3 +50,28 @@ def test_each_run_pays_for_its_own_bubble() -> None:
     long, short = (Predictor().predict(each).iteration_time_s for each in (job, once))
     # One micro batch for each of four ranks: seven turns instead of four.
     assert long / short == pytest.approx(7 * 32 / (128 + 3), rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["target", "flags", "assumptions"])
+def test_what_a_prediction_does_not_depend_on_is_no_part_of_its_key(name: str) -> None:
+    """The fields that are left out of it; all others are in."""
+    job, keeping = job_of(ROW, ModelBook.load()), Predictor()
+    found = keeping.predict(job)
+    other = dataclasses.replace(job, **{name: None})
+    assert keeping.predict(other) is found
+    assert inspect.unwrap(Predictor.predict)(Predictor(), other) == found
+
+
+@pytest.mark.parametrize("name", ["grids", "partition", "pipeline_runs", "settings", "spec"])
+def test_what_a_prediction_depends_on_is_part_of_its_key(name: str) -> None:
+    job, keeping = job_of(ROW, ModelBook.load()), Predictor()
+    changed = {
+        "grids": tuple(dataclasses.replace(each, zero=ZeroStage.NONE) for each in job.grids),
+        "partition": uniform_partition(job.spec, 4),
+        "pipeline_runs": 1,
+        "settings": dataclasses.replace(job.settings, iteration_floor_s=1.0),
+        "spec": dataclasses.replace(job.spec, seq_length=2 * job.spec.seq_length),
+    }
+    other = dataclasses.replace(job, **{name: changed[name]})
+    assert keeping.predict(job) is not keeping.predict(other)
+    assert keeping.predict(other) == Predictor().predict(other)

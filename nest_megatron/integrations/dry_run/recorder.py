@@ -77,8 +77,9 @@ def _launch(words: list[str]) -> None:
     at = next((n for n in own if n and _starts_shell(words, n)), None)
     if at is not None:  # srun ... bash -c TEXT, docker run ... train.sh
         place, before = _around()
-        os.environ["NEST_DRY_RUN_AROUND"] = json.dumps([place, [*before, *words[:at]]])
-        _run_shell(words[at + 1 :] if words[at].rpartition("/")[2] in SHELLS else words[at:])
+        around = json.dumps([place, [*before, *words[:at]]])
+        rest = words[at + 1 :] if words[at].rpartition("/")[2] in SHELLS else words[at:]
+        _run_shell(rest, NEST_DRY_RUN_AROUND=around)
     if "-m" in words or any(map(_PROGRAM.search, words)):
         _write(words)
     else:
@@ -105,24 +106,26 @@ def _is_shell_script(path: str) -> bool:
     return bool(_SHELL_LINE.match(line)) or (named and not line.startswith(b"#!"))
 
 
-def _run_shell(words: list[str]) -> NoReturn:
+def _run_shell(words: list[str], **variables: str) -> NoReturn:
     """Go on as bash, which is no login shell and reads what stands for programs first."""
     own = [re.sub(r"^(-[a-z]*)l", r"\1", word) if word != "-l" else "" for word in words[:3]]
     words = [word for word in (*own, *words[3:]) if word not in ("", "--login")] if own else words
-    os.environ["BASH_ENV"] = os.environ["ENV"] = str(FOLDER / "shell.bash")
-    os.environ["PATH"] = str(PROGRAMS)
-    os.execv(_settings()["bash"], ["bash", *words])
+    first = str(FOLDER / "shell.bash")
+    variables |= {"BASH_ENV": first, "ENV": first, "PATH": str(PROGRAMS)}
+    os.execve(_settings()["bash"], ["bash", *words], {**os.environ, **variables})
 
 
 def _pass_on(words: list[str]) -> None:
     """Go on as the program that a wrapper starts, with the variables that stand before it."""
+    variables = dict(os.environ)
     for at, word in enumerate(words[1:], 1):
         name = word.rpartition("/")[2]
         if (PROGRAMS / name).exists() or ("/" in word and os.access(word, os.X_OK)):
             found = PROGRAMS / name if "/" not in word else PROGRAMS / ".recorder"
-            os.execv(found, [word, *words[at + 1 :]] if "/" not in word else ["", *words[at:]])
+            passed = [word, *words[at + 1 :]] if "/" not in word else ["", *words[at:]]
+            os.execve(found, passed, variables)
         if set_to := _ASSIGNMENT.fullmatch(word):
-            os.environ[set_to[1]] = set_to[2]
+            variables[set_to[1]] = set_to[2]
     _note(" ".join(words[:2]))
 
 

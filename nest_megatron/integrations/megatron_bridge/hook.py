@@ -55,9 +55,9 @@ from nest_megatron.integrations.megatron_lm.same_job import fields, versions
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
 from nest_megatron.integrations.plan_output import pinned_file, plan_output
 from nest_megatron.integrations.plan_recipe import pinned_recipe, plan_recipe
+from nest_megatron.integrations.process_variables import set_rank_variables, set_variables
 from nest_megatron.integrations.recipe import RECOMPUTE
 from nest_megatron.integrations.site_policy import require_launch
-from nest_megatron.integrations.slurm import rank_variables
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.execution_arguments import EXECUTION_ARGUMENTS, execution_environment
 from nest_megatron.parallel.plan import ParallelPlan
@@ -122,7 +122,7 @@ def run(
     if words.mode is Mode.OFF:
         return None
     _refuse_settings(words)
-    os.environ.update(rank_variables(os.environ))
+    set_rank_variables()
     recipe = read_recipe(cfg)
     keep = stated_choices(stated, launch.free)
     job = LaunchedJob(words=words, launch=launch, script=sys.argv[0], argv=tuple(sys.argv[1:]))
@@ -162,7 +162,9 @@ def run(
         plan = plan_file.load(broadcast(store, solve))
         job.changes = apply_plan(cfg, plan, environment={} if launch.dry_run else None)
         job.decision = Decision(plan=plan, values={}, environment={})
-        told = tuple(adapt(plan, os.environ))
+        variables = dict(os.environ)
+        told = tuple(adapt(plan, variables))
+        set_variables(dict(variables.items() - os.environ.items()))
         if rank == 0:
             show(fields_report(plan, job.changes, (*notes, *told)))
         if launch.dry_run:
@@ -173,7 +175,7 @@ def run(
 
 
 def adapt(plan: ParallelPlan, variables: MutableMapping[str, str]) -> Iterator[str]:
-    """Bring a process's variables to a plan, in place; what became of each is one sentence.
+    """Bring variables of a process to a plan, in place; what became of each is one sentence.
 
     The overlapped all-to-all wants more than one connection to the device, whose number CUDA reads
     as it starts. NCCL may not register the buffers of graphs (``execution_environment``).

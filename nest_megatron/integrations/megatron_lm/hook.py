@@ -8,7 +8,6 @@ merged in), nothing has touched a GPU, and Megatron's own validation judges the 
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from nest_megatron.config.launch import Mode, read_launch, read_words, split_wor
 from nest_megatron.errors import OK, NestError, UserInputError
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS
 from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob, ending_together
-from nest_megatron.integrations.slurm import rank_variables
+from nest_megatron.integrations.process_variables import set_rank_variables
 from nest_megatron.report.failure import end, ending_on_errors
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def before_training() -> None:
             )
             fix = "Give the settings as flags, or launch without nest."
             raise UserInputError("--yaml-cfg", value=True, limit=limit, fix=fix)
-        os.environ.update(rank_variables(os.environ))
+        set_rank_variables()
         _job = LaunchedJob(words=words, launch=launch, script=sys.argv[0], argv=tuple(rest))
 
 

@@ -46,6 +46,7 @@ from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.integrations.megatron_lm.same_job import arguments, comparable, versions
 from nest_megatron.integrations.plan_output import plan_output, told_where
+from nest_megatron.integrations.process_variables import set_variables
 from nest_megatron.integrations.site_policy import require_launch
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.launch import launch_words
@@ -297,7 +298,7 @@ def apply(args: Namespace, decision: Decision) -> None:
     write(args, decision.values, decision.environment)
     if decision.ranks is not None:
         args.rank = decision.ranks[args.rank]
-        os.environ["RANK"] = str(args.rank)
+        set_variables({"RANK": str(args.rank)})
 
 
 def _print_costs(searched: planning.Searched) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import io
-import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -18,6 +17,7 @@ from nest_megatron.integrations.megatron_lm.checkpoint_arguments import with_deg
 from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS, flag_error
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, load_arguments, read_argv
 from nest_megatron.integrations.megatron_lm.rewrite import WRITABLE
+from nest_megatron.integrations.process_variables import set_variables
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.rules import ELEMENTWISE_OPTIMIZERS
 
@@ -88,9 +88,7 @@ def write(
     for dest, value in values.items():
         if hasattr(args, dest):
             setattr(args, dest, value)
-    for name in environment:
-        os.environ.pop(name, None)
-    os.environ.update({name: text for name, text in environment.items() if text is not None})
+    set_variables(environment)
 
 
 def require_planned(args: Namespace, plan: ParallelPlan) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import copy
 import importlib
 import io
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     arguments_of,
 )
 from nest_megatron.integrations.megatron_lm.parser import load_arguments
+from nest_megatron.integrations.process_variables import set_variables
 from nest_megatron.megatron_core.stage import Where, smallest_dims
 from nest_megatron.megatron_core.units import Layers, described_layers
 from nest_megatron.model.implementation import Implementation
@@ -99,7 +99,7 @@ class JobLayers:
 
         args = self._arguments(spec, shard)
         global_vars.set_args(args)
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        set_variables({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
         on_gpu = self.where is Where.GPU
         device = contextlib.nullcontext() if on_gpu else stand_in_device("cpu", 9, 1 << 36)
         with contextlib.redirect_stdout(io.StringIO()):  # it lists all arguments each time
