@@ -1,9 +1,9 @@
 """Write the reference from the schemas: python docs/make_reference.py [--check].
 
 ``settings.md`` has every setting of hydra_configs/plan.yaml with its type and its comment,
-``commands.md`` every command with its examples, ``plan.schema.json`` the JSON Schema of a plan
-file, and ``plan_file.md`` its records with what their docstrings say. ``--check`` writes nothing
-and ends with 1 where a file is stale.
+``commands.md`` every command with its examples, ``rules.md`` every rule of Megatron that plans keep
+to, ``plan.schema.json`` the JSON Schema of a plan file, and ``plan_file.md`` its records with what
+their docstrings say. ``--check`` writes nothing and ends with 1 where a file is stale.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import sys
 import textwrap
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,10 @@ import click
 
 from nest_megatron.cli.commands import cli
 from nest_megatron.config.schema import PlanConfig
+from nest_megatron.parallel import rulebook
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.rulebook.facts import DEGREES, RELEASES
+from nest_megatron.parallel.rulebook.rule import Rule
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))
@@ -76,6 +79,25 @@ A reader refuses a file whose `schema` is newer than its own. Many fields are le
 have their default. `nest-megatron explain plan.yaml` prints the plan and its launch command. Sizes
 are in bytes, times in seconds, rates in bytes/s and FLOP/s.
 """
+RULES_HEAD = """\
+<!-- Written by `python docs/make_reference.py` from nest_megatron/parallel/rulebook. -->
+# The rules of Megatron
+
+Each row is a rule that Megatron, or what it runs on, has. A source without a release is a line of
+Megatron-LM core_v0.16.1 (`args` is `megatron/training/arguments.py`, `tc` `transformer_config.py`,
+`ps` `parallel_state.py`, `mpc` `model_parallel_config.py`); "(run)" and "(at build)" mark what its
+own validation lets pass. A search evaluates a rule as soon as it has decided the fields that the
+rule reads; the check of a launch evaluates all, in this order. Where a search counts what a rule
+refuses, the last column is what the certificate calls it. An `option_` is an option of the job
+beside its layout: a plan that goes without it drops it, with this reason.
+"""
+#: Fields that rules read, where not by Megatron's own name.
+_FACTS = {
+    **{short: f"`{name}`" for short, name in DEGREES.items()},
+    "spec": "model",
+    "is_0_16": "release",
+    "version": "release",
+}
 #: Types of settings as readers know them.
 _TYPES = {
     "str": "text",
@@ -167,6 +189,23 @@ def _commands(name: str, group: click.Group) -> Iterator[str]:
             yield from _commands(full, command)
 
 
+def rules_page(rules: Iterable[Rule] | None = None) -> str:
+    """Every rule, in the order in which a launch is held to them."""
+    head = "| rule | release | reads | field | limit | fix | source | counted as |"
+    lines = [RULES_HEAD, head, "|---|---|---|---|---|---|---|---|"]
+    for rule in rulebook.RULES if rules is None else rules:
+        known = [version for version in RELEASES if version.startswith(rule.release)]
+        releases = "all" if known == [*RELEASES] else ", ".join(known)
+        fields = ", ".join(_FACTS.get(name, f"`{name}`") for name in rule.reads)
+        what = re.sub(r"[\w.{}]+", r"`\g<0>`", rule.what)
+        texts = (rule.limit, rule.fix, rule.reason)
+        limit, fix, reason = (re.sub(r"\{([\w.]+)(:\w)?\}", r"*\1*", text) for text in texts)
+        release = f"{releases} ({rule.framework})" if rule.framework else releases
+        cells = (f"`{rule.id}`", release, fields, what, limit, fix, rule.source, reason)
+        lines.append(f"| {' | '.join(map(_cell, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
 def schema_text() -> str:
     """The JSON Schema of a plan file."""
     return json.dumps(_plan_schema(), indent=1) + "\n"
@@ -256,6 +295,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--check", action="store_true")
     pages = {
         "commands.md": commands_page(),
+        "rules.md": rules_page(),
         "settings.md": settings_page(),
         "plan_file.md": plan_page(),
         "plan.schema.json": schema_text(),

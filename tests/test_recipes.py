@@ -12,10 +12,9 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm import rules
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_request
 from nest_megatron.integrations.megatron_lm.planned_job import PlannedJob
-from nest_megatron.parallel import plan_file
+from nest_megatron.parallel import plan_file, rulebook
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan
 from nest_megatron.planner.layouts import Prices
@@ -34,7 +33,7 @@ def test_there_are_recipes() -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_the_plan_of_today(path: Path) -> None:
     recipe = plan_file.read(path)
-    assert not tuple(rules.check(launch_request(recipe)))
+    assert not tuple(rulebook.check(launch_request(recipe)))
     staged = recipe.layout.dims.pipeline_model_parallel_size > 1
     assert ("--pipeline-model-parallel-layout" in recipe.launch[LAUNCHER].argv) == staged
     composed = compose(
@@ -89,7 +88,7 @@ def test_a_script_is_of_its_pinned_plans(job: make.Job) -> None:
     text = job.script.read_text(encoding="utf-8")
     assert text == make.script_text(job, plans)
     for each in plans.values():
-        assert not tuple(rules.check(launch_request(each, version=job.release)))
+        assert not tuple(rulebook.check(launch_request(each, version=job.release)))
         assert make.job_argv(job, each) == make.job_argv(job, plans["dgx_h100"])
 
 

@@ -16,7 +16,7 @@ from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import Recompute
-from nest_megatron.parallel.rules import DEFAULT_VERSION
+from nest_megatron.parallel.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
 

@@ -21,14 +21,14 @@ from nest_megatron.config.train import REPLICA_DEGREES
 from nest_megatron.errors import UserInputError, require_at_least
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.degree_rules import require_legal
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
-from nest_megatron.parallel.rules import LaunchRequest
+from nest_megatron.parallel.rulebook import require_legal
+from nest_megatron.parallel.rulebook.facts import LaunchRequest
 from nest_megatron.parallel.stage_layout import (
     expand_layout,
     parse_layout,

@@ -14,10 +14,6 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import Fp8Recipe
 from nest_megatron.model.execution import Execution
-from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.launch_rule import Rule, Violation
-from nest_megatron.parallel.rules import LaunchRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +26,7 @@ class NumberFormat:
         seeks_largest: the tensor is read once more, before the cast, for its largest element.
         cast_slowdown: time of a cast over what its traffic takes.
         gemm_share: rate of a product over that of its format's ``gemm_efficiency``.
-        alignment, sides: tokens of an expert and sides of matrices come in multiples of them.
+        alignment: tokens of an expert come in multiples of it.
     """
 
     element_bytes: float = 1.0
@@ -41,7 +37,6 @@ class NumberFormat:
     cast_slowdown: float = 1.0
     gemm_share: float = 1.0
     alignment: int = 16
-    sides: int = 16
 
     @property
     def bytes(self) -> float:
@@ -72,7 +67,7 @@ FORMATS = {
     Fp8Recipe.TENSORWISE: NumberFormat(seeks_largest=True),
     Fp8Recipe.BLOCKWISE: NumberFormat(scale_bytes=4 / 128, gemm_share=0.82),
     Fp8Recipe.MXFP8: NumberFormat(
-        scale_bytes=1 / 32, weight_scale_bytes=1 / 32, swizzles=True, alignment=32, sides=32
+        scale_bytes=1 / 32, weight_scale_bytes=1 / 32, swizzles=True, alignment=32
     ),
     Fp8Recipe.CUSTOM: NumberFormat(),
     Fp8Recipe.NVFP4: NumberFormat(
@@ -83,7 +78,6 @@ FORMATS = {
         seeks_largest=True,
         cast_slowdown=1.35,
         alignment=128,
-        sides=32,
     ),
 }
 #: Tokens of an expert under Transformer Engine's fused operators (0.20,
@@ -130,43 +124,6 @@ def fp8_layouts(accelerator: str, recipe: Fp8Recipe) -> int:
     """
     whole_tensor = recipe in (Fp8Recipe.DELAYED, Fp8Recipe.TENSORWISE)
     return 1 if whole_tensor and _BLACKWELL.match(accelerator) else 2
-
-
-def uneven_sides(
-    spec: TransformerSpec, dims: ParallelDims, number_format: NumberFormat
-) -> tuple[int, ...]:
-    """Sides of a rank's matrices that the format does not divide (``assert_dim_for_fp8_exec``)."""
-    tp, etp = dims.tensor_model_parallel_size, dims.expert_tensor_parallel_size
-    head_dim = spec.v_head_dim if spec.multi_latent_attention else spec.head_dim
-    sides = {spec.hidden_size, spec.num_attention_heads * head_dim // tp}
-    sides.update(size // tp for size in spec.ffn_hidden_sizes)
-    if spec.is_moe:
-        sides.add(spec.expert_ffn_hidden_size // etp)
-    return tuple(sorted(side for side in sides if side % number_format.sides))
-
-
-def _uneven_shapes(request: LaunchRequest) -> Violation | None:
-    number_format = format_of(request.precision, Fp8Recipe(request.fp8_recipe))
-    if number_format is None:
-        return None
-    uneven = list(uneven_sides(request.spec, request.dims, number_format))
-    if not uneven:
-        return None
-    return Violation(
-        what="tensor_model_parallel_size",
-        value=request.dims.tensor_model_parallel_size,
-        limit=f"{request.precision} matrices have sides of whole {number_format.sides}s; "
-        f"found {uneven}",
-        fix="Lower the tensor-parallel size.",
-    )
-
-
-#: Transformer Engine asserts it as the first step runs.
-FP8_SHAPES = Rule(
-    name="fp8_shapes",
-    source="Transformer Engine assert_dim_for_fp8_exec (run)",
-    check=_uneven_shapes,
-)
 
 
 def beside_buffers(recipe: Fp8Recipe) -> bool:

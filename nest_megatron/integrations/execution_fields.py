@@ -21,7 +21,6 @@ from nest_megatron.cost_model.target_defaults import (
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import ABSENT, FieldValue, find
 from nest_megatron.integrations.megatron_lm.attach import launch_request
-from nest_megatron.integrations.megatron_lm.incompatible_options import contradicted
 from nest_megatron.model.execution import OF_LAYERS, PLAIN, ContextTraffic, Execution
 from nest_megatron.parallel.execution_arguments import (
     EXECUTION_ARGUMENTS,
@@ -30,7 +29,8 @@ from nest_megatron.parallel.execution_arguments import (
 )
 from nest_megatron.parallel.knobs import KNOBS, execution_reason
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rules import DEFAULT_VERSION
+from nest_megatron.parallel.rulebook.facts import DEFAULT_VERSION
+from nest_megatron.parallel.rulebook.options import contradicted
 
 #: Settings that such an object has, where it has them: NeMo's has the first alone.
 OVERLAPPED = ("tp_comm_overlap", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute")

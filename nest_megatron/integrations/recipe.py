@@ -54,7 +54,7 @@ from nest_megatron.parallel.batch_schedule import RAMPUP, BatchSchedule, read_sc
 from nest_megatron.parallel.cuda_graphs import FIELDS as GRAPH_FIELDS
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rules import DEFAULT_VERSION
+from nest_megatron.parallel.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
 #: Items that megatron-core's ``ModelParallelConfig`` or a strategy around it holds.

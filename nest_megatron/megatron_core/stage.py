@@ -31,7 +31,7 @@ from nest_megatron.packages import install_command
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute, RecomputeGranularity
-from nest_megatron.parallel.rules import launched_expert_tensor_size
+from nest_megatron.parallel.rulebook.degrees import launched_expert_tensor_size
 from nest_megatron.parallel.stage_layout import layout_string
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity, RecomputeModule
+from nest_megatron.parallel.recompute import RecomputeModule
 
 #: Megatron's arguments and configuration fields that ask for graphs, both releases'.
 FIELDS = (
@@ -61,17 +61,6 @@ class CudaGraphs:
             RecomputeModule.MOE: router or ((hidden or self.jitters) and self.captures("moe")),
         }
         return frozenset(module for module, refused in forbidden.items() if refused)
-
-    def allows_recompute(self, spec: TransformerSpec, recompute: Recompute) -> bool:
-        """Whether a setting goes with the graphs."""
-        if recompute.granularity is RecomputeGranularity.FULL:
-            return self.allows_full_recompute()
-        return not self.without_modules(spec).intersection(recompute.modules)
-
-    def allows_experts(self, expert_model_parallel_size: int, version: str) -> bool:
-        """0.16.1 pads experts for local graphs over several ranks (args:1158)."""
-        one = expert_model_parallel_size == 1 or not version.startswith("0.16")
-        return one or self.impl not in ("local", _WHOLE_STEP) or self.pads_experts
 
 
 def cuda_graphs(values: Mapping[str, Any]) -> CudaGraphs | None:

@@ -9,7 +9,7 @@ from typing import Any
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
-from nest_megatron.parallel.rules import launched_expert_tensor_size
+from nest_megatron.parallel.rulebook.degrees import launched_expert_tensor_size
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.units import format_gib, format_seconds
 

@@ -21,7 +21,7 @@ from nest_megatron.model.execution import (
 )
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.names import Name
-from nest_megatron.parallel.device_rules import closed_on
+from nest_megatron.parallel.rulebook.devices import closed_on
 
 #: Fields of ``Execution`` that packed sequences leave no room for. The schedule of two micro
 #: batches is not told where sequences begin (``forward_step`` of ``pretrain_gpt.py`` and of

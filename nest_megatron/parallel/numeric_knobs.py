@@ -18,7 +18,7 @@ from nest_megatron.parallel.zero import ZeroStage
 HOPPER = r"G?H\d"
 BLACKWELL = r"G?B\d"
 INSTINCT = r"MI3\d"
-#: Scales for whole tensors, in published runs (``device_rules`` has what else runs where).
+#: Scales for whole tensors, in published runs (``rulebook.devices`` has what else runs where).
 _WHOLE_TENSOR = "|".join((HOPPER, BLACKWELL, INSTINCT))
 
 

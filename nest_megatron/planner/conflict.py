@@ -11,26 +11,18 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from itertools import product
 
-from nest_megatron.cost_model.formats import FP8_SHAPES
 from nest_megatron.errors import UserInputError
-from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.degree_rules import DEGREE_RULES
+from nest_megatron.parallel import rulebook
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.execution_checks import EXECUTION_RULES
 from nest_megatron.parallel.execution_rules import allowed_execution
-from nest_megatron.parallel.launch_rule import Violation, violations
 from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.recompute import NO_RECOMPUTE, RecomputeMethod
-from nest_megatron.parallel.recompute_rules import RECOMPUTE_RULES
-from nest_megatron.parallel.rules import allows_uniform_recompute
-from nest_megatron.parallel.stage_layout import uneven_flags
+from nest_megatron.parallel.recompute import NO_RECOMPUTE
+from nest_megatron.parallel.rulebook.rule import Violation, violations
+from nest_megatron.parallel.rulebook.search import is_searched
 from nest_megatron.planner.request import Request
 from nest_megatron.solver.executions import launched
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.outcome import OutOfTime
-
-#: What a search holds its candidates to.
-_RULES = (*DEGREE_RULES, *RECOMPUTE_RULES, FP8_SHAPES, *EXECUTION_RULES)
 
 _TP, _CP = "tensor_model_parallel_size", "context_parallel_size"
 _PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
@@ -132,16 +124,9 @@ def _broken(request: Request) -> Iterator[tuple[Violation, ...]]:
         way = allowed_execution(space.execution, grid, own_graphs=own_graphs)
         asked = launched(model, space, dataclasses.replace(grid, execution=way))
         asked = dataclasses.replace(asked, global_batch_size=batch, partition=space.partition)
-        broken = tuple(found for _, found in violations(asked, _RULES))
+        searched = filter(is_searched, rulebook.RULES)
+        broken = tuple(found for _, found in violations(asked.facts, searched))
         yield broken + tuple(_other_limits(request, dims))
-
-
-def _stated_ends(spec: TransformerSpec, dims: ParallelDims) -> str:
-    """What makes stages of a hybrid model uneven, which is not searched for."""
-    if not spec.hybrid_layer_pattern:
-        return ""
-    flags = uneven_flags(spec, dims.pipeline_model_parallel_size)
-    return f", where the command says no more ({flags[0].lower()}{flags[1:]})"
 
 
 def _other_limits(request: Request, dims: ParallelDims) -> Iterator[Violation]:
@@ -163,22 +148,3 @@ def _other_limits(request: Request, dims: ParallelDims) -> Iterator[Violation]:
             limit=f"it is {least} to {most} here, and the other degrees leave it no other value",
             fix=f"Widen its limits (search.max_{_DP}), or those of other degrees.",
         )
-    layers, rest = divmod(request.spec.num_layers, dims.num_chunks)
-    if space.even_stages and rest:
-        yield Violation(
-            what=f"{_PP} * {_VPP}",
-            value=dims.num_chunks,
-            limit=f"it must divide the {request.spec.num_layers} layers: stages are even here"
-            + _stated_ends(request.spec, dims),
-            fix="Use a divisor.",
-        )
-    recompute = space.recompute
-    if space.even_stages and recompute is not None and recompute.method is RecomputeMethod.UNIFORM:
-        size = recompute.num_layers or 1
-        if not rest and not allows_uniform_recompute((layers,), size, space.version):
-            yield Violation(
-                what="recompute_num_layers",
-                value=size,
-                limit=f"uniform groups must divide the {layers} layers of every virtual stage",
-                fix="Use 1, or the block method.",
-            )

@@ -21,12 +21,16 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.before_after import Difference
-from nest_megatron.parallel.degree_rules import require_legal
 from nest_megatron.parallel.estimate import Estimate
 from nest_megatron.parallel.layout import Layout
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rules import DEFAULT_VERSION, LaunchRequest
-from nest_megatron.planner.assemble import assemble, nothing_searched, predicted_batches
+from nest_megatron.parallel.rulebook import require_legal
+from nest_megatron.parallel.rulebook.facts import DEFAULT_VERSION, LaunchRequest
+from nest_megatron.planner.assemble import (
+    assemble,
+    nothing_searched,
+    predicted_batches,
+)
 from nest_megatron.planner.request import Request
 from nest_megatron.units import Bytes, Seconds
 

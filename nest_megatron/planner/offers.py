@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from nest_megatron.cost_model.estimate import estimate
-from nest_megatron.cost_model.formats import beside_buffers, format_of, uneven_sides
+from nest_megatron.cost_model.formats import beside_buffers
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM
 from nest_megatron.errors import UserInputError
@@ -18,6 +18,7 @@ from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.estimate import Estimate
 from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.layout import Layout
+from nest_megatron.parallel.rulebook.facts import uneven_sides
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 from nest_megatron.planner.headroom import PredictedLayout, with_least_free
 from nest_megatron.planner.request import NumericOffer, Request
@@ -318,10 +319,10 @@ def _accepted(plan: PredictedLayout, offer: NumericOffer, request: Request) -> L
         return None  # its kernels drop nothing
     if knob.precision is None:
         return layout
-    number_format = format_of(offer.settings.precision, traits.fp8_recipe)
-    if request.times is not None or number_format is None:
+    precision, recipe = offer.settings.precision, traits.fp8_recipe
+    if request.times is not None or not precision.is_quantized:
         return None
-    if uneven_sides(request.spec, layout.dims, number_format):
+    if uneven_sides(request.spec, layout.dims, precision, recipe):
         return None
     if not beside_buffers(traits.fp8_recipe):
         execution = dataclasses.replace(layout.execution, tp_comm_overlap=False)

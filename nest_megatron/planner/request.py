@@ -28,8 +28,8 @@ from nest_megatron.parallel.numeric_knobs import NumericKnob
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.policy import Policy
 from nest_megatron.parallel.price import Rates
-from nest_megatron.parallel.recompute import RecomputeMethod
-from nest_megatron.parallel.rules import allows_uniform_recompute, cuts_anywhere
+from nest_megatron.parallel.recompute import NO_RECOMPUTE
+from nest_megatron.parallel.rulebook.schedule import cuts_anywhere
 from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import Backend
@@ -232,22 +232,14 @@ class Request:
         risk = self.max_out_of_memory_percent
         if not 0 <= risk <= 100:
             _refuse("search.max_out_of_memory_percent", risk, "between 0 and 100")
-        if self.space.partition is None and not self._cuts_anywhere():
+        recompute = self.space.recompute or NO_RECOMPUTE
+        cuts = cuts_anywhere(self.spec, recompute, self.space.version)
+        if self.space.partition is None and not cuts:
             even = dataclasses.replace(self.space, even_stages=True)
             object.__setattr__(self, "space", even)
         if self.spec.vision is not None:
             space = _beside_images(self.spec, self.spec.vision, self.space)
             object.__setattr__(self, "space", space)
-
-    def _cuts_anywhere(self) -> bool:
-        """Whether stages may be uneven: groups of layers to recompute may have to divide each."""
-        space, recompute = self.space, self.space.recompute
-        if recompute is not None:
-            size = recompute.num_layers or 1
-            grouped = recompute.method is RecomputeMethod.UNIFORM
-            if grouped and not allows_uniform_recompute((1,), size, space.version):
-                return False
-        return cuts_anywhere(self.spec, space.version)
 
     def cost_model(self, settings: CostSettings | None = None) -> CostModel:
         """What the job costs, under other settings than its own if they are given."""

@@ -17,9 +17,8 @@ from nest_megatron.cost_model.keys import INSIDE, SHARD
 from nest_megatron.cost_model.layer_cost import UnitTimes
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.errors import UserInputError
-from nest_megatron.model.execution import PLAIN, ContextTraffic, Execution, GraphImpl
+from nest_megatron.model.execution import PLAIN, Execution, GraphImpl
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.execution_checks import DEEPEP_RANKS, allows_execution
 from nest_megatron.parallel.execution_rules import allowed_execution, of_every_layout
 from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.recompute import (
@@ -27,10 +26,19 @@ from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
     Recompute,
     RecomputeGranularity,
+    RecomputeMethod,
     RecomputeModule,
     selective_recompute,
 )
-from nest_megatron.parallel.rules import LaunchRequest
+from nest_megatron.parallel.rulebook.execution import allows_execution
+from nest_megatron.parallel.rulebook.facts import (
+    Facts,
+    LaunchRequest,
+    facts_of,
+    facts_reader,
+    sources,
+)
+from nest_megatron.parallel.rulebook.search import OF_LAYOUT, SearchStep
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.space import SearchSpace
 
@@ -41,6 +49,11 @@ AllowedRecompute = Mapping[Execution, RecomputeKinds]
 
 #: Switches that take no time and no memory anywhere, so that a way without one is never better.
 _NEVER_SLOWER = frozenset({"moe_permute_fusion", "moe_router_fusion", "tp_comm_overlap"})
+#: What of a layout switches off a part of a way (``allowed_execution``).
+_SWITCH_OFF = (
+    *("sequence_parallel", "one_context_rank", "one_expert_rank", "experts_alone"),
+    *("is_pipelined", "is_interleaved", "is_fsdp"),
+)
 _ANY_MODULE = selective_recompute([RecomputeModule.LAYERNORM])
 
 
@@ -78,7 +91,27 @@ def launched(model: CostModel, space: SearchSpace, grid: PartialLayout) -> Launc
         cuda_graphs=space.cuda_graphs,
         transformer_impl=space.transformer_impl,
         version=space.version,
+        even_stages=_even_stages(space),
         **model.settings.of_launch(),
+    )
+
+
+def _even_stages(space: SearchSpace) -> int:
+    """Layers of which every virtual stage has the same multiple; 0 where stages may be uneven."""
+    recompute = space.recompute or NO_RECOMPUTE
+    grouped = recompute.method is RecomputeMethod.UNIFORM and space.version.startswith("0.16")
+    return (recompute.num_layers or 1) if space.even_stages and grouped else int(space.even_stages)
+
+
+def known_facts(model: CostModel, space: SearchSpace, global_batch_size: int) -> Facts:
+    """What rules read of a job that is the same for all layouts of a search."""
+    nowhere = PartialLayout(
+        dims=ParallelDims(), global_batch_size=1, micro_batch_size=1, sequence_parallel=False
+    )
+    return Facts(
+        job=launched(model, space, nowhere),
+        batch_unit=space.batch_unit or global_batch_size,
+        batch_grows=space.batch_unit is not None,
     )
 
 
@@ -118,39 +151,43 @@ class Executions(Caching):
 
     Args:
         kinds: of all recompute settings.
+        step: the rules on ways.
     """
 
-    def __init__(self, model: CostModel, space: SearchSpace, kinds: RecomputeKinds) -> None:
+    def __init__(
+        self, model: CostModel, space: SearchSpace, kinds: RecomputeKinds, step: SearchStep
+    ) -> None:
         self.model = model
         self.space = space
         self.given = space.execution
         self.kinds = kinds
+        self._step = step
         self._variants = tuple(dict.fromkeys((self.given, *_combinations(space))))
-        self._divides_heads = any(
-            way.cp_comm_type is not ContextTraffic.P2P for way in self._variants
-        )
+        read = [
+            name
+            for rule in step.rules
+            if any(map(rule.concerns, self._variants))
+            for name in rule.names
+            if set(OF_LAYOUT).issuperset(sources(name))
+        ]
+        self._facts = tuple(dict.fromkeys((*_SWITCH_OFF, *read)))
+        self._names = tuple(dict.fromkeys(each for name in self._facts for each in sources(name)))
+        self._read = facts_reader(self._names)
         least, nowhere = _least_of(self.given)
-        # No layout and no recomputation changes it, and no rule looks at either for it.
-        self.is_fixed = self._variants == (least,) and not has_graphs(space)
+        # No layout and no recomputation changes it, and no rule looks at a layout for it.
+        self.is_fixed = self._variants == (least,) and not (has_graphs(space) or read)
         self._fixed: AllowedRecompute = {}
-        if self.is_fixed and kinds and is_accepted(model, space, nowhere, least):
+        if self.is_fixed and kinds and self._is_accepted(nowhere, least):
             self._fixed = {least: kinds}
 
+    @cached_by(lambda self, grid: self._read(grid))
     def key(self, grid: PartialLayout) -> tuple[object, ...]:
         """What of a layout may forbid a way."""
-        dims = grid.dims
-        tp, cp = dims.tensor_model_parallel_size, dims.context_parallel_size
-        return (
-            (tp, cp) if self._divides_heads and cp > 1 else (),
-            tp == 1,
-            cp == 1,
-            dims.expert_model_parallel_size == 1,
-            dims.expert_ranks == 1,
-            dims.expert_ranks in DEEPEP_RANKS,
-            dims.pipeline_model_parallel_size == 1,
-            dims.virtual_pipeline_model_parallel_size == 1,
-            grid.zero.is_fsdp,
-        )
+        facts = Facts(zip(self._names, self._read(grid), strict=True))
+        return tuple(facts[name] for name in self._facts)
+
+    def _is_accepted(self, grid: PartialLayout, way: Execution) -> bool:
+        return self._step.refusal({**facts_of(grid), "execution": way}) is None
 
     @cached_by(key)
     def of_shard(self, shard: PartialLayout) -> ShardWays:
@@ -232,7 +269,7 @@ class Executions(Caching):
         ways = [way]
         if variant == self.given:
             ways.append(allowed_execution(of_every_layout(variant), grid, own_graphs=own))
-        return next((w for w in ways if is_accepted(self.model, self.space, grid, w)), None)
+        return next((w for w in ways if self._is_accepted(grid, w)), None)
 
     def _units(self, grid: PartialLayout, way: Execution) -> tuple[UnitTimes, ...]:
         return self._unit_times(dataclasses.replace(grid, execution=way))

@@ -5,35 +5,43 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
+from typing import Any
 
 from nest_megatron.caching import Caching, cached_by
-from nest_megatron.cost_model.formats import format_of, uneven_sides
 from nest_megatron.cost_model.keys import split_block
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.unit_cost import replicas
-from nest_megatron.model.execution import PLAIN, Execution
-from nest_megatron.parallel import rules
+from nest_megatron.model.execution import Execution
+from nest_megatron.parallel import rulebook
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
-from nest_megatron.parallel.execution_checks import decisive_modules
 from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.recompute import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
     Recompute,
-    RecomputeMethod,
     selective_recompute,
 )
-from nest_megatron.parallel.recompute_rules import allows_recompute
+from nest_megatron.parallel.rulebook.execution import decisive_modules
+from nest_megatron.parallel.rulebook.facts import (
+    Facts,
+    facts_of,
+    facts_of_dims,
+    facts_reader,
+    uneven_sides,
+)
+from nest_megatron.parallel.rulebook.schedule import allows_blocks
+from nest_megatron.parallel.rulebook.search import SearchStep, search_steps
+from nest_megatron.parallel.rulebook.stages import decoder_layers
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.executions import (
     Executions,
     RecomputeKinds,
     has_graphs,
     kind_of,
+    known_facts,
     laid_out,
-    launched,
 )
 from nest_megatron.solver.space import SearchSpace, recompute_settings
 
@@ -47,7 +55,7 @@ class GridSpace(Caching):
         space: what may be chosen.
 
     Attributes:
-        illegal: combinations that a rule of Megatron refused, by rule, as met so far.
+        illegal: combinations that the space or a rule of Megatron refused, by reason, so far.
     """
 
     def __init__(self, model: CostModel, global_batch_size: int, space: SearchSpace) -> None:
@@ -56,10 +64,16 @@ class GridSpace(Caching):
         self.space = space
         self.batch_unit = space.batch_unit or global_batch_size
         self.illegal: Counter[str] = Counter()
+        known = known_facts(model, space, global_batch_size)
+        self.steps = search_steps(known, rulebook.RULES)
+        pipelines = ("world_size", "tp", "ep", "etp", "pp", "vpp")
+        shards = {"cp", "dp", "micro_batch_size", "sequence_parallel"}
+        rules = [rule for rule in self.steps["pipeline"].rules if shards.isdisjoint(rule.reads)]
+        self._any_pipeline = SearchStep(Facts(known, even_stages=0), pipelines, rules)
         self._decisive = decisive_modules(model.spec, graphs=has_graphs(space))
         self.kinds = Counter(map(self._kind_of, self._all_settings(0)))
-        self.ways = Executions(model, space, frozenset(self.kinds))
-        self._num_units = model.spec.num_units
+        self.ways = Executions(model, space, frozenset(self.kinds), self.steps["execution"])
+        self._virtual_key = facts_reader(n for n in self.steps["virtual"].names if n != "vpp")
 
     def anew(self) -> GridSpace:
         """The same space with counts of its own; what is worked out of it is shared."""
@@ -69,23 +83,26 @@ class GridSpace(Caching):
 
     def shards(self) -> Iterator[PartialLayout]:
         """Grids with one pipeline stage that stand for all with the same shard of a layer."""
-        for world in self.space.world_sizes(self.model.cluster):
-            for tp, cp in self._dense_degrees(world):
-                for ep, etp in self._expert_degrees(world, tp):
-                    for micro in self._micro_batches():
-                        shard = self._one_stage(world, tp, cp, ep, etp, micro)
-                        if not self._has_whole_sides(shard.dims):
-                            self.illegal["sides of matrices divide by the number format's"] += 1
-                        elif self._has_ways(shard):
-                            yield shard
-
-    def _has_whole_sides(self, dims: ParallelDims) -> bool:
         settings = self.model.settings
-        number_format = format_of(settings.precision, settings.traits.fp8_recipe)
-        return number_format is None or not uneven_sides(self.model.spec, dims, number_format)
+        recipe = settings.traits.fp8_recipe
+        for world in self.space.world_sizes(self.model.cluster):
+            for facts in self._degrees(world):
+                for micro in self._micro_batches():
+                    shard = self._one_stage(facts, micro)
+                    uneven = uneven_sides(self.model.spec, shard.dims, settings.precision, recipe)
+                    whole = {**facts, "micro_batch_size": micro, "uneven_sides": uneven}
+                    if self._allows("shard", whole) and self._has_ways(shard):
+                        yield shard
+
+    def _allows(self, step: str, facts: Mapping[str, Any]) -> bool:
+        """Whether no rule refuses what a step decides; the reason of the first one is counted."""
+        reason = self.steps[step].refusal(facts)
+        if reason:
+            self.illegal[reason] += 1
+        return reason is None
 
     def _has_ways(self, grid: PartialLayout) -> bool:
-        """Whether layers can be carried out there, with some recomputation."""
+        """Whether the work of layers can be done there, with some recomputation."""
         has_some = bool(self.ways.of_shard(grid).fastest)
         if not has_some:
             self.illegal["how layers are carried out goes with the layout"] += 1
@@ -98,48 +115,26 @@ class GridSpace(Caching):
             self.illegal[f"{name}={self.space.fixed[name]} divides what is left of the GPUs"] += 1
         return values
 
-    def _dense_degrees(self, world: int) -> Iterator[tuple[int, int]]:
-        spec, fused = self.model.spec, self.model.settings.traits.flash_attention
+    def _degrees(self, world: int) -> Iterator[dict[str, Any]]:
+        """Tensor, context and expert parallelism that Megatron accepts."""
         for tp in self._values("tensor_model_parallel_size", world):
-            if not rules.divides_vocab(spec, tp):
-                self.illegal["tensor_model_parallel_size divides the padded vocabulary"] += 1
-                continue
             splits = tp > 1 and self.space.sequence_parallel
-            runs = rules.allows_linear_for_tp(spec, tp, sequence_parallel=splits)
-            if not (runs and rules.divides_heads(spec, tp) and rules.divides_dense_mlp(spec, tp)):
-                self.illegal["tensor_model_parallel_size divides heads and MLP"] += 1
-                continue
-            if not rules.divides_adapters(spec, tp):
-                self.illegal["tensor_model_parallel_size divides the rank of adapters"] += 1
-                continue
-            for cp in self._values("context_parallel_size", world // tp):
-                if not rules.allows_context_parallel(spec, cp, fused=fused):
-                    self.illegal["model's attention allows context parallelism"] += 1
-                elif not rules.divides_mamba(spec, tp, cp):
-                    self.illegal["tp and cp divide heads and groups of Mamba layers"] += 1
-                elif not rules.divides_linear(spec, tp, cp, self.space.version):
-                    self.illegal["tp and cp divide heads of gated delta nets"] += 1
-                elif not rules.divides_sequence(spec, tp, cp, splits):
-                    self.illegal["sequence divides by 2 * cp and by cp * tp"] += 1
-                else:
-                    yield tp, cp
+            facts = {"world_size": world, "tp": tp, "sequence_parallel": splits}
+            if self._allows("tensor", facts):
+                for cp in self._values("context_parallel_size", world // tp):
+                    if self._allows("context", {**facts, "cp": cp}):
+                        yield from self._expert_degrees({**facts, "cp": cp})
 
-    def _expert_degrees(self, world: int, tp: int) -> Iterator[tuple[int, int]]:
-        spec = self.model.spec
-        if spec.num_experts is None:
-            yield 1, 1
+    def _expert_degrees(self, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        num_experts = self.model.spec.num_experts
+        if num_experts is None:
+            yield {**facts, "ep": 1, "etp": 1}
             return
-        for ep in self._values("expert_model_parallel_size", spec.num_experts):
-            for etp in self._values("expert_tensor_parallel_size", world):
-                divides = rules.divides_experts(spec, ep, etp)
-                if not (divides and rules.divides_adapters(spec, tp, etp)) or world % (ep * etp):
-                    self.illegal["expert degrees divide the experts and the ranks"] += 1
-                elif not rules.allows_expert_bias(spec, etp):
-                    self.illegal["experts with a bias are not split"] += 1
-                elif not rules.reduces_expert_gradients(spec, tp, ep, etp):
-                    self.illegal["without expert parallelism, etp equals tp"] += 1
-                else:
-                    yield ep, etp
+        for ep in self._values("expert_model_parallel_size", num_experts):
+            for etp in self._values("expert_tensor_parallel_size", facts["world_size"]):
+                found = {**facts, "ep": ep, "etp": etp}
+                if self._allows("experts", found):
+                    yield found
 
     def _micro_batches(self) -> list[int]:
         sizes = self.space.values("micro_batch_size", self.batch_unit, self.model.cluster)
@@ -148,22 +143,21 @@ class GridSpace(Caching):
         own = self.space.present.get("micro_batch_size")
         return [size for size in sizes if size & (size - 1) == 0 or size == own]
 
-    def _one_stage(
-        self, world: int, tp: int, cp: int, ep: int, etp: int, micro: int
-    ) -> PartialLayout:
+    def _one_stage(self, facts: Mapping[str, Any], micro: int) -> PartialLayout:
+        tp, cp = facts["tp"], facts["cp"]
         dims = ParallelDims(
             tensor_model_parallel_size=tp,
             context_parallel_size=cp,
-            data_parallel_size=world // (tp * cp),
-            expert_model_parallel_size=ep,
-            expert_tensor_parallel_size=etp,
+            data_parallel_size=facts["world_size"] // (tp * cp),
+            expert_model_parallel_size=facts["ep"],
+            expert_tensor_parallel_size=facts["etp"],
         )
         # A stand-in batch: whether the real one divides depends on the pipeline size.
         return PartialLayout(
             dims=dims,
             global_batch_size=micro * dims.data_parallel_size,
             micro_batch_size=micro,
-            sequence_parallel=tp > 1 and self.space.sequence_parallel,
+            sequence_parallel=facts["sequence_parallel"],
             execution=self.space.execution,
         )
 
@@ -178,12 +172,14 @@ class GridSpace(Caching):
     def grids(self, shard: PartialLayout) -> Iterator[PartialLayout]:
         """Pipeline sizes and rank orders of a shard that Megatron accepts."""
         orders = self.space.rank_orders
-        for pp in self._pipeline_sizes(shard):
-            dp = shard.dims.data_parallel_size // pp
+        for facts in self._pipelined(shard):
+            pp, dp = facts["pp"], facts["dp"]
             # Without stages or replicas the second order has the groups of the first.
             alike = pp == 1 or dp == 1
             for order in orders:
                 if alike and order is RankOrder.TP_CP_EP_PP_DP and len(orders) > 1:
+                    continue
+                if not self._allows("rank_order", {**facts, "rank_order": order}):
                     continue
                 dims = dataclasses.replace(
                     shard.dims,
@@ -194,7 +190,7 @@ class GridSpace(Caching):
                 grid = dataclasses.replace(
                     shard, dims=dims, global_batch_size=self.global_batch_size
                 )
-                if rules.allows_rank_order(self.model.spec, dims) and self._has_ways(grid):
+                if self._has_ways(grid):
                     yield grid
 
     def pipelines(self, dims: ParallelDims) -> Iterator[ParallelDims]:
@@ -202,10 +198,9 @@ class GridSpace(Caching):
 
         Context ranks count as data-parallel ones: states are divided over both alike.
         """
-        ranks = dims.world_size // dims.tensor_model_parallel_size
+        ranks, facts = dims.world_size // dims.tensor_model_parallel_size, facts_of_dims(dims)
         for pp in self.space.values("pipeline_model_parallel_size", ranks, self.model.cluster):
-            legal = pp <= self._num_units and rules.allows_pipeline(self.model.spec, pp)
-            if legal and dims.world_size // pp % dims.expert_ranks == 0:
+            if self._any_pipeline.refusal({**facts, "pp": pp}) is None:
                 yield dataclasses.replace(
                     dims,
                     pipeline_model_parallel_size=pp,
@@ -213,30 +208,17 @@ class GridSpace(Caching):
                     data_parallel_size=ranks // pp,
                 )
 
-    def _pipeline_sizes(self, shard: PartialLayout) -> list[int]:
-        dims, cluster = shard.dims, self.model.cluster
-        sizes = []
-        for pp in self._values("pipeline_model_parallel_size", dims.data_parallel_size):
-            dp = dims.data_parallel_size // pp
-            if not rules.allows_pipeline(self.model.spec, pp):
-                self.illegal["both stacks of the model lie on one pipeline rank"] += 1
-            elif pp > self._num_units:
-                self.illegal[f"at most {self._num_units} stages, one a layer or end"] += 1
-            elif self.space.even_stages and not self._is_even(pp):
-                self.illegal["even stages: as many layers on each pipeline rank"] += 1
-            elif dims.world_size // pp % dims.expert_ranks:
-                self.illegal["expert ranks divide the ranks of a stage"] += 1
-            elif not rules.allows_encoder(
-                self.model.spec, dataclasses.replace(dims, pipeline_model_parallel_size=pp)
-            ):
-                self.illegal["an encoder goes with a pipeline or context ranks"] += 1
-            elif not rules.num_microbatches(self.batch_unit, shard.micro_batch_size, dp):
-                self.illegal["micro batch * data-parallel size divides the global batch"] += 1
-            elif not self.space.allows("data_parallel_size", dp, cluster):
-                self.illegal["data_parallel_size is within its limits"] += 1
+    def _pipelined(self, shard: PartialLayout) -> Iterator[dict[str, Any]]:
+        """Facts of a shard with each pipeline size that Megatron accepts."""
+        ranks, facts = shard.dims.data_parallel_size, facts_of(shard)
+        for pp in self._values("pipeline_model_parallel_size", ranks):
+            found = {**facts, "pp": pp, "dp": ranks // pp}
+            if not self._allows("pipeline", found):
+                continue
+            if self.space.allows("data_parallel_size", ranks // pp, self.model.cluster):
+                yield found
             else:
-                sizes.append(pp)
-        return sizes
+                self.illegal["data_parallel_size is within its limits"] += 1
 
     def families(self, grid: PartialLayout) -> Iterator[PartialLayout]:
         """Virtual stages, ZeRO stages and executions of a grid that Megatron accepts."""
@@ -275,40 +257,22 @@ class GridSpace(Caching):
         """Virtual stages of a grid that Megatron accepts."""
         return (laid_out(grid, virtual, grid.zero) for virtual in self.virtual_sizes(grid))
 
+    @cached_by(lambda self, grid: self._virtual_key(grid))
     def virtual_sizes(self, grid: PartialLayout) -> tuple[int, ...]:
         """Numbers of virtual stages of a grid that Megatron accepts."""
-        pp = grid.dims.pipeline_model_parallel_size
-        least = self.batch_unit // (grid.micro_batch_size * grid.dims.data_parallel_size)
-        return self._virtual_sizes(pp, least)
+        return tuple(self._sizes_of(grid))
 
-    @cached_by(lambda _, pp, num_microbatches: (pp, num_microbatches))
-    def _virtual_sizes(self, pp: int, num_microbatches: int) -> tuple[int, ...]:
-        space, name = self.space, "virtual_pipeline_model_parallel_size"
-        spec = self.model.spec
-        virtual = not spec.has_split_encoder and rules.allows_virtual_stages(spec, 2)
-        if pp == 1 or not (virtual and rules.cuts_anywhere(spec, space.version)):
-            return (1,) if space.allows(name, 1, self.model.cluster) else ()
-        most = (self.model.spec.num_layers + 2) // pp  # interior chunks hold a layer each
+    def _sizes_of(self, grid: PartialLayout) -> Iterator[int]:
+        space, name, facts = self.space, "virtual_pipeline_model_parallel_size", facts_of(grid)
+        # interior chunks hold a layer each
+        most = (self.model.spec.num_layers + 2) // grid.dims.pipeline_model_parallel_size
         if space.partition is not None:
             most = space.fixed[name]
-        sizes = (v for v in range(1, most + 1) if space.allows(name, v, self.model.cluster))
-        group = self.model.settings.traits.microbatch_group_size_per_vp_stage
-        grows = space.batch_unit is not None
-        return tuple(
-            v
-            for v in sizes
-            if rules.allows_interleaving(pp, v, num_microbatches, group, whole=grows)
-            and (not space.even_stages or self._is_even(pp * v))
-        )
-
-    def _is_even(self, chunks: int) -> bool:
-        """Whether virtual stages have as many layers each, in whole groups of those recomputed."""
-        layers, rest = divmod(self.model.spec.num_layers, chunks)
-        recompute = self.space.recompute
-        if rest or recompute is None or recompute.method is not RecomputeMethod.UNIFORM:
-            return not rest
-        size = recompute.num_layers or 1
-        return rules.allows_uniform_recompute((layers,), size, self.space.version)
+        for virtual in range(1, most + 1):
+            found = {**facts, "vpp": virtual}
+            legal = space.allows(name, virtual, self.model.cluster)
+            if legal and self.steps["virtual"].refusal(found) is None:
+                yield virtual
 
     def zero_stages(self, dims: ParallelDims) -> list[ZeroStage]:
         """ZeRO stages that Megatron launches here, with virtual stages or without.
@@ -316,15 +280,11 @@ class GridSpace(Caching):
         Without replicas there is nothing to divide. A job that has Megatron-FSDP already may start
         without the meta device.
         """
-        allowed, pp = self.space.zero_stages, dims.pipeline_model_parallel_size
+        allowed = self.space.zero_stages
         if replicas(dims) == (1, 1) and ZeroStage.NONE in allowed:
             return [ZeroStage.NONE]
-        legal = [zero for zero in allowed if rules.allows_zero(zero, pp)]
-        if self.model.spec.vision is not None:
-            return [zero for zero in legal if not zero.is_fsdp]
-        if self.space.sharding is None and not rules.initializes_on_meta_device(self.model.spec):
-            return [zero for zero in legal if not zero.is_fsdp]
-        return legal
+        facts, step = facts_of_dims(dims), self.steps["zero"]
+        return [zero for zero in allowed if step.refusal({**facts, "zero": zero}) is None]
 
     def recompute_settings(self, grid: PartialLayout) -> tuple[Recompute, ...]:
         """Recompute settings to try on a grid, none first; block sizes up to the largest chunk."""
@@ -370,8 +330,8 @@ class GridSpace(Caching):
     def largest_block(self, chunks: int) -> int:
         """Layers of the largest chunk of the partition given, or of ``chunks`` balanced ones."""
         if self.space.partition is not None:
-            return max(rules.decoder_layers(self.model.spec, self.space.partition))
-        if not rules.allows_blocks(self.model.spec):
+            return max(decoder_layers(self.model.spec, self.space.partition))
+        if not allows_blocks(self.model.spec):
             return 0
         return -(-self.model.spec.num_layers // chunks)
 
@@ -391,14 +351,8 @@ class GridSpace(Caching):
         )
         own = self.space.present_recompute
         with_own = dict.fromkeys((*found, *(() if own is None else (own,))))
-        return tuple(filter(self._is_recomputed, with_own))
-
-    @cached_by(lambda _, recompute: (recompute.method, recompute.modules))
-    def _is_recomputed(self, recompute: Recompute) -> bool:
-        """Whether Megatron recomputes so; of blocks and groups it takes any number of layers."""
-        grid = dataclasses.replace(self._one_stage(1, 1, 1, 1, 1, 1), recompute=recompute)
-        plain = dataclasses.replace(grid, execution=PLAIN)
-        return allows_recompute(launched(self.model, self.space, plain))
+        step = self.steps["recompute"]
+        return tuple(each for each in with_own if step.refusal({"recompute": each}) is None)
 
 
 def _with_executions(

@@ -16,7 +16,7 @@ from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost, chunk_c
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.rules import mtp_chunk, mtp_chunk_fits
+from nest_megatron.parallel.rulebook.stages import misplaced_mtp_chunk
 from nest_megatron.parallel.stage_layout import uniform_partition
 from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolution, StageSolver, Status
 from nest_megatron.units import Ticks
@@ -40,9 +40,8 @@ def check_partition(spec: TransformerSpec, partition: StagePartition) -> None:
             limit=f"model {spec.name} has {units} units (layers, embedding, MTP, head)",
             fix="Cut the units of this very model.",
         )
-    chunk, pp = mtp_chunk(spec, partition), partition.pipeline_model_parallel_size
-    vpp, hybrid = partition.num_chunks // pp, bool(spec.hybrid_layer_pattern)
-    if chunk is not None and not mtp_chunk_fits(chunk, pp, vpp, hybrid=hybrid):
+    pp, chunk = partition.pipeline_model_parallel_size, misplaced_mtp_chunk(spec, partition)
+    if chunk is not None:
         raise UserInputError(
             "stage partition",
             value=f"MTP layers in virtual stage {chunk // pp} of pipeline rank {chunk % pp}",

@@ -31,8 +31,8 @@ from nest_megatron.parallel.recompute import (
     RecomputeModule,
     selective_recompute,
 )
-from nest_megatron.parallel.recompute_rules import allows_recompute
-from nest_megatron.parallel.rules import LaunchRequest
+from nest_megatron.parallel.rulebook.facts import LaunchRequest
+from nest_megatron.parallel.rulebook.recomputation import allows_recompute
 from nest_megatron.parallel.stage_layout import parse_layout, uniform_partition
 from nest_megatron.parallel.zero import STRATEGIES, ZeroStage
 from nest_megatron.solver.space import recompute_settings

@@ -14,7 +14,7 @@ from nest_megatron.model.stacks import encoder_of
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.rank_order import GroupKind, group_of_rank
-from nest_megatron.parallel.rules import launched_expert_tensor_size
+from nest_megatron.parallel.rulebook.degrees import launched_expert_tensor_size
 from tests.contract.megatron_shims import DuplicatedLinear, meta_megatron, torch
 
 

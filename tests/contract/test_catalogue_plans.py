@@ -14,9 +14,9 @@ import pytest
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.integrations.megatron_lm import rules
 from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.model.block_parameters import ParameterCount
+from nest_megatron.parallel import rulebook
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import Request, plan
 from nest_megatron.solver.space import SearchSpace
@@ -120,7 +120,7 @@ def test_the_plan_is_proven_best_and_fits(index: int) -> None:
 
 @every_job
 def test_every_rule_of_megatron_holds(index: int) -> None:
-    assert not tuple(rules.check(launch_request(planned(index))))
+    assert not tuple(rulebook.check(launch_request(planned(index))))
 
 
 @every_job

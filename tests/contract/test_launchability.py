@@ -9,7 +9,6 @@ import pytest
 
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.degree_rules import is_legal_grid
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import (
@@ -18,6 +17,7 @@ from nest_megatron.parallel.recompute import (
     RecomputeGranularity,
     RecomputeMethod,
 )
+from nest_megatron.parallel.rulebook import is_legal_grid
 from nest_megatron.parallel.stage_layout import parse_layout, uniform_partition
 from tests.contract import megatron_model
 from tests.contract.hand_models import BERT, DEEPSEEK, GPT_OSS, LLAMA, MIXTRAL, NEMOTRON, T5

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.rules import decoder_layers, mtp_chunk, mtp_chunk_fits
+from nest_megatron.parallel.rulebook.stages import decoder_layers, mtp_chunk, mtp_chunk_fits
 from nest_megatron.parallel.stage_layout import layout_string, parse_layout, uniform_partition
 from tests.contract.megatron_shims import torch
 from tests.parallel.cut_models import cut_models, make_spec

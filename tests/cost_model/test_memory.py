@@ -27,7 +27,8 @@ from nest_megatron.model.shard import LayerShard, fits_fused_attention
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, RecomputeModule
-from nest_megatron.parallel.rules import allows_context_parallel
+from nest_megatron.parallel.rulebook import check
+from nest_megatron.parallel.rulebook.facts import LaunchRequest
 from nest_megatron.parallel.stage_layout import uniform_partition
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.space import recompute_settings
@@ -327,7 +328,10 @@ def test_heads_that_no_fused_kernel_takes_keep_their_scores(
     kept = graph.saved_by_part()[Part.CORE_ATTENTION] / scores
     assert kept == pytest.approx(bytes_a_score, abs=0.01)
     assert fits_fused_attention(spec) is (bytes_a_score == 0)
-    assert allows_context_parallel(spec, 2) is (bytes_a_score == 0)
+    dims = ParallelDims(context_parallel_size=2)
+    split = LaunchRequest(spec=spec, dims=dims, micro_batch_size=1, global_batch_size=1)
+    broken = {rule.id for rule, _ in check(split)}
+    assert ("head_sizes_under_cp" in broken) is (bytes_a_score > 0)
     recomputed = {m for r in recompute_settings(spec, 1) for m in r.modules}
     assert (RecomputeModule.CORE_ATTN in recomputed) is (bytes_a_score > 0)
 

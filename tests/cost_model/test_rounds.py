@@ -12,7 +12,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.rules import allows_interleaving
+from nest_megatron.parallel.rulebook.schedule import allows_interleaving
 from nest_megatron.parallel.stage_layout import uniform_partition
 from tests import catalogue
 

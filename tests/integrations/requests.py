@@ -26,7 +26,7 @@ from nest_megatron.parallel.recompute import (
     RecomputeMethod,
     RecomputeModule,
 )
-from nest_megatron.parallel.rules import LaunchRequest
+from nest_megatron.parallel.rulebook.facts import Facts, LaunchRequest
 from nest_megatron.parallel.stage_layout import parse_layout, uniform_partition
 from nest_megatron.parallel.zero import ZeroStage
 from tests.contract.hand_models import BERT, DEEPSEEK, GPT_OSS, LLAMA, MIXTRAL, NEMOTRON, T5
@@ -233,8 +233,13 @@ BROKEN = {
     "context_levels": carried(grid=dims(cp=4), cp_comm_type=ContextTraffic.A2A_P2P),
     "context_sizes": carried(grid=dims(cp=8), **A2A_P2P),
     "context_heads": carried(grid=dims(tp=4, cp=4), cp_comm_type=ContextTraffic.A2A),
-    "cuda_graph_recompute": carried(
+    "cuda_graph_full_recompute": carried(
         changes={"recompute": uniform(1)}, cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE
+    ),
+    "cuda_graph_recompute": carried(
+        changed(LLAMA, attention_dropout=0.1),
+        changes={"recompute": selective(RecomputeModule.CORE_ATTN)},
+        cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE,
     ),
     "graphs_experts": carried(MIXTRAL, dims(dp=2), cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE),
     "offloaded_layers": carried(grid=dims(pp=2), cpu_offloading_num_layers=10),
@@ -245,6 +250,7 @@ BROKEN = {
     "heads_over_tp": request(grid=dims(tp=3)),
     "ffn_over_tp": request(changed(LLAMA, ffn_hidden_size=28671), dims(tp=8)),
     "mamba_over_tp_and_cp": request(changed(HYBRID, mamba_num_groups=2), dims(tp=4)),
+    "mamba_groups": request(changed(HYBRID, mamba_num_groups=3)),
     "linear_over_tp_and_cp": request(changed(LINEAR, linear_num_key_heads=4), dims(tp=8)),
     "linear_replacements": request(
         changed(LLAMA, heterogeneous_layers=(LayerKind("linear_for_mlp"),) * LLAMA.num_layers),
@@ -263,14 +269,30 @@ BROKEN = {
     ),
     "hybrid_recompute": request(HYBRID, recompute=uniform(1)),
     "vocab_over_tp": request(changed(LLAMA, vocab_size=128_252, vocab_is_padded=True), dims(tp=8)),
+    "adapters_over_etp": request(
+        changed(MIXTRAL, adapters=Adapters(dim=6)), dims(tp=2, dp=2, ep=1, etp=4)
+    ),
+    "no_experts": request(grid=dims(dp=2, ep=2)),
     "experts_over_ep": request(MIXTRAL, dims(dp=3, ep=3)),
     "expert_bias": request(GPT_OSS, dims(tp=2, dp=2, ep=2, etp=2)),
+    "shared_expert_bias": request(changed(DEEPSEEK, add_bias_linear=True)),
     "expert_gradients": request(MIXTRAL, dims(tp=2, dp=2)),
     "sequence_pieces": request(changed(LLAMA, seq_length=8190), dims(cp=4)),
+    "local_attention_under_cp": request(grid=dims(cp=2), transformer_impl="local"),
+    "unfused_attention_under_cp": request(grid=dims(cp=2), fused_attention=False),
+    "head_sizes_under_cp": request(changed(LLAMA, kv_channels=130), dims(cp=2)),
     "attention_under_cp": request(GPT_OSS, dims(cp=2)),
     "sequence_parallel": request(sequence_parallel=True),
     "rank_order": request(MIXTRAL, dims(tp=2, pp=2, dp=4, ep=8, rank_order=SECOND)),
     "two_stacks": request(T5, dims(pp=2)),
+    "block_recompute": request(
+        T5,
+        recompute=Recompute(
+            granularity=RecomputeGranularity.FULL, method=RecomputeMethod.BLOCK, num_layers=1
+        ),
+    ),
+    "even_stages": request(grid=dims(pp=3), partition=None, even_stages=1),
+    "even_groups": request(grid=dims(pp=4), even_stages=3, recompute=uniform(3)),
     "encoder": request(SEES_IMAGES, dims(pp=2, cp=2)),
     "encoder_stages": request(
         SEES_IMAGES, dims(pp=2), partition=parse_layout("Et*39|t*41L", SEES_IMAGES, 2)
@@ -278,6 +300,7 @@ BROKEN = {
     "encoder_zero": request(SEES_IMAGES, dims(dp=8), zero=ZeroStage.WEIGHTS),
     "whole_batch": request(grid=dims(dp=3), global_batch_size=16),
     "interleaving": request(grid=dims(pp=4, vpp=2), global_batch_size=6),
+    "virtual_stages": request(grid=dims(vpp=2), partition=None),
     "cuda_graph_experts": carried(MIXTRAL, dims(dp=2, ep=2), cuda_graph_impl=GraphImpl.LOCAL),
     "optimizer_zero": request(grid=dims(tp=2, dp=4), zero=ZeroStage.OPTIMIZER, optimizer="muon"),
     "fsdp_no_pipeline": request(grid=dims(pp=2), zero=ZeroStage.GRADIENTS),
@@ -303,7 +326,8 @@ BROKEN = {
     "positions": request(changed(LLAMA, max_position_embeddings=10)),
     "bert_layers": request(changed(BERT, mtp_num_layers=1)),
     "grouped_gemm": request(MIXTRAL, transformer_impl="local", moe_grouped_gemm=True),
-    "partition_shape": request(grid=dims(pp=2), partition=None),
+    "no_partition": request(grid=dims(pp=2), partition=None),
+    "partition_shape": request(grid=dims(pp=2), partition=uniform_partition(LLAMA, 4)),
     "mtp_stage": request(DEEPSEEK, dims(pp=2, vpp=2), partition=MTP_FIRST),
     "recompute_uniform": request(grid=dims(pp=4), recompute=uniform(3)),
     "recompute_modules": request(recompute=selective(RecomputeModule.MOE)),
@@ -314,4 +338,102 @@ BROKEN = {
     "recompute_fp8": request(precision=FP8, recompute=selective(RecomputeModule.LAYERNORM)),
     "fp8_engine": request(precision=FP8, transformer_impl="local"),
     "fp8_shapes": request(changed(LLAMA, ffn_hidden_size=28680), dims(tp=8), precision=FP8),
+    "device_recipe": request(precision=FP8, fp8_recipe="mxfp8", accelerator="H100-SXM-80GB"),
+}
+
+#: Facts that no request has, as its records refuse them or a layout has its string by construction.
+IMPOSSIBLE = {
+    "expert_ranks": Facts(job=request(MIXTRAL, dims(dp=2, ep=2)), world_size=3),
+    "expert_ranks_of_stage": Facts(job=request(MIXTRAL, dims(dp=2, ep=2)), pp=2),
+    "layout_grammar": Facts(job=request(grid=dims(pp=2)), stage_text="Et*39|t*41L"),
+}
+
+
+def _optioned(
+    name: str,
+    value: Any = True,
+    spec: TransformerSpec = LLAMA,
+    grid: ParallelDims | None = None,
+    **changes: Any,
+) -> Any:
+    return request(spec, grid, options={name: value}, **changes)
+
+
+_FSDP = {"zero": ZeroStage.WEIGHTS, "grid": dims(dp=4)}
+#: The same for options of the job that only go with some layouts.
+OPTIONED = {
+    **{
+        f"option_{name}": _optioned(name)
+        for name in (
+            "tp_comm_overlap",
+            "defer_embedding_wgrad_compute",
+            "overlap_p2p_comm_warmup_flush",
+            "overlap_param_gather_with_optimizer_step",
+            "distribute_saved_activations",
+            "overlap_moe_expert_parallel_comm",
+            "delay_wgrad_compute",
+            "fsdp_double_buffer",
+            "fsdp_manual_registration",
+            "init_model_with_meta_device",
+        )
+    },
+    **{
+        f"option_{name}": _optioned(name, **_FSDP)
+        for name in (
+            "use_cpu_initialization",
+            "check_weight_hash_across_dp_replicas_interval",
+            "moe_single_grouped_weight",
+            "moe_single_grouped_bias",
+        )
+    },
+    **{
+        f"option_{name}": _optioned(name, "flex", MIXTRAL, dims(dp=2))
+        for name in (
+            "moe_token_dispatcher_type",
+            "moe_flex_dispatcher_backend",
+            "moe_enable_deepep",
+        )
+    },
+    "option_overlap_p2p_comm": _optioned("overlap_p2p_comm", False, grid=dims(pp=2, vpp=2)),
+    "option_microbatch_group_size_per_vp_stage": _optioned(
+        "microbatch_group_size_per_vp_stage", 3, grid=dims(pp=4, vpp=2)
+    ),
+    "option_hybrid_override_pattern": _optioned(
+        "hybrid_override_pattern", "M-", HYBRID, version="0.20"
+    ),
+    "option_hierarchical_context_parallel_sizes": _optioned(
+        "hierarchical_context_parallel_sizes", ["2", "2"]
+    ),
+    "option_cp_comm_type": _optioned("cp_comm_type", ["a2a+p2p"]),
+    "option_overlap_beside_fsdp": _optioned("overlap_moe_expert_parallel_comm", **_FSDP),
+    "option_delay_beside_fsdp": _optioned("delay_wgrad_compute", **_FSDP),
+    "option_moe_shared_expert_overlap": _optioned(
+        "moe_shared_expert_overlap",
+        spec=DEEPSEEK,
+        recompute=selective(RecomputeModule.SHARED_EXPERTS),
+    ),
+    "option_cpu_offloading_num_layers": _optioned("cpu_offloading_num_layers", 2, grid=dims(pp=2)),
+    "option_fine_grained_activation_offloading": _optioned(
+        "fine_grained_activation_offloading", recompute=uniform(1)
+    ),
+    "option_num_distributed_optimizer_instances": _optioned(
+        "num_distributed_optimizer_instances", 2, grid=dims(dp=3), zero=ZeroStage.OPTIMIZER
+    ),
+    "option_instances_of_fsdp": _optioned(
+        "num_distributed_optimizer_instances",
+        2,
+        MIXTRAL,
+        dims(dp=4, ep=2),
+        zero=ZeroStage.WEIGHTS,
+    ),
+    "option_ckpt_format": _optioned("ckpt_format", "torch_dcp"),
+    "fp8_offload": request(
+        options={
+            "optimizer_cpu_offload": True,
+            "use_precision_aware_optimizer": True,
+            "fp8_param_gather": True,
+            "fp8_recipe": "mxfp8",
+        }
+    ),
+    "precision_aware_optimizer": _optioned("exp_avg_dtype", "fp8"),
 }

@@ -17,6 +17,7 @@ from nest_megatron.solver.space import recompute_settings
 from tests import catalogue
 from tests.integrations.frameworks import bridge_config, nemo_recipe
 from tests.integrations.test_read import BASE
+from tests.parallel.test_cuda_graphs import goes_with
 
 LOCAL = {"cuda_graph_impl": "local", "cuda_graph_scope": "full"}
 CASES = [
@@ -47,7 +48,7 @@ def test_megatron_core_takes_every_recompute_setting_that_is_left(
     settings = [
         each
         for each in recompute_settings(spec, 2, flash_attention=False)
-        if graphs.allows_recompute(spec, each)
+        if goes_with(graphs, spec, each)
     ]
     full = [each for each in settings if each.granularity is RecomputeGranularity.FULL]
     assert bool(full) == ("full_iteration" in str(fields))

@@ -12,7 +12,6 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
-from nest_megatron.integrations.megatron_lm.rules import check
 from nest_megatron.integrations.megatron_lm.write import model_argv, parallel_argv, script_name
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.spec import TransformerSpec
@@ -20,7 +19,9 @@ from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE
-from nest_megatron.parallel.rules import LaunchRequest, mtp_chunk
+from nest_megatron.parallel.rulebook import check
+from nest_megatron.parallel.rulebook.facts import LaunchRequest
+from nest_megatron.parallel.rulebook.stages import mtp_chunk
 from nest_megatron.parallel.stage_layout import is_uniform, layout_string, parse_layout
 from nest_megatron.planner import Request, plan
 from nest_megatron.solver.space import SearchSpace
@@ -142,14 +143,14 @@ def test_stages_are_written_into_the_pattern_and_read_back() -> None:
 def test_0_16_cuts_evenly_and_recomputes_no_whole_layers(
     fields: dict[str, object], broken: set[str]
 ) -> None:
-    found = {rule.name for rule, _ in check(_request("0.16.1", **fields))}
+    found = {rule.id for rule, _ in check(_request("0.16.1", **fields))}
     assert found & {"hybrid_stages", "hybrid_recompute"} == broken
-    assert not {rule.name for rule, _ in check(_request("0.20", **fields))} - {"activation_flag"}
+    assert not {rule.id for rule, _ in check(_request("0.20", **fields))} - {"activation_flag"}
 
 
 def test_mtp_layers_of_a_hybrid_model_lie_beside_the_head() -> None:
     apart = dataclasses.replace(UNEVEN, boundaries=(0, 2, 5, 10, 11))
-    assert "mtp_stage" in {rule.name for rule, _ in check(_request("0.20", partition=apart))}
+    assert "mtp_stage" in {rule.id for rule, _ in check(_request("0.20", partition=apart))}
 
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.20"])
@@ -181,7 +182,7 @@ def test_plans_have_stages_that_the_release_builds(version: str) -> None:
 def test_heads_and_groups_of_mamba_layers(tp: int, cp: int, legal: bool) -> None:
     dims = ParallelDims(tensor_model_parallel_size=tp, context_parallel_size=cp)
     request = _request("0.20", partition=None, sequence_parallel=tp > 1)
-    found = {rule.name for rule, _ in check(dataclasses.replace(request, dims=dims))}
+    found = {rule.id for rule, _ in check(dataclasses.replace(request, dims=dims))}
     assert ("mamba_over_tp_and_cp" not in found) is legal
 
 

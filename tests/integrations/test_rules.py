@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.rules import RULES, check, require_launchable
 from nest_megatron.model.execution import GraphImpl
-from nest_megatron.parallel.degree_rules import is_legal_grid
-from nest_megatron.parallel.rules import launched_expert_tensor_size
+from nest_megatron.parallel.rulebook import RULES, check, is_legal_grid, require_launchable
+from nest_megatron.parallel.rulebook.degrees import launched_expert_tensor_size
+from nest_megatron.parallel.rulebook.rule import Rule, violations
 from tests.contract.hand_models import LLAMA, MIXTRAL
-from tests.integrations.requests import BROKEN, SECOND, SOUND, carried, dims
+from tests.integrations.requests import BROKEN, IMPOSSIBLE, OPTIONED, SECOND, SOUND, carried, dims
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -21,25 +21,44 @@ def test_sound_plans_break_no_rule(name: str) -> None:
     assert is_legal_grid(sound.spec, sound.dims, sequence_parallel=sound.sequence_parallel)
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("name", BROKEN | OPTIONED)
 def test_each_rule_names_its_breach(name: str) -> None:
-    broken = [rule.name for rule, _ in check(BROKEN[name])]
+    request = (BROKEN | OPTIONED)[name]
+    broken = [rule.id for rule, _ in check(request)]
     assert name in broken
     with pytest.raises(UserInputError, match="Megatron-LM"):
-        require_launchable(BROKEN[name])
+        require_launchable(request)
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_rules_that_records_keep_are_broken_by_facts_alone(name: str) -> None:
+    facts = IMPOSSIBLE[name]
+    broken = dict(violations(facts, [rule for rule in RULES if rule.id == name]))
+    assert [violation.limit for violation in broken.values()] != []
+    assert name not in [rule.id for rule, _ in check(facts["job"])]
 
 
 def test_every_rule_has_a_breach_and_a_source() -> None:
-    names = [rule.name for rule in RULES]
+    names = [rule.id for rule in RULES]
     assert len(names) == len(set(names))
-    assert set(names) - {"layout_grammar"} == set(BROKEN)
-    assert all(rule.source for rule in RULES)
+    assert set(names) == {*BROKEN, *OPTIONED, *IMPOSSIBLE}
+    assert all(rule.source and rule.names for rule in RULES)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+def test_words_of_every_rule_can_be_said(rule: Rule) -> None:
+    """Every placeholder is a fact, and every sentence a user's."""
+    facts = IMPOSSIBLE.get(rule.id) or (BROKEN | OPTIONED)[rule.id].facts
+    ((_, found),) = violations(facts, [rule])
+    assert found.what
+    assert found.fix.endswith(".")
+    assert "{" not in f"{found.what} {found.limit} {found.fix}"
 
 
 def test_a_graph_of_the_step_holds_the_experts_of_the_newer_release() -> None:
     whole = {"cuda_graph_impl": GraphImpl.FULL_ITERATION}
     new = carried(MIXTRAL, dims(dp=2), {"version": "0.20"}, **whole)
-    assert "graphs_experts" not in [rule.name for rule, _ in check(new)]
+    assert "graphs_experts" not in [rule.id for rule, _ in check(new)]
     with pytest.raises(UserInputError, match="cuda_graph_impl = 'full_iteration': experts without"):
         require_launchable(carried(MIXTRAL, dims(dp=2), **whole))
 

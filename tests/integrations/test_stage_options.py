@@ -16,7 +16,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.stage_options import STAGE_OPTIONS, user_partition
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.rules import decoder_layers, mtp_chunk, mtp_chunk_fits
+from nest_megatron.parallel.rulebook.stages import decoder_layers, mtp_chunk, mtp_chunk_fits
 from nest_megatron.parallel.stage_layout import layout_string
 from tests.parallel.cut_models import cut_models, make_spec
 

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+
 from nest_megatron.megatron_core.layers import extract_layer
 from nest_megatron.megatron_core.stage import transformer_config
 from nest_megatron.model.graph import LayerCollective
@@ -19,9 +20,8 @@ from nest_megatron.model.parameters import layer_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.model.stacks import sized
-from nest_megatron.parallel.degree_rules import is_legal_grid
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.rules import allows_virtual_stages
+from nest_megatron.parallel.rulebook import is_legal_grid
 from tests.megatron_core.local_layers import local_attention
 
 pytestmark = pytest.mark.megatron_lm
@@ -114,4 +114,4 @@ def test_layers_are_not_built_for_virtual_stages() -> None:
     config = transformer_config(spec, dims, None, sequence_parallel=False)
     with pytest.raises(AssertionError, match="vp_stage"):
         specs.get_gpt_heterogeneous_layer_spec(config, pp_rank=0)
-    assert not allows_virtual_stages(spec, 2)
+    assert not is_legal_grid(spec, dims, sequence_parallel=False)

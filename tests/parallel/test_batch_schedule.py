@@ -23,12 +23,12 @@ from nest_megatron.integrations.megatron_lm.attach import (
     with_launch,
 )
 from nest_megatron.integrations.megatron_lm.parser import read_command
-from nest_megatron.integrations.megatron_lm.rules import require_launchable
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.batch_schedule import BatchSchedule, read_schedule
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rules import LaunchRequest
+from nest_megatron.parallel.rulebook import require_launchable
+from nest_megatron.parallel.rulebook.facts import LaunchRequest
 from nest_megatron.planner import plan
 from nest_megatron.report.words import schedule_words
 from tests import catalogue

@@ -12,9 +12,18 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.typed_command import read_request
+from nest_megatron.model.execution import Execution, GraphImpl
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.cuda_graphs import CudaGraphs, cuda_graphs
-from nest_megatron.parallel.recompute import FULL_RECOMPUTE, RecomputeModule, selective_recompute
+from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.recompute import (
+    FULL_RECOMPUTE,
+    Recompute,
+    RecomputeModule,
+    selective_recompute,
+)
+from nest_megatron.parallel.rulebook import check
+from nest_megatron.parallel.rulebook.facts import LaunchRequest
 from nest_megatron.solver.grids import GridSpace
 from tests.contract.hand_models import LLAMA
 from tests.solver.jobs import families
@@ -69,9 +78,28 @@ def test_what_may_not_be_computed_again(
     assert {module.value for module in graphs.without_modules(spec)} == modules
     for module in RecomputeModule:
         setting = selective_recompute([module])
-        assert graphs.allows_recompute(spec, setting) == (module.value not in modules)
-    assert not graphs.allows_recompute(spec, FULL_RECOMPUTE)
-    assert CudaGraphs(impl="full_iteration").allows_recompute(spec, FULL_RECOMPUTE)
+        assert goes_with(graphs, spec, setting) == (module.value not in modules)
+    assert not goes_with(graphs, spec, FULL_RECOMPUTE)
+    assert goes_with(CudaGraphs(impl="full_iteration"), spec, FULL_RECOMPUTE)
+
+
+def goes_with(graphs: CudaGraphs, spec: TransformerSpec, recompute: Recompute) -> bool:
+    """Whether a launch may have graphs and what is recomputed together."""
+    execution = Execution(
+        cuda_graph_impl=GraphImpl(graphs.impl), cuda_graph_scope=tuple(sorted(graphs.scope))
+    )
+    asked = LaunchRequest(
+        spec=spec,
+        dims=ParallelDims(),
+        micro_batch_size=1,
+        global_batch_size=1,
+        recompute=recompute,
+        execution=execution,
+        cuda_graphs=graphs,
+    )
+    return not {"cuda_graph_recompute", "cuda_graph_full_recompute"}.intersection(
+        rule.id for rule, _ in check(asked)
+    )
 
 
 def test_a_search_keeps_to_them() -> None:

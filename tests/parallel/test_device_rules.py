@@ -13,18 +13,18 @@ from nest_megatron.cost_model.traits import Fp8Recipe
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.write import environment
 from nest_megatron.model.execution import PLAIN, Execution, FlexBackend, TokenDispatcher
-from nest_megatron.parallel.device_rules import (
-    DEVICE_RULES,
+from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.knobs import KnobConditions, Package, always_on, open_values
+from nest_megatron.parallel.numeric_knobs import NUMERIC_KNOBS
+from nest_megatron.parallel.rulebook.devices import (
+    DEVICES,
     closed_on,
     device_notes,
     device_rules,
     has_multicast,
     require_recipe,
 )
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.knobs import KnobConditions, Package, always_on, open_values
-from nest_megatron.parallel.numeric_knobs import NUMERIC_KNOBS
-from nest_megatron.parallel.rules import LaunchRequest
+from nest_megatron.parallel.rulebook.facts import LaunchRequest
 from nest_megatron.validation.machine_words import accelerator
 from tests import catalogue
 from tests.cli.runs import run
@@ -82,7 +82,7 @@ def test_rules_and_the_catalogue_agree_on_formats() -> None:
         assert device.supports(Precision.FP8) == bool(recipes & FP8), device.name
         assert device.supports(Precision.NVFP4) == ("nvfp4" in recipes), device.name
     known = {recipe.value for recipe in Fp8Recipe}
-    assert all({*row.recipes, *row.refused} <= known for row in DEVICE_RULES)
+    assert all({*row.recipes, *row.refused} <= known for row in DEVICES)
 
 
 def test_what_a_plan_would_gain_in_fewer_bits_runs_there() -> None:
@@ -195,6 +195,6 @@ def test_the_table_of_devices_is_that_of_the_code() -> None:
     rows = [
         f"| {row.words} | {', '.join(f'`{each}`' for each in row.recipes)} | "
         f"{', '.join(f'`{each}`' for each in sorted(row.closed))} | {row.source} |"
-        for row in DEVICE_RULES
+        for row in DEVICES
     ]
     assert shown == rows

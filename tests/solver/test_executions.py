@@ -23,10 +23,10 @@ from nest_megatron.model.execution import (
     TokenDispatcher,
 )
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.execution_checks import allows_execution
 from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.rules import LaunchRequest
+from nest_megatron.parallel.rulebook.execution import allows_execution
+from nest_megatron.parallel.rulebook.facts import LaunchRequest
 from nest_megatron.solver.bounds import Bounds
 from nest_megatron.solver.executions import laid_out
 from nest_megatron.solver.grids import GridSpace

@@ -22,7 +22,7 @@ from nest_megatron.parallel.recompute import (
     RecomputeMethod,
     RecomputeModule,
 )
-from nest_megatron.parallel.rules import decoder_layers, mtp_chunk, mtp_chunk_fits
+from nest_megatron.parallel.rulebook.stages import decoder_layers, mtp_chunk, mtp_chunk_fits
 from nest_megatron.planner.assemble import describe_space
 from nest_megatron.solver import backend
 from nest_megatron.solver.backend import Backend

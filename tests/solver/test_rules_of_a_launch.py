@@ -10,21 +10,19 @@ from typing import Any
 import pytest
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.cost_model.formats import FP8_SHAPES
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.model.execution import PLAIN, Execution, GraphImpl
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
-from nest_megatron.parallel.degree_rules import DEGREE_RULES
-from nest_megatron.parallel.execution_checks import (
-    EXECUTION_RULES,
+from nest_megatron.parallel.recompute import RecomputeModule, selective_recompute
+from nest_megatron.parallel.rulebook import RULES
+from nest_megatron.parallel.rulebook.execution import (
     allows_execution,
     decisive_modules,
 )
-from nest_megatron.parallel.launch_rule import violations
-from nest_megatron.parallel.recompute import RecomputeModule, selective_recompute
-from nest_megatron.parallel.recompute_rules import RECOMPUTE_RULES
+from nest_megatron.parallel.rulebook.rule import violations
+from nest_megatron.parallel.rulebook.search import is_searched
 from nest_megatron.solver.executions import has_graphs, kind_of, launched
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.space import SearchSpace
@@ -32,7 +30,6 @@ from tests import catalogue
 from tests.solver.jobs import families, small_spec
 from tests.solver.test_executions import FREE, GRAPHS, OFFLOADED
 
-RULES = (*DEGREE_RULES, *RECOMPUTE_RULES, FP8_SHAPES, *EXECUTION_RULES)
 LOCAL = Execution(cuda_graph_impl=GraphImpl.LOCAL)
 JOBS: list[dict[str, Any]] = [
     {"executions": FREE},
@@ -72,7 +69,7 @@ def test_every_candidate_passes_them(seed: int, asked: dict[str, Any]) -> None:
         for recompute in grids.recompute_settings(family):
             grid = dataclasses.replace(family, recompute=recompute)
             request = launched(grids.model, grids.space, grid)
-            assert not list(violations(request, RULES))
+            assert not list(violations(request.facts, filter(is_searched, RULES)))
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -17,7 +17,7 @@ from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.rank_order import GroupKind, group_of_rank
 from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeMethod
-from nest_megatron.parallel.rules import decoder_layers
+from nest_megatron.parallel.rulebook.stages import decoder_layers
 from nest_megatron.parallel.zero import ZeroStage
 from tests.training.layouts import LAYOUTS, STEPS, Layout, planned
 from tests.training.workers import Trained, train_all

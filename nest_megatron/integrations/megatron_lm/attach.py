@@ -10,7 +10,6 @@ from nest_megatron.config.job import ReadCommand
 from nest_megatron.cost_model.settings import CostSettings, restored_settings
 from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.errors import FaultError
-from nest_megatron.integrations.megatron_lm.incompatible_options import contradicted
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     RECOMPUTE,
     STAGE_OPTIONS,
@@ -21,11 +20,9 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS
 from nest_megatron.integrations.megatron_lm.read import read_recompute
 from nest_megatron.integrations.megatron_lm.rewrite import Rewrite, rewrite
-from nest_megatron.integrations.megatron_lm.rules import require_launchable
 from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
 from nest_megatron.integrations.megatron_lm.write import (
     environment,
-    has_activation_flag,
     model_argv,
     parallel_argv,
     planned_arguments,
@@ -35,19 +32,22 @@ from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
-from nest_megatron.parallel.device_rules import has_multicast
 from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.layout import Layout
 from nest_megatron.parallel.plan import MEGATRON_LM, LaunchCommand, ParallelPlan
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
-from nest_megatron.parallel.rules import DEFAULT_VERSION, LaunchRequest
+from nest_megatron.parallel.rulebook import RULES, require_launchable
+from nest_megatron.parallel.rulebook.devices import has_multicast
+from nest_megatron.parallel.rulebook.facts import DEFAULT_VERSION, LaunchRequest
+from nest_megatron.parallel.rulebook.job import has_activation_flag
+from nest_megatron.parallel.rulebook.options import contradicted
 
 #: Key of ``ParallelPlan.launch``.
 LAUNCHER = "megatron_lm"
 #: Rules of what only a framework's own configuration can state.
 STATED_ELSEWHERE = ("activation_flag", "variant", "position_type")
 #: Those of Megatron-LM's own command line, which frameworks with recipes do without.
-OF_THE_COMMAND_LINE = (*STATED_ELSEWHERE, "known_version", "positions")
+OF_THE_COMMAND_LINE = tuple(rule.id for rule in RULES if rule.framework)
 _COMPLETE_IT = (
     "Add your own flags for data, tokenizer, optimizer, checkpoints and logging, the launcher's "
     "rendezvous (--master-addr, --node-rank), and what changes no shape: rotary scaling, router "
@@ -243,7 +243,7 @@ def require_kept(
 ) -> None:
     """Compare a rewritten command with what the user typed, and with the plan.
 
-    Options that contradict the plan (``incompatible_options``) are taken back with their reason;
+    Options that contradict the plan (``rulebook.options``) are taken back with their reason;
     that any other is written is a fault of this package.
 
     Raises:

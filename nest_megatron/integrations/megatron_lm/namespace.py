@@ -19,7 +19,7 @@ from nest_megatron.integrations.megatron_lm.parser import VERSIONS, load_argumen
 from nest_megatron.integrations.megatron_lm.rewrite import WRITABLE
 from nest_megatron.integrations.process_variables import set_variables
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rules import ELEMENTWISE_OPTIMIZERS
+from nest_megatron.parallel.rulebook.sharding import ELEMENTWISE_OPTIMIZERS
 
 #: Choices of a plan that Megatron's validation derives or checks.
 _DERIVED = (

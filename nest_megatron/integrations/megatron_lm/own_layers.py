@@ -33,7 +33,7 @@ from nest_megatron.megatron_core.units import Layers, described_layers
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
-from nest_megatron.parallel.rules import launched_expert_tensor_size
+from nest_megatron.parallel.rulebook.degrees import launched_expert_tensor_size
 from nest_megatron.units import Bytes
 
 #: What concerns the whole model, other ranks or the run: one layer has Megatron's default.

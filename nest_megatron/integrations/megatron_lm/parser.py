@@ -29,10 +29,9 @@ from nest_megatron.integrations.launchers import (
     launched_ranks,
 )
 from nest_megatron.model.frequency import read_frequency
-from nest_megatron.parallel.rules import DEFAULT_VERSION
+from nest_megatron.parallel.rulebook.facts import DEFAULT_VERSION, RELEASES
 
-_DATA_FILES = {"0.16.1": "megatron_0_16_1.json", "0.20": "megatron_0_20.json"}
-VERSIONS = tuple(_DATA_FILES)
+VERSIONS = RELEASES
 _NEST_TOKEN = re.compile(r"^\+?\+?nest[.=]")
 
 
@@ -106,10 +105,11 @@ def parse_words(words: Sequence[str], version: str) -> tuple[dict[str, Any], tup
 @cache
 def load_arguments(version: str) -> tuple[Argument, ...]:
     """Every option of one recorded Megatron release; another is refused."""
-    if version not in _DATA_FILES:
+    if version not in VERSIONS:
         limit, fix = "its options are not recorded", nearest(version, VERSIONS)
         raise UserInputError("Megatron-LM version", value=version, limit=limit, fix=fix)
-    data = packaged(__package__, f"arguments_data/{_DATA_FILES[version]}")
+    name = f"megatron_{version.replace('.', '_')}.json"
+    data = packaged(__package__, f"arguments_data/{name}")
     rows: list[dict[str, Any]] = data["arguments"]
     for row in rows:
         row |= {name: tuple(row.get(name, ())) for name in ("flags", "choices")}

@@ -53,7 +53,7 @@ from nest_megatron.parallel.recompute import (
     RecomputeMethod,
     selective_recompute,
 )
-from nest_megatron.parallel.rules import DEFAULT_VERSION
+from nest_megatron.parallel.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.parallel.zero import ZERO_STAGES, DataParallelSharding, ZeroStage
 
 #: Arguments of attention and experts that ``model.arguments`` reads.

@@ -10,10 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.config.job import Option, ReadCommand
-from nest_megatron.integrations.megatron_lm.incompatible_options import (
-    INCOMPATIBLE_OPTIONS,
-    contradicted,
-)
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
     RECOMPUTE,
@@ -26,6 +22,7 @@ from nest_megatron.parallel.diff import Change, reason
 from nest_megatron.parallel.execution_arguments import EXECUTION_ARGUMENTS, EXECUTION_FIELDS
 from nest_megatron.parallel.knobs import execution_reason
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.rulebook.options import OPTION_RULES, contradicted
 from nest_megatron.units import format_gib
 
 #: Set together with the layout; those in the second row only where the user says nothing.
@@ -50,7 +47,7 @@ WRITABLE = frozenset(
         *_WITH_LAYOUT,
         _IF_ABSENT,
         _WITH_NEW_FSDP,
-        *(option.dest for option in INCOMPATIBLE_OPTIONS),
+        *(rule.what for rule in OPTION_RULES),
     }
 )
 

@@ -13,7 +13,14 @@ from nest_megatron.config.job import Job, Requirement
 from nest_megatron.cost_model.memory_flags import text
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error, flag_of
-from nest_megatron.parallel.rules import allows_optimizer
+from nest_megatron.parallel.rulebook.facts import Facts
+from nest_megatron.parallel.rulebook.rule import violations
+from nest_megatron.parallel.rulebook.sharding import (
+    AWARE,
+    OPTIMIZER_RULES,
+    STATE_FORMATS,
+    allows_optimizer,
+)
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 from nest_megatron.planner.request import Offer
 from nest_megatron.solver.space import SearchSpace
@@ -30,8 +37,6 @@ _FORMATS = {
     DataParallelSharding.DDP: "torch_dist",
     DataParallelSharding.MEGATRON_FSDP: "fsdp_dtensor",
 }
-_AWARE = "use_precision_aware_optimizer"
-_STATE_FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def with_own_sharding(
@@ -112,15 +117,11 @@ def _needs_shared_states(job: Job) -> str | None:
     ``OptimizerConfig.__post_init__``.
     """
     of_script = ("fp8_param_gather",) if job.script else ()
-    return next(filter(job.memory_flags.get, (*of_script, _AWARE)), None)
+    return next(filter(job.memory_flags.get, (*of_script, AWARE)), None)
 
 
 def require_optimizer(values: Mapping[str, Any], version: str) -> None:
-    """Raise for a flag that needs ``--use-precision-aware-optimizer`` where that is not given.
-
-    And for fp8 weights, which the optimizer on the host takes with delayed scaling alone. Sources:
-    ``validate_args`` (core_v0.16.1 :1190, :1195; 0.20 :1884, :1889) and
-    ``OptimizerConfig.__post_init__`` (``optimizer_config.py``, core_v0.16.1 :416; 0.20 :470).
+    """Raise for options of the optimizer that do not go together (``OPTIMIZER_RULES``).
 
     Args:
         values: Megatron's arguments by destination, before or after its validation.
@@ -128,25 +129,10 @@ def require_optimizer(values: Mapping[str, Any], version: str) -> None:
     Raises:
         UserInputError: naming the flag, and the one that it needs.
     """
-    recipe = text(values.get("fp8_recipe") or "delayed")
-    offloads = values.get("optimizer_cpu_offload")
-    if offloads and values.get("fp8_param_gather") and recipe != "delayed":
-        limit = (
-            f"with --fp8-param-gather Megatron-LM {version} offloads the optimizer under "
-            "delayed scaling alone"
-        )
-        fix = "Use --fp8-recipe delayed, or drop --optimizer-cpu-offload."
-        raise flag_error("fp8_recipe", recipe, limit, fix)
-    given = {name: text(values[name]) for name in _STATE_FORMATS if values.get(name)}
-    refused: dict[str, object] = {name: word for name, word in given.items() if word != "fp32"}
-    if offloads:
-        refused["optimizer_cpu_offload"] = True
-    if refused and not values.get(_AWARE):
-        name, value = next(iter(refused.items()))
-        aware = flag_of(_AWARE)
-        limit = f"Megatron-LM {version} refuses it without {aware}"
-        fix = f"Add {aware} and --use-distributed-optimizer, or drop it."
-        raise flag_error(name, value, limit, fix)
+    words = {n: text(values[n]) for n in (*STATE_FORMATS, "fp8_recipe") if values.get(n)}
+    facts = Facts(options={**values, "fp8_recipe": "delayed", **words}, version=version)
+    for _, broken in violations(facts, OPTIMIZER_RULES):
+        raise flag_error(broken.what, broken.value, broken.limit, broken.fix)
 
 
 def _saves(sharding: DataParallelSharding, ckpt_format: str | None) -> bool:

@@ -19,7 +19,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
 )
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.rules import mtp_chunk, mtp_chunk_fits
+from nest_megatron.parallel.rulebook.stages import misplaced_mtp_chunk
 from nest_megatron.parallel.stage_layout import parse_layout, uniform_partition
 
 _LAYOUT, _FIRST, _LAST, _EMBEDDING, _LOSS, _PATTERN = STAGE_OPTIONS
@@ -152,9 +152,8 @@ def _check_places(spec: TransformerSpec, partition: StagePartition) -> None:
     if pp == 1 and partition.num_chunks > 1:
         limit = f"{partition.num_chunks} virtual stages need more than one pipeline rank"
         raise _refusal("pipeline_model_parallel_size", pp, limit, "Raise it, or give one stage.")
-    chunk = mtp_chunk(spec, partition)
-    vpp, hybrid = partition.num_chunks // pp, bool(spec.hybrid_layer_pattern)
-    if chunk is not None and not mtp_chunk_fits(chunk, pp, vpp, hybrid=hybrid):
+    chunk = misplaced_mtp_chunk(spec, partition)
+    if chunk is not None:
         found = f"m in stage {chunk + 1} of {partition.num_chunks}"
         limit = "MTP layers lie in the last virtual stage of a rank other than the first"
         raise _refusal(_LAYOUT, found, limit, "Write m in the last stage.")

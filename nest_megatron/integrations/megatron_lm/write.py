@@ -27,23 +27,13 @@ from nest_megatron.parallel.execution_arguments import (
 )
 from nest_megatron.parallel.layout import Layout
 from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.rules import (
-    DEFAULT_VERSION,
-    LaunchRequest,
-    initializes_on_meta_device,
-    launched_expert_tensor_size,
-    overlaps_gradients,
-)
+from nest_megatron.parallel.rulebook.degrees import launched_expert_tensor_size
+from nest_megatron.parallel.rulebook.facts import DEFAULT_VERSION, LaunchRequest
+from nest_megatron.parallel.rulebook.job import ACTIVATION_FLAGS, has_activation_flag
+from nest_megatron.parallel.rulebook.sharding import initializes_on_meta_device, overlaps_gradients
 from nest_megatron.parallel.zero import STRATEGIES, DataParallelSharding, ZeroStage
 from nest_megatron.plain import to_plain
 
-#: Megatron's switch for an activation, gated or not; the first is what it takes anyway.
-_ACTIVATION_FLAGS = {
-    ("gelu", False): None,
-    ("silu", True): "swiglu",
-    ("squared_relu", False): "squared_relu",
-    ("quick_gelu", True): "quick_geglu",
-}
 #: Arguments in the order in which they are written.
 _DEGREES = (
     "tensor_model_parallel_size",
@@ -65,11 +55,6 @@ _SHARDING = (
     "use_megatron_fsdp",
     "use_torch_fsdp2",
 )
-
-
-def has_activation_flag(spec: TransformerSpec) -> bool:
-    """Whether Megatron-LM's command line can state the model's activation."""
-    return (spec.activation, spec.gated_linear_unit) in _ACTIVATION_FLAGS
 
 
 def model_argv(
@@ -215,7 +200,7 @@ def _activation(spec: TransformerSpec) -> dict[str, object]:
             fix="Launch through NeMo or Megatron-Bridge, whose configurations can state it.",
         )
     unfused = spec.activation == "squared_relu" and spec.add_bias_linear
-    flag = _ACTIVATION_FLAGS[spec.activation, spec.gated_linear_unit]
+    flag = ACTIVATION_FLAGS[spec.activation, spec.gated_linear_unit]
     return {**({flag: True} if flag else {}), "bias_gelu_fusion": not unfused}
 
 

@@ -1,7 +1,7 @@
 """A linear layer in the place of attention or of an MLP, as heterogeneous models have some.
 
 Tensor-parallel ranks gather its columns; with sequence parallelism it does not run
-(``rules.allows_linear_for_tp``).
+(``linear_replacements`` of the rulebook).
 
 Source: ``megatron.core.transformer.heterogeneous.linear_replacements``.
 """

@@ -16,6 +16,8 @@ from types import MappingProxyType
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.execution import PLAIN, Execution
+from nest_megatron.parallel.rulebook.facts import Facts
+from nest_megatron.parallel.rulebook.rule import Rule, violations
 
 _WHOLE_TENSOR = ("delayed", "tensorwise")
 
@@ -66,7 +68,7 @@ _AMD_CLOSED = frozenset({"tp_comm_overlap", _FLEX, "cuda_graph_impl", "cuda_grap
 _ROCM = "ROCm/TransformerEngine quantization.py @030b792, README.rst @01b4205"
 _NVIDIA = "NVIDIA/TransformerEngine quantization.py @001597e"
 
-DEVICE_RULES: tuple[DeviceRules, ...] = (
+DEVICES: tuple[DeviceRules, ...] = (
     DeviceRules(
         devices=r"G?H\d",
         words="Hopper",
@@ -135,7 +137,7 @@ def device_rules(accelerator: str) -> DeviceRules | None:
     >>> device_rules("MI325X-256GB").recipes, device_rules("chip")
     (('delayed', 'tensorwise'), None)
     """
-    rows = (row for row in DEVICE_RULES if re.match(row.devices, accelerator, re.IGNORECASE))
+    rows = (row for row in DEVICES if re.match(row.devices, accelerator, re.IGNORECASE))
     return next(rows, None)
 
 
@@ -143,6 +145,39 @@ def closed_on(accelerator: str) -> frozenset[str]:
     """Fields of ``Execution`` that a plan for such a device leaves as the job has them."""
     found = device_rules(accelerator)
     return frozenset() if found is None else found.closed
+
+
+def _limits(accelerator: str, recipe: str) -> str:
+    found = device_rules(accelerator)
+    assert found is not None  # else it would train
+    return found.refused.get(recipe, f"Transformer Engine has no GEMMs of it on {found.words}")
+
+
+def _recipes(accelerator: str) -> tuple[str, ...]:
+    found = device_rules(accelerator)
+    return () if found is None else found.recipes
+
+
+DEVICE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "device_recipe",
+        "Transformer Engine quantization.py (``DEVICES``)",
+        lambda accelerator, recipe: (
+            recipe in (None, "custom", *_recipes(accelerator)) or not _recipes(accelerator)
+        ),
+        "{field}",
+        "{limit}",
+        "Use {others} or 16 bits.",
+        value="recipe",
+        words={
+            "field": lambda recipe: "fp4_recipe" if recipe == "nvfp4" else "fp8_recipe",
+            "limit": _limits,
+            "others": lambda accelerator, recipe: (
+                "fp8 by " * (recipe == "nvfp4") + ", ".join(_recipes(accelerator))
+            ),
+        },
+    ),
+)
 
 
 def require_recipe(accelerator: str, recipe: str | None) -> None:
@@ -155,15 +190,9 @@ def require_recipe(accelerator: str, recipe: str | None) -> None:
     Raises:
         UserInputError: naming those that it has there.
     """
-    found = device_rules(accelerator)
-    if found is None or recipe in (None, "custom", *found.recipes):
-        return
-    of_fp4 = recipe == "nvfp4"
-    what, others = ("fp4_recipe", "fp8 by ") if of_fp4 else ("fp8_recipe", "")
-    none = f"Transformer Engine has no GEMMs of it on {found.words}"
-    fix = f"Use {others}{', '.join(found.recipes)} or 16 bits."
-    limit = found.refused.get(str(recipe), none)
-    raise UserInputError(what, value=recipe, limit=limit, fix=fix)
+    facts = Facts(accelerator=accelerator, recipe=recipe)
+    for _, broken in violations(facts, DEVICE_RULES):
+        raise UserInputError(broken.what, value=broken.value, limit=broken.limit, fix=broken.fix)
 
 
 def has_multicast(cluster: Cluster) -> bool:
