@@ -130,7 +130,7 @@ def job_text(name: str) -> tuple[str, str]:
     predicted, search = plan.predicted, plan.search
     said = [
         ("layout", *parallel_argv(launch_request(plan))),
-        ("GPUs", plan.placement.num_gpus, plan.placement.rank_order.value),
+        ("GPUs", plan.layout.num_gpus, plan.layout.dims.rank_order.value),
         ("step", predicted.iteration_time_s, predicted.mfu, *sorted(predicted.terms.items())),
         ("memory", predicted.peak_memory_bytes, predicted.capacity_bytes),
         ("search", search.certificate, search.gap_percent, search.candidates, search.bounded),
@@ -150,11 +150,8 @@ def job_text(name: str) -> tuple[str, str]:
 
 def degrees(plan: ParallelPlan) -> str:
     """The sizes of a layout that are not 1."""
-    sizes = {
-        short: getattr(plan.parallel, SHORT[short])
-        for short in ("tp", "pp", "vpp", "cp", "ep", "dp")
-    }
-    sizes["mbs"] = plan.train.micro_batch_size
+    sizes = {short: plan.arguments[SHORT[short]] for short in ("tp", "pp", "vpp", "cp", "ep", "dp")}
+    sizes["mbs"] = plan.layout.micro_batch_size
     return " ".join(f"{key.upper()} {n}" for key, n in sizes.items() if n not in (None, 1))
 
 

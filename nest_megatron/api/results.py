@@ -321,7 +321,7 @@ class Explanation(Shown):
 
         >>> from nest_megatron import load_plan
         >>> explained = load_plan("recipes/mixtral_8x7b_dgx_h100_64.yaml").explain()
-        >>> explained.versus("micro_batch_size=2").to_dict()["other"]["train"]["micro_batch_size"]
+        >>> explained.versus("micro_batch_size=2").to_dict()["other"]["layout"]["micro_batch_size"]
         2
         """
         from nest_megatron.integrations.megatron_lm import other_layout

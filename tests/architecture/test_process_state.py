@@ -49,9 +49,7 @@ REGISTERED = {
     ("integrations/megatron_lm/hook.py", "_bridge_is_settled"): "one process runs one job",
     ("integrations/megatron_lm/hook.py", "_bridge_job"): "one process runs one job",
     ("integrations/megatron_lm/hook.py", "_job"): "one process runs one job",
-    ("integrations/megatron_lm/rules.py", "_launch_rules"): "filled as the module loads",
     ("integrations/nemo_run/plugin.py", "_waiting"): "plugins that no task has called, weakly held",
-    ("parallel/execution_checks.py", "EXECUTION_RULES"): "filled as the module loads",
 }
 _FUNCTION = (ast.FunctionDef, ast.Lambda)
 #: The module that changes the variables of its process.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.layout import PartialLayout
+from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recompute
 from nest_megatron.parallel.stage_layout import uniform_partition
@@ -93,15 +93,13 @@ LEGAL: dict[str, Callable[[], ParallelPlan]] = {
 }
 
 
-def with_batch(plan: ParallelPlan, size: int) -> ParallelPlan:
-    """A plan with another micro batch."""
-    return dataclasses.replace(plan, train=dataclasses.replace(plan.train, micro_batch_size=size))
-
-
 #: What megatron-core refuses, or lets pass and fails on; ``facts`` of both frameworks.
 ILLEGAL: dict[str, Callable[[], ParallelPlan]] = {
     "tensor ranks do not divide the heads": lambda: altered(
-        laid_out(tp=4), tensor_model_parallel_size=3, data_parallel_size=21
+        laid_out(tp=4),
+        tensor_model_parallel_size=3,
+        expert_tensor_parallel_size=3,
+        data_parallel_size=16,
     ),
     "more tensor ranks than the cluster has for them": lambda: altered(
         laid_out(tp=4), tensor_model_parallel_size=8
@@ -121,14 +119,15 @@ ILLEGAL: dict[str, Callable[[], ParallelPlan]] = {
         laid_out(), virtual_pipeline_model_parallel_size=4
     ),
     "a layout of another number of stages": lambda: altered(
-        laid_out(pp=4), pipeline_model_parallel_layout="Et*16|t*16L"
+        laid_out(pp=4),
+        partition=StagePartition(boundaries=(0, 17, 34), pipeline_model_parallel_size=2),
     ),
     "a layout that lacks a layer": lambda: altered(
-        laid_out(pp=4), pipeline_model_parallel_layout="Et*7|t*8|t*8|t*8L"
+        laid_out(pp=4),
+        partition=StagePartition(boundaries=(0, 8, 16, 24, 33), pipeline_model_parallel_size=4),
     ),
-    "micro batches that do not come out whole": lambda: with_batch(laid_out(), 3),
     "weights shared in a pipeline": lambda: altered(
-        laid_out(pp=4), use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params"
+        laid_out(pp=4), use_megatron_fsdp=True, zero=ZeroStage.WEIGHTS
     ),
 }
 

@@ -123,7 +123,7 @@ def test_megatron_accepts_the_configuration(plan: HandPlan) -> None:
     config = megatron_model.transformer_config(
         plan.spec,
         plan.dims,
-        plan.layout.partition,
+        plan.partition(),
         sequence_parallel=plan.sequence_parallel,
         recompute=plan.recompute,
     )
@@ -153,7 +153,7 @@ def test_odd_grids_make_megatrons_groups(spec: TransformerSpec, dims: ParallelDi
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
 def test_every_stage_is_built_as_planned(plan: HandPlan) -> None:
-    partition, kinds = plan.layout.partition, plan.spec.layer_kinds()
+    partition, kinds = plan.partition(), plan.spec.layer_kinds()
     stages = megatron_model.build_stages(
         plan.spec, plan.dims, partition, sequence_parallel=plan.sequence_parallel
     )

@@ -9,7 +9,7 @@ from typing import Any
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.cost_model.settings import CostSettings, restored_settings
 from nest_megatron.cost_model.target_defaults import target_named
-from nest_megatron.errors import FaultError
+from nest_megatron.errors import FaultError, UserInputError
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     RECOMPUTE,
     STAGE_OPTIONS,
@@ -62,7 +62,14 @@ def launch_request(
 
     Args:
         command: the user's command, whose engine and release (not ``version``) are then used.
+
+    Raises:
+        UserInputError: if the layout needs more GPUs than the plan's cluster has.
     """
+    needed, placed = plan.layout.num_gpus, plan.cluster.num_gpus
+    if needed > placed:
+        fix = "Use the plan as it was written, or plan again."
+        raise UserInputError("tp * pp * cp * dp", needed, f"the plan is for {placed} GPUs", fix)
     settings = restored_settings(plan.provenance.settings)
     return layout_request(
         plan.model,
