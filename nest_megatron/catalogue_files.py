@@ -26,7 +26,7 @@ def catalogue_root() -> Traversable:
     checkout = Path(__file__).resolve().parent.parent / "hydra_configs"
     if not checkout.is_dir():
         limit, fix = "the catalogue is not installed", "Install nest-megatron again."
-        raise UserInputError(PACKAGE, value=None, limit=limit, fix=fix)
+        raise UserInputError(PACKAGE, None, limit, fix)
     return checkout
 
 
@@ -67,7 +67,7 @@ def catalogue_names(group: str, root: Traversable | None = None) -> tuple[str, .
     """
     if group not in GROUPS:
         limit, fix = f"the groups are {', '.join(GROUPS)}", nearest(group, GROUPS)
-        raise UserInputError("catalogue group", value=group, limit=limit, fix=fix)
+        raise UserInputError("catalogue group", group, limit, fix)
     folder = (catalogue_root() if root is None else root).joinpath(group)
     files = (entry.name for entry in folder.iterdir() if entry.name.endswith(".yaml"))
     return tuple(sorted(name.removesuffix(".yaml") for name in files))

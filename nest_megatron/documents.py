@@ -310,4 +310,4 @@ def _unreadable(what: str, name: str | None, wanted: str, error: BaseException) 
 
 
 def _refused(what: str, name: str | None, limit: str, fix: str = _DAMAGED) -> UserInputError:
-    return UserInputError(what, value=name, limit=limit, fix=fix)
+    return UserInputError(what, name, limit, fix)

@@ -141,13 +141,13 @@ def require_known(
     names = tuple(known)
     if name not in names:
         limit = limit or f"it is one of {', '.join(names)}"
-        raise UserInputError(what, value=name, limit=limit, fix=nearest(name, names, count=count))
+        raise UserInputError(what, name, limit, fix=nearest(name, names, count=count))
 
 
 def require_at_least(what: str, value: float, least: int, fix: str) -> None:
     """Refuse a number below the least that it can be."""
     if value < least:
-        raise UserInputError(what, value=value, limit=f"it must be at least {least}", fix=fix)
+        raise UserInputError(what, value, limit=f"it must be at least {least}", fix=fix)
 
 
 def require_seconds(what: str, value: float) -> float:
@@ -155,4 +155,4 @@ def require_seconds(what: str, value: float) -> float:
     if 0 < value < math.inf:
         return value
     limit = "it must be above 0 and finite"
-    raise UserInputError(what, value=value, limit=limit, fix="Give seconds, such as 120.")
+    raise UserInputError(what, value, limit, fix="Give seconds, such as 120.")

@@ -398,7 +398,7 @@ def _unreadable(path: Path, what: str, reason: str) -> UserInputError:
 
 
 def _refused(what: str, path: Path, limit: str, fix: str) -> UserInputError:
-    return UserInputError(what, value=str(path), limit=limit, fix=fix)
+    return UserInputError(what, str(path), limit, fix)
 
 
 @contextlib.contextmanager

@@ -205,7 +205,7 @@ def read_public(text: str, name: str) -> PublicKey:
             "it is a point of small order, or not in its shortest form: others could sign for it"
         )
         fix = "Trust another key (nest-megatron keygen makes one)."
-        raise UserInputError(_Kind.PUBLIC_KEY, value=name, limit=limit, fix=fix)
+        raise UserInputError(_Kind.PUBLIC_KEY, name, limit, fix)
     return PublicKey(number=number, key=key)
 
 
@@ -260,7 +260,7 @@ def read_secret(text: str, ask_password: Callable[[], str], name: str) -> Secret
     if key.public.key != public or (encrypted and found != _checksum(number, seed + public)):
         limit = "the password is not this key's" if encrypted else "it is damaged"
         fix = "Give the password that it was made with, or another key."
-        raise UserInputError(_Kind.SECRET_KEY, value=name, limit=limit, fix=fix)
+        raise UserInputError(_Kind.SECRET_KEY, name, limit, fix)
     return key
 
 
@@ -287,7 +287,7 @@ def _mixed(inner: bytes, password: str, salt: bytes, work: int, memory_bytes: in
     if memory_bytes > _MEMORY_BYTES or work > _WORK:
         limit = f"its encryption may take {_MEMORY_BYTES} bytes of memory, as minisign's does"
         fix = "Make the key anew: nest-megatron keygen."
-        raise UserInputError(_Kind.SECRET_KEY, value=memory_bytes, limit=limit, fix=fix)
+        raise UserInputError(_Kind.SECRET_KEY, memory_bytes, limit, fix)
     n, p = _scrypt_cost(work, memory_bytes)
     most = 128 * _BLOCK * (n + p + 2)
     stream = hashlib.scrypt(
@@ -346,7 +346,7 @@ def _unreadable(kind: _Kind, name: str) -> UserInputError:
     fix = "Name a file that minisign or nest-megatron wrote."
     if kind is _Kind.SIGNATURE:
         return SignatureError(Reason.UNREADABLE, value=name, limit=limit, fix=fix)
-    return UserInputError(kind, value=name, limit=limit, fix=fix)
+    return UserInputError(kind, name, limit, fix)
 
 
 def _private(seed: bytes) -> Ed25519PrivateKey:
@@ -361,5 +361,5 @@ def _ed25519() -> Any:
     except ImportError as error:
         limit = "they need the package cryptography, which is not installed"
         fix = "pip install 'nest-megatron[sign]'"
-        raise UserInputError("signatures", value="Ed25519", limit=limit, fix=fix) from error
+        raise UserInputError("signatures", "Ed25519", limit, fix) from error
     return ed25519

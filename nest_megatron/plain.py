@@ -142,7 +142,7 @@ def _reported(error: BaseException, where: str, source: Source) -> BaseException
     path += f".{error.name}" if error.name else ""
     joined = f"{where} {path.lstrip('.')}" if where.endswith(":") else f"{where}{path}".lstrip(".")
     what, fix = joined.rstrip(": ") or "file", error.fix or source.correct
-    return UserInputError(what, value=error.value, limit=error.limit, fix=fix)
+    return UserInputError(what, error.value, limit=error.limit, fix=fix)
 
 
 def _path(error: BaseException, kind: Any = None) -> str:

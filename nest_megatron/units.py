@@ -41,7 +41,7 @@ def to_ticks(seconds: Seconds, *, what: str = "time") -> Ticks:
     if not 0.0 <= seconds <= MAX_SECONDS:  # also false for NaN
         raise ProfileError(
             what,
-            value=seconds,
+            seconds,
             limit=f"a time must be a number of seconds between 0 and {MAX_SECONDS:g}",
             fix="Check the cluster's bandwidths (bytes/s), rates (FLOP/s) and latencies (s), and "
             "a measured profile where one is used: one of them is off by orders of magnitude.",
@@ -255,7 +255,7 @@ def read_quantity(text: str, field: str, what: str = "") -> int | float:
     if match is None or unit not in dimension.units:
         limit = f"it is {dimension.words}, and {unit or 'this'} is no unit of that"
         fix = f"Write for example {dimension.example}, or the plain number."
-        raise UserInputError(what or field, value=text, limit=limit, fix=fix)
+        raise UserInputError(what or field, text, limit, fix)
     found = Fraction(match[1]) * dimension.units[match[2]]
     if field.endswith("_bytes"):
         return round(found)

@@ -99,16 +99,16 @@ class Asked:
         fix = "Start the app without --host and come through `ssh -L`, or use the command line."
         if self.command:
             limit = "a command names files, which would be read for whoever reaches this page"
-            raise UserInputError("command", value=self.command, limit=limit, fix=fix)
+            raise UserInputError("command", self.command, limit, fix)
         require_known("model", self.model, nest_megatron.models(), _OTHERS)
         require_known("cluster", self.cluster, nest_megatron.clusters(), _OTHERS)
         for what, size in (("GPUs", self.num_gpus), ("global batch size", self.global_batch_size)):
             if not re.fullmatch(r"[\d.:\sA-Za-z]*", size):
-                raise UserInputError(what, value=size, limit="it is a number", fix="For example 8.")
+                raise UserInputError(what, size, limit="it is a number", fix="For example 8.")
         for line in (*self.settings.splitlines(), *self.changes.split()):
             if line.strip() and not _NUMBERS.fullmatch(line.strip()):
                 limit = f"with --host settings are numbers: {_OTHERS}"
-                raise UserInputError("settings", value=line, limit=limit, fix=fix)
+                raise UserInputError("settings", line, limit, fix)
 
     def keywords(self) -> dict[str, Any]:
         """The settings, as the API takes them.
@@ -126,9 +126,9 @@ class Asked:
             if not value or "." not in key:
                 limit = "a setting is written section.key=value"
                 fix = "For example parallel.tensor_model_parallel_size=8."
-                raise UserInputError("settings", value=line, limit=limit, fix=fix)
+                raise UserInputError("settings", line, limit, fix)
             if key in given:
-                raise UserInputError(key, value=value, limit="it is given twice", fix="Leave one.")
+                raise UserInputError(key, value, limit="it is given twice", fix="Leave one.")
             given[key] = value
         return given
 
@@ -191,13 +191,13 @@ class Asked:
     def _require_model(self, why: str) -> None:
         if self.command:
             limit, fix = f"a model is planned here: {why}", "Choose a model."
-            raise UserInputError("command", value=self.command, limit=limit, fix=fix)
+            raise UserInputError("command", self.command, limit, fix)
 
     def _sources(self, folder: Path) -> tuple[str | Path, str | Path]:
         """The model and the cluster, as the API takes them."""
         if not self.model:
             limit, fix = "neither is given", "Choose a model, or type the command that you launch."
-            raise UserInputError("model or command", value=None, limit=limit, fix=fix)
+            raise UserInputError("model or command", None, limit, fix)
         cluster = _source(self.cluster, folder / "cluster.yaml")
         return _source(self.model, folder / "pasted.json"), cluster
 

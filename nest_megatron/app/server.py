@@ -32,7 +32,7 @@ def serve(host: str, port: int, *, opens_browser: bool) -> None:
     """
     if find_spec("nicegui") is None:
         limit, fix = "it is not installed", f"{install_command('app')}."
-        raise UserInputError("nicegui", value=None, limit=limit, fix=fix)
+        raise UserInputError("nicegui", None, limit, fix)
     with listen(host, port) as listening:
         bound, port = listening.getsockname()[:2]
         is_local = ipaddress.ip_address(bound).is_loopback
@@ -71,13 +71,13 @@ def _refused(host: str, port: int, error: OSError) -> UserInputError:
     if error.errno == errno.EADDRINUSE:
         limit = f"another program listens there on {host}, perhaps another nest-megatron app"
         fix = "Open the address that it printed, or take a free port: --port 0 finds one."
-        return UserInputError("--port", value=port, limit=limit, fix=fix)
+        return UserInputError("--port", port, limit, fix)
     if error.errno == errno.EACCES:
         limit = "ports below 1024 are the administrator's as a rule"
-        return UserInputError("--port", value=port, limit=limit, fix="--port 0 finds a free one.")
+        return UserInputError("--port", port, limit, fix="--port 0 finds a free one.")
     limit = f"it cannot be listened on: {error.strerror or error}"
     fix = "Name an address of this machine, or leave it out for this machine alone."
-    return UserInputError("--host", value=host, limit=limit, fix=fix)
+    return UserInputError("--host", host, limit, fix)
 
 
 def _shown(host: str, bound: str) -> str:

@@ -86,7 +86,7 @@ def _run(arguments: list[str], begun_s: Seconds) -> int:
         if close := getattr(error, "possibilities", None):  # of an option that is misspelt
             limit, fix = error.message, f"Did you mean {' or '.join(close)}? {fix}"
         limit = limit.rstrip(".")
-        wrong = UserInputError("command line", value=command, limit=limit, fix=fix)
+        wrong = UserInputError("command line", command, limit, fix)
         print_error(wrong, as_json=as_json)
         return BAD_INPUT
     except click.Abort as error:

@@ -59,7 +59,7 @@ def audit(
     for path in named:
         if not path.exists():
             limit, fix = "there is no such file", "A launch writes the first line of an audit."
-            raise UserInputError("audit", value=str(path), limit=limit, fix=fix)
+            raise UserInputError("audit", str(path), limit, fix)
     kept, kept_refused = store.read_audit(*named)
     runs = store.selected(kept, user=user, since=moment, plan=plan)
     refused = store.selected_refusals(kept_refused, user=user, since=moment) if plan is None else ()
@@ -107,5 +107,5 @@ def _named_by_policies() -> Sequence[Path]:
     named = [Path(rules.file) for _, rules in audits()]
     if not named:
         limit, fix = "no policy here names an audit", "Name its file."
-        raise UserInputError("FILE", value=None, limit=limit, fix=fix)
+        raise UserInputError("FILE", None, limit, fix)
     return named

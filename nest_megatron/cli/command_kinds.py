@@ -33,7 +33,7 @@ class OutputFile(click.Path):
 
 def _unnamed(what: str) -> UserInputError:
     fix = "Say where to write, or leave it out."
-    return UserInputError(what, value="", limit="it is empty", fix=fix)
+    return UserInputError(what, "", limit="it is empty", fix=fix)
 
 
 class Duration(click.types.FloatParamType):
@@ -56,7 +56,7 @@ class Duration(click.types.FloatParamType):
         if found > 0:
             return found
         limit, fix = "it must be above 0", f"Write for example {dimension_of(self.field).example}."
-        raise UserInputError(what, value=found, limit=limit, fix=fix)
+        raise UserInputError(what, found, limit, fix)
 
 
 class Examples(click.Command):
@@ -95,7 +95,7 @@ class Command(Examples):
         words = tuple(args[at + 1 :])
         if words and (text := ctx.params["from_command"]) is not None:
             limit, fix = "the words behind -- are a command too", "Leave one of the two out."
-            raise UserInputError("--from", value=text, limit=limit, fix=fix)
+            raise UserInputError("--from", text, limit, fix)
         ctx.params["from_command"] = words or ctx.params["from_command"]
         return rest
 
@@ -109,7 +109,7 @@ class Command(Examples):
             other = written.setdefault(expanded(path, what).resolve(), what)
             if other != what and not is_standard_output(path):
                 limit = f"{other} is written to this file too"
-                raise UserInputError(what, value=str(path), limit=limit, fix="Name another file.")
+                raise UserInputError(what, str(path), limit, fix="Name another file.")
         printed = [what for what, path in outputs if is_standard_output(path)]
         if not printed:
             return super().invoke(context)
@@ -158,7 +158,7 @@ class Group(Examples, click.Group):
         fix = nearest(name, known, count=1)
         if "=" in name:
             fix = f"Put a command before the settings; `{ctx.command_path} --help` lists them."
-        raise UserInputError("command", value=name, limit="there is no such command", fix=fix)
+        raise UserInputError("command", name, limit="there is no such command", fix=fix)
 
     def subcommand(self, name: str, *examples: str) -> Decorator[click.Command]:
         """Add a command with its examples."""

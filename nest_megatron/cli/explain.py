@@ -85,7 +85,7 @@ def _table(path: Path, given: Mapping[str, object]) -> PlanTable | None:
         return None
     for option, value in given.items():
         limit, fix = f"{path} is a table of plans", "Plan for one number of nodes."
-        raise UserInputError(option, value=str(value), limit=limit, fix=fix)
+        raise UserInputError(option, str(value), limit, fix)
     table, pin = found
     said = () if pin is None else (pinned_by(pin),)
     return PlanTable(record=table, notes=said)
@@ -154,7 +154,7 @@ def pin(
         for option, given in (("--by", by), ("--note", note), ("--release", release)):
             if given:
                 limit = f"{path} is pinned already, by {pinned.pin.by}, and is only signed"
-                raise UserInputError(option, value=given, limit=limit, fix=f"Leave {option} out.")
+                raise UserInputError(option, given, limit, fix=f"Leave {option} out.")
     else:
         pinned = pin_plan(path, by=by, note=note, release=release)
         write_pinned(pinned, target)

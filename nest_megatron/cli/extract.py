@@ -152,14 +152,14 @@ class _Options:
         if self.module is not None and (self.overrides or self.closed_form):
             raise UserInputError(
                 "--module",
-                value=" ".join(self.overrides) or "--closed-form",
+                " ".join(self.overrides) or "--closed-form",
                 limit="a module of your own has no settings and no formulas",
                 fix="Leave them out; what --module names builds the model as you want it.",
             )
         if self.module is None and (self.inputs or self.dtypes):
             raise UserInputError(
                 "--input" if self.inputs else "--dtype",
-                value=", ".join(self.inputs or self.dtypes),
+                ", ".join(self.inputs or self.dtypes),
                 limit="it goes with --module",
                 fix="Add --module, or leave it out: a model's own sizes are train.micro_batch_size "
                 "and train.seq_length.",
@@ -220,7 +220,7 @@ def _kinds(spec: TransformerSpec, layer: str) -> list[LayerKind]:
     known = list(dict.fromkeys(spec.layer_kinds()))
     if layer != "all" and layer not in known:
         limit, fix = f"{spec.name} has no such layer", f"It has {', '.join(known)}."
-        raise UserInputError("--layer", value=layer, limit=limit, fix=fix)
+        raise UserInputError("--layer", layer, limit, fix)
     return known if layer == "all" else [LayerKind(layer)]
 
 

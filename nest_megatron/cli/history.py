@@ -108,4 +108,4 @@ def moment_of(text: str, now: datetime | None = None) -> datetime:
     except (ValueError, OverflowError) as error:
         limit = "it is no day, no moment and no time ago"
         fix = "Give 2026-11-23, 2026-11-23T14:00, 7d or 12h."
-        raise UserInputError("--since", value=text, limit=limit, fix=fix) from error
+        raise UserInputError("--since", text, limit, fix) from error

@@ -70,7 +70,7 @@ def network_import(
     if out is not None and cluster is None:
         limit = "a cluster needs the accelerator and the levels of one that is described"
         fix = "Add --cluster with a name of the catalogue or a file."
-        raise UserInputError("--out", value=str(out), limit=limit, fix=fix)
+        raise UserInputError("--out", str(out), limit, fix)
     measured = read_measurements(paths, None if kind is None else CollectiveKind(kind))
     found = fit_network(measured, None if cluster is None else named_cluster(cluster))
     if out is not None and found.cluster is not None and cluster is not None:

@@ -81,7 +81,7 @@ def placed(composed: Settings, path: Path) -> Placement:
     if "cluster.num_gpus" in composed.given and cluster.num_gpus != given.num_gpus:
         limit = f"{path} names {len(hosts)} hosts with {given.num_gpus} GPUs"
         fix = "Leave it out: the hosts are the size of the job."
-        raise UserInputError("cluster.num_gpus", value=cluster.num_gpus, limit=limit, fix=fix)
+        raise UserInputError("cluster.num_gpus", cluster.num_gpus, limit, fix)
     names = [level.name for level in cluster.levels[1:-1]]
     note = f"{describe_groups(groups, names)}."
     pieces = ", ".join(

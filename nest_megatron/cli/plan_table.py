@@ -66,10 +66,10 @@ def refuse_other_jobs(options: PlanOptions, option: str) -> None:
     ):
         if given:
             limit, fix = "the table is of one job", "Leave one of the two out."
-            raise UserInputError(name, value=option, limit=limit, fix=fix)
+            raise UserInputError(name, option, limit, fix)
 
 
 def _refuse_launcher(launcher: Sequence[Setting]) -> None:
     for setting in launcher:
         limit = "a launcher runs the jobs of a sweep"
-        raise UserInputError(setting.key, value=setting.value, limit=limit, fix="Leave it out.")
+        raise UserInputError(setting.key, setting.value, limit, fix="Leave it out.")

@@ -60,7 +60,7 @@ class EstimateOptions:
         for option, given in options:
             if given and self.from_command is None:
                 limit, fix = "it goes with --from", "Add --from with your command."
-                raise UserInputError(option, value=given, limit=limit, fix=fix)
+                raise UserInputError(option, given, limit, fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class PlanOptions(FreeingOptions):
         if self.hostfile is not None and self.hosts is None:
             limit = "it holds the hosts of --hosts in the order of ranks"
             fix = "Add --hosts FILE."
-            raise UserInputError("--write-hostfile", value=str(self.hostfile), limit=limit, fix=fix)
+            raise UserInputError("--write-hostfile", str(self.hostfile), limit, fix)
         others = {
             "--multirun": self.multirun,
             "--for-nodes": self.for_nodes is not None,
@@ -126,13 +126,13 @@ class PlanOptions(FreeingOptions):
             ("--html", self.html, "a page is of one plan"),
         ):
             if given is not None and other is not None:
-                raise UserInputError(name, value=other, limit=limit, fix=fix)
+                raise UserInputError(name, other, limit, fix)
         if self.multirun and self.shortlist:
             limit = "it tells the plans of one job apart"
-            raise UserInputError("--shortlist", value="--multirun", limit=limit, fix=fix)
+            raise UserInputError("--shortlist", "--multirun", limit, fix)
         if self.multirun and self.from_command is not None:
             limit = "a command is planned by itself"
-            raise UserInputError("--multirun", value="--from", limit=limit, fix=fix)
+            raise UserInputError("--multirun", "--from", limit, fix)
         return settings, launcher
 
 
@@ -141,7 +141,7 @@ def run_plan(options: PlanOptions) -> int:
     settings, launcher = options.settings()
     for setting in launcher:
         limit = "a launcher runs the jobs of a sweep, and one job is planned"
-        raise UserInputError(setting.key, value=setting.value, limit=limit, fix="Add --multirun.")
+        raise UserInputError(setting.key, setting.value, limit, fix="Add --multirun.")
     composed = composed_settings(settings, options.config_dir)
     placement = None if options.hosts is None else placed(composed, options.hosts)
     composed = composed if placement is None else placement.composed

@@ -172,7 +172,7 @@ def _run(options: _Options) -> int:
 def _nothing_to_time(asked: Asked, plan: Path) -> UserInputError:
     return UserInputError(
         "--for",
-        value=str(plan),
+        str(plan),
         limit=f"{asked.names} have the same shapes of layers",
         fix="Time the network too, under torchrun with a process for each GPU; or run them: "
         "nest-megatron tune tells how long that takes.",

@@ -107,14 +107,14 @@ def asked_by_plan(path: Path, overrides: Sequence[str]) -> Asked:
     """What decides between a plan and those of its runners-up that could be the fastest."""
     if overrides:
         limit, fix = "the plan says what is timed", "Leave the settings out."
-        raise UserInputError("--for", value=" ".join(overrides), limit=limit, fix=fix)
+        raise UserInputError("--for", " ".join(overrides), limit, fix)
     plan = load_plan(path).record
     _require_timed(plan.model, plan.train.precision)
     numbers = undecided(plan)
     if len(numbers) < 2:
         limit = "it lists no other layout that could be the fastest, so that nothing is undecided"
         fix = "`nest-megatron profile model=...` times the layers of a model."
-        raise UserInputError("--for", value=str(path), limit=limit, fix=fix)
+        raise UserInputError("--for", str(path), limit, fix)
     others = [other.layout for other in plan.alternatives]
     return Asked(
         spec=plan.model,
@@ -141,11 +141,11 @@ def _require_timed(spec: TransformerSpec, precision: Precision) -> None:
     if spec.family is not ModelFamily.GPT:
         limit = "only the layers of GPT-like models are built here"
         fix = "Profile a GPT-like model; BERT is planned from data sheets."
-        raise UserInputError("model", value=spec.name, limit=limit, fix=fix)
+        raise UserInputError("model", spec.name, limit, fix)
     if precision is not Precision.BF16:
         limit = "layers of the catalogue's models are timed in bf16"
         fix = "Use bf16; +nest=auto nest.profile.mode=measure times a job in its own format."
-        raise UserInputError("train.precision", value=precision.value, limit=limit, fix=fix)
+        raise UserInputError("train.precision", precision.value, limit, fix)
 
 
 def _best_layouts(composed: Settings) -> tuple[Layout, ...]:

@@ -62,7 +62,7 @@ def _require_no_gpu() -> None:
     except (RuntimeError, AssertionError) as error:  # as a torch without CUDA has it
         limit += f"; it says: {next(iter(str(error).splitlines()), '')}"
     fix = "Install torch for CUDA, or look at CUDA_VISIBLE_DEVICES; --cpu times the CPU."
-    raise UserInputError("torch", value=str(torch.__version__), limit=limit, fix=fix)
+    raise UserInputError("torch", str(torch.__version__), limit, fix)
 
 
 #: Share of a GPU's memory that CUDA itself and an idle process may hold.
@@ -89,7 +89,7 @@ def _num_gpus(here: Ranks) -> int:
     if 1 < count < here.local_size:
         limit = f"this host shows {count} GPUs, and processes that share one time each other"
         fix = f"Start {count} processes on each host."
-        raise UserInputError("processes of this host", value=here.local_size, limit=limit, fix=fix)
+        raise UserInputError("processes of this host", here.local_size, limit, fix)
     return count
 
 
@@ -105,4 +105,4 @@ def _require_engine(has_engine: bool) -> None:
         else:
             return
     value = Implementation.TRANSFORMER_ENGINE.value
-    raise UserInputError("--implementation", value=value, limit=limit, fix=fix)
+    raise UserInputError("--implementation", value, limit, fix)

@@ -27,7 +27,7 @@ def run_scaling(options: PlanOptions) -> int:
     given = {setting.key: setting.value for setting in settings}
     if (value := given.get(_SIZE)) is not None:
         limit, fix = f"{_OPTION} says it", "Leave one of the two out."
-        raise UserInputError(_SIZE, value=value, limit=limit, fix=fix)
+        raise UserInputError(_SIZE, value, limit, fix)
     same = tuple(setting for setting in settings if setting.key != "out")
     each = [(*same, Setting(key=_SIZE, value=str(size))) for size in sizes]
     command = options.swept_command()

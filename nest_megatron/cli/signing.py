@@ -28,14 +28,14 @@ def keygen(out: Path, *, no_password: bool, as_json: bool) -> None:
     public = out.with_suffix(PUBLIC_SUFFIX)
     if public == out:
         limit, fix = "the public key takes this name", f"Name it {out.with_suffix('.key')}."
-        raise UserInputError("--out", value=str(out), limit=limit, fix=fix)
+        raise UserInputError("--out", str(out), limit, fix)
     check_output("--out", public, force=forced())
     key = minisign.new_key()
     password = "" if no_password else ask_password("Password of the new key", confirm=True)
     if not (password or no_password):
         limit = "an empty password would leave the key unencrypted"
         fix = "Type one, or add --no-password."
-        raise UserInputError("password", value="", limit=limit, fix=fix)
+        raise UserInputError("password", "", limit, fix)
     write_text(out, minisign.secret_text(key, password), mode=0o600)
     write_text(public, key.public.text)
     if as_json:
@@ -76,7 +76,7 @@ def verify(path: Path, *, keys: tuple[str, ...], signature: Path | None, as_json
 
     if signature is not None and not keys:
         limit, fix = "it is compared with trusted keys", "Add --key."
-        raise UserInputError("--signature", value=str(signature), limit=limit, fix=fix)
+        raise UserInputError("--signature", str(signature), limit, fix)
     signed = verify_pinned(path, read_signers(keys), signature) if keys else None
     pin = signed.pinned.pin if signed else read_pinned(path).pin
     if as_json:

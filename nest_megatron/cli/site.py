@@ -67,11 +67,11 @@ def _require(
             f"{sum(each.device is None for each in records)} on no NVIDIA GPU)"
         )
         fix = f"Runs of planned jobs are recorded there; {VARIABLE} names another file."
-        raise UserInputError("history", value=str(history_file()), limit=limit, fix=fix)
+        raise UserInputError("history", str(history_file()), limit, fix)
     if out is not None and len(found) > 1:
         kinds = ", ".join(f"{each.cluster} ({each.accelerator})" for each in found)
         limit = f"the history has runs on several kinds of clusters: {kinds}"
-        raise UserInputError("--out", value=str(out), limit=limit, fix="Leave --out out.")
+        raise UserInputError("--out", str(out), limit, fix="Leave --out out.")
 
 
 def _document(calibration: SiteCalibration, path: Path) -> dict[str, object]:

@@ -68,7 +68,7 @@ class TuneOptions:
         if not self.from_command or self.from_command == "-":
             limit = "the command is kept in the folder, so that a tuning can go on"
             fix = "Give it in quotes, or `-- bash train.sh`; --resume FOLDER goes on."
-            raise UserInputError("--from", value=self.from_command, limit=limit, fix=fix)
+            raise UserInputError("--from", self.from_command, limit, fix)
         command = self.from_command
         if not isinstance(command, str):
             composed = composed_settings(parse(self.overrides), self.config_dir)
@@ -126,7 +126,7 @@ def _tuned(session: Session | Asked, options: TuneOptions) -> int:
 def _read(asked: Asked, begun_s: Seconds | None, trials: Collection[str]) -> TunedJob:
     if asked.folder != str(Path.cwd()):
         limit = f"it was begun in {asked.folder}, and names in its command are relative to that"
-        raise UserInputError("--resume", value=None, limit=limit, fix=f"cd {asked.folder}")
+        raise UserInputError("--resume", None, limit, fix=f"cd {asked.folder}")
     folder = None if asked.config_dir is None else Path(asked.config_dir)
     composed = composed_settings(parse(asked.overrides), folder)
     with progress() as report:
@@ -171,7 +171,7 @@ def _session(options: TuneOptions) -> AbstractContextManager[Session | Asked]:
         for name, value in given.items():
             if value is not None:
                 limit = "a tuning goes on with what it was begun with"
-                raise UserInputError(name, value=str(value), limit=limit, fix="Leave it out.")
+                raise UserInputError(name, str(value), limit, fix="Leave it out.")
         require_tune(options.resume.absolute())
         return resumed_session(options.resume.absolute())
     if options.dry_run:

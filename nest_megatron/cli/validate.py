@@ -79,7 +79,7 @@ def calibrate(
     if site == bool(paths):
         limit = "--site reads the history, and no tables" if site else "no table is given"
         fix = "Leave one of the two out." if site else "Name tables of measured runs, or --site."
-        raise UserInputError("calibrate", value=[*map(str, paths)], limit=limit, fix=fix)
+        raise UserInputError("calibrate", [*map(str, paths)], limit, fix)
     if site:
         from nest_megatron.cli.site import calibrate_site
 

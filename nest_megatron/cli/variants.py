@@ -54,7 +54,7 @@ def _found(options: WhatIfOptions) -> WhatIf:
     plan = Path(words.pop(0)) if words and command is None else None
     if command is None and (plan is None or ("=" in plan.name and not plan.exists())):
         limit, fix = "no job is named", "Put a plan file before the changes, or add --from COMMAND."
-        raise UserInputError("whatif", value=str(plan or ""), limit=limit, fix=fix)
+        raise UserInputError("whatif", str(plan or ""), limit, fix)
     texts, launcher = split_launcher(words)
     changes = parse_changes(texts)
     out = None if options.out is None else str(options.out)

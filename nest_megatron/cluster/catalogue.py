@@ -41,7 +41,7 @@ def cluster_from_mapping(mapping: Mapping[str, object], *, num_gpus: int | None 
     oversubscription = from_plain(float, fields.pop("oversubscription", 1.0), name, _SOURCE)
     if oversubscription < 1.0:
         limit = "it must be at least 1"
-        raise UserInputError(name, value=oversubscription, limit=limit, fix=_SOURCE.correct)
+        raise UserInputError(name, oversubscription, limit, fix=_SOURCE.correct)
     if isinstance(fields.get("levels"), list | tuple):
         # num_devices may be left out of the outermost one
         levels = map(_without_nulls, fields["levels"])
@@ -78,7 +78,7 @@ def _require_same_precisions(accelerator: Accelerator) -> None:
         what = f"accelerator {accelerator.name}: gemm_efficiency"
         limit = f"it needs one share for each number format of peak_flops_per_s {sorted(peaks)}"
         fix = _SOURCE.correct
-        raise UserInputError(what, value=sorted(shares), limit=limit, fix=fix)
+        raise UserInputError(what, sorted(shares), limit, fix)
 
 
 def _without_nulls(value: Any) -> Any:

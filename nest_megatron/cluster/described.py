@@ -88,7 +88,7 @@ def _require_links(hosts: Sequence[Host], node: NetworkLevel) -> None:
             f"{_rate(node.bandwidth_bytes_per_s)} would be assumed between them"
         )
         fix = "Describe the hosts in a file (`nest-megatron cluster new`), name it with --cluster."
-        raise UserInputError("hosts", value=shown_names(without), limit=limit, fix=fix)
+        raise UserInputError("hosts", shown_names(without), limit, fix)
 
 
 def _first_network_level(
@@ -97,7 +97,7 @@ def _first_network_level(
     """The level between hosts, at the rate of the slowest host's adapters where all are seen."""
     if len(cluster.levels) < 2:
         limit, fix = "it has no level between hosts", "Name a cluster with a network."
-        raise UserInputError(f"cluster {cluster.name}", value=None, limit=limit, fix=fix)
+        raise UserInputError(f"cluster {cluster.name}", None, limit, fix)
     level = cluster.levels[1]
     assumed_gpus = cluster.launch_gpus_per_host
     rates = {h.name: rate for h in hosts if (rate := h.adapter_bytes_per_s(assumed_gpus))}
@@ -209,7 +209,7 @@ def require_alike(hosts: Sequence[Host]) -> None:
             "plan with the slower kind's figures for all: nest.mixed_gpus=slower in a job, "
             "--mixed-gpus slower for cluster discover."
         )
-        raise UserInputError("GPUs of the job", value=describe_kinds(found), limit=limit, fix=fix)
+        raise UserInputError("GPUs of the job", describe_kinds(found), limit, fix)
 
 
 def is_slower(one: Cluster, other: Cluster) -> bool:

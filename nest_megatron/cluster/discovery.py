@@ -99,7 +99,7 @@ def _device(nvml: Any, index: int) -> tuple[str, int, bool]:
 
 def _bad_gpus(value: object, limit: str, fix: str) -> UserInputError:
     fix = f"{fix}, or name the cluster with nest.cluster."
-    return UserInputError("GPUs of this host", value=value, limit=limit, fix=fix)
+    return UserInputError("GPUs of this host", value, limit, fix)
 
 
 def is_same_device(accelerator: Accelerator, gpus: LocalGpus) -> bool:
@@ -141,7 +141,7 @@ def require_same_product(cluster: Cluster, device_name: str, what: str) -> None:
     if not is_same_product(cluster.accelerator, device_name):
         limit = f"its GPUs are {cluster.accelerator.name}, and the file names {device_name}"
         fix = "Name the cluster that the file is of (`nest-megatron clusters` lists them)."
-        raise UserInputError(what, value=cluster.name, limit=limit, fix=fix)
+        raise UserInputError(what, cluster.name, limit, fix)
 
 
 def require_same_device(cluster: Cluster, gpus: LocalGpus, what: str = "nest.cluster") -> None:
@@ -158,7 +158,7 @@ def require_same_device(cluster: Cluster, gpus: LocalGpus, what: str = "nest.clu
     memory = format_gib(cluster.accelerator.memory_bytes)
     raise UserInputError(
         what,
-        value=cluster.name,
+        cluster.name,
         limit=f"it describes {cluster.accelerator.name} ({memory}), but a host has "
         f"{gpus.describe()}",
         fix="Name a cluster with these GPUs (`nest-megatron clusters` lists them), or a file.",

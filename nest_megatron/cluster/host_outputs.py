@@ -98,7 +98,7 @@ def divided_gpus(what: str, slices: str) -> UserInputError:
     """The error for GPUs that MIG divides."""
     limit = "these are slices of GPUs (MIG), and a job is planned for whole GPUs"
     fix = "Turn MIG off (nvidia-smi -mig 0), or name hosts with whole GPUs (--hosts)."
-    return UserInputError(what, value=slices, limit=limit, fix=fix)
+    return UserInputError(what, slices, limit, fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,4 +210,4 @@ def _port(name: str, state: str, rate: str, layer: str) -> Iterator[Adapter]:
 
 
 def _unreadable(what: str, limit: str) -> UserInputError:
-    return UserInputError(what, value=None, limit=limit, fix="Save the program's output again.")
+    return UserInputError(what, None, limit, fix="Save the program's output again.")

@@ -50,4 +50,4 @@ def output_of(words: Sequence[str], *, timeout_s: Seconds = TIMEOUT_S) -> str:
 
 def _failed(words: Sequence[str], limit: str) -> UserInputError:
     fix = "Run it by hand, or give its saved output with --read FILE."
-    return UserInputError(words[0], value=" ".join(words), limit=limit, fix=fix)
+    return UserInputError(words[0], " ".join(words), limit, fix)

@@ -159,7 +159,7 @@ class Cluster:
     def __post_init__(self) -> None:
         if not isinstance(self.num_gpus, int) or self.num_gpus < 1:
             limit, fix = "it must be a whole number of at least 1", "Give the job's number of GPUs."
-            raise UserInputError("cluster.num_gpus", value=self.num_gpus, limit=limit, fix=fix)
+            raise UserInputError("cluster.num_gpus", self.num_gpus, limit, fix)
         _check_numbers(self, "cluster")
         self._check_levels()
         if not self._part_of_nodes(self.num_gpus):
@@ -169,7 +169,7 @@ class Cluster:
         if not self.levels or self.levels[-1].num_devices is not None:
             raise UserInputError(
                 f"cluster {self.name}: levels",
-                value=[level.name for level in self.levels],
+                [level.name for level in self.levels],
                 limit="the outermost level must exist and have num_devices: null",
                 fix="Leave num_devices of the last level empty; it takes in the whole cluster.",
             )
@@ -180,7 +180,7 @@ class Cluster:
                 what = f"cluster {self.name}: level {level.name}: num_devices"
                 limit = f"each level holds a multiple of the {inner} devices inside it"
                 fix = "Order the levels from the node outwards."
-                raise UserInputError(what, value=size, limit=limit, fix=fix)
+                raise UserInputError(what, size, limit, fix)
             inner = size
 
     @property
@@ -211,7 +211,7 @@ class Cluster:
             taken = f"the same number of hosts of {host} GPUs, at least half, from each"
         limit = f"nodes of {self.name} hold {size} GPUs each and a job takes {taken}"
         fix = f"Use {lower} or {upper}."
-        return UserInputError("cluster.num_gpus", value=self.num_gpus, limit=limit, fix=fix)
+        return UserInputError("cluster.num_gpus", self.num_gpus, limit, fix)
 
     @property
     def host_size(self) -> int | None:
@@ -269,8 +269,8 @@ def _check_number(what: str, value: Any, name: str) -> None:
     if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
         limit = f"it must be a finite number {'of at least' if may_be_zero else 'above'} 0"
         fix = "Correct the cluster's description."
-        raise UserInputError(what, value=value, limit=limit, fix=fix)
+        raise UserInputError(what, value, limit, fix)
     if name.endswith(("efficiency", "share", "shares")) and value > 1.5:
         limit = "a share of a peak lies above 0 and is at most 1.5 (in-network reduction)"
         fix = "Give it as a fraction, for example 0.8."
-        raise UserInputError(what, value=value, limit=limit, fix=fix)
+        raise UserInputError(what, value, limit, fix)

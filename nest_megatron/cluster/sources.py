@@ -143,7 +143,7 @@ def slurm_job(environment: Mapping[str, str]) -> Sources:
     if not nodes:
         limit = "this process is in no allocation of Slurm"
         fix = "Run it in a job (salloc, sbatch), or give saved outputs with --read."
-        raise UserInputError("--slurm", value=None, limit=limit, fix=fix)
+        raise UserInputError("--slurm", None, limit, fix)
     count = str(len(hosts_of(nodes)))
     report = [sys.executable, "-m", "nest_megatron", "cluster", "report"]
     step = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
@@ -188,7 +188,7 @@ def reports(text: str) -> Sources:
         except (ValueError, RecursionError) as error:
             limit = f"it is no line of nest-megatron cluster report ({error})"
             fix = "Print reports alone into the file."
-            raise UserInputError("report of a host", value=line, limit=limit, fix=fix) from error
+            raise UserInputError("report of a host", line, limit, fix) from error
         hosts.append(from_plain(Host, fields, "report of a host:"))
     return Sources(hosts=tuple(hosts))
 
@@ -263,7 +263,7 @@ def saved_output(path: Path) -> Sources:
             return dataclasses.replace(told, outputs=(output,))
     limit = f"it is none of: {', '.join(program for _, program, _ in _RECOGNIZED)}"
     fix = "Save the output of one of these programs, whole."
-    raise UserInputError("--read", value=str(path), limit=limit, fix=fix)
+    raise UserInputError("--read", str(path), limit, fix)
 
 
 def read_hosts(path: Path, what: str = "--hosts") -> Topology:
@@ -277,7 +277,7 @@ def read_hosts(path: Path, what: str = "--hosts") -> Topology:
     except UserInputError as error:
         if error.value is not None:
             raise
-        raise UserInputError(what, value=str(path), limit=error.limit, fix=error.fix) from error
+        raise UserInputError(what, str(path), limit=error.limit, fix=error.fix) from error
 
 
 def unused_outputs(

@@ -419,4 +419,4 @@ def _word(name: str) -> str:
 
 
 def _unreadable(what: str, limit: str, fix: str) -> UserInputError:
-    return UserInputError(what, value=None, limit=limit, fix=fix or "Save its output again.")
+    return UserInputError(what, None, limit, fix=fix or "Save its output again.")

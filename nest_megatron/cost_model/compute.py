@@ -92,7 +92,7 @@ def _flops_rate(operator: Operator, accelerator: Accelerator, settings: CostSett
     if not accelerator.supports(used):
         raise UserInputError(
             "train.precision",
-            value=str(precision),
+            str(precision),
             limit=f"{accelerator.name} has matrix units for "
             + ", ".join(accelerator.peak_flops_per_s),
             fix=f"Use {sixteen_bit(accelerator)}.",

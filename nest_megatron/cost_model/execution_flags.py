@@ -137,7 +137,7 @@ def _member(flags: Mapping[str, Any], name: str, kind: type[Member], default: st
     if word not in tuple(kind):
         raise UserInputError(
             f"--{name.replace('_', '-')}",
-            value=word,
+            word,
             limit=f"it is one of {', '.join(kind)}",
             fix=nearest(word, kind),
         )
@@ -188,7 +188,7 @@ def _recipe(flags: Mapping[str, Any], precision: Precision) -> Fp8Recipe:
     if text(flags.get("fp8_recipe")) == Fp8Recipe.NVFP4:
         raise UserInputError(
             "--fp8-recipe",
-            value="nvfp4",
+            "nvfp4",
             limit="it is a recipe of --fp4-format",
             fix="Use --fp4-format e2m1 --fp4-recipe nvfp4.",
         )
@@ -217,7 +217,7 @@ def _width(flags: Mapping[str, Any], name: str, default: str) -> int:
     if word not in _WIDTHS:
         raise UserInputError(
             f"--{name.replace('_', '-')}",
-            value=word,
+            word,
             limit=f"number formats are {', '.join(_WIDTHS)}",
             fix="Use one of them.",
         )
@@ -335,7 +335,7 @@ def _moved_share(flags: Mapping[str, Any]) -> float:
     if not 0.0 <= moved <= 1.0:
         raise UserInputError(
             "--optimizer-offload-fraction",
-            value=moved,
+            moved,
             limit="it lies between 0 and 1",
             fix="Give the share of optimizer states that goes to the host.",
         )

@@ -66,10 +66,10 @@ def read_site(path: Path) -> SiteCalibration:
     found = from_plain(SiteCalibration, fields, f"{path}:")
     if not found.by_date or found.format != FORMAT:
         limit = "it holds no run" if not found.by_date else f"it has format {found.format}"
-        raise UserInputError(what, value=str(path), limit=limit, fix=_AGAIN)
+        raise UserInputError(what, str(path), limit, fix=_AGAIN)
     if later := found.unknown_names:
         limit = f"a later nest-megatron wrote it, and this one does not know {', '.join(later)}"
-        raise UserInputError(what, value=str(path), limit=limit, fix=_AGAIN)
+        raise UserInputError(what, str(path), limit, fix=_AGAIN)
     return found
 
 
@@ -88,7 +88,7 @@ def find_site(cluster: Cluster) -> tuple[Path, SiteCalibration] | None:
     found = read_site(path)
     if differences := found.differences(cluster):
         limit = f"it is of {', '.join(differences)}"
-        raise UserInputError("site calibration", value=str(path), limit=limit, fix=_AGAIN)
+        raise UserInputError("site calibration", str(path), limit, fix=_AGAIN)
     return path, found
 
 

@@ -57,7 +57,7 @@ def target_named(name: str) -> Target:
             return target
     raise UserInputError(
         "target",
-        value=name,
+        name,
         limit=f"targets are {', '.join(names)}",
         fix=nearest(name, names),
     )

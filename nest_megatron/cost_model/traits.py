@@ -47,7 +47,7 @@ def require_ranges(record: Any, name_of: Callable[[str], str] = str) -> None:
                 limit = f"must be at least {low:g} and finite"
             raise UserInputError(
                 name_of(field.name),
-                value=value,
+                value,
                 limit=f"it {limit}",
                 fix="Leave it out to take the documented default.",
             )
@@ -174,7 +174,7 @@ class ExecutionTraits:
         if capacity is not None and not 0.0 < capacity < math.inf:
             raise UserInputError(
                 "--moe-expert-capacity-factor",
-                value=capacity,
+                capacity,
                 limit="it must be above 0 and finite",
                 fix="Leave it out to drop no tokens.",
             )

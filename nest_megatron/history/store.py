@@ -223,9 +223,9 @@ def find(records: Iterable[Record], run: str) -> Record:
         return known[found[0]]
     limit = "there is no such run" if not found else f"{len(found)} runs begin so"
     fix = nearest(run, found or known) if known else "The history is empty."
-    raise UserInputError("run", value=run, limit=limit, fix=fix)
+    raise UserInputError("run", run, limit, fix)
 
 
 def _unusable(path: Path, limit: str) -> UserInputError:
     fix = f"Name a file on a disk that you may write to with {VARIABLE}."
-    return UserInputError("history", value=str(path), limit=limit, fix=fix)
+    return UserInputError("history", str(path), limit, fix)

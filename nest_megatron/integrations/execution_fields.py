@@ -190,7 +190,7 @@ def _refuse_lacking(
         value = getattr(wanted, name)
         if name in fields and _is_asked(wanted, name) and value != getattr(meant, name):
             fix = "Set it up in the job, or plan the job itself (auto_recipe) with what it has."
-            raise UserInputError(name, value=value, limit=why, fix=fix)
+            raise UserInputError(name, value, limit=why, fix=fix)
 
 
 def _reason(wanted: Execution, meant: Execution, name: str, places: ExecutionPlaces) -> str:

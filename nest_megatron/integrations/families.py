@@ -81,7 +81,7 @@ def refuse_packs(config: Any, where: str, size: int | None) -> None:
     if size is not None and family is not None and not family.packs:
         limit = f"the attention of {class_names(config)[0]} takes no packed sequences"
         raise UserInputError(
-            f"{where}: packed_sequence_size", value=size, limit=limit, fix="Train without packing."
+            f"{where}: packed_sequence_size", size, limit, fix="Train without packing."
         )
 
 

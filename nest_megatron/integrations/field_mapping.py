@@ -282,7 +282,7 @@ def plan_record(given: ParallelPlan | Recorded) -> ParallelPlan:
         return found
     limit = "it is no plan"
     fix = "Give what auto_recipe, nest_megatron.plan or nest_megatron.load_plan(FILE) returned."
-    raise UserInputError("plan", value=given, limit=limit, fix=fix)
+    raise UserInputError("plan", given, limit, fix)
 
 
 def require_plannable(plan: ParallelPlan, version: str, spec: TransformerSpec) -> None:
@@ -297,7 +297,7 @@ def require_plannable(plan: ParallelPlan, version: str, spec: TransformerSpec) -
     if differing:
         limit = f"the plan is for {plan.model.name}, and these differ: {', '.join(differing)}"
         fix = "Plan this model."
-        raise UserInputError("model", value=spec.name, limit=limit, fix=fix)
+        raise UserInputError("model", spec.name, limit, fix)
 
 
 def require_same_schedule(plan: ParallelPlan, schedule: BatchSchedule | None) -> None:
@@ -308,7 +308,7 @@ def require_same_schedule(plan: ParallelPlan, schedule: BatchSchedule | None) ->
             f"the plan was made for {planned.words() if planned else plan.layout.global_batch_size}"
         )
         what, now = "rampup_batch_size", schedule.words()
-        raise UserInputError(what, value=now, limit=limit, fix="Plan again.")
+        raise UserInputError(what, now, limit, fix="Plan again.")
 
 
 def require_same_job(
@@ -324,7 +324,7 @@ def require_same_job(
         if name not in job:
             limit = f"what else a plan may change is {', '.join(job)}"
             fix = "Leave it out: the layout itself is always written."
-            raise UserInputError("free", value=name, limit=limit, fix=fix)
+            raise UserInputError("free", name, limit, fix)
     planned = {
         "global_batch_size": plan.final_batch_size,
         "seq_length": plan.train.seq_length,
@@ -334,4 +334,4 @@ def require_same_job(
         if value not in (None, planned[name]) and name not in free:
             limit = f"the plan was made for {planned[name]}"
             fix = f"Plan again, or give free=[{name!r}] to have it changed."
-            raise UserInputError(name, value=value, limit=limit, fix=fix)
+            raise UserInputError(name, value, limit, fix)

@@ -96,7 +96,7 @@ def whole(root: Any, path: str, *, called: str = "") -> int:
         return value
     raise UserInputError(
         f"{called}.{path}" if called else path,
-        value=None if value is ABSENT else value,
+        None if value is ABSENT else value,
         limit="it must be a whole number of at least 1",
         fix=f"Set it in the {called or 'configuration'}.",
     )
@@ -106,7 +106,7 @@ def require_parts(root: Any, paths: Iterable[str], called: str, *, limit: str, f
     """Refuse a configuration that lacks a part."""
     for path in paths:
         if find(root, path) in (ABSENT, None):
-            raise UserInputError(f"{called}.{path}", value=None, limit=limit, fix=fix)
+            raise UserInputError(f"{called}.{path}", None, limit, fix)
 
 
 def class_names(holder: Any) -> tuple[str, ...]:
@@ -144,7 +144,7 @@ def changes(root: Any, wanted: Iterable[FieldValue]) -> tuple[Change, ...]:
         elif not _is_default(value):
             limit = "the installed framework has no such field, and the plan needs it"
             fix = "Upgrade the framework, or plan again with this choice fixed at its default."
-            raise UserInputError(path, value=value, limit=limit, fix=fix)
+            raise UserInputError(path, value, limit, fix)
     return tuple(found)
 
 
@@ -159,7 +159,7 @@ def carry_out(root: Any, changed: Sequence[Change]) -> None:
                 _set(root, earlier.field, earlier.before)
             limit = f"the configuration refuses it: {str(error).splitlines()[0]}"
             fix = "Report it with the framework's version; nothing was changed."
-            raise UserInputError(change.field, value=change.after, limit=limit, fix=fix) from error
+            raise UserInputError(change.field, change.after, limit, fix) from error
         done.append(change)
 
 

@@ -448,7 +448,7 @@ class _Launch:
             example = "" if value.pattern == _COUNT else ", or a range such as 2:4"
             limit = f"it must be a whole number of at least 1{example}"
             fix = "Correct the launcher's option, or leave the launcher out."
-            raise UserInputError(name.replace("_", "-"), value=text, limit=limit, fix=fix)
+            raise UserInputError(name.replace("_", "-"), text, limit, fix)
         counts = _counts(text)
         if len(counts) > 1:
             most = max(counts)

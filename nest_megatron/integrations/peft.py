@@ -39,7 +39,7 @@ def with_adapters(spec: TransformerSpec, peft: Any, where: str, config: Any) -> 
         if spec.adapters.adapts(path, spec.num_layers):
             limit = f"without it every expert has an adapter of its own on {path}, not priced here"
             fix = f"Set it, or leave {path.rpartition('.')[2]} out of {where}.target_modules."
-            raise UserInputError("model.moe_grouped_gemm", value=grouped, limit=limit, fix=fix)
+            raise UserInputError("model.moe_grouped_gemm", grouped, limit, fix)
     return spec
 
 
@@ -69,7 +69,7 @@ def read_adapters(peft: Any, where: str) -> Adapters | None:
     given = {field: value for field, value in stated.items() if value not in (ABSENT, None)}
     if not (targets := tuple(given.pop("target_modules", ()))):
         limit, fix = "adapters on all but some modules are not priced", "Name target_modules."
-        raise UserInputError(f"{where}.target_modules", value=list(targets), limit=limit, fix=fix)
+        raise UserInputError(f"{where}.target_modules", list(targets), limit, fix)
     return Adapters(scheme=_SCHEMES[name], target_modules=targets, **given)
 
 

@@ -36,7 +36,7 @@ def pin_plan(
     text = plan_text(read_bytes(path, "plan"), path)
     if is_pinned(text):
         fix = "Plan again for a new one; `nest-megatron explain` shows who pinned it."
-        raise PlanFileError("plan", value=str(path), limit="it is pinned already", fix=fix)
+        raise PlanFileError("plan", str(path), limit="it is pinned already", fix=fix)
     if release is not None:
         load_arguments(release)  # refuses a release that is not recorded
     pin = Pin(
@@ -62,7 +62,7 @@ def _reviewed(pin: Pin, plan: ParallelPlan) -> Pin:
     if not plan.predicted.fits:
         limit = "it is not predicted to fit in memory"
         value = plan.predicted.binding_constraint
-        raise UserInputError("plan", value=value, limit=limit, fix="Pin a plan that fits.")
+        raise UserInputError("plan", value, limit, fix="Pin a plan that fits.")
     request = launch_request(plan, version=release or VERSIONS[0])
     require_launchable(request, but=("activation_flag",))
     return dataclasses.replace(pin, megatron_lm=release)
@@ -84,7 +84,7 @@ def plan_output(named: str | None, inputs: Sequence[str | None] = ()) -> Path | 
     check_output("nest.out", out, inputs=[Path(each) for each in inputs if each is not None])
     if not os.access(out.absolute().parent, os.W_OK):
         limit, fix = f"{out.parent} cannot be written to", "Name a file where you may write."
-        raise UserInputError("nest.out", value=str(out), limit=limit, fix=fix)
+        raise UserInputError("nest.out", str(out), limit, fix)
     return out
 
 
@@ -98,7 +98,7 @@ def pinned_file(named: str | None) -> Path:
     if named is None:
         limit = "+nest=pinned launches a reviewed plan"
         fix = "Name it: nest.plan=FILE (`nest-megatron pin` makes one)."
-        raise UserInputError("nest.plan", value=None, limit=limit, fix=fix)
+        raise UserInputError("nest.plan", None, limit, fix)
     return expanded(Path(named), "nest.plan")
 
 

@@ -118,7 +118,7 @@ def _settings(
         section, _, key = setting.key.partition(".")
         if section in ("model", "train") and key not in LENGTH_SETTINGS:
             limit, fix = "the model and the batch are the recipe's own", "Change the job."
-            raise UserInputError(setting.key, value=setting.value, limit=limit, fix=fix)
+            raise UserInputError(setting.key, setting.value, limit, fix)
     if isinstance(cluster, str):
         settings = (Setting(key="cluster", value=cluster), *settings)
     settings = with_defaults(settings, names_cluster=isinstance(cluster, Cluster))
@@ -127,7 +127,7 @@ def _settings(
     if job.num_gpus is None:
         limit = "the number of ranks is the launcher's, and this process has none"
         fix = "Give overrides=['cluster.num_gpus=64']."
-        raise UserInputError(_NUM_GPUS, value=None, limit=limit, fix=fix)
+        raise UserInputError(_NUM_GPUS, None, limit, fix)
     return (*settings, Setting(key=_NUM_GPUS, value=str(job.num_gpus)))
 
 
@@ -144,7 +144,7 @@ def _place(
     if not names_cluster(settings) and local_gpus() is None:
         limit = "none is given, and this host shows no NVIDIA GPU"
         fix = "Give for example cluster='dgx_h100' (`nest-megatron clusters` lists them)."
-        raise UserInputError("cluster", value=None, limit=limit, fix=fix)
+        raise UserInputError("cluster", None, limit, fix)
     variables = os.environ if hosts else {}
     return find_cluster(
         settings, job.num_gpus or 0, variables, dry_run=not hosts, hosts=hosts, mixed=mixed

@@ -135,7 +135,7 @@ def _refuse_unstated(plan: ParallelPlan, path: Path) -> None:
 def _unstated(path: Path, value: str) -> UserInputError:
     limit = "the plan's job has it, and the file does not say by which settings"
     fix = "Plan each change of it with nest-megatron plan, from its command or its settings."
-    return UserInputError(str(path), value=value, limit=limit, fix=fix)
+    return UserInputError(str(path), value, limit, fix)
 
 
 def _differing(wanted: Mapping[str, object], found: Mapping[str, object]) -> str:

@@ -291,7 +291,7 @@ def lightning_precision(stated: object, where: str) -> Precision:
     short = {"16": "fp16", "32": "fp32"}.get(short, short)
     if short not in ("bf16", "fp16", "fp32"):
         limit, fix = "number formats of training are bf16, fp16 and 32", "Use bf16-mixed."
-        raise UserInputError(where, value=stated, limit=limit, fix=fix)
+        raise UserInputError(where, stated, limit, fix)
     return Precision(short)
 
 

@@ -66,7 +66,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _wrong(value: str, limit: str, fix: str) -> UserInputError:
-    return UserInputError("--from", value=value, limit=limit, fix=fix)
+    return UserInputError("--from", value, limit, fix)
 
 
 def _fields(words: Sequence[str], where: str) -> list[str]:
@@ -116,7 +116,7 @@ def _nemo_recipe(task: str, factory: str, fields: list[str]) -> Any:
             from nemo_run.cli.api import RunContext
     except ImportError as error:
         limit, fix = f"it cannot be imported here ({first_line(error)})", install_command("nemo")
-        raise UserInputError(_NEMO, value=factory, limit=limit, fix=f"{fix}.") from error
+        raise UserInputError(_NEMO, factory, limit, fix=f"{fix}.") from error
     try:
         with _printing_to_standard_error():
             return RunContext(name=task, factory=factory).parse_fn(getattr(llm, task), fields)
@@ -152,7 +152,7 @@ def _bridge_recipe(name: str, fields: list[str]) -> Any:
     except ImportError as error:
         limit = f"Megatron-Bridge cannot be imported here ({first_line(error)})"
         fix = "Plan where it is installed; docs/nemo.md says how."
-        raise UserInputError(_RECIPE, value=name, limit=limit, fix=fix) from error
+        raise UserInputError(_RECIPE, name, limit, fix) from error
     known = [each for each in dir(recipes) if each.endswith("_config")]
     require_known(_RECIPE, name, known, "the installed Megatron-Bridge has no such recipe")
     try:

@@ -90,7 +90,7 @@ def data_requirements(
         if micro_batch_size < 2:
             limit = f"a micro batch of {micro_batch_size} holds no two sequences to pack"
             fix = "Set micro_batch_size to at least 2, or turn it off."
-            raise UserInputError(f"{paths.data}.{name}", value=True, limit=limit, fix=fix)
+            raise UserInputError(f"{paths.data}.{name}", True, limit, fix)
         why = "the sequences of a micro batch are packed into one"
         needs[_MICRO] = _need(micro_batch_size, why, f"turn {paths.data}.{name} off")
     padded = all(find(data, f"{n}.pad_seq_to_mult") is ABSENT for n in _SPECS)
@@ -277,5 +277,5 @@ def _with_run_config(saved: SavedCheckpoint) -> SavedCheckpoint:
     except (LookupError, TypeError, AttributeError) as error:
         limit = f"it does not say how the checkpoint was laid out ({error})"
         fix = "Launch this job without nest."
-        raise UserInputError(str(path), value=None, limit=limit, fix=fix) from error
+        raise UserInputError(str(path), None, limit, fix) from error
     return dataclasses.replace(saved, **sizes)

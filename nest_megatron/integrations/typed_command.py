@@ -115,7 +115,7 @@ def _as_large_as_cluster(job: Job, composed: Settings) -> Job:
     unsaid = "the recipe does not say it" if job.command is None else job.command.ranks.unsaid
     limit = f"how many GPUs the job runs on is not known: {unsaid}"
     fix = "Say cluster.num_gpus=16, or give the launcher's words (torchrun --nproc-per-node 8 ...)."
-    raise UserInputError("cluster.num_gpus", value=None, limit=limit, fix=fix)
+    raise UserInputError("cluster.num_gpus", None, limit, fix)
 
 
 def read_model(
@@ -141,7 +141,7 @@ def _read(composed: Settings, text: str | Sequence[str], version: str) -> Job:
     if model is not None:
         limit = "with --from the model comes from the command"
         fix = "Leave model out, or change the command."
-        raise UserInputError("model", value=model.get("name"), limit=limit, fix=fix)
+        raise UserInputError("model", model.get("name"), limit, fix)
     launch = recorded_launch(text, composed)
     place = _place(composed, launch)
     if launch is None and (recipe := read_recipe(text, place)) is not None:
@@ -151,7 +151,7 @@ def _read(composed: Settings, text: str | Sequence[str], version: str) -> Job:
         if not command.argv:
             limit = "it has no flags, so it says nothing about the model"
             fix = "Give the whole command in quotes, or - to read it from standard input."
-            raise UserInputError("--from", value=command.script or text, limit=limit, fix=fix)
+            raise UserInputError("--from", command.script or text, limit, fix)
         if launch is not None:
             command = dataclasses.replace(command, notes=(*launch.notes, *command.notes))
         command = with_flags(command, composed)
@@ -174,7 +174,7 @@ def recorded_launch(text: str | Sequence[str], composed: Settings) -> ScriptLaun
             limit = "it takes one command line, and this names a script"
             call = shlex.join(["bash", *words] if "." in words[0] else words)
             fix = f"Put `-- {call}` behind all other words; in Python give a list of its words."
-            raise UserInputError("--from", value=text, limit=limit, fix=fix)
+            raise UserInputError("--from", text, limit, fix)
         return None
     if not is_script_call(text):
         return None
@@ -215,7 +215,7 @@ def _naming_what_lacks(launch: ScriptLaunch | None) -> Iterator[None]:
         if launch is None:
             raise
         fix = " ".join((error.fix, *launch.notes))
-        raise UserInputError(error.what, value=error.value, limit=error.limit, fix=fix) from error
+        raise UserInputError(error.what, error.value, limit=error.limit, fix=fix) from error
 
 
 def _refuse_unread(command: ReadCommand) -> None:
@@ -223,7 +223,7 @@ def _refuse_unread(command: ReadCommand) -> None:
     unread = unread_model([command.script])
     if unread and not {"num_layers", "hidden_size"} & command.explicit:
         fix = "Give the flags of Megatron-LM that it comes to, or name a model and its settings."
-        raise UserInputError("--from", value=command.script, limit=unread, fix=fix)
+        raise UserInputError("--from", command.script, limit=unread, fix=fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,4 +315,4 @@ def _refuse_unknown(job: Job) -> None:
         notes = job.command.notes if job.command else ()
         said = [note for note in notes if note.endswith("?")]  # Did you mean ...
         fix = " ".join([*said, "Correct it, or leave --strict out."])
-        raise UserInputError("--from", value=" ".join(flags), limit=limit, fix=fix)
+        raise UserInputError("--from", " ".join(flags), limit, fix)

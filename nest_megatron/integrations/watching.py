@@ -59,7 +59,7 @@ class WatchedLoop:
     ) -> None:
         if steps < 1:
             fix = "Give at least 1, or do not watch it."
-            raise UserInputError("steps", value=steps, limit="it is at least 1", fix=fix)
+            raise UserInputError("steps", steps, limit="it is at least 1", fix=fix)
         self.plan, self._steps, self._launch, self._run = plan, steps, launch, run
         self._recorder: Recorder | None = None
         self._has_begun = False
@@ -166,7 +166,7 @@ def loop_of_hydra(steps: int) -> WatchedLoop:
     if plans is None or found is None:
         limit = "no Hydra application was planned in this process"
         fix = "Give the plan, or start the application with +nest=auto."
-        raise UserInputError("plan", value=None, limit=limit, fix=fix)
+        raise UserInputError("plan", None, limit, fix)
     return WatchedLoop(found.plan, steps=steps, launch=plans.PLANS.launch, run=plans.PLANS.run)
 
 
@@ -179,7 +179,7 @@ def require_planned(plan: ParallelPlan, num_ranks: int) -> None:
     if num_ranks != plan.layout.num_gpus:
         limit = f"the plan is for {plan.layout.num_gpus}"
         fix = "Plan for the ranks that run."
-        raise UserInputError("ranks", value=num_ranks, limit=limit, fix=fix)
+        raise UserInputError("ranks", num_ranks, limit, fix)
     state = sys.modules.get("megatron.core.parallel_state")
     if state is not None and state.model_parallel_is_initialized():
         from nest_megatron.integrations.megatron_lm.launch import compare_groups
@@ -204,7 +204,7 @@ def require_planned_batch(plan: ParallelPlan) -> None:
     if (batch, num_microbatches) != planned:
         value = f"{batch} sequences in {num_microbatches} micro batches"
         limit = f"the plan is for {planned[0]} in {planned[1]}"
-        raise UserInputError("batch", value=value, limit=limit, fix="Plan for the batch that runs.")
+        raise UserInputError("batch", value, limit, fix="Plan for the batch that runs.")
 
 
 def _met(rank: int, num_ranks: int) -> RendezvousStore:

@@ -69,7 +69,7 @@ def require_torch() -> None:
     except ImportError as error:
         limit = "a module is traced by torch, which is not installed"
         fix = f"{install_command('megatron')}; torch alone is enough."
-        raise UserInputError("extract", value=None, limit=limit, fix=fix) from error
+        raise UserInputError("extract", None, limit, fix) from error
 
 
 #: Name of what the model does outside all its parts.
@@ -221,10 +221,10 @@ def read_inputs(inputs: Sequence[str], dtypes: Sequence[str]) -> list[TensorShap
     if not inputs:
         limit = "a module is traced on the shapes of its inputs, and none is given"
         fix = "Add for example --input 1,2048 --dtype int64."
-        raise UserInputError("--input", value=None, limit=limit, fix=fix)
+        raise UserInputError("--input", None, limit, fix)
     if len(dtypes) not in (0, 1, len(inputs)):
         limit, fix = f"there are {len(inputs)} inputs", "Give one number type for all, or one each."
-        raise UserInputError("--dtype", value=", ".join(dtypes), limit=limit, fix=fix)
+        raise UserInputError("--dtype", ", ".join(dtypes), limit, fix)
     every = [*dtypes] * (len(inputs) if len(dtypes) == 1 else 1) or ["float32"] * len(inputs)
     return [_shape(text, dtype) for text, dtype in zip(inputs, every, strict=True)]
 
@@ -235,7 +235,7 @@ def _shape(text: str, dtype: str) -> TensorShape:
     if not all(word.strip().isdecimal() for word in words):
         limit = "a shape is whole numbers with commas between them"
         fix = "Give for example --input 1,2048, or --input input_ids=1,2048."
-        raise UserInputError("--input", value=text, limit=limit, fix=fix)
+        raise UserInputError("--input", text, limit, fix)
     return TensorShape(sizes=tuple(map(int, words)), dtype=dtype, keyword=keyword.strip())
 
 
@@ -264,7 +264,7 @@ def build(name: str) -> Any:
 
 
 def _wrong(name: str, limit: str, fix: str) -> UserInputError:
-    return UserInputError("--module", value=name, limit=limit, fix=fix)
+    return UserInputError("--module", name, limit, fix)
 
 
 def _imported(name: str, path: str) -> Any:

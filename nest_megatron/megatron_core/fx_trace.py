@@ -111,7 +111,7 @@ def _dtype(name: str) -> Any:
     known = sorted(key for key, value in vars(torch).items() if isinstance(value, torch.dtype))
     if name not in known:
         raise UserInputError(
-            "dtype", value=name, limit="torch has no such number type", fix=nearest(name, known)
+            "dtype", name, limit="torch has no such number type", fix=nearest(name, known)
         )
     return getattr(torch, name)
 
@@ -225,12 +225,12 @@ def _refusal(error: Exception, module: Any, path: str) -> UnplannableModelError:
     if any(word in text for word in _VALUE_WORDS):
         limit = f"it decides by the values of a tensor{place}, and a trace has shapes only"
         fix = "Use a tensor operation instead (torch.where, masks), or extract the parts around it "
-        return UnplannableModelError("module", value=where, limit=limit, fix=f"{fix}one by one.")
+        return UnplannableModelError("module", where, limit, fix=f"{fix}one by one.")
     first = next(iter(str(error).strip().splitlines()), "")
     reason = f"{type(error).__name__}: {first}".rstrip(".: ")
     limit = f"its forward pass fails on these inputs{place}: {reason}"
     fix = "Check the inputs' number, shapes (--input) and number types (--dtype)."
-    return UnplannableModelError("module", value=where, limit=limit, fix=fix)
+    return UnplannableModelError("module", where, limit, fix)
 
 
 def _place(error: Exception) -> str:

@@ -66,7 +66,7 @@ def extract_layer(
         UserInputError: for what these modules cannot be built for, naming it.
     """
     for what, value, limit, fix in _refusals(spec, kind, shard, implementation):
-        raise UserInputError(what, value=value, limit=limit, fix=fix)
+        raise UserInputError(what, value, limit, fix)
     record, parameters, groups = _recorded(spec, kind, shard, NO_RECOMPUTE, implementation)
     settings = recompute_settings(spec, kind) if recompute is None else recompute
     variants = {

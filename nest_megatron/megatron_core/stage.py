@@ -197,9 +197,7 @@ def transformer_config(
     """
     for name, value in spec.variant.differences().items():
         limit, fix = "megatron-core's own layers do not have it", "Use a model that it builds."
-        raise UserInputError(
-            f"model {spec.name}: variant.{name}", value=value, limit=limit, fix=fix
-        )
+        raise UserInputError(f"model {spec.name}: variant.{name}", value, limit, fix)
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
         TransformerConfig,
@@ -317,7 +315,7 @@ def require_megatron(command: str = "extract") -> None:
             limit = f"layers are built by megatron-core, and {package} is not installed"
             other = ", or add --closed-form to see the formulas that the planner uses"
             fix = f"{install_command('megatron')}{other if command == 'extract' else ''}."
-            raise UserInputError(command, value=None, limit=limit, fix=fix)
+            raise UserInputError(command, None, limit, fix)
 
 
 def is_installed(name: str) -> bool:

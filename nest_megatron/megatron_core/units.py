@@ -377,7 +377,7 @@ def _head(layers: Layers) -> Unit:
     if spec.family != "gpt":
         limit = "the heads of BERT have labels of their own, which are not made up here"
         fix = "Leave the head out: --layer dense or --layer embedding."
-        raise UserInputError("model", value=spec.name, limit=limit, fix=fix)
+        raise UserInputError("model", spec.name, limit, fix)
     norm = layers.norm(config=config, hidden_size=spec.hidden_size, eps=config.layernorm_epsilon)
     output = tensor_parallel.ColumnParallelLinear(
         spec.hidden_size,

@@ -151,4 +151,4 @@ def _holds(pattern: str, path: str, num_layers: int) -> bool:
 
 
 def _wrong(field: str, value: object, limit: str, fix: str = "Correct it.") -> UserInputError:
-    return UserInputError(f"peft.{field}", value=value, limit=limit, fix=fix)
+    return UserInputError(f"peft.{field}", value, limit, fix)

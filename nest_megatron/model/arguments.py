@@ -105,7 +105,7 @@ def _variant(values: Mapping[str, Any], spelled: Callable[[str], str]) -> dict[s
         if str(variant) not in _VARIANTS:
             limit = f"of the variants {', '.join(_VARIANTS)} are supported"
             what, fix = spelled("experimental_attention_variant"), "Launch this job without nest."
-            raise UnplannableModelError(what, value=variant, limit=limit, fix=fix)
+            raise UnplannableModelError(what, variant, limit, fix)
         found["experimental_attention_variant"] = _VARIANTS[str(variant)]
         found["linear_attention_freq"] = _frequency(values.get("linear_attention_freq"))
         if variant == "dsa":

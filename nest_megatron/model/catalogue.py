@@ -55,7 +55,7 @@ def spec_from_mapping(mapping: Mapping[str, object]) -> TransformerSpec:
     for key, value in mapping.items():
         if key not in known and key != _NO_KEY:
             limit, fix = "there is no such field", nearest(str(key), known)
-            raise UserInputError(f"{model} {key}", value=value, limit=limit, fix=fix)
+            raise UserInputError(f"{model} {key}", value, limit, fix)
     fields: dict[str, Any] = dict(mapping)
     if "num_layers" in fields:  # the pattern below is as long
         what = f"{model} num_layers"
@@ -65,7 +65,7 @@ def spec_from_mapping(mapping: Mapping[str, object]) -> TransformerSpec:
         if freq not in (None, 1):
             limit = "it names expert layers but num_experts is not set"
             fix = "Set num_experts, or drop moe_layer_freq."
-            raise UserInputError(f"{model} moe_layer_freq", value=freq, limit=limit, fix=fix)
+            raise UserInputError(f"{model} moe_layer_freq", freq, limit, fix)
     elif freq is None and fields.get("hybrid_layer_pattern"):
         pass  # it says which layers route
     elif isinstance(fields.get("num_layers"), int):  # what else it is, is refused below
@@ -82,10 +82,10 @@ def _check_value(what: str, name: str, value: object) -> None:
     if name in CHOICES:
         if value not in CHOICES[name]:
             limit, fix = f"it must be one of {', '.join(CHOICES[name])}", CHOICES[name]
-            raise UserInputError(what, value=value, limit=limit, fix=nearest(str(value), fix))
+            raise UserInputError(what, value, limit, fix=nearest(str(value), fix))
     elif isinstance(value, int | float) and not isinstance(value, bool):
         most = 1.0 if name in _AT_MOST_ONE else math.inf
         if not (0 < value <= most or (value == 0 and name in _MAY_BE_ZERO)):
             least = "of at least 0" if name in _MAY_BE_ZERO else "above 0"
             limit = f"it must be a number {least}" + (" and at most 1" if most == 1.0 else "")
-            raise UserInputError(what, value=value, limit=limit, fix=_SOURCE.correct)
+            raise UserInputError(what, value, limit, fix=_SOURCE.correct)

@@ -37,7 +37,7 @@ class TensorShape:
             what = "input"
             limit = "every size must be a whole number of at least 1"
             fix = "Give for example 1,2048."
-            raise UserInputError(what, value=",".join(map(str, self.sizes)), limit=limit, fix=fix)
+            raise UserInputError(what, ",".join(map(str, self.sizes)), limit, fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

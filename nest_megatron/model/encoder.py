@@ -76,7 +76,7 @@ class EncoderSpec:
             is_size = isinstance(value, int) and not isinstance(value, bool)
             if is_size and value < 1 and field.name not in _MAY_BE_ZERO:
                 limit, fix = "it must be at least 1", "Correct the encoder's description."
-                raise UserInputError(f"vision.{field.name}", value=value, limit=limit, fix=fix)
+                raise UserInputError(f"vision.{field.name}", value, limit, fix)
 
     @property
     def num_tokens(self) -> int:

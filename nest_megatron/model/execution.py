@@ -123,7 +123,7 @@ class Execution:
             )
 
     def _contradiction(self, name: str, limit: str, fix: str) -> UserInputError:
-        return UserInputError(name, value=getattr(self, name), limit=limit, fix=fix)
+        return UserInputError(name, getattr(self, name), limit, fix)
 
     def __hash__(self) -> int:
         """Computed once: executions are keys of a search's dictionaries."""

@@ -32,11 +32,11 @@ def layer_flags(
     if isinstance(value, int):
         if value < 1:
             limit, fix = "a period must be at least 1", "Write for example 4, or a list of 0 and 1."
-            raise UserInputError(what, value=value, limit=limit, fix=fix)
+            raise UserInputError(what, value, limit, fix)
         return tuple((layer + 1) % value != 0 for layer in range(num_layers))
     if len(value) != num_layers or any(flag not in (0, 1) for flag in value):
         limit = f"it must give one 0 or 1 for each of the {num_layers} layers"
-        raise UserInputError(what, value=value, limit=limit, fix="Give one number for each layer.")
+        raise UserInputError(what, value, limit, fix="Give one number for each layer.")
     return tuple(map(bool, value))
 
 
@@ -77,7 +77,7 @@ def moe_layer_pattern(moe_layer_freq: object, num_layers: int) -> tuple[int, ...
     """
     if num_layers > MAX_LAYERS:
         limit, fix = f"it must be at most {MAX_LAYERS:,}", "Correct the model's description."
-        raise UserInputError("num_layers", value=num_layers, limit=limit, fix=fix)
+        raise UserInputError("num_layers", num_layers, limit, fix)
     value = read_frequency(moe_layer_freq) if isinstance(moe_layer_freq, str) else moe_layer_freq
     if isinstance(value, list | tuple) and all(type(flag) is int for flag in value):
         flags = tuple(value)
@@ -131,4 +131,4 @@ def _require_length(num_layers: int) -> None:
 
 def _refused(value: object, limit: str) -> UserInputError:
     fix = "Write for example 1 (all layers), 2 (every other) or ([0]*3+[1]*58)."
-    return UserInputError("moe_layer_freq", value=value, limit=limit, fix=fix)
+    return UserInputError("moe_layer_freq", value, limit, fix)

@@ -65,9 +65,7 @@ def heterogeneous_layers(
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             limit = f"megatron-core cannot build it ({error!r})"
             fix = "Correct the layer: {attention: {num_query_groups: 8}, ffn: {no_op: true}}."
-            raise UserInputError(
-                f"{what}: layer {number}", value=config, limit=limit, fix=fix
-            ) from None
+            raise UserInputError(f"{what}: layer {number}", config, limit, fix) from None
     return tuple(found)
 
 
@@ -93,7 +91,7 @@ def read_heterogeneous_layers(
         blocks = list(parse_json(text, what)["block_configs"])
     except (ValueError, KeyError, TypeError) as error:
         limit = f"it cannot be read ({error!r})"
-        raise UserInputError(what, value=value, limit=limit, fix=fix) from None
+        raise UserInputError(what, value, limit, fix) from None
     return heterogeneous_layers(blocks, what, **sizes)
 
 
@@ -154,7 +152,7 @@ def require_layers(
     fix = "Name every layer once, as attention[8]+dense[1024], dense[512] or no_op."
     if len(layers) != num_layers:
         limit = f"num_layers is {num_layers}"
-        raise UserInputError(what, value=f"{len(layers)} layers", limit=limit, fix=fix)
+        raise UserInputError(what, f"{len(layers)} layers", limit, fix)
     for kind in dict.fromkeys(layers):
         limit = "a heterogeneous model has no layers of this kind"
         groups = [b.size for b in kind.blocks if b.base is LayerBlock.ATTENTION and b.size]
@@ -162,4 +160,4 @@ def require_layers(
             limit = f"query groups must divide num_attention_heads ({num_attention_heads})"
         elif kind.is_heterogeneous:
             continue
-        raise UserInputError(what, value=kind.value, limit=limit, fix=fix)
+        raise UserInputError(what, kind.value, limit, fix)

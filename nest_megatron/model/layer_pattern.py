@@ -241,7 +241,7 @@ def hybrid_kinds(pattern: str) -> tuple[tuple[LayerKind, ...], tuple[LayerKind, 
     if limit:
         shown = pattern if len(pattern) <= 80 else f"{pattern[:77]}..."
         fix = "Write for example M-M*-/*E."
-        raise UserInputError("hybrid_layer_pattern", value=shown, limit=limit, fix=fix)
+        raise UserInputError("hybrid_layer_pattern", shown, limit, fix)
     kinds = tuple(HYBRID_SYMBOLS[symbol] for symbol in layers)
     depth = tuple(HYBRID_SYMBOLS[symbol] for symbol in depths[0]) if depths else ()
     return kinds, depth, len(depths)
@@ -264,7 +264,7 @@ def pattern_from_ratios(num_layers: int, attention: float, mlp: float) -> str:
     if not (0 <= attention <= 1 and 0 <= mlp <= 1 and attention + mlp <= 1):
         limit, fix = "both lie between 0 and 1, their sum too", "Correct the shares."
         what = "hybrid_attention_ratio, hybrid_mlp_ratio"
-        raise UserInputError(what, value=(attention, mlp), limit=limit, fix=fix)
+        raise UserInputError(what, (attention, mlp), limit, fix)
     symbols = ["M"] * num_layers
     for symbol, share, gaps in (("*", attention, 1), ("-", mlp, 0)):
         count = round(num_layers * share)

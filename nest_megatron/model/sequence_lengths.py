@@ -56,7 +56,7 @@ def lengths_from_counts(
     total = math.fsum(counts.values())
     if not counts or min(counts) < 1 or not 0 < total < math.inf or min(counts.values()) < 0:
         limit, fix = "it has lengths of at least 1 token, with counts", "Correct it."
-        raise UserInputError("train.sequence_lengths", value=source, limit=limit, fix=fix)
+        raise UserInputError("train.sequence_lengths", source, limit, fix)
     rows = [(min(length, longest), count / total) for length, count in counts.items()]
     mean, square = (math.fsum(share * length**k for length, share in rows) for k in (1, 2))
     attended = square / mean
@@ -85,7 +85,7 @@ def lengths_from_moments(
         if not (low <= value <= high and value < math.inf):
             limit = f"it lies between {low:g} and {high:g} tokens"
             what, fix = f"train.sequence_length_{name}", "Give it in tokens."
-            raise UserInputError(what, value=value, limit=limit, fix=fix)
+            raise UserInputError(what, value, limit, fix)
     spread = math.log(1 + (deviation / mean) ** 2)
     normal = NormalDist(math.log(mean) - spread / 2, math.sqrt(spread) or 1e-9)
     shares = ((k + 0.5) / _QUANTILES for k in range(_QUANTILES))

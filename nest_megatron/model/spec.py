@@ -270,7 +270,7 @@ class TransformerSpec:
         self, field: str, limit: str, fix: str = "Correct the model's description."
     ) -> UserInputError:
         value = getattr(self, field)
-        return UserInputError(f"model {self.name}: {field}", value=value, limit=limit, fix=fix)
+        return UserInputError(f"model {self.name}: {field}", value, limit, fix)
 
     @property
     def query_groups(self) -> int:

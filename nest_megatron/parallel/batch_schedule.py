@@ -124,13 +124,13 @@ def read_schedule(
     growth, steps = values(RAMPUP), values(STEPS)
     if growth and steps:
         limit = f"{name(STEPS)} is given as well"
-        raise UserInputError(name(RAMPUP), value=growth, limit=limit, fix="Give one of the two.")
+        raise UserInputError(name(RAMPUP), growth, limit, fix="Give one of the two.")
     if not (growth or steps):
         return None
     for length, value in (("train_samples", samples), ("train_iters", iterations)):
         if value is not None and value < 0:
             fix = "Give the length of the run, or leave it out."
-            raise UserInputError(name(length), value=value, limit="it is at least 1", fix=fix)
+            raise UserInputError(name(length), value, limit="it is at least 1", fix=fix)
     parts = _ramp(growth, last, name) if growth else _steps(steps, seq_length, name(STEPS))
     return BatchSchedule(
         parts=tuple(_until(parts, samples or None, iterations or None)),
@@ -146,7 +146,7 @@ def _ramp(
     what = name(RAMPUP)
 
     def refuse(limit: str, fix: str) -> UserInputError:
-        return UserInputError(what, value=list(growth), limit=limit, fix=fix)
+        return UserInputError(what, list(growth), limit, fix)
 
     try:
         start, step, samples = map(int, growth)
@@ -175,13 +175,13 @@ def _steps(text: str, seq_length: int, what: str) -> tuple[BatchPart, ...]:
         found = sorted((_number(at) // seq_length, _number(size)) for at, _, size in rows)
     except (OverflowError, ValueError):
         limit, fix = "it is TOKENS:SIZE TOKENS:SIZE ...", 'For example "0:768 250B:1536".'
-        raise UserInputError(what, value=text, limit=limit, fix=fix) from None
+        raise UserInputError(what, text, limit, fix) from None
     starts, sizes = [at for at, _ in found], [size for _, size in found]
     rises = all(begin < end for begin, end in itertools.pairwise(starts))
     if not found or starts[0] != 0 or not rises or min(sizes) < 1:
         limit = f"thresholds begin at 0 and rise, in sequences of {seq_length} tokens: {starts}"
         fix = "Correct them; sizes are at least 1."
-        raise UserInputError(what, value=text, limit=limit, fix=fix)
+        raise UserInputError(what, text, limit, fix)
     lengths = (end - begin for begin, end in itertools.pairwise(starts))
     return tuple(
         BatchPart(global_batch_size=size, samples=length)

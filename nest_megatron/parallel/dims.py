@@ -61,13 +61,13 @@ class ParallelDims:
             if type(value) is not int or value < 1:
                 limit = "a degree is a whole number of at least 1"
                 fix = "Give a positive whole number."
-                raise UserInputError(f"parallel.{field}", value=value, limit=limit, fix=fix)
+                raise UserInputError(f"parallel.{field}", value, limit, fix)
         stage, experts = self.ranks_per_stage, self.expert_ranks
         if stage % experts:
             what = "parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size"
             limit = f"it must divide the {stage} ranks of one pipeline stage (tp*cp*dp)"
             fix = "Lower one of the two, or raise the data-parallel size."
-            raise UserInputError(what, value=experts, limit=limit, fix=fix)
+            raise UserInputError(what, experts, limit, fix)
 
     @classmethod
     def of(cls, record: Any, rank_order: RankOrder) -> ParallelDims:

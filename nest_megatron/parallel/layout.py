@@ -39,7 +39,7 @@ class PartialLayout:
             what = "train.global_batch_size"
             limit = f"it must be a multiple of micro batch times data-parallel size ({together})"
             fix = "Change the global batch, the micro batch, or the degrees."
-            raise UserInputError(what, value=self.global_batch_size, limit=limit, fix=fix)
+            raise UserInputError(what, self.global_batch_size, limit, fix)
 
     @property
     def num_gpus(self) -> int:

@@ -30,11 +30,11 @@ class StagePartition:
             what = "stage partition boundaries"
             limit = "they rise strictly from 0, so that every virtual stage holds a unit"
             fix = "Use fewer stages than units."
-            raise UserInputError(what, value=self.boundaries, limit=limit, fix=fix)
+            raise UserInputError(what, self.boundaries, limit, fix)
         if self.num_chunks % self.pipeline_model_parallel_size:
             limit = f"chunks come in whole rounds of {self.pipeline_model_parallel_size} ranks"
             fix = "Give every rank the same number of virtual stages."
-            raise UserInputError("stage partition", value=self.num_chunks, limit=limit, fix=fix)
+            raise UserInputError("stage partition", self.num_chunks, limit, fix)
 
     @property
     def num_chunks(self) -> int:

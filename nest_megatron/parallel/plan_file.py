@@ -88,11 +88,11 @@ def parse(text: str, name: str) -> dict[str, Any]:
         fields = parse_yaml(text, name)
     except UserInputError as error:
         raise PlanFileError(
-            name, value=None, limit=error.limit, fix="It may have been cut short; plan again."
+            name, None, limit=error.limit, fix="It may have been cut short; plan again."
         ) from error
     if not isinstance(fields, dict):
         fix = "Name a file written by nest-megatron plan."
-        raise PlanFileError("plan", value=name, limit="it is no plan file", fix=fix)
+        raise PlanFileError("plan", name, limit="it is no plan file", fix=fix)
     return fields
 
 
@@ -106,7 +106,7 @@ def from_fields(fields: Mapping[str, Any], name: str) -> ParallelPlan:
     if not isinstance(schema, int) or schema > SCHEMA:
         limit = f"this version reads plans up to schema {SCHEMA}"
         fix = "Upgrade nest-megatron, or plan again with this version."
-        raise PlanFileError(f"{name}: schema", value=schema, limit=limit, fix=fix)
+        raise PlanFileError(f"{name}: schema", schema, limit, fix)
     stated, origin = "", fields.get("provenance")
     if isinstance(origin, Mapping):
         stated = origin.get(_CHECKSUM, "")
@@ -116,12 +116,12 @@ def from_fields(fields: Mapping[str, Any], name: str) -> ParallelPlan:
         plan = from_plain(ParallelPlan, fields)
     except UserInputError as error:
         raise PlanFileError(
-            f"{name}: {error.what}", value=error.value, limit=error.limit, fix=error.fix
+            f"{name}: {error.what}", error.value, limit=error.limit, fix=error.fix
         ) from error
     if checksum(plan) != stated:
         limit = "it does not match the contents, so the file was cut short or edited"
         fix = "Write it again with nest-megatron plan; what you want fixed goes on that command."
-        raise PlanFileError(f"{name}: provenance.checksum", value=stated, limit=limit, fix=fix)
+        raise PlanFileError(f"{name}: provenance.checksum", stated, limit, fix)
     return plan
 
 

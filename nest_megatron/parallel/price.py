@@ -32,7 +32,7 @@ class Rates:
             value = getattr(self, key.partition(".")[2])
             if value is not None and not 0 < value < math.inf:
                 limit, fix = "it must be above 0 and finite", f"For example {key}={example}."
-                raise UserInputError(key, value=value, limit=limit, fix=fix)
+                raise UserInputError(key, value, limit, fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,16 +60,16 @@ class Recompute:
             what = "parallel.recompute_method / recompute_num_layers"
             limit = "they go with recompute_granularity full, and only with it"
             fix = "Set both with full (uniform, 1 keeps one input a layer), neither otherwise."
-            raise UserInputError(what, value=(self.method, self.num_layers), limit=limit, fix=fix)
+            raise UserInputError(what, (self.method, self.num_layers), limit, fix)
         if self.num_layers is not None and self.num_layers < 1:
             what = "parallel.recompute_num_layers"
             limit, fix = "it counts layers, so it is at least 1", "Give a positive whole number."
-            raise UserInputError(what, value=self.num_layers, limit=limit, fix=fix)
+            raise UserInputError(what, self.num_layers, limit, fix)
         if bool(self.modules) != (self.granularity is RecomputeGranularity.SELECTIVE):
             what = "parallel.recompute_modules"
             limit = "it goes with recompute_granularity selective, and only with it"
             fix = "Name at least one module with selective, none otherwise."
-            raise UserInputError(what, value=self.modules, limit=limit, fix=fix)
+            raise UserInputError(what, self.modules, limit, fix)
 
     def __hash__(self) -> int:
         """Computed once: settings are keys of a search's dictionaries."""
@@ -108,7 +108,7 @@ def selective_recompute(modules: Iterable[str]) -> Recompute:
         if name not in known:
             limit = f"the modules that are supported are {', '.join(known)}"
             fix = nearest(str(name), known)
-            raise UserInputError("recompute_modules", value=name, limit=limit, fix=fix)
+            raise UserInputError("recompute_modules", name, limit, fix)
     return Recompute(
         granularity=RecomputeGranularity.SELECTIVE,
         modules=tuple(module for module in known if module in named),

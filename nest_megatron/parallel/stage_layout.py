@@ -44,7 +44,7 @@ def layout_string(spec: TransformerSpec, partition: StagePartition) -> str:
         what = "stage partition boundaries"
         limit = f"model {spec.name} has {spec.num_units} units (layers, embedding, MTP, head)"
         fix = "Cut the units of this very model."
-        raise UserInputError(what, value=partition.boundaries[-1], limit=limit, fix=fix)
+        raise UserInputError(what, partition.boundaries[-1], limit, fix)
     chunks = map(partition.chunk, range(partition.num_chunks))
     if spec.hybrid_layer_pattern:
         layers, depths = _hybrid_symbols(spec)
@@ -109,7 +109,7 @@ def _layers(spec: TransformerSpec) -> range:
 
 
 def _bad_pattern(text: str, limit: str, fix: str) -> UserInputError:
-    return UserInputError("hybrid_layer_pattern", value=text, limit=limit, fix=fix)
+    return UserInputError("hybrid_layer_pattern", text, limit, fix)
 
 
 def expand_layout(text: str) -> tuple[str, ...]:
@@ -161,7 +161,7 @@ def uniform_partition(
         what = "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers"
         limit = "they exclude the account_for_..._in_pipeline_split flags"
         fix = "Use one way to state an uneven split."
-        raise UserInputError(what, value=(first, last), limit=limit, fix=fix)
+        raise UserInputError(what, (first, last), limit, fix)
     else:
         per_rank = _uneven_layers(spec, pp, first, last)
     counts = [_split_evenly(per_rank[k % pp], vpp) for k in range(pp * vpp)]
@@ -184,7 +184,7 @@ def spread_partition(spec: TransformerSpec, dims: ParallelDims) -> StagePartitio
         if chunks > units:
             what = "pipeline_model_parallel_size * virtual_pipeline_model_parallel_size"
             limit = f"every stage holds a unit, and the model has {units}"
-            raise UserInputError(what, value=chunks, limit=limit, fix="Use fewer stages.") from None
+            raise UserInputError(what, chunks, limit, fix="Use fewer stages.") from None
     boundaries = tuple(k * units // chunks for k in range(chunks + 1))
     return StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)
 
@@ -228,7 +228,7 @@ def _repeated(stages: list[str]) -> str:
 
 
 def _bad(text: str, limit: str, fix: str = "Write for example Et*4|(t*4|)*6tL.") -> UserInputError:
-    return UserInputError(_LAYOUT, value=text, limit=limit, fix=fix)
+    return UserInputError(_LAYOUT, text, limit, fix)
 
 
 def uneven_flags(spec: TransformerSpec, pp: int) -> str:
@@ -260,7 +260,7 @@ def _even_layers(spec: TransformerSpec, pp: int, extra: int) -> list[int]:
         if extra:
             ways = f"Add {_LAYOUT_FLAG} in the place of --account-for-..-in-pipeline-split"
         fix = f"{ways}, or use another pipeline_model_parallel_size."
-        raise UserInputError("num_layers", value=layers, limit=limit, fix=fix)
+        raise UserInputError("num_layers", layers, limit, fix)
     return [layers // pp] * pp
 
 
@@ -274,7 +274,7 @@ def _uneven_layers(
         what = "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers"
         limit = f"{middle} layers are left for {stages} middle pipeline ranks"
         fix = f"{uneven_flags(spec, pp)}."
-        raise UserInputError(what, value=(first, last), limit=limit, fix=fix)
+        raise UserInputError(what, (first, last), limit, fix)
     per_rank = [middle // stages] * stages if stages else []
     return [*given[: first is not None], *per_rank, *given[first is not None :]]
 
@@ -284,5 +284,5 @@ def _split_evenly(layers: int, vpp: int) -> int:
         what = "virtual_pipeline_model_parallel_size"
         limit = f"it must divide the {layers} layers of a pipeline rank"
         fix = f"Give {_LAYOUT}, or another number of virtual stages."
-        raise UserInputError(what, value=vpp, limit=limit, fix=fix)
+        raise UserInputError(what, vpp, limit, fix)
     return layers // vpp

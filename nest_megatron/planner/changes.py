@@ -252,7 +252,7 @@ def _dims(value: Mapping[str, Any]) -> ParallelDims:
     replica, gpus = ranks * degrees[_PP], value["num_gpus"]
     if gpus % replica:
         limit, fix = f"it must divide the {gpus} GPUs", "Change a degree."
-        raise UserInputError("tp * cp * pp", value=replica, limit=limit, fix=fix)
+        raise UserInputError("tp * cp * pp", replica, limit, fix)
     return ParallelDims(
         **degrees, data_parallel_size=gpus // replica, rank_order=value["rank_order"]
     )

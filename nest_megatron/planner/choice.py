@@ -363,7 +363,7 @@ def runner_up(chosen: Chosen, number: int) -> Chosen:
     if number > len(chosen.others):
         raise UserInputError(
             "nest.alternative",
-            value=number,
+            number,
             limit=f"the search ranked {len(chosen.others)} runners-up",
             fix="Give a smaller number, or raise "
             f"{typed_setting('search.num_alternatives')} or {typed_setting('search.max_seconds')}.",

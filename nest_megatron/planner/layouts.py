@@ -111,7 +111,7 @@ def estimate_for(
     if layout.num_gpus > request.cluster.num_gpus:
         raise UserInputError(
             "tp * pp * cp * dp",
-            value=layout.num_gpus,
+            layout.num_gpus,
             limit=f"the cluster has {request.cluster.num_gpus} GPUs",
             fix="Lower a degree or raise cluster.num_gpus.",
         )
@@ -142,7 +142,7 @@ def keep_layout(plan: ParallelPlan, request: Request) -> ParallelPlan:
     if resized and num_gpus % one_replica:
         limit = f"a replica of the layout takes {one_replica}"
         fix = "Use a multiple of it."
-        raise UserInputError("cluster.num_gpus", value=num_gpus, limit=limit, fix=fix)
+        raise UserInputError("cluster.num_gpus", num_gpus, limit, fix)
     replicas = num_gpus // one_replica if resized else dims.data_parallel_size
     dims = dataclasses.replace(dims, data_parallel_size=replicas)
     stages = dataclasses.replace(

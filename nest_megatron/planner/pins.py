@@ -153,7 +153,7 @@ def plan_text(content: bytes, path: Path) -> str:
         text = content.decode()
     except UnicodeDecodeError as error:
         limit, fix = f"it is not UTF-8 text: {error}", "Take the file again, or plan anew."
-        raise PlanFileError("plan", value=str(path), limit=limit, fix=fix) from error
+        raise PlanFileError("plan", str(path), limit, fix) from error
     unmarked = text.removeprefix("\ufeff")
     if unmarked != text and is_pinned(unmarked):
         raise _changed(path)
@@ -211,6 +211,6 @@ def read_plan(path: Path) -> tuple[ParallelPlan, Pin | None]:
     if read_table(path) is not None:
         limit = "it is a table of plans, one for each number of nodes"
         fix = "`nest-megatron explain` shows it; plan for one number of nodes for one plan."
-        raise PlanFileError("plan", value=str(path), limit=limit, fix=fix)
+        raise PlanFileError("plan", str(path), limit, fix)
     pinned = read_pinned(path)
     return pinned.plan, pinned.pin

@@ -104,7 +104,7 @@ class TableText:
         fields = plan_file.parse(first, name)
         if (schema := fields.pop("schema")) != _SCHEMA:
             limit, fix = f"this version reads tables of schema {_SCHEMA}", "Upgrade nest-megatron."
-            raise PlanFileError(f"{name}: schema", value=schema, limit=limit, fix=fix)
+            raise PlanFileError(f"{name}: schema", schema, limit, fix)
         found = cls(
             name=name,
             entries=_listed(fields.pop(_KEY), name),
@@ -123,7 +123,7 @@ class TableText:
         elif any(less >= more for less, more in pairwise(sizes)):
             limit = "its entries are not in the order of their sizes"
         if limit is not None:
-            raise PlanFileError(self.name, value=None, limit=limit, fix=_AGAIN)
+            raise PlanFileError(self.name, None, limit, fix=_AGAIN)
 
     def _planned(self) -> list[TableEntry]:
         return [each for each in self.entries if each.checksum is not None]
@@ -148,7 +148,7 @@ class TableText:
         value = plan_file.checksum(plan), plan.layout.num_gpus
         if value != (entry.checksum, entry.num_gpus):
             limit = f"the table lists {entry.checksum} for {entry.num_gpus} GPUs"
-            raise PlanFileError(name, value=value, limit=limit, fix=_AGAIN)
+            raise PlanFileError(name, value, limit, fix=_AGAIN)
         return plan
 
     def told_of(self, num_gpus: int) -> str:
@@ -169,5 +169,5 @@ class TableText:
 def _listed(fields: Any, name: str) -> tuple[TableEntry, ...]:
     if not isinstance(fields, list):
         limit = "it is a list, an entry for each number of nodes"
-        raise PlanFileError(f"{name}: {_KEY}", value=fields, limit=limit, fix=_AGAIN)
+        raise PlanFileError(f"{name}: {_KEY}", fields, limit, fix=_AGAIN)
     return tuple(from_plain(TableEntry, each, f"{name}: {_KEY}") for each in fields)

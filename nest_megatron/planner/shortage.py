@@ -123,7 +123,7 @@ def refuse_if_nothing_is_legal(request: Request, result: SearchResult, deadline:
     fixed = (f"{name}={value}" for name, value in request.space.fixed.items())
     raise UserInputError(
         "the job",
-        value=", ".join([gpus, batch, *fixed]),
+        ", ".join([gpus, batch, *fixed]),
         limit=f"no combination of degrees is legal for {request.spec.name} ({rules})",
         fix=advice or "Use a batch and a number of GPUs with more common divisors.",
     )

@@ -119,7 +119,7 @@ def read_signers(named: Iterable[str], owners: Collection[int] | None = None) ->
             files = sorted(path.glob(f"*{PUBLIC_SUFFIX}"))
             if not files:
                 limit, fix = f"it holds no key (*{PUBLIC_SUFFIX})", "Copy public keys into it."
-                raise UserInputError("--key", value=name, limit=limit, fix=fix)
+                raise UserInputError("--key", name, limit, fix)
             found += [_signer(each, owners) for each in files]
         else:
             found.append(_signer(path, owners))

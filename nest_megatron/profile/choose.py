@@ -79,7 +79,7 @@ def choose_times(wanted: Wanted, mode: ProfileMode, name: str | None = None) -> 
     if mode is ProfileMode.MEASURE:
         raise UserInputError(
             f"{wanted.prefix}profile.mode",
-            value=mode.value,
+            mode.value,
             limit="nothing is launched here that could be measured",
             fix=f"Measure first: {MEASURE_COMMAND} {wanted.command}; then use auto or require.",
         )
@@ -88,7 +88,7 @@ def choose_times(wanted: Wanted, mode: ProfileMode, name: str | None = None) -> 
             return Choice()
         raise UserInputError(
             f"{wanted.prefix}profile.name",
-            value=name,
+            name,
             limit="profile.mode=analytic uses no profile",
             fix="Leave one of the two out.",
         )
@@ -165,7 +165,7 @@ def _named(wanted: Wanted, name: str) -> Choice:
         entry = find_entry(name)
     except UserInputError as error:
         raise UserInputError(
-            f"{wanted.prefix}profile.name", value=name, limit=error.limit, fix=error.fix
+            f"{wanted.prefix}profile.name", name, limit=error.limit, fix=error.fix
         ) from error
     profile = entry.read()
     found = differences(profile, wanted)
@@ -173,7 +173,7 @@ def _named(wanted: Wanted, name: str) -> Choice:
     if decisive:
         raise ProfileError(
             f"{wanted.prefix}profile.name",
-            value=name,
+            name,
             limit=f"it is not of this job's layers: {_words(decisive)}",
             fix=f"Name another, or measure these: {MEASURE_COMMAND} {wanted.command}.",
         )
@@ -234,7 +234,7 @@ def _require_all(wanted: Wanted, choice: Choice) -> None:
     unused = f" ({' '.join(choice.notes)})" if choice.notes else ""
     raise UserInputError(
         f"{wanted.prefix}profile.mode",
-        value=ProfileMode.REQUIRE.value,
+        ProfileMode.REQUIRE.value,
         limit=f"no profile has times of {', '.join(untimed)} on {wanted.accelerator.name}{unused}",
         fix=f"Measure them: {MEASURE_COMMAND} {wanted.command}",
     )

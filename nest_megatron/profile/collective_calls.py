@@ -39,7 +39,7 @@ class Caller:
         if self.backend not in ("nccl", "gloo"):
             raise ProfileError(
                 "world",
-                value=self.backend,
+                self.backend,
                 limit="collectives are measured over nccl or gloo",
                 fix="Initialize torch.distributed with one of these backends.",
             )

@@ -92,7 +92,7 @@ def _patterns(hosts: Sequence[str], num_ranks: int) -> tuple[_Pattern, ...]:
     if len(hosts) != num_ranks or num_ranks < 2:
         raise ProfileError(
             "hosts",
-            value=list(hosts),
+            list(hosts),
             limit=f"it must name the host of each of the {num_ranks} ranks, two at least",
             fix="Start two processes or more, and name their hosts in rank order.",
         )
@@ -103,7 +103,7 @@ def _patterns(hosts: Sequence[str], num_ranks: int) -> tuple[_Pattern, ...]:
     if len(per_host) > 1:
         raise ProfileError(
             "hosts",
-            value=dict(Counter(hosts)),
+            dict(Counter(hosts)),
             limit="each host must hold the same number of ranks",
             fix="Start as many processes on every host.",
         )

@@ -254,8 +254,8 @@ class _Log:
     def _wrong(self, value: object, limit: str) -> ProfileError:
         return ProfileError(
             f"{self._name}, line {self._line}",
-            value=value.strip() if isinstance(value, str) else value,
-            limit=limit,
+            value.strip() if isinstance(value, str) else value,
+            limit,
             fix="Give the output of nccl-tests as it was printed, whole runs only.",
         )
 

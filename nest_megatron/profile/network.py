@@ -166,7 +166,7 @@ def load(text: str, name: str = "network profile") -> NetworkProfile:
     if sealed(profile).checksum != profile.checksum:
         raise ProfileError(
             f"{name}: checksum",
-            value=profile.checksum,
+            profile.checksum,
             limit="it does not match the contents, so the file was cut short or edited",
             fix=_AGAIN,
         )
@@ -199,4 +199,4 @@ def _require(what: str, name: str, value: float, *, above_zero: bool = False) ->
 
 
 def _wrong(what: str, value: object, limit: str) -> ProfileError:
-    return ProfileError(what, value=value, limit=limit, fix=_AGAIN)
+    return ProfileError(what, value, limit, fix=_AGAIN)

@@ -331,7 +331,7 @@ def _require_possible(
         if figure.is_rate and number >= figure.high:
             raise ProfileError(
                 f"level {level.name}: bandwidth_bytes_per_s",
-                value=level.bandwidth_bytes_per_s,
+                level.bandwidth_bytes_per_s,
                 limit=f"the {figure.field} samples reach more than {_MOST} times as much",
                 fix="Name the cluster that was measured, or correct its description.",
             )
@@ -340,8 +340,8 @@ def _require_possible(
 def _too_few(level: str, limit: str) -> ProfileError:
     return ProfileError(
         f"level {level}",
-        value="samples",
-        limit=limit,
+        "samples",
+        limit,
         fix=f"Measure at least {MIN_SIZES} sizes, better all powers of two from 1 KiB to 1 GiB, of "
         "all_reduce and all_gather: in one host, and over hosts.",
     )

@@ -57,7 +57,7 @@ def read_measurements(paths: Sequence[Path], kind: CollectiveKind | None) -> Net
     if found and len(texts) > 1:
         raise UserInputError(
             "measurements",
-            value=[name for name, _ in texts],
+            [name for name, _ in texts],
             limit="a network profile is imported alone",
             fix="Import it by itself, or the logs of nccl-tests.",
         )
@@ -193,7 +193,7 @@ def _fan_outs(shape: tuple[int, ...], cluster: Cluster) -> tuple[int, ...]:
     if inside > per_host:
         raise ProfileError(
             "samples",
-            value=f"{inside} ranks on one host",
+            f"{inside} ranks on one host",
             limit=f"hosts of {cluster.name} have {per_host} GPUs",
             fix="Name the cluster that was measured.",
         )

@@ -68,11 +68,11 @@ def read_fields(text: str, name: str, what: str, newest: int) -> dict[str, Any]:
     try:
         fields = parse_yaml(text, name)
     except UserInputError as error:
-        raise ProfileError(name, value=None, limit=error.limit, fix=AGAIN) from error
+        raise ProfileError(name, None, limit=error.limit, fix=AGAIN) from error
     if not isinstance(fields, dict):
         raise ProfileError(
             name,
-            value=type(fields).__name__,
+            type(fields).__name__,
             limit=f"a {what} is a mapping with the key 'schema'",
             fix="Name a file that nest-megatron has written.",
         )
@@ -80,7 +80,7 @@ def read_fields(text: str, name: str, what: str, newest: int) -> dict[str, Any]:
     if type(schema) is not int or not 1 <= schema <= newest:
         raise ProfileError(
             f"{name}: schema",
-            value=schema,
+            schema,
             limit=f"this version reads {what}s up to schema {newest}",
             fix="Upgrade nest-megatron, or measure again with this version.",
         )
@@ -96,12 +96,10 @@ def record_of(kind: type[Record], fields: dict[str, Any], name: str) -> Record:
         return from_plain(kind, fields)
     except UserInputError as error:
         raise ProfileError(
-            f"{name}: {error.what}", value=error.value, limit=error.limit, fix=error.fix
+            f"{name}: {error.what}", error.value, limit=error.limit, fix=error.fix
         ) from error
     except ArithmeticError as error:  # a number far outside what its type holds
-        raise ProfileError(
-            name, value=str(error), limit="a number is out of range", fix=AGAIN
-        ) from error
+        raise ProfileError(name, str(error), limit="a number is out of range", fix=AGAIN) from error
 
 
 #: What helps where a file is damaged.
@@ -113,9 +111,7 @@ def read(path: Path) -> LayerProfile:
     try:
         text = read_text(path, "profile")
     except UserInputError as error:
-        raise ProfileError(
-            error.what, value=error.value, limit=error.limit, fix=error.fix
-        ) from error
+        raise ProfileError(error.what, error.value, limit=error.limit, fix=error.fix) from error
     return load(text, str(path))
 
 
@@ -155,7 +151,7 @@ def _check_sums(
         value = ", ".join(_differing(profile, derived, sums))
         if not value:
             return
-    raise ProfileError(f"{name}: {_CHECKSUM}", value=value, limit=limit, fix=AGAIN)
+    raise ProfileError(f"{name}: {_CHECKSUM}", value, limit, fix=AGAIN)
 
 
 def _differing(

@@ -79,7 +79,7 @@ def _naming_failures(backend: str) -> Iterator[None]:
     except (RuntimeError, ValueError) as error:  # as torch.distributed has them
         limit = f"it failed: {next(iter(str(error).splitlines()), type(error).__name__)}"
         fix = "What was timed is stored. NCCL_DEBUG=INFO says more; --no-collectives times layers."
-        raise ProfileError("process group", value=backend, limit=limit, fix=fix) from error
+        raise ProfileError("process group", backend, limit, fix) from error
 
 
 def leave() -> None:

@@ -48,7 +48,7 @@ def require_number(
         return int(value) if whole else float(value)
     number = "whole number" if whole else "finite number"
     limit = f"it must be a {number} {'above' if above_zero else 'of at least'} 0"
-    raise ProfileError(what, value=value, limit=limit, fix=fix)
+    raise ProfileError(what, value, limit, fix)
 
 
 class Source(Name):
@@ -203,7 +203,7 @@ def require_name(name: str) -> str:
     if not _NAME.fullmatch(name) or name == ANALYTIC_NAME:
         raise ProfileError(
             "profile name",
-            value=name,
+            name,
             limit=f"it is made of letters, digits and . _ + -, and is not {ANALYTIC_NAME!r}",
             fix="For example llama3_8b-h200.",
         )
@@ -303,4 +303,4 @@ def default_name(machine: Machine, spec: TransformerSpec, precision: Precision) 
 
 
 def _bad_field(name: str, value: object, limit: str) -> ProfileError:
-    return ProfileError(name, value=value, limit=limit, fix="Measure the profile again.")
+    return ProfileError(name, value, limit, fix="Measure the profile again.")

@@ -162,7 +162,7 @@ def _require_device(skipped: Skipped) -> None:
     except RuntimeError as error:
         fix = "What was timed before is stored; start again for the rest."
         limit = f"CUDA has failed for good: {skipped.reason}"
-        raise ProfileError("timing", value=str(skipped.task), limit=limit, fix=fix) from error
+        raise ProfileError("timing", str(skipped.task), limit, fix) from error
 
 
 def this_machine(where: Where, implementation: Implementation) -> Machine:

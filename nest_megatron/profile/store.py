@@ -117,7 +117,7 @@ def find_entry(name: str) -> Entry:
         return entries[name]
     raise UserInputError(
         "profile",
-        value=name,
+        name,
         limit=f"there is no such profile, neither shipped nor in {profiles_folder()}",
         fix=nearest(name, entries)
         if entries
@@ -206,7 +206,7 @@ def _same_profile(profile: LayerProfile) -> LayerProfile | None:
         if entry.name == profile.name:
             raise ProfileError(
                 "profile name",
-                value=profile.name,
+                profile.name,
                 limit="the store has a profile of this name from another device, version, layer or "
                 "origin",
                 fix=f"Give another name, or remove {profiles_folder() / (profile.name + _SUFFIX)}.",
@@ -219,7 +219,7 @@ def timing_alone(gpu: str) -> Iterator[None]:
     """Be the only process that times on a GPU; a ``ProfileError`` where another does so now."""
     held = ProfileError(
         "GPU",
-        value=gpu,
+        gpu,
         limit="another process times layers on it, and each would slow the other",
         fix="Start one process for each GPU with torchrun, or wait until that one ends.",
     )
@@ -242,7 +242,7 @@ def _locked(
     except Timeout as error:
         raise held or ProfileError(
             "profile store",
-            value=str(folder / name),
+            str(folder / name),
             limit=f"another process has held the lock for {timeout_s:g} s",
             fix=f"End that process, or use another folder with {FOLDER_VARIABLE}.",
         ) from error
@@ -266,13 +266,11 @@ def _write(profile: LayerProfile, folder: Path) -> None:
 def _unwritable(folder: Path, error: Exception) -> ProfileError:
     return ProfileError(
         "profile store",
-        value=str(folder),
+        str(folder),
         limit=f"it cannot be written to: {error}",
         fix=f"Name a folder that you may write to with {FOLDER_VARIABLE}.",
     )
 
 
 def _unusable(path: str, limit: str) -> ProfileError:
-    return ProfileError(
-        "profile", value=path, limit=limit, fix="Rename, import or remove the file."
-    )
+    return ProfileError("profile", path, limit, fix="Rename, import or remove the file.")

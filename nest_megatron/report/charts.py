@@ -51,7 +51,7 @@ def check_suffix(path: Path, what: str) -> None:
     if path.suffix.lower() not in SUFFIXES:
         limit = f"a picture is one of {', '.join(SUFFIXES)}"
         fix = "Give the file one of these suffixes."
-        raise UserInputError(what, value=str(path), limit=limit, fix=fix)
+        raise UserInputError(what, str(path), limit, fix)
 
 
 def check_matplotlib(what: str) -> None:
@@ -61,7 +61,7 @@ def check_matplotlib(what: str) -> None:
     except ImportError as error:
         limit = "charts are drawn by matplotlib, which is not installed"
         fix = "pip install 'matplotlib>=3.8'"
-        raise UserInputError(what, value=None, limit=limit, fix=fix) from error
+        raise UserInputError(what, None, limit, fix) from error
 
 
 def render(

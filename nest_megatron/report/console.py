@@ -136,7 +136,7 @@ def _writing() -> Iterator[None]:
         if not isinstance(error, BrokenPipeError):
             limit = f"it cannot be written to: {error.strerror or error}"
             fix = "Free some space, or send it elsewhere."
-            raise UserInputError("standard output", value=None, limit=limit, fix=fix) from error
+            raise UserInputError("standard output", None, limit, fix) from error
 
 
 #: What stands for a character that a terminal without Unicode cannot show.

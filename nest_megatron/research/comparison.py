@@ -241,7 +241,7 @@ def baselines_named(names: Iterable[str]) -> tuple[Baseline, ...]:
         if name not in by_name:
             raise UserInputError(
                 "planners",
-                value=name,
+                name,
                 limit=f"the planners are {', '.join(PLANNERS)}",
                 fix=nearest(name, PLANNERS),
             )
@@ -263,7 +263,7 @@ def split_planners(overrides: Sequence[str]) -> tuple[tuple[str, ...], list[str]
     if not names:
         raise UserInputError(
             "planners",
-            value=given[-1],
+            given[-1],
             limit="it names no planner",
             fix=f"Name some of {', '.join(PLANNERS)}, or leave it out for all.",
         )

@@ -59,7 +59,7 @@ def run_compare(
     if composed.out is not None:
         raise UserInputError(
             "out",
-            value=composed.out,
+            composed.out,
             limit="a comparison writes no plan",
             fix="Use --chart for a picture, or `nest-megatron plan` for the plan.",
         )
@@ -286,7 +286,7 @@ def check_chart(path: Path) -> None:
     if path.suffix.lower() not in suffixes:
         raise UserInputError(
             "--chart",
-            value=str(path),
+            str(path),
             limit=f"a chart is one of {', '.join(suffixes)}",
             fix="Give the file one of these suffixes.",
         )

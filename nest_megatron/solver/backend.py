@@ -50,7 +50,7 @@ def choose(wanted: Backend | None = None) -> Backend:
     if named not in known:
         raise UserInputError(
             ENVIRONMENT_VARIABLE,
-            value=named,
+            named,
             limit=f"it is unset or one of {', '.join(known)}",
             fix=nearest(named, known),
         )
@@ -104,7 +104,7 @@ def solve_compiled(
     if solved is None:
         check_values(problem)
         raise UserInputError(
-            "stage problem", value=problem, limit=f"no number above {MOST}", fix="Check its units."
+            "stage problem", problem, limit=f"no number above {MOST}", fix="Check its units."
         )
     return StageSolution(_STATUS[solved[0]], *solved[1:])
 

@@ -36,7 +36,7 @@ def check_partition(spec: TransformerSpec, partition: StagePartition) -> None:
     if partition.boundaries[-1] != units:
         raise UserInputError(
             "stage partition",
-            value=partition.boundaries[-1],
+            partition.boundaries[-1],
             limit=f"model {spec.name} has {units} units (layers, embedding, MTP, head)",
             fix="Cut the units of this very model.",
         )
@@ -44,7 +44,7 @@ def check_partition(spec: TransformerSpec, partition: StagePartition) -> None:
     if chunk is not None:
         raise UserInputError(
             "stage partition",
-            value=f"MTP layers in virtual stage {chunk // pp} of pipeline rank {chunk % pp}",
+            f"MTP layers in virtual stage {chunk // pp} of pipeline rank {chunk % pp}",
             limit="Megatron keeps them in the last virtual stage of a rank other than the first",
             fix="Move them to the last stage.",
         )
@@ -118,7 +118,7 @@ def joined(problem: PipelineProblem, boundaries: tuple[int, ...]) -> PipelinePro
     if len(kinds) > _MOST_KINDS:
         raise UserInputError(
             "stage partition",
-            value=len(kinds),
+            len(kinds),
             limit=f"it may have {_MOST_KINDS} virtual stages of different cost",
             fix="Give more virtual stages the same layers.",
         )

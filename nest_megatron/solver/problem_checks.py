@@ -103,4 +103,4 @@ def _largest_sums(problem: PipelineProblem) -> tuple[Ticks, int]:
 
 
 def _refuse(what: str, value: object, limit: str, *, fix: str = "Correct the problem.") -> None:
-    raise UserInputError(what, value=value, limit=limit, fix=fix)
+    raise UserInputError(what, value, limit, fix)

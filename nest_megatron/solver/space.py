@@ -111,7 +111,7 @@ class SearchSpace:
                 if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                     raise UserInputError(
                         f"{where}{name}",
-                        value=value,
+                        value,
                         limit="a degree is a whole number of at least 1",
                         fix="Give a positive whole number, or leave it out to search it.",
                     )
@@ -119,7 +119,7 @@ class SearchSpace:
             if self.fixed[name] > self.limits[name]:
                 raise UserInputError(
                     f"search.max_{name}",
-                    value=self.limits[name],
+                    self.limits[name],
                     limit=f"{name} is fixed at {self.fixed[name]}, which is more",
                     fix="Give one of the two, or raise the limit.",
                 )
@@ -157,7 +157,7 @@ class SearchSpace:
 
 def _require_known(what: str, name: str, value: object, kind: str, known: Sequence[str]) -> None:
     if name not in known:
-        raise UserInputError(what, value=value, limit=f"no such {kind}", fix=nearest(name, known))
+        raise UserInputError(what, value, limit=f"no such {kind}", fix=nearest(name, known))
 
 
 def _with_its_degrees(fixed: Mapping[str, int], partition: StagePartition) -> dict[str, int]:
@@ -171,14 +171,14 @@ def _with_its_degrees(fixed: Mapping[str, int], partition: StagePartition) -> di
         if fixed.get(name, value) != value:
             raise UserInputError(
                 f"parallel.{name}",
-                value=fixed[name],
+                fixed[name],
                 limit=f"the stage partition given has {value}",
                 fix=f"Use {value}, or leave one of the two out.",
             )
     if pp == 1 and partition.num_chunks > 1:
         raise UserInputError(
             "stage partition",
-            value=partition.num_chunks,
+            partition.num_chunks,
             limit="virtual stages need at least 2 pipeline ranks",
             fix="Raise parallel.pipeline_model_parallel_size, or give one stage.",
         )

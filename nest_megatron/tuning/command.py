@@ -76,7 +76,7 @@ def run_command(
     if not command.script:
         limit = "it has no training script, so it cannot be started"
         fix = "Give the whole command: torchrun ... pretrain_gpt.py <flags>."
-        raise UserInputError("--from", value=" ".join(command.argv[:4]), limit=limit, fix=fix)
+        raise UserInputError("--from", " ".join(command.argv[:4]), limit, fix)
     launch = plan.launch[LAUNCHER]
     ours = ("+nest=pinned", f"nest.plan={pinned}", f"nest.watch={iterations}")
     num_nodes, per_node = launch_size(plan)

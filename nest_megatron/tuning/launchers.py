@@ -61,7 +61,7 @@ class Local:
             hosts = command.num_nodes
             limit = f"the command starts ranks on this host alone, and the job has {hosts} hosts"
             fix = "Inside a Slurm allocation give --launcher srun; elsewhere --launcher submitit."
-            raise UserInputError("--launcher", value="local", limit=limit, fix=fix)
+            raise UserInputError("--launcher", "local", limit, fix)
         launcher = command.launcher
         if command.is_torchrun and not meets(launcher):
             launcher = (*launcher, "--standalone")  # two jobs on one host do not meet
@@ -94,7 +94,7 @@ def step_words(command: RunCommand, environment: Mapping[str, str]) -> list[str]
     if "SLURM_JOB_ID" not in environment:
         limit = "this process runs in no Slurm allocation (SLURM_JOB_ID is not set)"
         fix = "Run it inside sbatch or salloc, or give --launcher submitit."
-        raise UserInputError("--launcher", value="srun", limit=limit, fix=fix)
+        raise UserInputError("--launcher", "srun", limit, fix)
     if command.starts_ranks:  # the user's own srun
         return command.words()
     tasks = 1 if command.is_torchrun else command.gpus_per_node
@@ -196,7 +196,7 @@ def launcher_named(name: str, options: Sequence[str], command: RunCommand) -> La
     if given and name not in ("submitit", "nemo_run"):
         limit = "options are those of submitit and NeMo-Run"
         fix = "Leave them out, or add --launcher submitit or nemo_run."
-        raise UserInputError("--launcher-option", value=options[0], limit=limit, fix=fix)
+        raise UserInputError("--launcher-option", options[0], limit, fix)
     if name == "auto":
         in_allocation = "SLURM_JOB_ID" in os.environ and command.num_nodes > 1
         name = "srun" if in_allocation and not command.starts_ranks else "local"
@@ -207,7 +207,7 @@ def launcher_named(name: str, options: Sequence[str], command: RunCommand) -> La
         if given.keys() != {"executor"}:
             limit = "NeMo-Run is told one executor, and nothing else"
             fix = "Give --launcher-option executor=NAME, or a .yaml file."
-            raise UserInputError("--launcher-option", value=list(options), limit=limit, fix=fix)
+            raise UserInputError("--launcher-option", list(options), limit, fix)
         return NemoRun(str(given["executor"]))
     return Srun() if name == "srun" else Local()
 
@@ -219,7 +219,7 @@ def _pairs(options: Iterable[str]) -> dict[str, Any]:
         if not equals:
             fix = "Write --launcher-option slurm_partition=h100."
             limit = "it must be KEY=VALUE"
-            raise UserInputError("--launcher-option", value=option, limit=limit, fix=fix)
+            raise UserInputError("--launcher-option", option, limit, fix)
         found[key] = parse_yaml(value, "--launcher-option")
     return found
 
@@ -249,7 +249,7 @@ def run_process(
         except OSError as error:
             limit = f"it cannot be started: {error.strerror or error}"
             fix = "Start it by hand once, in this folder and environment."
-            raise UserInputError("--from", value=words[0], limit=limit, fix=fix) from error
+            raise UserInputError("--from", words[0], limit, fix) from error
         code: int | None = None
         try:
             code = child.wait(timeout_s)

@@ -92,12 +92,12 @@ def new_session(folder: Path, asked: Asked) -> Iterator[Session]:
     except OSError as error:
         limit = f"it cannot be made: {error.strerror or error}"
         fix = "Name another."
-        raise UserInputError("--out", value=str(folder), limit=limit, fix=fix) from error
+        raise UserInputError("--out", str(folder), limit, fix) from error
     with _held(folder):
         if any(path.name not in (_LOCK, _HOLDER) for path in folder.iterdir()):
             limit = "there are files in it"
             fix = f"Name another folder, or go on with --resume {folder}."
-            raise UserInputError("--out", value=str(folder), limit=limit, fix=fix)
+            raise UserInputError("--out", str(folder), limit, fix)
         _append(folder, to_plain(asked))
         yield Session(folder, asked, {})
 
@@ -112,14 +112,14 @@ def resumed_session(folder: Path) -> Iterator[Session]:
     journal = folder / _JOURNAL
     if not journal.is_file():
         limit = f"it holds no tuning (there is no {_JOURNAL})"
-        raise UserInputError(_OPTION, value=str(folder), limit=limit, fix="Check the path.")
+        raise UserInputError(_OPTION, str(folder), limit, fix="Check the path.")
     with _held(folder):
         asked, trials = _read(journal)
         if asked.nest_megatron_version != __version__:
             began = asked.nest_megatron_version
             limit = f"nest-megatron {began} began it, and this is {__version__}"
             fix = "Begin anew: predictions of two versions are not compared."
-            raise UserInputError(_OPTION, value=str(folder), limit=limit, fix=fix)
+            raise UserInputError(_OPTION, str(folder), limit, fix)
         yield Session(folder, asked, trials)
 
 
@@ -133,7 +133,7 @@ def _read(journal: Path) -> tuple[Asked, dict[int, Trial]]:
             warn_once(f"{journal}: line {number} is cut off, and is passed over.")
     if not documents:
         fix = "Begin anew."
-        raise UserInputError(_OPTION, value=str(journal), limit="it is empty", fix=fix)
+        raise UserInputError(_OPTION, str(journal), limit="it is empty", fix=fix)
     trials = (from_plain(Trial, each, "journal:") for each in documents[1:])
     return from_plain(Asked, documents[0], "journal:"), {trial.number: trial for trial in trials}
 
@@ -165,7 +165,7 @@ def _held(folder: Path) -> Iterator[None]:
             holder = read_text(path, "tune").strip() if path.is_file() else "an unknown process"
             limit = f"{holder} tunes in it"
             fix = "Wait for its end, end it, or name another folder."
-            raise UserInputError("tune", value=str(folder), limit=limit, fix=fix)
+            raise UserInputError("tune", str(folder), limit, fix)
         when = time.strftime("%Y-%m-%d %H:%M:%S")
         write_text(path, f"process {os.getpid()} on {socket.gethostname()}, since {when},\n")
         yield

@@ -173,7 +173,7 @@ class Tuner:
             with open_locked(running, _ENDING_S) as lock:
                 if lock is None:
                     limit, fix = "it still runs", "End it, or wait for its end."
-                    raise UserInputError("tune", value=trial.folder, limit=limit, fix=fix)
+                    raise UserInputError("tune", trial.folder, limit, fix)
             history, output = (self.session.path(trial, name) for name in (_HISTORY, _OUTPUT))
             self._ended(interrupted(trial, history, output))
 
@@ -189,7 +189,7 @@ class Tuner:
                 return each
         limit = "planned again, this job has no such plan"
         fix = "Begin anew, with the command, settings and profiles of now."
-        raise UserInputError("tune", value=describe_grid(own), limit=limit, fix=fix)
+        raise UserInputError("tune", describe_grid(own), limit, fix)
 
 
 def trials_of(session: Session) -> frozenset[str]:

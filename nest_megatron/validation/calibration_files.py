@@ -77,7 +77,7 @@ class Constants:
         if not (out / "accelerator").is_dir():
             raise UserInputError(
                 "--out",
-                value=str(out),
+                str(out),
                 limit="it is no catalogue: it has no accelerator/ inside",
                 fix="Name the hydra_configs directory of a source checkout.",
             )

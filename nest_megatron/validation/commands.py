@@ -132,7 +132,7 @@ def run_calibrate(paths: Sequence[Path], *, out: Path | None, validate: bool, as
     if not samples and not folders:
         raise UserInputError(
             "measurements",
-            value=[str(path) for path in paths],
+            [str(path) for path in paths],
             limit="no row has a measured time that the cost model can predict",
             fix="`nest-megatron validate` prints why rows are refused.",
         )

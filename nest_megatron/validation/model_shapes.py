@@ -59,7 +59,7 @@ def read_table(path: Path) -> tuple[Mapping[str, str], ...]:
     if missing:
         raise UserInputError(
             str(path),
-            value=", ".join(missing),
+            ", ".join(missing),
             limit="a table of models needs these columns",
             fix=f"Write at least {','.join(NEEDED)} in the first line.",
         )
@@ -128,7 +128,7 @@ def _extra(row: Mapping[str, str]) -> Mapping[str, object]:
     if not isinstance(fields, dict):
         raise UserInputError(
             f"model {row['name']}: extra",
-            value=text,
+            text,
             limit="it must be a JSON object",
             fix='Write for example {"tied": false}.',
         )

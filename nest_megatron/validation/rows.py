@@ -95,7 +95,7 @@ def _joined(path: Path, rows: list[dict[str, str]]) -> list[dict[str, str]]:
     if not {"row_id", "confidence"} <= set(names):
         raise UserInputError(
             SETTINGS_FILE,
-            value=str(beside),
+            str(beside),
             limit="it has no columns row_id and confidence",
             fix="docs/accuracy.md lists the columns; move the file away if it is another one.",
         )
@@ -162,7 +162,7 @@ def whole(row: Row, column: str) -> int | None:
 
 def _unreadable(path: Path, limit: str) -> UserInputError:
     return UserInputError(
-        "measurements", value=str(path), limit=limit, fix="docs/accuracy.md lists the columns."
+        "measurements", str(path), limit, fix="docs/accuracy.md lists the columns."
     )
 
 

@@ -103,7 +103,7 @@ def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> Scrip
     script = next((word for word in rest if word.endswith(_SUFFIXES)), "")
     if script and not Path(script).is_file():
         fix = "Correct the path; it is relative to the current folder."
-        raise UserInputError("script", value=script, limit="there is no such file", fix=fix)
+        raise UserInputError("script", script, limit="there is no such file", fix=fix)
     run = dry_run(rest, variables, cluster)
     found = _chosen(run, shlex.join(rest))
     before = {**os.environ}
@@ -140,8 +140,8 @@ def _chosen(run: DryRun, call: str) -> RecordedLaunch:
     if found:
         limit = f"it launches {len(found)} jobs, and one is planned: {_differences(trains)}"
         fix = "Set what chooses one before the script, or give its command by --from 'COMMAND'."
-        raise UserInputError("script", value=call, limit=limit, fix=fix)
-    raise UserInputError("script", value=call, limit=_why_none(run), fix=_what_lacks(run))
+        raise UserInputError("script", call, limit, fix)
+    raise UserInputError("script", call, limit=_why_none(run), fix=_what_lacks(run))
 
 
 def _is_training(word: str) -> bool:

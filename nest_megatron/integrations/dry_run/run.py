@@ -102,7 +102,7 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
     bash = shutil.which("bash")
     if bash is None:
         fix = "Give the command itself by --from 'COMMAND'."
-        raise UserInputError(words[0], value=shlex.join(words), limit="bash is absent", fix=fix)
+        raise UserInputError(words[0], shlex.join(words), limit="bash is absent", fix=fix)
     with tempfile.TemporaryDirectory(prefix="nest-megatron-") as name:
         folder = Path(name).resolve()
         _furnish(folder, bash, cluster)

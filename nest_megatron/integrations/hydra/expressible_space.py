@@ -69,7 +69,7 @@ def space_of(own: SearchSpace, view: AppView, job: Job) -> SearchSpace:
     if not view.is_planned(_LAYOUT) and view.given(_LAYOUT):
         raise UserInputError(
             str(view.place(_LAYOUT)),
-            value=view.given(_LAYOUT),
+            view.given(_LAYOUT),
             limit="a layout given by hand leaves nothing to search for in a Hydra application",
             fix="Leave it out, or launch without nest.",
         )
@@ -104,13 +104,13 @@ def require_expressible(plan: ParallelPlan, view: AppView, job: Job) -> None:
         if (place := view.place(item)) is None:
             limit = f"{limit}, and the application has no field for it"
             fix = f"Name its place in nest.fields.{item}, or fix it with nest.overrides."
-        raise UserInputError(place or item, value=given, limit=limit, fix=fix)
+        raise UserInputError(place or item, given, limit, fix)
     _require_execution(plan, view, job)
     allowed = zero_stages(view, job)
     if plan.layout.zero not in allowed and plan.layout.dims.data_parallel_size > 1:
         raise UserInputError(
             "use_distributed_optimizer",
-            value=plan.layout.shards_optimizer,
+            plan.layout.shards_optimizer,
             limit="the plan says so, and the application's optimizer is another",
             fix="Change the application's optimizer, or plan again.",
         )
@@ -133,7 +133,7 @@ def _require_execution(plan: ParallelPlan, view: AppView, job: Job) -> None:
             continue
         raise UserInputError(
             view.place(knob.name) or knob.name,
-            value=own,
+            own,
             limit=f"the plan was priced with {needed}",
             fix=f"Give a field ${{nest:{knob.name}}}, or plan again with "
             f"+nest.overrides.search.keep=[{knob.choice}].",
@@ -156,7 +156,7 @@ def _common(
     if not found:
         limit = f"the application's fields can only say {', '.join(map(str, possible))}"
         fix = "Leave it out of nest.overrides, or give the application a field for it."
-        raise UserInputError(f"parallel.{name}", value=str(wanted[0]), limit=limit, fix=fix)
+        raise UserInputError(f"parallel.{name}", str(wanted[0]), limit, fix)
     return found
 
 
@@ -173,7 +173,7 @@ def _degrees(own: SearchSpace, view: AppView, spec: TransformerSpec) -> dict[str
         if given is None and name in _UNKNOWN:
             limit, fix = _UNKNOWN[name]
             fix = fix.format(tensor=view.place(_TENSOR))
-            raise UserInputError(name, value=None, limit=limit, fix=fix)
+            raise UserInputError(name, None, limit, fix)
         fixed[name] = 1 if given is None else int(given)
     return fixed
 

@@ -97,7 +97,7 @@ def value_named(values: Mapping[str, Any], name: str) -> Any:
     """A value of a plan in plain types; ``UserInputError`` with the nearest if it has none."""
     if name not in values:
         limit, fix = "a plan has no such value", nearest(name, values)
-        raise UserInputError(f"${{nest:{name}}}", value=None, limit=limit, fix=fix)
+        raise UserInputError(f"${{nest:{name}}}", None, limit, fix)
     value = values[name]
     return list(value) if isinstance(value, tuple) else value
 

@@ -270,7 +270,7 @@ class Plans:
             if getattr(self._planning, "on", False):
                 raise UserInputError(
                     "${nest:...}",
-                    value=None,
+                    None,
                     limit="the model or the batch is computed from a value of the plan, which is "
                     "made for that model and batch",
                     fix="State num_layers, global_batch_size and the like without the plan.",

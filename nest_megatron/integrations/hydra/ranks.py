@@ -65,11 +65,11 @@ def num_gpus(view: AppView, environment: Mapping[str, str]) -> int:
     if not found:
         limit = "neither the application nor a launcher says how many GPUs there are"
         fix = "Give nest.num_gpus=64."
-        raise UserInputError("nest.num_gpus", value=None, limit=limit, fix=fix)
+        raise UserInputError("nest.num_gpus", None, limit, fix)
     if len(set(found.values())) > 1:
         limit = "they are the same number of ranks"
         fix = "Correct the one that is wrong; nest.num_gpus is not needed."
-        raise UserInputError(" / ".join(found), value=list(found.values()), limit=limit, fix=fix)
+        raise UserInputError(" / ".join(found), list(found.values()), limit, fix)
     return next(iter(found.values()))
 
 
@@ -87,7 +87,7 @@ def require_decided(plan: ParallelPlan, max_seconds: float) -> None:
     if plan.search.certificate == "gap":
         raise UserInputError(
             "search.max_seconds",
-            value=max_seconds,
+            max_seconds,
             limit="it ended the search, and every rank searches for itself: they could arrive at "
             "different plans",
             fix="Raise it with +nest.overrides.search.max_seconds=600, or plan once with "

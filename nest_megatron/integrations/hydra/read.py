@@ -266,7 +266,7 @@ def _require(values: Mapping[str, Any], name: str, view: AppView) -> None:
         fix = f"Say where it lies, +nest.fields.{name}=PATH"
         fix += "." if name == "global_batch_size" else ", or name the model, nest.model=NAME."
         limit = f"the application has no {view.own_path(name)}"
-        raise UserInputError(name, value=None, limit=limit, fix=fix)
+        raise UserInputError(name, None, limit, fix)
 
 
 def _require_known_fields(view: AppView) -> None:
@@ -275,7 +275,7 @@ def _require_known_fields(view: AppView) -> None:
         if name not in _KNOWN:
             limit = "a plan neither reads nor sets such a field"
             fix = nearest(name, _KNOWN)
-            raise UserInputError(f"nest.fields.{name}", value=path, limit=limit, fix=fix)
+            raise UserInputError(f"nest.fields.{name}", path, limit, fix)
     unsaid = [name for name in _OF_THE_MODEL if not _is_said(view, name)]
     for name in _node(view, view.settings.root):
         close = difflib.get_close_matches(name, unsaid, n=1, cutoff=_NEARLY)
@@ -285,7 +285,7 @@ def _require_known_fields(view: AppView) -> None:
                 f"there is no such field, and {close[0]} is not given",
             )
             fix = f"Write {close[0]}, or say where it lies: +nest.fields.{close[0]}=PATH."
-            raise UserInputError(path, value=view.at(path), limit=limit, fix=fix)
+            raise UserInputError(path, view.at(path), limit, fix)
 
 
 def _assumptions(view: AppView) -> Iterator[str]:

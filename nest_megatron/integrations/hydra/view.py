@@ -62,7 +62,7 @@ class AppSettings:
             if setting.key in _DECIDED:
                 what, fix = f"nest.overrides.{setting.key}", f"Use {_DECIDED[setting.key]}."
                 limit = "it has a key of its own"
-                raise UserInputError(what, value=setting.value, limit=limit, fix=fix)
+                raise UserInputError(what, setting.value, limit, fix)
         named = [("model", self.model), ("cluster", self.cluster)]
         own = [Setting(key=key, value=value) for key, value in named if value is not None]
         if num_gpus is None:
@@ -80,7 +80,7 @@ def read_settings(node: Any) -> AppSettings:
     for name, value in values.items():
         if name not in known:
             limit, fix = "there is no such setting", nearest(str(name), known)
-            raise UserInputError(f"nest.{name}", value=value, limit=limit, fix=fix)
+            raise UserInputError(f"nest.{name}", value, limit, fix)
     mode, modes = values.get("mode", Mode.AUTO.value), [Mode.AUTO.value, Mode.PINNED.value]
     if mode not in modes:
         raise _wrong("mode", mode, f"it is {' or '.join(modes)}")
@@ -101,7 +101,7 @@ def read_settings(node: Any) -> AppSettings:
 
 def _wrong(name: str, value: object, limit: str) -> UserInputError:
     what = f"nest.{name}" if name else "nest"
-    return UserInputError(what, value=value, limit=limit, fix="docs/hydra_apps.md shows each.")
+    return UserInputError(what, value, limit, fix="docs/hydra_apps.md shows each.")
 
 
 #: Choices of a plan that NeMo 1 spells otherwise.
@@ -150,7 +150,7 @@ class AppView:
         if found is not None and found[1] != item:
             limit = f"it is the place of {item}"
             fix = f"Write ${{nest:{item}}}, or name the place of {item} in nest.fields."
-            raise UserInputError(str(path), value=found[0], limit=limit, fix=fix)
+            raise UserInputError(str(path), found[0], limit, fix)
         return found is not None
 
     def given(self, item: str) -> Any:
@@ -166,7 +166,7 @@ class AppView:
         if raw_value(self.raw, path) is _ABSENT:
             limit = "the application has no such field"
             fix = "Give the path of one that it has."
-            raise UserInputError(f"nest.fields.{name}", value=path, limit=limit, fix=fix)
+            raise UserInputError(f"nest.fields.{name}", path, limit, fix)
         return self.at(path)
 
     def at(self, path: str) -> Any:
@@ -185,7 +185,7 @@ class AppView:
         if found is not None and self.place(found[1]) != path:
             limit = "it is part of the job that is planned, and asks for the plan"
             fix = "State it without the plan."
-            raise UserInputError(path, value=raw, limit=limit, fix=fix)
+            raise UserInputError(path, raw, limit, fix)
         return found is not None
 
     def require_places(self) -> None:
@@ -194,7 +194,7 @@ class AppView:
             if self.place(item) is None:
                 raise UserInputError(
                     f"nest.fields.{item}",
-                    value=None,
+                    None,
                     limit=f"{path} asks the plan for it, and its place is not known, so a value "
                     "given by hand would not be seen",
                     fix=f"Add it to the application's group: nest.fields.{item}: {path}.",
@@ -215,7 +215,7 @@ def view_of(root: Any) -> AppView:
     if not isinstance(raw, Mapping):
         limit = "${nest:...} belongs into a mapping"
         fix = "Give the application's configuration names."
-        raise UserInputError("configuration", value=type(raw).__name__, limit=limit, fix=fix)
+        raise UserInputError("configuration", type(raw).__name__, limit, fix)
     own = {str(name): node for name, node in raw.items() if name != "hydra"}
     settings = read_settings(_resolved(root, own.get("nest")))
     moved = moved_fields(own, settings.root, settings.fields, SPELLINGS)
@@ -232,12 +232,12 @@ def _resolved(root: Any, node: Any) -> Any:
         return node
     if any(planned_texts({"own": node})):
         limit, fix = "it says what is planned, and asks for the plan", "State it without the plan."
-        raise UserInputError("nest", value=None, limit=limit, fix=fix)
+        raise UserInputError("nest", None, limit, fix)
     try:
         return OmegaConf.to_container(root.nest, resolve=True)
     except OmegaConfBaseException as error:
         limit, fix = first_line(error), "Correct it; docs/hydra_apps.md shows each setting."
-        raise UserInputError("nest", value=None, limit=limit, fix=fix) from error
+        raise UserInputError("nest", None, limit, fix) from error
 
 
 def _typed(root: Any) -> frozenset[str]:
@@ -266,7 +266,7 @@ def require_own_fields(view: AppView, own: Mapping[str, Any]) -> tuple[str, ...]
     if planned and lacking == planned:
         raise UserInputError(
             "+nest",
-            value=", ".join(planned[:3]),
+            ", ".join(planned[:3]),
             limit="none of the planned fields is in the application's own configuration, so it "
             "would train without the plan",
             fix="Write a group nest with the application's own fields (docs/hydra_apps.md).",

@@ -184,7 +184,7 @@ def _vocabulary(cfg: Any, given: int | None) -> tuple[int, bool]:
         return known, False
     limit = f"it comes from the files of {kind}, which are not read"
     fix = "Set it, or give vocab_size=."
-    raise UserInputError("model.vocab_size", value=None, limit=limit, fix=fix)
+    raise UserInputError("model.vocab_size", None, limit, fix)
 
 
 def _adds_end_of_document(cfg: Any) -> bool:

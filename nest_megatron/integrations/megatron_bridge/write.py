@@ -173,7 +173,7 @@ def _fsdp(cfg: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     if fsdp and not used and find(cfg, "model._pre_wrap_hooks") not in (ABSENT, None, []):
         raise UserInputError(
             "use_megatron_fsdp",
-            value=True,
+            True,
             limit="a hook changes the model before it is wrapped (register_pre_wrap_hook): the "
             "weights are then on the meta device, and what it loads is lost",
             fix="Load weights from a checkpoint, or leave use_megatron_fsdp as it is.",

@@ -35,7 +35,7 @@ def estimate_command(
         if name.startswith("parallel."):
             limit, fix = "the layout is that of the command", "Give its flag with --set."
             value = composed.parallel.stated().get(name.partition(".")[2])
-            raise UserInputError(name, value=value, limit=limit, fix=fix)
+            raise UserInputError(name, value, limit, fix)
     job = dataclasses.replace(job, num_gpus=job.num_gpus or cluster.num_gpus)
     asked = on_device(job, cluster)
     request = request_for(asked, cluster, composed, SearchSpace(), choose_execution=False)
@@ -64,5 +64,5 @@ def typed_plan(job: Job, request: Request, composed: Settings) -> tuple[Parallel
         if job.command is None:
             limit = f"the rules of Megatron-LM {job.version} refuse it: {refused}"
             fix = "Change the recipe's fields."
-        raise UserInputError("--from", value=job.script, limit=limit, fix=fix)
+        raise UserInputError("--from", job.script, limit, fix)
     return estimate_for(request, variant.layout, settings=variant.settings), variant

@@ -122,10 +122,10 @@ def _require_source(values: _Values) -> None:
     flag = flag_of(_SWITCH)
     if not (values.get("load") or values.get("pretrained_checkpoint")):
         limit, fix = "it needs a checkpoint", "Add --load or --pretrained-checkpoint."
-        raise UserInputError(flag, value=True, limit=limit, fix=fix)
+        raise UserInputError(flag, True, limit, fix)
     if values.get("non_persistent_ckpt_type") == "local":
         limit = "Megatron does not take it with --non-persistent-ckpt-type local"
-        raise UserInputError(flag, value=True, limit=limit, fix=f"{_capital(_BY_HAND)}.")
+        raise UserInputError(flag, True, limit, fix=f"{_capital(_BY_HAND)}.")
 
 
 def _saved(values: _Values, name: str) -> SavedCheckpoint | None:

@@ -53,7 +53,7 @@ def check_permutation(ranks: Sequence[int], world_size: int, *, zero_may_move: b
         limit = "global rank 0 hosts the store at MASTER_ADDR and cannot move"
         fix = "Begin the list with 0, or launch with torchrun."
     if limit is not None:
-        raise UserInputError("nest.ranks", value=list(ranks)[:16], limit=limit, fix=fix)
+        raise UserInputError("nest.ranks", list(ranks)[:16], limit, fix)
 
 
 def check_groups(

@@ -33,7 +33,7 @@ def heterogeneous_kinds(values: Mapping[str, Any]) -> tuple[LayerKind, ...]:
     if not path:
         limit = f"without {flag_of(_PATH)} Megatron builds plain layers and says nothing"
         fix = f"Add {flag_of(_PATH)}."
-        raise UnplannableModelError(flag_of(_TEXT), value="its text", limit=limit, fix=fix)
+        raise UnplannableModelError(flag_of(_TEXT), "its text", limit, fix)
     try:
         text = text or read_text(Path(path), flag_of(_PATH))
         differing = list(_differing(values, parse_json(text, flag_of(_PATH), name=path)))

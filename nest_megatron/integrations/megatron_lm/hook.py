@@ -52,7 +52,7 @@ def before_training() -> None:
                 "that it reads (enable_msc), in every release that was tried"
             )
             fix = "Give the settings as flags, or launch without nest."
-            raise UserInputError("--yaml-cfg", value=True, limit=limit, fix=fix)
+            raise UserInputError("--yaml-cfg", True, limit, fix)
         set_rank_variables()
         _job = LaunchedJob(words=words, launch=launch, script=sys.argv[0], argv=tuple(rest))
 

@@ -56,12 +56,12 @@ def hybrid_pattern(values: Mapping[str, Any], script: str, version: str) -> str:
         if given is not None:
             limit = f"{script} builds no hybrid model of state-space layers"
             fix = "Use pretrain_hybrid.py (0.16.1: pretrain_mamba.py), or drop the flag."
-            raise UnplannableModelError(flag_of(given), value=values[given], limit=limit, fix=fix)
+            raise UnplannableModelError(flag_of(given), values[given], limit, fix)
         return ""
     if by_script and not is_hybrid_stack(layer_spec):
         limit = "its layers are not megatron-core's hybrid_stack_spec"
         fix = f"Give one of --spec {', --spec '.join(_STACKS[:2])}."
-        raise UnplannableModelError("--spec", value=layer_spec or None, limit=limit, fix=fix)
+        raise UnplannableModelError("--spec", layer_spec or None, limit, fix)
     old = version.startswith("0.16")
     pattern = _pattern_of_0_16(values) if old else _pattern(values)
     kinds, *_ = hybrid_kinds(pattern)
@@ -115,9 +115,7 @@ def _pattern_of_0_16(values: Mapping[str, Any]) -> str:
     strange = set(pattern) - set("M*-E")
     if strange:
         limit = f"0.16.1 has the symbols M * - E, not {' '.join(sorted(strange))}"
-        raise UserInputError(
-            "--hybrid-override-pattern", value=pattern, limit=limit, fix="Use 0.20."
-        )
+        raise UserInputError("--hybrid-override-pattern", pattern, limit, fix="Use 0.20.")
     if any(shares) and sorted(pattern) != sorted(even):
         limit = f"the shares beside it make other numbers of layers ({even})"
         raise flag_error("hybrid_override_pattern", pattern, limit, "Drop the shares.")

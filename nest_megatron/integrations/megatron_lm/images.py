@@ -49,10 +49,10 @@ def with_images(
     """
     if precision.is_quantized:
         limit, fix = "an encoder of images is priced in 16 bits", "Use --bf16 alone."
-        raise UnplannableModelError("precision", value=precision.value, limit=limit, fix=fix)
+        raise UnplannableModelError("precision", precision.value, limit, fix)
     if values.get("freeze_LM"):
         limit, fix = "only its encoder or projector would be trained", "Launch without nest."
-        raise UnplannableModelError("--freeze-LM", value=True, limit=limit, fix=fix)
+        raise UnplannableModelError("--freeze-LM", True, limit, fix)
     height, width, patch = (values[name] for name in ("img_h", "img_w", "patch_dim"))
     for name, size in (("img_h", height), ("img_w", width)):
         if size % patch:

@@ -281,4 +281,4 @@ def _index(name: str, argument: bytes) -> int:
 
 def _refused(name: str, limit: str) -> UserInputError:
     fix = "Check that it is a checkpoint of yours; it may be damaged."
-    return UserInputError("checkpoint", value=name, limit=limit, fix=fix)
+    return UserInputError("checkpoint", name, limit, fix)

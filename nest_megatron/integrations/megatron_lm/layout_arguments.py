@@ -114,4 +114,4 @@ def newest_flags(argv: Iterable[str], given: Iterable[str] = ()) -> str:
 
 def flag_error(dest: str, value: object, limit: str, fix: str) -> UserInputError:
     """What is wrong with an argument, by its flag."""
-    return UserInputError(flag_of(dest), value=value, limit=limit, fix=fix)
+    return UserInputError(flag_of(dest), value, limit, fix)

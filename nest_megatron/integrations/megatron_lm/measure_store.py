@@ -148,7 +148,7 @@ def here(implementation: Implementation) -> Here:
     except UserInputError as error:
         limit = f"{error.what} = {error.value}: {error.limit}"
         fix = "Leave nest.profile.mode=measure out."
-        raise UserInputError("nest.profile.mode", value="measure", limit=limit, fix=fix) from error
+        raise UserInputError("nest.profile.mode", "measure", limit, fix) from error
     device = this_machine(on_cpu, implementation) if gpus is None else gpus
     return Here(
         device_name=device.device_name,

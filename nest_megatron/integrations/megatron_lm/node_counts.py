@@ -48,7 +48,7 @@ def gpus_per_host(cluster: Cluster) -> int:
     if size is None:
         limit = "its description does not say how many GPUs a host has"
         fix = "Describe a level of the node, or give gpus_per_host."
-        raise UserInputError(f"cluster {cluster.name}", value=None, limit=limit, fix=fix)
+        raise UserInputError(f"cluster {cluster.name}", None, limit, fix)
     return size
 
 
@@ -63,7 +63,7 @@ def sized(composed: Settings, counts: Sequence[int]) -> Settings:
     if "cluster.num_gpus" in composed.given and cluster.num_gpus < most:
         limit = f"{max(counts)} nodes have {most} GPUs, and cluster.num_gpus={cluster.num_gpus}"
         fix = f"End at {cluster.num_gpus // size}, or leave cluster.num_gpus out."
-        raise UserInputError(_WHAT, value=_words(counts), limit=limit, fix=fix)
+        raise UserInputError(_WHAT, _words(counts), limit, fix)
     fields = {**(composed.cluster or {}), "num_gpus": most}
     given = composed.given | {"cluster.num_gpus"}
     return dataclasses.replace(composed, cluster=fields, given=given)
@@ -185,7 +185,7 @@ def plan_for_nodes(job: TableJob, counts: Sequence[int]) -> PlanTable:
         entry, _ = alone[0]
         fix = "Give numbers of nodes that the batch divides over and the model fits on."
         limit = f"there is no plan for any of them; for {entry.num_nodes}: {entry.told}"
-        raise UserInputError(_WHAT, value=_words(counts), limit=limit, fix=fix)
+        raise UserInputError(_WHAT, _words(counts), limit, fix)
     loads, found = max(tables, key=lambda each: _worth(each[1]))
     return PlanTable(
         entries=_advised(found, _fewer(job, found, loads)),

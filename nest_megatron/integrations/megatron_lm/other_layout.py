@@ -193,7 +193,7 @@ def versus(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> Ve
     variant = job.variant(read_layout(text, "--versus"))
     if rule := job.refusal(variant):
         limit, fix = f"Megatron refuses it: {rule}", "Name other sizes, or more of them."
-        raise UserInputError("--versus", value=text, limit=limit, fix=fix)
+        raise UserInputError("--versus", text, limit, fix)
     return _versus(job, plan, variant)
 
 
@@ -218,7 +218,7 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
         return dataclasses.replace(_nearest(job, space, asked), rule=rule)
     if isinstance(found, EndedEarly):
         limit = f"a search of {SEARCH_S:g} s found no layout with these sizes, and proved nothing"
-        raise UserInputError("--why-not", value=text, limit=limit, fix="Name more sizes.")
+        raise UserInputError("--why-not", text, limit, fix="Name more sizes.")
     if isinstance(found, NoPlan):
         grid = found.shortage.grid
         variant = job.variant_of(grid, spread_partition(plan.model, grid.dims))

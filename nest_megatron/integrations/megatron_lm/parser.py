@@ -80,7 +80,7 @@ def _read(split: SplitCommand, version: str) -> ReadCommand:
     if loose:
         limit = "the shell has not expanded it, so its flags cannot be read"
         fix = "Paste the expanded command (bash -x prints it)."
-        raise UserInputError("command", value=loose[0], limit=limit, fix=fix)
+        raise UserInputError("command", loose[0], limit, fix)
     values = {argument.dest: argument.default for argument in load_arguments(version)}
     return ReadCommand(
         version=version,
@@ -107,7 +107,7 @@ def load_arguments(version: str) -> tuple[Argument, ...]:
     """Every option of one recorded Megatron release; another is refused."""
     if version not in VERSIONS:
         limit, fix = "its options are not recorded", nearest(version, VERSIONS)
-        raise UserInputError("Megatron-LM version", value=version, limit=limit, fix=fix)
+        raise UserInputError("Megatron-LM version", version, limit, fix)
     name = f"megatron_{version.replace('.', '_')}.json"
     data = packaged(__package__, f"arguments_data/{name}")
     rows: list[dict[str, Any]] = data["arguments"]
@@ -188,7 +188,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         limit, fix = "Megatron's own parser refuses it", "Correct that flag."
-        raise UserInputError("Megatron-LM command", value=message, limit=limit, fix=fix)
+        raise UserInputError("Megatron-LM command", message, limit, fix)
 
 
 def _parser_options(argument: Argument) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def tokens(command: str | Sequence[str]) -> list[str]:
         return shlex.split(command.replace("\\\n", " "), comments=True)
     except ValueError as error:
         fix = "Close the quotes."
-        raise UserInputError("command", value=command, limit=str(error), fix=fix) from error
+        raise UserInputError("command", command, limit=str(error), fix=fix) from error
 
 
 def _unwrap_shell(words: list[str]) -> list[str]:
@@ -307,4 +307,4 @@ def _find_script(tokens: list[str]) -> tuple[int, int]:
         return 0, 0
     limit = "it names no training script (a file ending in .py) and does not begin with a flag"
     fix = "Give the whole command, or the script's flags alone."
-    raise UserInputError("command", value=" ".join(tokens[:4]), limit=limit, fix=fix)
+    raise UserInputError("command", " ".join(tokens[:4]), limit, fix)

@@ -173,7 +173,7 @@ def _in_its_place(
             raise
         fix = f"Start {smaller} ranks, the most below {actual.num_gpus} that the pinned plan's "
         fix += f"degrees and stages can be used on, or {way_out}."
-        raise UserInputError(error.what, value=error.value, limit=error.limit, fix=fix) from error
+        raise UserInputError(error.what, error.value, limit=error.limit, fix=fix) from error
 
 
 def _largest_below(job: Job, place: JobCluster, dims: ParallelDims) -> int | None:

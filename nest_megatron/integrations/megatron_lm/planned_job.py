@@ -96,7 +96,7 @@ class PlannedJob:
         schedule = self._plan.train.batch_schedule
         if composed.parallel.sequence_parallel is False:
             limit, fix = "plans have it wherever tensor parallelism is on", "Give it to --versus."
-            raise UserInputError("sequence_parallel", value=False, limit=limit, fix=fix)
+            raise UserInputError("sequence_parallel", False, limit, fix)
         own, zero = self._plan.layout.sharding, read_zero(composed.parallel)
         zeros = (self._plan.layout.zero if zero is None else zero,)
         order = read_rank_order(composed.parallel)
@@ -192,7 +192,7 @@ class PlannedJob:
             replica = math.prod(degrees[name] for name in REPLICA_DEGREES)
             if gpus % replica:
                 limit, fix = f"it must divide the plan's {gpus} GPUs", "Change one of the sizes."
-                raise UserInputError("tp * cp * pp", value=replica, limit=limit, fix=fix)
+                raise UserInputError("tp * cp * pp", replica, limit, fix)
             degrees["data_parallel_size"] = gpus // replica
         return ParallelDims(**degrees, rank_order=own.rank_order)
 

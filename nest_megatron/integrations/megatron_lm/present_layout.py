@@ -206,7 +206,7 @@ def _dims(job: Job, request: Request) -> ParallelDims:
     if gpus % replica:
         limit = f"tp * cp * pp must divide the {gpus} GPUs of the job (arguments.py:317)"
         fix = "Change a degree, or say with cluster.num_gpus or the launcher how many GPUs run it."
-        raise UserInputError("tp * cp * pp", value=replica, limit=limit, fix=fix)
+        raise UserInputError("tp * cp * pp", replica, limit, fix)
     inner = values.get("use_tp_pp_dp_mapping")
     order = RankOrder.TP_CP_EP_PP_DP if inner else RankOrder.TP_CP_EP_DP_PP
     return ParallelDims(**degrees, data_parallel_size=gpus // replica, rank_order=order)

@@ -220,7 +220,7 @@ def refuse_unplannable(values: Mapping[str, Any], script: str) -> None:
     of_stacks = _family(script) is ModelFamily.T5 or _sees_images(script)
     for name, reason in _REFUSED_ARGUMENTS.items():
         if values.get(name) and not (of_stacks and name in _OF_STACKS):
-            raise UnplannableModelError(flag_of(name), value=values[name], limit=reason, fix=fix)
+            raise UnplannableModelError(flag_of(name), values[name], limit=reason, fix=fix)
     words = _script_words(script)
     layer_spec = " ".join(map(str, values.get("spec") or ()))
     if layer_spec and is_hybrid_stack(layer_spec):
@@ -229,7 +229,7 @@ def refuse_unplannable(values: Mapping[str, Any], script: str) -> None:
     if found:
         limit = "only models like GPT, BERT, T5 and those of pretrain_vlm.py are supported"
         value = script if found in words else layer_spec
-        raise UnplannableModelError("training script", value=value, limit=limit, fix=fix)
+        raise UnplannableModelError("training script", value, limit, fix)
 
 
 def _script_words(script: str) -> list[str]:

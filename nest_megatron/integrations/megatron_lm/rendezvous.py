@@ -208,7 +208,7 @@ def connect_store(context: RankContext) -> TimedStore:
     if "MASTER_ADDR" not in context.environment:
         limit = f"{context.world_size} ranks meet there"
         fix = "Export it with rank 0's host, as for any launch without torchrun."
-        raise UserInputError("MASTER_ADDR", value=None, limit=limit, fix=fix)
+        raise UserInputError("MASTER_ADDR", None, limit, fix)
     return _host(context) if context.rank == 0 else _find(context)
 
 
@@ -238,7 +238,7 @@ def _host(context: RankContext) -> TimedStore:
     tried = ", ".join(map(str, ports(context)))
     limit = f"none of the ports {tried} is free on rank 0's host ({socket.gethostname()})"
     fix = "Give a free one with nest.port, or launch with torchrun."
-    raise UserInputError("nest.port", value=context.port, limit=limit, fix=fix)
+    raise UserInputError("nest.port", context.port, limit, fix)
 
 
 def _find(context: RankContext) -> TimedStore:

@@ -75,7 +75,7 @@ def free_parameters(
     freed, stay = _choices("free", free or ()), _choices("keep", keep)
     if both := set(freed) & set(stay):
         limit, fix = "a choice is either freed or kept", "Name it once."
-        raise UserInputError("free, keep", value=sorted(both), limit=limit, fix=fix)
+        raise UserInputError("free, keep", sorted(both), limit, fix)
     if free is None:  # all that leaves the checkpoints' format as it is
         freed = tuple(name for name in CHOICES if name != "use_megatron_fsdp")
     elif "all" in freed:
@@ -103,7 +103,7 @@ def freed_flags(free: FreeParameters) -> frozenset[str]:
         plain = name.strip().lstrip("-").replace("-", "_")
         if plain not in known:
             limit, fix = "it is no flag that a plan sets", nearest(plain, known)
-            raise UserInputError(free.option, value=name, limit=limit, fix=fix)
+            raise UserInputError(free.option, name, limit, fix)
         names.update(known[plain])
     for flags in _TOGETHER:
         if names.intersection(flags):

@@ -69,7 +69,7 @@ def require_model(spec: TransformerSpec, composed: Settings, command: ReadComman
         if found != value:
             limit = f"the model of the command has {found} with it"
             fix = "Give its flags, with those that they need, with --set."
-            raise UserInputError(key, value=value, limit=limit, fix=fix)
+            raise UserInputError(key, value, limit, fix)
 
 
 def _wanted(command: ReadCommand, composed: Settings) -> Iterator[tuple[str, Option]]:
@@ -109,19 +109,19 @@ def _destination(option: Option, composed: Settings, version: str) -> str:
     if f"model.{name}" in composed.given:
         limit = "no flag of Megatron-LM says it"
         fix = "Give the flags that do with --set."
-        raise UserInputError(f"model.{name}", value=option.value, limit=limit, fix=fix)
+        raise UserInputError(f"model.{name}", option.value, limit, fix)
     limit = f"Megatron-LM {version} has no such flag"
     fix = nearest(option.flag, known_flags(version))
     if not option.flag.startswith("--"):
         limit = "it is no flag of the training script"
         fix = "Write --set '--vocab-size 131072'; settings, key=value, need no --set."
-    raise UserInputError("--set", value=option.tokens[0], limit=limit, fix=fix)
+    raise UserInputError("--set", option.tokens[0], limit, fix)
 
 
 def _require_one(other: Option | None, option: Option, what: str) -> None:
     if other is not None and not _same(option, other):
         limit = f"{' '.join(other.tokens)} is set, too"
-        raise UserInputError(what, value=option.value, limit=limit, fix="Leave one of them out.")
+        raise UserInputError(what, option.value, limit, fix="Leave one of them out.")
 
 
 def _same(option: Option, other: Option | None) -> bool:

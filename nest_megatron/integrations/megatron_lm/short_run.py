@@ -77,7 +77,7 @@ def short_run(argv: Sequence[str], version: str, iterations: int) -> tuple[str, 
             limit = "the first steps have another batch than the one that is planned for"
             fix = "Leave it out of the command to tune at the batch where it ends."
             flag = f"--{name.replace('_', '-')}"
-            raise UserInputError(flag, value=values[name], limit=limit, fix=fix)
+            raise UserInputError(flag, values[name], limit, fix)
     restores = bool(values.get("use_checkpoint_args"))
     left_out = _WRITES | _LASTS | _RESTORES | (frozenset() if restores else _RESTORED)
     kept = (each for each in command.options if each.dest not in left_out)

@@ -165,4 +165,4 @@ def _is_given(values: Mapping[str, Any], name: str) -> bool:
 
 def _refusal(what: str, value: object, limit: str, fix: str) -> UserInputError:
     flags = ", ".join(flag_of(name.strip()) for name in what.split(","))
-    return UserInputError(flags, value=value, limit=limit, fix=fix)
+    return UserInputError(flags, value, limit, fix)

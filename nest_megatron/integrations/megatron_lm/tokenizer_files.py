@@ -224,4 +224,4 @@ def _varint(content: bytes, at: int, path: Path) -> tuple[int, int]:
 
 def _refused(path: Path, limit: str) -> UserInputError:
     fix = "Correct the tokenizer's flags, or give --padded-vocab-size."
-    return UserInputError("the tokenizer's file", value=str(path), limit=limit, fix=fix)
+    return UserInputError("the tokenizer's file", str(path), limit, fix)

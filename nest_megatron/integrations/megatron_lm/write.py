@@ -72,7 +72,7 @@ def model_argv(
     if spec.heterogeneous_layers:
         raise UnplannableModelError(
             f"model {spec.name}: heterogeneous_layers",
-            value=f"{spec.num_layers} layers",
+            f"{spec.num_layers} layers",
             limit="Megatron-LM reads them from a file of yours",
             fix="Plan your own command, with --heterogeneous-layers-config-path, by --from, or for "
             "NeMo or Megatron-Bridge (target=nemo_2.7, target=megatron_bridge_0.3).",
@@ -195,7 +195,7 @@ def _activation(spec: TransformerSpec) -> dict[str, object]:
     if not has_activation_flag(spec):
         raise UnplannableModelError(
             f"model {spec.name}: activation",
-            value=f"{'gated ' * spec.gated_linear_unit}{spec.activation}",
+            f"{'gated ' * spec.gated_linear_unit}{spec.activation}",
             limit="Megatron-LM's command line has no flag for it",
             fix="Launch through NeMo or Megatron-Bridge, whose configurations can state it.",
         )

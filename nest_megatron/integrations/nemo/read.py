@@ -180,7 +180,7 @@ def num_devices(recipe: Any) -> int:
     if isinstance(devices, int) and devices > 0:
         return devices
     limit, fix = "a plan needs the number of GPUs in a node", "Set it, for example to 8."
-    raise UserInputError("trainer.devices", value=devices, limit=limit, fix=fix)
+    raise UserInputError("trainer.devices", devices, limit, fix)
 
 
 def require_language_models(installed: str | None = None) -> None:
@@ -191,10 +191,10 @@ def require_language_models(installed: str | None = None) -> None:
         try:
             installed = importlib.metadata.version(what)
         except importlib.metadata.PackageNotFoundError:
-            raise UserInputError(what, value=None, limit="it is not installed", fix=fix) from None
+            raise UserInputError(what, None, limit="it is not installed", fix=fix) from None
     if int(installed.partition(".")[0]) >= 3:
         limit = "since 3.0.0 it has no collection of language models and no MegatronStrategy"
-        raise UserInputError(what, value=installed, limit=limit, fix=fix)
+        raise UserInputError(what, installed, limit, fix)
 
 
 def _require_recipe(recipe: Any) -> None:
@@ -210,7 +210,7 @@ def _require_recipe(recipe: Any) -> None:
     if "MegatronStrategy" not in strategy:
         limit = "only MegatronStrategy lays a model out over ranks"
         fix = "Launch this job without nest."
-        raise UserInputError("trainer.strategy", value=strategy[0], limit=limit, fix=fix)
+        raise UserInputError("trainer.strategy", strategy[0], limit, fix)
 
 
 def _vocabulary(recipe: Any, given: int | None) -> tuple[int, bool, tuple[str, ...]]:
@@ -276,7 +276,7 @@ def _of_base(name: str, rows: int) -> str:
 
 def _no_vocabulary(value: str, limit: str) -> UserInputError:
     fix = "Give vocab_size=, or set model.config.vocab_size."
-    return UserInputError("recipe.data.tokenizer", value=value, limit=limit, fix=fix)
+    return UserInputError("recipe.data.tokenizer", value, limit, fix)
 
 
 def _precision_plugin(recipe: Any) -> Any:

@@ -104,7 +104,7 @@ def _machines(recipe: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     if gpus % per_node:
         limit = f"the recipe's nodes have {per_node} GPUs each"
         fix = "Set trainer.devices to the size of a node, and plan for whole nodes."
-        raise UserInputError("num_gpus", value=gpus, limit=limit, fix=fix)
+        raise UserInputError("num_gpus", gpus, limit, fix)
     why = "the GPUs that were planned for"
     yield "trainer.num_nodes", gpus // per_node, why
     if per_node != num_devices(recipe):
@@ -129,7 +129,7 @@ def _ddp_config(recipe: Any, plan: ParallelPlan) -> Any:
     if not _is_unbuilt(recipe):
         limit = "a strategy that is built already cannot take another DDP configuration"
         fix = "Give the recipe itself, before it is built."
-        raise UserInputError(PATHS.ddp, value="megatron", limit=limit, fix=fix)
+        raise UserInputError(PATHS.ddp, "megatron", limit, fix)
     return config_kind(
         DistributedDataParallelConfig,
         check_for_nan_in_grad=True,  # what the strategy sets by itself

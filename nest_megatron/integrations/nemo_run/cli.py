@@ -68,4 +68,4 @@ def _pretrain_recipe(name: str) -> Any:
     except (ModuleNotFoundError, AttributeError) as error:
         limit = str(error)
         fix = f"Give the name of a module in {_RECIPES} that has a pretrain_recipe."
-        raise UserInputError("nest_auto recipe", value=name, limit=limit, fix=fix) from error
+        raise UserInputError("nest_auto recipe", name, limit, fix) from error

@@ -30,7 +30,7 @@ def read_executor(source: str) -> Any:
     except ImportError as error:
         limit = f"NeMo-Run cannot be imported ({error})"
         fix = f"{install_command('run')}."
-        raise UserInputError("--launcher", value="nemo_run", limit=limit, fix=fix) from error
+        raise UserInputError("--launcher", "nemo_run", limit, fix) from error
     try:
         if Path(source).suffix:
             found = ConfigSerializer().load(Path(source))
@@ -40,11 +40,11 @@ def read_executor(source: str) -> Any:
     except Exception as error:
         limit = f"NeMo-Run cannot make it: {error}"
         fix = "Name a factory that `run.cli.factory` registered, or a .yaml, .json or .toml file."
-        raise UserInputError(_OPTION, value=source, limit=limit, fix=fix) from error
+        raise UserInputError(_OPTION, source, limit, fix) from error
     if not isinstance(executor, nemo_run.Executor):
         limit = f"it makes a {type(executor).__name__}"
         fix = "Name an executor, such as a SlurmExecutor."
-        raise UserInputError(_OPTION, value=source, limit=limit, fix=fix)
+        raise UserInputError(_OPTION, source, limit, fix)
     return executor
 
 
@@ -61,7 +61,7 @@ def require_size(executor: Any, num_nodes: int, gpus_per_node: int) -> None:
     if size != (num_nodes, gpus_per_node):
         limit = f"the job has {num_nodes} x {gpus_per_node} ranks"
         fix = "Change its nodes and its tasks or GPUs on each."
-        raise UserInputError(_OPTION, value=f"{size[0]} x {size[1]}", limit=limit, fix=fix)
+        raise UserInputError(_OPTION, f"{size[0]} x {size[1]}", limit, fix)
 
 
 def run_script(

@@ -214,7 +214,7 @@ def script_words(script: Any, options: TaskOptions) -> list[str]:
 
 
 def _wrong(what: str, value: object, limit: str, fix: str) -> UserInputError:
-    return UserInputError(f"NestPlugin {what}", value=value, limit=limit, fix=fix)
+    return UserInputError(f"NestPlugin {what}", value, limit, fix)
 
 
 def _names(value: Sequence[str] | str | None) -> Sequence[str]:

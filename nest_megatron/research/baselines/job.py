@@ -66,7 +66,7 @@ class ComparisonJob:
         if self.space.partition is not None:
             raise UserInputError(
                 "stage layout",
-                value=self.space.partition.boundaries,
+                self.space.partition.boundaries,
                 limit="planners are compared by their stages, too",
                 fix="Leave the layout out.",
             )

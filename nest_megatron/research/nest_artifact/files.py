@@ -106,7 +106,7 @@ class _FileOutput:
 
 
 def _wrong(where: str, value: object, limit: str, fix: str = _FIX) -> UserInputError:
-    return UserInputError(where, value=value, limit=limit, fix=fix)
+    return UserInputError(where, value, limit, fix)
 
 
 def read_instance(path: Path) -> Instance:

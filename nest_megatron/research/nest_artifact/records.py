@@ -194,7 +194,7 @@ def rule_without(switches: Iterable[str]) -> ArtifactRule:
         if name not in (*SWITCHES, "all"):
             raise UserInputError(
                 "--without",
-                value=name,
+                name,
                 limit="the formula has no such switch",
                 fix=f"Known: {', '.join((*SWITCHES, 'all'))}.",
             )

@@ -98,7 +98,7 @@ def _placement(
         return named_baseline(instance, baseline, rule), None
     raise UserInputError(
         "placement",
-        value=None if path is None else str(path),
+        None if path is None else str(path),
         limit="one plan is priced at a time",
         fix="Give a file or --baseline NAME, not both.",
     )

@@ -29,7 +29,7 @@ class LayerDag:
             if not 0 <= maker < reader < len(self.names):
                 limit = "an edge leads from a node to a later one"
                 fix = "Put the nodes in the order in which they run."
-                raise UserInputError("edges", value=(maker, reader), limit=limit, fix=fix)
+                raise UserInputError("edges", (maker, reader), limit, fix)
 
     @classmethod
     def chain(cls, names: Sequence[str]) -> LayerDag:
@@ -118,7 +118,7 @@ def downsets_of(dag: LayerDag) -> Downsets:
         names = ", ".join(dag.names[node] for node in widest)
         raise UserInputError(
             "downsets of the layer graph",
-            value=f"{more}{min(len(masks), _MOST_COUNTED)}",
+            f"{more}{min(len(masks), _MOST_COUNTED)}",
             limit=f"at most {MOST_DOWNSETS} are searched",
             fix=f"Contract branches that run side by side into one node each: {names}.",
         )

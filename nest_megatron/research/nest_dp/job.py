@@ -102,7 +102,7 @@ class ResearchJob:
         if self.global_batch_size < 1:
             what, fix = "train.global_batch_size", "Give the sequences of one step."
             limit = "it must be at least 1"
-            raise UserInputError(what, value=self.global_batch_size, limit=limit, fix=fix)
+            raise UserInputError(what, self.global_batch_size, limit, fix)
 
 
 _PREFIX = "research."
@@ -145,10 +145,10 @@ def split_research(texts: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
         key = path.removeprefix(_PREFIX)
         if (words := _WORDS.get(key)) is None:
             limit, fix = "there is no such setting", nearest(path, [_PREFIX + k for k in _WORDS])
-            raise UserInputError(path, value=value, limit=limit, fix=fix)
+            raise UserInputError(path, value, limit, fix)
         if value.lower() not in words:
             limit, fix = f"it is one of {', '.join(words)}", nearest(value, words)
-            raise UserInputError(path, value=value, limit=limit, fix=fix)
+            raise UserInputError(path, value, limit, fix)
         found[key] = words[value.lower()]
     return job, found
 
@@ -186,7 +186,7 @@ def _refuse_unread(given: Iterable[str]) -> None:
     for key in sorted(given):
         if key == "out" or (key.startswith("search.") and key not in read):
             fix = "Leave it out; --json prints the plan for programs."
-            raise UserInputError(key, value=None, limit=_UNKNOWN, fix=fix)
+            raise UserInputError(key, None, limit=_UNKNOWN, fix=fix)
 
 
 def _fixed(settings: Settings) -> dict[str, int]:
@@ -195,11 +195,11 @@ def _fixed(settings: Settings) -> dict[str, int]:
     for name, value in settings.parallel.stated().items():
         if name not in _FIXED:
             fix = f"Leave it out; {', '.join(_FIXED)} can be fixed, and research.* be set."
-            raise UserInputError(f"parallel.{name}", value=value, limit=_UNKNOWN, fix=fix)
+            raise UserInputError(f"parallel.{name}", value, limit=_UNKNOWN, fix=fix)
     for name, value in found.items():
         if value < 1:
             raise UserInputError(
-                f"parallel.{name}", value=value, limit="it is at least 1", fix="Use 1 or more."
+                f"parallel.{name}", value, limit="it is at least 1", fix="Use 1 or more."
             )
     return found
 

@@ -287,7 +287,7 @@ def tables_of(problem: Problem) -> Tables:
     if (size := 8 * tables.table_size) > _MOST_TABLE_BYTES:
         raise UserInputError(
             "table of states",
-            value=size,
+            size,
             limit=f"it takes at most {_MOST_TABLE_BYTES} bytes",
             fix="Use fewer devices, contract layers, or allow more replicas.",
         )

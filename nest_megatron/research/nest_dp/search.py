@@ -120,7 +120,7 @@ def cases(pricer: Pricer) -> list[Case]:
     if not found:
         raise UserInputError(
             "parallel.* and train.*",
-            value=dict(pricer.job.choices.fixed),
+            dict(pricer.job.choices.fixed),
             limit="no strategy fits the model, the batch and the devices",
             fix="Change the degrees that are fixed, the batch, or the number of GPUs.",
         )

@@ -79,7 +79,7 @@ def experiment(
     for model in models:
         if model not in known:
             limit, fix = "the paper's models are " + ", ".join(known), nearest(model, known)
-            raise UserInputError("--model", value=model, limit=limit, fix=fix)
+            raise UserInputError("--model", model, limit, fix)
 
     def keep(job: PaperJob) -> bool:
         return job.model in (models or [job.model]) and job.num_gpus in (num_gpus or [job.num_gpus])
@@ -94,7 +94,7 @@ def experiment(
     if not report.cells:
         raise UserInputError(
             name,
-            value=", ".join([*models, *map(str, num_gpus)]),
+            ", ".join([*models, *map(str, num_gpus)]),
             limit="no job of this experiment is left",
             fix="Name a model and a number of GPUs that it has, or none.",
         )
@@ -280,7 +280,7 @@ def check_figure(name: str, path: Path) -> None:
     """
     if not name.startswith("figure"):
         raise UserInputError(
-            "--chart", value=name, limit="it is a table", fix="Leave --chart out, or run a figure."
+            "--chart", name, limit="it is a table", fix="Leave --chart out, or run a figure."
         )
     check_suffix(path, "--chart")
     require_folder(path, "--chart")

@@ -75,7 +75,7 @@ def read_notes(path: Path) -> Notes:
     except TypeError as error:
         raise UserInputError(
             "notes",
-            value=str(path),
+            str(path),
             limit=f"it cannot be read: {error}",
             fix="Give `rows` (row_id: reason), `goals` (name: reason) and `not_captured` (texts).",
         ) from error
@@ -104,7 +104,7 @@ def write_accuracy(
     if not folder.is_dir():
         raise UserInputError(
             "--docs",
-            value=str(folder),
+            str(folder),
             limit="there is no such folder",
             fix=f"mkdir -p {folder}",
         )
