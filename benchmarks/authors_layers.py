@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.research.nest_artifact.records import Chain, Instance, Layer
 from nest_megatron.research.nest_dp.downsets import Downsets, LayerDag, downsets_of
 from nest_megatron.research.nest_dp.records import (

@@ -37,8 +37,8 @@ from nest_megatron.cost_model.uncertainty import (  # noqa: E402
     probability_faster,
 )
 from nest_megatron.files import write_text  # noqa: E402
-from nest_megatron.parallel.objective import Objective  # noqa: E402
-from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
+from nest_megatron.layout.objective import Objective  # noqa: E402
+from nest_megatron.layout.plan import ParallelPlan  # noqa: E402
 from nest_megatron.planner import Request, plan  # noqa: E402
 from nest_megatron.planner.uncertain import out_of_memory  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402

@@ -49,8 +49,8 @@ from benchmarks.cpu_turns import (  # noqa: E402
 from nest_megatron.cluster.records import Cluster  # noqa: E402
 from nest_megatron.cost_model.settings import CostSettings  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
-from nest_megatron.parallel.objective import Objective  # noqa: E402
-from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
+from nest_megatron.layout.objective import Objective  # noqa: E402
+from nest_megatron.layout.plan import ParallelPlan  # noqa: E402
 from nest_megatron.planner import Request, estimate_for, plan  # noqa: E402
 from nest_megatron.profile.lookup import LayerTimes  # noqa: E402
 from nest_megatron.profile.records import LayerProfile, Machine, Timing, default_name  # noqa: E402

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from nest_megatron.cluster.records import Accelerator, Cluster, NetworkLevel, Precision
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recompute
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recompute
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.profile.network import NetworkProfile
 from nest_megatron.profile.network_import import fit_network
 from nest_megatron.solver.space import SearchSpace

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.cpu_job import NUM_RANKS, Figures, Trial  # noqa: E402
-from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
+from nest_megatron.layout.plan import ParallelPlan  # noqa: E402
 from nest_megatron.profile.network import NetworkProfile  # noqa: E402
 from nest_megatron.profile.records import Machine, Timing  # noqa: E402
 from nest_megatron.profile.session import Task  # noqa: E402

@@ -10,8 +10,8 @@ from typing import Any
 from benchmarks.cpu_job import WIDTH, Figures, Trial
 from benchmarks.cpu_ranks import DISTURBED
 from nest_megatron.cost_model.estimate import TERMS
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.model.parameters import unit_parameters
-from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import describe_grid
 from nest_megatron.profile.network import NetworkProfile
 from nest_megatron.profile.records import Machine

@@ -26,9 +26,9 @@ from nest_megatron.cost_model.model import CostModel  # noqa: E402
 from nest_megatron.cost_model.pipeline import evaluate  # noqa: E402
 from nest_megatron.cost_model.settings import CostSettings  # noqa: E402
 from nest_megatron.cost_model.stage_problems import stage_problem  # noqa: E402
-from nest_megatron.parallel.dims import ParallelDims  # noqa: E402
-from nest_megatron.parallel.layout import PartialLayout  # noqa: E402
-from nest_megatron.parallel.partition import StagePartition  # noqa: E402
+from nest_megatron.layout.dims import ParallelDims  # noqa: E402
+from nest_megatron.layout.layout import PartialLayout  # noqa: E402
+from nest_megatron.layout.partition import StagePartition  # noqa: E402
 from tests import catalogue  # noqa: E402
 
 SIZES = (512, 2048, 8192)

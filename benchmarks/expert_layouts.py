@@ -35,7 +35,7 @@ from benchmarks.expert_search import (  # noqa: E402
     published_runs,
 )
 from nest_megatron.files import write_text  # noqa: E402
-from nest_megatron.parallel.layout import PartialLayout  # noqa: E402
+from nest_megatron.layout.layout import PartialLayout  # noqa: E402
 from nest_megatron.validation.rows import Row  # noqa: E402
 
 #: A plan above this share of the memory that it may fill would not fit under a slightly larger

@@ -26,9 +26,9 @@ from nest_megatron.catalogue_files import default_setting  # noqa: E402
 from nest_megatron.config.compose import compose  # noqa: E402
 from nest_megatron.config.overrides import parse  # noqa: E402
 from nest_megatron.config.request import request_of  # noqa: E402
-from nest_megatron.parallel.objective import Objective  # noqa: E402
-from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
-from nest_megatron.parallel.stage_layout import is_uniform  # noqa: E402
+from nest_megatron.layout.objective import Objective  # noqa: E402
+from nest_megatron.layout.plan import ParallelPlan  # noqa: E402
+from nest_megatron.layout.stage_layout import is_uniform  # noqa: E402
 from nest_megatron.planner import Request, plan  # noqa: E402
 
 #: Models with the GPUs that they are planned for.

@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT))
 
 from nest_megatron.cost_model.model import CostModel  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
-from nest_megatron.parallel.objective import Objective  # noqa: E402
-from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
+from nest_megatron.layout.objective import Objective  # noqa: E402
+from nest_megatron.layout.plan import ParallelPlan  # noqa: E402
 from nest_megatron.planner import Request, estimate_for, plan  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
 from nest_megatron.research.baselines.job import on_flat_network  # noqa: E402

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from nest_megatron.config.compose import compose  # noqa: E402
 from nest_megatron.config.overrides import parse  # noqa: E402
 from nest_megatron.config.request import request_of  # noqa: E402
-from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
+from nest_megatron.layout.plan import ParallelPlan  # noqa: E402
 from nest_megatron.planner import Request, plan  # noqa: E402
 from nest_megatron.solver.backend import Backend  # noqa: E402
 from nest_megatron.solver.space import SearchSpace  # noqa: E402

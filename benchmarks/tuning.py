@@ -29,8 +29,8 @@ from memory_runs import peak_runs, section
 from nest_megatron.cost_model.posterior import Observation, Posterior
 from nest_megatron.cost_model.shortlist import run_gains
 from nest_megatron.files import write_text
+from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.report.markdown import table
 from nest_megatron.research.baselines.autoconfigurator import row_for

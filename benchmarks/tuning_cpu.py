@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))
 from nest_megatron.config.compose import compose  # noqa: E402
 from nest_megatron.config.overrides import parse  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
-from nest_megatron.parallel.plan_file import digest  # noqa: E402
+from nest_megatron.layout.plan_file import digest  # noqa: E402
 from nest_megatron.planner.choice import Candidate  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
 from nest_megatron.tuning.job import TunedJob, read_tuned  # noqa: E402

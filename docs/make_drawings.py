@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nest_megatron.cost_model.schedule import ChunkTimes, num_warmup, simulate
-from nest_megatron.parallel.dims import ParallelDims, RankOrder
-from nest_megatron.parallel.rank_order import GroupKind, group_of_rank
+from nest_megatron.layout.dims import ParallelDims, RankOrder
+from nest_megatron.layout.rank_order import GroupKind, group_of_rank
 
 IMAGES = Path(__file__).resolve().parent / "images"
 FORWARD = ("#9cc3ec", "#4d86c6")

@@ -24,10 +24,10 @@ import click
 
 from nest_megatron.cli.commands import cli
 from nest_megatron.config.schema import PlanConfig
-from nest_megatron.parallel import rulebook
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rulebook.facts import DEGREES, RELEASES
-from nest_megatron.parallel.rulebook.rule import Rule
+from nest_megatron.layout import rulebook
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rulebook.facts import DEGREES, RELEASES
+from nest_megatron.layout.rulebook.rule import Rule
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))
@@ -63,7 +63,7 @@ is written all the same: its first line says how far. Raise `search.max_seconds`
 [signing.md](signing.md) tells 10 to 15 apart, [policy.md](policy.md) explains 16.
 """
 PLAN_HEAD = """\
-<!-- Written by `python docs/make_reference.py` from nest_megatron/parallel/plan.py. -->
+<!-- Written by `python docs/make_reference.py` from nest_megatron/layout/plan.py. -->
 # The plan file
 
 `out=plan.yaml` writes a plan as YAML that people read and review: what is written into the job,
@@ -80,7 +80,7 @@ have their default. `nest-megatron explain plan.yaml` prints the plan and its la
 are in bytes, times in seconds, rates in bytes/s and FLOP/s.
 """
 RULES_HEAD = """\
-<!-- Written by `python docs/make_reference.py` from nest_megatron/parallel/rulebook. -->
+<!-- Written by `python docs/make_reference.py` from nest_megatron/layout/rulebook. -->
 # The rules of Megatron
 
 Each row is a rule that Megatron, or what it runs on, has. A source without a release is a line of

@@ -27,7 +27,7 @@ from nest_megatron.errors import UnplannableModelError, require_known
 from nest_megatron.files import write_text
 from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.write import model_argv, parallel_argv
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.pins import Pin, PinnedPlan, read_pinned, write_pinned
 
 ROOT = Path(__file__).resolve().parent
@@ -212,7 +212,7 @@ def is_current(path: Path, plan: ParallelPlan) -> bool:
     if not path.is_file():
         return False
     old = read_pinned(path).plan
-    parts = ("model", "cluster", "train", "parallel", "execution", "placement", "predicted")
+    parts = ("model", "cluster", "train", "layout", "placement", "predicted")
     return all(getattr(old, part) == getattr(plan, part) for part in (*parts, "launch"))
 
 

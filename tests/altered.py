@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from nest_megatron.parallel.dims import DEGREES
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
+from nest_megatron.layout.dims import DEGREES
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 
 
 def altered(plan: ParallelPlan, **changes: Any) -> ParallelPlan:

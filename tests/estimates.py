@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.layout.layout import Layout
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.layout import Layout
-from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import Request, estimate_for
 from nest_megatron.profile.lookup import LayerTimes
 

@@ -35,8 +35,8 @@ from nest_megatron.history import store as history_store
 from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.launch import apply
 from nest_megatron.integrations.megatron_lm.write import parallel_argv
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.megatron_core import cache
-from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.profile import store
 from recipes import make
 from tests.cli.runs import run

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from nest_megatron.cost_model.target_defaults import GRAPHS_OF_THE_JOB, NEMO_LACKS, OF_THE_JOB
 from nest_megatron.integrations.execution_fields import OVERLAPPED
-from nest_megatron.parallel.knobs import KNOBS
-from nest_megatron.parallel.numeric_knobs import (
+from nest_megatron.layout.knobs import KNOBS
+from nest_megatron.layout.numeric_knobs import (
     BLACKWELL,
     HOPPER,
     INSTINCT,

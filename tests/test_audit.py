@@ -24,8 +24,8 @@ from nest_megatron.files import append_line
 from nest_megatron.history.records import FlagChange, Launch, Outcome
 from nest_megatron.history.store import line_of, read, read_audit
 from nest_megatron.integrations import audit
+from nest_megatron.layout.policy import PolicyError, PolicyFile
 from nest_megatron.minisign import Reason, SignatureError
-from nest_megatron.parallel.policy import PolicyError, PolicyFile
 from nest_megatron.planner.pinned_job import refusal
 from nest_megatron.planner.pins import ChangedPinError
 from nest_megatron.report.runs import outcome_words

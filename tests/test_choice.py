@@ -22,10 +22,10 @@ from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.launched import launched_report
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.objective import Objective
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.stage_layout import is_uniform
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.objective import Objective
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.planner import Request, plan
 from nest_megatron.planner import choice as choosing
 from nest_megatron.planner.choice import Candidate, choose_plan, worth_comparing

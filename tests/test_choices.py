@@ -23,10 +23,9 @@ from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_launch
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, read_argv
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.write import parallel_argv
-from nest_megatron.model.execution import Execution, FlexBackend, GraphImpl, TokenDispatcher
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.execution_arguments import EXECUTION_ARGUMENTS
-from nest_megatron.parallel.knobs import (
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.execution_arguments import EXECUTION_ARGUMENTS
+from nest_megatron.layout.knobs import (
     KNOBS,
     KnobConditions,
     Package,
@@ -35,11 +34,12 @@ from nest_megatron.parallel.knobs import (
     open_values,
     unknown_packages,
 )
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.numeric_knobs import MEMORY_KNOBS, NUMERIC_KNOBS
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.stage_layout import uniform_partition
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.numeric_knobs import MEMORY_KNOBS, NUMERIC_KNOBS
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.stage_layout import uniform_partition
+from nest_megatron.layout.zero import ZeroStage
+from nest_megatron.model.execution import Execution, FlexBackend, GraphImpl, TokenDispatcher
 from nest_megatron.planner import plan
 from tests import catalogue
 from tests.estimates import estimate_plan

@@ -11,7 +11,7 @@ from nest_megatron.api.jobs import plan_job
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel.objective import Objective
+from nest_megatron.layout.objective import Objective
 from nest_megatron.planner import Request
 from nest_megatron.research.baselines import network_blind
 from nest_megatron.research.baselines.job import ComparisonJob

@@ -10,7 +10,7 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel.plan import Headroom, ParallelPlan
+from nest_megatron.layout.plan import Headroom, ParallelPlan
 from nest_megatron.planner import NoPlan, Request, plan
 from nest_megatron.planner.headroom import with_larger_margin
 from nest_megatron.planner.request import DEFAULT_HEADROOM

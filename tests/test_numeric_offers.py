@@ -15,9 +15,9 @@ from nest_megatron.cost_model.execution_flags import execution_traits
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import Fp8Recipe
-from nest_megatron.parallel.objective import Objective
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.recompute import NO_RECOMPUTE
+from nest_megatron.layout.objective import Objective
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.planner import plan
 from nest_megatron.planner.headroom import with_least_free
 from nest_megatron.planner.offers import numeric_offers

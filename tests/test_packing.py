@@ -12,8 +12,8 @@ from nest_megatron.config.request import request_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import nemo
 from nest_megatron.integrations.typed_command import read_request
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import plan
 from nest_megatron.report.words import sequence_words
 from tests import catalogue

@@ -20,8 +20,8 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.stated_job import StatedJob
-from nest_megatron.parallel.objective import Objective
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.objective import Objective
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import EndedEarly, NoPlan, Request, plan
 from nest_megatron.planner.shortage import no_plan
 from nest_megatron.report.terminal import ended_report, no_plan_report

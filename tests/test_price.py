@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.price import Rates
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.price import Rates
 from nest_megatron.planner.assemble import priced
 from tests.cli.runs import run
 

@@ -14,8 +14,8 @@ from nest_megatron.config.request import request_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_request
 from nest_megatron.integrations.megatron_lm.planned_job import PlannedJob
-from nest_megatron.parallel import plan_file, rulebook
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout import plan_file, rulebook
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import plan
 from nest_megatron.planner.layouts import Prices
 from nest_megatron.planner.pins import read_pinned

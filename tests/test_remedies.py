@@ -11,9 +11,9 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
 from nest_megatron.deadline import Deadline
 from nest_megatron.integrations.typed_command import read_request
-from nest_megatron.parallel.objective import Objective
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.objective import Objective
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.planner import NoPlan, Request, plan
 from nest_megatron.planner.request import MemoryOffer
 from nest_megatron.planner.shortage import no_plan

@@ -12,7 +12,7 @@ from nest_megatron.config.defaults import VARIABLE, read_defaults, with_defaults
 from nest_megatron.config.launch import read_launch, read_words
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel import plan_file
+from nest_megatron.layout import plan_file
 from nest_megatron.plain import to_plain
 from tests.cli.runs import SMALL, run
 

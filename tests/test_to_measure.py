@@ -11,8 +11,8 @@ from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.shortlist import LAYERS, NETWORK
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.planner.to_measure import profile_s, profiles, tasks_between
 from tests import catalogue
 

@@ -33,8 +33,8 @@ from nest_megatron.integrations.megatron_lm import as_typed
 from nest_megatron.integrations.megatron_lm.attach import with_launch
 from nest_megatron.integrations.megatron_lm.before_after import before_and_after
 from nest_megatron.integrations.megatron_lm.node_counts import TableJob, plan_for_nodes, sized
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.planner import Progress
 from nest_megatron.planner.pins import read_plan
 from nest_megatron.report.catalogue import Catalogue

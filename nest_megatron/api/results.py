@@ -15,14 +15,14 @@ from nest_megatron.files import check_output, write_text
 from nest_megatron.integrations.fields import ABSENT, find
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_request
 from nest_megatron.integrations.megatron_lm.write import parallel_argv
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.batch_schedule import TrainChoice
+from nest_megatron.layout.before_after import BeforeAfter
+from nest_megatron.layout.diff import Change
+from nest_megatron.layout.estimate import Alternative, Estimate, Placement
+from nest_megatron.layout.layout import Layout
+from nest_megatron.layout.plan import ParallelPlan, SearchRecord
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.batch_schedule import TrainChoice
-from nest_megatron.parallel.before_after import BeforeAfter
-from nest_megatron.parallel.diff import Change
-from nest_megatron.parallel.estimate import Alternative, Estimate, Placement
-from nest_megatron.parallel.layout import Layout
-from nest_megatron.parallel.plan import ParallelPlan, SearchRecord
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import plan_table as planner_table
 from nest_megatron.planner.pins import Pin

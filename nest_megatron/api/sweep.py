@@ -24,8 +24,8 @@ from nest_megatron.api.sweep_jobs import (
 from nest_megatron.config.overrides import Setting
 from nest_megatron.errors import NestError
 from nest_megatron.files import check_output, expanded, write_bytes, write_text
+from nest_megatron.layout import plan_file
 from nest_megatron.packages import install_command
-from nest_megatron.parallel import plan_file
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.sweep import SweepRow, sweep_chart, to_csv, to_parquet
 from nest_megatron.units import format_seconds

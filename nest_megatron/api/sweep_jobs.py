@@ -36,7 +36,7 @@ from nest_megatron.files import expanded, write_text
 from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
 from nest_megatron.integrations.stated_job import StatedJob
 from nest_megatron.integrations.typed_command import one_command, plan_command, read_typed
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import error_fields, progress

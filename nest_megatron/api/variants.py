@@ -20,8 +20,8 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, write_text
 from nest_megatron.integrations.plan_settings import settings_of, stated_job
 from nest_megatron.integrations.stated_job import StatedJob
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rulebook.facts import DEFAULT_VERSION
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.planner.layouts import keep_layout
 from nest_megatron.planner.pins import read_plan
 from nest_megatron.report.console import Shown, print_notes

@@ -18,7 +18,7 @@ from nest_megatron.config.overrides import read_counts
 from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.integrations.dry_run.launch import names_script
 from nest_megatron.integrations.megatron_lm.parser import tokens
-from nest_megatron.parallel import plan_file
+from nest_megatron.layout import plan_file
 from nest_megatron.report.sweep import to_csv
 
 if TYPE_CHECKING:

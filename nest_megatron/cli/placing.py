@@ -23,7 +23,7 @@ from nest_megatron.config.catalogue import read_cluster
 from nest_megatron.config.compose import Settings
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import write_text
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.plain import to_plain
 from nest_megatron.report.failure import WITHOUT_PLAN
 from nest_megatron.units import format_seconds

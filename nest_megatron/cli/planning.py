@@ -24,8 +24,8 @@ from nest_megatron.integrations.launched import change_rows
 from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.typed_command import CommandPlan, plan_command
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.launch import script_words
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.launch import script_words
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import command_lines, progress, say, show, show_json
 from nest_megatron.report.failure import WITHOUT_PLAN

@@ -18,10 +18,10 @@ from nest_megatron.config.target import read_precision
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.errors import UserInputError
+from nest_megatron.layout.layout import Layout
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
-from nest_megatron.parallel.layout import Layout
-from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.planner.to_measure import minutes, profile_s, undecided
 from nest_megatron.profile.session import Task, divides, tasks_of, telling_apart, usual_shards

@@ -16,7 +16,7 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.errors import NOTHING_FITS, OK, UserInputError
 from nest_megatron.integrations.site_policy import require_tune
 from nest_megatron.integrations.typed_command import one_command
-from nest_megatron.parallel import plan_file
+from nest_megatron.layout import plan_file
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import print_notes, progress, say, show, show_json
 from nest_megatron.report.failure import WITHOUT_PLAN

@@ -10,14 +10,14 @@ from typing import Any, Protocol
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.memory_flags import not_modelled, text
 from nest_megatron.cost_model.targets import Target
+from nest_megatron.layout.batch_schedule import BatchSchedule
+from nest_megatron.layout.cuda_graphs import CudaGraphs
+from nest_megatron.layout.diff import Change
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.recompute import Recompute
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
+from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.batch_schedule import BatchSchedule
-from nest_megatron.parallel.cuda_graphs import CudaGraphs
-from nest_megatron.parallel.diff import Change
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.recompute import Recompute
-from nest_megatron.parallel.rulebook.facts import DEFAULT_VERSION
-from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

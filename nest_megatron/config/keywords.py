@@ -20,8 +20,8 @@ from nest_megatron.config.overrides import (
 )
 from nest_megatron.config.schema import SECTIONS, section_keys
 from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.layout.dims import SHORT_DEGREES, RankOrder
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import SHORT_DEGREES, RankOrder
 
 #: Short names of settings of several sections; those of a layout are ``layout_key``'s.
 SHORT_KEYS = {

@@ -25,8 +25,8 @@ from nest_megatron.errors import (
     require_known,
     require_seconds,
 )
+from nest_megatron.layout.policy import OnMismatch
 from nest_megatron.names import Name
-from nest_megatron.parallel.policy import OnMismatch
 from nest_megatron.units import is_quantity, read_quantity
 
 TOKEN = re.compile(r"^(\+\+?nest=|\+{0,2}nest\.)")

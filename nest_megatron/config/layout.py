@@ -19,23 +19,23 @@ from nest_megatron.config.space import (
 )
 from nest_megatron.config.train import REPLICA_DEGREES
 from nest_megatron.errors import UserInputError, require_at_least
-from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import ParallelDims, RankOrder
-from nest_megatron.parallel.execution_rules import allowed_execution
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.objective import Objective
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.recompute import NO_RECOMPUTE
-from nest_megatron.parallel.rulebook import require_legal
-from nest_megatron.parallel.rulebook.facts import LaunchRequest
-from nest_megatron.parallel.stage_layout import (
+from nest_megatron.layout.dims import ParallelDims, RankOrder
+from nest_megatron.layout.execution_rules import allowed_execution
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.objective import Objective
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.recompute import NO_RECOMPUTE
+from nest_megatron.layout.rulebook import require_legal
+from nest_megatron.layout.rulebook.facts import LaunchRequest
+from nest_megatron.layout.stage_layout import (
     expand_layout,
     parse_layout,
     spread_partition,
     uniform_partition,
 )
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.zero import ZeroStage
+from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Request, plan
 from nest_megatron.planner.layouts import estimate_for
 from nest_megatron.solver.space import DEGREES, SearchSpace

@@ -17,8 +17,8 @@ from nest_megatron.cluster.records import Accelerator, NetworkLevel
 from nest_megatron.config.hydra_loader import parse_override
 from nest_megatron.config.schema import SECTIONS, is_numeric, section_keys
 from nest_megatron.errors import UserInputError, nearest, require_known
+from nest_megatron.layout.dims import SHORT_DEGREES
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import SHORT_DEGREES
 from nest_megatron.units import is_quantity, read_quantity, without_suffix
 
 Choice = TypeVar("Choice", bound=Enum)

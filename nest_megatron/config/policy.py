@@ -22,8 +22,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.documents import DESCRIPTION, parse_yaml
 from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.files import read_text, require_unwritable
-from nest_megatron.minisign import is_public_line
-from nest_megatron.parallel.policy import (
+from nest_megatron.layout.policy import (
     AuditRules,
     LaunchRules,
     PlanRules,
@@ -31,8 +30,9 @@ from nest_megatron.parallel.policy import (
     PolicyError,
     PolicyFile,
 )
-from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeModule
-from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
+from nest_megatron.layout.recompute import RecomputeGranularity, RecomputeModule
+from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
+from nest_megatron.minisign import is_public_line
 from nest_megatron.plain import Source, from_plain
 from nest_megatron.planner.request import MemoryOffer, NumericOffer
 from nest_megatron.solver.space import DEGREES, SearchSpace

@@ -64,20 +64,20 @@ from nest_megatron.errors import (
     require_at_least,
     require_seconds,
 )
-from nest_megatron.model.adapters import PeftScheme
-from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.batch_schedule import BatchSchedule
-from nest_megatron.parallel.knobs import (
+from nest_megatron.layout.batch_schedule import BatchSchedule
+from nest_megatron.layout.knobs import (
     KnobConditions,
     Package,
     always_on,
     open_values,
     unknown_packages,
 )
-from nest_megatron.parallel.objective import Objective
-from nest_megatron.parallel.policy import Policy, PolicyError
-from nest_megatron.parallel.price import Rates
-from nest_megatron.parallel.rulebook.devices import device_notes, require_recipe
+from nest_megatron.layout.objective import Objective
+from nest_megatron.layout.policy import Policy, PolicyError
+from nest_megatron.layout.price import Rates
+from nest_megatron.layout.rulebook.devices import device_notes, require_recipe
+from nest_megatron.model.adapters import PeftScheme
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Request
 from nest_megatron.planner.headroom import MOST_HEADROOM
 from nest_megatron.planner.request import DEFAULT_HEADROOM, Offer

@@ -13,16 +13,16 @@ from nest_megatron.config.train import REPLICA_DEGREES
 from nest_megatron.cost_model.target_defaults import BRIDGE_0_3, MEGATRON_LM, NEMO
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UnplannableModelError, UserInputError, require_at_least
-from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.model.variant import NormPlacement
-from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.recompute import (
+from nest_megatron.layout.dims import RankOrder
+from nest_megatron.layout.recompute import (
     Recompute,
     RecomputeGranularity,
     RecomputeMethod,
     RecomputeModule,
 )
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.zero import ZeroStage
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.model.variant import NormPlacement
 from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.space import DEGREES, SearchSpace
 

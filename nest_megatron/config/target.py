@@ -29,17 +29,17 @@ from nest_megatron.cost_model.target_defaults import (
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.cost_model.traits import Fp8Recipe
 from nest_megatron.errors import UserInputError, require_known
-from nest_megatron.model.execution import Execution
-from nest_megatron.model.sequence_lengths import SequenceLengths
-from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.execution_arguments import EXECUTION_ARGUMENTS
-from nest_megatron.parallel.knobs import KNOBS, Package, choices_of_execution
-from nest_megatron.parallel.numeric_knobs import (
+from nest_megatron.layout.execution_arguments import EXECUTION_ARGUMENTS
+from nest_megatron.layout.knobs import KNOBS, Package, choices_of_execution
+from nest_megatron.layout.numeric_knobs import (
     MEMORY_KNOBS,
     NUMERIC_KNOBS,
     NumericKnob,
     refused_together,
 )
+from nest_megatron.model.execution import Execution
+from nest_megatron.model.sequence_lengths import SequenceLengths
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner.request import MemoryOffer, NumericOffer
 from nest_megatron.solver.space import SearchSpace
 

@@ -19,13 +19,13 @@ from nest_megatron.cost_model.targets import Target
 from nest_megatron.documents import parse_json
 from nest_megatron.errors import UserInputError, shortened
 from nest_megatron.files import expanded, read_bytes, read_text
+from nest_megatron.layout.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
 from nest_megatron.model.sequence_lengths import (
     SequenceLengths,
     lengths_from_counts,
     lengths_from_moments,
 )
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
 
 #: Sequences of one optimizer step where nobody says: with 8,192 tokens each, the 4 Mi tokens a step
 #: that models of 70 B parameters and more are trained with.

@@ -10,11 +10,11 @@ from nest_megatron.cluster.communication import collective_time, split_group
 from nest_megatron.cluster.records import Cluster, CollectiveKind
 from nest_megatron.cost_model.memory import divides_states, gathered_bytes
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.rank_order import GroupKind, group_shape
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.model.layer_pattern import LayerKind
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.rank_order import GroupKind, group_shape
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.units import Seconds
 
 

@@ -23,12 +23,12 @@ from nest_megatron.catalogue_files import catalogue_entry
 from nest_megatron.cluster.records import Accelerator, Cluster
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.student_t import cumulative, quantile
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.rank_order import GroupKind, group_shape
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import FlexBackend, TokenDispatcher
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.rank_order import GroupKind, group_shape
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.units import GIB, Bytes
 
 #: Share that the allocator holds in pieces too small to be of use. For one node of B200, SimuMax

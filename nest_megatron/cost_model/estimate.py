@@ -14,13 +14,13 @@ from nest_megatron.cost_model.pipeline import Evaluation, PipelineProblem, chunk
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.unit_cost import UnitKind
 from nest_megatron.cost_model.unit_run import UnitRun
+from nest_megatron.layout.estimate import Estimate, StageEstimate
+from nest_megatron.layout.layout import Layout
+from nest_megatron.layout.partition import StagePartition
 from nest_megatron.model.graph import OperatorKind
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.parallel.estimate import Estimate, StageEstimate
-from nest_megatron.parallel.layout import Layout
-from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.units import Bytes, Flops, Seconds, Ticks, to_seconds
 
 #: What an iteration's time goes into; they add up to it. Each second belongs to one operation on

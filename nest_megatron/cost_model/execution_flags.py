@@ -14,6 +14,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.memory_flags import text
 from nest_megatron.cost_model.traits import ExecutionTraits, Fp8Recipe
 from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.layout.cuda_graphs import cuda_graphs
 from nest_megatron.model.execution import (
     ContextTraffic,
     Execution,
@@ -22,7 +23,6 @@ from nest_megatron.model.execution import (
     TokenDispatcher,
 )
 from nest_megatron.names import Name
-from nest_megatron.parallel.cuda_graphs import cuda_graphs
 
 _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _FP32 = _WIDTHS["fp32"]

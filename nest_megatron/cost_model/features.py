@@ -12,12 +12,12 @@ from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.rank_order import GroupKind, group_level
+from nest_megatron.layout.recompute import RecomputeGranularity
 from nest_megatron.model.execution import TokenDispatcher
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.names import Name
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.rank_order import GroupKind, group_level
-from nest_megatron.parallel.recompute import RecomputeGranularity
 from nest_megatron.units import Seconds
 
 

@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 from nest_megatron.cost_model.memory import quantized_bytes, replicas_of_states, weight_bytes
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.block_parameters import ParameterCount
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.units import Bytes
 
 #: Parameters of Megatron-FSDP's communication unit at least.

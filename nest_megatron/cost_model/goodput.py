@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel.plan import Goodput
+from nest_megatron.layout.plan import Goodput
 from nest_megatron.units import Seconds
 
 #: Exponents beyond this leave nothing of a float.

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from nest_megatron.caching import Key
-from nest_megatron.model.execution import OUTSIDE_EXPERTS
-from nest_megatron.model.layer_pattern import LayerKind
-from nest_megatron.model.operators.common import dispatch_buffer_bytes
-from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.recompute import (
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.recompute import (
     NO_RECOMPUTE,
     Recompute,
     RecomputeGranularity,
     RecomputeMethod,
 )
+from nest_megatron.model.execution import OUTSIDE_EXPERTS
+from nest_megatron.model.layer_pattern import LayerKind
+from nest_megatron.model.operators.common import dispatch_buffer_bytes
+from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.spec import TransformerSpec
 
 #: Fan-outs at each network level of a layer's groups: tensor, context, expert, expert-tensor.
 GroupPlaces = tuple[tuple[int, ...], ...]

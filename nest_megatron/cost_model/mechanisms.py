@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from nest_megatron.cost_model.compute import operator_times
 from nest_megatron.cost_model.estimate import critical_terms
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.layout.layout import Layout, PartialLayout
+from nest_megatron.layout.rank_order import GroupKind, group_level
 from nest_megatron.model.graph import OperatorKind
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import block_graph
 from nest_megatron.names import Name
-from nest_megatron.parallel.layout import Layout, PartialLayout
-from nest_megatron.parallel.rank_order import GroupKind, group_level
 from nest_megatron.profile.records import Source
 from nest_megatron.units import Seconds
 

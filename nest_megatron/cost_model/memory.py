@@ -16,9 +16,9 @@ from typing import NamedTuple
 from nest_megatron.cluster.records import Accelerator
 from nest_megatron.cost_model.formats import format_of
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.model.layer_pattern import LayerKind
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.units import Bytes
 
 WEIGHT_BYTES = 2

@@ -39,16 +39,16 @@ from nest_megatron.cost_model.unit_cost import (
     replica_cost,
 )
 from nest_megatron.cost_model.unit_run import UnitRun, norm_stays, run_unit
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.rank_order import GroupKind, group_shape, pipeline_link_level
+from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.parameters import unit_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.rank_order import GroupKind, group_shape, pipeline_link_level
-from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.records import Source
 from nest_megatron.units import Seconds, Ticks, to_ticks

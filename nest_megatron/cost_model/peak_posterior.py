@@ -28,7 +28,7 @@ from nest_megatron.cost_model.pipeline import chunk_cost, rank_memory
 from nest_megatron.cost_model.posterior import KEPT, changed
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.uncertainty import shipped_calibration
-from nest_megatron.parallel.layout import Layout
+from nest_megatron.layout.layout import Layout
 from nest_megatron.units import Bytes
 
 #: Share of the variance of a score that belongs to each of: the site (its allocator and libraries),

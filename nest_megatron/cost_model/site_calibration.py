@@ -27,8 +27,8 @@ from nest_megatron.history.records import (
     link_hashes,
     same_links,
 )
-from nest_megatron.parallel.plan_file import digest
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.plan_file import digest
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.plain import added
 from nest_megatron.units import Bytes, Seconds
 

@@ -7,8 +7,8 @@ from nest_megatron.cost_model.keys import split_block
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost
 from nest_megatron.cost_model.unit_cost import overlap_window, unit_cost
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.recompute import Recompute, RecomputeMethod
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.recompute import Recompute, RecomputeMethod
 from nest_megatron.units import Bytes
 
 _PASSES = ("forward", "backward", "block_backward")

@@ -40,7 +40,7 @@ from nest_megatron.cost_model.features import (
 from nest_megatron.cost_model.mechanisms import Mechanism, Shares, shares
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.student_t import deviation, quantile
-from nest_megatron.parallel.layout import Layout
+from nest_megatron.layout.layout import Layout
 from nest_megatron.units import Seconds
 
 #: Key of the scale that every job, and every layout, has.

@@ -21,10 +21,10 @@ from nest_megatron.cost_model.memory import (
 from nest_megatron.cost_model.pipeline import UnitCost
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.unit_run import UnitRun
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.model.layer_pattern import LayerKind
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.units import Bytes, Seconds, Ticks, to_ticks
 

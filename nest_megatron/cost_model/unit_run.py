@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 from nest_megatron.cost_model.graph_times import ROUTED
 from nest_megatron.cost_model.layer_cost import PassTime, UnitTimes
-from nest_megatron.model.execution import Execution, GraphImpl, TokenDispatcher
-from nest_megatron.model.graph import Part
-from nest_megatron.model.layer_pattern import LayerKind
-from nest_megatron.parallel.recompute import (
+from nest_megatron.layout.recompute import (
     Recompute,
     RecomputeGranularity,
     RecomputeMethod,
     RecomputeModule,
 )
+from nest_megatron.model.execution import Execution, GraphImpl, TokenDispatcher
+from nest_megatron.model.graph import Part
+from nest_megatron.model.layer_pattern import LayerKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nest_megatron.cluster.records import Cluster, Precision
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.plan_file import digest
 from nest_megatron.names import Name
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.plan_file import digest
 from nest_megatron.plain import added
 from nest_megatron.units import Bytes, Seconds
 

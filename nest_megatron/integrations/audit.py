@@ -22,8 +22,8 @@ from nest_megatron.history.store import line_of
 from nest_megatron.integrations.fields import shown
 from nest_megatron.integrations.plan_output import user_name
 from nest_megatron.integrations.run_record import batch_job, now
-from nest_megatron.parallel.diff import Change
-from nest_megatron.parallel.policy import AuditRules, PolicyFile
+from nest_megatron.layout.diff import Change
+from nest_megatron.layout.policy import AuditRules, PolicyFile
 from nest_megatron.printing import print_cleaned
 from nest_megatron.units import Seconds
 

@@ -21,16 +21,16 @@ from nest_megatron.cost_model.target_defaults import (
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import ABSENT, FieldValue, find
 from nest_megatron.integrations.megatron_lm.attach import launch_request
-from nest_megatron.model.execution import OF_LAYERS, PLAIN, ContextTraffic, Execution
-from nest_megatron.parallel.execution_arguments import (
+from nest_megatron.layout.execution_arguments import (
     EXECUTION_ARGUMENTS,
     EXECUTION_FIELDS,
     execution_arguments,
 )
-from nest_megatron.parallel.knobs import KNOBS, execution_reason
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rulebook.facts import DEFAULT_VERSION
-from nest_megatron.parallel.rulebook.options import contradicted
+from nest_megatron.layout.knobs import KNOBS, execution_reason
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
+from nest_megatron.layout.rulebook.options import contradicted
+from nest_megatron.model.execution import OF_LAYERS, PLAIN, ContextTraffic, Execution
 
 #: Settings that such an object has, where it has them: NeMo's has the first alone.
 OVERLAPPED = ("tp_comm_overlap", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute")

@@ -20,16 +20,16 @@ from nest_megatron.integrations.megatron_lm.attach import (
 )
 from nest_megatron.integrations.megatron_lm.write import planned_arguments
 from nest_megatron.integrations.restore import finetuning_fields
+from nest_megatron.layout.batch_schedule import BatchSchedule
+from nest_megatron.layout.diff import plan_values, reason
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rulebook import require_launchable
+from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
+from nest_megatron.layout.rulebook.options import contradicted
+from nest_megatron.layout.rulebook.sharding import initializes_on_meta_device
+from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.model.sizes import LATENT_SIZES
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.batch_schedule import BatchSchedule
-from nest_megatron.parallel.diff import plan_values, reason
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rulebook import require_launchable
-from nest_megatron.parallel.rulebook.degrees import launched_expert_tensor_size
-from nest_megatron.parallel.rulebook.options import contradicted
-from nest_megatron.parallel.rulebook.sharding import initializes_on_meta_device
-from nest_megatron.parallel.stage_layout import is_uniform
 from nest_megatron.plain import to_plain
 from nest_megatron.planner.pinned_job import resolved
 

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel.diff import Change
+from nest_megatron.layout.diff import Change
 
 #: A field that is not there.
 ABSENT: Any = object()

@@ -11,7 +11,7 @@ except ImportError:  # releases that are older
     from pytorch_lightning.callbacks import Callback
 
 from nest_megatron.integrations.watching import STEPS, WatchedLoop, loop_of_hydra
-from nest_megatron.parallel import plan_file
+from nest_megatron.layout import plan_file
 
 
 class WatchCallback(Callback):

@@ -13,9 +13,9 @@ from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.files import check_output, expanded, read_bytes
 from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, load_arguments
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
-from nest_megatron.parallel.rulebook import require_launchable
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.plan import MEGATRON_LM, ParallelPlan
+from nest_megatron.layout.rulebook import require_launchable
 from nest_megatron.planner.pins import Pin, PinnedPlan, PinnedTable, is_pinned, plan_text
 from nest_megatron.planner.plan_table import TableText, is_table
 from nest_megatron.printing import one_line

@@ -26,7 +26,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.planning import job_request, plan_to_launch
 from nest_megatron.integrations.site_policy import read_launched
 from nest_megatron.integrations.stated_job import recorded
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.pinned_job import ActualJob, require_same_job
 from nest_megatron.planner.pins import PinnedPlan
 

@@ -18,9 +18,9 @@ from nest_megatron.cost_model.settings import (
 )
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.stated_job import StatedJob
-from nest_megatron.parallel.objective import Objective
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.price import Rates
+from nest_megatron.layout.objective import Objective
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.price import Rates
 from nest_megatron.planner import Request
 from nest_megatron.planner.assemble import describe_space
 from nest_megatron.profile.mode import ProfileMode

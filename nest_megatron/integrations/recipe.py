@@ -42,6 +42,12 @@ from nest_megatron.integrations.restore import (
     packed_sequence_size,
     packs_sequences,
 )
+from nest_megatron.layout.batch_schedule import RAMPUP, BatchSchedule, read_schedule
+from nest_megatron.layout.cuda_graphs import FIELDS as GRAPH_FIELDS
+from nest_megatron.layout.cuda_graphs import cuda_graphs
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
+from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.arguments import (
     EXPERT_NAMES,
     LINEAR_NAMES,
@@ -50,12 +56,6 @@ from nest_megatron.model.arguments import (
 )
 from nest_megatron.model.sizes import LATENT_SIZES
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
-from nest_megatron.parallel.batch_schedule import RAMPUP, BatchSchedule, read_schedule
-from nest_megatron.parallel.cuda_graphs import FIELDS as GRAPH_FIELDS
-from nest_megatron.parallel.cuda_graphs import cuda_graphs
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rulebook.facts import DEFAULT_VERSION
-from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
 #: Items that megatron-core's ``ModelParallelConfig`` or a strategy around it holds.
 DEGREES = (

@@ -35,7 +35,7 @@ from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousSt
 from nest_megatron.integrations.outlets import write_prometheus
 from nest_megatron.integrations.run_record import new_run, now
 from nest_megatron.integrations.run_warnings import run_warnings
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.printing import print_cleaned
 from nest_megatron.profile.clock import OUT_OF_MEMORY, HostClock, job_clock

@@ -29,8 +29,8 @@ from nest_megatron.integrations.fields import (
 )
 from nest_megatron.integrations.megatron_lm import checkpoint
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, read_checkpoint
-from nest_megatron.parallel.knobs import closed_fields
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.knobs import closed_fields
+from nest_megatron.layout.plan import ParallelPlan
 
 #: Data of supervised fine-tuning, by the classes of both frameworks.
 _SFT_DATA = frozenset(

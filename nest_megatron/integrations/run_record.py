@@ -19,8 +19,8 @@ from nest_megatron.history.records import (
     job_key,
 )
 from nest_megatron.integrations.plan_output import user_name
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.uncertain import allocatable
 from nest_megatron.profile.choose import times_of
 from nest_megatron.profile.installed import installed_versions, nccl_version

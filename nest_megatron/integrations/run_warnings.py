@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from nest_megatron.history.records import RankMeasured, RunRecord
 from nest_megatron.integrations.megatron_lm.same_job import named
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.rank_order import GroupKind, group_of_rank
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.rank_order import GroupKind, group_of_rank
 from nest_megatron.units import Seconds, format_gib, format_seconds
 
 #: From which share on ranks are slow: against replicas of theirs, and against other pipeline ranks,

@@ -10,7 +10,7 @@ from nest_megatron.config.launch import Mode
 from nest_megatron.config.policy import may_tune, read_policy, require_may_free
 from nest_megatron.files import expanded, read_opened
 from nest_megatron.integrations.plan_output import user_name
-from nest_megatron.parallel.policy import (
+from nest_megatron.layout.policy import (
     OnMismatch,
     Policy,
     PolicyError,

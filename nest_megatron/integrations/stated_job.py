@@ -17,7 +17,7 @@ from nest_megatron.config.target import read_target
 from nest_megatron.cost_model.memory_flags import text
 from nest_megatron.cost_model.settings import is_trait, restored_settings, stored_settings
 from nest_megatron.integrations.megatron_lm.planning import job_request
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.planner import Request
 

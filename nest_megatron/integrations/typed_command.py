@@ -32,9 +32,9 @@ from nest_megatron.integrations.megatron_lm.set_flags import require_model, with
 from nest_megatron.integrations.recipe_command import read_recipe
 from nest_megatron.integrations.restore import restored_by_command
 from nest_megatron.integrations.stated_job import recorded
+from nest_megatron.layout.diff import Change
+from nest_megatron.layout.plan import MEGATRON_LM, ParallelPlan, Provenance
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.diff import Change
-from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan, Provenance
 from nest_megatron.planner import Progress, Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.report.failure import require_plan

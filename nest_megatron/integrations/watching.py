@@ -26,8 +26,8 @@ from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousSt
 from nest_megatron.integrations.megatron_lm.watch import time_passes
 from nest_megatron.integrations.recorder import Recorder
 from nest_megatron.integrations.slurm import rank_variables
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.policy import PolicyError
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.policy import PolicyError
 from nest_megatron.printing import print_cleaned
 from nest_megatron.units import Seconds
 

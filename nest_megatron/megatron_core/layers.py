@@ -16,6 +16,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.layout.recompute import (
+    FULL_RECOMPUTE,
+    NO_RECOMPUTE,
+    Recompute,
+    RecomputeModule,
+    selective_recompute,
+)
 from nest_megatron.megatron_core.stage import Where, is_installed, staged
 from nest_megatron.megatron_core.units import build
 from nest_megatron.model.block_parameters import ParameterCount
@@ -32,13 +39,6 @@ from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.parameters import one_layer
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
-from nest_megatron.parallel.recompute import (
-    FULL_RECOMPUTE,
-    NO_RECOMPUTE,
-    Recompute,
-    RecomputeModule,
-    selective_recompute,
-)
 
 if TYPE_CHECKING:
     from nest_megatron.megatron_core.recorder import Record, Work

@@ -11,6 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute, RecomputeGranularity
+from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
+from nest_megatron.layout.stage_layout import layout_string
 from nest_megatron.megatron_core.substitutes import (
     balanced_routing,
     fused_kernels,
@@ -28,11 +33,6 @@ from nest_megatron.model.sizes import DELTA_NET_SIZES, LATENT_SIZES, MAMBA_SIZES
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.names import Name
 from nest_megatron.packages import install_command
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute, RecomputeGranularity
-from nest_megatron.parallel.rulebook.degrees import launched_expert_tensor_size
-from nest_megatron.parallel.stage_layout import layout_string
 
 
 class Where(Name):

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.layout.recompute import FULL_RECOMPUTE, Recompute
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.model.stacks import decoder_of, encoder_of
 from nest_megatron.names import Name
-from nest_megatron.parallel.recompute import FULL_RECOMPUTE, Recompute
 
 
 class Stretch(Name):

@@ -60,7 +60,7 @@ OF_LAYERS = (GraphImpl.LOCAL, GraphImpl.TRANSFORMER_ENGINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """How the work of every layer is carried out (``parallel/knobs.py`` says why).
+    """How the work of every layer is carried out (``layout/knobs.py`` says why).
 
     Args:
         moe_flex_dispatcher_backend: of the ``flex`` dispatcher, ``None`` with any other.

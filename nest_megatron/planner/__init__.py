@@ -14,11 +14,11 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_posterior import PredictedPeak, predicted_peak
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.deadline import Deadline
-from nest_megatron.parallel.batch_schedule import PredictedBatch
-from nest_megatron.parallel.layout import Layout
-from nest_megatron.parallel.objective import Objective
-from nest_megatron.parallel.plan import ParallelPlan, PresentLayout, SearchRecord
-from nest_megatron.parallel.policy import require_allowed
+from nest_megatron.layout.batch_schedule import PredictedBatch
+from nest_megatron.layout.layout import Layout
+from nest_megatron.layout.objective import Objective
+from nest_megatron.layout.plan import ParallelPlan, PresentLayout, SearchRecord
+from nest_megatron.layout.policy import require_allowed
 from nest_megatron.planner.assemble import (
     ENDED_EARLY,
     alternative,

@@ -15,15 +15,15 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import stored_settings
 from nest_megatron.cost_model.site import expected
 from nest_megatron.cost_model.uncertainty import probability_faster
-from nest_megatron.parallel.batch_schedule import BatchSchedule, PredictedBatch, TrainChoice
-from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.estimate import Alternative, Estimate, Placement
-from nest_megatron.parallel.layout import Layout, PartialLayout
-from nest_megatron.parallel.plan import ParallelPlan, Provenance, SearchRecord
-from nest_megatron.parallel.plan_file import digest
-from nest_megatron.parallel.policy import Policy
-from nest_megatron.parallel.price import Price, Rates, price
-from nest_megatron.parallel.rank_order import GroupKind, group_level, group_of_rank
+from nest_megatron.layout.batch_schedule import BatchSchedule, PredictedBatch, TrainChoice
+from nest_megatron.layout.dims import RankOrder
+from nest_megatron.layout.estimate import Alternative, Estimate, Placement
+from nest_megatron.layout.layout import Layout, PartialLayout
+from nest_megatron.layout.plan import ParallelPlan, Provenance, SearchRecord
+from nest_megatron.layout.plan_file import digest
+from nest_megatron.layout.policy import Policy
+from nest_megatron.layout.price import Price, Rates, price
+from nest_megatron.layout.rank_order import GroupKind, group_level, group_of_rank
 from nest_megatron.planner.choice import Chosen
 from nest_megatron.planner.request import Request
 from nest_megatron.planner.uncertain import described, out_of_memory

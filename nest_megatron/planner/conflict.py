@@ -12,13 +12,13 @@ from collections.abc import Collection, Iterator
 from itertools import product
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel import rulebook
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.execution_rules import allowed_execution
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.recompute import NO_RECOMPUTE
-from nest_megatron.parallel.rulebook.rule import Violation, violations
-from nest_megatron.parallel.rulebook.search import is_searched
+from nest_megatron.layout import rulebook
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.execution_rules import allowed_execution
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.recompute import NO_RECOMPUTE
+from nest_megatron.layout.rulebook.rule import Violation, violations
+from nest_megatron.layout.rulebook.search import is_searched
 from nest_megatron.planner.request import Request
 from nest_megatron.solver.executions import launched
 from nest_megatron.solver.grids import GridSpace

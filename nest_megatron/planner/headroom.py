@@ -9,10 +9,10 @@ from typing import NamedTuple
 from nest_megatron.cost_model.memory import capacity_bytes
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.parallel.estimate import Estimate
-from nest_megatron.parallel.layout import Layout
-from nest_megatron.parallel.objective import Objective
-from nest_megatron.parallel.plan import Headroom
+from nest_megatron.layout.estimate import Estimate
+from nest_megatron.layout.layout import Layout
+from nest_megatron.layout.objective import Objective
+from nest_megatron.layout.plan import Headroom
 from nest_megatron.planner.choice import Peaks
 from nest_megatron.planner.request import Request
 from nest_megatron.planner.uncertain import comfortable_bytes

@@ -18,14 +18,14 @@ from nest_megatron.cost_model.uncertainty import (
     probability_faster,
 )
 from nest_megatron.errors import UserInputError
+from nest_megatron.layout.batch_schedule import BatchSchedule
+from nest_megatron.layout.before_after import Difference
+from nest_megatron.layout.estimate import Estimate
+from nest_megatron.layout.layout import Layout
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rulebook import require_legal
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, LaunchRequest
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.batch_schedule import BatchSchedule
-from nest_megatron.parallel.before_after import Difference
-from nest_megatron.parallel.estimate import Estimate
-from nest_megatron.parallel.layout import Layout
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rulebook import require_legal
-from nest_megatron.parallel.rulebook.facts import DEFAULT_VERSION, LaunchRequest
 from nest_megatron.planner.assemble import (
     assemble,
     nothing_searched,

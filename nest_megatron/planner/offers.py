@@ -13,13 +13,13 @@ from nest_megatron.cost_model.formats import beside_buffers
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM
 from nest_megatron.errors import UserInputError
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.estimate import Estimate
+from nest_megatron.layout.execution_rules import allowed_execution
+from nest_megatron.layout.layout import Layout
+from nest_megatron.layout.rulebook.facts import uneven_sides
+from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import FlexBackend, TokenDispatcher
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.estimate import Estimate
-from nest_megatron.parallel.execution_rules import allowed_execution
-from nest_megatron.parallel.layout import Layout
-from nest_megatron.parallel.rulebook.facts import uneven_sides
-from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 from nest_megatron.planner.headroom import PredictedLayout, with_least_free
 from nest_megatron.planner.request import NumericOffer, Request
 from nest_megatron.planner.shortage import describe_grid

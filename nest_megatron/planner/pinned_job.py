@@ -16,11 +16,11 @@ from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.cost_model.unit_cost import replicas
 from nest_megatron.errors import UserInputError
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.batch_schedule import BatchSchedule
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.model.sizes import LATENT_SIZES
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.batch_schedule import BatchSchedule
-from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner.pins import Pin, PinnedPlan
 from nest_megatron.version import __version__
 

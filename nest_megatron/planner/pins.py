@@ -12,8 +12,8 @@ from pathlib import Path
 
 from nest_megatron.errors import PlanFileError
 from nest_megatron.files import read_bytes, write_text
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.plan import MEGATRON_LM, ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.planner import plan_table
 from nest_megatron.planner.plan_table import PlanTable, TableText

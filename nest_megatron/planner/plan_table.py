@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import Any
 
 from nest_megatron.errors import PlanFileError
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
 
 _SCHEMA = 1

@@ -13,10 +13,10 @@ from nest_megatron.cost_model.memory import capacity_bytes, within_error
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel.dims import SHORT_DEGREES
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.objective import Objective
-from nest_megatron.parallel.plan import SearchRecord
+from nest_megatron.layout.dims import SHORT_DEGREES
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.objective import Objective
+from nest_megatron.layout.plan import SearchRecord
 from nest_megatron.planner.conflict import binding, is_legal_without, single_relaxations
 from nest_megatron.planner.headroom import PredictedLayout
 from nest_megatron.planner.request import Request

@@ -15,12 +15,12 @@ from nest_megatron.cost_model.compute import operator_times
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.shortlist import LAYERS, NETWORK
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.objective import SURE
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rank_order import GroupKind, group_level
 from nest_megatron.model.operators import block_graph
 from nest_megatron.model.spec import ModelFamily
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.objective import SURE
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rank_order import GroupKind, group_level
 from nest_megatron.profile.records import Source
 from nest_megatron.profile.session import BUDGET_S, Task, divides, telling_apart
 from nest_megatron.units import Seconds

@@ -17,8 +17,8 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.shortlist import Measurement, measurements, shortlist
 from nest_megatron.cost_model.site import Site
 from nest_megatron.cost_model.uncertainty import Predictive
-from nest_megatron.parallel.layout import Layout, PartialLayout
-from nest_megatron.parallel.objective import SURE, Objective, Shortlist, Uncertainty
+from nest_megatron.layout.layout import Layout, PartialLayout
+from nest_megatron.layout.objective import SURE, Objective, Shortlist, Uncertainty
 from nest_megatron.planner.request import Request
 from nest_megatron.planner.to_measure import Profile, minutes, profiles
 from nest_megatron.profile.choose import MEASURE_COMMAND

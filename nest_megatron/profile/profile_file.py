@@ -11,7 +11,7 @@ import yaml
 from nest_megatron.documents import parse_yaml
 from nest_megatron.errors import ProfileError, UserInputError
 from nest_megatron.files import read_text, write_text
-from nest_megatron.parallel.plan_file import digest
+from nest_megatron.layout.plan_file import digest
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.profile.records import (
     SCHEMA,

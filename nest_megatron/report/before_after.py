@@ -9,15 +9,15 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from nest_megatron.parallel.before_after import (
+from nest_megatron.layout.before_after import (
     BeforeAfter,
     Changes,
     ChoiceChange,
     Difference,
     LayoutChange,
 )
-from nest_megatron.parallel.dims import SHORT_DEGREES
-from nest_megatron.parallel.estimate import PricedLayout
+from nest_megatron.layout.dims import SHORT_DEGREES
+from nest_megatron.layout.estimate import PricedLayout
 from nest_megatron.report.memory_words import memory_level, memory_verdict, risk_words
 from nest_megatron.report.tables import (
     FittingTable,

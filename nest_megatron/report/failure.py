@@ -33,7 +33,7 @@ from nest_megatron.version import __version__
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from nest_megatron.parallel.plan import ParallelPlan
+    from nest_megatron.layout.plan import ParallelPlan
     from nest_megatron.planner import EndedEarly, NoPlan, Ranked
 
     Found = TypeVar("Found", ParallelPlan, Ranked)

@@ -8,13 +8,13 @@ from math import prod
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
+from nest_megatron.layout.arguments import layout_arguments
+from nest_megatron.layout.diff import plan_values, reason
+from nest_megatron.layout.dims import RankOrder
+from nest_megatron.layout.estimate import Alternative
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rank_order import GroupKind, group_of_rank, group_shape
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
-from nest_megatron.parallel.arguments import layout_arguments
-from nest_megatron.parallel.diff import plan_values, reason
-from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.estimate import Alternative
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rank_order import GroupKind, group_of_rank, group_shape
 from nest_megatron.plain import to_plain
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.runners_up import as_alternative, degree_cells, term_differences

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.report.charts import IDLE, ink_on
 from nest_megatron.report.schedule_view import ScheduleView, SpanKind, Window, windows
 from nest_megatron.report.timeline import (

@@ -18,8 +18,8 @@ from nest_megatron.cost_model.pipeline import evaluate
 from nest_megatron.cost_model.settings import OF_EXPERTS, CostSettings, restored_settings
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel.layout import Layout
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.layout import Layout
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.html_layout import reached_levels
 from nest_megatron.report.memory_words import memory_verdict

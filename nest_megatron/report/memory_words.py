@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nest_megatron.cost_model.memory import PEAK_ERROR, within_error
-from nest_megatron.parallel.estimate import PricedLayout
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.estimate import PricedLayout
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.request import MOST_OUT_OF_MEMORY
 from nest_megatron.units import Bytes, format_chance, format_gib
 

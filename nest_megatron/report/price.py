@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.price import Price
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.price import Price
 from nest_megatron.units import format_count, format_duration
 
 

@@ -12,8 +12,8 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.cost_model.shortlist import AS_FAST
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel.estimate import Alternative
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.estimate import Alternative
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.tables import (
     FittingTable,

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from nest_megatron.errors import exit_code_of
 from nest_megatron.history.records import Outcome, RefusedLaunch, RunRecord
-from nest_megatron.parallel.layout import PartialLayout
+from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.report.tables import (
     FittingTable,
     figure_columns,
@@ -191,7 +191,7 @@ def _gpus(run: RunRecord) -> str:
 def layout_words(grid: PartialLayout) -> str:
     """A layout in one line: degrees above one, the micro batch, recomputation, sharding.
 
-    >>> from nest_megatron.parallel.dims import ParallelDims
+    >>> from nest_megatron.layout.dims import ParallelDims
     >>> dims = ParallelDims(tensor_model_parallel_size=2, data_parallel_size=4)
     >>> layout_words(PartialLayout(dims=dims, global_batch_size=8, micro_batch_size=1,
     ...                   sequence_parallel=True))

@@ -19,8 +19,8 @@ from nest_megatron.cost_model.pipeline import (
 from nest_megatron.cost_model.schedule import TimedOp
 from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.cost_model.stage_problems import stage_problem
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.names import Name
-from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.units import Bytes, Seconds, Ticks, to_seconds
 

@@ -10,8 +10,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.documents import csv_text
-from nest_megatron.parallel.dims import DEGREES
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.dims import DEGREES
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.report.charts import render
 from nest_megatron.report.words import degrees
 from nest_megatron.units import Bytes, format_gib, format_seconds, without_suffix

@@ -13,10 +13,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from nest_megatron.errors import typed_setting
-from nest_megatron.parallel.estimate import StageEstimate
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.stage_layout import layout_string
-from nest_megatron.parallel.zero import STRATEGIES, DataParallelSharding
+from nest_megatron.layout.estimate import StageEstimate
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.stage_layout import layout_string
+from nest_megatron.layout.zero import STRATEGIES, DataParallelSharding
 from nest_megatron.planner import EndedEarly, NoPlan, describe_grid
 from nest_megatron.report.memory_words import memory_level, no_plan_verdict, plan_verdict
 from nest_megatron.report.price import price_rows

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from nest_megatron.files import MARK
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.schedule_view import ScheduleView, Span, SpanKind, schedule_view
 from nest_megatron.report.words import TERM_WORDS

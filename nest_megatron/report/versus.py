@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from nest_megatron.parallel.before_after import Difference
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.before_after import Difference
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.report.before_after import difference_words
 from nest_megatron.report.memory_words import plan_verdict
 from nest_megatron.report.tables import (

@@ -8,11 +8,11 @@ from itertools import groupby
 from nest_megatron.cost_model.device_memory import FRAGMENTATION
 from nest_megatron.cost_model.memory import PEAK_ERROR, PUBLIC_PEAK_ERROR
 from nest_megatron.errors import typed_setting
-from nest_megatron.parallel.batch_schedule import PredictedBatch
-from nest_megatron.parallel.dims import SHORT_DEGREES
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.objective import SURE, Choice, Objective, SiteChange, Uncertainty
-from nest_megatron.parallel.plan import (
+from nest_megatron.layout.batch_schedule import PredictedBatch
+from nest_megatron.layout.dims import SHORT_DEGREES
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.objective import SURE, Choice, Objective, SiteChange, Uncertainty
+from nest_megatron.layout.plan import (
     Goodput,
     Headroom,
     ParallelPlan,

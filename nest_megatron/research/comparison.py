@@ -11,8 +11,8 @@ from nest_megatron.cost_model.estimate import estimate, mean_terms
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.uncertainty import predictive, probability_faster
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.parallel.objective import SURE, Objective
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.objective import SURE, Objective
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import EndedEarly, NoPlan, Request, plan
 from nest_megatron.planner.assemble import assemble, nothing_searched
 from nest_megatron.planner.choice import with_retries

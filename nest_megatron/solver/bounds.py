@@ -10,15 +10,15 @@ from collections.abc import Iterable
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.keys import SHARD, split_block
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.model.execution import OUTSIDE_EXPERTS
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.recompute import (
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.recompute import (
     NO_RECOMPUTE,
     Recompute,
     RecomputeMethod,
     RecomputeModule,
     selective_recompute,
 )
+from nest_megatron.model.execution import OUTSIDE_EXPERTS
 from nest_megatron.units import Ticks, to_ticks
 
 #: Each module recomputed alone.

@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.stage_problems import StageProblems
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.recompute import FULL_RECOMPUTE, Recompute
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.recompute import FULL_RECOMPUTE, Recompute
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.solver.executions import RecomputeKinds, laid_out
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.units import Ticks

@@ -17,11 +17,10 @@ from nest_megatron.cost_model.keys import INSIDE, SHARD
 from nest_megatron.cost_model.layer_cost import UnitTimes
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.errors import UserInputError
-from nest_megatron.model.execution import PLAIN, Execution, GraphImpl
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.execution_rules import allowed_execution, of_every_layout
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.recompute import (
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.execution_rules import allowed_execution, of_every_layout
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.recompute import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
     Recompute,
@@ -30,16 +29,17 @@ from nest_megatron.parallel.recompute import (
     RecomputeModule,
     selective_recompute,
 )
-from nest_megatron.parallel.rulebook.execution import allows_execution
-from nest_megatron.parallel.rulebook.facts import (
+from nest_megatron.layout.rulebook.execution import allows_execution
+from nest_megatron.layout.rulebook.facts import (
     Facts,
     LaunchRequest,
     facts_of,
     facts_reader,
     sources,
 )
-from nest_megatron.parallel.rulebook.search import OF_LAYOUT, SearchStep
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.rulebook.search import OF_LAYOUT, SearchStep
+from nest_megatron.layout.zero import ZeroStage
+from nest_megatron.model.execution import PLAIN, Execution, GraphImpl
 from nest_megatron.solver.space import SearchSpace
 
 #: Recompute settings, as ``kind_of`` sees them.

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from itertools import islice, product
 
 from nest_megatron.cost_model.stage_problems import StageProblems
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.solver.executions import laid_out
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_bounds import MemoryBounds

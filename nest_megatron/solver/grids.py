@@ -13,28 +13,28 @@ from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.keys import split_block
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.unit_cost import replicas
-from nest_megatron.model.execution import Execution
-from nest_megatron.parallel import rulebook
-from nest_megatron.parallel.dims import ParallelDims, RankOrder
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.recompute import (
+from nest_megatron.layout import rulebook
+from nest_megatron.layout.dims import ParallelDims, RankOrder
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.recompute import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
     Recompute,
     selective_recompute,
 )
-from nest_megatron.parallel.rulebook.execution import decisive_modules
-from nest_megatron.parallel.rulebook.facts import (
+from nest_megatron.layout.rulebook.execution import decisive_modules
+from nest_megatron.layout.rulebook.facts import (
     Facts,
     facts_of,
     facts_of_dims,
     facts_reader,
     uneven_sides,
 )
-from nest_megatron.parallel.rulebook.schedule import allows_blocks
-from nest_megatron.parallel.rulebook.search import SearchStep, search_steps
-from nest_megatron.parallel.rulebook.stages import decoder_layers
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.rulebook.schedule import allows_blocks
+from nest_megatron.layout.rulebook.search import SearchStep, search_steps
+from nest_megatron.layout.rulebook.stages import decoder_layers
+from nest_megatron.layout.zero import ZeroStage
+from nest_megatron.model.execution import Execution
 from nest_megatron.solver.executions import (
     Executions,
     RecomputeKinds,

@@ -22,12 +22,12 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.schedule import peak_live_chunks
 from nest_megatron.cost_model.stage_problems import early_forward_share, priced_microbatches
 from nest_megatron.cost_model.unit_cost import replicas, stored_bytes
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.recompute import Recompute
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.recompute import Recompute
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.grids import GridSpace
 
 

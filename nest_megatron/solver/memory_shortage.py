@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.stage_problems import StageProblems
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.recompute import Recompute
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.recompute import Recompute
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, OutOfTime, StageSolver, Status
 from nest_megatron.solver.search import UNLIMITED, Search
 from nest_megatron.solver.space import sparing

@@ -14,8 +14,8 @@ from itertools import pairwise
 
 from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
 from nest_megatron.cost_model.stage_problems import StageProblems
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity, RecomputeMethod
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.recompute import Recompute, RecomputeGranularity, RecomputeMethod
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.one_partition import judging_even
 from nest_megatron.solver.outcome import StageSolution, StageSolver

@@ -6,10 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from operator import attrgetter
 
-from nest_megatron.parallel.layout import Layout, PartialLayout
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity
-from nest_megatron.parallel.zero import DataParallelSharding
+from nest_megatron.layout.layout import Layout, PartialLayout
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.recompute import Recompute, RecomputeGranularity
+from nest_megatron.layout.zero import DataParallelSharding
 from nest_megatron.solver.outcome import StageSolution
 from nest_megatron.units import Ticks
 

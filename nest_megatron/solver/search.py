@@ -20,9 +20,9 @@ from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.stage_problems import StageProblems
-from nest_megatron.parallel.layout import Layout, PartialLayout
-from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.layout import Layout, PartialLayout
+from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.solver.bounds import Bounds
 from nest_megatron.solver.candidates import (
     BLOCKS,

@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.model.execution import PLAIN, Execution
-from nest_megatron.model.shard import fits_fused_attention
-from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.cuda_graphs import CudaGraphs
-from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.recompute import (
+from nest_megatron.layout.cuda_graphs import CudaGraphs
+from nest_megatron.layout.dims import RankOrder
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.recompute import (
     NO_RECOMPUTE,
     Recompute,
     RecomputeGranularity,
     RecomputeMethod,
     RecomputeModule,
 )
-from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
+from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
+from nest_megatron.model.execution import PLAIN, Execution
+from nest_megatron.model.shard import fits_fused_attention
+from nest_megatron.model.spec import TransformerSpec
 
 #: Degrees that can be fixed (``parallel.NAME``) or limited (``search.max_NAME``).
 DEGREES = (

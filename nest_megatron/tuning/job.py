@@ -12,8 +12,8 @@ from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import Job
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.typed_command import command_of_plan, read_request
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.policy import require_allowed
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.policy import require_allowed
 from nest_megatron.planner import Progress, Ranked, ranked
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.planner.pins import TUNE, Pin, PinnedPlan, write_pinned

@@ -11,8 +11,8 @@ from pathlib import Path
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.files import write_text
 from nest_megatron.history.store import append
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import describe_grid
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.solver.ranking import SolvedLayout

@@ -19,7 +19,7 @@ from typing import Any
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.targets import EXECUTION
-from nest_megatron.parallel.layout import PartialLayout
+from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.validation.assess import job_time
 from nest_megatron.validation.calibration import (
     OWNERS,

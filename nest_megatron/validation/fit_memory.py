@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nest_megatron.cost_model.device_memory import PeakError
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.validation.assess import Assessor
 from nest_megatron.validation.calibration_store import write_record
 from nest_megatron.validation.models import ModelBook

@@ -12,21 +12,21 @@ from nest_megatron.cost_model.execution_flags import execution_of
 from nest_megatron.cost_model.memory_flags import memory_flags
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
-from nest_megatron.model.arguments import SAME_NAMES, spec_from_arguments
-from nest_megatron.model.execution import Execution
-from nest_megatron.model.spec import ModelFamily, TransformerSpec
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.recompute import (
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.recompute import (
     NO_RECOMPUTE,
     Recompute,
     RecomputeGranularity,
     RecomputeMethod,
     selective_recompute,
 )
-from nest_megatron.parallel.stage_layout import expand_layout, parse_layout, uniform_partition
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.stage_layout import expand_layout, parse_layout, uniform_partition
+from nest_megatron.layout.zero import ZeroStage
+from nest_megatron.model.arguments import SAME_NAMES, spec_from_arguments
+from nest_megatron.model.execution import Execution
+from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.validation.frameworks import MEGATRON_CORE
 from nest_megatron.validation.job import RowJob, dims_of
 from nest_megatron.validation.machines import machine_of

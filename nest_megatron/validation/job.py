@@ -13,18 +13,18 @@ from nest_megatron.cost_model.execution_flags import execution_of
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
-from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.recompute import (
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.recompute import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
     Recompute,
     RecomputeModule,
     selective_recompute,
 )
-from nest_megatron.parallel.zero import STRATEGIES, ZeroStage
+from nest_megatron.layout.zero import STRATEGIES, ZeroStage
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.validation.finetuning import fine_tuning
 from nest_megatron.validation.frameworks import rule_of
 from nest_megatron.validation.known_cells import with_known_cells, with_packs

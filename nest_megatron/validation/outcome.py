@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.names import Name
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.validation.finetuning import trains_adapters
 from nest_megatron.validation.rows import Row, RowFile, number_or_zero

@@ -11,10 +11,10 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel.layout import Layout
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.recompute import NO_RECOMPUTE
-from nest_megatron.parallel.stage_layout import uniform_partition
+from nest_megatron.layout.layout import Layout
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.recompute import NO_RECOMPUTE
+from nest_megatron.layout.stage_layout import uniform_partition
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.one_partition import joined
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD

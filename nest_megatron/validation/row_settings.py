@@ -17,12 +17,11 @@ from typing import Any
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.execution_flags import execution_of
 from nest_megatron.errors import UserInputError
-from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.execution_rules import allowed_execution
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.recompute import (
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.execution_rules import allowed_execution
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.recompute import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
     Recompute,
@@ -31,10 +30,11 @@ from nest_megatron.parallel.recompute import (
     RecomputeModule,
     selective_recompute,
 )
-from nest_megatron.parallel.rulebook.facts import LaunchRequest
-from nest_megatron.parallel.rulebook.recomputation import allows_recompute
-from nest_megatron.parallel.stage_layout import parse_layout, uniform_partition
-from nest_megatron.parallel.zero import STRATEGIES, ZeroStage
+from nest_megatron.layout.rulebook.facts import LaunchRequest
+from nest_megatron.layout.rulebook.recomputation import allows_recompute
+from nest_megatron.layout.stage_layout import parse_layout, uniform_partition
+from nest_megatron.layout.zero import STRATEGIES, ZeroStage
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.solver.space import recompute_settings
 from nest_megatron.validation.rows import SETTING, RefusedRowError, Row, number, ran_out_of_memory
 

@@ -18,8 +18,8 @@ from nest_megatron.cost_model import student_t
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.shortlist import shortlist
 from nest_megatron.cost_model.uncertainty import Predictive, predictive, probability_faster
-from nest_megatron.parallel.objective import Objective
-from nest_megatron.parallel.stage_layout import is_uniform
+from nest_megatron.layout.objective import Objective
+from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.planner.choice import Candidate, allowed_of, simplest_of_best, values_of
 from nest_megatron.planner.request import MOST_OUT_OF_MEMORY
 from nest_megatron.planner.uncertain import LEVEL, out_of_memory

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from nest_megatron.integrations.launched import fields_report
 from nest_megatron.integrations.megatron_bridge import apply_plan, to_dotlist
-from nest_megatron.parallel.diff import Change
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.diff import Change
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.pins import read_pinned
 
 PLANS = Path(__file__).resolve().parent / "plans"

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from nest_megatron.integrations.launched import fields_report
 from nest_megatron.integrations.nemo import apply_plan, auto_recipe
-from nest_megatron.parallel import plan_file
+from nest_megatron.layout import plan_file
 
 recipe = llm.recipes.mixtral_8x7b.pretrain_recipe(
     name="mixtral_8x7b", dir="/checkpoints", num_nodes=16, num_gpus_per_node=8

@@ -10,7 +10,7 @@ import pytest
 from nest_megatron.app.asked import Answer, Asked, Work
 from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel import plan_file
+from nest_megatron.layout import plan_file
 from nest_megatron.report.failure import NothingFitsError
 from nest_megatron.research.comparison import PLANNERS
 from tests.integrations.commands import LLAMA3_8B

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.parallel import plan_file
+from nest_megatron.layout import plan_file
 from tests.app.served import Served, served
 from tests.integrations.commands import LLAMA3_8B
 from tests.report.test_browser import CHROMIUM

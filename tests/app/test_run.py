@@ -12,7 +12,7 @@ import pytest
 
 from nest_megatron.app.asked import Answer, Asked, Work
 from nest_megatron.app.run import Run, Working, _Sender
-from nest_megatron.parallel import plan_file
+from nest_megatron.layout import plan_file
 
 SMALL = {"cluster": "dgx_h100", "num_gpus": "8"}
 #: Solves thousands of candidates.

@@ -14,7 +14,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"base"}),
     frozenset({"catalogue_files"}),
     frozenset({"model", "cluster"}),
-    frozenset({"parallel"}),
+    frozenset({"layout"}),
     frozenset({"megatron_core"}),
     frozenset({"profile", "history"}),
     frozenset({"cost_model"}),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nest_megatron.parallel import plan_file
+from nest_megatron.layout import plan_file
 from tests.architecture.imports import ROOT
 from tests.cli.runs import SMALL, environment, run
 

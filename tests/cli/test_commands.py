@@ -18,7 +18,7 @@ from nest_megatron import load_plan
 from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cli.commands import COMMANDS, cli
 from nest_megatron.history import store as history
-from nest_megatron.parallel import plan_file
+from nest_megatron.layout import plan_file
 from nest_megatron.planner import Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.profile import profile_file

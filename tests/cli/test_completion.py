@@ -12,9 +12,9 @@ import pytest
 from nest_megatron.cli.complete import VALUES, candidates
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.overrides import parse
-from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeMethod
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.dims import RankOrder
+from nest_megatron.layout.recompute import RecomputeGranularity, RecomputeMethod
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.space import DEGREES
 from tests.cli.runs import environment, run

@@ -20,10 +20,10 @@ from nest_megatron.cost_model.memory_flags import NOT_MODELLED, READ
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.integrations.typed_command import read_request
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.planner.request import DEFAULT_HEADROOM
 from nest_megatron.units import GIB
 from tests import catalogue

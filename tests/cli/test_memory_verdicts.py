@@ -15,8 +15,8 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.cost_model.memory import PEAK_ERROR
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.integrations.typed_command import read_request
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import NoPlan
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.report.failure import NothingFitsError

@@ -12,8 +12,8 @@ import pytest
 from nest_megatron.integrations.megatron_lm import parser
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.planning import decide
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.plan import ParallelPlan
 from tests.cli.runs import run
 from tests.integrations.commands import LLAMA3_8B
 from tests.launch.jobs import namespace, pad_like_megatron, place, running

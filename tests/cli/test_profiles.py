@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.parallel import plan_file
+from nest_megatron.layout import plan_file
 from nest_megatron.profile import store
 from tests.cli.runs import SMALL, run, spawn
 from tests.profile.profiles import CPU, profile, timing, whole_profile

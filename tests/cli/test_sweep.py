@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nest_megatron.api.sweep_jobs import SweepJob, opened, read_result, write_result
-from nest_megatron.parallel import plan_file
+from nest_megatron.layout import plan_file
 from nest_megatron.report.sweep import SweepRow, sweep_chart, to_csv, to_parquet
 from tests.cli.runs import (
     ENDLESS_SECOND_JOB,

@@ -19,8 +19,8 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.plan_settings import rates_of, reliability_of, settings_of
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.layouts import keep_layout
 from nest_megatron.report.sweep import SweepRow
 from nest_megatron.report.whatif import Variant, variants_page

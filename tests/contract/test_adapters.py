@@ -14,14 +14,14 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import megatron_bridge, nemo
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_launch
 from nest_megatron.integrations.megatron_lm.parser import read_command
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recompute
+from nest_megatron.layout.stage_layout import uniform_partition
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import PLAIN, Execution
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recompute
-from nest_megatron.parallel.stage_layout import uniform_partition
-from nest_megatron.parallel.zero import ZeroStage
 from tests import catalogue
 from tests.altered import altered
 from tests.estimates import estimate_plan
@@ -192,7 +192,7 @@ class Bridge:
 
 def megatron_stages(layout: str) -> tuple[str, ...]:
     """Stages of a layout string."""
-    from nest_megatron.parallel.stage_layout import expand_layout
+    from nest_megatron.layout.stage_layout import expand_layout
 
     return expand_layout(layout)
 

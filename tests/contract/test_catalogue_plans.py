@@ -15,9 +15,9 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.integrations.megatron_lm.attach import launch_request
+from nest_megatron.layout import rulebook
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.model.block_parameters import ParameterCount
-from nest_megatron.parallel import rulebook
-from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import Request, plan
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue

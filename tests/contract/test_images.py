@@ -12,13 +12,13 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_launch
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.operators import block_graph
 from nest_megatron.model.parameters import unit_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import Request, plan
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue

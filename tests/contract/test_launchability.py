@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 import pytest
 
-from nest_megatron.model.layer_pattern import LayerKind
-from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import ParallelDims, RankOrder
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.recompute import (
+from nest_megatron.layout.dims import ParallelDims, RankOrder
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.recompute import (
     NO_RECOMPUTE,
     Recompute,
     RecomputeGranularity,
     RecomputeMethod,
 )
-from nest_megatron.parallel.rulebook import is_legal_grid
-from nest_megatron.parallel.stage_layout import parse_layout, uniform_partition
+from nest_megatron.layout.rulebook import is_legal_grid
+from nest_megatron.layout.stage_layout import parse_layout, uniform_partition
+from nest_megatron.model.layer_pattern import LayerKind
+from nest_megatron.model.spec import TransformerSpec
 from tests.contract import megatron_model
 from tests.contract.hand_models import BERT, DEEPSEEK, GPT_OSS, LLAMA, MIXTRAL, NEMOTRON, T5
 

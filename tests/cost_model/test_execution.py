@@ -11,6 +11,8 @@ from nest_megatron.cost_model.execution_flags import execution_of
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.model.execution import (
     PLAIN,
     ContextTraffic,
@@ -23,8 +25,6 @@ from nest_megatron.model.graph import LayerGraph
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
 from tests import catalogue
 
 HYBRIDEP = Execution(

@@ -28,12 +28,12 @@ from nest_megatron.cost_model.traits import ExecutionTraits, Fp8Recipe
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.parser import options_for
 from nest_megatron.integrations.megatron_lm.write import precision_arguments
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import PLAIN
 from nest_megatron.model.graph import Part
 from nest_megatron.model.operators.common import gemm
 from nest_megatron.model.operators.feed_forward import experts_graph
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.parallel.zero import ZeroStage
 from tests import catalogue
 
 #: docs/examples/gemm_profiling of Transformer Engine @8f2e635: milliseconds of the 12 products of a

@@ -15,9 +15,9 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.cost_model.unit_cost import ReplicaCost
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.block_parameters import ParameterCount
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.zero import ZeroStage
 from tests import catalogue
 
 BILLION = 10**9

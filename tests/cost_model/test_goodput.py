@@ -11,7 +11,7 @@ import pytest
 
 from nest_megatron.cost_model.goodput import Reliability, best_interval, goodput
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel import plan_file
+from nest_megatron.layout import plan_file
 from tests.cli.runs import run
 
 JOB = ("model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=64")

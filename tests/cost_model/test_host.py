@@ -10,11 +10,11 @@ from nest_megatron.cluster.records import Accelerator, Precision
 from nest_megatron.cost_model.estimate import Estimate, estimate
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.target_defaults import target_named
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.stage_layout import uniform_partition
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import PLAIN, Execution
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.stage_layout import uniform_partition
-from nest_megatron.parallel.zero import ZeroStage
 from tests import catalogue
 
 #: Steps of Qwen3-30B-A3B on 16 H100, milliseconds, by share of the optimizer that is on the host

@@ -7,9 +7,9 @@ import pytest
 from nest_megatron.cost_model.estimate import TERMS, estimate, mean_terms
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.partition import StagePartition
 from tests import catalogue
 
 

@@ -17,6 +17,13 @@ from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM_0_20
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.errors import UserInputError
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.recompute import FULL_RECOMPUTE, RecomputeModule
+from nest_megatron.layout.rulebook import check
+from nest_megatron.layout.rulebook.facts import LaunchRequest
+from nest_megatron.layout.stage_layout import uniform_partition
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.model.execution import PLAIN, Execution, FlexBackend, TokenDispatcher
 from nest_megatron.model.graph import Part
@@ -24,13 +31,6 @@ from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.operators.ends import embedding_graph, head_graph
 from nest_megatron.model.shard import LayerShard, fits_fused_attention
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.recompute import FULL_RECOMPUTE, RecomputeModule
-from nest_megatron.parallel.rulebook import check
-from nest_megatron.parallel.rulebook.facts import LaunchRequest
-from nest_megatron.parallel.stage_layout import uniform_partition
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.space import recompute_settings
 from tests import catalogue
 

@@ -21,10 +21,10 @@ from nest_megatron.cost_model.device_memory import (
 )
 from nest_megatron.cost_model.memory import capacity_bytes
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import Execution, FlexBackend, TokenDispatcher
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.units import GIB
 from tests import catalogue
 

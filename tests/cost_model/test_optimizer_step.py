@@ -6,11 +6,11 @@ import pytest
 
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.unit_cost import optimizer_step
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.layer_pattern import LayerBlock
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.records import Timing
 from tests import catalogue

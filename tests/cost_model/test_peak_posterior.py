@@ -17,7 +17,7 @@ from nest_megatron.cost_model.peak_posterior import (
     PredictedPeak,
     _shared,
 )
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.units import GIB
 
 LIMIT = 73 * GIB

@@ -10,10 +10,10 @@ from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.rulebook.schedule import allows_interleaving
-from nest_megatron.parallel.stage_layout import uniform_partition
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.rulebook.schedule import allows_interleaving
+from nest_megatron.layout.stage_layout import uniform_partition
 from tests import catalogue
 
 P, V = 4, 4

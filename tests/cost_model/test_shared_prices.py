@@ -12,7 +12,7 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import chunk_cost, chunks_of, evaluate
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import stage_problem
-from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity, RecomputeMethod
+from nest_megatron.layout.recompute import Recompute, RecomputeGranularity, RecomputeMethod
 from tests.report.plans import hand_plan, searched_plan
 
 BLOCK = Recompute(granularity=RecomputeGranularity.FULL, method=RecomputeMethod.BLOCK, num_layers=2)

@@ -28,8 +28,8 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.history import store
 from nest_megatron.history.records import Outcome, RunRecord, cluster_key, job_key
 from nest_megatron.integrations.megatron_lm import other_layout
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import Request, plan
 from nest_megatron.planner.uncertain import allocatable
 from nest_megatron.report.site import site_rows

@@ -13,9 +13,9 @@ from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stragglers import slowest, straggler_wait
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.stage_layout import uniform_partition
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.stage_layout import uniform_partition
 from tests import catalogue
 
 OFF = CostSettings(straggler_delay_s=0.0)

@@ -122,8 +122,8 @@ def _plans() -> tuple[str, ...]:
 
 
 def _plan(text: str) -> object:
-    from nest_megatron.parallel import plan_file
-    from nest_megatron.parallel.plan import ParallelPlan
+    from nest_megatron.layout import plan_file
+    from nest_megatron.layout.plan import ParallelPlan
     from nest_megatron.plain import from_plain
 
     fields = plan_file.parse(text, "plan")
@@ -137,7 +137,7 @@ def _plan(text: str) -> object:
 
 
 def _pins() -> tuple[str, ...]:
-    from nest_megatron.parallel import plan_file
+    from nest_megatron.layout import plan_file
     from nest_megatron.planner.pins import Pin, PinnedPlan, pinned_text
 
     pin = Pin(

@@ -18,8 +18,8 @@ from nest_megatron.config.launch import read_words
 from nest_megatron.integrations.megatron_lm import measure_child, measure_process, own_layers
 from nest_megatron.integrations.megatron_lm.measure import measure_job, planned_with
 from nest_megatron.integrations.megatron_lm.planning import decide
+from nest_megatron.layout import plan_file
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel import plan_file
 from nest_megatron.profile import store
 from tests.cli.runs import run
 from tests.gpu.stand_in import H100, stand_in_gpu

@@ -14,8 +14,8 @@ from nest_megatron.history.records import (
     Predicted,
     RunRecord,
 )
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
 
 MEASURED = Measured(
     step_times_s=(9.0, 2.0, 2.2, 2.1, 2.3),

@@ -8,7 +8,7 @@ import pytest
 
 from nest_megatron.api import plan
 from nest_megatron.history.records import Measured, Outcome, cluster_key, job_key
-from nest_megatron.parallel import plan_file
+from nest_megatron.layout import plan_file
 from nest_megatron.plain import from_plain, to_plain
 from tests.history.runs import MEASURED, run_record
 

@@ -6,6 +6,17 @@ import dataclasses
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.layout.dims import ParallelDims, RankOrder
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.recompute import (
+    Recompute,
+    RecomputeGranularity,
+    RecomputeMethod,
+    RecomputeModule,
+)
+from nest_megatron.layout.rulebook.facts import Facts, LaunchRequest
+from nest_megatron.layout.stage_layout import parse_layout, uniform_partition
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.adapters import Adapters
 from nest_megatron.model.encoder import EncoderSpec
 from nest_megatron.model.execution import (
@@ -18,17 +29,6 @@ from nest_megatron.model.execution import (
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.model.variant import ModelVariant
-from nest_megatron.parallel.dims import ParallelDims, RankOrder
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.recompute import (
-    Recompute,
-    RecomputeGranularity,
-    RecomputeMethod,
-    RecomputeModule,
-)
-from nest_megatron.parallel.rulebook.facts import Facts, LaunchRequest
-from nest_megatron.parallel.stage_layout import parse_layout, uniform_partition
-from nest_megatron.parallel.zero import ZeroStage
 from tests.contract.hand_models import BERT, DEEPSEEK, GPT_OSS, LLAMA, MIXTRAL, NEMOTRON, T5
 
 SHORT = {

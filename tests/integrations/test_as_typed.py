@@ -15,9 +15,9 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
 from nest_megatron.integrations.megatron_lm.before_after import before_and_after
 from nest_megatron.integrations.typed_command import CommandPlan, plan_command
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.before_after import BeforeAfter, Changes
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.before_after import BeforeAfter, Changes
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.report.before_after import verdict
 from tests.cli.runs import run
 

@@ -10,14 +10,14 @@ import pytest
 from nest_megatron.integrations import megatron_bridge, nemo
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
-from nest_megatron.parallel.cuda_graphs import cuda_graphs
-from nest_megatron.parallel.recompute import NO_RECOMPUTE, RecomputeGranularity
+from nest_megatron.layout.cuda_graphs import cuda_graphs
+from nest_megatron.layout.recompute import NO_RECOMPUTE, RecomputeGranularity
 from nest_megatron.report.failure import NothingFitsError
 from nest_megatron.solver.space import recompute_settings
 from tests import catalogue
 from tests.integrations.frameworks import bridge_config, nemo_recipe
 from tests.integrations.test_read import BASE
-from tests.parallel.test_cuda_graphs import goes_with
+from tests.layout.test_cuda_graphs import goes_with
 
 LOCAL = {"cuda_graph_impl": "local", "cuda_graph_scope": "full"}
 CASES = [

@@ -20,6 +20,10 @@ from nest_megatron.integrations.megatron_bridge.hook import adapt, stated_choice
 from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.write import planned_arguments
 from nest_megatron.integrations.nemo import read as nemo_read
+from nest_megatron.layout.diff import Change
+from nest_megatron.layout.execution_arguments import execution_arguments
+from nest_megatron.layout.knobs import KNOBS
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.model.execution import (
     PLAIN,
     ContextTraffic,
@@ -28,10 +32,6 @@ from nest_megatron.model.execution import (
     GraphImpl,
     TokenDispatcher,
 )
-from nest_megatron.parallel.diff import Change
-from nest_megatron.parallel.execution_arguments import execution_arguments
-from nest_megatron.parallel.knobs import KNOBS
-from nest_megatron.parallel.plan import ParallelPlan
 from tests import catalogue
 from tests.contract.test_adapters import laid_out
 from tests.integrations.frameworks import (

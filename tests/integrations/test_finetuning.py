@@ -13,7 +13,7 @@ import pytest
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import megatron_bridge, nemo
 from nest_megatron.integrations.restore import restored_by_bridge, restored_by_nemo
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan
 from tests import catalogue
 from tests.integrations.frameworks import bridge_config, nemo_recipe
 

@@ -13,16 +13,16 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.write import model_argv, parallel_argv, script_name
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.recompute import FULL_RECOMPUTE
+from nest_megatron.layout.rulebook import check
+from nest_megatron.layout.rulebook.facts import LaunchRequest
+from nest_megatron.layout.rulebook.stages import mtp_chunk
+from nest_megatron.layout.stage_layout import is_uniform, layout_string, parse_layout
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.recompute import FULL_RECOMPUTE
-from nest_megatron.parallel.rulebook import check
-from nest_megatron.parallel.rulebook.facts import LaunchRequest
-from nest_megatron.parallel.rulebook.stages import mtp_chunk
-from nest_megatron.parallel.stage_layout import is_uniform, layout_string, parse_layout
 from nest_megatron.planner import Request, plan
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue

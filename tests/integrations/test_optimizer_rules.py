@@ -8,7 +8,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.sharding import for_optimizer
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.zero import ZeroStage
 from tests import catalogue
 from tests.integrations.test_sharding import job
 from tests.launch.jobs import job_argv, namespace, running

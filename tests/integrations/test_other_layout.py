@@ -13,7 +13,7 @@ from nest_megatron.api import Explanation, load_plan
 from nest_megatron.config.keywords import read_layout
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm import other_layout
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import EndedEarly, NoPlan, Request
 from nest_megatron.planner import plan as find_plan
 from tests.cli.runs import ROOT, run

@@ -19,8 +19,8 @@ from nest_megatron.integrations import nemo, recipe_command
 from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
 from nest_megatron.integrations.typed_command import read_request
+from nest_megatron.layout.recompute import NO_RECOMPUTE, RecomputeGranularity
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.recompute import NO_RECOMPUTE, RecomputeGranularity
 from nest_megatron.planner import Request
 from nest_megatron.report.words import present_words
 from nest_megatron.solver.grids import GridSpace

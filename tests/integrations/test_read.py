@@ -9,9 +9,9 @@ from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.write import model_argv
+from nest_megatron.layout.recompute import RecomputeGranularity, RecomputeModule
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.spec import ModelFamily
-from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeModule
-from nest_megatron.parallel.zero import ZeroStage
 from tests.contract import hand_models
 from tests.integrations import commands
 

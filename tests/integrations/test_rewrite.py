@@ -13,7 +13,7 @@ from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, w
 from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import Request, plan
 from tests.integrations.commands import GPT3_175B, LLAMA3_8B, MIXTRAL
 

@@ -19,8 +19,8 @@ from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
 from nest_megatron.integrations.typed_command import read_request
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import plan
 from nest_megatron.report.html import html_report
 from nest_megatron.report.terminal import explain_report, plan_report

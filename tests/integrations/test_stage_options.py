@@ -14,11 +14,11 @@ from hypothesis import given, settings
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.stage_options import STAGE_OPTIONS, user_partition
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.rulebook.stages import decoder_layers, mtp_chunk, mtp_chunk_fits
+from nest_megatron.layout.stage_layout import layout_string
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.rulebook.stages import decoder_layers, mtp_chunk, mtp_chunk_fits
-from nest_megatron.parallel.stage_layout import layout_string
-from tests.parallel.cut_models import cut_models, make_spec
+from tests.layout.cut_models import cut_models, make_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated")
 
@@ -200,7 +200,7 @@ def test_layouts_are_megatrons(case: tuple[TransformerSpec, StagePartition]) -> 
 
 def _written_out(text: str) -> str:
     """The layout without repetitions, whose bars can be counted."""
-    from nest_megatron.parallel.stage_layout import expand_layout
+    from nest_megatron.layout.stage_layout import expand_layout
 
     return "|".join(expand_layout(text))
 

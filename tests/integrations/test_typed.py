@@ -14,8 +14,8 @@ from nest_megatron.integrations.megatron_lm.attach import require_kept, rewritte
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.search_space import kept_flags
 from nest_megatron.integrations.typed_command import read_request
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.recompute import NO_RECOMPUTE
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.planner import plan
 from tests.altered import altered
 from tests.integrations.test_sharding import job

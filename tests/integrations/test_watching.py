@@ -16,8 +16,8 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.history import store as history
 from nest_megatron.history.records import Outcome
 from nest_megatron.integrations.watching import WatchedLoop, watching
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.plan import ParallelPlan
 
 pytest.importorskip("torch", reason="torch is not installed")
 

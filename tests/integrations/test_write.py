@@ -16,7 +16,7 @@ from nest_megatron.integrations.megatron_lm.write import (
     parallel_argv,
     pattern_text,
 )
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.zero import ZeroStage
 from tests.contract import hand_models
 from tests.contract.hand_models import DEEPSEEK, LLAMA
 from tests.integrations.requests import SOUND, dims, request

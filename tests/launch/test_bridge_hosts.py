@@ -13,8 +13,8 @@ from nest_megatron.config.launch import read_words
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import plan_recipe
 from nest_megatron.integrations.megatron_bridge import hook
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.plan import ParallelPlan
 from tests import catalogue
 from tests.cluster.test_described import A100, H200, adapters, host
 from tests.integrations.frameworks import bridge_config

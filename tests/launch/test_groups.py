@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.integrations.megatron_lm import groups
 from nest_megatron.integrations.megatron_lm.groups import check_permutation, ranks_by_host
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.rank_order import group_of_rank
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.rank_order import group_of_rank
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=24))

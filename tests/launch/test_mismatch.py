@@ -20,9 +20,9 @@ from nest_megatron.integrations.megatron_lm import pinned as pinning
 from nest_megatron.integrations.megatron_lm.pinned import pinned_plan
 from nest_megatron.integrations.megatron_lm.planning import LaunchPlan
 from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.policy import OnMismatch, PolicyError
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.policy import OnMismatch, PolicyError
 from nest_megatron.planner.pins import Pin, PinnedPlan, read_pinned, write_pinned
 from nest_megatron.report.failure import NothingFitsError
 from nest_megatron.version import __version__

@@ -25,10 +25,10 @@ from nest_megatron.integrations.megatron_lm.namespace import (
 from nest_megatron.integrations.megatron_lm.parser import read_argv
 from nest_megatron.integrations.megatron_lm.rewrite import WRITABLE
 from nest_megatron.integrations.megatron_lm.write import has_activation_flag
+from nest_megatron.layout.rulebook import check
+from nest_megatron.layout.stage_layout import expand_layout
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import ModelFamily
-from nest_megatron.parallel.rulebook import check
-from nest_megatron.parallel.stage_layout import expand_layout
 from tests import catalogue
 from tests.launch.jobs import decided, job_argv, namespace, pad_like_megatron, running
 

@@ -11,7 +11,7 @@ import pytest
 from nest_megatron.cluster.discovery import LocalGpus
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import PlanFileError, UserInputError
-from nest_megatron.parallel import plan_file
+from nest_megatron.layout import plan_file
 from nest_megatron.planner.pinned_job import ActualJob, require_same_job
 from nest_megatron.planner.pins import PinnedPlan, read_pinned, read_plan
 from tests.altered import altered

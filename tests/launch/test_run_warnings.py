@@ -9,9 +9,9 @@ import pytest
 
 from nest_megatron.history.records import RankMeasured, RunRecord, measured_by_ranks
 from nest_megatron.integrations.run_warnings import _experts, run_warnings
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.zero import ZeroStage
 from tests.history.runs import run_record
 
 DENSE = ParallelDims(tensor_model_parallel_size=2, data_parallel_size=4)

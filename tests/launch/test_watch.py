@@ -19,8 +19,8 @@ from nest_megatron.history import store as history
 from nest_megatron.history.records import Outcome, RunRecord
 from nest_megatron.integrations import recorder as recording
 from nest_megatron.integrations.recorder import Recorder, outcome_of
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
 from tests.cli.runs import environment
 from tests.history.runs import run_record
 from tests.megatron_lm.training import free_port

@@ -24,10 +24,10 @@ from nest_megatron.integrations import audit
 from nest_megatron.integrations.megatron_lm.ranks import Rendezvous
 from nest_megatron.integrations.megatron_lm.watch import Watch, begin, time_passes
 from nest_megatron.integrations.recorder import Recorder
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.diff import Change
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.policy import PolicyError
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.diff import Change
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.policy import PolicyError
 
 schedules = pytest.importorskip(
     "megatron.core.pipeline_parallel.schedules", reason="megatron-core is not installed"

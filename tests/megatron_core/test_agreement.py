@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+from nest_megatron.layout.recompute import RecomputeModule, selective_recompute
 from nest_megatron.megatron_core.layers import extract_layer
 from nest_megatron.model.graph import Group, LayerCollective, Part
 from nest_megatron.model.layer_pattern import LayerKind
@@ -16,7 +17,6 @@ from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.operators.ends import around_mtp_graph
 from nest_megatron.model.parameters import layer_parameters, unit_parameters
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.parallel.recompute import RecomputeModule, selective_recompute
 from tests import catalogue
 from tests.megatron_core.local_layers import local_layer
 

@@ -15,8 +15,8 @@ from nest_megatron.cost_model.fsdp_memory import RankParameters, unsharded_bytes
 from nest_megatron.cost_model.memory import static_bytes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
+from nest_megatron.layout.zero import ZERO_STAGES, ZeroStage
 from nest_megatron.model.block_parameters import ParameterCount
-from nest_megatron.parallel.zero import ZERO_STAGES, ZeroStage
 from tests.megatron_core.fsdp_buffers import BUCKET, LAYER, LAYERS, OUTSIDE, RANKS, UNIT
 
 pytestmark = pytest.mark.megatron_lm

@@ -11,6 +11,8 @@ pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.rulebook import is_legal_grid
 from nest_megatron.megatron_core.layers import extract_layer
 from nest_megatron.megatron_core.stage import transformer_config
 from nest_megatron.model.graph import LayerCollective
@@ -20,8 +22,6 @@ from nest_megatron.model.parameters import layer_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.model.stacks import sized
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.rulebook import is_legal_grid
 from tests.megatron_core.local_layers import local_attention
 
 pytestmark = pytest.mark.megatron_lm

@@ -16,13 +16,13 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytest.importorskip("einops", reason="einops is not installed")
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.layout.recompute import FULL_RECOMPUTE
 from nest_megatron.megatron_core.layers import extract_layer
 from nest_megatron.model.graph import Group, LayerGraph, Part
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.parameters import layer_parameters
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.parallel.recompute import FULL_RECOMPUTE
 from tests import catalogue
 
 pytestmark = pytest.mark.megatron_lm

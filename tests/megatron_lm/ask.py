@@ -12,7 +12,7 @@ from typing import Any
 
 from nest_megatron.integrations.megatron_lm.namespace import recorded_version
 from nest_megatron.integrations.megatron_lm.write import environment, model_argv, parallel_argv
-from nest_megatron.parallel.rulebook.facts import LaunchRequest
+from nest_megatron.layout.rulebook.facts import LaunchRequest
 
 TRAINING = ["--train-iters", "2", "--lr", "1e-3", "--min-lr", "1e-4", "--mock-data"]
 TRAINING += ["--no-rope-fusion"]  # it needs Transformer Engine

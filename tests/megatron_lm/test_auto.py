@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.plan import ParallelPlan
 from tests.megatron_lm.ask import checkout_version
 from tests.megatron_lm.training import (
     DENSE,

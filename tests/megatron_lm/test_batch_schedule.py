@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.parallel.batch_schedule import read_schedule
+from nest_megatron.layout.batch_schedule import read_schedule
 from tests.megatron_lm.functional import home
 
 pytestmark = [

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from nest_megatron.layout import plan_file
 from nest_megatron.model.layer_pattern import LayerBlock
-from nest_megatron.parallel import plan_file
 from nest_megatron.profile import profile_file, store
 from nest_megatron.profile.records import LayerProfile
 from tests.megatron_lm.training import (

@@ -14,8 +14,8 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
 from nest_megatron.integrations.megatron_lm.attach import launch_request
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.model.execution import PLAIN, GraphImpl
-from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan
 from tests.megatron_lm.ask import ask_megatron, checkout_version, megatron_case
 

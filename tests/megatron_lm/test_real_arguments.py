@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.parallel.rulebook.stages import decoder_layers
+from nest_megatron.layout.rulebook.stages import decoder_layers
 from tests.integrations.requests import BROKEN, SOUND
 from tests.megatron_lm.ask import ask_megatron, checkout_version, megatron_case
 

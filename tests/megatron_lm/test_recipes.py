@@ -18,7 +18,7 @@ from nest_megatron.integrations.megatron_lm.attach import (
     rewritten,
 )
 from nest_megatron.integrations.megatron_lm.parser import read_argv
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.pins import read_pinned
 from recipes import make
 from tests.megatron_lm.ask import TRAINING, ask_megatron, checkout_version

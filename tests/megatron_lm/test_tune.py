@@ -13,7 +13,7 @@ import pytest
 from nest_megatron.errors import NOTHING_FITS
 from nest_megatron.history.records import Outcome
 from nest_megatron.history.store import VARIABLE, read
-from nest_megatron.parallel import plan_file
+from nest_megatron.layout import plan_file
 from tests.megatron_lm.training import DENSE, HOME, ON_CPU, TRAINING, environment
 
 pytestmark = [

@@ -17,9 +17,9 @@ import pytest
 
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.write import model_argv
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rank_order import GroupKind, group_of_rank
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rank_order import GroupKind, group_of_rank
 from tests import catalogue
 from tests.megatron_lm.training import HOME, ON_CPU, Trained, alone, run
 

@@ -11,6 +11,8 @@ from nest_megatron.cost_model.memory import parameter_bytes
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.adapters import Adapters, PeftScheme
 from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.model.graph import LayerGraph
@@ -19,8 +21,6 @@ from nest_megatron.model.operators import block_graph, layer_graph
 from nest_megatron.model.parameters import total_parameters, unit_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.zero import ZeroStage
 from tests import catalogue
 
 LLAMA = catalogue.model("llama3_8b")

@@ -14,19 +14,19 @@ from nest_megatron.config.train import with_images
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.recompute import (
+    NO_RECOMPUTE,
+    Recompute,
+    RecomputeGranularity,
+    RecomputeMethod,
+)
 from nest_megatron.model.hugging_face import read_hf_model
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.operators import block_graph
 from nest_megatron.model.parameters import model_parameters, unit_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.recompute import (
-    NO_RECOMPUTE,
-    Recompute,
-    RecomputeGranularity,
-    RecomputeMethod,
-)
 from nest_megatron.planner import Request
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.megatron_core.stage import as_rank
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import ParallelDims
 from tests.contract.megatron_shims import meta_megatron
 
 #: What changes no parameter, and needs CUDA, Transformer Engine or more than one rank.

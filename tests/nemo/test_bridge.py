@@ -21,10 +21,10 @@ from nest_megatron.integrations.megatron_bridge import (
     to_dotlist,
     to_yaml,
 )
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.knobs import KNOBS
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.model.parameters import total_parameters
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.knobs import KNOBS
-from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.failure import NothingFitsError
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")

@@ -17,8 +17,8 @@ from nest_megatron.integrations.nemo import (
     read_recipe,
     require_language_models,
 )
+from nest_megatron.layout import plan_file
 from nest_megatron.model.parameters import total_parameters
-from nest_megatron.parallel import plan_file
 from nest_megatron.report.failure import NothingFitsError
 
 pytest.importorskip("nemo_run", reason="nemo-run is not installed (.ci/nemo installs it)")

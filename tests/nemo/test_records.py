@@ -12,7 +12,7 @@ import pytest
 import nest_megatron
 from nest_megatron.history import store as history
 from nest_megatron.history.records import Outcome
-from nest_megatron.parallel import plan_file
+from nest_megatron.layout import plan_file
 from tests.cli.runs import environment
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")

@@ -19,10 +19,10 @@ from benchmarks.cpu_end_to_end import CHOICE, run
 from benchmarks.cpu_job import Layout, Trial
 from benchmarks.cpu_ranks import Limits
 from benchmarks.cpu_report import Outcome
+from nest_megatron.layout.recompute import FULL_RECOMPUTE
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.recompute import FULL_RECOMPUTE
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.profile.store import FOLDER_VARIABLE, stored_entries
 
 if find_spec("torch") is None or find_spec("megatron") is None:

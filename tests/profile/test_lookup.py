@@ -10,13 +10,13 @@ import pytest
 from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.stage_layout import uniform_partition
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.stage_layout import uniform_partition
 from nest_megatron.planner import Request, plan
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.records import LayerProfile, Source

@@ -10,7 +10,7 @@ import pytest
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.settings import CostSettings, restored_settings
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel import plan_file
+from nest_megatron.layout import plan_file
 from nest_megatron.report.schedule_view import SpanKind, schedule_view, windows
 from tests.report.plans import SHAPES, hand_plan
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.report.schedule_view import schedule_view
 from nest_megatron.report.timeline import draw_timeline
 from nest_megatron.report.trace import chrome_trace

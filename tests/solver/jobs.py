@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from nest_megatron.cluster.records import Accelerator, Cluster, NetworkLevel, Precision
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.layout import PartialLayout
 from nest_megatron.solver import backend
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.search import Search

@@ -9,13 +9,13 @@ import pytest
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import StageProblems, stage_problem
-from nest_megatron.model.adapters import Adapters
-from nest_megatron.parallel.recompute import (
+from nest_megatron.layout.recompute import (
     NO_RECOMPUTE,
     Recompute,
     RecomputeGranularity,
     RecomputeMethod,
 )
+from nest_megatron.model.adapters import Adapters
 from nest_megatron.solver import backend
 from nest_megatron.solver.bounds import Bounds
 from nest_megatron.solver.grids import GridSpace

@@ -24,6 +24,16 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import StageProblems, stage_problem
 from nest_megatron.errors import UserInputError
+from nest_megatron.layout.dims import DEGREES, ParallelDims
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.recompute import (
+    FULL_RECOMPUTE,
+    NO_RECOMPUTE,
+    Recompute,
+    RecomputeGranularity,
+    RecomputeMethod,
+    selective_recompute,
+)
 from nest_megatron.model.execution import (
     PLAIN,
     ContextTraffic,
@@ -31,16 +41,6 @@ from nest_megatron.model.execution import (
     FlexBackend,
     GraphImpl,
     TokenDispatcher,
-)
-from nest_megatron.parallel.dims import DEGREES, ParallelDims
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.recompute import (
-    FULL_RECOMPUTE,
-    NO_RECOMPUTE,
-    Recompute,
-    RecomputeGranularity,
-    RecomputeMethod,
-    selective_recompute,
 )
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.search import Search

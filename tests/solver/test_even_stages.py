@@ -10,9 +10,9 @@ import pytest
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.errors import UserInputError
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.stage_layout import uniform_partition
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.stage_layout import uniform_partition
 from nest_megatron.planner.assemble import describe_space
 from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.solver.space import SearchSpace

@@ -14,6 +14,11 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.execution_rules import allowed_execution
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.rulebook.execution import allows_execution
+from nest_megatron.layout.rulebook.facts import LaunchRequest
 from nest_megatron.model.execution import (
     PLAIN,
     ContextTraffic,
@@ -22,11 +27,6 @@ from nest_megatron.model.execution import (
     GraphImpl,
     TokenDispatcher,
 )
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.execution_rules import allowed_execution
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.rulebook.execution import allows_execution
-from nest_megatron.parallel.rulebook.facts import LaunchRequest
 from nest_megatron.solver.bounds import Bounds
 from nest_megatron.solver.executions import laid_out
 from nest_megatron.solver.grids import GridSpace

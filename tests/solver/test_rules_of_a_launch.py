@@ -13,16 +13,16 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
-from nest_megatron.model.execution import PLAIN, Execution, GraphImpl
-from nest_megatron.parallel.cuda_graphs import CudaGraphs
-from nest_megatron.parallel.recompute import RecomputeModule, selective_recompute
-from nest_megatron.parallel.rulebook import RULES
-from nest_megatron.parallel.rulebook.execution import (
+from nest_megatron.layout.cuda_graphs import CudaGraphs
+from nest_megatron.layout.recompute import RecomputeModule, selective_recompute
+from nest_megatron.layout.rulebook import RULES
+from nest_megatron.layout.rulebook.execution import (
     allows_execution,
     decisive_modules,
 )
-from nest_megatron.parallel.rulebook.rule import violations
-from nest_megatron.parallel.rulebook.search import is_searched
+from nest_megatron.layout.rulebook.rule import violations
+from nest_megatron.layout.rulebook.search import is_searched
+from nest_megatron.model.execution import PLAIN, Execution, GraphImpl
 from nest_megatron.solver.executions import has_graphs, kind_of, launched
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.space import SearchSpace

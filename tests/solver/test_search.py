@@ -14,9 +14,9 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.traits import ExecutionTraits, Fp8Recipe
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel.layout import Layout
-from nest_megatron.parallel.recompute import RecomputeModule
-from nest_megatron.parallel.stage_layout import uniform_partition
+from nest_megatron.layout.layout import Layout
+from nest_megatron.layout.recompute import RecomputeModule
+from nest_megatron.layout.stage_layout import uniform_partition
 from nest_megatron.solver import backend
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.outcome import NO_THRESHOLD

@@ -24,8 +24,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rulebook.degrees import launched_expert_tensor_size
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
 from tests.contract.megatron_model import transformer_config
 
 #: How training here differs from Megatron's usual configuration: in 32 bits, so that sums differ by

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from functools import cache
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.objective import Objective
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.recompute import (
+from nest_megatron.layout.dims import RankOrder
+from nest_megatron.layout.objective import Objective
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.recompute import (
     NO_RECOMPUTE,
     Recompute,
     RecomputeGranularity,
     RecomputeMethod,
     RecomputeModule,
 )
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.zero import ZeroStage
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Request, plan
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue

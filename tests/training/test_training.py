@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rank_order import GroupKind, group_of_rank
+from nest_megatron.layout.recompute import RecomputeGranularity, RecomputeMethod
+from nest_megatron.layout.rulebook.stages import decoder_layers
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.layer_pattern import LayerKind
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rank_order import GroupKind, group_of_rank
-from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeMethod
-from nest_megatron.parallel.rulebook.stages import decoder_layers
-from nest_megatron.parallel.zero import ZeroStage
 from tests.training.layouts import LAYOUTS, STEPS, Layout, planned
 from tests.training.workers import Trained, train_all
 

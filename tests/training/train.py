@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan
 from tests.training.job import (
     Job,
     config_of,

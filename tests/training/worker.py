@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from nest_megatron.parallel import plan_file
+from nest_megatron.layout import plan_file
 from tests.training import cpu_megatron, train
 from tests.training.parent import end_with_parent
 

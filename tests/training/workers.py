@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nest_megatron.parallel import plan_file
+from nest_megatron.layout import plan_file
 from tests.training.layouts import Layout, planned
 
 ROOT = Path(__file__).resolve().parents[2]

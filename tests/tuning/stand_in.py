@@ -18,8 +18,8 @@ from nest_megatron.history.records import (
     job_key,
 )
 from nest_megatron.history.store import VARIABLE, append
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.planner.pins import read_pinned
 from nest_megatron.tuning.command import RunCommand

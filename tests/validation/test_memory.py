@@ -16,11 +16,11 @@ import pytest
 from nest_megatron.cost_model.memory import static_bytes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
+from nest_megatron.layout.recompute import FULL_RECOMPUTE
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.operators.ends import head_graph
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.recompute import FULL_RECOMPUTE
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.validation.assess import Assessor, predicted_memory, workspace_bytes
 from nest_megatron.validation.golden import golden_job
 from nest_megatron.validation.job import job_of

@@ -7,8 +7,8 @@ import inspect
 
 import pytest
 
-from nest_megatron.parallel.layout import uniform_partition
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.layout import uniform_partition
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.validation.job import job_of
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.predict import Predictor

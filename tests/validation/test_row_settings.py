@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.layout.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, selective_recompute
 from nest_megatron.model.execution import GraphImpl, TokenDispatcher
-from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, selective_recompute
 from nest_megatron.validation.job import RowJob, job_of
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.row_settings import NO_SETTINGS, settings_of

@@ -14,19 +14,19 @@ from nest_megatron.integrations.field_mapping import planned_items
 from nest_megatron.integrations.hydra.view import AppView
 from nest_megatron.integrations.megatron_lm.read import read_recompute
 from nest_megatron.integrations.recipe import RECOMPUTE
-from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.execution_rules import allowed_execution
-from nest_megatron.parallel.knobs import KNOBS
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.recompute import (
+from nest_megatron.layout.dims import RankOrder
+from nest_megatron.layout.execution_rules import allowed_execution
+from nest_megatron.layout.knobs import KNOBS
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.recompute import (
     NO_RECOMPUTE,
     Recompute,
     RecomputeGranularity,
     RecomputeMethod,
     RecomputeModule,
 )
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.zero import ZeroStage
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.solver.space import DEGREES, SearchSpace
 
 Choice = TypeVar("Choice", RankOrder, ZeroStage)

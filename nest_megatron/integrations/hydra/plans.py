@@ -55,12 +55,12 @@ from nest_megatron.integrations.megatron_lm.search_space import freed_flags, job
 from nest_megatron.integrations.plan_output import pinned_by, pinned_file, plan_output, told_where
 from nest_megatron.integrations.plan_recipe import require_pinned_for
 from nest_megatron.integrations.site_policy import read_launched, require_launch
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.arguments import LAYOUT_ARGUMENTS
+from nest_megatron.layout.diff import Change, plan_values, reason
+from nest_megatron.layout.knobs import KNOBS
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.model.execution import Execution
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.arguments import LAYOUT_ARGUMENTS
-from nest_megatron.parallel.diff import Change, plan_values, reason
-from nest_megatron.parallel.knobs import KNOBS
-from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.console import say, show
 
 #: The application's own fields say which ZeRO stages it has (``zero_stages``).

@@ -26,8 +26,8 @@ from nest_megatron.integrations.megatron_lm.rendezvous import (
 )
 from nest_megatron.integrations.megatron_lm.same_job import differences, fields, versions
 from nest_megatron.integrations.slurm import rank_variables
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.plan_file import digest
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.plan_file import digest
 
 _TIMEOUT_S = 60.0
 #: Longest wait for the values of the rank that came first, which says them before anything else.

@@ -26,8 +26,8 @@ from nest_megatron.integrations.megatron_bridge.write import (
 )
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
 from nest_megatron.integrations.plan_recipe import plan_recipe
-from nest_megatron.parallel.diff import Change
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.diff import Change
+from nest_megatron.layout.plan import ParallelPlan
 
 __all__ = [
     "apply_plan",

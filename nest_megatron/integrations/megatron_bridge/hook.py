@@ -58,9 +58,9 @@ from nest_megatron.integrations.plan_recipe import pinned_recipe, plan_recipe
 from nest_megatron.integrations.process_variables import set_rank_variables, set_variables
 from nest_megatron.integrations.recipe import RECOMPUTE
 from nest_megatron.integrations.site_policy import require_launch
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.execution_arguments import EXECUTION_ARGUMENTS, execution_environment
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.execution_arguments import EXECUTION_ARGUMENTS, execution_environment
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.report.console import show
 
 #: Settings of ``+nest`` that need Megatron-LM's own arguments.

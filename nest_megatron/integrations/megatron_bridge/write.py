@@ -35,8 +35,8 @@ from nest_megatron.integrations.megatron_bridge.read import (
 )
 from nest_megatron.integrations.recipe import batch_schedule, makes_stages_of
 from nest_megatron.integrations.restore import packed_sequence_size
-from nest_megatron.parallel.diff import Change, reason
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.diff import Change, reason
+from nest_megatron.layout.plan import ParallelPlan
 
 
 def to_dotlist(changes: Iterable[Change]) -> list[str]:

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from nest_megatron.integrations.megatron_lm.rendezvous import NoAgreementError
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.integrations.megatron_lm.same_job import differences
-from nest_megatron.parallel.plan_file import digest
+from nest_megatron.layout.plan_file import digest
 from nest_megatron.units import Seconds
 
 #: How long rank 0 waits for more ranks that differ once one does.

@@ -12,7 +12,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.present_layout import on_device, refusal, typed_layout
 from nest_megatron.integrations.typed_command import CommandPlan, made_for, read_typed
-from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
+from nest_megatron.layout.plan import LaunchCommand, ParallelPlan
 from nest_megatron.planner import Request
 from nest_megatron.planner.layouts import Variant, estimate_for
 from nest_megatron.solver.space import SearchSpace

@@ -28,19 +28,19 @@ from nest_megatron.integrations.megatron_lm.write import (
     planned_arguments,
     script_name,
 )
+from nest_megatron.layout.batch_schedule import BatchSchedule
+from nest_megatron.layout.cuda_graphs import cuda_graphs
+from nest_megatron.layout.execution_rules import allowed_execution
+from nest_megatron.layout.layout import Layout
+from nest_megatron.layout.plan import MEGATRON_LM, LaunchCommand, ParallelPlan
+from nest_megatron.layout.recompute import NO_RECOMPUTE
+from nest_megatron.layout.rulebook import RULES, require_launchable
+from nest_megatron.layout.rulebook.devices import has_multicast
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, LaunchRequest
+from nest_megatron.layout.rulebook.job import has_activation_flag
+from nest_megatron.layout.rulebook.options import contradicted
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.batch_schedule import BatchSchedule
-from nest_megatron.parallel.cuda_graphs import cuda_graphs
-from nest_megatron.parallel.execution_rules import allowed_execution
-from nest_megatron.parallel.layout import Layout
-from nest_megatron.parallel.plan import MEGATRON_LM, LaunchCommand, ParallelPlan
-from nest_megatron.parallel.recompute import NO_RECOMPUTE
-from nest_megatron.parallel.rulebook import RULES, require_launchable
-from nest_megatron.parallel.rulebook.devices import has_multicast
-from nest_megatron.parallel.rulebook.facts import DEFAULT_VERSION, LaunchRequest
-from nest_megatron.parallel.rulebook.job import has_activation_flag
-from nest_megatron.parallel.rulebook.options import contradicted
 
 #: Key of ``ParallelPlan.launch``.
 LAUNCHER = "megatron_lm"

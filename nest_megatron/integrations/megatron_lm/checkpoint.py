@@ -29,9 +29,9 @@ from nest_megatron.integrations.megatron_lm.inert_pickle import (
     load_state,
 )
 from nest_megatron.integrations.megatron_lm.stage_options import user_partition
+from nest_megatron.layout.stage_layout import expand_layout, layout_string, uniform_partition
 from nest_megatron.model.layer_pattern import hybrid_kinds
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.stage_layout import expand_layout, layout_string, uniform_partition
 
 _Values = Mapping[str, Any]
 _Sizes = dict[str, tuple[int, ...]]

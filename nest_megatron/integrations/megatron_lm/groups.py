@@ -7,8 +7,8 @@ from types import MappingProxyType, ModuleType
 
 from nest_megatron.cluster.placement import network_order
 from nest_megatron.errors import NestError, UserInputError
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.rank_order import GroupKind, group_of_rank
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.rank_order import GroupKind, group_of_rank
 
 #: Megatron's function for each kind of group; the last two are those of experts.
 _GETTERS = {

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error, flag_of
-from nest_megatron.parallel.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
+from nest_megatron.layout.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
 
 
 def stated_schedule(

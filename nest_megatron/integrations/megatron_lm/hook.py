@@ -23,7 +23,7 @@ from nest_megatron.integrations.process_variables import set_rank_variables
 from nest_megatron.report.failure import end, ending_on_errors
 
 if TYPE_CHECKING:
-    from nest_megatron.parallel.plan import ParallelPlan
+    from nest_megatron.layout.plan import ParallelPlan
 
 
 _job: LaunchedJob | None = None

@@ -48,9 +48,9 @@ from nest_megatron.integrations.megatron_lm.same_job import arguments, comparabl
 from nest_megatron.integrations.plan_output import plan_output, told_where
 from nest_megatron.integrations.process_variables import set_variables
 from nest_megatron.integrations.site_policy import require_launch
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.launch import launch_words
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.launch import launch_words
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.printing import print_cleaned
 from nest_megatron.profile.mode import ProfileMode
 from nest_megatron.report.console import command_lines, say, show

@@ -8,7 +8,7 @@ from typing import Any
 
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel.execution_arguments import EXECUTION_ARGUMENTS
+from nest_megatron.layout.execution_arguments import EXECUTION_ARGUMENTS
 
 #: Arguments that say how many virtual stages a rank has.
 VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")

@@ -20,13 +20,13 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.documents import read_json
 from nest_megatron.errors import ProfileError, UserInputError
 from nest_megatron.integrations.megatron_lm.messages import Answer, Orders
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.planner import Request
 from nest_megatron.profile import store

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.integrations.megatron_lm.own_layers import JobArguments
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.profile.records import Machine, Timing
 from nest_megatron.profile.session import Skipped, Task

@@ -18,8 +18,8 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARG
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, load_arguments, read_argv
 from nest_megatron.integrations.megatron_lm.rewrite import WRITABLE
 from nest_megatron.integrations.process_variables import set_variables
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rulebook.sharding import ELEMENTWISE_OPTIMIZERS
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rulebook.sharding import ELEMENTWISE_OPTIMIZERS
 
 #: Choices of a plan that Megatron's validation derives or checks.
 _DERIVED = (

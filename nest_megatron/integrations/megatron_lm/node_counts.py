@@ -22,9 +22,9 @@ from nest_megatron.integrations.megatron_lm import checkpoint
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint
 from nest_megatron.integrations.megatron_lm.saved_by_plan import saved_by
 from nest_megatron.integrations.megatron_lm.search_space import with_required
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rulebook.rule import Violation
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rulebook.rule import Violation
 from nest_megatron.planner import Progress, Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.planner.conflict import binding

@@ -13,10 +13,10 @@ from nest_megatron.config.compose import Settings
 from nest_megatron.config.keywords import read_layout
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.planned_job import SEARCH_S, PlannedJob
-from nest_megatron.parallel.before_after import Difference
-from nest_megatron.parallel.dims import SHORT_DEGREES
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.stage_layout import spread_partition
+from nest_megatron.layout.before_after import Difference
+from nest_megatron.layout.dims import SHORT_DEGREES
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.stage_layout import spread_partition
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import EndedEarly, NoPlan
 from nest_megatron.planner import plan as find_plan

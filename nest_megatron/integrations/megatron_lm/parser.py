@@ -28,8 +28,8 @@ from nest_megatron.integrations.launchers import (
     is_launcher,
     launched_ranks,
 )
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, RELEASES
 from nest_megatron.model.frequency import read_frequency
-from nest_megatron.parallel.rulebook.facts import DEFAULT_VERSION, RELEASES
 
 VERSIONS = RELEASES
 _NEST_TOKEN = re.compile(r"^\+?\+?nest[.=]")

@@ -30,9 +30,9 @@ from nest_megatron.integrations.megatron_lm import checkpoint, planning
 from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
 from nest_megatron.integrations.plan_output import pinned_by, pinned_file
 from nest_megatron.integrations.site_policy import allowed_on_mismatch, read_launched
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.policy import OnMismatch
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.policy import OnMismatch
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.planner.pinned_job import ActualJob, Difference, differences, refusal
 from nest_megatron.planner.pins import PinnedPlan

@@ -28,17 +28,17 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, STATED_ELSEWHERE, layout_request
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, read_argv
 from nest_megatron.integrations.plan_settings import rates_of, reliability_of
+from nest_megatron.layout.before_after import Difference
+from nest_megatron.layout.dims import DEGREES, ParallelDims, RankOrder
+from nest_megatron.layout.execution_rules import allowed_execution
+from nest_megatron.layout.knobs import KnobConditions, always_on
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.objective import Objective
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rulebook import first_broken
+from nest_megatron.layout.stage_layout import parse_layout, spread_partition
 from nest_megatron.model.execution import Execution
-from nest_megatron.parallel.before_after import Difference
-from nest_megatron.parallel.dims import DEGREES, ParallelDims, RankOrder
-from nest_megatron.parallel.execution_rules import allowed_execution
-from nest_megatron.parallel.knobs import KnobConditions, always_on
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.objective import Objective
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rulebook import first_broken
-from nest_megatron.parallel.stage_layout import parse_layout, spread_partition
 from nest_megatron.planner import Request
 from nest_megatron.planner.layouts import Prices, Variant, difference, estimate_for
 from nest_megatron.profile.lookup import LayerTimes

@@ -26,8 +26,8 @@ from nest_megatron.integrations.megatron_lm.search_space import (
     kept_flags,
 )
 from nest_megatron.integrations.megatron_lm.sharding import require_optimizer
-from nest_megatron.parallel.diff import Change
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.diff import Change
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.profile.installed import installed_versions

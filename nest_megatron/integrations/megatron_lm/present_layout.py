@@ -20,15 +20,15 @@ from nest_megatron.integrations.megatron_lm.attach import (
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
 from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zero
 from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
+from nest_megatron.layout.dims import ParallelDims, RankOrder
+from nest_megatron.layout.execution_rules import allowed_execution
+from nest_megatron.layout.layout import Layout, PartialLayout
+from nest_megatron.layout.policy import violations
+from nest_megatron.layout.recompute import NO_RECOMPUTE, RecomputeGranularity
+from nest_megatron.layout.rulebook import first_broken
+from nest_megatron.layout.stage_layout import is_uniform, uniform_partition
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import Execution
-from nest_megatron.parallel.dims import ParallelDims, RankOrder
-from nest_megatron.parallel.execution_rules import allowed_execution
-from nest_megatron.parallel.layout import Layout, PartialLayout
-from nest_megatron.parallel.policy import violations
-from nest_megatron.parallel.recompute import NO_RECOMPUTE, RecomputeGranularity
-from nest_megatron.parallel.rulebook import first_broken
-from nest_megatron.parallel.stage_layout import is_uniform, uniform_partition
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import Request
 from nest_megatron.planner.changes import Refusal
 from nest_megatron.planner.layouts import Variant, estimate_for

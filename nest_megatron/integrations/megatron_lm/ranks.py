@@ -18,7 +18,7 @@ from nest_megatron.history.records import RunRecord
 from nest_megatron.integrations.megatron_lm.messages import Decision
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore, connect
-from nest_megatron.parallel.diff import Change
+from nest_megatron.layout.diff import Change
 from nest_megatron.report.failure import ending_on_errors, is_first_of_host
 from nest_megatron.units import Seconds
 

@@ -42,19 +42,19 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
 from nest_megatron.integrations.megatron_lm.packing import is_packed, needs_of_packs, packing_notes
 from nest_megatron.integrations.megatron_lm.sharding import require_optimizer
 from nest_megatron.integrations.megatron_lm.tokenizer_files import stated_vocab_size
-from nest_megatron.model.arguments import spec_from_arguments
-from nest_megatron.model.layer_pattern import hybrid_kinds
-from nest_megatron.model.spec import ModelFamily, TransformerSpec
-from nest_megatron.parallel.cuda_graphs import cuda_graphs
-from nest_megatron.parallel.knobs import closed_fields
-from nest_megatron.parallel.recompute import (
+from nest_megatron.layout.cuda_graphs import cuda_graphs
+from nest_megatron.layout.knobs import closed_fields
+from nest_megatron.layout.recompute import (
     Recompute,
     RecomputeGranularity,
     RecomputeMethod,
     selective_recompute,
 )
-from nest_megatron.parallel.rulebook.facts import DEFAULT_VERSION
-from nest_megatron.parallel.zero import ZERO_STAGES, DataParallelSharding, ZeroStage
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
+from nest_megatron.layout.zero import ZERO_STAGES, DataParallelSharding, ZeroStage
+from nest_megatron.model.arguments import spec_from_arguments
+from nest_megatron.model.layer_pattern import hybrid_kinds
+from nest_megatron.model.spec import ModelFamily, TransformerSpec
 
 #: Arguments of attention and experts that ``model.arguments`` reads.
 _VARIANT_ARGUMENTS = (

@@ -18,11 +18,11 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     reasons,
 )
 from nest_megatron.integrations.megatron_lm.parser import namespace_values, options_for
-from nest_megatron.parallel.diff import Change, reason
-from nest_megatron.parallel.execution_arguments import EXECUTION_ARGUMENTS, EXECUTION_FIELDS
-from nest_megatron.parallel.knobs import execution_reason
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rulebook.options import OPTION_RULES, contradicted
+from nest_megatron.layout.diff import Change, reason
+from nest_megatron.layout.execution_arguments import EXECUTION_ARGUMENTS, EXECUTION_FIELDS
+from nest_megatron.layout.knobs import execution_reason
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rulebook.options import OPTION_RULES, contradicted
 from nest_megatron.units import format_gib
 
 #: Set together with the layout; those in the second row only where the user says nothing.

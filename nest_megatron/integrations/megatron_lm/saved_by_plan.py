@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan
 
 #: Flags that a checkpoint keeps and that decide how it can be loaded.
 _KEPT = ("ddp_bucket_size", "ddp_num_buckets", "no_save_optim", "no_save_rng", "moe_grouped_gemm")

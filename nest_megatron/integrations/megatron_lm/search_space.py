@@ -21,13 +21,13 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
 )
 from nest_megatron.integrations.megatron_lm.packing import pipeline_limits
 from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
+from nest_megatron.layout.dims import RankOrder
+from nest_megatron.layout.execution_arguments import EXECUTION_ARGUMENTS
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.recompute import NO_RECOMPUTE
+from nest_megatron.layout.stage_layout import parse_layout
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.execution_arguments import EXECUTION_ARGUMENTS
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.recompute import NO_RECOMPUTE
-from nest_megatron.parallel.stage_layout import parse_layout
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import Request
 from nest_megatron.planner.request import Offer
 from nest_megatron.solver.space import DEGREES, SearchSpace

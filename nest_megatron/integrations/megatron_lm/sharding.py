@@ -13,15 +13,15 @@ from nest_megatron.config.job import Job, Requirement
 from nest_megatron.cost_model.memory_flags import text
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error, flag_of
-from nest_megatron.parallel.rulebook.facts import Facts
-from nest_megatron.parallel.rulebook.rule import violations
-from nest_megatron.parallel.rulebook.sharding import (
+from nest_megatron.layout.rulebook.facts import Facts
+from nest_megatron.layout.rulebook.rule import violations
+from nest_megatron.layout.rulebook.sharding import (
     AWARE,
     OPTIMIZER_RULES,
     STATE_FORMATS,
     allows_optimizer,
 )
-from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
+from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.planner.request import Offer
 from nest_megatron.solver.space import SearchSpace
 

@@ -17,10 +17,10 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     flag_of,
     states_stages,
 )
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.rulebook.stages import misplaced_mtp_chunk
+from nest_megatron.layout.stage_layout import parse_layout, uniform_partition
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.rulebook.stages import misplaced_mtp_chunk
-from nest_megatron.parallel.stage_layout import parse_layout, uniform_partition
 
 _LAYOUT, _FIRST, _LAST, _EMBEDDING, _LOSS, _PATTERN = STAGE_OPTIONS
 _LAYERS_A_STAGE, _STAGES_A_RANK = VIRTUAL_STAGES

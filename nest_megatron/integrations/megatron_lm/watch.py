@@ -23,7 +23,7 @@ from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.integrations.outlets import figures
 from nest_megatron.integrations.recorder import Recorder
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan
 
 #: What does a rank's own work, in ``megatron.core.pipeline_parallel.schedules``.
 _PASSES = ("forward_step", "backward_step")

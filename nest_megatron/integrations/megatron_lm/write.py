@@ -13,25 +13,25 @@ from typing import Any
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UnplannableModelError
 from nest_megatron.integrations.megatron_lm.parser import options_for
-from nest_megatron.model.execution import PLAIN
-from nest_megatron.model.layer_pattern import LayerBlock
-from nest_megatron.model.sizes import DELTA_NET_SIZES, LATENT_SIZES
-from nest_megatron.model.spec import ModelFamily, TransformerSpec
-from nest_megatron.parallel.arguments import layout_arguments
-from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.execution_arguments import (
+from nest_megatron.layout.arguments import layout_arguments
+from nest_megatron.layout.dims import RankOrder
+from nest_megatron.layout.execution_arguments import (
     EXECUTION_FIELDS,
     WITH_EXPERTS,
     execution_arguments,
     execution_environment,
 )
-from nest_megatron.parallel.layout import Layout
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.rulebook.degrees import launched_expert_tensor_size
-from nest_megatron.parallel.rulebook.facts import DEFAULT_VERSION, LaunchRequest
-from nest_megatron.parallel.rulebook.job import ACTIVATION_FLAGS, has_activation_flag
-from nest_megatron.parallel.rulebook.sharding import initializes_on_meta_device, overlaps_gradients
-from nest_megatron.parallel.zero import STRATEGIES, DataParallelSharding, ZeroStage
+from nest_megatron.layout.layout import Layout
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, LaunchRequest
+from nest_megatron.layout.rulebook.job import ACTIVATION_FLAGS, has_activation_flag
+from nest_megatron.layout.rulebook.sharding import initializes_on_meta_device, overlaps_gradients
+from nest_megatron.layout.zero import STRATEGIES, DataParallelSharding, ZeroStage
+from nest_megatron.model.execution import PLAIN
+from nest_megatron.model.layer_pattern import LayerBlock
+from nest_megatron.model.sizes import DELTA_NET_SIZES, LATENT_SIZES
+from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.plain import to_plain
 
 #: Arguments in the order in which they are written.

@@ -19,8 +19,8 @@ from nest_megatron.integrations.megatron_lm.search_space import free_parameters
 from nest_megatron.integrations.nemo.read import read_recipe, require_language_models
 from nest_megatron.integrations.nemo.write import apply_plan, plan_changes, watch_recipe
 from nest_megatron.integrations.plan_recipe import plan_recipe
-from nest_megatron.parallel.diff import Change
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.diff import Change
+from nest_megatron.layout.plan import ParallelPlan
 
 __all__ = [
     "apply_plan",

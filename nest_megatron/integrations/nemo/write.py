@@ -31,9 +31,9 @@ from nest_megatron.integrations.nemo.read import (
 from nest_megatron.integrations.recipe import batch_schedule, makes_stages_of
 from nest_megatron.integrations.restore import packed_sequence_size
 from nest_megatron.integrations.watching import STEPS
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.diff import Change, reason
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.diff import Change, reason
+from nest_megatron.layout.plan import ParallelPlan
 
 _OVERLAP = "tp_comm_overlap"
 

@@ -24,8 +24,8 @@ from nest_megatron.integrations.nemo_run.task import (
     stated_layout,
 )
 from nest_megatron.integrations.plan_output import told_where
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.report.console import say, show
 
 _log = logging.getLogger(__name__)

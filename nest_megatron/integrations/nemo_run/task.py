@@ -24,8 +24,8 @@ from nest_megatron.integrations.nemo import (
     watch_recipe,
 )
 from nest_megatron.integrations.plan_recipe import pinned_recipe
-from nest_megatron.parallel.diff import Change
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.diff import Change
+from nest_megatron.layout.plan import ParallelPlan
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _CHUNK = "NCCL_P2P_NET_CHUNKSIZE"

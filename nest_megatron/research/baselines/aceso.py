@@ -26,10 +26,10 @@ from collections.abc import Iterator
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
 from nest_megatron.cost_model.stage_problems import stage_problem
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.recompute import RecomputeGranularity
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.names import Name
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.recompute import RecomputeGranularity
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.baselines.job import (
     PLAIN,
     BaselineChoice,

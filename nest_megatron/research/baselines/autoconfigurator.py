@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from functools import cache
 
 from nest_megatron.documents import packaged
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.recompute import NO_RECOMPUTE
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.recompute import NO_RECOMPUTE
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.plain import from_plain
 from nest_megatron.research.baselines.job import (
     BaselineChoice,

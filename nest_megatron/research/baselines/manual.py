@@ -27,16 +27,16 @@ from functools import cache
 
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.documents import packaged
-from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.recompute import (
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.recompute import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
     Recompute,
     RecomputeModule,
     selective_recompute,
 )
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.zero import ZeroStage
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import from_plain, written_as
 from nest_megatron.research.baselines.job import (
     BaselineChoice,

@@ -24,7 +24,7 @@ import math
 import random
 from itertools import product
 
-from nest_megatron.parallel.layout import PartialLayout
+from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.research.baselines.job import (
     BaselineChoice,
     Boundaries,

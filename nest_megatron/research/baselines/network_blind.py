@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.research.baselines.job import (
     PLAIN,
     BaselineChoice,

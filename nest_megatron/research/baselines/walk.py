@@ -10,11 +10,11 @@ from functools import cache
 from typing import NamedTuple
 
 from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
+from nest_megatron.layout.dims import RankOrder
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.recompute import Recompute
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import Execution
-from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.layout import PartialLayout
-from nest_megatron.parallel.recompute import Recompute
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.baselines.job import (
     Boundaries,
     ComparisonJob,

@@ -13,10 +13,10 @@ from nest_megatron.config.request import request_of
 from nest_megatron.config.space import fixed_degrees
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.rulebook import is_legal_grid
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.names import Name
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.rulebook import is_legal_grid
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.research.nest_dp.records import Schedule
 from nest_megatron.research.nest_dp.topology import Block, Topology

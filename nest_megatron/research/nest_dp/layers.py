@@ -28,12 +28,12 @@ from nest_megatron.cost_model.memory import (
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.unit_run import run_unit
+from nest_megatron.layout.recompute import FULL_RECOMPUTE, NO_RECOMPUTE
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.parameters import unit_parameters
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.nest_dp.job import MemoryRule, PaperOptimizer, ResearchJob, Strategy
 from nest_megatron.research.nest_dp.records import CheckpointPolicy, NodeTimes
 from nest_megatron.research.nest_dp.topology import Shape, StageGroupShapes

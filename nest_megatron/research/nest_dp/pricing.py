@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import ACT
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.nest_dp.downsets import LayerDag, downsets_of
 from nest_megatron.research.nest_dp.job import ResearchJob, Strategy
 from nest_megatron.research.nest_dp.layers import LayerPrices

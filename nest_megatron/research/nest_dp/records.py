@@ -14,8 +14,8 @@ from itertools import pairwise
 from operator import add
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.names import Name
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.nest_dp.downsets import Downsets
 from nest_megatron.units import Bytes, Ticks
 

@@ -11,7 +11,7 @@ import pytest
 from nest_megatron.cli import main
 from nest_megatron.history import store
 from nest_megatron.history.records import Outcome
-from nest_megatron.parallel import plan_file
+from nest_megatron.layout import plan_file
 from tests.cli.runs import ROOT
 from tests.integrations.hydra_app.apps import (
     AUTO,

@@ -24,9 +24,9 @@ from nest_megatron.integrations.megatron_bridge import (
     to_dotlist,
     to_yaml,
 )
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import Execution
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.zero import ZeroStage
 from tests import catalogue
 from tests.contract.test_adapters import laid_out
 from tests.integrations.frameworks import CommOverlapConfig, bridge_config

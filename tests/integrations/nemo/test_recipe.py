@@ -17,10 +17,10 @@ from nest_megatron.integrations.nemo import (
     read_recipe,
     require_language_models,
 )
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.recompute import RecomputeGranularity
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.adapters import Adapters
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.recompute import RecomputeGranularity
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.report.failure import NothingFitsError
 from tests import catalogue
 from tests.contract.test_adapters import laid_out

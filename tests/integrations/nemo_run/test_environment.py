@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nest_megatron.integrations.nemo_run.task import DividedRanks, adapt, stated_layout
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan
 from tests.altered import altered
 from tests.contract.test_adapters import laid_out
 

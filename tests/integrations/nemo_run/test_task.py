@@ -14,7 +14,7 @@ import pytest
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.nemo_run.task import TaskOptions, plan_recipe, script_words
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.pins import Pin, PinnedPlan, write_pinned
 from nest_megatron.version import __version__
 from tests import catalogue

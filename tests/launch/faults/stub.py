@@ -9,7 +9,7 @@ _FILES = {
     "megatron/core/__init__.py": "__version__ = '0.16.1'",
     "megatron/training/__init__.py": "import megatron.training.arguments",
     "megatron/training/arguments.py": """
-        from nest_megatron.parallel.stage_layout import expand_layout
+        from nest_megatron.layout.stage_layout import expand_layout
 
         def validate_args(args, defaults={}):
             tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size

@@ -10,9 +10,9 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import evaluate
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import stage_problem
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.planner import check_launchable
 from nest_megatron.research.baselines.job import ComparisonJob
 from nest_megatron.solver.chunk_space import interleaved_partitions

@@ -10,9 +10,9 @@ import pytest
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.pipeline import evaluate
 from nest_megatron.cost_model.stage_problems import stage_problem
-from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, RecomputeGranularity
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.dims import RankOrder
+from nest_megatron.layout.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, RecomputeGranularity
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.research.baselines import aceso, alpa_e, autoconfigurator, manual, mcmc
 from nest_megatron.research.baselines.aceso import Resource, bottleneck
 from nest_megatron.research.baselines.job import (

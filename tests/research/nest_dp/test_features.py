@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.research.nest_dp.downsets import Downsets, LayerDag, downsets_of
 from nest_megatron.research.nest_dp.records import (
     CheckpointPolicy,

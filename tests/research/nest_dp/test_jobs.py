@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.rank_order import GroupKind, group_shape
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.rank_order import GroupKind, group_shape
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.research.nest_artifact.search import NoSolution
 from nest_megatron.research.nest_dp.job import (
     Division,

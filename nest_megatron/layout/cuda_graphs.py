@@ -1,0 +1,94 @@
+"""What captured CUDA graphs forbid beside them: recomputation, and experts over several ranks.
+
+A graph is replayed with fixed addresses and no new random numbers. Source: ``TransformerConfig``
+(``tc``) and ``megatron/training/arguments.py`` (``args``), core_v0.16.1 / main at 0.20.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nest_megatron.layout.recompute import RecomputeModule
+from nest_megatron.model.spec import TransformerSpec
+
+#: Megatron's arguments and configuration fields that ask for graphs, both releases'.
+FIELDS = (
+    "cuda_graph_impl",
+    "enable_cuda_graph",
+    "external_cuda_graph",
+    "cuda_graph_scope",
+    "cuda_graph_scope_deprecated",
+    "cuda_graph_modules",
+    "moe_input_jitter_eps",
+    "moe_pad_experts_for_cuda_graph_inference",
+)
+_WHOLE_STEP = "full_iteration"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaGraphs:
+    """The graphs that a job captures.
+
+    Args:
+        impl: of ``GraphImpl``; ``full_iteration`` is the whole step.
+        scope: parts of a layer that are captured; none is the whole layer.
+        jitters: router inputs get random numbers.
+        pads_experts: ``--moe-pad-experts-for-cuda-graph-inference``.
+    """
+
+    impl: str
+    scope: frozenset[str] = frozenset()
+    jitters: bool = False
+    pads_experts: bool = False
+
+    def captures(self, module: str) -> bool:
+        """Whether a part of a layer is inside a graph."""
+        return self.impl == _WHOLE_STEP or not self.scope or module in self.scope
+
+    def allows_full_recompute(self) -> bool:
+        """Only a graph of the whole step holds full recomputation (tc:1782 / tc:2856)."""
+        return self.impl == _WHOLE_STEP
+
+    def without_modules(self, spec: TransformerSpec) -> frozenset[RecomputeModule]:
+        """Modules that may not be recomputed (tc:1790-1822 / tc:2863-2907)."""
+        hidden = spec.hidden_dropout != 0.0
+        router = self.impl == "transformer_engine" and "moe_router" in self.scope
+        forbidden = {
+            RecomputeModule.CORE_ATTN: spec.attention_dropout != 0.0 and self.captures("attn"),
+            RecomputeModule.MLP: hidden and self.captures("mlp"),
+            RecomputeModule.MOE: router or ((hidden or self.jitters) and self.captures("moe")),
+        }
+        return frozenset(module for module, refused in forbidden.items() if refused)
+
+
+def cuda_graphs(values: Mapping[str, Any]) -> CudaGraphs | None:
+    """The graphs that a job asks for, in any spelling; ``None`` for none.
+
+    Args:
+        values: of ``FIELDS``, by name; what is absent or ``None`` is not given.
+
+    >>> cuda_graphs({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}).impl
+    'full_iteration'
+    """
+    impl = str(values.get("cuda_graph_impl") or "none")
+    if values.get("enable_cuda_graph"):
+        impl = "local"
+    elif values.get("external_cuda_graph"):
+        impl = "transformer_engine"
+    if impl == "none":
+        return None
+    scopes = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
+    given = next((values[name] for name in scopes if values.get(name)), ())
+    several = isinstance(given, list | tuple | set | frozenset)
+    words = given.split(",") if isinstance(given, str) else given if several else (given,)
+    modules = frozenset(str(getattr(word, "name", word)).strip() for word in words) - {"full", ""}
+    if impl == "local" and _WHOLE_STEP in modules:
+        impl = _WHOLE_STEP
+    return CudaGraphs(
+        impl=impl,
+        scope=modules - {_WHOLE_STEP},
+        jitters=values.get("moe_input_jitter_eps") is not None,
+        pads_experts=bool(values.get("moe_pad_experts_for_cuda_graph_inference")),
+    )

@@ -1,0 +1,163 @@
+"""What a plan changes in a job, field by field, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nest_megatron.layout.dims import RankOrder
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.recompute import NO_RECOMPUTE
+from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
+from nest_megatron.layout.zero import ZeroStage
+from nest_megatron.units import format_gib, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One field that a plan sets otherwise; ``None`` is a field that is not set."""
+
+    field: str
+    before: object
+    after: object
+    reason: str
+
+
+def plan_values(plan: ParallelPlan) -> dict[str, object]:
+    """Everything that a plan sets in a job, by Megatron's names."""
+    return {
+        "global_batch_size": plan.final_batch_size,
+        "micro_batch_size": plan.layout.micro_batch_size,
+        **plan.arguments,
+        "use_tp_pp_dp_mapping": plan.layout.dims.rank_order is RankOrder.TP_CP_EP_PP_DP,
+    }
+
+
+def reason(plan: ParallelPlan, field: str) -> str:
+    """Why a plan sets a field as it does, in one sentence."""
+    said, value = _REASONS[field], plan.arguments.get(field)
+    if callable(said):
+        return said(plan, value)
+    return said if isinstance(said, str) else said[bool(value)]
+
+
+def _tensor(plan: ParallelPlan, size: Any) -> str:
+    if size == 1:
+        return "every layer is whole on its GPU, so there is no tensor communication"
+    level = plan.placement.group_levels["tp"]
+    return f"every layer is cut over {size} GPUs, which talk within one {level}"
+
+
+def _pipeline(plan: ParallelPlan, size: Any) -> str:
+    peak, capacity = plan.predicted.peak_memory_bytes, plan.predicted.capacity_bytes
+    full = f"{format_gib(peak)} of {format_gib(capacity)}"
+    if size == 1:
+        return f"all layers fit on every GPU, with a peak of {full}"
+    return f"the layers are divided into {size} stages, with a peak of {full} per GPU"
+
+
+def _virtual(plan: ParallelPlan, size: Any) -> str:
+    waiting = max(0.0, plan.predicted.terms.get("pipeline_bubble", 0.0))
+    share = 100 * waiting / plan.predicted.iteration_time_s
+    if size is None:
+        return f"one chunk a rank, the plain schedule; waiting takes {share:.1f} % of the step"
+    return f"{size} chunks a rank keep waiting at {share:.1f} % of the step"
+
+
+def _data(plan: ParallelPlan, _: Any) -> str:
+    sequences = plan.layout.num_microbatches * plan.layout.micro_batch_size
+    gpus = plan.layout.num_gpus
+    return f"replicas that fill {gpus} GPUs; each sees {sequences} sequences a step"
+
+
+def _experts(plan: ParallelPlan, size: Any) -> str:
+    experts = plan.model.num_experts
+    if experts is None:
+        return "the model has no experts"
+    if size == 1:
+        return f"every rank holds all {experts} experts, so tokens stay where they are"
+    shares = f"every rank holds {experts // size} of {experts} experts"
+    return f"{shares}; tokens travel within one {plan.placement.group_levels['ep']}"
+
+
+def _expert_tensor(plan: ParallelPlan, size: Any) -> str:
+    if plan.model.num_experts is None:
+        if launched_expert_tensor_size(plan.model, plan.layout.dims) is None:
+            return "the model has no experts"
+        return "Megatron makes expert groups even so; this rank order needs tp * cp ranks in each"
+    return "every expert is whole on its GPU" if size == 1 else f"an expert is cut over {size} GPUs"
+
+
+def _layout(plan: ParallelPlan, _: Any) -> str:
+    times = [stage.forward_s + stage.backward_s for stage in plan.predicted.stages]
+    if len(times) == 1:
+        return "there is one stage"
+    over = 100 * (max(times) * len(times) / sum(times) - 1)
+    return f"balanced by time, within memory; the slowest stage is {over:.1f} % above the mean"
+
+
+def _recompute(plan: ParallelPlan, _: Any) -> str:
+    if plan.layout.recompute == NO_RECOMPUTE:
+        return "the activations fit as they are, so nothing is computed twice"
+    spent = format_seconds(plan.predicted.terms.get("recompute", 0.0))
+    return f"recomputing these activations costs {spent} a step and frees their memory"
+
+
+def _fsdp(plan: ParallelPlan, _: Any) -> str:
+    if not plan.layout.uses_megatron_fsdp:
+        return "weights and gradients fit without being divided over the replicas"
+    only = plan.layout.zero == ZeroStage.GRADIENTS
+    what = "gradients" if only else "gradients and weights"
+    return f"replicas divide {what} as well, which frees memory"
+
+
+def _mapping(plan: ParallelPlan, _: Any) -> str:
+    if plan.layout.dims.pipeline_model_parallel_size == 1:
+        return "without a pipeline both orders of ranks are the same"
+    levels, several = plan.placement.group_levels, plan.layout.dims.data_parallel_size > 1
+    inner = "pipelines" if plan.layout.dims.rank_order is RankOrder.TP_CP_EP_PP_DP else "replicas"
+    said = f"neighbouring ranks belong to {inner}: the pipeline crosses the {levels['pp']}"
+    return f"{said}, data-parallel groups the {levels['dp']}" if several else said
+
+
+#: Field -> the sentence, those where it is off and on, or what says it of a plan and a value.
+_REASONS: dict[str, str | tuple[str, str] | Callable[[ParallelPlan, Any], str]] = {
+    "global_batch_size": "the batch that the plan was made for",
+    "micro_batch_size": lambda plan, _: (
+        f"a replica works through {plan.layout.num_microbatches} of these a step, one after another"
+    ),
+    "tensor_model_parallel_size": _tensor,
+    "pipeline_model_parallel_size": _pipeline,
+    "virtual_pipeline_model_parallel_size": _virtual,
+    "context_parallel_size": lambda plan, size: (
+        "sequences are whole on their GPU"
+        if size == 1
+        else f"every sequence of {plan.train.seq_length} tokens is cut over {size} GPUs"
+    ),
+    "data_parallel_size": _data,
+    "expert_model_parallel_size": _experts,
+    "expert_tensor_parallel_size": _expert_tensor,
+    "sequence_parallel": (
+        "there is no tensor group to divide the sequence over",
+        "norms and residuals keep a share of the sequence each, which saves activation memory",
+    ),
+    "pipeline_model_parallel_layout": _layout,
+    **dict.fromkeys(
+        ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+        _recompute,
+    ),
+    "use_distributed_optimizer": (
+        "the optimizer states fit as copies",
+        "replicas divide the optimizer states instead of copying them",
+    ),
+    "use_megatron_fsdp": _fsdp,
+    "use_torch_fsdp2": "the job's own sharding stays",
+    "data_parallel_sharding_strategy": _fsdp,
+    "overlap_grad_reduce": "gradients are summed while the last backward passes run",
+    "overlap_param_gather": (
+        "there are no divided weights to gather",
+        "updated weights arrive while the first forward passes run",
+    ),
+    "use_tp_pp_dp_mapping": _mapping,
+}

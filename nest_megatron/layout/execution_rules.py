@@ -1,0 +1,86 @@
+"""Which layouts a way of carrying out layers goes with.
+
+Source: ``TransformerConfig.__post_init__`` (0.16.1 :1144, :1232, :1852-1912; 0.20 :3002-3076),
+``MoEFlexTokenDispatcher``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.recompute import Recompute, RecomputeGranularity, RecomputeModule
+from nest_megatron.model.execution import PLAIN, Execution, GraphImpl
+
+_FULL = RecomputeGranularity.FULL
+#: Modules of experts outside their all-to-all, and those that a schedule calls by itself.
+_ROUTER = frozenset({"moe_router", "moe_preprocess"})
+_FEED_FORWARD = frozenset({"mlp"})
+
+
+def of_every_layout(execution: Execution) -> Execution:
+    """What of it Megatron takes whatever the layout."""
+    return _without(execution, "overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
+
+
+def _without(execution: Execution, *names: str) -> Execution:
+    changed = {name for name in names if getattr(execution, name) != getattr(PLAIN, name)}
+    if not changed:
+        return execution
+    return dataclasses.replace(execution, **{name: getattr(PLAIN, name) for name in changed})
+
+
+def allowed_execution(
+    execution: Execution, grid: PartialLayout, *, own_graphs: bool = False
+) -> Execution:
+    """What of it Megatron takes on a layout; what does nothing there is left out.
+
+    The all-to-all of tokens runs beside another micro batch's work where there is one: several
+    expert ranks, virtual stages in a pipeline, and no experts that are recomputed.
+
+    Args:
+        own_graphs: the CUDA graphs are the job's own, and stay as they are.
+    """
+    dims, recompute = grid.dims, grid.recompute
+    pipelined, full = dims.pipeline_model_parallel_size > 1, recompute.granularity is _FULL
+    experts_recomputed = full or RecomputeModule.MOE in recompute.modules
+    plain_schedule = pipelined and dims.virtual_pipeline_model_parallel_size == 1
+    if dims.expert_model_parallel_size == 1 or plain_schedule or experts_recomputed:
+        execution = of_every_layout(execution)
+    if not own_graphs:
+        execution = _with_scope(execution, recompute)
+    idle: dict[tuple[str, ...], bool] = {
+        ("tp_comm_overlap",): not grid.sequence_parallel,
+        ("cp_comm_type", "hierarchical_context_parallel_sizes"): dims.context_parallel_size == 1,
+        ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend"): dims.expert_ranks == 1
+        and execution.is_node_limited,
+        ("moe_shared_expert_overlap",): RecomputeModule.SHARED_EXPERTS in recompute.modules
+        or execution.overlap_moe_expert_parallel_comm,
+        ("cpu_offloading_num_layers",): pipelined
+        or recompute.granularity is not RecomputeGranularity.NONE,
+        ("offload_modules",): full,
+        ("cuda_graph_impl", "cuda_graph_scope"): full
+        and not own_graphs
+        and execution.cuda_graph_impl is GraphImpl.TRANSFORMER_ENGINE,
+    }
+    return _without(
+        execution, *(name for names, is_idle in idle.items() if is_idle for name in names)
+    )
+
+
+def _with_scope(execution: Execution, recompute: Recompute) -> Execution:
+    """The modules that Megatron captures, less those that it refuses to.
+
+    The router is not captured where the module ``moe`` is recomputed (0.16.1 tc:1790), and no
+    feed-forward half where the all-to-all of tokens runs beside another micro batch (tc:1898).
+    """
+    if execution.cuda_graph_impl is not GraphImpl.TRANSFORMER_ENGINE:
+        return execution
+    left_out = _ROUTER if RecomputeModule.MOE in recompute.modules else frozenset()
+    if execution.overlap_moe_expert_parallel_comm:
+        left_out |= _FEED_FORWARD
+    scope = tuple(name for name in execution.cuda_graph_scope if name not in left_out)
+    if scope == execution.cuda_graph_scope:
+        return execution
+    impl = execution.cuda_graph_impl if scope else PLAIN.cuda_graph_impl
+    return dataclasses.replace(execution, cuda_graph_impl=impl, cuda_graph_scope=scope)

@@ -1,0 +1,216 @@
+"""What Megatron and Transformer Engine run on a device, and what a plan for it leaves alone.
+
+A device is known by its accelerator's name; of one that no row names nothing is said.
+``docs/cost_model.md`` shows the table; a test keeps it true.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from nest_megatron.cluster.records import Cluster
+from nest_megatron.errors import UserInputError
+from nest_megatron.layout.rulebook.facts import Facts
+from nest_megatron.layout.rulebook.rule import Rule, violations
+from nest_megatron.model.execution import PLAIN, Execution
+
+_WHOLE_TENSOR = ("delayed", "tensorwise")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRules:
+    """Limits of the devices of one kind.
+
+    Args:
+        devices: pattern that the accelerator's name begins with.
+        words: how a message calls them.
+        recipes: scalings of fp8 (``--fp8-recipe``) and NVFP4 that Transformer Engine trains in.
+        refused: others of which more is to be said than that it has none.
+        notes: what a job's own choice needs there, by scaling or by field of ``Execution``.
+        closed: fields of ``Execution`` that a plan leaves as the job has them.
+        source: file, pull request or issue that says so.
+    """
+
+    devices: str
+    words: str
+    recipes: tuple[str, ...]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+    closed: frozenset[str] = frozenset()
+    source: str
+
+
+_FLEX = "moe_flex_dispatcher_backend"
+_AMD_REFUSED = MappingProxyType(
+    {
+        "blockwise": "ROCm's Transformer Engine has such GEMMs since July 2026 (pull 658) "
+        "where it is built with HipKittens, and no public run says how fast they are",
+        "nvfp4": "matrix units of AMD take another 4-bit format, and no public run says how fast "
+        "ROCm's Transformer Engine trains in this one",
+    }
+)
+_AMD_NOTES = MappingProxyType(
+    {
+        "tp_comm_overlap": "ROCm's Transformer Engine has user buffers since 2026 (pull 367), its "
+        "releases up to 2.8 have none; --tp-comm-overlap is priced as on NVIDIA's devices.",
+        _FLEX: "the kernels of the flex dispatcher are NVIDIA's; on AMD's devices Primus-Turbo "
+        "brings others (use_turbo_deepep), which are priced alike.",
+        "cuda_graph_impl": "ROCm's Transformer Engine supports graphs in part (its README); their "
+        "gain is priced as on NVIDIA's devices.",
+    }
+)
+_AMD_CLOSED = frozenset({"tp_comm_overlap", _FLEX, "cuda_graph_impl", "cuda_graph_scope"})
+_ROCM = "ROCm/TransformerEngine quantization.py @030b792, README.rst @01b4205"
+_NVIDIA = "NVIDIA/TransformerEngine quantization.py @001597e"
+
+DEVICES: tuple[DeviceRules, ...] = (
+    DeviceRules(
+        devices=r"G?H\d",
+        words="Hopper",
+        recipes=(*_WHOLE_TENSOR, "blockwise"),
+        source=_NVIDIA,
+    ),
+    DeviceRules(
+        devices=r"G?B\d",
+        words="B200, B300, GB200 and GB300",
+        recipes=(*_WHOLE_TENSOR, "blockwise", "mxfp8", "nvfp4"),
+        source=_NVIDIA,
+    ),
+    DeviceRules(
+        devices="L40",
+        words="Ada",
+        recipes=_WHOLE_TENSOR,
+        source=_NVIDIA,
+    ),
+    DeviceRules(
+        devices="RTX-PRO",
+        words="RTX PRO (compute capability 12.0)",
+        recipes=_WHOLE_TENSOR,
+        refused=MappingProxyType(
+            {
+                "nvfp4": "its default recipe, with transform and random rounding, does not train "
+                "at compute capability 12.0 (NVIDIA/TransformerEngine issue 3062, pull 3281)"
+            }
+        ),
+        notes=MappingProxyType(
+            {_FLEX: "Megatron-Bridge has the flex dispatcher up to compute capability 10.x alone."}
+        ),
+        closed=frozenset({_FLEX}),
+        source=f"{_NVIDIA}; Megatron-Bridge flex_dispatcher_backend.py @067f987",
+    ),
+    DeviceRules(
+        devices="MI3[02]",
+        words="MI300X and MI325X",
+        recipes=_WHOLE_TENSOR,
+        refused=_AMD_REFUSED,
+        notes=_AMD_NOTES,
+        closed=_AMD_CLOSED,
+        source=_ROCM,
+    ),
+    DeviceRules(
+        devices="MI35",
+        words="MI350X and MI355X",
+        recipes=(*_WHOLE_TENSOR, "mxfp8"),
+        refused=_AMD_REFUSED,
+        notes=MappingProxyType(
+            {
+                **_AMD_NOTES,
+                "mxfp8": "ROCm's Transformer Engine runs MXFP8 where NVTE_ROCM_ENABLE_MXFP8=1 "
+                "stands in the environment of every rank.",
+            }
+        ),
+        closed=_AMD_CLOSED,
+        source=_ROCM,
+    ),
+)
+
+
+@functools.cache
+def device_rules(accelerator: str) -> DeviceRules | None:
+    """The limits of an accelerator by its name, or ``None`` where none are known.
+
+    >>> device_rules("MI325X-256GB").recipes, device_rules("chip")
+    (('delayed', 'tensorwise'), None)
+    """
+    rows = (row for row in DEVICES if re.match(row.devices, accelerator, re.IGNORECASE))
+    return next(rows, None)
+
+
+def closed_on(accelerator: str) -> frozenset[str]:
+    """Fields of ``Execution`` that a plan for such a device leaves as the job has them."""
+    found = device_rules(accelerator)
+    return frozenset() if found is None else found.closed
+
+
+def _limits(accelerator: str, recipe: str) -> str:
+    found = device_rules(accelerator)
+    assert found is not None  # else it would train
+    return found.refused.get(recipe, f"Transformer Engine has no GEMMs of it on {found.words}")
+
+
+def _recipes(accelerator: str) -> tuple[str, ...]:
+    found = device_rules(accelerator)
+    return () if found is None else found.recipes
+
+
+DEVICE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "device_recipe",
+        "Transformer Engine quantization.py (``DEVICES``)",
+        lambda accelerator, recipe: (
+            recipe in (None, "custom", *_recipes(accelerator)) or not _recipes(accelerator)
+        ),
+        "{field}",
+        "{limit}",
+        "Use {others} or 16 bits.",
+        value="recipe",
+        words={
+            "field": lambda recipe: "fp4_recipe" if recipe == "nvfp4" else "fp8_recipe",
+            "limit": _limits,
+            "others": lambda accelerator, recipe: (
+                "fp8 by " * (recipe == "nvfp4") + ", ".join(_recipes(accelerator))
+            ),
+        },
+    ),
+)
+
+
+def require_recipe(accelerator: str, recipe: str | None) -> None:
+    """Refuse a scaling that Transformer Engine does not train in on such a device.
+
+    Args:
+        recipe: as ``--fp8-recipe`` and ``--fp4-recipe`` name it; ``None`` of 16-bit jobs. One of
+            the user's own (``custom``) passes.
+
+    Raises:
+        UserInputError: naming those that it has there.
+    """
+    facts = Facts(accelerator=accelerator, recipe=recipe)
+    for _, broken in violations(facts, DEVICE_RULES):
+        raise UserInputError(broken.what, broken.value, limit=broken.limit, fix=broken.fix)
+
+
+def has_multicast(cluster: Cluster) -> bool:
+    """Whether GPUs of a node can write to all at once: Hopper and later behind NVLink switches.
+
+    Source: ``CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED``, which Transformer Engine's user buffers ask
+    for (``initialize_ub``).
+    """
+    name, mesh = cluster.accelerator.name.upper(), bool(cluster.levels[0].ring_shares)
+    bridged = re.search(r"PCIE|NVL(?!\d)", name) is not None
+    return not (mesh or bridged) and re.match(r"G?[HB]\d", name) is not None
+
+
+def device_notes(accelerator: str, recipe: str | None, execution: Execution) -> Iterator[str]:
+    """What the user must know of the choices that a job has on such a device."""
+    found = device_rules(accelerator)
+    plain, chosen = dataclasses.asdict(PLAIN), dataclasses.asdict(execution)
+    own = {name for name in chosen if chosen[name] != plain[name]} | {recipe}
+    for name, note in found.notes.items() if found else ():
+        if name in own:
+            yield f"{accelerator}: {note}"

@@ -1,0 +1,352 @@
+"""How the work of layers is done on a layout, and the number format of their products.
+
+``execution_rules`` leaves out what does nothing on a layout; a search keeps to these rules in what
+it chooses, and a launch is held to them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.layout.cuda_graphs import CudaGraphs
+from nest_megatron.layout.recompute import RecomputeModule
+from nest_megatron.layout.rulebook.facts import DEEPEP_RANKS, LaunchRequest, matrix_sides
+from nest_megatron.layout.rulebook.rule import Rule, violations
+from nest_megatron.model.execution import (
+    ContextTraffic,
+    Execution,
+    FlexBackend,
+    GraphImpl,
+    TokenDispatcher,
+)
+from nest_megatron.model.spec import TransformerSpec
+
+#: Modules that ``--offload-modules`` takes outside experts, and inside.
+_OFFLOADED = {"attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"}
+_OFFLOADED_OF_EXPERTS = {"expert_fc1", "moe_act", "fused_group_mlp"}
+_OF_0_20 = {"fused_group_mlp", "gdp_qkv"}
+_OVERLAP, _FLEX = "overlap_moe_expert_parallel_comm", "moe_flex_dispatcher_backend"
+_GRAPHS, _OFFLOADS = "cuda_graph_impl", "offload_modules"
+
+
+def decisive_modules(spec: TransformerSpec, *, graphs: bool) -> frozenset[RecomputeModule]:
+    """Modules whose recomputation a rule of this table may forbid in a model.
+
+    Args:
+        graphs: CUDA graphs may be among what is chosen, of whatever part of a layer.
+    """
+    found = frozenset({RecomputeModule.MOE, RecomputeModule.SHARED_EXPERTS})
+    whole = CudaGraphs(impl=GraphImpl.TRANSFORMER_ENGINE.value)
+    return found | whole.without_modules(spec) if graphs else found
+
+
+def _exchanges_whole_heads(
+    spec: TransformerSpec, execution: Execution, context_split: tuple[int, int] | None
+) -> bool:
+    if context_split is None:
+        return True
+    tp, cp = context_split
+    size = cp if execution.cp_comm_type is ContextTraffic.A2A else 1
+    if execution.cp_comm_type is ContextTraffic.A2A_P2P:
+        size = next(iter(execution.hierarchical_context_parallel_sizes), 1)
+    groups = (max(1, count // tp) for count in spec.query_group_counts)
+    return not any(count % size for count in (spec.num_attention_heads // tp, *groups))
+
+
+def _offloads_what_is_there(spec: TransformerSpec, execution: Execution, is_0_16: bool) -> bool:
+    modules = set(execution.offload_modules)
+    known = _OFFLOADED | _OFFLOADED_OF_EXPERTS | _OF_0_20
+    known -= _OF_0_20 if is_0_16 else set()
+    known -= set() if spec.is_moe else _OFFLOADED_OF_EXPERTS
+    return modules <= known and ("core_attn" in modules or "attn_proj" not in modules)
+
+
+def _overlaps_graphs(execution: Execution, is_0_16: bool) -> bool:
+    impl, scope = execution.cuda_graph_impl, set(execution.cuda_graph_scope)
+    if impl is GraphImpl.TRANSFORMER_ENGINE:
+        return bool(scope) and scope.isdisjoint({"moe", "mlp"})
+    return impl is GraphImpl.NONE or not is_0_16
+
+
+def _overlaps_shared(
+    spec: TransformerSpec, execution: Execution, modules: frozenset[RecomputeModule], is_0_16: bool
+) -> bool:
+    kinds = (TokenDispatcher.ALLTOALL, TokenDispatcher.FLEX)[: 1 if is_0_16 else 2]
+    return not spec.moe_shared_expert_intermediate_size or (
+        # without shared experts the flag says nothing
+        execution.moe_token_dispatcher_type in kinds
+        and not execution.overlap_moe_expert_parallel_comm
+        and RecomputeModule.SHARED_EXPERTS not in modules
+    )
+
+
+def _holds_experts(
+    spec: TransformerSpec, execution: Execution, cuda_graphs: CudaGraphs | None, is_0_16: bool
+) -> bool:
+    scope, whole_step = execution.cuda_graph_scope, GraphImpl.FULL_ITERATION
+    # the job's own graphs are its own matter, and the buffers of fixed sizes that 0.20 has for
+    # experts in a graph of the step (moe_expert_rank_capacity_factor, moe_paged_stash)
+    planned = cuda_graphs is None and (is_0_16 or execution.cuda_graph_impl is not whole_step)
+    return not (planned and spec.is_moe and (not scope or "moe" in scope))
+
+
+def _rule(
+    id: str, when: str, source: str, holds: Callable[..., bool], limit: str, release: str = ""
+) -> Rule:
+    """A rule that looks where a field of ``Execution`` is not at Megatron's default."""
+    fix = "Leave it out, or change the layout."
+    return Rule(id, source, holds, when, limit, fix, when=when, release=release)
+
+
+FORMAT_RULES: tuple[Rule, ...] = (
+    Rule(
+        "fp8_shapes",
+        "Transformer Engine assert_dim_for_fp8_exec (run)",
+        lambda uneven_sides: not uneven_sides,
+        "tensor_model_parallel_size",
+        "{precision} matrices have sides of whole {sides}s; found {uneven}",
+        "Lower the tensor-parallel size.",
+        words={"sides": matrix_sides, "uneven": lambda uneven_sides: [*uneven_sides]},
+        reason="sides of matrices divide by the number format's",
+    ),
+)
+
+EXECUTION_RULES: tuple[Rule, ...] = (
+    _rule(
+        "permute_fusion",
+        "moe_permute_fusion",
+        "moe/moe_utils.py (run)",
+        lambda is_local: not is_local,
+        "only Transformer Engine sorts tokens in one kernel",
+    ),
+    _rule(
+        "router_fusion",
+        "moe_router_fusion",
+        "moe/moe_utils.py (run)",
+        lambda is_local: not is_local,
+        "only Transformer Engine has the router in one kernel",
+    ),
+    _rule(
+        "flex_group",
+        _FLEX,
+        "moe/token_dispatcher.py:1346",
+        lambda spec, experts_alone: not (spec.is_moe and experts_alone),
+        "the flex dispatcher sends tokens among several ranks (etp * ep above 1)",
+    ),
+    _rule(
+        "deepep_ranks",
+        _FLEX,
+        "moe/fused_a2a.py:56, DeepEP's buffer.py (run)",
+        lambda execution, has_deepep_buffers: (
+            execution.moe_flex_dispatcher_backend is not FlexBackend.DEEPEP or has_deepep_buffers
+        ),
+        f"DeepEP has buffers for {', '.join(map(str, sorted(DEEPEP_RANKS)))} expert ranks",
+    ),
+    _rule(
+        "ncclep_release",
+        _FLEX,
+        "0.20 tc:898, token_dispatcher.py:1853",
+        lambda execution: execution.moe_flex_dispatcher_backend is not FlexBackend.NCCLEP,
+        "0.16.1 has no NCCL EP",
+        release="0.16",
+    ),
+    _rule(
+        "expert_overlap_dispatcher",
+        _OVERLAP,
+        "tc:1863-1869",
+        lambda spec, execution, one_expert_rank: (
+            spec.is_moe
+            and not one_expert_rank
+            and execution.moe_token_dispatcher_type is not TokenDispatcher.ALLGATHER
+        ),
+        "it needs expert parallelism, and the alltoall or the flex dispatcher",
+    ),
+    _rule(
+        "expert_overlap_pipeline",
+        _OVERLAP,
+        "tc:1857",
+        lambda is_pipelined, is_interleaved: is_interleaved or not is_pipelined,
+        "with a pipeline it needs virtual stages",
+    ),
+    _rule(
+        "expert_overlap_recompute",
+        _OVERLAP,
+        "tc:1871, model_chunk_schedule_plan.py (run; 0.20 tc:3030)",
+        lambda recomputes_experts: not recomputes_experts,
+        "neither whole layers nor the module moe may be recomputed",
+    ),
+    _rule(
+        "expert_overlap_precision",
+        _OVERLAP,
+        "tc:1882",
+        lambda precision: precision is not Precision.FP32,
+        "the model is in 16 bits",
+    ),
+    _rule(
+        "expert_overlap_mtp",
+        _OVERLAP,
+        "tc:1889",
+        lambda spec, is_pipelined, is_0_16: (
+            spec.num_mtp_layers <= (1 if is_pipelined or not is_0_16 else 0)
+        ),
+        "the model has one MTP layer at most, on 0.16.1 only with a pipeline",
+    ),
+    _rule(
+        "expert_overlap_graphs",
+        _OVERLAP,
+        "tc:1898",
+        _overlaps_graphs,
+        "CUDA graphs may hold neither experts nor whole layers",
+    ),
+    _rule(
+        "expert_overlap_fsdp",
+        _OVERLAP,
+        "model_chunk_schedule_plan.py (run)",
+        lambda is_fsdp: not is_fsdp,
+        "0.16.1's schedule passes by the layers' forward, where Megatron-FSDP gathers weights",
+        release="0.16",
+    ),
+    _rule(
+        "delayed_wgrad",
+        "delay_wgrad_compute",
+        "args:1210",
+        lambda is_local: not is_local,
+        "only Transformer Engine puts weight gradients off",
+    ),
+    _rule(
+        "shared_overlap",
+        "moe_shared_expert_overlap",
+        "tc:1090, tc:1232, tc:1886",
+        _overlaps_shared,
+        "tokens go by alltoall (by flex too on 0.20), the all-to-all overlaps nothing else, and "
+        "shared experts are not recomputed",
+    ),
+    _rule(
+        "tensor_overlap",
+        "tp_comm_overlap",
+        "args:915, training/initialize.py:270",
+        lambda is_local, one_tensor_rank, sequence_parallel: (
+            not is_local and (one_tensor_rank or sequence_parallel)
+        ),
+        "it needs sequence parallelism and Transformer Engine",
+    ),
+    _rule(
+        "context_levels",
+        "cp_comm_type",
+        "args:403-408",
+        lambda execution, cp: (
+            execution.cp_comm_type is not ContextTraffic.A2A_P2P
+            or (
+                len(execution.hierarchical_context_parallel_sizes) == 2
+                and math.prod(execution.hierarchical_context_parallel_sizes) == cp
+            )
+        ),
+        "a2a+p2p needs two sizes that multiply to the context-parallel size",
+    ),
+    _rule(
+        "context_sizes",
+        "hierarchical_context_parallel_sizes",
+        "args:405",
+        lambda execution, cp: math.prod(execution.hierarchical_context_parallel_sizes) == cp,
+        "they multiply to the context-parallel size",
+    ),
+    _rule(
+        "context_heads",
+        "cp_comm_type",
+        "Transformer Engine context_parallel.py (run)",
+        _exchanges_whole_heads,
+        "ranks that exchange heads get whole heads and whole query groups each",
+    ),
+    Rule(
+        "cuda_graph_recompute",
+        "tc:1780-1822",
+        lambda spec, captured, modules: modules.isdisjoint(captured.without_modules(spec)),
+        "recompute_modules",
+        "a captured CUDA graph cannot recompute it (a graph has no new random numbers for dropout "
+        "or jitter)",
+        "Leave them out, or change the graphs.",
+        value=lambda spec, captured, modules: sorted(
+            module.value for module in modules & captured.without_modules(spec)
+        ),
+        when=_GRAPHS,
+    ),
+    Rule(
+        "cuda_graph_full_recompute",
+        "tc:1780-1822",
+        lambda captured, recomputes_layers: (
+            not recomputes_layers or captured.allows_full_recompute()
+        ),
+        "recompute_granularity",
+        "{captured.impl} CUDA graphs of layers hold no full recomputation; a graph of the full "
+        "iteration does",
+        "Free recompute, or change the graphs.",
+        value=lambda: "full",
+        when=_GRAPHS,
+    ),
+    Rule(
+        # 0.16.1 pads experts for local graphs over several ranks
+        "cuda_graph_experts",
+        "args:1158",
+        lambda captured, one_expert_rank: (
+            one_expert_rank
+            or captured.pads_experts
+            or captured.impl not in (GraphImpl.LOCAL, GraphImpl.FULL_ITERATION)
+        ),
+        "expert_model_parallel_size",
+        "local CUDA graphs with expert parallelism need --moe-pad-experts-for-cuda-graph-inference",
+        "Use 1, add that flag, or change the graphs.",
+        when=_GRAPHS,
+        release="0.16",
+    ),
+    _rule(
+        "graphs_experts",
+        _GRAPHS,
+        "tc:1762 (run)",
+        _holds_experts,
+        "experts without a capacity get as many tokens as come, which no graph holds",
+    ),
+    _rule(
+        "offloaded_layers",
+        "cpu_offloading_num_layers",
+        "tc:1137-1151, tc:1722",
+        lambda spec, execution, is_pipelined, recomputes_layers, modules: (
+            execution.cpu_offloading_num_layers < spec.num_layers
+            and execution.cuda_graph_impl is GraphImpl.NONE
+            and not (is_pipelined or recomputes_layers or modules)
+        ),
+        "fewer layers move than there are, without a pipeline, recomputation and CUDA graphs",
+    ),
+    _rule(
+        "offloaded_modules",
+        _OFFLOADS,
+        "tc:1273-1292, args:1222",
+        lambda spec, execution, is_local, is_0_16: (
+            not is_local and _offloads_what_is_there(spec, execution, is_0_16)
+        ),
+        "the release and the model have these modules, attn_proj goes with core_attn, and "
+        "Transformer Engine moves them",
+    ),
+    _rule(
+        "offloaded_recomputed",
+        _OFFLOADS,
+        "tc:1269, 0.20 tc:2163",
+        lambda execution, recomputes_layers, modules: (
+            not (
+                recomputes_layers
+                or execution.cpu_offloading_num_layers > 0
+                or (
+                    RecomputeModule.MOE in modules
+                    and not _OFFLOADED_OF_EXPERTS.isdisjoint(execution.offload_modules)
+                )
+            )
+        ),
+        "what is recomputed, or moved with its layer, is not there to be moved",
+    ),
+)
+
+
+def allows_execution(request: LaunchRequest) -> bool:
+    """Whether Megatron accepts how the work of a request's layers is done."""
+    return not any(violations(request.facts, EXECUTION_RULES))

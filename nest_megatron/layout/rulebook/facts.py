@@ -1,0 +1,276 @@
+"""What rules read of a job and its layout, by name: all for a launch, some in a search."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.layout.batch_schedule import BatchSchedule
+from nest_megatron.layout.cuda_graphs import CudaGraphs
+from nest_megatron.layout.dims import SHORT_DEGREES, ParallelDims
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.recompute import (
+    NO_RECOMPUTE,
+    Recompute,
+    RecomputeGranularity,
+    RecomputeModule,
+)
+from nest_megatron.layout.stage_layout import layout_string
+from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
+from nest_megatron.model.execution import PLAIN, Execution, GraphImpl
+from nest_megatron.model.spec import TransformerSpec
+
+#: The releases of Megatron-LM whose rules are known, and the one where none is named.
+RELEASES = ("0.16.1", "0.20")
+DEFAULT_VERSION = RELEASES[0]
+#: Groups that DeepEP has buffer sizes for. Source: deepseek-ai/DeepEP, deep_ep/buffer.py
+#: (``Buffer.get_dispatch_config``); its first releases lack 48 and 96.
+DEEPEP_RANKS = frozenset({2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160})
+#: Short names of the degrees, as rules have them, and Megatron's.
+DEGREES = {short.lower(): name for name, short in SHORT_DEGREES.items()}
+OF_DIMS = (*DEGREES, "rank_order", "world_size")
+_OF_GRIDS = ("micro_batch_size", "sequence_parallel", "zero", "recompute", "execution")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """Everything about a job that Megatron's rules look at.
+
+    Args:
+        partition: ``None`` while a search has not chosen one.
+        sharding: what divides states among replicas; ``None`` leaves it to the ZeRO stage.
+        gradient_bytes: width of the gradients that replicas reduce and keep.
+        cuda_graphs: the job's own, of which ``execution`` says what they capture; ``None`` where a
+            plan chooses them, or there are none.
+        fused_attention: attention runs in a fused kernel (``ExecutionTraits.flash_attention``).
+        microbatch_group_size_per_vp_stage: micro batches of a round of virtual stages; 0 is one a
+            pipeline rank.
+        version: the Megatron-LM release, one of ``RELEASES``.
+        execution: how the work of layers is done.
+        batch_schedule: how the batch grows; every rule holds at each of its sizes.
+        even_stages: layers of which every virtual stage has the same multiple, as no layout can be
+            stated; 0 where stages may be uneven.
+        options: the job's own options that are no part of a layout, by Megatron's name.
+        accelerator: name of the device; empty where it is not known.
+    """
+
+    spec: TransformerSpec
+    dims: ParallelDims
+    micro_batch_size: int
+    global_batch_size: int
+    partition: StagePartition | None = None
+    recompute: Recompute = NO_RECOMPUTE
+    zero: ZeroStage = ZeroStage.NONE
+    precision: Precision = Precision.BF16
+    sequence_parallel: bool = False
+    moe_grouped_gemm: bool = False
+    gradient_bytes: int = 4
+    sharding: DataParallelSharding | None = None
+    optimizer: str = "adam"
+    cuda_graphs: CudaGraphs | None = None
+    fp8_recipe: str = "delayed"
+    transformer_impl: str = "transformer_engine"
+    fused_attention: bool = True
+    microbatch_group_size_per_vp_stage: int = 0
+    version: str = DEFAULT_VERSION
+    execution: Execution = PLAIN
+    batch_schedule: BatchSchedule | None = None
+    even_stages: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    accelerator: str = ""
+
+    @classmethod
+    def of(cls, spec: TransformerSpec, grid: PartialLayout, **others: Any) -> LaunchRequest:
+        """A grid of a model, but its execution; ``others`` are the fields that it does not say.
+
+        Every plan has grouped GEMMs of experts where the layers are Transformer Engine's.
+        """
+        engine = others.get("transformer_impl", "transformer_engine")
+        others.setdefault("moe_grouped_gemm", spec.is_moe and engine != "local")
+        names = ("dims", "micro_batch_size", "global_batch_size", "recompute", "zero")
+        own = {name: getattr(grid, name) for name in (*names, "sequence_parallel")}
+        return cls(spec=spec, **own, **others)
+
+    @property
+    def is_0_16(self) -> bool:
+        """Whether the release is 0.16.1."""
+        return self.version.startswith("0.16")
+
+    @property
+    def batch_unit(self) -> int:
+        """The global batch, or what every size of one that grows is a multiple of."""
+        growing = self.batch_schedule
+        return self.global_batch_size if growing is None else growing.batch_unit
+
+    @property
+    def batch_grows(self) -> bool:
+        """Whether the run has several batch sizes."""
+        return self.batch_schedule is not None
+
+    @property
+    def uneven_sides(self) -> tuple[int, ...]:
+        """Sides of a rank's matrices that the number format does not divide."""
+        return uneven_sides(self.spec, self.dims, self.precision, self.fp8_recipe)
+
+    @property
+    def facts(self) -> Facts:
+        """What rules read of it."""
+        return Facts(job=self)
+
+
+class Facts(dict[str, Any]):
+    """Facts by name; what they do not hold follows from others, or is read from the ``job``.
+
+    >>> Facts(pp=2, vpp=3)["num_chunks"]
+    6
+    """
+
+    def __missing__(self, name: str) -> Any:
+        if name in DERIVED:
+            self[name] = self.read(DERIVED[name])
+        else:
+            job, field = self["job"], DEGREES.get(name, name)
+            records = (job, job.dims, job.spec, job.execution)
+            self[name] = next(getattr(each, field) for each in records if hasattr(each, field))
+        return self[name]
+
+    def read(self, function: Callable[..., Any]) -> Any:
+        """What a function says of the facts that its parameters name."""
+        return function(*[self[name] for name in parameters(function)])
+
+
+def parameters(function: Callable[..., object]) -> tuple[str, ...]:
+    """The names of a function's parameters: the facts that it reads."""
+    code = function.__code__
+    return code.co_varnames[: code.co_argcount]
+
+
+def sources(name: str) -> Iterator[str]:
+    """The facts that one follows from, or itself."""
+    derived = DERIVED.get(name)
+    for each in parameters(derived) if derived else ():
+        yield from sources(each)
+    if derived is None:
+        yield name
+
+
+def facts_of_dims(dims: ParallelDims) -> dict[str, Any]:
+    """The degrees by their short names, and what they come to."""
+    return {name: getattr(dims, DEGREES.get(name, name)) for name in OF_DIMS}
+
+
+def facts_of(grid: PartialLayout) -> dict[str, Any]:
+    """What rules read of a layout without its stages."""
+    return {**facts_of_dims(grid.dims), **{name: getattr(grid, name) for name in _OF_GRIDS}}
+
+
+def facts_reader(names: Iterable[str]) -> Callable[[PartialLayout], Any]:
+    """What gives the values of some facts of a layout as one key: a tuple of several."""
+    paths = [f"dims.{DEGREES.get(name, name)}" if name in OF_DIMS else name for name in names]
+    return attrgetter(*paths) if paths else lambda _: ()
+
+
+def num_microbatches(batch_unit: int, micro_batch_size: int, dp: int) -> int:
+    """Micro batches of one step on each rank, 0 if they do not come out whole.
+
+    Where those of the unit of a growing batch are whole, and whole rounds of virtual stages, so are
+    those of every multiple.
+    """
+    samples = micro_batch_size * dp
+    return 0 if samples < 1 or batch_unit % samples else batch_unit // samples
+
+
+def matrix_sides(precision: Precision, fp8_recipe: str) -> int:
+    """What the sides of matrices are multiples of; 1 in 16 and 32 bits."""
+    if not precision.is_quantized:
+        return 1
+    return 32 if precision is Precision.NVFP4 or fp8_recipe in ("mxfp8", "nvfp4") else 16
+
+
+def uneven_sides(
+    spec: TransformerSpec, dims: ParallelDims, precision: Precision, recipe: str
+) -> tuple[int, ...]:
+    """Sides of a rank's matrices that the format does not divide (``assert_dim_for_fp8_exec``)."""
+    multiple = matrix_sides(precision, recipe)
+    if multiple == 1:
+        return ()
+    tp, etp = dims.tensor_model_parallel_size, dims.expert_tensor_parallel_size
+    head_dim = spec.v_head_dim if spec.multi_latent_attention else spec.head_dim
+    sides = {spec.hidden_size, spec.num_attention_heads * head_dim // tp}
+    sides.update(size // tp for size in spec.ffn_hidden_sizes)
+    if spec.is_moe:
+        sides.add(spec.expert_ffn_hidden_size // etp)
+    return tuple(sorted(side for side in sides if side % multiple))
+
+
+def shape_of(partition: StagePartition) -> tuple[int, int, int]:
+    """Pipeline ranks, virtual stages and units of a partition."""
+    ranks, units = partition.pipeline_model_parallel_size, partition.boundaries[-1]
+    return ranks, partition.num_chunks, units
+
+
+def _captured(execution: Execution, cuda_graphs: CudaGraphs | None) -> CudaGraphs | None:
+    """What CUDA graphs capture; ``None`` where there are none."""
+    if execution.cuda_graph_impl is GraphImpl.NONE:
+        return None
+    impl, scope = execution.cuda_graph_impl.value, frozenset(execution.cuda_graph_scope)
+    return dataclasses.replace(cuda_graphs or CudaGraphs(impl=impl), impl=impl, scope=scope)
+
+
+def _stages(
+    spec: TransformerSpec, partition: StagePartition | None, pp: int, num_chunks: int
+) -> StagePartition | None:
+    """The partition, where it has the shape that the degrees and the model say."""
+    expected = (pp, num_chunks, spec.num_units)
+    return partition if partition is not None and shape_of(partition) == expected else None
+
+
+#: Facts that follow from others: those that their parameters name.
+DERIVED: Mapping[str, Callable[..., Any]] = {
+    "is_local": lambda transformer_impl: transformer_impl == "local",
+    "num_chunks": lambda pp, vpp: pp * vpp,
+    "expert_ranks": lambda ep, etp: ep * etp,
+    "batch_sizes": lambda global_batch_size, batch_schedule: {
+        global_batch_size,
+        *(batch_schedule.sizes if batch_schedule else ()),
+    },
+    "num_microbatches": num_microbatches,
+    "one_tensor_rank": lambda tp: tp == 1,
+    "one_context_rank": lambda cp: cp == 1,
+    "context_split": lambda tp, cp: None if cp == 1 else (tp, cp),
+    "one_expert_rank": lambda ep: ep == 1,
+    "experts_alone": lambda expert_ranks: expert_ranks == 1,
+    "has_deepep_buffers": lambda expert_ranks: expert_ranks in DEEPEP_RANKS,
+    "is_pipelined": lambda pp: pp > 1,
+    "is_interleaved": lambda vpp: vpp > 1,
+    "is_fsdp": lambda zero: zero.is_fsdp,
+    "zero_name": lambda zero: zero.name,
+    "uses_megatron_fsdp": lambda zero, sharding: (
+        (sharding or zero.sharding) is DataParallelSharding.MEGATRON_FSDP
+    ),
+    "uses_torch_fsdp2": lambda sharding: sharding is DataParallelSharding.TORCH_FSDP2,
+    "shards_optimizer": lambda zero, uses_megatron_fsdp, uses_torch_fsdp2: (
+        (zero >= ZeroStage.OPTIMIZER or uses_megatron_fsdp) and not uses_torch_fsdp2
+    ),
+    "expert_replicas": lambda tp, cp, dp, expert_ranks: tp * cp * dp // expert_ranks,
+    "modules": lambda recompute: frozenset(recompute.modules),
+    "recomputes_layers": lambda recompute: recompute.granularity is RecomputeGranularity.FULL,
+    "recomputes_experts": lambda recomputes_layers, modules: (
+        recomputes_layers or RecomputeModule.MOE in modules
+    ),
+    "hides_experts": lambda one_expert_rank, is_pipelined, is_interleaved, recomputes_experts: (
+        not (one_expert_rank or recomputes_experts or (is_pipelined and not is_interleaved))
+    ),
+    "captured": _captured,
+    "recipe": lambda precision, fp8_recipe: {
+        Precision.FP8: fp8_recipe,
+        Precision.NVFP4: "nvfp4",
+    }.get(precision),
+    "stages": _stages,
+    "stage_text": lambda spec, stages: stages and layout_string(spec, stages),
+}

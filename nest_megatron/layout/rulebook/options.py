@@ -1,0 +1,260 @@
+"""Options of the job that only go with some layouts: left in place, Megatron would refuse the two.
+
+A plan prices none of them, so dropping one costs at most what the option would have gained; each is
+named in the changes, with its reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.recompute import RecomputeModule
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, LaunchRequest
+from nest_megatron.layout.rulebook.rule import Rule, violations
+from nest_megatron.layout.rulebook.schedule import allows_interleaving
+from nest_megatron.layout.rulebook.sharding import initializes_on_meta_device
+from nest_megatron.layout.zero import ZeroStage
+
+_BESIDE_OVERLAP = "it goes with --overlap-moe-expert-parallel-comm"
+_FLEX_ALONE = "the flex dispatcher exchanges tokens among several ranks"
+_OF_FSDP = "it belongs to Megatron-FSDP"
+_ONE_BY_ONE = "Megatron-FSDP shards the experts one by one"
+_INSTANCES = "num_distributed_optimizer_instances"
+
+
+def _option(
+    what: str,
+    source: str,
+    holds: Callable[..., bool],
+    limit: str,
+    *,
+    id: str = "",
+    release: str = "",
+    turns_off: bool = False,
+) -> Rule:
+    """A rule on an option by Megatron's name; of two of one option ``id`` tells the second."""
+    return Rule(
+        f"option_{id or what}",
+        source,
+        holds,
+        what,
+        limit,
+        "Drop it, or change the layout.",
+        value="option",
+        option=True,
+        release=release,
+        turns_off=turns_off,
+    )
+
+
+OPTION_RULES: tuple[Rule, ...] = (
+    _option(
+        "tp_comm_overlap",
+        "args:916",
+        lambda sequence_parallel: sequence_parallel,
+        "it needs sequence parallelism",
+    ),
+    _option(
+        "defer_embedding_wgrad_compute",
+        "mpc:426",
+        lambda is_pipelined: is_pipelined,
+        "the plan has no pipeline",
+    ),
+    _option(
+        "overlap_p2p_comm_warmup_flush",
+        "mpc:452",
+        lambda is_interleaved: is_interleaved,
+        "the plan has no virtual stages",
+    ),
+    _option(
+        "overlap_p2p_comm",
+        "args:579",
+        lambda pp, vpp: vpp == 1 or pp != 2,
+        "virtual stages on two pipeline ranks need it",
+        turns_off=True,
+    ),
+    _option(
+        "overlap_param_gather_with_optimizer_step",
+        "args:640",
+        lambda is_interleaved, shards_optimizer: is_interleaved and shards_optimizer,
+        "it needs virtual stages and overlapped gathering of weights",
+    ),
+    _option(
+        "microbatch_group_size_per_vp_stage",
+        "schedules.py:995-1015 (run)",
+        lambda option, pp, vpp, batch_sizes, micro_batch_size, dp: all(
+            allows_interleaving(pp, vpp, size // (micro_batch_size * dp), option)
+            for size in batch_sizes
+        ),
+        "the plan's rounds of micro batches are of another size",
+    ),
+    _option(
+        "hybrid_override_pattern",
+        "0.20 args:746",
+        lambda spec: not spec.hybrid_layer_pattern,
+        "--hybrid-layer-pattern states the layers and their stages",
+        release="0.20",
+    ),
+    _option(
+        "distribute_saved_activations",
+        "args:885",
+        lambda recomputes_layers, one_tensor_rank, sequence_parallel: (
+            recomputes_layers and not (one_tensor_rank or sequence_parallel)
+        ),
+        "sequence parallelism spreads them already",
+    ),
+    _option(
+        "hierarchical_context_parallel_sizes",
+        "args:405",
+        lambda option, cp: math.prod(map(int, option)) == cp,
+        "the plan has another context-parallel size",
+    ),
+    _option(
+        "cp_comm_type",
+        "args:407",
+        lambda option, cp: "a2a+p2p" not in option or cp > 1,
+        "the plan has no context parallelism",
+    ),
+    _option(
+        "overlap_moe_expert_parallel_comm",
+        "tc:1858",
+        lambda hides_experts: hides_experts,
+        "it needs expert parallelism, virtual stages and no full recomputation",
+    ),
+    _option(
+        "overlap_moe_expert_parallel_comm",
+        "model_chunk_schedule_plan.py (0.20 combined_1f1b.py:68 allows it)",
+        lambda uses_megatron_fsdp: not uses_megatron_fsdp,
+        "its schedule passes by the layers' forward, where Megatron-FSDP gathers weights",
+        id="overlap_beside_fsdp",
+        release="0.16",
+    ),
+    _option("delay_wgrad_compute", "tc:1872", lambda hides_experts: hides_experts, _BESIDE_OVERLAP),
+    _option(
+        "delay_wgrad_compute",
+        "tc:1872",
+        lambda uses_megatron_fsdp: not uses_megatron_fsdp,
+        _BESIDE_OVERLAP,
+        id="delay_beside_fsdp",
+        release="0.16",
+    ),
+    _option(
+        "moe_shared_expert_overlap",
+        "tc:1234",
+        lambda modules: RecomputeModule.SHARED_EXPERTS not in modules,
+        "the plan recomputes shared experts",
+    ),
+    _option(
+        "moe_token_dispatcher_type",
+        "moe/token_dispatcher.py:1346",
+        lambda option, spec, experts_alone: option != "flex" or not (spec.is_moe and experts_alone),
+        _FLEX_ALONE,
+    ),
+    *(
+        _option(
+            what,
+            "moe/token_dispatcher.py:1346",
+            lambda spec, experts_alone: not (spec.is_moe and experts_alone),
+            _FLEX_ALONE,
+        )
+        for what in ("moe_flex_dispatcher_backend", "moe_enable_deepep")
+    ),
+    _option(
+        "cpu_offloading_num_layers",
+        "tc:1144, tc:1149",
+        lambda is_pipelined, recomputes_layers, modules: (
+            not (is_pipelined or recomputes_layers or modules)
+        ),
+        "whole layers are moved to the host without a pipeline and without recomputation",
+    ),
+    _option(
+        "fine_grained_activation_offloading",
+        "0.20 tc:2163 (run)",
+        lambda recomputes_layers: not recomputes_layers,
+        "the plan recomputes whole layers, so nothing of them is saved",
+    ),
+    _option(
+        _INSTANCES,
+        "parallel_state.py:833",
+        lambda option, spec, cp, dp, expert_replicas, shards_optimizer: (
+            option <= 1
+            or (
+                shards_optimizer
+                and dp * cp % option == 0
+                and not (spec.is_moe and expert_replicas % option)
+            )
+        ),
+        "it does not divide the plan's replicas",
+    ),
+    _option(
+        _INSTANCES,
+        "mcore_fsdp_adapter.py:206-221, megatron_fsdp.py:246",
+        lambda option, uses_megatron_fsdp, one_expert_rank: (
+            option <= 1 or not uses_megatron_fsdp or one_expert_rank
+        ),
+        "Megatron-FSDP of 0.16.1 has no groups of experts within an instance",
+        id="instances_of_fsdp",
+        release="0.16",
+    ),
+    _option(
+        "ckpt_format",
+        "args:690, :1042",
+        lambda option, uses_megatron_fsdp, uses_torch_fsdp2: {
+            "fsdp_dtensor": uses_megatron_fsdp,
+            "torch_dcp": uses_torch_fsdp2,
+        }.get(option, True),
+        "the plan's data-parallel sharding does not save that way",
+    ),
+    *(
+        _option(what, source, lambda uses_megatron_fsdp: uses_megatron_fsdp, _OF_FSDP)
+        for what, source in (
+            ("fsdp_double_buffer", "args:680"),
+            ("fsdp_manual_registration", "args:694"),
+        )
+    ),
+    _option(
+        "init_model_with_meta_device",
+        "training.py:1266 (run)",
+        lambda uses_megatron_fsdp, uses_torch_fsdp2: uses_megatron_fsdp or uses_torch_fsdp2,
+        "without Megatron-FSDP weights of the meta device keep whatever memory holds",
+    ),
+    _option(
+        "use_cpu_initialization",
+        "param_and_grad_buffer.py:2198 (run)",
+        lambda spec, uses_megatron_fsdp: (
+            not (uses_megatron_fsdp and initializes_on_meta_device(spec))
+        ),
+        "Megatron-FSDP makes the weights from the meta device, and cannot make the embedding's "
+        "there with it",
+    ),
+    _option(
+        "check_weight_hash_across_dp_replicas_interval",
+        "args:684",
+        lambda uses_megatron_fsdp, zero: not uses_megatron_fsdp or zero is not ZeroStage.WEIGHTS,
+        "no replica holds all weights",
+    ),
+    *(
+        _option(
+            what, "0.20 args:1138", lambda uses_megatron_fsdp: not uses_megatron_fsdp, _ONE_BY_ONE
+        )
+        for what in ("moe_single_grouped_weight", "moe_single_grouped_bias")
+    ),
+)
+
+
+def contradicted(
+    plan: ParallelPlan, options: Mapping[str, Any], version: str = DEFAULT_VERSION
+) -> dict[str, str]:
+    """Options among the user's that the plan contradicts, with the reason for each."""
+    request = LaunchRequest.of(
+        plan.model,
+        plan.layout,
+        version=version,
+        options=options,
+        sharding=plan.layout.sharding,
+        batch_schedule=plan.train.batch_schedule,
+    )
+    return {rule.what: found.limit for rule, found in violations(request.facts, OPTION_RULES)}

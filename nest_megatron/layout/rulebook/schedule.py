@@ -1,0 +1,211 @@
+"""Pipelines, virtual stages and micro batches, before a layout has its stages."""
+
+from __future__ import annotations
+
+from nest_megatron.layout.dims import RankOrder
+from nest_megatron.layout.recompute import Recompute, RecomputeMethod
+from nest_megatron.layout.rulebook.rule import Rule
+from nest_megatron.layout.stage_layout import uneven_flags
+from nest_megatron.model.spec import ModelFamily, TransformerSpec
+
+_PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+_EVEN = "even stages: as many layers on each pipeline rank"
+
+
+def cuts_anywhere(spec: TransformerSpec, recompute: Recompute, version: str) -> bool:
+    """Whether a layout may cut stages anywhere, which 0.16.1 does not allow all.
+
+    It divides a hybrid model's layers by the ranks, has no virtual stages for them, and passes full
+    recomputation over in silence (``MambaStack._select_layers_for_pipeline_parallel``,
+    ``forward``). Groups of ``uniform`` recomputation must divide every virtual stage's layers.
+    """
+    grouped = recompute.method is RecomputeMethod.UNIFORM and recompute.num_layers != 1
+    return not ((spec.hybrid_layer_pattern or grouped) and version.startswith("0.16"))
+
+
+def allows_blocks(spec: TransformerSpec) -> bool:
+    """``block`` recomputation counts the layers of each stack; with an encoder there are two."""
+    return spec.family is not ModelFamily.T5 and not spec.has_split_encoder
+
+
+def allows_interleaving(
+    pp: int, vpp: int, microbatches: int, group: int = 0, *, whole: bool = False
+) -> bool:
+    """Virtual stages need a pipeline and rounds of at least as many micro batches as ranks.
+
+    The last round may be smaller, but not than that (0.16.1 schedules.py:949-970).
+
+    Args:
+        group: micro batches of a round (``microbatch_group_size_per_vp_stage``); 0 is one a
+            pipeline rank.
+        whole: the last round is as large as the others, so that rounds of every multiple of these
+            micro batches are whole too.
+    """
+    size = group or pp
+    rest = microbatches % size
+    fits = pp <= size <= microbatches and (rest == 0 or (rest >= pp and not whole))
+    return vpp == 1 or (pp > 1 and fits)
+
+
+def _stated_ends(spec: TransformerSpec, pp: int) -> str:
+    """What makes stages of a hybrid model uneven, which is not searched for."""
+    if not spec.hybrid_layer_pattern:
+        return ""
+    flags = uneven_flags(spec, pp)
+    return f", where the command says no more ({flags[0].lower()}{flags[1:]})"
+
+
+def _rounds(pp: int, microbatch_group_size_per_vp_stage: int) -> str:
+    group, name = microbatch_group_size_per_vp_stage, "microbatch_group_size_per_vp_stage"
+    if not group:
+        return f"whole rounds of {pp} micro batches, one a pipeline rank"
+    return f"rounds of {group} micro batches ({name}), none smaller than the {pp} pipeline ranks"
+
+
+SCHEDULE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "two_stacks",
+        "pretrain_t5.py model_provider",
+        lambda spec, pp: pp == 1 or spec.family is not ModelFamily.T5,
+        _PP,
+        "pretrain_t5.py keeps both stacks of the model on one pipeline rank",
+        "Use 1.",
+        reason="both stacks of the model lie on one pipeline rank",
+    ),
+    Rule(
+        "no_empty_stage",
+        "Megatron-LM issue 1852",
+        lambda spec, pp, vpp: pp * vpp <= spec.num_units,
+        f"{_PP} * {_VPP}",
+        "a stage without a unit makes GPUs wait for ever; the model has {num_units} units",
+        "Use fewer stages.",
+        value="num_chunks",
+        reason="at most {num_units} stages, one a layer or end",
+    ),
+    Rule(
+        "even_stages",
+        "ssm/mamba_block.py; frameworks that can state no layout",
+        lambda spec, even_stages, pp, vpp: not even_stages or spec.num_layers % (pp * vpp) == 0,
+        f"{_PP} * {_VPP}",
+        "it must divide the {num_layers} layers: stages are even here{stated_ends}",
+        "Use a divisor.",
+        value="num_chunks",
+        words={"stated_ends": _stated_ends},
+        reason=_EVEN,
+    ),
+    Rule(
+        "even_groups",
+        "transformer_block.py:532, :444 (run)",
+        lambda spec, even_stages, pp, vpp: (
+            not even_stages
+            or spec.num_layers % (pp * vpp) > 0
+            or spec.num_layers // (pp * vpp) % even_stages == 0
+        ),
+        "recompute_num_layers",
+        "uniform groups must divide the {layers} layers of every virtual stage",
+        "Use 1, or the block method.",
+        value="even_stages",
+        words={"layers": lambda spec, num_chunks: spec.num_layers // num_chunks},
+        reason=_EVEN,
+    ),
+    Rule(
+        "expert_ranks_of_stage",
+        "ps:792",
+        lambda world_size, pp, ep, etp: world_size // pp % (ep * etp) == 0,
+        "expert_model_parallel_size, expert_tensor_parallel_size",
+        "their product must divide the ranks of each of the {pp} pipeline ranks' stages "
+        "({world_size} in all)",
+        "Lower one of the two.",
+        reason="expert ranks divide the ranks of a stage",
+    ),
+    Rule(
+        "encoder",
+        "pretrain_vlm.py model_provider",
+        lambda spec, cp, pp, vpp: not spec.has_split_encoder or (vpp == 1 and min(pp, cp) == 1),
+        _PP,
+        "pretrain_vlm.py takes a pipeline or context parallelism ({cp}), and no virtual stages "
+        "({vpp})",
+        "Use 1, or context_parallel_size=1 without virtual stages.",
+        reason="an encoder goes with a pipeline or context ranks",
+    ),
+    Rule(
+        "whole_batch",
+        "num_microbatches_calculator.py:340",
+        lambda num_microbatches: num_microbatches > 0,
+        "global_batch_size",
+        "it must be a multiple of micro_batch_size * data_parallel_size ({micro_batch_size} * "
+        "{dp}) at every size",
+        "Change the micro batch or the data-parallel size.",
+        value=lambda batch_unit, batch_schedule: (
+            batch_schedule.words() if batch_schedule else batch_unit
+        ),
+        reason="micro batch * data-parallel size divides the global batch",
+    ),
+    Rule(
+        # a dense model's expert grid is free: ``launched_expert_tensor_size`` makes it fit
+        "rank_order",
+        "ps:811",
+        lambda spec, tp, cp, pp, expert_ranks, rank_order: (
+            rank_order is not RankOrder.TP_CP_EP_PP_DP
+            or pp == 1
+            or spec.num_experts is None
+            or expert_ranks == tp * cp
+        ),
+        "use_tp_pp_dp_mapping",
+        "with a pipeline, etp * ep must equal tp * cp in this rank order",
+        "Use the default rank order.",
+        value="expert_ranks",
+    ),
+    Rule(
+        # no framework tells ``get_gpt_heterogeneous_layer_spec`` which virtual stage it builds
+        "heterogeneous_virtual_stages",
+        "transformer_layer.py:97, 0.20 transformer_layer.py (at build)",
+        lambda spec, vpp: vpp == 1 or not spec.heterogeneous_layers,
+        _VPP,
+        "heterogeneous layers are built for one stage a rank",
+        "Use 1.",
+    ),
+    Rule(
+        "block_recompute",
+        "pretrain_t5.py model_provider",
+        lambda spec, recompute: (
+            recompute.method is not RecomputeMethod.BLOCK or allows_blocks(spec)
+        ),
+        "recompute_method",
+        "it would count layers of the encoder and of the decoder, which is not planned",
+        "Use uniform.",
+        value=lambda recompute: recompute.method.value,
+    ),
+    Rule(
+        "virtual_stages",
+        "args:575, schedules.py:995-1015",
+        lambda pp, vpp: vpp == 1 or pp > 1,
+        _VPP,
+        "it needs a pipeline",
+        "Use 1, or pipeline_model_parallel_size above 1.",
+    ),
+    Rule(
+        "interleaving",
+        "args:575, schedules.py:995-1015",
+        lambda pp, vpp, num_microbatches, microbatch_group_size_per_vp_stage, batch_grows: (
+            pp == 1
+            or allows_interleaving(
+                pp, vpp, num_microbatches, microbatch_group_size_per_vp_stage, whole=batch_grows
+            )
+        ),
+        _VPP,
+        "virtual stages work in {rounds}, and there are {num_microbatches} (global batch "
+        "{batch_unit} / (micro batch {micro_batch_size} * data-parallel size {dp}))",
+        "Use 1, or a batch or micro batch that makes whole rounds.",
+        words={"rounds": _rounds},
+    ),
+    Rule(
+        "hybrid_virtual_stages",
+        "ssm/mamba_block.py (at build)",
+        lambda spec, vpp: vpp == 1 or not spec.hybrid_layer_pattern,
+        _VPP,
+        "Megatron-LM {version} has no virtual stages for hybrid models",
+        "Use 1, or Megatron-LM 0.20.",
+        release="0.16",
+    ),
+)

@@ -1,0 +1,88 @@
+"""The rules of a search: each is evaluated in the step that decides the last fact that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+from nest_megatron.layout.rulebook.facts import Facts
+from nest_megatron.layout.rulebook.rule import Rule
+
+_DENSE = ("world_size", "tp", "sequence_parallel", "cp")
+_EXPERTS = (*_DENSE, "ep", "etp")
+_PIPELINE = (*_EXPERTS, "micro_batch_size", "pp", "dp")
+#: Facts of a layout, but for what is recomputed and how the work of its layers is done.
+OF_LAYOUT = (*_PIPELINE, "rank_order", "vpp", "zero")
+#: Facts that are decided at the end of each step of a search, in its order. Virtual stages, ZeRO
+#: stages and recomputation are chosen apart from one another. A pipeline has one virtual stage on
+#: each rank at first: what that breaks, more of them break.
+STEPS: Mapping[str, tuple[str, ...]] = {
+    "tensor": _DENSE[:-1],
+    "context": _DENSE,
+    "experts": _EXPERTS,
+    "shard": (*_EXPERTS, "micro_batch_size", "uneven_sides"),
+    "pipeline": (*_PIPELINE, "vpp"),
+    "rank_order": (*_PIPELINE, "rank_order"),
+    "virtual": (*_PIPELINE, "rank_order", "vpp"),
+    "zero": (*_DENSE, "ep", "etp", "pp", "dp", "rank_order", "zero"),
+    "recompute": ("recompute",),
+    "execution": (*OF_LAYOUT, "recompute", "execution"),
+}
+_CHOSEN = frozenset((*STEPS["execution"], "uneven_sides"))
+
+
+def is_searched(rule: Rule) -> bool:
+    """Whether a search holds its layouts to a rule: others are of the job, or of the stages."""
+    if not {"partition", "options"}.isdisjoint(rule.reads):
+        return False
+    return bool(rule.reason) or not _CHOSEN.isdisjoint(rule.reads)
+
+
+class SearchStep:
+    """The rules of one step, each evaluated once for the same values of what it reads.
+
+    Args:
+        known: facts that are the same for every layout of the search.
+        decided: facts that this step or an earlier one decides.
+        rules: in their order.
+
+    Attributes:
+        names: decided facts that the rules read.
+    """
+
+    def __init__(self, known: Facts, decided: Sequence[str], rules: Sequence[Rule]) -> None:
+        self.rules, self._known = rules, known
+        self.names = tuple(name for name in decided if any(name in rule.reads for rule in rules))
+        self._evaluated = []
+        for rule in rules:
+            names = [name for name in decided if name in rule.reads] or decided[:1]
+            met: dict[object, bool] = {}
+            entry = (rule, rule.reason.format_map(known), names, itemgetter(*names), met)
+            self._evaluated.append(entry)
+
+    def refusal(self, values: Mapping[str, Any]) -> str | None:
+        """The reason of the first rule that values break; ``None`` where they keep all.
+
+        Values of what no rule of the step reads may be stand-ins.
+        """
+        for rule, reason, names, read, met in self._evaluated:
+            if rule.when and not rule.concerns(values["execution"]):
+                continue
+            key = read(values)
+            if key not in met:
+                met[key] = rule.keeps(Facts(self._known, **{name: values[name] for name in names}))
+            if not met[key]:
+                return reason
+        return None
+
+
+def search_steps(known: Facts, rules: Iterable[Rule]) -> dict[str, SearchStep]:
+    """The steps of a search, each with the rules that it decides, in the order of the rules."""
+    steps, left = {}, list(filter(is_searched, rules))
+    for step, decided in STEPS.items():
+        found = [rule for rule in left if _CHOSEN.intersection(rule.reads) <= {*decided}]
+        steps[step] = SearchStep(known, decided, found)
+        waiting = "vpp" if step == "pipeline" else None
+        left = [rule for rule in left if rule not in found or waiting in rule.reads]
+    return steps

@@ -1,0 +1,288 @@
+"""Stage partitions in Megatron's own words: the layout string, and the split without one.
+
+A layout names every unit by a letter (``E`` embedding, ``t`` transformer layer, ``m`` one
+multi-token-prediction layer, ``L`` loss head) and cuts virtual stages with ``|``; ``x*n`` and
+``(...)*n`` repeat. Stage ``k`` of the string lies on pipeline rank ``k % pp``.
+
+A hybrid model has no such string: 0.20 cuts stages with ``|`` inside ``--hybrid-layer-pattern``,
+where embedding and head need no letter (``hybrid_layer_allocation.select_pipeline_segment``).
+
+Source: ``megatron.core.transformer.pipeline_parallel_layer_layout`` (the same grammar in 0.16.1 and
+0.20) and ``megatron.core.transformer.transformer_block.get_num_layers_to_build``.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import accumulate, groupby
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.model.layer_pattern import LayerKind
+from nest_megatron.model.spec import TransformerSpec
+
+_GROUP_TIMES = re.compile(r"\(([^)]+)\)\*(\d+)")
+_LETTER_TIMES = re.compile(r"(.)\*(\d+)")
+_MAX_LETTERS = 100_000
+_LAYOUT = "pipeline_model_parallel_layout"
+_LAYOUT_FLAG = "--pipeline-model-parallel-layout"
+
+
+def layout_string(spec: TransformerSpec, partition: StagePartition) -> str:
+    """The argument of ``--pipeline-model-parallel-layout`` for a partition.
+
+    For a hybrid model that of ``--hybrid-layer-pattern``.
+
+    Raises:
+        UserInputError: if the partition does not cut this model's units.
+
+    For the 61 layers and the MTP layer of DeepSeek-V3 over 16 ranks: ``Et*4|(t*4|)*14tmL``.
+    """
+    units = _unit_letters(spec)
+    if partition.boundaries[-1] != spec.num_units:
+        what = "stage partition boundaries"
+        limit = f"model {spec.name} has {spec.num_units} units (layers, embedding, MTP, head)"
+        fix = "Cut the units of this very model."
+        raise UserInputError(what, partition.boundaries[-1], limit, fix)
+    chunks = map(partition.chunk, range(partition.num_chunks))
+    if spec.hybrid_layer_pattern:
+        layers, depths = _hybrid_symbols(spec)
+        stages = (
+            "".join(layers[at - 1] for at in chunk if at in _layers(spec)) for chunk in chunks
+        )
+        return "|".join(stages) + depths
+    *inner, last = (_compact("".join(units[at] for at in chunk)) for chunk in chunks)
+    return _repeated(inner) + last
+
+
+def parse_layout(
+    text: str, spec: TransformerSpec, pipeline_model_parallel_size: int
+) -> StagePartition:
+    """Read a layout string for a model.
+
+    Raises:
+        UserInputError: if Megatron would refuse the string, or if a virtual stage is empty.
+    """
+    if spec.hybrid_layer_pattern:
+        return _parse_pattern(text, spec, pipeline_model_parallel_size)
+    stages, pp, mtp = expand_layout(text), pipeline_model_parallel_size, spec.num_mtp_layers
+    if len(stages) % pp:
+        raise _bad(text, f"its {len(stages)} stages are not a multiple of the {pp} ranks")
+    letters, expected = "".join(stages), "".join(_unit_letters(spec))
+    if letters != expected:
+        raise _bad(
+            text,
+            f"the units must be, in order, {_compact(expected)}; found {_compact(letters)}",
+            "Name the embedding, every layer, every MTP layer and the head once, in order.",
+        )
+    if any(0 < stage.count("m") < mtp for stage in stages):
+        raise _bad(
+            text, "all MTP layers lie in one virtual stage", f"Write {'m' * mtp} in one stage."
+        )
+    counts = [len(stage) - (mtp - 1 if "m" in stage else 0) for stage in stages]
+    return StagePartition(boundaries=(0, *accumulate(counts)), pipeline_model_parallel_size=pp)
+
+
+def _parse_pattern(text: str, spec: TransformerSpec, pp: int) -> StagePartition:
+    """A hybrid model's pattern with its stages; without ``|`` all layers are one."""
+    stages = text.partition("/")[0].split("|")
+    if len(stages) % pp:
+        limit = f"its {len(stages)} stages are not a multiple of the {pp} ranks"
+        raise _bad_pattern(text, limit, "Cut as many stages with |.")
+    symbols, depths = _hybrid_symbols(spec)
+    if text.replace("|", "") != symbols + depths:
+        raise _bad_pattern(text, f"its layers must be {symbols + depths}", "Cut this very model.")
+    ends = accumulate(map(len, stages[:-1]), initial=1)
+    boundaries = (0, *list(ends)[1:], spec.num_units)
+    return StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)
+
+
+def _hybrid_symbols(spec: TransformerSpec) -> tuple[str, str]:
+    """The symbols of a hybrid model's layers, and those behind the first ``/`` with it."""
+    layers, slash, depths = spec.hybrid_layer_pattern.replace("|", "").partition("/")
+    return layers, slash + depths
+
+
+def _layers(spec: TransformerSpec) -> range:
+    return range(1, 1 + spec.num_layers)
+
+
+def _bad_pattern(text: str, limit: str, fix: str) -> UserInputError:
+    return UserInputError("hybrid_layer_pattern", text, limit, fix)
+
+
+def expand_layout(text: str) -> tuple[str, ...]:
+    """Letters of each virtual stage of a layout string, repetitions written out.
+
+    >>> expand_layout("Et*2|(t|)*2,tL")
+    ('Ett', 't', 't', 'tL')
+
+    Raises:
+        UserInputError: if a character is not one of Megatron's four.
+    """
+    times = [int(count) for count in re.findall(r"\*(\d+)", text)]
+    if sum(times) > _MAX_LETTERS:
+        raise _bad(text, f"it repeats more than {_MAX_LETTERS} times")
+    plain = text.replace(",", "")
+    for pattern in (_GROUP_TIMES, _LETTER_TIMES):
+        plain = pattern.sub(lambda match: match.group(1) * int(match.group(2)), plain)
+    strange = sorted(set(plain) - set("EtmL|"))
+    if strange:
+        raise _bad(text, f"only E t m L | x*n (...)*n and commas may occur, not {strange}")
+    return tuple(plain.split("|"))
+
+
+def uniform_partition(
+    spec: TransformerSpec,
+    pipeline_model_parallel_size: int,
+    virtual_pipeline_model_parallel_size: int = 1,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    account_embedding: bool = False,
+    account_loss: bool = False,
+) -> StagePartition:
+    """The partition that Megatron makes when it is given no layout.
+
+    Args:
+        first, last: ``--decoder-first-pipeline-num-layers``, ``--decoder-last-...``.
+        account_embedding, account_loss: ``--account-for-...-in-pipeline-split``.
+
+    Raises:
+        UserInputError: if Megatron refuses the split.
+
+    Source: ``get_num_layers_to_build``; MTP layers and the head follow the last layer.
+    """
+    pp, vpp = pipeline_model_parallel_size, virtual_pipeline_model_parallel_size
+    if first is None and last is None:
+        per_rank = _even_layers(spec, pp, account_embedding + account_loss)
+    elif account_embedding or account_loss:
+        what = "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers"
+        limit = "they exclude the account_for_..._in_pipeline_split flags"
+        fix = "Use one way to state an uneven split."
+        raise UserInputError(what, (first, last), limit, fix)
+    else:
+        per_rank = _uneven_layers(spec, pp, first, last)
+    counts = [_split_evenly(per_rank[k % pp], vpp) for k in range(pp * vpp)]
+    counts[0] -= account_embedding
+    counts[-1] -= account_loss
+    boundaries = (0, *(1 + n for n in accumulate(counts[:-1])), spec.num_units)
+    return StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)
+
+
+def spread_partition(spec: TransformerSpec, dims: ParallelDims) -> StagePartition:
+    """Megatron's own stages, or where its layers do not divide evenly, as even as they go.
+
+    Raises:
+        UserInputError: if there are more stages than units.
+    """
+    pp, chunks, units = dims.pipeline_model_parallel_size, dims.num_chunks, spec.num_units
+    try:
+        return uniform_partition(spec, pp, dims.virtual_pipeline_model_parallel_size)
+    except UserInputError:
+        if chunks > units:
+            what = "pipeline_model_parallel_size * virtual_pipeline_model_parallel_size"
+            limit = f"every stage holds a unit, and the model has {units}"
+            raise UserInputError(what, chunks, limit, fix="Use fewer stages.") from None
+    boundaries = tuple(k * units // chunks for k in range(chunks + 1))
+    return StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)
+
+
+def is_uniform(spec: TransformerSpec, partition: StagePartition) -> bool:
+    """Whether Megatron makes this partition when it is given the degrees alone."""
+    pp = partition.pipeline_model_parallel_size
+    try:
+        return uniform_partition(spec, pp, partition.num_chunks // pp) == partition
+    except UserInputError:
+        return False
+
+
+def is_uneven_at_ends(spec: TransformerSpec, partition: StagePartition) -> bool:
+    """Whether numbers of layers for the first and the last rank alone make this partition."""
+    pp, boundaries = partition.pipeline_model_parallel_size, partition.boundaries
+    if partition.num_chunks != pp or pp < 2:
+        return False
+    first, last = boundaries[1] - 1, 1 + spec.num_layers - boundaries[-2]
+    try:
+        return uniform_partition(spec, pp, first=first, last=last) == partition
+    except UserInputError:
+        return False
+
+
+def _unit_letters(spec: TransformerSpec) -> tuple[str, ...]:
+    counts = {LayerKind.MTP: spec.num_mtp_layers}
+    return tuple(kind.letter * counts.get(kind, 1) for kind in spec.layer_kinds())
+
+
+def _compact(letters: str) -> str:
+    """Runs of four and more letters as ``x*n``."""
+    runs = ((letter, len(list(run))) for letter, run in groupby(letters))
+    return "".join(f"{x}*{n}" if n > 3 else x * n for x, n in runs)
+
+
+def _repeated(stages: list[str]) -> str:
+    """Stages with their bars, runs of equal ones as ``(...|)*n``."""
+    runs = ((stage, len(list(run))) for stage, run in groupby(stages))
+    return "".join(f"({s}|)*{n}" if n > 1 and len(s) + n > 4 else f"{s}|" * n for s, n in runs)
+
+
+def _bad(text: str, limit: str, fix: str = "Write for example Et*4|(t*4|)*6tL.") -> UserInputError:
+    return UserInputError(_LAYOUT, text, limit, fix)
+
+
+def uneven_flags(spec: TransformerSpec, pp: int) -> str:
+    """Which flags state stages of layers that the pipeline ranks do not divide, as advice.
+
+    A layout is none for the hybrid models of 0.16.1; 0.20 writes it into their pattern.
+    """
+    layout = f"a layout ({_LAYOUT_FLAG}, parallel.{_LAYOUT})"
+    if spec.hybrid_layer_pattern:
+        layout = "| in --hybrid-layer-pattern (Megatron-LM 0.20)"
+    middle = max(1, round(spec.num_layers / pp))
+    while middle > 1 and spec.num_layers - middle * (pp - 2) < 2:
+        middle -= 1
+    ends = spec.num_layers - middle * (pp - 2)
+    if pp < 2 or ends < 2:
+        return f"Add {layout}"
+    first = ends // 2
+    return (
+        f"Add --decoder-first-pipeline-num-layers {first} --decoder-last-pipeline-num-layers "
+        f"{ends - first}, or {layout}"
+    )
+
+
+def _even_layers(spec: TransformerSpec, pp: int, extra: int) -> list[int]:
+    layers = spec.num_layers + extra
+    if layers % pp:
+        limit = f"without a layout it must be a multiple of the {pp} pipeline ranks"
+        ways = uneven_flags(spec, pp)
+        if extra:
+            ways = f"Add {_LAYOUT_FLAG} in the place of --account-for-..-in-pipeline-split"
+        fix = f"{ways}, or use another pipeline_model_parallel_size."
+        raise UserInputError("num_layers", layers, limit, fix)
+    return [layers // pp] * pp
+
+
+def _uneven_layers(
+    spec: TransformerSpec, pp: int, first: int | None, last: int | None
+) -> list[int]:
+    given = [n for n in (first, last) if n is not None]
+    stages, middle = pp - len(given), spec.num_layers - sum(given)
+    fits = middle % stages == 0 and middle > 0 if stages > 0 else stages == middle == 0
+    if not fits or min(given) < 1:
+        what = "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers"
+        limit = f"{middle} layers are left for {stages} middle pipeline ranks"
+        fix = f"{uneven_flags(spec, pp)}."
+        raise UserInputError(what, (first, last), limit, fix)
+    per_rank = [middle // stages] * stages if stages else []
+    return [*given[: first is not None], *per_rank, *given[first is not None :]]
+
+
+def _split_evenly(layers: int, vpp: int) -> int:
+    if layers % vpp:
+        what = "virtual_pipeline_model_parallel_size"
+        limit = f"it must divide the {layers} layers of a pipeline rank"
+        fix = f"Give {_LAYOUT}, or another number of virtual stages."
+        raise UserInputError(what, vpp, limit, fix)
+    return layers // vpp
