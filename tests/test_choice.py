@@ -235,7 +235,7 @@ def test_what_more_likely_runs_out_of_memory_than_not_is_not_taken() -> None:
 def test_where_every_plan_more_likely_runs_out_the_least_likely_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(choosing, "out_of_memory", lambda *plan: 0.6 + plan[3] * 1e-13)
+    monkeypatch.setattr(choosing, "out_of_memory", lambda *plan: 0.6 + plan[2] * 1e-13)
     taken = chosen("llama3_8b", 8)
     assert taken.choice is not None
     least = min(each.out_of_memory for each in taken.known.values())

@@ -94,7 +94,7 @@ def test_keep_forbids_single_choices() -> None:
     assert "--tp-comm-overlap" not in kept.launch[LAUNCHER].argv
     assert kept.predicted.iteration_time_s > free.predicted.iteration_time_s
     none = planned("search.keep=[all]")
-    assert none.execution == Execution()
+    assert none.layout.execution == Execution()
 
 
 def test_nest_keep_is_search_keep() -> None:
@@ -105,8 +105,8 @@ def test_nest_keep_is_search_keep() -> None:
 
 
 def test_a_dispatcher_is_chosen_only_where_its_package_is_known() -> None:
-    assert planned().execution.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL
-    found = planned("search.packages=[hybrid_ep]").execution
+    assert planned().layout.execution.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL
+    found = planned("search.packages=[hybrid_ep]").layout.execution
     assert found.moe_flex_dispatcher_backend in (None, FlexBackend.HYBRIDEP)
     assert installed_packages() == ()  # none of them is in the tests' environment
 
@@ -190,19 +190,19 @@ def test_graphs_are_captured_where_the_host_is_slower_than_the_device() -> None:
     assert kept.layout.execution.cuda_graph_impl is GraphImpl.NONE
     assert kept.predicted.iteration_time_s > found.predicted.iteration_time_s
     large = planned(*SMALL_STEP, "train.micro_batch_size=8", "train.seq_length=8192")
-    assert large.execution.cuda_graph_impl is GraphImpl.NONE
-    graphs = planned(*SMALL_STEP, "cost.host_kernel_s=0").execution.cuda_graph_impl
+    assert large.layout.execution.cuda_graph_impl is GraphImpl.NONE
+    graphs = planned(*SMALL_STEP, "cost.host_kernel_s=0").layout.execution.cuda_graph_impl
     assert graphs is GraphImpl.NONE
 
 
 def test_graphs_around_experts_hold_what_has_fixed_shapes() -> None:
     few = ("parallel.expert_model_parallel_size=8", "train.seq_length=1024")
-    found = planned("model=deepseek_v2_lite", *few).execution
+    found = planned("model=deepseek_v2_lite", *few).layout.execution
     assert found.cuda_graph_scope == ("attn", "moe_router", "moe_preprocess")
     alone = planned(
         "model=deepseek_v2_lite", *few, "search.keep=[overlap_moe_expert_parallel_comm]"
     )
-    assert alone.execution.cuda_graph_scope[1] == "mlp"  # of the one dense layer
+    assert alone.layout.execution.cuda_graph_scope[1] == "mlp"  # of the one dense layer
 
 
 @pytest.mark.parametrize("words", ["--sft", "--rampup-batch-size 32 32 1000", "--spec a b"])
@@ -312,9 +312,9 @@ def test_activations_wait_on_a_host_that_is_near() -> None:
     kept = planned(*ON_GRACE, engine, "search.keep=[activation_offloading]")
     assert kept.predicted.iteration_time_s > found.predicted.iteration_time_s
     unknown = planned(*ON_GRACE)
-    assert not unknown.execution.offload_modules
+    assert not unknown.layout.execution.offload_modules
     over_pcie = planned(*ON_GRACE, engine, "cluster=b200")
-    assert not over_pcie.execution.offload_modules
+    assert not over_pcie.layout.execution.offload_modules
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -46,9 +46,9 @@ def test_sft_of_0_16_takes_one_pack_a_micro_batch_and_no_deep_pipeline() -> None
     found = plan(request)
     assert isinstance(found, ParallelPlan)
     assert found.layout.micro_batch_size == 1
-    chosen = [found.layout, *found.alternatives]
-    assert all(each.pipeline_model_parallel_size <= 2 for each in chosen)
-    assert all(each.virtual_pipeline_model_parallel_size is None for each in chosen)
+    chosen = [found.layout, *(other.layout for other in found.alternatives)]
+    assert all(each.dims.pipeline_model_parallel_size <= 2 for each in chosen)
+    assert all(each.dims.virtual_pipeline_model_parallel_size == 1 for each in chosen)
     assert any("attend across the sequences" in note for note in job.notes)
     with pytest.raises(UserInputError, match="a micro batch is one pack"):
         asked("--sft --micro-batch-size 2")

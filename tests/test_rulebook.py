@@ -98,9 +98,9 @@ def test_its_plans_and_its_certificate_know_it(monkeypatch: pytest.MonkeyPatch) 
     before = found().run()
     rule = made_up("tensor", monkeypatch)
     after = found().run()
-    sizes = {plan.grid.dims.tensor_model_parallel_size for plan in before.plans}
+    sizes = {plan.layout.dims.tensor_model_parallel_size for plan in before.plans}
     assert 2 in sizes
-    assert all(plan.grid.dims.tensor_model_parallel_size != 2 for plan in after.plans)
+    assert all(plan.layout.dims.tensor_model_parallel_size != 2 for plan in after.plans)
     assert after.plans
     assert after.certificate.illegal == {**before.certificate.illegal, rule.reason: 1}
     assert after.certificate.candidates < before.certificate.candidates

@@ -200,7 +200,7 @@ class GridSpace(Caching):
         """
         ranks, facts = dims.world_size // dims.tensor_model_parallel_size, facts_of_dims(dims)
         for pp in self.space.values("pipeline_model_parallel_size", ranks, self.model.cluster):
-            if self._any_pipeline.refusal({**facts, "pp": pp}) is None:
+            if self._any_pipeline.refusal({**facts, "pp": pp, "vpp": 1}) is None:
                 yield dataclasses.replace(
                     dims,
                     pipeline_model_parallel_size=pp,

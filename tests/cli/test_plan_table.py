@@ -62,7 +62,7 @@ def test_all_plans_load_what_the_largest_saves(table: PlanTable) -> None:
     for saving in plans:
         saved = saved_by(saving, {}, "0.16.1", "it")
         for loading in plans:
-            checkpoint.check_loadable(saved, loading.layout, {}, "0.16.1")
+            checkpoint.check_loadable(saved, loading.arguments, {}, "0.16.1")
     assert any("dp_reshardable" in note for note in table.notes)
 
 

@@ -166,21 +166,9 @@ def _model(text: str) -> object:
     from nest_megatron.model.parameters import total_parameters
 
     found: Any = read_mapping("model", _file(text, "model.yaml"))
-    spec = spec_from_mapping(_container(found))
+    spec = spec_from_mapping(found)
     require_plausible(spec, None)
     return total_parameters(spec)
-
-
-def _container(found: Any) -> Any:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    from nest_megatron.errors import UserInputError
-
-    try:  # compose() does this for every file at once
-        return OmegaConf.to_container(found, resolve=True)
-    except OmegaConfBaseException as error:
-        raise UserInputError("file", value=None, limit=str(error), fix="") from error
 
 
 @functools.cache
@@ -202,7 +190,7 @@ def _cluster(text: str) -> object:
     from nest_megatron.config.compose import read_mapping
 
     found: Any = read_mapping("cluster", _file(text, "cluster.yaml"))
-    cluster = cluster_from_mapping(_container(found))
+    cluster = cluster_from_mapping(found)
     require_plausible(None, cluster)
     return cluster.describe()
 

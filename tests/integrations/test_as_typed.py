@@ -108,9 +108,9 @@ def test_without_the_distributed_optimizer_every_replica_keeps_all() -> None:
 
 
 def test_experts_have_megatrons_own_dispatcher() -> None:
-    assert typed(EXPERTS).execution.moe_token_dispatcher_type == "allgather"
+    assert typed(EXPERTS).layout.execution.moe_token_dispatcher_type == "allgather"
     flag = "--moe-token-dispatcher-type alltoall"
-    assert typed(EXPERTS + flag).execution.moe_token_dispatcher_type == "alltoall"
+    assert typed(EXPERTS + flag).layout.execution.moe_token_dispatcher_type == "alltoall"
     assert typed(EXPERTS).layout.dims.expert_tensor_parallel_size == 4  # as tensor parallelism
 
 

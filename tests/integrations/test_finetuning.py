@@ -92,27 +92,27 @@ def test_packs_of_one_batch_keep_its_size() -> None:
     cfg = _bridge(seq_length=1024, pack_sequences_in_batch=True)
     with pytest.raises(UserInputError, match=r"dataset.pack_sequences_in_batch.*two sequences"):
         _planned(cfg)
-    cfg.layout.micro_batch_size = 4
+    cfg.train.micro_batch_size = 4
     assert _planned(cfg).layout.micro_batch_size == 4
 
 
 def test_samples_of_other_lengths_get_no_user_buffers() -> None:
     fixed = ["parallel.tensor_model_parallel_size=4", "parallel.context_parallel_size=2"]
     settings = {"free": ["all"], "overrides": [*fixed, "search.num_alternatives=0"]}
-    found = _planned(_bridge(seq_length=2048), **settings).execution
+    found = _planned(_bridge(seq_length=2048), **settings).layout.execution
     assert not found.tp_comm_overlap
     assert found.cp_comm_type == "p2p"
     pretrained = bridge_config(catalogue.model("llama3_8b"), batch=128)
     pretrained.checkpoint.load = pretrained.checkpoint.pretrained_checkpoint = None
-    assert _planned(pretrained, **settings).execution.tp_comm_overlap
+    assert _planned(pretrained, **settings).layout.execution.tp_comm_overlap
     stated = _bridge(seq_length=2048)
     stated.model.tp_comm_overlap = True  # its user's own
-    assert _planned(stated, **settings).execution.tp_comm_overlap
+    assert _planned(stated, **settings).layout.execution.tp_comm_overlap
 
 
 def test_another_micro_batch_than_the_data_need_is_refused_with_the_reason() -> None:
     cfg = _bridge(packed_sequence_specs=PaddedSequenceSpecs(2048))
-    cfg.layout.micro_batch_size = 2
+    cfg.train.micro_batch_size = 2
     with pytest.raises(UserInputError, match="the data needs 1: a micro batch is one pack"):
         _planned(cfg, keep=["micro_batch_size"])
 

@@ -86,7 +86,7 @@ def test_the_other_layout_is_priced_as_estimate_prices_it(explained: Explanation
         == (priced.predicted.stages[0].memory_bytes["weights"])
     )
     overlaps = found.layout.execution.tp_comm_overlap  # as plans have it, and an estimate has not
-    assert overlaps != priced.record.execution.tp_comm_overlap
+    assert overlaps != priced.record.layout.execution.tp_comm_overlap
 
 
 def test_the_plan_against_itself_is_no_difference(explained: Explanation) -> None:

@@ -61,7 +61,7 @@ def micro_batches(request: Request) -> set[int]:
 def test_a_layout_outside_the_limits_is_a_point_of_the_space() -> None:
     request = of_command(WORDS)
     assert request.present is not None
-    assert request.present.layout.micro_batch_size == 24
+    assert request.present.micro_batch_size == 24
     assert {1, 2, 4, 8, 24} == micro_batches(request)
     limited = of_command(WORDS, "search.max_micro_batch_size=4")
     assert limited.present == request.present
@@ -71,7 +71,7 @@ def test_a_layout_outside_the_limits_is_a_point_of_the_space() -> None:
 def test_recomputation_that_is_not_tried_by_itself_is_added() -> None:
     request = of_command(f"{WORDS} --recompute-granularity selective")
     assert request.present is not None
-    own = request.present.layout.recompute
+    own = request.present.recompute
     assert own.granularity is RecomputeGranularity.SELECTIVE
     grids = GridSpace(request.cost_model(), request.global_batch_size, request.space)
     assert own in grids.recompute_settings(next(iter(grids.shards())))
@@ -85,7 +85,7 @@ def test_what_is_fixed_otherwise_is_no_present_layout() -> None:
 def test_a_setting_that_overrides_a_flag_is_what_runs_today() -> None:
     present = of_command(WORDS, "train.micro_batch_size=2").present
     assert present is not None
-    assert present.layout.micro_batch_size == 2
+    assert present.micro_batch_size == 2
 
 
 def test_a_policy_holds_for_what_runs_today(

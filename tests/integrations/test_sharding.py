@@ -316,13 +316,11 @@ def test_a_plan_without_new_choices_is_written_as_before() -> None:
 def test_what_a_release_makes_of_muon_is_the_plan(version: str) -> None:
     """0.20 clears ``use_distributed_optimizer`` and divides Muon's state by layers."""
     found, _ = planned(job("--optimizer muon"), "", version)
-    chosen, train = found.arguments, found.train
-    names = (field.name for field in dataclasses.fields(chosen))
     args = Namespace(
-        **{name: chosen[name] for name in names} | {"use_distributed_optimizer": False},
-        micro_batch_size=train.micro_batch_size,
-        global_batch_size=train.global_batch_size,
-        seq_length=train.seq_length,
+        **found.arguments | {"use_distributed_optimizer": False},
+        micro_batch_size=found.layout.micro_batch_size,
+        global_batch_size=found.layout.global_batch_size,
+        seq_length=found.train.seq_length,
         num_layers=found.model.num_layers,
         optimizer="muon",
     )

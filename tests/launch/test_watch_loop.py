@@ -259,10 +259,11 @@ def test_a_growing_batch_is_watched_once_it_is_the_planned_one(
 def test_tokens_are_counted_where_megatron_updates_routers() -> None:
     counting = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     original = counting.get_updated_expert_bias
-    plan = SimpleNamespace(
+    layout = SimpleNamespace(
         execution=SimpleNamespace(overlap_moe_expert_parallel_comm=False),
-        parallel=SimpleNamespace(expert_model_parallel_size=2),
+        dims=SimpleNamespace(expert_model_parallel_size=2),
     )
+    plan = SimpleNamespace(layout=layout)
     recording = Recorder(steps=3, rank=0, num_ranks=1, store=None, own_run=None)
     put_back = time_passes(recording, plan)  # type: ignore[arg-type]
     assert counting.get_updated_expert_bias.__wrapped__ is original

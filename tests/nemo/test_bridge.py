@@ -54,7 +54,7 @@ def test_a_configuration_is_read_to_the_parameter(name: str) -> None:
 def test_bridge_accepts_the_plan(name: str, num_gpus: int) -> None:
     cfg = bridge.config(name)
     if num_gpus < 1024:  # a step of 405B with its own batch would take days
-        cfg.layout.global_batch_size = min(cfg.layout.global_batch_size, 128)
+        cfg.train.global_batch_size = min(cfg.train.global_batch_size, 128)
     size = f"cluster.num_gpus={num_gpus}"
     try:
         plan, _ = auto_recipe(cfg, cluster="dgx_h100", overrides=[size], environment={})
@@ -115,7 +115,7 @@ def test_the_plan_file_states_the_job(tmp_path: Path) -> None:
 
 def test_experts_travel_as_planned() -> None:
     cfg = bridge.config("qwen.qwen3_moe:qwen3_30b_a3b_pretrain_config")
-    cfg.layout.global_batch_size = 512
+    cfg.train.global_batch_size = 512
     cfg.model.moe_token_dispatcher_type = "alltoall"
     fixed = (
         "tensor_model_parallel_size=1",
@@ -175,5 +175,5 @@ def test_without_the_word_nothing_is_planned() -> None:
 
     planning = hook.planning(process_config_with_overrides, lambda _: pytest.fail("planned"))
     cfg = planning(bridge.config(GPT3), cli_overrides=["train.micro_batch_size=1"])
-    assert cfg.layout.micro_batch_size == 1
+    assert cfg.train.micro_batch_size == 1
     assert cfg.model.pipeline_model_parallel_size == 8

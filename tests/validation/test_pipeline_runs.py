@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 
-from nest_megatron.layout.layout import uniform_partition
+from nest_megatron.layout.stage_layout import uniform_partition
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.validation.job import job_of
 from nest_megatron.validation.models import ModelBook

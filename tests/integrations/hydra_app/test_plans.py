@@ -27,6 +27,7 @@ from nest_megatron.integrations.hydra.read import read_app
 from nest_megatron.integrations.hydra.resolver import register
 from nest_megatron.integrations.hydra.view import view_of
 from nest_megatron.integrations.launched import values_report
+from nest_megatron.layout.dims import RankOrder
 from nest_megatron.planner.pins import Pin, PinnedPlan, write_pinned
 from nest_megatron.report.console import show
 from nest_megatron.version import __version__
@@ -164,7 +165,7 @@ def test_an_application_with_names_of_its_own(searches: list[object]) -> None:
         plan.arguments["virtual_pipeline_model_parallel_size"] is None
     )  # there is no field for it
     assert plan.arguments["recompute_granularity"] is None
-    assert not plan.placement.use_tp_pp_dp_mapping
+    assert plan.layout.dims.rank_order is RankOrder.TP_CP_EP_DP_PP
     assert len(searches) == 1
 
 

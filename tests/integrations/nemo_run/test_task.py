@@ -75,7 +75,7 @@ def test_choices_of_a_pinned_plan_are_written_and_kept_ones_stay(tmp_path: Path)
     plan_recipe(fresh, pinned(plan, tmp_path), (1, 8))
     assert fresh.trainer.callbacks[0].tp_comm_overlap is True
     held = dataclasses.replace(options, keep=("tp_comm_overlap",))
-    assert not plan_recipe(task(), held, (1, 8))[0].execution.tp_comm_overlap
+    assert not plan_recipe(task(), held, (1, 8))[0].layout.execution.tp_comm_overlap
 
 
 def test_a_pinned_plan_refuses_any_other_task(tmp_path: Path) -> None:

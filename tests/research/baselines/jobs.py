@@ -10,7 +10,6 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import evaluate
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import stage_problem
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import check_launchable
@@ -57,11 +56,9 @@ def oversubscribed(machines: Cluster, times: float) -> Cluster:
 def check_in_our_space(job: ComparisonJob, plan: SolvedLayout) -> None:
     """Megatron launches it, it fits, our search covers it, and its price is right."""
     grid, boundaries = plan.layout, plan.layout.partition.boundaries
-    pp = grid.dims.pipeline_model_parallel_size
-    partition = StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)
-    check_launchable(job.model.spec, job.model.settings, grid.with_stages(partition))
+    check_launchable(job.model.spec, job.model.settings, grid)
     grids = job.grids(job.space)
-    bare = dataclasses.replace(grid, recompute=NO_RECOMPUTE)
+    bare = dataclasses.replace(grid.without_stages(), recompute=NO_RECOMPUTE)
     shards = (shard for shard in grids.shards() if job.model.shard(shard) == job.model.shard(grid))
     assert bare in [f for s in shards for g in grids.grids(s) for f in grids.families(g)]
     assert grid.recompute in grids.recompute_settings(grid)
