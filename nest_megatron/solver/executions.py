@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -150,17 +150,18 @@ class Executions(Caching):
     """Ways to carry out the layers of a job's grids; what grids share is worked out once.
 
     Args:
-        kinds: of all recompute settings.
+        kinds: of all recompute settings, in the order in which ways are tried with them.
         step: the rules on ways.
     """
 
     def __init__(
-        self, model: CostModel, space: SearchSpace, kinds: RecomputeKinds, step: SearchStep
+        self, model: CostModel, space: SearchSpace, kinds: Iterable[Recompute], step: SearchStep
     ) -> None:
         self.model = model
         self.space = space
         self.given = space.execution
-        self.kinds = kinds
+        self._kinds = tuple(kinds)
+        self.kinds = frozenset(self._kinds)
         self._step = step
         self._variants = tuple(dict.fromkeys((self.given, *_combinations(space))))
         read = [
@@ -177,8 +178,8 @@ class Executions(Caching):
         # No layout and no recomputation changes it, and no rule looks at a layout for it.
         self.is_fixed = self._variants == (least,) and not (has_graphs(space) or read)
         self._fixed: AllowedRecompute = {}
-        if self.is_fixed and kinds and self._is_accepted(nowhere, least):
-            self._fixed = {least: kinds}
+        if self.is_fixed and self.kinds and self._is_accepted(nowhere, least):
+            self._fixed = {least: self.kinds}
 
     @cached_by(lambda self, grid: self._read(grid))
     def key(self, grid: PartialLayout) -> tuple[object, ...]:
@@ -251,7 +252,7 @@ class Executions(Caching):
     @cached_by(key)
     def _possible(self, grid: PartialLayout) -> AllowedRecompute:
         found: dict[Execution, set[Recompute]] = {}
-        for each, kind in product(self._variants, self.kinds):
+        for each, kind in product(self._variants, self._kinds):
             way = self._allowed(dataclasses.replace(grid, recompute=kind), each)
             if way is not None:
                 found.setdefault(way, set()).add(kind)

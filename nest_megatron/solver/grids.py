@@ -72,7 +72,7 @@ class GridSpace(Caching):
         self._any_pipeline = SearchStep(Facts(known, even_stages=0), pipelines, rules)
         self._decisive = decisive_modules(model.spec, graphs=has_graphs(space))
         self.kinds = Counter(map(self._kind_of, self._all_settings(0)))
-        self.ways = Executions(model, space, frozenset(self.kinds), self.steps["execution"])
+        self.ways = Executions(model, space, self.kinds, self.steps["execution"])
         self._virtual_key = facts_reader(n for n in self.steps["virtual"].names if n != "vpp")
 
     def anew(self) -> GridSpace:
