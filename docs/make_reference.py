@@ -75,7 +75,7 @@ all of it comes from. It reads back exactly, and a checksum covers it.
 check-jsonschema --schemafile docs/plan.schema.json plan.yaml
 ```
 
-A reader refuses a file whose `schema` is newer than its own. Many fields are left out where they
+A reader refuses a file of another `schema` than its own. Many fields are left out where they
 have their default. `nest-megatron explain plan.yaml` prints the plan and its launch command. Sizes
 are in bytes, times in seconds, rates in bytes/s and FLOP/s.
 """

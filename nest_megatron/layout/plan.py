@@ -19,8 +19,8 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import added
 from nest_megatron.units import Bytes, Seconds
 
-#: Version of the file format; a reader refuses newer ones.
-SCHEMA = 1
+#: Version of the file format; a reader refuses others.
+SCHEMA = 2
 
 #: Distance to the best beyond which a plan that time left is no success (exit code 3).
 FAR_OFF_PERCENT = 10.0

@@ -73,7 +73,7 @@ def load(text: str, name: str = "plan") -> ParallelPlan:
     """Read the text of a plan file.
 
     Raises:
-        PlanFileError: if it is truncated, edited, from a newer schema, or not a plan.
+        PlanFileError: if it is truncated, edited, of another schema, or not a plan.
     """
     return from_fields(parse(text, name), name)
 
@@ -103,9 +103,10 @@ def from_fields(fields: Mapping[str, Any], name: str) -> ParallelPlan:
         PlanFileError: as ``load``.
     """
     schema = fields.get("schema")
-    if not isinstance(schema, int) or schema > SCHEMA:
-        limit = f"this version reads plans up to schema {SCHEMA}"
-        fix = "Upgrade nest-megatron, or plan again with this version."
+    if schema != SCHEMA:
+        limit, fix = f"this version reads plans of schema {SCHEMA}", "Plan again with this version."
+        if not isinstance(schema, int) or schema > SCHEMA:
+            fix = "Upgrade nest-megatron, or plan again with this version."
         raise PlanFileError(f"{name}: schema", schema, limit, fix)
     stated, origin = "", fields.get("provenance")
     if isinstance(origin, Mapping):

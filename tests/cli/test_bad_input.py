@@ -196,7 +196,7 @@ def plan_text(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("change", "words"),
     [
         (lambda text: text[: len(text) // 2], ""),
-        (lambda text: text.replace("schema: 1", "schema: 99"), "Upgrade"),
+        (lambda text: text.replace("schema: 2", "schema: 99"), "Upgrade"),
         (lambda text: text.replace("micro_batch_size: ", "micro_batch_size: 1"), "a multiple of"),
         (lambda text: text.replace("mfu: 0.", "mfu: 0.1"), "edited"),
         (lambda text: text.replace("mfu: ", "mfu: .nan #"), "finite"),

@@ -74,8 +74,14 @@ def test_an_edited_file_is_refused() -> None:
         plan_file.load(text.replace("global_batch_size: 256", "global_batch_size: 512", 1))
 
 
+def test_an_older_schema_is_refused() -> None:
+    text = plan_file.dump(made("mixtral_8x7b", 16)).replace("schema: 2", "schema: 1", 1)
+    with pytest.raises(PlanFileError, match=r"schema 2\. Plan again"):
+        plan_file.load(text)
+
+
 def test_a_newer_schema_is_refused() -> None:
-    text = plan_file.dump(made("mixtral_8x7b", 16)).replace("schema: 1", "schema: 2", 1)
+    text = plan_file.dump(made("mixtral_8x7b", 16)).replace("schema: 2", "schema: 3", 1)
     with pytest.raises(PlanFileError, match="Upgrade"):
         plan_file.load(text)
 
