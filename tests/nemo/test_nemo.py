@@ -143,7 +143,7 @@ def test_a_plain_recipe_gets_the_callback_that_makes_user_buffers() -> None:
         num_alternatives=0,
         tensor_model_parallel_size=2,
     )
-    assert plan.record.execution.tp_comm_overlap
+    assert plan.layout.execution.tp_comm_overlap
     changed = plan.apply(source)
     assert "trainer.callbacks" in [change.field for change in changed]
     assert source.trainer.callbacks[-1].tp_comm_overlap
