@@ -163,12 +163,11 @@ def compared(run: Published, seconds: float) -> Compared:
             proven=False,
         )
     best = result.plans[0]
-    pp = best.layout.dims.pipeline_model_parallel_size
-    cut = StagePartition(boundaries=best.boundaries, pipeline_model_parallel_size=pp)
+    cut = best.layout.partition
     theirs = estimate(
         model, grid.with_stages(measured_partition(job, stage_problem(model, job.grids[0])))
     ).terms
-    ours = estimate(model, best.layout.with_stages(cut))
+    ours = estimate(model, best.layout)
     return Compared(
         published=run,
         best=best.layout,

@@ -10,11 +10,12 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
-from nest_megatron.cost_model.estimate import Estimate, estimate
+from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.execution_flags import execution_traits
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import Fp8Recipe
+from nest_megatron.layout.estimate import Estimate
 from nest_megatron.layout.objective import Objective
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import NO_RECOMPUTE

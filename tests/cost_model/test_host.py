@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 
 from nest_megatron.cluster.records import Accelerator, Precision
-from nest_megatron.cost_model.estimate import Estimate, estimate
+from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.estimate import Estimate
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.stage_layout import uniform_partition
 from nest_megatron.layout.zero import ZeroStage

@@ -8,7 +8,7 @@ import pytest
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.data_parallel import replica_traffic
-from nest_megatron.cost_model.estimate import Estimate, estimate
+from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.execution_flags import execution_traits
 from nest_megatron.cost_model.memory import static_bytes, stays_whole
 from nest_megatron.cost_model.model import CostModel
@@ -18,6 +18,7 @@ from nest_megatron.cost_model.target_defaults import MEGATRON_LM_0_20
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.estimate import Estimate
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import FULL_RECOMPUTE, RecomputeModule
 from nest_megatron.layout.rulebook import check

@@ -39,7 +39,7 @@ def test_megatron_accepts_the_plan(index: int, answers: dict[int, dict[str, Any]
     if plan.model.heterogeneous_layers:
         pytest.skip("Megatron-LM reads such layers from a file of the user's")
     assert "accepted" in answers[index], answers[index]
-    answer, chosen = answers[index]["accepted"], plan.layout
+    answer, chosen = answers[index]["accepted"], plan.arguments
     for field in (
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
@@ -49,9 +49,9 @@ def test_megatron_accepts_the_plan(index: int, answers: dict[int, dict[str, Any]
         "expert_model_parallel_size",
         "sequence_parallel",
     ):
-        assert answer[field] == getattr(chosen, field), field
+        assert answer[field] == chosen[field], field
     assert answer["num_layers"] == plan.model.num_layers
-    if chosen.pipeline_model_parallel_layout:
-        pp = chosen.pipeline_model_parallel_size
+    if chosen["pipeline_model_parallel_layout"]:
+        pp = chosen["pipeline_model_parallel_size"]
         for chunk, layers in enumerate(decoder_layers(plan.model, plan.layout.partition)):
             assert answer["layout"][chunk % pp][chunk // pp].count("decoder") == layers

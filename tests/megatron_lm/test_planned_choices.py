@@ -62,8 +62,8 @@ def test_megatron_accepts_every_choice() -> None:
     plans = {name: planned(job) for name, job in JOBS.items()}
     assert all(found.layout.execution != PLAIN for found in plans.values())
     for name in ("graphs of layers", "graphs around experts"):
-        assert plans[name].execution.cuda_graph_impl is GraphImpl.TRANSFORMER_ENGINE
-    assert plans["offloaded modules"].execution.offload_modules
+        assert plans[name].layout.execution.cuda_graph_impl is GraphImpl.TRANSFORMER_ENGINE
+    assert plans["offloaded modules"].layout.execution.offload_modules
     version = checkout_version()
     requests = [launch_request(found, version=version) for found in plans.values()]
     said: Any = ask_megatron([megatron_case(request) for request in requests])["answers"]

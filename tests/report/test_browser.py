@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from nest_megatron.layout.recompute import selective_recompute
 from nest_megatron.report.html import html_report
 from nest_megatron.report.whatif import variants_page
 from tests.cli.test_whatif import combinations
@@ -192,8 +193,11 @@ def test_a_print_cuts_nothing(browser: Any, address: str) -> None:
 
 def test_a_print_cuts_no_long_label(browser: Any, tmp_path: Path) -> None:
     plan = searched_plan()
-    label = "moe_act+layernorm+mla_up_proj+shared_experts"
-    others = tuple(dataclasses.replace(each, recompute=label) for each in plan.alternatives)
+    long = selective_recompute(["moe_act", "layernorm", "mla_up_proj", "shared_experts"])
+    others = tuple(
+        dataclasses.replace(each, layout=dataclasses.replace(each.layout, recompute=long))
+        for each in plan.alternatives
+    )
     path = tmp_path / "plan.html"
     path.write_text(html_report(dataclasses.replace(plan, alternatives=others)), encoding="utf-8")
     test_a_print_cuts_nothing(browser, path.as_uri())
