@@ -246,7 +246,7 @@ def test_json_everywhere(small_plan: Path) -> None:
     assert len(run("clusters", "--json").json()["clusters"]) == len(catalogue_names("cluster"))
     assert run("models", "llama3_8b", "--json").json()["num_layers"] == 32
     assert run("clusters", "dgx_h100", "--json").json()["levels"][0]["name"] == "node"
-    assert run("estimate", *SMALL, "parallel.zero_stage=1", "--json").json()["schema"] == 1
+    assert run("estimate", *SMALL, "parallel.zero_stage=1", "--json").json()["schema"] == 2
     explained = run("explain", str(small_plan), "--json").json()["explained"]
     assert "Chosen for" in explained["certificate"]
     assert all(d is not None for d in explained["alternative_term_differences_s"])

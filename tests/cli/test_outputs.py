@@ -150,7 +150,7 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
 def test_standard_output_holds_the_document_alone(plan: Path) -> None:
     done = run("plan", *SMALL, "out=-")
     assert done.code == 0
-    assert yaml.safe_load(done.out)["schema"] == 1
+    assert yaml.safe_load(done.out)["schema"] == 2
     assert "Where the time goes" in done.err
     done = run("explain", str(plan), "--html", "-")
     assert done.out.startswith("<!doctype html>")
