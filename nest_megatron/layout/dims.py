@@ -69,13 +69,6 @@ class ParallelDims:
             fix = "Lower one of the two, or raise the data-parallel size."
             raise UserInputError(what, experts, limit, fix)
 
-    @classmethod
-    def of(cls, record: Any, rank_order: RankOrder) -> ParallelDims:
-        """The degrees of a record that has them as Megatron's flags have them."""
-        given = {name: getattr(record, name) for name in DEGREES}
-        values = {name: value for name, value in given.items() if value is not None}
-        return cls(**values, rank_order=rank_order)
-
     def flags(self) -> dict[str, Any]:
         """The degrees as Megatron's flags have them: ``None`` for one virtual stage."""
         values = {name: getattr(self, name) for name in DEGREES}

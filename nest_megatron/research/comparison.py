@@ -188,9 +188,9 @@ def _theirs(request: Request, ours: Compared, baseline: Baseline) -> Compared:
     )
     if choice.plan is None:
         return theirs
-    chosen = choice.plan.layout.without_stages().with_stages(
-        choice.plan.layout.partition, request.space.sharding
-    )
+    chosen = choice.plan.layout
+    if request.space.sharding is not None:
+        chosen = dataclasses.replace(chosen, sharding=request.space.sharding)
     bare = Request(
         spec=request.spec, cluster=request.cluster, global_batch_size=request.global_batch_size
     )
