@@ -53,14 +53,14 @@ class Placement:
         """
         if self.packed is None:
             return "Hosts side by side would give the same: these fill their groups."
-        own = found.shortest_step_s
+        own = found.predicted.iteration_time_s
         try:
-            best = plan(self.packed).shortest_step_s
+            best = plan(self.packed).predicted.iteration_time_s
         except WITHOUT_PLAN:
             return "For hosts side by side no plan was found; what they would give is not known."
         side_by_side = f"{format_seconds(best)} on hosts side by side in full groups"
         longer = f"{100.0 * (own / best - 1.0):+.1f} % for where these lie".replace("-0.0", "+0.0")
-        return f"Shortest predicted step {format_seconds(own)}; {side_by_side} ({longer})."
+        return f"Predicted step {format_seconds(own)}; {side_by_side} ({longer})."
 
     def write(self, path: Path, launcher: Launcher) -> str:
         """Write the launcher's file, and say how it is read."""

@@ -22,7 +22,6 @@ from nest_megatron.errors import UserInputError, require_at_least
 from nest_megatron.layout.dims import ParallelDims, RankOrder
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.objective import Objective
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.layout.rulebook import require_legal
@@ -80,9 +79,7 @@ def _uneven(request: Request, grid: PartialLayout) -> tuple[ParallelPlan, str]:
             recompute=grid.recompute,
         )
         check_quotients(space, request.cluster.num_gpus, request.global_batch_size)
-        request = dataclasses.replace(
-            request, space=space, num_alternatives=0, objective=Objective.NOMINAL
-        )
+        request = dataclasses.replace(request, space=space, num_alternatives=0)
         found = plan(request)
         if isinstance(found, ParallelPlan):
             which = "" if found.search.certificate == "optimal" else " found in the time"

@@ -72,15 +72,13 @@ from nest_megatron.layout.knobs import (
     open_values,
     unknown_packages,
 )
-from nest_megatron.layout.objective import Objective
 from nest_megatron.layout.policy import Policy, PolicyError
 from nest_megatron.layout.price import Rates
 from nest_megatron.layout.rulebook.devices import device_notes, require_recipe
 from nest_megatron.model.adapters import PeftScheme
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Request
-from nest_megatron.planner.headroom import MOST_HEADROOM
-from nest_megatron.planner.request import DEFAULT_HEADROOM, Offer
+from nest_megatron.planner.request import Offer
 from nest_megatron.profile.choose import Wanted, choose_times
 from nest_megatron.profile.installed import installed_versions, nccl_version
 from nest_megatron.profile.mode import ProfileMode
@@ -94,13 +92,10 @@ Rest = ParamSpec("Rest")
 _FAST_LINK = 1e11
 #: Settings that no other part of a plan's file says.
 _RECORDED: Final = (
-    "search.objective",
     "search.tie_percent",
-    "search.max_out_of_memory_percent",
-    "search.failed_start_percent",
     "search.keep",
     "search.packages",
-    "memory.priced_margin",
+    "memory.max_oom_chance",
     "train.fp8_recipe",
     "checks.plausibility",
 )
@@ -264,7 +259,6 @@ def request_for(
     site, site_notes = site_calibration(cluster, versions) if settings.profile.site else (None, ())
     require_at_least("search.num_alternatives", search.num_alternatives, 0, "Give the runners-up.")
     own = {**job.fixed, "micro_batch_size": job.micro_batch_size}
-    headroom = DEFAULT_HEADROOM if settings.memory.margin is None else settings.memory.margin
     spaces = _other_spaces(space, offer, choices, choose_execution)
     return Request(
         spec=spec,
@@ -284,14 +278,10 @@ def request_for(
         memory_offers=offers_within(inputs.memory_offers(spaces), policy),
         reliability=read_reliability(settings, job.save_interval),
         rates=read_rates(settings, spec.seq_length, schedule),
-        objective=choice("search.objective", search.objective, Objective),
+        max_oom_chance=settings.memory.max_oom_chance,
         tie_percent=search.tie_percent,
-        max_out_of_memory_percent=search.max_out_of_memory_percent,
-        failed_start_percent=search.failed_start_percent,
         own={name: value for name, value in own.items() if value is not None},
         shortlist=shortlist,
-        headroom=headroom,
-        priced_headroom=read_priced_headroom(settings, headroom),
         notes=(
             *notes,
             *policy_notes(policy),
@@ -447,13 +437,3 @@ def read_rates(
     if (cost.gpu_hour, cost.gpu_watts, train.tokens) == (None, None, None):
         return None
     return Rates(gpu_hour=cost.gpu_hour, gpu_watts=cost.gpu_watts, tokens=tokens)
-
-
-def read_priced_headroom(settings: Settings, headroom: float) -> float | None:
-    """A larger share whose price is searched; less, or all of a device, is an error."""
-    priced = settings.memory.priced_margin
-    if priced is None or headroom < priced <= MOST_HEADROOM:
-        return priced
-    limit = f"it lies above what plans leave free, {headroom:g}, and up to {MOST_HEADROOM:g}"
-    fix = f"For example memory.priced_margin={min(MOST_HEADROOM, headroom + 0.1):g}."
-    raise UserInputError("memory.priced_margin", priced, limit, fix)

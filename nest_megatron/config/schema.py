@@ -97,10 +97,7 @@ class SearchConfig(_Section):
     max_micro_batch_size: int | None = None
     max_seconds: float = _IN_FILE
     num_alternatives: int = _IN_FILE
-    objective: str = _IN_FILE
     tie_percent: float = _IN_FILE
-    max_out_of_memory_percent: float = _IN_FILE
-    failed_start_percent: float = _IN_FILE
     use_all_gpus: bool = _IN_FILE
     keep: tuple[str, ...] = _IN_FILE
     packages: tuple[str, ...] = _IN_FILE
@@ -134,8 +131,8 @@ class CostConfig(_Section):
 class MemoryConfig(_Section):
     """What is left free on each device."""
 
+    max_oom_chance: float = _IN_FILE
     margin: float | None = None
-    priced_margin: float | None = None
     reserve_bytes: int | None = None
 
 

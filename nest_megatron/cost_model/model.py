@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 import math
 from collections import Counter
@@ -82,13 +80,6 @@ class CostModel(Caching):
         self._sizes = cluster.group_sizes()
         self._hosts = (cluster.launch_gpus_per_host, cluster.num_gpus)
         self._num_units = Counter(spec.layer_kinds())
-
-    def with_memory_margin(self, share: float) -> CostModel:
-        """The model with another limit on memory, which no price depends on: prices are shared."""
-        other = copy.copy(self)
-        other.settings = dataclasses.replace(self.settings, memory_margin=share)
-        other.capacity_bytes = capacity_bytes(self.cluster.accelerator, other.settings)
-        return other
 
     def under(self, cluster: Cluster, settings: CostSettings) -> CostModel:
         """The job with other figures of its cluster, or settings; what neither changes is shared.

@@ -15,11 +15,19 @@ _PASSES = ("forward", "backward", "block_backward")
 
 
 class StageProblems(Caching):
-    """Makes the stage problems of a grid, of whose recompute setting nothing is read."""
+    """Makes the stage problems of a grid, of whose recompute setting nothing is read.
 
-    def __init__(self, model: CostModel, grid: PartialLayout) -> None:
+    Args:
+        capacity_bytes: the highest peak that a plan of the grid may have; the device's if not
+            given.
+    """
+
+    def __init__(
+        self, model: CostModel, grid: PartialLayout, capacity_bytes: Bytes | None = None
+    ) -> None:
         self.model = model
         self.grid = grid
+        self._capacity = model.capacity_bytes if capacity_bytes is None else capacity_bytes
         self._replica_costs = model.replica_costs(grid.dims, grid.zero)
         self._sends = model.sends(grid)
         self._constant = model.constant(grid)
@@ -48,7 +56,7 @@ class StageProblems(Caching):
             send_forward=forward,
             send_backward=backward,
             overlap_p2p=dims.virtual_pipeline_model_parallel_size > 1,
-            capacity_bytes=self.model.capacity_bytes if capacity_bytes is None else capacity_bytes,
+            capacity_bytes=self._capacity if capacity_bytes is None else capacity_bytes,
             constant=self._constant,
         )
 

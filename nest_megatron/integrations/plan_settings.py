@@ -18,7 +18,6 @@ from nest_megatron.cost_model.settings import (
 )
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.stated_job import StatedJob
-from nest_megatron.layout.objective import Objective
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.price import Rates
 from nest_megatron.planner import Request
@@ -85,10 +84,8 @@ def _recorded(plan: ParallelPlan) -> dict[str, str]:
     """Settings that no other part of a plan's file says; files of earlier versions say few."""
     found = recorded_defaults()
     if plan.choice is not None:
-        found["search.objective"] = plan.choice.objective.value
+        found["memory.max_oom_chance"] = value_text(plan.choice.max_oom_chance)
         found["search.tie_percent"] = value_text(plan.choice.tie_percent)
-    elif plan.search.certificate not in ("fixed", "runner-up"):  # chosen by no objective
-        found["search.objective"] = Objective.NOMINAL.value
     pairs = (text.partition("=") for text in plan.provenance.given)
     return found | {key: value for key, _, value in pairs}
 

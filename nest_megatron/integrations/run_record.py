@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.peak_limit import allocatable
 from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.cost_model.uncertainty import predictive
 from nest_megatron.history.records import (
@@ -21,7 +22,6 @@ from nest_megatron.history.records import (
 from nest_megatron.integrations.plan_output import user_name
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.planner.uncertain import allocatable
 from nest_megatron.profile.choose import times_of
 from nest_megatron.profile.installed import installed_versions, nccl_version
 from nest_megatron.profile.records import ANALYTIC_NAME

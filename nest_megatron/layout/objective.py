@@ -1,26 +1,15 @@
-"""What a plan is chosen for, how sure its prediction is, and what the choice was between."""
+"""How sure the prediction of a plan is, and how the plan was chosen."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nest_megatron.names import Name
-from nest_megatron.plain import added, written_as
+from nest_megatron.layout.layout import Layout
+from nest_megatron.plain import added
 from nest_megatron.units import Bytes, Seconds
 
 #: Chance from which one of two plans counts as the faster one; below it they tie.
 SURE = 0.9
-
-
-class Objective(Name):
-    """What the chosen plan has least of."""
-
-    #: The predicted step, as the exact search proves it.
-    NOMINAL = "nominal"
-    #: The mean step of the predictive distribution over the chance not to run out of memory.
-    EXPECTED = "expected"
-    #: The step that 9 of 10 runs stay below, over that chance, where memory is likely to suffice.
-    CAUTIOUS = "cautious"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,38 +123,36 @@ class SiteChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """How a plan was chosen among those that the search kept.
+class RiskierLayout:
+    """The fastest layout that rather starts than not, where it is faster than all allowed ones.
 
     Args:
-        tie_percent: plans so close to the best under the objective count as equal.
-        num_layouts: fastest layouts that were compared.
-        num_neighbours: plans near them that were compared too: with even stages, fewer virtual
-            stages or less memory.
-        value_s: the plan's value under the objective.
-        bound_s: no plan of the space has a smaller one, proven.
-        slower_percent: the plan's predicted step over that of the fastest one.
-        separates: what the plan has that the fastest one has not; empty where it is the fastest.
-        max_out_of_memory_percent: the largest chance to run out of memory with which a plan is
-            taken while another has less; ``None`` in older files whose plan keeps it.
-        ended_early: time ended the search for plans to compare; more of it may prefer another.
+        out_of_memory: chance that it runs out of memory.
     """
 
-    objective: Objective
-    tie_percent: float
-    num_layouts: int
-    num_neighbours: int = written_as("num_relatives")
-    value_s: Seconds
-    bound_s: Seconds
-    slower_percent: float
-    separates: tuple[str, ...]
-    max_out_of_memory_percent: float | None = None
-    ended_early: bool = added(False)
+    layout: Layout
+    iteration_time_s: Seconds
+    out_of_memory: float
 
-    @property
-    def is_proven(self) -> bool:
-        """Whether no plan of the space can be better by more than a tie."""
-        return self.value_s <= self.bound_s * (1 + self.tie_percent / 100)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How a plan was chosen: the simplest of those that tie with the fastest of the allowed risk.
+
+    Args:
+        max_oom_chance: to run out of memory; what has more is not in the space.
+        tie_percent: plans so close to the fastest count as equal.
+        num_tied: layouts that do.
+        fastest_s: the shortest predicted step.
+        riskier: what the limit on the risk costs; ``None`` where it costs nothing, or that was not
+            asked for.
+    """
+
+    max_oom_chance: float
+    tie_percent: float
+    num_tied: int
+    fastest_s: Seconds
+    riskier: RiskierLayout | None = added(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

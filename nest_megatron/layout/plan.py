@@ -33,8 +33,8 @@ class SearchRecord:
     """What the search looked at and proved.
 
     Args:
-        certificate: ``optimal``; ``chosen`` (preferred to the fastest as ``ParallelPlan.choice``
-            says) or ``runner-up`` (chosen by the user), ``gap_percent`` slower than the fastest;
+        certificate: ``optimal``; ``chosen`` (the simplest of those that tie with the fastest) or
+            ``runner-up`` (chosen by the user), ``gap_percent`` slower than the fastest;
             ``gap`` (time ran out) or ``node-limit`` (a stage problem too large to finish), within
             ``gap_percent`` of the fastest; ``fixed`` (nothing was searched); without a plan
             ``infeasible`` (proven) or ``ended-early`` (time ran out: nothing is known).
@@ -138,30 +138,6 @@ class Goodput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Headroom:
-    """Memory that a plan leaves free on the GPU with the highest peak, the reserve apart.
-
-    Args:
-        wanted: share of a GPU's memory; plans that leave it free were compared with the fastest.
-        left: share that this one leaves.
-        more: a larger share.
-        more_costs_percent: how much longer a step takes with it; ``None`` where no plan is known.
-        is_searched: that is the best plan with it, and not only one of the runners-up.
-    """
-
-    wanted: float
-    left: float
-    more: float
-    more_costs_percent: float | None
-    is_searched: bool
-
-    @property
-    def is_tight(self) -> bool:
-        """Whether less is left than was wanted; the limit is in whole bytes."""
-        return self.left < self.wanted - 1e-9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PresentLayout:
     """The layout that ran when a plan was made: the first that its search looked at.
 
@@ -203,7 +179,7 @@ class ParallelPlan:
     Args:
         offers: what a job would gain by choices that it rules out, one sentence each.
         goodput: where a mean time between failures is given.
-        choice: what the plan was chosen for and between, where not for its predicted step alone.
+        choice: how the plan was chosen, where it was searched for and not asked for by its number.
         shortlist: which of the plan and its runners-up could be the fastest, where that is asked.
         batches: what is expected at each size of a batch that grows.
         price: where the price or the power of a GPU, or the length of the run, is given.
@@ -227,17 +203,10 @@ class ParallelPlan:
     uncertainty: Uncertainty
     choice: Choice | None = added(None)
     shortlist: Shortlist | None = added(None)
-    headroom: Headroom | None = added(None)
     batches: tuple[PredictedBatch, ...] = added(())
     price: Price | None = added(None)
     today: BeforeAfter | None = added(None)
     present: PresentLayout | None = added(None)
-
-    @property
-    def shortest_step_s(self) -> Seconds:
-        """The shortest predicted step, whether it is the plan's or a runner-up's."""
-        others = (other.iteration_time_s for other in self.alternatives)
-        return min([self.predicted.iteration_time_s, *others])
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE, PeakLimit, out_of_memory
 from nest_megatron.cost_model.peak_posterior import PredictedPeak, predicted_peak
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.deadline import Deadline
 from nest_megatron.layout.batch_schedule import PredictedBatch
 from nest_megatron.layout.layout import Layout
-from nest_megatron.layout.objective import Objective
+from nest_megatron.layout.objective import Choice, RiskierLayout
 from nest_megatron.layout.plan import ParallelPlan, PresentLayout, SearchRecord
 from nest_megatron.layout.policy import require_allowed
 from nest_megatron.planner.assemble import (
@@ -26,22 +27,8 @@ from nest_megatron.planner.assemble import (
     predicted_batches,
     search_record,
 )
-from nest_megatron.planner.choice import (
-    Candidate,
-    Chosen,
-    Comparison,
-    Peaks,
-    choose_plan,
-    runner_up,
-    worth_comparing,
-)
-from nest_megatron.planner.headroom import (
-    PredictedLayout,
-    headroom_of,
-    settings_to_start,
-    with_larger_margin,
-)
-from nest_megatron.planner.layouts import check_launchable, estimate_for
+from nest_megatron.planner.choice import Candidate, Chosen, candidates, choose_plan, runner_up
+from nest_megatron.planner.layouts import PredictedLayout, check_launchable, estimate_for
 from nest_megatron.planner.offers import offers
 from nest_megatron.planner.request import Request
 from nest_megatron.planner.shortage import (
@@ -51,11 +38,7 @@ from nest_megatron.planner.shortage import (
     no_plan,
     refuse_if_nothing_is_legal,
 )
-from nest_megatron.planner.uncertain import comfortable_bytes, out_of_memory
 from nest_megatron.solver.backend import choose, solver_of
-from nest_megatron.solver.grids import GridSpace
-from nest_megatron.solver.neighbours import peak_of
-from nest_megatron.solver.one_partition import as_built
 from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.solver.ranking import SearchResult, SolvedLayout
 from nest_megatron.solver.search import Search
@@ -74,8 +57,6 @@ __all__ = [
 
 #: Time that is kept for what follows a search: pricing its answer and telling it.
 _REPORT_SHARE, _REPORT_S = 0.1, 0.5
-#: Layouts that leave more memory free and are compared with the fastest of all.
-_ROOMY_LAYOUTS = 4
 #: Micro batches that are compared before some plans run.
 _MICRO_BATCHES = (1, 2, 4, 8)
 #: Called with (candidates solved, best time so far in seconds or None, proven bound in seconds).
@@ -102,7 +83,7 @@ def plan(
     searched = _search(request, deadline, on_progress)
     if searched.result.plans:
         chosen, model = _chosen(request, searched, choose), searched.model
-        best, find = _predicted(model, chosen), partial(_best, deadline=deadline)
+        best, find = _predicted(model, chosen.plan), partial(_best, deadline=deadline)
         batches = tuple(predicted_batches(model, best.layout, request.batch_schedule))
         if larger := _too_large(best, batches):
             return plan(dataclasses.replace(request, global_batch_size=larger), choose=choose)
@@ -110,10 +91,9 @@ def plan(
             *(request, model, best.layout, best.predicted),
             search_record(request, searched.result, searched.seconds, chosen.plan, choose),
             alternatives=tuple(alternative(chosen.plan, each, chosen) for each in chosen.others),
-            choice=chosen.choice,
+            choice=None if choose else _with_riskier(request, deadline, searched, chosen.choice),
             shortlist=chosen.shortlist(model) if request.shortlist else None,
             present=_present_layout(request, searched, chosen.plan),
-            headroom=headroom_of(best.predicted, request, model, searched.compared, find),
             offers=offers(best, request, find, partial(_faster, request, deadline)),
             batches=batches,
         )
@@ -143,115 +123,73 @@ def _too_large(found: PredictedLayout, batches: Sequence[PredictedBatch]) -> int
 
 
 class _Searched(NamedTuple):
-    """What was searched.
-
-    Args:
-        compared: plans to choose among, those that the search kept first; empty where only the
-            predicted step counts.
-        ended_early: time ended the search for some of them.
-    """
+    """What was searched."""
 
     model: CostModel
-    grids: GridSpace
     result: SearchResult
     seconds: Seconds
-    compared: Peaks
-    ended_early: bool = False
 
 
-def _search(request: Request, deadline: Deadline, on_progress: Progress | None = None) -> _Searched:
-    """Search a request's space, and again where a plan may be worth more than the fastest ones.
-
-    These searches look no further than what may be taken instead of the plans that are known: among
-    plans that leave more memory free, unless the best known ties with what is proven; among those
-    that are unlikely enough to run out of memory, if none known is; and among plans with even
-    stages, if none of them ties with the best.
-    """
-    searched = _search_within(request, deadline, on_progress)
-    is_nominal = request.objective is Objective.NOMINAL and not request.shortlist
-    if is_nominal or not searched.result.plans:
-        return searched
-    # Without the deadline, so that ranks that search each for itself choose alike.
-    solve = as_built(solver_of(choose(request.backend)), request.spec)
-    peaks = worth_comparing(request, searched.grids, searched.result.known, solve)
-    known, finished = Comparison(request, searched.model, peaks), []
-
-    def add(settings: CostSettings | None, num_layouts: int, space: SearchSpace) -> Comparison:
-        """Compare plans of a narrower space too, which may be taken instead of those known."""
-        slowest = known.slowest
-        if _before_report(deadline).passed():
-            finished.append(False)
-            return known
-        more = _search_within(
-            request,
-            deadline,
-            model=searched.model,
-            settings=settings,
-            space=space,
-            num_layouts=num_layouts,
-            slowest=slowest,
-        )
-        peaks.update(worth_comparing(request, more.grids, more.result.plans, solve, slowest))
-        finished.append(more.result.certificate.finished)
-        return Comparison(request, searched.model, peaks)
-
-    fastest = searched.result.plans[0]
-    roomy = with_larger_margin(request, comfortable_bytes(searched.model, fastest, request.site))
-    tied = searched.result.certificate.lower_bound * (1 + request.tie_percent / 100)
-    if roomy is not None and known.least > tied:
-        known = add(roomy, _ROOMY_LAYOUTS, request.space)
-    if not known.allowed:
-        allowed = settings_to_start(request, searched.model, fastest)
-        known = add(allowed, _ROOMY_LAYOUTS, request.space)
-    if known.needs_even_stages():
-        add(roomy, 1, dataclasses.replace(request.space, even_stages=True))
-    return searched._replace(compared=peaks, ended_early=not all(finished))
-
-
-def _search_within(
+def _search(
     request: Request,
     deadline: Deadline,
     on_progress: Progress | None = None,
+    *,
     model: CostModel | None = None,
-    settings: CostSettings | None = None,
-    space: SearchSpace | None = None,
     num_layouts: int | None = None,
     slowest: Ticks = NO_THRESHOLD,
 ) -> _Searched:
     """Search a request's space until some time before a deadline.
 
     Args:
-        model: of the same job, that knows prices already; of ``settings`` only the margin counts.
-        settings, space: others than the request's.
-        num_layouts: to rank; ``None`` for as many as are compared and listed.
-        slowest: plans that take longer are of no interest; some plan is if this is not said.
+        model: of the same job, that knows prices already.
+        num_layouts: to rank; ``None`` for the plan and its runners-up.
+        slowest: plans that take longer are of no interest, nor are ties; some plan is, and what
+            runs today, if this is not said.
     """
 
     def report(solved: int, best: Ticks | None, bound: Ticks) -> None:
         assert on_progress is not None
         on_progress(solved, None if best is None else to_seconds(best), to_seconds(bound))
 
-    if model is None:
-        model = request.cost_model(settings)
-    else:
-        model = model.with_memory_margin((settings or request.settings).memory_margin)
-    ends = _before_report(deadline)
+    model = model or request.cost_model()
+    ends, is_first = _before_report(deadline), slowest == NO_THRESHOLD
     started = time.perf_counter()
-    compared = 0 if request.objective is Objective.NOMINAL else request.num_compared
     search = Search(
         model,
         request.global_batch_size,
-        space or request.space,
+        request.space,
         solver_of(choose(request.backend), ends.passed),
-        num_layouts=num_layouts or max(request.num_alternatives + 1, compared),
+        limit=PeakLimit(model, request.max_oom_chance, request.site),
+        num_layouts=num_layouts or request.num_alternatives + 1,
+        tie_percent=request.tie_percent if is_first else 0.0,
         slowest=slowest,
         out_of_time=ends.passed,
-        present=_present_of(request) if slowest == NO_THRESHOLD else None,
+        present=_present_that_fits(request, model) if is_first else None,
         on_progress=report if on_progress else None,
     )
     result = search.run()
-    seconds = time.perf_counter() - started
-    return _Searched(model, search.grids, result, seconds, {})
+    return _Searched(model, result, time.perf_counter() - started)
+
+
+def _with_riskier(
+    request: Request, deadline: Deadline, searched: _Searched, choice: Choice
+) -> Choice:
+    """What the limit on the risk costs: the fastest plan that rather starts than not."""
+    if request.max_oom_chance >= MOST_OOM_CHANCE or not request.num_alternatives:
+        return choice
+    more = dataclasses.replace(request, max_oom_chance=MOST_OOM_CHANCE)
+    slowest, model = searched.result.fastest.iteration - 1, searched.model
+    found = _search(more, deadline, model=model, num_layouts=1, slowest=slowest).result
+    if not found.plans:
+        return choice
+    layout, predicted = _predicted(model, found.plans[0])
+    riskier = RiskierLayout(
+        layout=layout,
+        iteration_time_s=predicted.iteration_time_s,
+        out_of_memory=out_of_memory(model, layout, predicted.peak_memory_bytes, request.site),
+    )
+    return dataclasses.replace(choice, riskier=riskier)
 
 
 def _before_report(deadline: Deadline) -> Deadline:
@@ -267,16 +205,23 @@ def _present_of(request: Request) -> Layout | None:
     return dataclasses.replace(present, global_batch_size=batch)
 
 
+def _present_that_fits(request: Request, model: CostModel) -> Layout | None:
+    """What the job runs today, where it is likely to fit in memory."""
+    own = _present_of(request)
+    if own is None:
+        return None
+    peak_bytes = estimate(model, own).peak_memory_bytes
+    chance = out_of_memory(model, own, peak_bytes, request.site)
+    return own if chance <= MOST_OOM_CHANCE else None
+
+
 def _chosen(request: Request, searched: _Searched, number: int = 0) -> Chosen:
     """What is taken for a request, or the runner-up that the user asks for.
 
     Raises:
         UserInputError: if there is no such runner-up.
     """
-    chosen = choose_plan(request, searched.model, searched.result, searched.compared)
-    if searched.ended_early and chosen.choice is not None:
-        choice = dataclasses.replace(chosen.choice, ended_early=True)
-        chosen = dataclasses.replace(chosen, choice=choice)
+    chosen = choose_plan(request, searched.model, searched.result)
     return runner_up(chosen, number) if number else chosen
 
 
@@ -289,7 +234,7 @@ def _present_layout(
         return None
     model, kept = searched.model, best == searched.result.present
     found = estimate(model, own)
-    others = {*searched.result.plans, *searched.compared} - {best}
+    others = {*searched.result.plans} - {best}
     least = min((other.iteration for other in others), default=None) if kept else None
     return PresentLayout(
         iteration_time_s=found.iteration_time_s,
@@ -324,58 +269,48 @@ class Ranked:
 
 def ranked(request: Request, on_progress: Progress | None = None) -> Ranked | NoPlan | EndedEarly:
     """What ``plan`` chooses among: the plan, and all that were compared with it."""
-    request = dataclasses.replace(request, shortlist=True)
     searched = _search(request, request.deadline(), on_progress)
     if not searched.result.plans:
         found = plan(request)  # why there is none
         assert not isinstance(found, ParallelPlan)
         return found
-    model, peaks = searched.model, {**searched.compared, **_other_micro_batches(request, searched)}
-    chosen = choose_plan(request, model, searched.result, searched.compared).plan
-    fastest = sorted(peaks, key=lambda plan: plan.rank)[: request.num_alternatives]
-    known = sorted(
-        Comparison(request, model, peaks).candidates([*fastest, chosen]),
-        key=lambda each: (each.solved != chosen, each.solved.rank),
+    model, chosen = searched.model, choose_plan(request, searched.model, searched.result).plan
+    plans = sorted(
+        {*searched.result.known, *_other_micro_batches(request, searched)},
+        key=lambda plan: (plan != chosen, plan.rank),
     )[: request.num_alternatives + 1]
+    known = candidates(request, model, plans, searched.result.present)
     return Ranked(
         request=request,
         model=model,
-        candidates=tuple(known),
-        peaks={e.solved: predicted_peak(model, e.solved.layout) for e in known},
+        candidates=tuple(known.values()),
+        peaks={plan: predicted_peak(model, plan.layout) for plan in plans},
         record=search_record(request, searched.result, searched.seconds, chosen),
     )
 
 
-def _other_micro_batches(request: Request, searched: _Searched) -> Peaks:
+def _other_micro_batches(request: Request, searched: _Searched) -> set[SolvedLayout]:
     """The best plan of each layout with each small micro batch; a search keeps one of a layout."""
-    name, space, found = "micro_batch_size", request.space, {}
+    name, space = "micro_batch_size", request.space
+    found: set[SolvedLayout] = set()
     most = 0 if name in space.fixed else space.limits.get(name, max(_MICRO_BATCHES))
     for size in (size for size in _MICRO_BATCHES if size <= most):
         narrow = dataclasses.replace(space, fixed={**space.fixed, name: size})
-        more = _search_within(
-            dataclasses.replace(request, space=narrow, present=None),
-            request.deadline(),
-            model=searched.model,
-            num_layouts=request.num_alternatives + 1,
-        )
-        found.update({plan: peak_of(more.grids, plan) for plan in more.result.plans})
+        asked = dataclasses.replace(request, space=narrow, present=None)
+        found.update(_search(asked, request.deadline(), model=searched.model).result.plans)
     return found
 
 
 def _best(request: Request, deadline: Deadline) -> PredictedLayout | None:
-    """The best layout, if time allows to find one; why there is none is not asked."""
+    """The layout that is taken for a request, if something fits."""
     searched = _search(request, deadline)
     if not searched.result.plans:
         return None
-    return _predicted(searched.model, _chosen(request, searched))
+    return _predicted(searched.model, _chosen(request, searched).plan)
 
 
-def _predicted(model: CostModel, chosen: Chosen) -> PredictedLayout:
-    predicted = estimate(model, chosen.plan.layout)
-    others = (to_seconds(each.iteration) for each in chosen.others)
-    return PredictedLayout(
-        chosen.plan.layout, predicted, min([predicted.iteration_time_s, *others])
-    )
+def _predicted(model: CostModel, plan: SolvedLayout) -> PredictedLayout:
+    return PredictedLayout(plan.layout, estimate(model, plan.layout))
 
 
 def _faster(
@@ -386,8 +321,6 @@ def _faster(
     step_s: Seconds,
 ) -> SolvedLayout | None:
     """The fastest plan with a shorter step than some, as far as time allows."""
-    slowest = to_ticks(step_s)
-    found = _search_within(
-        request, deadline, settings=settings, space=space, num_layouts=1, slowest=slowest
-    )
+    asked = dataclasses.replace(request, settings=settings, space=space)
+    found = _search(asked, deadline, num_layouts=1, slowest=to_ticks(step_s))
     return next(iter(found.result.plans), None)

@@ -12,6 +12,7 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.goodput import goodput
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.peak_limit import out_of_memory
 from nest_megatron.cost_model.settings import stored_settings
 from nest_megatron.cost_model.site import expected
 from nest_megatron.cost_model.uncertainty import probability_faster
@@ -26,7 +27,7 @@ from nest_megatron.layout.price import Price, Rates, price
 from nest_megatron.layout.rank_order import GroupKind, group_level, group_of_rank
 from nest_megatron.planner.choice import Chosen
 from nest_megatron.planner.request import Request
-from nest_megatron.planner.uncertain import described, out_of_memory
+from nest_megatron.planner.uncertain import described
 from nest_megatron.profile.records import ANALYTIC_NAME, Source
 from nest_megatron.solver.backend import choose
 from nest_megatron.solver.outcome import NO_THRESHOLD

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import NamedTuple
 
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.estimate import estimate
@@ -36,6 +37,13 @@ from nest_megatron.units import Bytes, Seconds
 
 #: Share of outcomes that the interval of a difference holds, as that of a step.
 _LEVEL = 0.9
+
+
+class PredictedLayout(NamedTuple):
+    """A layout that was found for a request, and what is expected of it."""
+
+    layout: Layout
+    predicted: Estimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.rulebook.facts import uneven_sides
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import FlexBackend, TokenDispatcher
-from nest_megatron.planner.headroom import PredictedLayout, with_least_free
+from nest_megatron.planner.layouts import PredictedLayout
 from nest_megatron.planner.request import NumericOffer, Request
 from nest_megatron.planner.shortage import describe_grid
 from nest_megatron.solver.executions import is_accepted
@@ -82,7 +82,6 @@ def _of_sharding(
         offer=None,
         present=None,
         num_alternatives=0,
-        num_compared=1,  # what is told is which fastest plan is faster
     )
     try:
         other = find(asked)
@@ -90,14 +89,15 @@ def _of_sharding(
         return
     if other is None:
         return
-    gain = _gain_percent(plan.shortest_step_s, other.shortest_step_s)
+    step_s = other.predicted.iteration_time_s
+    gain = _gain_percent(plan.predicted.iteration_time_s, step_s)
     if gain >= _LEAST_GAIN_PERCENT:
         sharding = other.layout.zero.sharding
         kind = offer.ckpt_format.get(sharding)
         needs = f"; it needs --ckpt-format {kind}" if kind else ""
         yield (
             f"{_named(other, offer.own)} would be {gain:.1f} % faster "
-            f"({format_seconds(other.shortest_step_s)}){needs}. To have it: {offer.free[sharding]}"
+            f"({format_seconds(step_s)}){needs}. To have it: {offer.free[sharding]}"
         )
 
 
@@ -270,7 +270,7 @@ def _all_numeric(plan: PredictedLayout, request: Request, faster: Faster) -> Ite
 def _with_its_memory(
     plan: PredictedLayout, offer: NumericOffer, request: Request
 ) -> tuple[CostSettings, SearchSpace]:
-    """What is searched for plans with a choice that need no more memory than a plan without it.
+    """What is searched for plans with a choice whose memory it frees.
 
     Tensor and expert degrees are the plan's: a search over all of them takes as long as its own.
     """
@@ -281,8 +281,7 @@ def _with_its_memory(
         fixed={**space.fixed, **{name: getattr(dims, name) for name in names}},
         zero_stages=offer.knob.zero_stages(space.zero_stages),
     )
-    peak = plan.predicted.peak_memory_bytes
-    return with_least_free(request, offer.settings, peak), space
+    return offer.settings, space
 
 
 def _on_another_layout(priced: _Numeric, plan: PredictedLayout, other: SolvedLayout) -> _Numeric:

@@ -13,6 +13,7 @@ from nest_megatron.catalogue_files import default_setting
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.goodput import Reliability
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.site import Site
 from nest_megatron.deadline import Deadline
@@ -21,7 +22,6 @@ from nest_megatron.layout.batch_schedule import BatchSchedule
 from nest_megatron.layout.knobs import Package
 from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.numeric_knobs import NumericKnob
-from nest_megatron.layout.objective import Objective
 from nest_megatron.layout.policy import Policy
 from nest_megatron.layout.price import Rates
 from nest_megatron.layout.recompute import NO_RECOMPUTE
@@ -35,16 +35,6 @@ from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Seconds
-
-#: Layouts that a plan is chosen among.
-NUM_COMPARED = 11
-#: A plan that more likely runs out of memory than not is one that does not fit.
-MOST_OUT_OF_MEMORY = 0.5
-#: Plans that leave this share of a device free, the reserve not counted, are always among those
-#: compared. Of NVIDIA's performance runs with Megatron-Bridge, nine of ten leave 8.9 % or more, as
-#: predicted (docs/memory.md).
-DEFAULT_HEADROOM = 0.1
-
 
 _SHARDINGS = {
     DataParallelSharding.DDP: "no FSDP",
@@ -132,11 +122,12 @@ def _refuse(what: str, value: object, limit: str) -> None:
 _FIXES = {
     "train.global_batch_size": "Give the sequences of one optimizer step.",
     "search.max_seconds": "Give the seconds that the search may take.",
+    "memory.max_oom_chance": "Give a share, such as 0.05.",
 }
 
 
 def _default(name: str) -> Any:
-    return field(default_factory=lambda: default_setting(f"search.{name}"))
+    return field(default_factory=lambda: default_setting(name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,18 +147,10 @@ class Request:
         remedies: whether what would help is looked for where nothing fits.
         memory_offers: what is tried where nothing fits, the fewest changes first.
         reliability: how often the job fails; ``None`` says nothing of goodput.
-        objective: what the plan has least of, among those that the search keeps.
-        tie_percent: plans so close to the best under it count as equal; the simpler one is taken.
-        max_out_of_memory_percent: largest chance to run out of memory that ``cautious`` takes.
-        failed_start_percent: what a start that runs out of memory costs, of a run: the job waits,
-            loads, fails within its first steps, is looked at, and is started with another plan.
-        num_compared: layouts that the plan is chosen among, however many it lists, so that the two
-            do not depend on each other.
+        max_oom_chance: largest chance of a plan to run out of memory.
+        tie_percent: plans so close to the fastest count as equal; the simplest one is taken.
         own: the user's own parallel settings, by Megatron's names.
         shortlist: whether to say which of the plans could be the fastest.
-        headroom: the fastest plans that leave this share of each device free, the reserve apart,
-            are compared with the fastest of all; ``None`` compares the latter alone.
-        priced_headroom: a larger share whose price is searched too; ``None`` takes the runners-up.
         notes: what was assumed of the job, one sentence each.
         profile_notes: those of them that say which profiles were used and which were not.
         batch_schedule: how the batch grows, for the time at each size; ``global_batch_size`` is the
@@ -186,9 +169,9 @@ class Request:
     global_batch_size: int
     settings: CostSettings = field(default_factory=CostSettings)
     space: SearchSpace = field(default_factory=SearchSpace)
-    max_seconds: float = _default("max_seconds")
+    max_seconds: float = _default("search.max_seconds")
     begun_s: Seconds | None = None
-    num_alternatives: int = _default("num_alternatives")
+    num_alternatives: int = _default("search.num_alternatives")
     backend: Backend | None = None
     times: LayerTimes | None = None
     not_modelled: tuple[str, ...] = ()
@@ -198,17 +181,10 @@ class Request:
     remedies: bool = True
     memory_offers: tuple[MemoryOffer, ...] = ()
     reliability: Reliability | None = None
-    objective: Objective = field(
-        default_factory=lambda: Objective(default_setting("search.objective"))
-    )
-    tie_percent: float = _default("tie_percent")
-    max_out_of_memory_percent: float = _default("max_out_of_memory_percent")
-    failed_start_percent: float = _default("failed_start_percent")
-    num_compared: int = NUM_COMPARED
+    max_oom_chance: float = _default("memory.max_oom_chance")
+    tie_percent: float = _default("search.tie_percent")
     own: Mapping[str, object] = field(default_factory=dict)
     shortlist: bool = False
-    headroom: float | None = DEFAULT_HEADROOM
-    priced_headroom: float | None = None
     notes: tuple[str, ...] = ()
     profile_notes: tuple[str, ...] = ()
     batch_schedule: BatchSchedule | None = None
@@ -226,12 +202,11 @@ class Request:
             _refuse("train.global_batch_size", batch, "a whole number of at least 1")
         if not seconds > 0:
             _refuse("search.max_seconds", seconds, "above 0")
-        for name in ("tie_percent", "failed_start_percent"):
-            if not 0 <= getattr(self, name) < math.inf:
-                _refuse(f"search.{name}", getattr(self, name), "at least 0 and finite")
-        risk = self.max_out_of_memory_percent
-        if not 0 <= risk <= 100:
-            _refuse("search.max_out_of_memory_percent", risk, "between 0 and 100")
+        if not 0 <= self.tie_percent < math.inf:
+            _refuse("search.tie_percent", self.tie_percent, "at least 0 and finite")
+        if not 0 < self.max_oom_chance <= MOST_OOM_CHANCE:
+            limit = f"above 0 and at most {MOST_OOM_CHANCE:g}: what more likely runs out than not "
+            _refuse("memory.max_oom_chance", self.max_oom_chance, f"{limit}does not fit")
         recompute = self.space.recompute or NO_RECOMPUTE
         cuts = cuts_anywhere(self.spec, recompute, self.space.version)
         if self.space.partition is None and not cuts:
@@ -244,15 +219,6 @@ class Request:
     def cost_model(self, settings: CostSettings | None = None) -> CostModel:
         """What the job costs, under other settings than its own if they are given."""
         return CostModel(self.spec, self.cluster, settings or self.settings, self.times)
-
-    @property
-    def most_out_of_memory(self) -> float:
-        """Largest chance to run out of memory with which a plan is taken while another has less."""
-        return {
-            Objective.NOMINAL: 1.0,
-            Objective.EXPECTED: MOST_OUT_OF_MEMORY,
-            Objective.CAUTIOUS: self.max_out_of_memory_percent / 100,
-        }[self.objective]
 
     def deadline(self) -> Deadline:
         """The time that planning has, from now on where nothing says when it began."""

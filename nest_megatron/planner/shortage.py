@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 from nest_megatron.cost_model.memory import capacity_bytes, within_error
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE, PeakLimit
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import SHORT_DEGREES
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.objective import Objective
 from nest_megatron.layout.plan import SearchRecord
 from nest_megatron.planner.conflict import binding, is_legal_without, single_relaxations
-from nest_megatron.planner.headroom import PredictedLayout
+from nest_megatron.planner.layouts import PredictedLayout
 from nest_megatron.planner.request import Request
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.memory_shortage import Shortage, fits, least_memory
@@ -151,13 +151,16 @@ def no_plan(
     """
     number = _fewest_gpus(request, deadline.part(_NUMBER_SHARE)) if request.remedies else None
     until = deadline.part(_NUMBER_SHARE)
-    shortage = least_memory(_new_search(request, model, until), until.passed)
+    search = _new_search(request, model, until)
+    shortage = least_memory(search, until.passed)
     is_complete = not until.passed()
     assert shortage is not None, "a legal space has a plan that needs least memory"
-    missing = shortage.needed_bytes - model.capacity_bytes
+    limit = search.peaks.of(shortage.grid)
+    missing = shortage.needed_bytes - limit
     remedies = list(_of_capacity(request, missing))
     if request.remedies:
         remedies = [
+            *_of_risk(request, deadline, find),
             *_of_number(request, number, deadline, find),
             *_of_memory(request, deadline, find),
             *_of_fixed(request, deadline, find),
@@ -166,7 +169,7 @@ def no_plan(
     return NoPlan(
         shortage=shortage,
         missing_bytes=missing,
-        capacity_bytes=model.capacity_bytes,
+        capacity_bytes=limit,
         nearest=describe_grid(shortage.grid),
         remedies=tuple(remedies),
         search=record,
@@ -177,13 +180,7 @@ def no_plan(
 def _remedy(change: str, request: Request, deadline: Deadline, find: Find) -> Remedy:
     """A change with the plan of the request that it leads to, as far as time allows."""
     found = find(
-        dataclasses.replace(
-            request,
-            space=_lean(request.space),
-            objective=Objective.NOMINAL,
-            num_alternatives=0,
-            num_compared=1,
-        ),
+        dataclasses.replace(request, space=_lean(request.space), num_alternatives=0),
         deadline.within(_PLAN_SHARE * request.max_seconds),
     )
     if found is None:
@@ -194,6 +191,14 @@ def _remedy(change: str, request: Request, deadline: Deadline, find: Find) -> Re
         iteration_time_s=found.predicted.iteration_time_s,
         peak_memory_bytes=found.predicted.peak_memory_bytes,
     )
+
+
+def _of_risk(request: Request, deadline: Deadline, find: Find) -> Iterator[Remedy]:
+    """A larger chance to run out of memory, as far as plans rather start than not."""
+    riskier = dataclasses.replace(request, max_oom_chance=MOST_OOM_CHANCE)
+    if request.max_oom_chance < MOST_OOM_CHANCE and _fits(riskier, deadline):
+        change = f"memory.max_oom_chance={MOST_OOM_CHANCE:g}, at your own risk"
+        yield _remedy(change, riskier, deadline, find)
 
 
 def _of_number(
@@ -237,7 +242,8 @@ def _of_capacity(request: Request, missing: int) -> Iterator[Remedy]:
     # A smaller margin, where less is missing than such predictions are wrong by.
     limit = capacity_bytes(accelerator, request.settings)
     margin = request.settings.memory_margin - missing / accelerator.memory_bytes
-    if within_error(limit + missing, limit) and margin >= 0:
+    by_device = request.max_oom_chance >= MOST_OOM_CHANCE  # else the margin is not what limits
+    if by_device and within_error(limit + missing, limit) and margin >= 0:
         rounded = math.floor(1000 * margin) / 1000
         risk = "at your own risk: it may run out of memory"
         yield Remedy(change=f"memory.margin={rounded:g}, {risk}")
@@ -287,7 +293,7 @@ def _fewest_gpus(request: Request, deadline: Deadline) -> FewestGpus | None:
     def has_room(num_gpus: int) -> bool:
         search = _new_search(request_of(num_gpus), None, deadline)
         states = map(search.memory.of_shard_states, search.grids.shards())
-        return min(states, default=math.inf) <= search.model.capacity_bytes
+        return min(states, default=math.inf) <= search.most_bytes
 
     for size in _sizes(cluster.num_gpus, node, _unit(request.space, node), has_room):
         if deadline.passed():
@@ -333,7 +339,8 @@ def _fits(request: Request, deadline: Deadline) -> bool:
 def _new_search(request: Request, model: CostModel | None, deadline: Deadline) -> Search:
     solve = solver_of(choose(request.backend), deadline.passed)
     model = model or request.cost_model()
-    return Search(model, request.global_batch_size, _lean(request.space), solve)
+    limit = PeakLimit(model, request.max_oom_chance, request.site)
+    return Search(model, request.global_batch_size, _lean(request.space), solve, limit=limit)
 
 
 def _lean(space: SearchSpace) -> SearchSpace:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nest_megatron.cost_model.memory import PEAK_ERROR, within_error
+from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE
 from nest_megatron.layout.estimate import PricedLayout
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.planner.request import MOST_OUT_OF_MEMORY
 from nest_megatron.units import Bytes, format_chance, format_gib
 
 #: Chance to run out of memory from which on it is a warning.
@@ -70,7 +70,7 @@ def no_plan_verdict(missing: Bytes, limit: Bytes, not_modelled: Sequence[str] = 
 def memory_level(plan: PricedLayout) -> str:
     """How serious what is known of a layout's memory is: ``bad``, ``warning``, or nothing."""
     chance = plan.uncertainty.out_of_memory
-    if not plan.predicted.fits or chance > MOST_OUT_OF_MEMORY:
+    if not plan.predicted.fits or chance > MOST_OOM_CHANCE:
         return "bad"
     return "warning" if chance >= _WORTH_A_WARNING or plan.not_modelled else ""
 
@@ -79,5 +79,5 @@ def risk_words(plan: PricedLayout, which: str) -> str:
     """The chance that a layout runs out of memory, in a sentence; nothing where it is small."""
     if (chance := plan.uncertainty.out_of_memory) < _WORTH_A_WARNING:
         return ""
-    likely = "more likely than not runs" if chance > MOST_OUT_OF_MEMORY else "may run"
+    likely = "more likely than not runs" if chance > MOST_OOM_CHANCE else "may run"
     return f"{which} {likely} out of memory: the chance is {format_chance(chance)}."

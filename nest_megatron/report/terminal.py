@@ -39,12 +39,12 @@ from nest_megatron.report.words import (
     certificate,
     confidence_words,
     degrees,
-    fastest_words,
+    faster_words,
     goodput_words,
-    headroom_words,
     present_words,
     proof,
     ranged_words,
+    riskier_words,
     schedule_words,
     sequence_words,
     term_words,
@@ -124,8 +124,10 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
         rows.append(("Execution", execution))
     if layout.dims.pipeline_model_parallel_size > 1:
         rows.append(("Stages", layout_string(plan.model, layout.partition)))
-    if (fastest := fastest_words(plan)) != "":
-        rows.append(("Preferred to", fastest))
+    if (faster := faster_words(plan)) != "":
+        rows.append(("Faster", faster))
+    if (riskier := riskier_words(plan)) is not None:
+        rows.append(riskier)
     rows.append(_binding(predicted.binding_constraint))
     rows.append(("Basis", basis(plan)))
     rows[1:1] = [
@@ -142,9 +144,6 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
         gpus, step_s = plan.layout.num_gpus, predicted.iteration_time_s
         rows.insert(1, ("Goodput", goodput_words(plan.goodput, gpus, step_s)))
     rows[1:1] = price_rows(plan)
-    if plan.headroom is not None:
-        style = "yellow" if plan.headroom.is_tight else ""
-        rows.append(("Left free", Text(headroom_words(plan.headroom), style=style)))
     rows += [("Not taken", offer) for offer in plan.offers]
     if train.precision.value != "bf16":
         rows.insert(3, ("Precision", train.precision.value))

@@ -170,9 +170,8 @@ def _notes(present: ParallelPlan | None, variants: Sequence[Variant]) -> Iterato
             yield f"{short_key(key)} makes no difference: its values give the same step."
     if any(map(_is_safer, others)):
         yield (
-            "A plan is chosen for its expected step with the price of memory risk, so that its "
-            "predicted step can be longer than that of the present layout; "
-            "search.objective=nominal compares predicted steps alone."
+            "The present layout is faster where it has a larger chance to run out of memory than "
+            "memory.max_oom_chance allows, or where a simpler plan ties with it."
         )
 
 

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from nest_megatron.cost_model.device_memory import FRAGMENTATION
 from nest_megatron.cost_model.memory import PEAK_ERROR, PUBLIC_PEAK_ERROR
+from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE
 from nest_megatron.errors import typed_setting
 from nest_megatron.layout.batch_schedule import PredictedBatch
 from nest_megatron.layout.dims import SHORT_DEGREES
-from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.objective import SURE, Choice, Objective, SiteChange, Uncertainty
+from nest_megatron.layout.layout import Layout, PartialLayout
+from nest_megatron.layout.objective import SURE, Choice, SiteChange, Uncertainty
 from nest_megatron.layout.plan import (
     Goodput,
-    Headroom,
     ParallelPlan,
     PresentLayout,
     SearchRecord,
 )
+from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.planner.shortage import EndedEarly
 from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.units import (
     GIB,
     Seconds,
-    counted,
     format_chance,
     format_duration,
     format_gib,
@@ -77,12 +77,16 @@ def certificate(record: SearchRecord) -> str:
 
 def proof(plan: ParallelPlan) -> str:
     """What the search proved, and how the plan was chosen among those that it kept."""
-    said = certificate(plan.search)
-    if plan.choice is not None:
-        said = f"{said} {_choice_words(plan, plan.choice)}"
-        if plan.provenance.site is not None:
-            said += " The search ordered plans by the catalogue's constants; those compared are "
-            said += "chosen by this site's calibration."
+    record, choice = plan.search, plan.choice
+    if choice is None or record.certificate not in ("optimal", "chosen") or record.not_modelled:
+        said = certificate(record)
+    else:
+        said = f"{_proven(plan, choice)} {_counts(record)}"
+    if choice is not None and record.certificate not in ("optimal", "chosen"):
+        said += f" Searched: {_allowed(choice)}."
+    if choice is not None and plan.provenance.site is not None:
+        said += " The search ordered plans by the catalogue's constants; those that it kept are "
+        said += "compared by this site's calibration."
     margin = float(plan.provenance.settings.get("memory_margin", 0.0))
     if margin > FRAGMENTATION:
         said = (
@@ -92,12 +96,34 @@ def proof(plan: ParallelPlan) -> str:
     return said
 
 
-_LEAST = {
-    Objective.EXPECTED: "the least mean step, with the price of running out of memory",
-    Objective.CAUTIOUS: (
-        "the least step that 9 of 10 runs stay below, with the price of running out of memory"
-    ),
-}
+def _allowed(choice: Choice) -> str:
+    percent = f"{100 * choice.max_oom_chance:g} %"
+    return f"layouts with at most {percent} risk to run out of memory"
+
+
+def _proven(plan: ParallelPlan, choice: Choice) -> str:
+    """The certificate of a finished search."""
+    step_s, gap = plan.predicted.iteration_time_s, plan.search.gap_percent
+    bound = format_seconds(step_s / (1 + gap / 100))
+    said = f"Proven: among {_allowed(choice)} none is faster than {bound} under this cost model; "
+    if plan.search.certificate == "optimal":
+        simple = ", and the simplest that ties with it" if choice.num_tied > 1 else ""
+        return f"{said}this one takes that{simple}."
+    return f"{said}this one is within {gap:.1f} % and the simplest."
+
+
+def riskier_words(plan: ParallelPlan) -> tuple[str, str] | None:
+    """What the limit on the risk costs: a name and the faster layout; nothing where it costs none.
+
+    >>> riskier_words(ParallelPlan)  # doctest: +SKIP
+    ('Risk up to 50 %', '29.4 s, TP 4 PP 4 VPP 7 CP 2 (48 %)')
+    """
+    if plan.choice is None or plan.choice.riskier is None:
+        return None
+    found = plan.choice.riskier
+    words = " ".join(f"{name} {size}" for name, size in degrees(found.layout).items() if size > 1)
+    chance, step = format_chance(found.out_of_memory), format_seconds(found.iteration_time_s)
+    return f"Risk up to {100 * MOST_OOM_CHANCE:g} %", f"{step}, {words} ({chance})"
 
 
 def early_words(record: SearchRecord) -> str:
@@ -132,40 +158,6 @@ def _next_words(plan: ParallelPlan, own: PresentLayout) -> str:
         return f"the best other layout is {own.next_percent:.1f} % slower"
     tie = "" if plan.choice is None else f", a tie (search.tie_percent={plan.choice.tie_percent:g})"
     return f"the best other layout is {-own.next_percent:.1f} % faster{tie}"
-
-
-def _choice_words(plan: ParallelPlan, choice: Choice) -> str:
-    """What a plan was chosen for, between how many, and what of that is proven."""
-    near = counted(choice.num_neighbours, "neighbour")
-    several = choice.num_layouts > 1
-    layouts = f"{choice.num_layouts} fastest layouts" if several else "one layout"
-    others = f" and {near} of {'them' if several else 'it'}" if choice.num_neighbours else ""
-    among, most = f"the {layouts}{others}", choice.max_out_of_memory_percent
-    at_most = f"out of memory with a chance of at most {most or 0:g} %"
-    if most is not None and 100 * plan.uncertainty.out_of_memory > most:
-        said = (
-            f"None of {among} runs {at_most} (search.objective={choice.objective}): the one with "
-            "the least chance is taken."
-        )
-    else:
-        among = among if most is None else f"those of {among} that run {at_most}"
-        said = (
-            f"Chosen for {_LEAST[choice.objective]} (search.objective={choice.objective}) among "
-            f"{among}; plans within {choice.tie_percent:g} % of the best are equal, and the "
-            "simplest of them is taken."
-        )
-    value, bound = format_seconds(choice.value_s), format_seconds(choice.bound_s)
-    if choice.ended_early:
-        said += f" Time ended the search for plans to compare ({typed_setting(MAX_SECONDS)}): with "
-        said += "more of it another one may be taken."
-    said += f" By that measure it takes {value}"
-    if choice.is_proven:
-        return f"{said}; that no plan of the space takes less than {bound} is proven."
-    if not choice.bound_s:
-        return f"{said}; of plans that were not compared nothing is proven."
-    return (
-        f"{said}; of plans that were not compared only that none takes less than {bound} is proven."
-    )
 
 
 def range_words(known: Uncertainty) -> str:
@@ -211,21 +203,30 @@ def confidence_words(known: Uncertainty, site: SiteChange | None = None) -> str:
     return f"{said}, before this site's runs; the range rests on its calibration, too ({site.name})"
 
 
-def fastest_words(plan: ParallelPlan) -> str:
-    """The plan with the shortest predicted step beside the one chosen; nothing where it is that."""
-    choice = plan.choice
-    if choice is None or not choice.separates or not plan.alternatives:
+def faster_words(plan: ParallelPlan) -> str:
+    """The fastest of the allowed plans where a simpler one is taken; nothing where it is that."""
+    if plan.choice is None or plan.search.certificate != "chosen" or not plan.alternatives:
         return ""
-    fastest = plan.alternatives[0]
-    return (
-        f"the shortest predicted step, {format_seconds(fastest.iteration_time_s)} by runner-up 1: "
-        f"this plan is {choice.slower_percent:.2f} % slower and has "
-        f"{_listed(choice.separates)}"
-    )
+    fastest, step_s = plan.alternatives[0], plan.predicted.iteration_time_s
+    percent = 100 * (1 - fastest.iteration_time_s / step_s)
+    said = f"{format_seconds(fastest.iteration_time_s)} by runner-up 1, {percent:.1f} % less"
+    more = _listed([*_more_complex(plan, fastest.layout)])
+    return f"{said}, with {more}" if more else said
+
+
+def _more_complex(plan: ParallelPlan, other: Layout) -> Iterator[str]:
+    """In what another layout is less simple."""
+    spec, needs_none = plan.model, is_uniform(plan.model, plan.layout.partition)
+    if needs_none and not is_uniform(spec, other.partition):
+        yield "stages that need a layout"
+    own, others = degrees(plan.layout), degrees(other)
+    for name, what in (("PP", "pipeline ranks"), ("VPP", "virtual stages")):
+        if others[name] > own[name]:
+            yield f"{others[name]} {what} instead of {own[name]}"
 
 
 def _listed(parts: Sequence[str]) -> str:
-    *first, last = parts
+    *first, last = parts or [""]
     return f"{', '.join(first)} and {last}" if first else last
 
 
@@ -302,24 +303,6 @@ def goodput_words(found: Goodput, num_gpus: int, step_s: Seconds) -> str:
     )
 
 
-def headroom_words(found: Headroom) -> str:
-    """What a plan leaves free of each device, and what more would cost.
-
-    >>> headroom_words(Headroom(
-    ...     wanted=0.1, left=0.06, more=0.1, more_costs_percent=2.0, is_searched=False))
-    '6.0 % of GPU memory at the peak; 10 % would cost at most 2.0 %'
-    """
-    words = f"{100 * found.left:.1f} % of GPU memory at the peak"
-    more, costs = f"{100 * found.more:g} %", found.more_costs_percent
-    if costs is None:
-        told = found.is_searched or found.is_tight
-        return f"{words}; no plan is known to leave {more}" if told else words
-    if not costs:
-        return f"{words}; {more} would cost nothing"
-    least = "" if found.is_searched else "at most "
-    return f"{words}; {more} would cost {least}{costs:.1f} %"
-
-
 def incomplete_ranking(record: SearchRecord) -> str:
     """What a list of runners-up lacks where the search did not finish; nothing where it did."""
     if record.certificate not in ("gap", "node-limit"):
@@ -335,8 +318,8 @@ def degrees(layout: PartialLayout) -> dict[str, int]:
 #: By certificate; ``gap`` says how far from the best the plan may be.
 _VERDICTS = {
     "optimal": "Optimal: no other plan in the searched space is faster under this cost model.",
-    "chosen": "The fastest plan of the searched space under this cost model is known, and this one "
-    "is {percent} slower than it.",
+    "chosen": "The simplest plan that ties with the fastest of the searched space under this cost "
+    "model: {percent} slower.",
     "runner-up": "A runner-up, as asked for: {percent} slower than the best plan.",
     "gap": "Time ran out: {gap} in the searched space. Raise {limit} to close the gap.",
     "node-limit": "A stage problem was too large to finish: {gap} in the searched space.",

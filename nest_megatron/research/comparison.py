@@ -11,11 +11,10 @@ from nest_megatron.cost_model.estimate import estimate, mean_terms
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.uncertainty import predictive, probability_faster
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.layout.objective import SURE, Objective
+from nest_megatron.layout.objective import SURE
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import EndedEarly, NoPlan, Request, plan
 from nest_megatron.planner.assemble import assemble, nothing_searched
-from nest_megatron.planner.choice import with_retries
 from nest_megatron.research.baselines import (
     aceso,
     alpa_e,
@@ -59,8 +58,7 @@ class Compared:
     Args:
         reason: how it came to this plan, or why it found none; part of a sentence.
         candidates: layouts that it weighed or ruled out.
-        relative_throughput: its throughput over that of ``nest``, by the objective of the search:
-            with the price of running out of memory where that counts; ``None`` without both plans.
+        relative_throughput: its throughput over that of ``nest``; ``None`` without both plans.
         terms: seconds of its step by what they go into, the mean of all pipeline ranks.
         differences: seconds that each of them takes more than in the plan of ``nest``.
         chance_slower: that its plan is slower than that of ``nest``; ``None`` without both plans.
@@ -152,9 +150,8 @@ def _our_reason(found: ParallelPlan | NoPlan | EndedEarly) -> str:
     percent = f"{found.search.gap_percent:.2f} %"
     if found.search.certificate == "optimal":
         return "proven optimal in its space"
-    if found.search.certificate == "chosen" and found.choice is not None:
-        why = ", ".join(found.choice.separates)
-        return f"preferred to the fastest of its space, {percent} slower than that: {why}"
+    if found.search.certificate == "chosen":
+        return f"the simplest that ties with the fastest of its space, {percent} slower than that"
     return f"at most {percent} slower than the best in its space"
 
 
@@ -172,7 +169,7 @@ def _theirs(request: Request, ours: Compared, baseline: Baseline) -> Compared:
             global_batch_size=request.global_batch_size,
             space=request.space,
             solve_stages=solver_of(choose(request.backend), deadline.passed),
-            most_out_of_memory=request.most_out_of_memory,
+            max_oom_chance=request.max_oom_chance,
             out_of_time=deadline.passed,
         )
     )
@@ -202,23 +199,10 @@ def _theirs(request: Request, ours: Compared, baseline: Baseline) -> Compared:
         return theirs
     return dataclasses.replace(
         theirs,
-        relative_throughput=_relative_throughput(request, ours.plan, found),
+        relative_throughput=ours.plan.predicted.iteration_time_s / predicted.iteration_time_s,
         differences={name: terms[name] - ours.terms[name] for name in ours.terms},
         chance_slower=_chance_slower(request.cost_model(), ours.plan, found),
     )
-
-
-def _relative_throughput(request: Request, ours: ParallelPlan, theirs: ParallelPlan) -> float:
-    """Their throughput over ours, by what the objective makes of both steps."""
-    plans = (ours, theirs)
-    steps = [plan.predicted.iteration_time_s for plan in plans]
-    known = [plan.uncertainty for plan in plans]
-    if request.objective is not Objective.NOMINAL:
-        is_mean = request.objective is Objective.EXPECTED
-        steps = [each.mean_s if is_mean else each.percentile_90_s for each in known]
-        chances = [each.out_of_memory for each in known]
-        steps = with_retries(steps, chances, request.failed_start_percent)
-    return steps[0] / steps[1]
 
 
 def _chance_slower(model: CostModel, ours: ParallelPlan, theirs: ParallelPlan) -> float:

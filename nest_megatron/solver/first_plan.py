@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice, product
 
+from nest_megatron.cost_model.peak_limit import PeakLimit
 from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute
@@ -26,7 +27,9 @@ _FOR_STATES = 0.5
 _MOST_NODES = 1
 
 
-def first_plan(grids: GridSpace, memory: MemoryBounds, solve: StageSolver) -> SolvedLayout | None:
+def first_plan(
+    grids: GridSpace, memory: MemoryBounds, peaks: PeakLimit, solve: StageSolver
+) -> SolvedLayout | None:
     """The fastest of a dozen rules of thumb: tenths of a second's work, whatever the clock says.
 
     The widest tensor sizes with the smallest micro batches. Of each, experts on all ranks or inside
@@ -37,7 +40,7 @@ def first_plan(grids: GridSpace, memory: MemoryBounds, solve: StageSolver) -> So
     Returns:
         ``None`` if none of these fits: the search itself has to tell.
     """
-    plans = (_plan_of(grids, memory, solve, shards) for shards in _dozen(grids))
+    plans = (_plan_of(grids, memory, peaks, solve, shards) for shards in _dozen(grids))
     return min((plan for plan in plans if plan is not None), key=lambda p: p.rank, default=None)
 
 
@@ -67,16 +70,20 @@ def _spread(shard: PartialLayout) -> tuple[int, int]:
 
 
 def _plan_of(
-    grids: GridSpace, memory: MemoryBounds, solve: StageSolver, shards: Iterable[PartialLayout]
+    grids: GridSpace,
+    memory: MemoryBounds,
+    peaks: PeakLimit,
+    solve: StageSolver,
+    shards: Iterable[PartialLayout],
 ) -> SolvedLayout | None:
     """The fastest plan of some shards; those with more context ranks are tried while they gain."""
     best: SolvedLayout | None = None
     for shard in shards:
         plans = [
             plan
-            for grid in islice(_pipelines(grids, memory, shard), _MOST_PIPELINES)
+            for grid in islice(_pipelines(grids, memory, peaks, shard), _MOST_PIPELINES)
             for way in grids.executions(grid)
-            for plan in _solved(grids, solve, way)
+            for plan in _solved(grids, peaks, solve, way)
         ]
         found = min(plans, key=lambda plan: plan.rank, default=None)
         if best is not None and (found is None or best.rank < found.rank):
@@ -86,17 +93,17 @@ def _plan_of(
 
 
 def _pipelines(
-    grids: GridSpace, memory: MemoryBounds, shard: PartialLayout
+    grids: GridSpace, memory: MemoryBounds, peaks: PeakLimit, shard: PartialLayout
 ) -> Iterator[PartialLayout]:
     """Pipelines of a shard, the shortest with room for activations first, then tight ones.
 
     Each with the ZeRO stage that costs least of those with which its states fit, and with the
     plain schedule or the most virtual stages.
     """
-    capacity, tight = memory.model.capacity_bytes, []
+    tight: list[tuple[float, PartialLayout]] = []
     for grid in grids.grids(shard):
         needs = _states(grids, memory, grid)
-        roomy = [zero for zero in needs if needs[zero] <= _FOR_STATES * capacity]
+        roomy = [zero for zero in needs if needs[zero] <= _FOR_STATES * peaks.at_most(zero)]
         sizes = grids.virtual_sizes(grid)
         if roomy:
             for virtual in dict.fromkeys((*sizes[:1], *sizes[-1:])):
@@ -104,7 +111,9 @@ def _pipelines(
         elif needs and sizes:
             zero = min(needs, key=lambda zero: needs[zero])
             tight.append((needs[zero], laid_out(grid, sizes[0], zero)))
-    yield from (grid for needed, grid in sorted(tight, key=lambda t: t[0]) if needed <= capacity)
+    for needed, grid in sorted(tight, key=lambda each: each[0]):
+        if needed <= peaks.of(grid):
+            yield grid
 
 
 def _states(grids: GridSpace, memory: MemoryBounds, grid: PartialLayout) -> dict[ZeroStage, float]:
@@ -116,9 +125,11 @@ def _cost(zero: ZeroStage) -> tuple[bool, bool, int]:
     return zero.is_fsdp, zero is not ZeroStage.OPTIMIZER, int(zero)
 
 
-def _solved(grids: GridSpace, solve: StageSolver, grid: PartialLayout) -> Iterator[SolvedLayout]:
+def _solved(
+    grids: GridSpace, peaks: PeakLimit, solve: StageSolver, grid: PartialLayout
+) -> Iterator[SolvedLayout]:
     """A grid with the first of its recompute settings that fits, and others of its kind."""
-    stages = StageProblems(grids.model, grid)
+    stages = StageProblems(grids.model, grid, peaks.of(grid))
     for settings in _ladder(grids.recompute_settings(grid)):
         fits = False
         for recompute in settings:

@@ -35,15 +35,15 @@ def fits(search: Search, out_of_time: OutOfTime = lambda: False) -> bool:
     Args:
         search: a search of the job; its own run does not matter.
     """
-    memory, capacity = search.memory, search.model.capacity_bytes
+    memory, peaks, most = search.memory, search.peaks, search.most_bytes
     for shard in sorted(search.grids.shards(), key=memory.of_shard_states):
-        if out_of_time() or memory.of_shard_states(shard) > capacity:
+        if out_of_time() or memory.of_shard_states(shard) > most:
             return False
-        if memory.of_shard(shard) > capacity:
+        if memory.of_shard(shard) > most:
             continue
         for family in _families(search, shard):
-            if memory.of_family(family) <= capacity:
-                stages = StageProblems(search.model, family)
+            if memory.of_family(family) <= peaks.of(family):
+                stages = StageProblems(search.model, family, peaks.of(family))
                 problems = map(stages.problem, _sparing(search, family))
                 if any(_has_partition(search.solve_stages, problem) for problem in problems):
                     return True

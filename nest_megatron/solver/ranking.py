@@ -124,11 +124,14 @@ class SearchResult:
     """The best plan of each of the best layouts, fastest first, and what is proven.
 
     Args:
+        ties: the plans that take hardly longer than the fastest, one for each layout, number of
+            virtual stages, and whether Megatron cuts its stages by itself.
         present: what the job runs today, if it fits.
     """
 
     plans: tuple[SolvedLayout, ...]
     certificate: Certificate
+    ties: tuple[SolvedLayout, ...] = ()
     present: SolvedLayout | None = None
 
     @property
@@ -139,6 +142,6 @@ class SearchResult:
 
     @property
     def known(self) -> tuple[SolvedLayout, ...]:
-        """The plans, and what runs today if it is none of them."""
+        """All of them, each once."""
         own = (self.present,) if self.present is not None else ()
-        return tuple(dict.fromkeys((*self.plans, *own)))
+        return tuple(dict.fromkeys((*self.plans, *self.ties, *own)))

@@ -12,16 +12,20 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, InitVar, dataclass
+from typing import Any
 
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.peak_limit import PeakLimit
 from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.layout.layout import Layout, PartialLayout
 from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute
+from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.solver.bounds import Bounds
 from nest_megatron.solver.candidates import (
@@ -63,10 +67,13 @@ class Search(Caching):
 
     Args:
         solve_stages: the stage solver, compiled or reference.
+        limit: the highest peaks that plans may have; those of the device if not given.
         num_layouts: how many layouts to rank exactly.
+        tie_percent: plans so close to the fastest are found of each layout, with each number of
+            virtual stages, and with the stages that Megatron cuts by itself.
         slowest: plans that take longer are of no interest.
-        present: what the job runs today, a plan of the space whatever its limits; it is priced
-            first. It need not fit.
+        present: what the job runs today, a plan of the space whatever its limits, and whatever its
+            chance to run out of memory; it is priced first. It need not fit.
         out_of_time: asked now and then; once true the search stops with what it has proven. The
             present layout and rules of thumb are priced all the same.
         on_progress: called with (candidates solved, best so far, proven bound), in ticks; the best
@@ -78,18 +85,22 @@ class Search(Caching):
     space: SearchSpace
     solve_stages: StageSolver
     _: KW_ONLY
+    limit: InitVar[PeakLimit | None] = None
     num_layouts: int = 11
+    tie_percent: float = 0.0
     slowest: InitVar[Ticks] = NO_THRESHOLD
     present: Layout | None = None
     out_of_time: OutOfTime = lambda: False
     on_progress: Callable[[int, Ticks | None, Ticks], None] | None = None
 
-    def __post_init__(self, slowest: Ticks) -> None:
+    def __post_init__(self, limit: PeakLimit | None, slowest: Ticks) -> None:
         space = self.space
         self.solve_stages = as_built(self.solve_stages, self.model.spec)
         self.solve_any_stages = self.solve_stages
         self.grids = GridSpace(self.model, self.global_batch_size, space)
         self.counts = CandidateCounts(self.grids)
+        self.peaks = limit or PeakLimit(self.model)
+        self.most_bytes = max(map(self.peaks.at_most, space.zero_stages))
         self.bounds = Bounds(self.model, self.global_batch_size)
         self.memory = MemoryBounds(self.model, self.grids)
         self.only_one = space.partition is not None or space.even_stages
@@ -98,11 +109,14 @@ class Search(Caching):
             self.solve_stages = judging(self.solve_stages, space.partition)
         elif space.even_stages:
             self.solve_stages = judging_even(self.solve_stages, self.model.spec)
+        self.solve_even = judging_even(self.solve_stages, self.model.spec)
         self.wants_any = slowest == NO_THRESHOLD
         self.enumerated, self.interrupted = False, False
         self.heap: list[Node] = []
         self.serial = 0
         self.best: dict[tuple[int, ...], SolvedLayout] = {}
+        self.ties: dict[tuple[object, ...], SolvedLayout] = {}
+        self.longest_tie: Ticks = slowest
         self.worst_kept: Ticks = slowest
         self.infeasible: Counter[str] = Counter()
         self.candidates = self.solved = self.nodes = self.simulations = 0
@@ -112,7 +126,8 @@ class Search(Caching):
         """Search until nothing left can change the answer, or time is up."""
         present = self._price_present()
         if self.wants_any:
-            self._keep_any(first_plan(self.grids.anew(), self.memory, self.solve_stages))
+            grids, solve = self.grids.anew(), self.solve_stages
+            self._keep_any(first_plan(grids, self.memory, self.peaks, solve))
         self.enumerated = self._enumerate()
         found = self._result(drained=self.enumerated and self._drain())
         return dataclasses.replace(found, present=present)
@@ -145,7 +160,7 @@ class Search(Caching):
             if self.out_of_time():
                 return False
             candidates = self.counts.of_shard(grid)
-            if self.memory.of_shard_states(grid) > self.model.capacity_bytes:
+            if self.memory.of_shard_states(grid) > self.most_bytes:
                 refused += candidates
             else:
                 self.candidates += candidates
@@ -172,18 +187,21 @@ class Search(Caching):
             if self.out_of_time():
                 return False
             heapq.heappop(self.heap)
-            if node.level == SHARD or node.bound <= self._threshold(node.grid):
+            decided = node.level >= MEMBERS
+            if node.level == SHARD or node.bound <= self._threshold(node.grid, decided=decided):
                 expand[node.level](node)
         return True
 
     def _result(self, *, drained: bool) -> SearchResult:
         plans = tuple(sorted(self.best.values(), key=lambda plan: plan.rank)[: self.num_layouts])
+        ties = [plan for plan in self.ties.values() if plan.iteration <= self.longest_tie]
         best = plans[0].iteration if plans else NO_THRESHOLD
         lower = min(best, self.unproven, NO_THRESHOLD if drained else self._open_bound())
         known = self.solved + sum(self.infeasible.values())
         left = 0 if drained else sum(self._candidates_below(node) for node in self.heap)
         return SearchResult(
             plans=plans,
+            ties=tuple(sorted(dict.fromkeys(ties), key=lambda plan: plan.rank)),
             certificate=Certificate(
                 finished=drained and not self.interrupted,
                 optimal=bool(plans) and lower >= best,
@@ -223,19 +241,42 @@ class Search(Caching):
             node = Node(bound, self.serial, grid, level, recompute, stages)
             heapq.heappush(self.heap, node)
 
-    def _threshold(self, grid: PartialLayout) -> Ticks:
-        """Largest time with which a plan of this grid's layout still matters."""
+    def _threshold(self, grid: PartialLayout, *, decided: bool = True) -> Ticks:
+        """Largest time with which a plan of this grid still matters.
+
+        Args:
+            decided: its virtual stages are.
+        """
+        if not decided:
+            return max(self._threshold_of_layout(grid), self.longest_tie)
+        return max(self._threshold_of_any_stages(grid), self._threshold_of_even_stages(grid))
+
+    def _threshold_of_layout(self, grid: PartialLayout) -> Ticks:
+        """The same of the fastest plan of its layout."""
         mine = self.best.get(layout_of(grid))
         return self.worst_kept if mine is None else min(mine.iteration, self.worst_kept)
+
+    def _threshold_of_any_stages(self, grid: PartialLayout) -> Ticks:
+        """The same of plans with its virtual stages, too, that tie with the fastest of all."""
+        known = self.ties.get(_tie_of(grid, is_even=False))
+        tie = self.longest_tie if known is None else min(known.iteration, self.longest_tie)
+        return max(self._threshold_of_layout(grid), tie)
+
+    def _threshold_of_even_stages(self, grid: PartialLayout) -> Ticks:
+        """The same of plans with the stages that Megatron cuts by itself."""
+        if self.only_one or self.model.spec.num_layers % grid.dims.num_chunks:
+            return -1
+        known = self.ties.get(_tie_of(grid, is_even=True))
+        return self.longest_tie if known is None else min(known.iteration, self.longest_tie)
 
     def _expand_shard(self, node: Node) -> None:
         for grid in self.grids.grids(node.grid):
             bound = max(node.bound, min(map(self.bounds.waiting, self.grids.fastest(grid))))
-            if bound <= self._threshold(grid):
+            if bound <= self._threshold(grid, decided=False):
                 self._push(bound, grid, GRID)
 
     def _expand_grid(self, node: Node) -> None:
-        grid, threshold = node.grid, self._threshold(node.grid)
+        grid, threshold = node.grid, self._threshold(node.grid, decided=False)
         roomy = self._zeros_that_fit(grid)
         if refused := [zero for zero in self.grids.zero_stages(grid.dims) if zero not in roomy]:
             self.infeasible[_STATES] += self.counts.of_grid(grid, refused)
@@ -245,21 +286,27 @@ class Search(Caching):
                 self._push(bound, schedule, SCHEDULE)
 
     def _zeros_that_fit(self, grid: PartialLayout) -> list[ZeroStage]:
-        most, allowed = self.model.capacity_bytes, self.grids.zero_stages(grid.dims)
-        return [zero for zero in allowed if self.memory.of_states(grid.dims, zero) <= most]
+        needed, most = self.memory.of_states, self.peaks.at_most
+        allowed = self.grids.zero_stages(grid.dims)
+        return [zero for zero in allowed if needed(grid.dims, zero) <= most(zero)]
 
     def _expand_schedule(self, node: Node) -> None:
         """Bound the stage problems themselves."""
-        most, zeros = self.model.capacity_bytes, self._zeros_that_fit(node.grid)
-        families = list(self.grids.families_of(node.grid, zeros))
+        memory, peaks = self.memory, self.peaks
+        families = list(self.grids.families_of(node.grid, self._zeros_that_fit(node.grid)))
         sizes = tuple({family.dims.virtual_pipeline_model_parallel_size for family in families})
         firsts = {family.zero: family for family in families}.values()
-        roomy = {first.zero for first in firsts if self.memory.of_family(first, sizes) <= most}
+        roomy = {
+            first.zero
+            for first in firsts
+            if memory.of_family(first, sizes) <= peaks.at_most(first.zero)
+        }
         for family in families:
-            if family.zero not in roomy or (sizes[1:] and self.memory.of_family(family) > most):
+            most = peaks.of(family)
+            if family.zero not in roomy or memory.of_family(family) > most:
                 self.infeasible[_ACTIVATIONS] += self.counts.of_family(family)
                 continue
-            stages = StageProblems(self.model, family)
+            stages = StageProblems(self.model, family, most)
             least = self._bound_in_any_memory(stages, NO_RECOMPUTE)
             if least.status is not Status.BOUNDED:
                 self._push(max(node.bound, least.lower_bound), family, MEMBERS, stages=stages)
@@ -366,8 +413,8 @@ class Search(Caching):
 
     def _solve_and_record(self, stages: StageProblems, recompute: Recompute) -> StageSolution:
         """Solve a candidate as far as it matters, count it, keep it if it is its layout's best."""
-        grid = stages.grid
-        found = self._solve(stages.problem(recompute), self._threshold(grid))
+        grid, problem = stages.grid, stages.problem(recompute)
+        found = self._solve(problem, self._threshold_of_any_stages(grid))
         if found.status is Status.INFEASIBLE:
             self.infeasible[_ACTIVATIONS] += 1
             return found
@@ -377,6 +424,11 @@ class Search(Caching):
             self.interrupted |= self.out_of_time()
         if found.boundaries:
             self._keep(SolvedLayout.of(grid, recompute, found, self.space.sharding))
+        longest = self._threshold_of_even_stages(grid)
+        if longest >= min(found.iteration, found.lower_bound):
+            even = self.solve_even(problem, longest + 1, DEFAULT_NODE_LIMIT)
+            if even.boundaries and even.boundaries != found.boundaries:
+                self._keep(SolvedLayout.of(grid, recompute, even, self.space.sharding))
         if self.on_progress:
             self._tell(self.on_progress)
         return found
@@ -397,10 +449,29 @@ class Search(Caching):
         return found
 
     def _keep(self, plan: SolvedLayout) -> None:
-        layout = layout_of(plan.layout)
-        if layout in self.best and self.best[layout].rank < plan.rank:
-            return
-        self.best[layout] = plan
-        if len(self.best) >= self.num_layouts:
+        """Keep a plan that is the best of its layout, or simpler than what ties with it."""
+        longest = math.floor(plan.iteration * (1 + self.tie_percent / 100))
+        self.longest_tie = min(self.longest_tie, longest)
+        is_even = is_uniform(self.model.spec, plan.layout.partition)
+        for tie in (False, True) if is_even else (False,):
+            _keep_better(self.ties, _tie_of(plan.layout, is_even=tie), plan)
+        is_best = _keep_better(self.best, layout_of(plan.layout), plan)
+        if is_best and len(self.best) >= self.num_layouts:
             times = sorted(kept.iteration for kept in self.best.values())
-            self.worst_kept = min(self.worst_kept, times[self.num_layouts - 1])
+            last = max(times[self.num_layouts - 1], self.longest_tie)
+            self.worst_kept = min(self.worst_kept, last)
+
+
+def _keep_better(
+    kept: dict[tuple[Any, ...], SolvedLayout], name: tuple[Any, ...], plan: SolvedLayout
+) -> bool:
+    """Keep a plan under a name where none is kept that is better."""
+    is_better = name not in kept or plan.rank <= kept[name].rank
+    if is_better:
+        kept[name] = plan
+    return is_better
+
+
+def _tie_of(grid: PartialLayout, *, is_even: bool) -> tuple[object, ...]:
+    """What tells plans that tie apart, beside their time."""
+    return (*layout_of(grid), grid.dims.virtual_pipeline_model_parallel_size, is_even)

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nest_megatron.cost_model.device_memory import out_of_memory_probability
+from nest_megatron.cost_model.peak_limit import allocatable
 from nest_megatron.cost_model.peak_posterior import PeakPosterior, PeakRun
 from nest_megatron.cost_model.posterior import Observation, Posterior
 from nest_megatron.cost_model.shortlist import run_gains, shortlist
 from nest_megatron.cost_model.site import job_of
 from nest_megatron.layout.objective import SURE
 from nest_megatron.planner import Ranked, describe_grid
-from nest_megatron.planner.choice import Candidate, allowed_of, values_of
-from nest_megatron.planner.uncertain import allocatable
+from nest_megatron.planner.choice import Candidate, allowed, ties
 from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.units import Bytes, Seconds
 
@@ -31,8 +31,9 @@ START_S: Seconds = 90.0
 
 def layout_words(candidate: Candidate) -> str:
     """A plan in one line."""
-    words = describe_grid(candidate.solved.layout)
-    return words if candidate.virtual == 1 else f"VPP {candidate.virtual}, {words}"
+    layout = candidate.solved.layout
+    words, virtual = describe_grid(layout), layout.dims.virtual_pipeline_model_parallel_size
+    return words if virtual == 1 else f"VPP {virtual}, {words}"
 
 
 class NextRun(NamedTuple):
@@ -163,19 +164,16 @@ class Known:
 
 
 def chosen(known: Known) -> Candidate | None:
-    """The plan to take: that of least value under the objective; of equals, one that was measured.
+    """The plan to take: of those that tie with the fastest allowed one, one that was measured.
 
-    The value, and the chance to run out of memory that is allowed, are the planner's own
+    The chance to run out of memory that is allowed, and the tie, are the planner's own
     (``planner.choice``).
     """
     candidates, request = known.candidates(), known.ranked.request
     if not candidates:
         return None
-    candidates = allowed_of(candidates, request.most_out_of_memory)
-    values = values_of(candidates, request.objective, request.failed_start_percent)
-    most = min(values) * (1 + request.tie_percent / 100)
-    ties = [each for each in zip(candidates, values, strict=True) if each[1] <= most]
-    return min(ties, key=lambda tie: (tie[0].solved not in known.steps_s, tie[1]))[0]
+    tied = ties(allowed(candidates, request.max_oom_chance), request.tie_percent)
+    return min(tied, key=lambda each: (each.solved not in known.steps_s, each.step_s))
 
 
 def next_run(known: Known, budget: int) -> NextRun | Stop:

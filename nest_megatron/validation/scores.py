@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from nest_megatron.catalogue_files import default_setting
 from nest_megatron.cost_model import student_t
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.peak_limit import out_of_memory
 from nest_megatron.cost_model.shortlist import shortlist
 from nest_megatron.cost_model.uncertainty import Predictive, predictive, probability_faster
-from nest_megatron.layout.objective import Objective
 from nest_megatron.layout.stage_layout import is_uniform
-from nest_megatron.planner.choice import Candidate, allowed_of, simplest_of_best, values_of
-from nest_megatron.planner.request import MOST_OUT_OF_MEMORY
-from nest_megatron.planner.uncertain import LEVEL, out_of_memory
+from nest_megatron.planner.choice import Candidate, allowed, ties
+from nest_megatron.planner.uncertain import LEVEL
 from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.units import Seconds, to_ticks
 from nest_megatron.validation.predict import RowPrediction
@@ -163,7 +162,6 @@ def candidate_of(model: CostModel, prediction: RowPrediction) -> Candidate:
     return Candidate(
         solved=SolvedLayout(layout=layout, iteration=to_ticks(seconds)),
         peak_memory_bytes=peak,
-        capacity_bytes=prediction.capacity_bytes,
         step=predictive(model, layout, seconds),
         out_of_memory=out_of_memory(model, layout, peak),
         is_custom=not is_uniform(model.spec, layout.partition),
@@ -219,11 +217,8 @@ def choice_scores(layouts: Sequence[tuple[Candidate, Seconds]]) -> ChoiceScores:
 
 
 def _default(candidates: Sequence[Candidate]) -> Candidate:
-    candidates = allowed_of(candidates, MOST_OUT_OF_MEMORY)
-    values = values_of(
-        candidates, Objective.EXPECTED, default_setting("search.failed_start_percent")
-    )
-    return candidates[simplest_of_best(candidates, values, default_setting("search.tie_percent"))]
+    chance, tie = map(default_setting, ("memory.max_oom_chance", "search.tie_percent"))
+    return min(ties(allowed(candidates, chance), tie), key=lambda each: each.complexity)
 
 
 def _sure_pairs(steps: Sequence[Predictive], measured: Sequence[Seconds]) -> list[bool]:

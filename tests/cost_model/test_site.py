@@ -20,6 +20,7 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
 from nest_megatron.cost_model import site_file
 from nest_megatron.cost_model.mechanisms import Mechanism
+from nest_megatron.cost_model.peak_limit import allocatable
 from nest_megatron.cost_model.peak_posterior import PARTS
 from nest_megatron.cost_model.site import Site, job_of, unseen_errors
 from nest_megatron.cost_model.site_calibration import FORMAT, SiteCalibration, calibrations
@@ -31,7 +32,6 @@ from nest_megatron.integrations.megatron_lm import other_layout
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import Request, plan
-from nest_megatron.planner.uncertain import allocatable
 from nest_megatron.report.site import site_rows
 from nest_megatron.report.terminal import plan_report
 from tests.cli.runs import run

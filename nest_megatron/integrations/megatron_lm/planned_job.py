@@ -33,7 +33,6 @@ from nest_megatron.layout.dims import DEGREES, ParallelDims, RankOrder
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.knobs import KnobConditions, always_on
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.objective import Objective
 from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook import first_broken
@@ -72,9 +71,7 @@ class PlannedJob:
             batch_schedule=plan.train.batch_schedule,
             sequence_lengths=plan.train.sequence_lengths,
             not_modelled=plan.search.not_modelled,
-            objective=Objective.NOMINAL,
             num_alternatives=0,
-            num_compared=1,
             remedies=False,
             reliability=reliability_of(plan),
             rates=rates_of(plan),

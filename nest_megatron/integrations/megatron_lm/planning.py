@@ -151,7 +151,9 @@ def decide(
     found = plan_to_launch(request, place.settings, alternative)
     if saved is not None:
         checkpoint.check_loadable(saved, found.arguments, values, version)
-    searched = Searched(job=job, place=place, request=request, best_s=found.shortest_step_s)
+    searched = Searched(
+        job=job, place=place, request=request, best_s=found.predicted.iteration_time_s
+    )
     kept = kept_flags(job, request, place.settings)
     outcome = carry_out(found, command, request.notes, made_by=made_by, kept=kept)
     return dataclasses.replace(outcome, searched=searched)
@@ -202,13 +204,11 @@ def costs(searched: Searched) -> list[tuple[str, Seconds]]:
         names = {choice, "stage_layout"} if choice == _PIPELINE else {choice}
         free = dataclasses.replace(searched.job.free, names=(*searched.job.free.names, *names))
         request = running_request(dataclasses.replace(searched.job, free=free), searched.place)
-        wanted = dataclasses.replace(
-            request, num_alternatives=0, offer=None, num_compared=1, remedies=False
-        )
+        wanted = dataclasses.replace(request, num_alternatives=0, offer=None, remedies=False)
         plan = find_plan(wanted)
         if not isinstance(plan, ParallelPlan):
             continue
-        step = plan.shortest_step_s
+        step = plan.predicted.iteration_time_s
         # where time ended the search, a slower plan says nothing
         if plan.search.certificate in ("optimal", "chosen") or step < searched.best_s:
             found.append((choice, step))

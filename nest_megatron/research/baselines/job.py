@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
 
 from nest_megatron.cluster.records import NetworkLevel
-from nest_megatron.cost_model.device_memory import headroom_for, peak_error
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.peak_limit import PeakLimit
 from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
@@ -20,7 +21,6 @@ from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recompute
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.planner.uncertain import allocatable
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.one_partition import judging
 from nest_megatron.solver.outcome import (
@@ -32,7 +32,6 @@ from nest_megatron.solver.outcome import (
 from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
-from nest_megatron.units import Bytes
 
 Option = TypeVar("Option")
 Boundaries = tuple[int, ...]
@@ -44,14 +43,14 @@ NOTHING_LEGAL = "Megatron launches none of the layouts that it may choose"
 PLAIN = ("context_parallel_size", "virtual_pipeline_model_parallel_size")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ComparisonJob:
     """A job to plan on the real cluster; its stage partition is for the planners to choose.
 
     Args:
         space: what our own search may choose among; a baseline restricts it further.
-        most_out_of_memory: largest chance to run out of memory with which a plan is taken, as of
-            our own (``Request.most_out_of_memory``).
+        max_oom_chance: largest chance of a plan to run out of memory, as of our own; ``None`` is
+            what the device holds.
         out_of_time: asked by exact searches; once true they stop with the best so far.
     """
 
@@ -59,7 +58,7 @@ class ComparisonJob:
     global_batch_size: int
     space: SearchSpace
     solve_stages: StageSolver
-    most_out_of_memory: float = 1.0
+    max_oom_chance: float | None = None
     out_of_time: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
@@ -87,39 +86,24 @@ class ComparisonJob:
         own = self.space.recompute
         return (NO_RECOMPUTE, FULL_RECOMPUTE) if own is None else (own,)
 
-    def capacity_bytes(self, grid: PartialLayout) -> Bytes:
-        """The largest peak with which a grid is a plan: of the device, by the chance to run out."""
-        whole = self.model.capacity_bytes
-        if self.most_out_of_memory >= 1.0:
-            return whole
-        free = headroom_for(self.most_out_of_memory, peak_error(grid.zero))
-        return min(whole, int(allocatable(self.model, grid) * (1.0 - free)))
+    @functools.cached_property
+    def peaks(self) -> PeakLimit:
+        """The largest peaks with which grids are plans, on the real cluster."""
+        return PeakLimit(self.model, self.max_oom_chance)
 
     def problem(self, grid: PartialLayout) -> PipelineProblem:
         """The stage problem of a grid on the real cluster, under the limit of its memory."""
         problem = stage_problem(self.model, grid)
-        return dataclasses.replace(problem, capacity_bytes=self.capacity_bytes(grid))
+        return dataclasses.replace(problem, capacity_bytes=self.peaks.of(grid))
 
     def search(self, model: CostModel, space: SearchSpace) -> tuple[SolvedLayout | None, int]:
-        """The fastest plan of a space under a cost model, and how many candidates there are.
-
-        Where it is too likely to run out of memory, plans that need less are searched.
-        """
-        found, candidates = self._search(model, space)
-        if found is None or self.priced(found) is not None:
-            return found, candidates
-        device, least = model.cluster.accelerator, self.capacity_bytes(found.layout)
-        taken = least + model.settings.memory_reserve_bytes
-        margin = max(model.settings.memory_margin, 1.0 - taken / device.memory_bytes)
-        found, _ = self._search(model.with_memory_margin(margin), space)
-        return found, candidates
-
-    def _search(self, model: CostModel, space: SearchSpace) -> tuple[SolvedLayout | None, int]:
+        """The fastest plan of a space under a cost model, and how many candidates there are."""
         search = Search(
             model,
             self.global_batch_size,
             space,
             self.solve_stages,
+            limit=self.peaks,
             num_layouts=1,
             out_of_time=self.out_of_time,
         )
