@@ -30,6 +30,7 @@ from benchmarks.expert_search import Published, fastest, published_runs, space_o
 from nest_megatron.cluster.records import Cluster  # noqa: E402
 from nest_megatron.cost_model.estimate import estimate  # noqa: E402
 from nest_megatron.cost_model.model import CostModel  # noqa: E402
+from nest_megatron.cost_model.peak_limit import out_of_memory  # noqa: E402
 from nest_megatron.cost_model.settings import CostSettings  # noqa: E402
 from nest_megatron.cost_model.uncertainty import (  # noqa: E402
     Predictive,
@@ -37,10 +38,8 @@ from nest_megatron.cost_model.uncertainty import (  # noqa: E402
     probability_faster,
 )
 from nest_megatron.files import write_text  # noqa: E402
-from nest_megatron.layout.objective import Objective  # noqa: E402
 from nest_megatron.layout.plan import ParallelPlan  # noqa: E402
 from nest_megatron.planner import Request, plan  # noqa: E402
-from nest_megatron.planner.uncertain import out_of_memory  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
 
 #: A gain above this is doubted, and a chance from which it counts as sure.
@@ -132,10 +131,12 @@ def world_of(run: Published) -> World:
     return World(cluster=run.job.cluster, settings=run.job.settings)
 
 
-def planned(
-    run: Published, world: World, objective: Objective, seconds: float
-) -> ParallelPlan | None:
-    """The plan of an objective for a job in some world; ``None`` where none is found in time."""
+#: The fastest plan that rather starts than not, whatever it takes to run it.
+NOMINAL = {"max_oom_chance": 0.5, "tie_percent": 0.0}
+
+
+def planned(run: Published, world: World, seconds: float, **rule: float) -> ParallelPlan | None:
+    """The plan of a rule for a job in some world; ``None`` where none is found in time."""
     found = plan(
         Request(
             spec=run.job.spec,
@@ -144,7 +145,7 @@ def planned(
             global_batch_size=run.prediction.layout.global_batch_size,
             space=space_of(run),
             max_seconds=seconds,
-            objective=objective,
+            **rule,
         )
     )
     return found if isinstance(found, ParallelPlan) else None
@@ -153,8 +154,8 @@ def planned(
 def chosen(run: Published, seconds: float) -> Chosen | None:
     """Both choices for a job; ``None`` where nothing is found."""
     world = world_of(run)
-    nominal = planned(run, world, Objective.NOMINAL, seconds)
-    default = planned(run, world, Objective.EXPECTED, seconds)
+    nominal = planned(run, world, seconds, **NOMINAL)
+    default = planned(run, world, seconds)
     if nominal is None or default is None:
         return None
     told = run.prediction
@@ -203,7 +204,7 @@ def stands(each: Chosen, seconds: float) -> Iterator[Stand]:
         if "experts" in name and not each.run.job.spec.is_moe:
             continue
         world = change(world_of(each.run))
-        best = planned(each.run, world, Objective.NOMINAL, seconds)
+        best = planned(each.run, world, seconds, **NOMINAL)
         if best is None:
             continue
         yield Stand(

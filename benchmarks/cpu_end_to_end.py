@@ -49,7 +49,6 @@ from benchmarks.cpu_turns import (  # noqa: E402
 from nest_megatron.cluster.records import Cluster  # noqa: E402
 from nest_megatron.cost_model.settings import CostSettings  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
-from nest_megatron.layout.objective import Objective  # noqa: E402
 from nest_megatron.layout.plan import ParallelPlan  # noqa: E402
 from nest_megatron.planner import Request, estimate_for, plan  # noqa: E402
 from nest_megatron.profile.lookup import LayerTimes  # noqa: E402
@@ -160,7 +159,8 @@ def chosen(
             settings=settings,
             space=trial.space(),
             times=times,
-            objective=Objective.NOMINAL,
+            max_oom_chance=0.5,
+            tie_percent=0.0,
         )
     )
     assert isinstance(found, ParallelPlan), found

@@ -26,7 +26,6 @@ sys.path.insert(0, str(ROOT))
 
 from nest_megatron.cost_model.model import CostModel  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
-from nest_megatron.layout.objective import Objective  # noqa: E402
 from nest_megatron.layout.plan import ParallelPlan  # noqa: E402
 from nest_megatron.planner import Request, estimate_for, plan  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
@@ -65,9 +64,7 @@ def blind(request: Request) -> ParallelPlan | None:
     }
     space = dataclasses.replace(request.space, limits={**limits, **request.space.limits})
     found = plan(
-        dataclasses.replace(
-            request, cluster=flat, space=space, num_alternatives=0, objective=Objective.NOMINAL
-        )
+        dataclasses.replace(request, cluster=flat, space=space, num_alternatives=0, tie_percent=0.0)
     )
     if not isinstance(found, ParallelPlan):
         return None

@@ -10,14 +10,13 @@ from rich.console import Console
 from nest_megatron.api.jobs import plan_job
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
+from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.errors import UserInputError
-from nest_megatron.layout.objective import Objective
 from nest_megatron.planner import Request
 from nest_megatron.research.baselines import network_blind
 from nest_megatron.research.baselines.job import ComparisonJob
 from nest_megatron.research.comparison import NEST, PLANNERS, Compared, compare
 from nest_megatron.research.comparison_run import compare_composed
-from nest_megatron.solver.neighbours import peak_of
 from tests.catalogue import cluster, model
 from tests.solver.jobs import KERNEL
 
@@ -27,7 +26,8 @@ def request(name: str = "llama3_8b", num_gpus: int = 8) -> Request:
         spec=model(name),
         cluster=cluster("dgx_h100", num_gpus),
         global_batch_size=32,
-        objective=Objective.NOMINAL,
+        max_oom_chance=0.5,
+        tie_percent=0.0,
     )
 
 
@@ -57,9 +57,9 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("objective", ["expected", "nominal"])
-def test_our_row_is_the_plan_of_the_same_settings(objective: str) -> None:
-    composed = compose(parse([*SETTINGS, f"search.objective={objective}"]))
+@pytest.mark.parametrize("chance", [0.05, 0.5])
+def test_our_row_is_the_plan_of_the_same_settings(chance: float) -> None:
+    composed = compose(parse([*SETTINGS, f"memory.max_oom_chance={chance}"]))
     ours = compare_composed(composed, ["nest"]).rows[0].plan
     planned = plan_job(composed).record
     assert ours is not None
@@ -70,7 +70,7 @@ def test_our_row_is_the_plan_of_the_same_settings(objective: str) -> None:
 
 
 def test_all_planners_choose_how_layers_run_and_keep_to_the_same_chance() -> None:
-    composed = compose(parse([*SETTINGS, "search.objective=cautious"]))
+    composed = compose(parse(SETTINGS))
     found = compare_composed(composed, ["nest", "manual", "mist", "autoconfigurator"])
     plans = [row.plan for row in found.rows if row.plan is not None]
     assert len(plans) == 4
@@ -95,13 +95,13 @@ def test_a_likely_plan_is_taken_where_the_fastest_runs_out_too_often() -> None:
         "solve_stages": KERNEL,
     }
     fastest = network_blind.find_mist(ComparisonJob(**common)).plan
-    cautious = ComparisonJob(**common, most_out_of_memory=1e-3)
+    cautious = ComparisonJob(**common, max_oom_chance=1e-3)
     found = network_blind.find_mist(cautious).plan
     assert fastest is not None
     assert found is not None
-    limit = cautious.capacity_bytes(found.layout)
+    limit = cautious.peaks.of(found.layout)
     assert limit < model.capacity_bytes
-    assert peak_of(cautious.grids(job.space), found) <= limit
+    assert estimate(model, found.layout).peak_memory_bytes <= limit
     assert found.iteration >= fastest.iteration
 
 

@@ -34,10 +34,8 @@ JOB = ("model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=8")
 OTHER = {
     "search.max_seconds": 12.5,
     "search.num_alternatives": 3,
-    "search.objective": "cautious",
     "search.tie_percent": 2.5,
-    "search.max_out_of_memory_percent": 7.0,
-    "search.failed_start_percent": 1.5,
+    "memory.max_oom_chance": 0.07,
     "search.use_all_gpus": False,
     "search.keep": ["cp_comm_type"],
     "search.packages": ["deep_ep"],

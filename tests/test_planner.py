@@ -20,7 +20,6 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.stated_job import StatedJob
-from nest_megatron.layout.objective import Objective
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import EndedEarly, NoPlan, Request, plan
 from nest_megatron.planner.shortage import no_plan
@@ -132,7 +131,7 @@ WITH_PACKAGES = (
 
 def test_a_search_without_time_has_a_plan_near_the_best() -> None:
     """No clock is asked before rules of thumb are priced."""
-    asked = StatedJob().request(compose(parse([*WITH_PACKAGES, "search.objective=nominal"])))
+    asked = StatedJob().request(compose(parse(WITH_PACKAGES)))
     late = dataclasses.replace(asked, begun_s=time.monotonic() - 1e6, num_alternatives=0)
     early = plan(late)
     assert isinstance(early, ParallelPlan)
@@ -165,7 +164,7 @@ def test_a_plan_found_in_time_says_how_far_it_may_be_from_the_best(
 ) -> None:
     counts = [itertools.count(), itertools.count()]
     monkeypatch.setattr(Deadline, "passed", lambda *_: next(counts[0]) < 0)
-    asked = request("mixtral_8x7b", objective=Objective.NOMINAL)
+    asked = request("mixtral_8x7b", tie_percent=0.0)
     best = plan(asked, choose=number)
     enough = 0.1 * next(counts[0])
     monkeypatch.setattr(Deadline, "passed", lambda *_: next(counts[1]) > enough)

@@ -11,7 +11,6 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
 from nest_megatron.deadline import Deadline
 from nest_megatron.integrations.typed_command import read_request
-from nest_megatron.layout.objective import Objective
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.planner import NoPlan, Request, plan
@@ -44,10 +43,8 @@ def changed_by(offer: MemoryOffer, request: Request) -> Request:
         request,
         settings=offer.settings,
         space=offer.space,
-        objective=Objective.NOMINAL,
         remedies=False,
         num_alternatives=0,
-        num_compared=1,
     )
 
 

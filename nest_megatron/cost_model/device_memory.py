@@ -186,12 +186,3 @@ def out_of_memory_probability(peak_bytes: float, limit_bytes: float, error: Peak
     if limit_bytes <= 0:
         return 1.0
     return 1.0 - error.at_most(math.log(limit_bytes / peak_bytes))
-
-
-def headroom_for(probability: float, error: PeakErrors) -> float:
-    """Share of what can be given out that a plan leaves free to run out no more often.
-
-    >>> round(headroom_for(0.05, peak_error(ZeroStage.OPTIMIZER)), 2)
-    0.07
-    """
-    return 1.0 - math.exp(-error.quantile(1.0 - probability))

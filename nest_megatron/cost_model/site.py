@@ -119,18 +119,6 @@ class Site(Caching):
         ]
         return sorted(found, key=lambda each: -abs(each.peak_percent))
 
-    def least_factor(self, known: Predictive) -> float:
-        """No plan of a job has a median step below this times its predicted step.
-
-        Shares add up to one, so that no plan gains more than by the cheapest mechanism. Of a job
-        that has runs of its own nothing is known: 0.
-        """
-        if not self.posterior.observations:
-            return 1.0
-        if known.own_runs:
-            return 0.0
-        return math.exp(min(self.posterior.mechanism(each)[0] for each in Mechanism))
-
     def change(self, known: Predictive, memory: MemoryChange | None = None) -> SiteChange:
         """What it changes of a plan's prediction, for plan files."""
         before, runs = known.prior, self.calibration.by_date

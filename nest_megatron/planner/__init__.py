@@ -136,13 +136,15 @@ def _search(
     on_progress: Progress | None = None,
     *,
     model: CostModel | None = None,
+    space: SearchSpace | None = None,
+    max_oom_chance: float | None = None,
     num_layouts: int | None = None,
     slowest: Ticks = NO_THRESHOLD,
 ) -> _Searched:
     """Search a request's space until some time before a deadline.
 
     Args:
-        model: of the same job, that knows prices already.
+        model, space, max_oom_chance: others than the request's.
         num_layouts: to rank; ``None`` for the plan and its runners-up.
         slowest: plans that take longer are of no interest, nor are ties; some plan is, and what
             runs today, if this is not said.
@@ -158,9 +160,9 @@ def _search(
     search = Search(
         model,
         request.global_batch_size,
-        request.space,
+        space or request.space,
         solver_of(choose(request.backend), ends.passed),
-        limit=PeakLimit(model, request.max_oom_chance, request.site),
+        limit=PeakLimit(model, max_oom_chance or request.max_oom_chance, request.site),
         num_layouts=num_layouts or request.num_alternatives + 1,
         tie_percent=request.tie_percent if is_first else 0.0,
         slowest=slowest,
@@ -178,9 +180,15 @@ def _with_riskier(
     """What the limit on the risk costs: the fastest plan that rather starts than not."""
     if request.max_oom_chance >= MOST_OOM_CHANCE or not request.num_alternatives:
         return choice
-    more = dataclasses.replace(request, max_oom_chance=MOST_OOM_CHANCE)
-    slowest, model = searched.result.fastest.iteration - 1, searched.model
-    found = _search(more, deadline, model=model, num_layouts=1, slowest=slowest).result
+    model = searched.model
+    found = _search(
+        request,
+        deadline,
+        model=model,
+        max_oom_chance=MOST_OOM_CHANCE,
+        num_layouts=1,
+        slowest=searched.result.fastest.iteration - 1,
+    ).result
     if not found.plans:
         return choice
     layout, predicted = _predicted(model, found.plans[0])
@@ -321,6 +329,6 @@ def _faster(
     step_s: Seconds,
 ) -> SolvedLayout | None:
     """The fastest plan with a shorter step than some, as far as time allows."""
-    asked = dataclasses.replace(request, settings=settings, space=space)
-    found = _search(asked, deadline, num_layouts=1, slowest=to_ticks(step_s))
+    model, slowest = request.cost_model(settings), to_ticks(step_s)
+    found = _search(request, deadline, model=model, space=space, num_layouts=1, slowest=slowest)
     return next(iter(found.result.plans), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -24,7 +25,6 @@ from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.planner.request import DEFAULT_HEADROOM
 from nest_megatron.units import GIB
 from tests import catalogue
 from tests.cli.runs import ROOT
@@ -88,10 +88,11 @@ def test_the_page_names_flags_that_are_read() -> None:
 def test_what_a_device_has_is_that_of_the_catalogue() -> None:
     rows = re.findall(r"^\| `(\w+)` \| [\d,]+ \(([\d.]+)\) \|(.*)\|$", PAGE, re.MULTILINE)
     assert len(rows) > 10
-    usual, leaving = CostSettings(), CostSettings(memory_margin=DEFAULT_HEADROOM)
+    settings, error = CostSettings(), shipped_peak_errors()["replicated"]
     for name, shown, figures in rows:
         device = catalogue.accelerator(name)
-        own = [device.memory_bytes, *(capacity_bytes(device, each) for each in (usual, leaving))]
+        limit = capacity_bytes(device, settings)
+        own = [device.memory_bytes, limit, limit * math.exp(-error.quantile(0.95))]
         assert [float(text) for text in figures.split("|")] == [round(x / GIB, 1) for x in own]
         assert 0.4 < float(shown) - device.memory_bytes / GIB < 3.0, name
 

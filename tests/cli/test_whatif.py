@@ -76,7 +76,7 @@ def test_unchanged_it_is_the_plan_itself(path: Path, plan: ParallelPlan) -> None
 
 @pytest.mark.slow
 def test_twice_the_bandwidth_or_memory_is_never_slower(path: Path) -> None:
-    words = ("search.objective=nominal", "memory=80GiB,160GiB")
+    words = ("memory.max_oom_chance=0.5", "search.tie_percent=0", "memory=80GiB,160GiB")
     found = rows(str(path), f"{NODE}=225GB/s,450GB/s,900GB/s", *words)
     steps = [row["iteration_time_s"] for row in found[1:]]
     by_memory = [steps[at::2] for at in (0, 1)]
@@ -124,8 +124,7 @@ def test_what_was_fixed_stays_fixed(tmp_path: Path) -> None:
 
 
 PLANNED_WITH = (
-    *("search.objective=cautious", "search.failed_start_percent=9.0", "search.tie_percent=2.5"),
-    *("search.max_out_of_memory_percent=1.0", "search.keep=[cp_comm_type]"),
+    *("memory.max_oom_chance=0.01", "search.tie_percent=2.5", "search.keep=[cp_comm_type]"),
     *("cost.gpu_hour=2.5", "cost.gpu_watts=1000.0", "train.tokens=1000000000000"),
     *("reliability.mtbf_hours=50000.0", "reliability.restart_s=300.0", "profile.site=false"),
 )
@@ -138,22 +137,14 @@ def test_what_a_plan_was_made_with_need_not_be_given_again(tmp_path: Path) -> No
     stated = {str(setting) for setting in settings_of(plan, path)}
     assert {*PLANNED_WITH, "profile.mode=analytic", "reliability.checkpoint_s=60.0"} <= stated
     assert "reliability.save_interval" not in " ".join(stated), "the best of each job"
-    changes = {"memory": "100GiB", "search.objective": "nominal", "search.num_alternatives": 0}
+    changes = {"memory": "100GiB", "memory.max_oom_chance": 0.5, "search.num_alternatives": 0}
     found = nest_megatron.whatif(path, changes)
     again = found.variants[0].row.plan
     assert again is not None
     assert (rates_of(again), reliability_of(again)) == (rates_of(plan), reliability_of(plan))
-    assert again.choice is None, "a word that is typed wins"
-    assert again.provenance.given == (
-        "search.objective=nominal",
-        *(text for text in plan.provenance.given if not text.startswith("search.objective")),
-    )
-
-
-def test_a_nominal_plan_of_an_earlier_version_stays_one(plan: ParallelPlan, path: Path) -> None:
-    old = dataclasses.replace(plan, choice=None)
-    stated = {str(setting) for setting in settings_of(old, path)}
-    assert {"search.objective=nominal", "search.tie_percent=1.0"} <= stated
+    assert again.choice is not None
+    assert again.choice.max_oom_chance == 0.5, "a word that is typed wins"
+    assert "memory.max_oom_chance=0.5" in again.provenance.given
 
 
 def test_other_rates_and_the_length_of_the_run_are_typed(path: Path, tmp_path: Path) -> None:

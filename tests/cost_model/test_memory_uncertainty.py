@@ -13,16 +13,18 @@ from nest_megatron.cost_model.device_memory import (
     all_to_all_bytes,
     allocatable_bytes,
     communicator_bytes,
-    headroom_for,
     out_of_memory_probability,
     outside_bytes,
     peak_error,
     shipped_peak_errors,
 )
 from nest_megatron.cost_model.memory import capacity_bytes
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.peak_limit import PeakLimit, out_of_memory
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.stage_layout import uniform_partition
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import Execution, FlexBackend, TokenDispatcher
 from nest_megatron.units import GIB
@@ -62,10 +64,21 @@ def test_the_margin_asked_for_does_not_change_the_chance() -> None:
     assert allocatable_bytes(H100, CostSettings(memory_margin=0.2)) == usual
 
 
-def test_headroom_gives_the_chance_that_was_asked_for() -> None:
-    for wanted in (0.5, 0.2, 0.05):
-        peak = 70e9 * (1 - headroom_for(wanted, SHARDED))
-        assert out_of_memory_probability(peak, 70e9, SHARDED) == pytest.approx(wanted)
+def test_the_limit_on_peaks_gives_the_chance_that_was_asked_for() -> None:
+    cluster = catalogue.cluster("dgx_h100", 8)
+    model = CostModel(catalogue.model("llama3_8b"), cluster, CostSettings())
+    dims = ParallelDims(data_parallel_size=8)
+    for zero in ZeroStage:
+        grid = PartialLayout(
+            dims=dims, global_batch_size=8, micro_batch_size=1, sequence_parallel=False, zero=zero
+        )
+        layout = grid.with_stages(uniform_partition(model.spec, 1))
+        for wanted in (0.5, 0.2, 0.05):
+            limit = PeakLimit(model, wanted)
+            peak = limit.of(grid)
+            assert peak <= limit.at_most(zero) <= model.capacity_bytes
+            assert out_of_memory(model, layout, peak) == pytest.approx(wanted, abs=0.03)
+            assert out_of_memory(model, layout, peak) <= wanted + 1e-9
 
 
 def test_each_communicator_takes_memory() -> None:

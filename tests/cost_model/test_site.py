@@ -258,7 +258,7 @@ def test_plans_of_the_same_kind_of_cluster_use_it_and_say_so(
     said = text_of(found)
     assert f"{known.median_s:.3f}"[:4] in said
     assert "3 runs of 3 jobs" in said or "3 runs of 2 jobs" in said
-    assert "chosen by this site's calibration" in said
+    assert "compared by this site's calibration" in said
     elsewhere = planned("cluster=dgx_a100", "cluster.num_gpus=8")
     assert elsewhere.provenance.site is None
 
@@ -267,25 +267,12 @@ def test_a_plan_knows_of_its_own_runs(sites: SiteCalibration) -> None:
     found = planned("cluster.num_gpus=16")
     assert found.provenance.site is not None
     assert found.provenance.site.own_runs == 2
-    assert found.choice is not None
-    assert found.choice.bound_s == 0.0
-    assert "of plans that were not compared nothing is proven" in text_of(found)
 
 
 def test_a_job_of_a_plan_is_that_of_its_run(plans: list[ParallelPlan]) -> None:
     (found,) = calibrations([ran(plans[0], 1.0)], TODAY)
     asked = request("cluster.num_gpus=16")
     assert job_of(asked.cost_model(), plans[0].layout) == found.runs[0].job
-
-
-def test_no_plan_is_worth_less_than_the_bound(sites: SiteCalibration) -> None:
-    """Against every plan that was compared, each as the site knows it."""
-    found = planned("cluster.num_gpus=64")
-    assert found.choice is not None
-    assert found.choice.bound_s > 0.0
-    for each in (found.uncertainty, *(other.uncertainty for other in found.alternatives)):
-        assert each is not None
-        assert each.mean_s >= found.choice.bound_s
 
 
 def test_changed_versions_are_named_and_widen(calibration: SiteCalibration) -> None:

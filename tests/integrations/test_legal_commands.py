@@ -22,7 +22,7 @@ from nest_megatron.report.failure import NothingFitsError
 from tests.integrations.legal_commands import command_of, random_flags
 
 NODE = ["cluster=dgx_h100", "cluster.num_gpus=8"]
-NOMINAL = ["search.objective=nominal", "search.num_alternatives=0"]
+NOMINAL = ["search.tie_percent=0", "search.num_alternatives=0"]
 #: What a plan chooses beside degrees, and the flags that state it under another name.
 CHOSEN = {field.name for field in dataclasses.fields(Execution) if field.init} | {
     "recompute_granularity",

@@ -57,7 +57,6 @@ def test_top_level_keys_are_the_documented_ones() -> None:
         "launch",
         "uncertainty",
         "choice",
-        "headroom",
     ]
 
 

@@ -17,7 +17,7 @@ from nest_megatron.layout.recompute import Recompute, RecomputeGranularity, Reco
 from nest_megatron.planner import NoPlan, Request, plan, shortage
 from nest_megatron.solver.chunk_space import partitions
 from nest_megatron.solver.memory_shortage import fits, least_memory
-from nest_megatron.solver.outcome import StageSolution
+from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolution
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
@@ -56,6 +56,7 @@ def test_least_memory_is_that_of_looking_at_everything(seed: int, space: SearchS
     assert found.needed_bytes == least_of_everything(asked)
     for memory, enough in ((found.needed_bytes - 1, False), (found.needed_bytes, True)):
         asked.model.capacity_bytes = memory
+        asked.__post_init__(None, NO_THRESHOLD)
         assert fits(asked) == enough
 
 
@@ -121,6 +122,7 @@ def test_enough_gpus_are_looked_for_in_whole_nodes(
             global_batch_size=4608,
             settings=settings,
             max_seconds=3600.0,  # however busy the machine
+            max_oom_chance=0.5,
         )
     )
     assert isinstance(found, NoPlan)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.peak_limit import PeakLimit
+from nest_megatron.cost_model.pipeline import evaluate
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.traits import ExecutionTraits, Fp8Recipe
 from nest_megatron.errors import UserInputError
-from nest_megatron.layout.layout import Layout
+from nest_megatron.layout.layout import Layout, PartialLayout
 from nest_megatron.layout.recompute import RecomputeModule
-from nest_megatron.layout.stage_layout import uniform_partition
+from nest_megatron.layout.stage_layout import is_uniform, uniform_partition
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.solver import backend
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.outcome import NO_THRESHOLD
@@ -25,25 +29,32 @@ from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
 from tests.solver import brute_force
-from tests.solver.jobs import KERNEL, search, small_cluster, small_settings, small_spec
+from tests.solver.jobs import KERNEL, families, search, small_cluster, small_settings, small_spec
 
 
-def look_at_everything(everything: Search) -> tuple[list[SolvedLayout], int]:
+def all_candidates(everything: Search) -> Iterator[PartialLayout]:
+    for family in families(everything.grids):
+        for recompute in everything.grids.recompute_settings(family):
+            yield dataclasses.replace(family, recompute=recompute)
+
+
+def look_at_everything(
+    everything: Search, limit: PeakLimit | None = None
+) -> tuple[list[SolvedLayout], int]:
     """Every candidate solved by brute force; the best of each layout, fastest first."""
     best: dict[object, SolvedLayout] = {}
     count = 0
-    for shard in everything.grids.shards():
-        for grid in everything.grids.grids(shard):
-            for family in everything.grids.families(grid):
-                for recompute in everything.grids.recompute_settings(family):
-                    count += 1
-                    candidate = dataclasses.replace(family, recompute=recompute)
-                    found = brute_force.solve(stage_problem(everything.model, candidate))
-                    if found.boundaries:
-                        plan = SolvedLayout.of(candidate, candidate.recompute, found, None)
-                        layout = layout_of(candidate)
-                        if layout not in best or plan.rank < best[layout].rank:
-                            best[layout] = plan
+    for candidate in all_candidates(everything):
+        count += 1
+        problem = stage_problem(everything.model, candidate)
+        if limit is not None:
+            problem = dataclasses.replace(problem, capacity_bytes=limit.of(candidate))
+        found = brute_force.solve(problem)
+        if found.boundaries:
+            plan = SolvedLayout.of(candidate, candidate.recompute, found, None)
+            layout = layout_of(candidate)
+            if layout not in best or plan.rank < best[layout].rank:
+                best[layout] = plan
     return sorted(best.values(), key=lambda plan: plan.rank), count
 
 
@@ -66,6 +77,63 @@ def test_search_is_brute_force(seed: int) -> None:
         assert proof.lower_bound == expected[0].iteration
     else:
         assert proof.bounded == proof.solved == 0
+
+
+class HalfOfTheDevice(PeakLimit):
+    """Half of the device for ZeRO-2 and 3, four fifths of it for others."""
+
+    def of(self, grid: PartialLayout) -> int:
+        return self.at_most(grid.zero)
+
+    def at_most(self, zero: ZeroStage) -> int:
+        return int(self._model.capacity_bytes * (0.8 if zero < ZeroStage.GRADIENTS else 0.5))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_plans_keep_to_the_limit_on_their_peak(seed: int) -> None:
+    rng = random.Random(seed)
+    spec, cluster = small_spec(rng), small_cluster(rng)
+    model = CostModel(spec, cluster, small_settings())
+    limit = HalfOfTheDevice(model)
+    found = Search(model, 8, SMALL_SPACE, KERNEL, limit=limit, num_layouts=4).run()
+    expected, count = look_at_everything(search(spec, cluster, 8, SMALL_SPACE), limit)
+    assert list(found.plans) == expected[:4]
+    assert found.certificate.candidates == count
+
+
+def all_ties(everything: Search, percent: float) -> dict[tuple[object, ...], int]:
+    """The least step of each layout, number of virtual stages, and kind of stages that ties."""
+    spec, best = everything.model.spec, dict[tuple[object, ...], int]()
+    for candidate in all_candidates(everything):
+        name = (*layout_of(candidate), candidate.dims.virtual_pipeline_model_parallel_size)
+        problem = stage_problem(everything.model, candidate)
+        step = brute_force.solve(problem).iteration
+        best[*name, False] = min(step, best.get((*name, False), NO_THRESHOLD))
+        if spec.num_layers % candidate.dims.num_chunks == 0:
+            cut = uniform_partition(spec, problem.num_stages, problem.num_virtual).boundaries
+            even = evaluate(problem, cut)
+            if even.fits:
+                best[*name, True] = min(even.iteration, best.get((*name, True), NO_THRESHOLD))
+    most = math.floor(min(best.values(), default=0) * (1 + percent / 100))
+    return {name: step for name, step in best.items() if step <= min(most, NO_THRESHOLD - 1)}
+
+
+@pytest.mark.parametrize("percent", [0.0, 2.0, 20.0])
+@pytest.mark.parametrize("seed", range(20))
+def test_ties_are_those_of_looking_at_everything(seed: int, percent: float) -> None:
+    rng = random.Random(seed)
+    spec, cluster = small_spec(rng), small_cluster(rng)
+    model = CostModel(spec, cluster, small_settings())
+    found: dict[tuple[object, ...], int] = {}
+    for plan in (
+        Search(model, 8, SMALL_SPACE, KERNEL, tie_percent=percent, num_layouts=2).run().ties
+    ):
+        is_even = is_uniform(spec, plan.layout.partition)
+        virtual = plan.layout.dims.virtual_pipeline_model_parallel_size
+        for kind in {False, is_even}:
+            name = (*layout_of(plan.layout), virtual, kind)
+            found[name] = min(plan.iteration, found.get(name, NO_THRESHOLD))
+    assert found == all_ties(search(spec, cluster, 8, SMALL_SPACE), percent)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -270,7 +338,7 @@ def test_what_runs_today_wins_where_the_space_holds_nothing_better(seed: int) ->
     present = whole[0].layout
     search = timed(seed, present=present)
     search.space = dataclasses.replace(search.space, limits={"micro_batch_size": min(micro)})
-    search.__post_init__(NO_THRESHOLD)
+    search.__post_init__(None, NO_THRESHOLD)
     found = search.run()
     assert found.plans[0] == found.present == found.fastest == whole[0]
 

@@ -8,7 +8,6 @@ from functools import cache
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.layout.dims import RankOrder
-from nest_megatron.layout.objective import Objective
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import (
     NO_RECOMPUTE,
@@ -147,7 +146,8 @@ def planned(layout: Layout) -> ParallelPlan:
             spec=layout.spec,
             cluster=_cluster(layout.num_gpus),
             global_batch_size=GLOBAL_BATCH_SIZE,
-            objective=Objective.NOMINAL,
+            max_oom_chance=0.5,
+            tie_percent=0.0,
             space=SearchSpace(
                 fixed={
                     "tensor_model_parallel_size": layout.tp,

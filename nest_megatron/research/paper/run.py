@@ -133,8 +133,8 @@ def request_for(job: PaperJob, overrides: Sequence[str] = ()) -> Request:
 
 def _request(model: str, cluster: str, num_gpus: int, overrides: Sequence[str]) -> Request:
     where = (f"model={model}", f"cluster={cluster}", f"cluster.num_gpus={num_gpus}")
-    nominal = "search.objective=nominal"  # the paper's planners have no other
-    return request_of(compose(parse([*where, nominal, *overrides])))
+    nominal = ("memory.max_oom_chance=0.5", "search.tie_percent=0")  # the paper's planners know none
+    return request_of(compose(parse([*where, *nominal, *overrides])))
 
 
 def _zero_plans(model: str, *, overrides: Sequence[str]) -> Iterator[tuple[str, str, str]]:
