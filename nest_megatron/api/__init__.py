@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nest_megatron.api.jobs import estimate_job, plan_job
 from nest_megatron.api.results import Explanation, Plan, PlanTable, Scaling
@@ -28,17 +29,17 @@ from nest_megatron.config.keywords import (
 from nest_megatron.config.overrides import Setting
 from nest_megatron.config.request import request_of
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations import typed_command
-from nest_megatron.integrations.megatron_lm import as_typed
 from nest_megatron.integrations.megatron_lm.attach import with_launch
-from nest_megatron.integrations.megatron_lm.before_after import before_and_after
-from nest_megatron.integrations.megatron_lm.node_counts import TableJob, plan_for_nodes, sized
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Progress
 from nest_megatron.planner.pins import read_plan
 from nest_megatron.report.catalogue import Catalogue
 from nest_megatron.units import Seconds
+
+if TYPE_CHECKING:
+    from nest_megatron.integrations.megatron_lm.node_counts import TableJob
+    from nest_megatron.integrations.typed_command import CommandPlan
 
 __all__ = [
     "Explanation",
@@ -176,6 +177,8 @@ def plan_command(
     >>> found.layout.dims.data_parallel_size * found.layout.dims.tensor_model_parallel_size
     16
     """
+    from nest_megatron.integrations import typed_command
+
     sizes = num_gpus, global_batch_size
     composed = compose_keywords(None, cluster, settings, config_dir, *sizes)
     found = typed_command.plan_command(
@@ -191,8 +194,10 @@ def plan_command(
     return planned_command(found, composed)
 
 
-def planned_command(found: typed_command.CommandPlan, composed: Settings) -> Plan:
+def planned_command(found: CommandPlan, composed: Settings) -> Plan:
     """The plan of a command beside what it runs today, here and on the command line."""
+    from nest_megatron.integrations.megatron_lm.before_after import before_and_after
+
     today = before_and_after(found, composed)
     return Plan(record=replace(found.plan, today=today), notes=found.notes)
 
@@ -254,6 +259,8 @@ def estimate_command(
     >>> priced.layout.dims.data_parallel_size, priced.arguments["overlap_grad_reduce"]
     (16, False)
     """
+    from nest_megatron.integrations.megatron_lm import as_typed
+
     composed = compose_keywords(None, cluster, settings, config_dir, num_gpus)
     found = as_typed.estimate_command(
         command_words(command), composed, version=megatron_version, strict=strict
@@ -284,6 +291,8 @@ def plan_table(
     >>> {number: found.layout.num_gpus for number, found in table.plans().items()}
     {2: 16, 3: 24}
     """
+    from nest_megatron.integrations.megatron_lm.node_counts import plan_for_nodes, sized
+
     counts = tuple(nodes)
     if not counts or min(counts) < 1:
         limit, fix = "it holds numbers of at least 1", "Give for example range(15, 17)."
@@ -336,6 +345,8 @@ def _planned(composed: Callable[[], Settings], begun_s: Seconds) -> Plan:
 
 def table_job(composed: Settings) -> TableJob:
     """A composed job, to be planned for several numbers of nodes."""
+    from nest_megatron.integrations.megatron_lm.node_counts import TableJob
+
     request = request_of(composed, choose_execution=True)
     return TableJob(
         request=request,

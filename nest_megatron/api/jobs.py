@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import TYPE_CHECKING
 
 from nest_megatron.api.results import Plan
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.layout import estimate_layout
 from nest_megatron.config.request import request_of
 from nest_megatron.integrations.megatron_lm.attach import with_launch
-from nest_megatron.integrations.stated_job import StatedJob
 from nest_megatron.planner import Progress
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.report.failure import require_plan
 from nest_megatron.units import Seconds
+
+if TYPE_CHECKING:
+    from nest_megatron.integrations.stated_job import StatedJob
 
 
 def plan_job(

@@ -33,9 +33,6 @@ from nest_megatron.config.schema import PlanConfig
 from nest_megatron.documents import read_json
 from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import expanded, write_text
-from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
-from nest_megatron.integrations.stated_job import StatedJob
-from nest_megatron.integrations.typed_command import one_command, plan_command, read_typed
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.printing import print_to_stderr
@@ -47,6 +44,7 @@ from nest_megatron.version import __version__
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from nest_megatron.integrations.stated_job import StatedJob
     from nest_megatron.planner import Progress
 
 _JOBS, _LIST = ".jobs", "list.json"
@@ -85,6 +83,8 @@ class SweptCommand:
         self, composed: Settings, *, begun_s: Seconds, on_progress: Progress | None = None
     ) -> Plan:
         """Its plan under the settings of a job."""
+        from nest_megatron.integrations.typed_command import plan_command
+
         found = plan_command(
             self.text,
             composed,
@@ -98,16 +98,22 @@ class SweptCommand:
 
     def recorded(self, composed: Settings) -> SweptCommand:
         """What its script launches, where it is one, so that the script runs once."""
+        from nest_megatron.integrations.typed_command import one_command
+
         text, notes = one_command(self.text, composed)
         return dataclasses.replace(self, text=text, notes=notes)
 
     def typed(self, composed: Settings) -> ParallelPlan:
         """What it is as it is typed, under the settings of a job."""
+        from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
+
         found = estimate_command(self.text, composed, version=self.version, strict=self.strict)
         return found.plan
 
     def content(self, composed: Settings) -> object:
         """What it consists of."""
+        from nest_megatron.integrations.typed_command import read_typed
+
         job, _ = read_typed(self.text, composed, version=self.version, strict=self.strict)
         said: tuple[object, ...] = (job.spec, job.values, job.memory_flags)
         if (command := job.command) is not None:

@@ -18,8 +18,6 @@ from nest_megatron.config.keywords import SHORT_KEYS, setting_texts, typed_path
 from nest_megatron.config.overrides import Setting, expand, parse, swept, value_text
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, write_text
-from nest_megatron.integrations.plan_settings import settings_of, stated_job
-from nest_megatron.integrations.stated_job import StatedJob
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.planner.layouts import keep_layout
@@ -35,6 +33,8 @@ from nest_megatron.report.whatif import (
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from nest_megatron.integrations.stated_job import StatedJob
 
 #: What a plan's job is; other settings say how it is planned.
 _OF_JOB = ("cluster", "model", "train", "parallel")
@@ -188,6 +188,8 @@ def plan_variants(path: Path, changes: Sequence[Setting], options: SweepOptions)
     if not any(map(_is_of_job, keys)):
         fix = "For example cluster.levels.node.bandwidth=900GB/s, memory=141GiB or gpus=256,512."
         raise _no_change(changes, "it names no change of the job", fix)
+    from nest_megatron.integrations.plan_settings import settings_of, stated_job
+
     base = settings_of(present, path if path.is_absolute() else Path.cwd() / path)
     stated = stated_job(present, base)
     jobs = _jobs(base, changes, keys, stated=stated)

@@ -91,17 +91,22 @@ def plan(**options: Any) -> int:
     Exits with 1 where nothing fits; with 3 where search.max_seconds ends the search without a plan,
     or with one that may be more than 10 % slower than the best, which is written all the same.
     """
-    from nest_megatron.cli.plan_table import run_plan_table
-    from nest_megatron.cli.planning import PlanOptions, run_plan
-    from nest_megatron.cli.scaling import run_scaling
-    from nest_megatron.cli.sweep import run_sweep
+    from nest_megatron.cli import planning
 
-    given = PlanOptions(**with_set_flags(options), begun_s=click.get_current_context().obj)
+    given = planning.PlanOptions(**with_set_flags(options), begun_s=click.get_current_context().obj)
     if given.for_nodes is not None:
+        from nest_megatron.cli.plan_table import run_plan_table
+
         return run_plan_table(given)
     if given.for_gpus is not None:
+        from nest_megatron.cli.scaling import run_scaling
+
         return run_scaling(given)
-    return run_sweep(given) if given.multirun else run_plan(given)
+    if given.multirun:
+        from nest_megatron.cli.sweep import run_sweep
+
+        return run_sweep(given)
+    return planning.run_plan(given)
 
 
 @command(

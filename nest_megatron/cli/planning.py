@@ -20,10 +20,7 @@ from nest_megatron.config.overrides import Setting, parse, refuse_sweeps, split_
 from nest_megatron.cost_model.memory import within_error
 from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import check_output, is_standard_output
-from nest_megatron.integrations.launched import change_rows
-from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
-from nest_megatron.integrations.typed_command import CommandPlan, plan_command
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.launch import script_words
 from nest_megatron.printing import print_to_stderr
@@ -35,6 +32,8 @@ from nest_megatron.units import Seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from nest_megatron.integrations.typed_command import CommandPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +187,8 @@ def run_estimate(options: EstimateOptions) -> int:
     if (text := options.command()) is None:
         found = estimate_job(composed)
     else:
+        from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
+
         version = options.megatron_version
         priced = estimate_command(text, composed, version=version, strict=options.strict)
         found = Plan(record=priced.plan, notes=priced.notes)
@@ -213,6 +214,8 @@ def _plan_command(
     composed: Settings, options: PlanOptions, text: str | tuple[str, ...]
 ) -> tuple[Plan, list[RenderableType]]:
     """The plan of a user's command, and the command that it becomes."""
+    from nest_megatron.integrations.typed_command import plan_command
+
     with progress() as report:
         found = plan_command(
             text,
@@ -228,6 +231,8 @@ def _plan_command(
 
 
 def _command_parts(found: CommandPlan) -> list[RenderableType]:
+    from nest_megatron.integrations.launched import change_rows
+
     command, changes = found.job.command, change_rows(found.changes)
     if command is None:
         changed = ["Changes to the recipe's fields\n", changes_table(changes), ""]

@@ -133,7 +133,7 @@ def request_for(job: PaperJob, overrides: Sequence[str] = ()) -> Request:
 
 def _request(model: str, cluster: str, num_gpus: int, overrides: Sequence[str]) -> Request:
     where = (f"model={model}", f"cluster={cluster}", f"cluster.num_gpus={num_gpus}")
-    nominal = ("memory.max_oom_chance=0.5", "search.tie_percent=0")  # the paper's planners know none
+    nominal = ("memory.max_oom_chance=0.5", "search.tie_percent=0")  # the paper's know no other
     return request_of(compose(parse([*where, *nominal, *overrides])))
 
 
