@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
+from nest_megatron.config.request import request_of
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import PeakLimit, out_of_memory
 from nest_megatron.errors import UserInputError
@@ -210,9 +213,12 @@ def test_what_the_limit_costs_is_told() -> None:
 
 
 def test_even_stages_are_taken_where_they_cost_less_than_the_tie() -> None:
-    spec = catalogue.model("llama3_70b")
-    cluster = catalogue.cluster("h100_spine_leaf", 1024)
-    asked = Request(spec=spec, cluster=cluster, global_batch_size=4096)
+    """The README's job."""
+    words = ["model=llama3_70b", "cluster=h100_spine_leaf", "cluster.num_gpus=1024"]
+    asked = request_of(
+        compose(parse([*words, "train.global_batch_size=4096"])), choose_execution=True
+    )
+    spec = asked.spec
     fastest = found(dataclasses.replace(asked, tie_percent=0.0))
     assert not is_uniform(spec, fastest.layout.partition)
     simple = found(asked)

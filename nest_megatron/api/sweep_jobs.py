@@ -33,6 +33,7 @@ from nest_megatron.config.schema import PlanConfig
 from nest_megatron.documents import read_json
 from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import expanded, write_text
+from nest_megatron.integrations.stated_job import StatedJob
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.printing import print_to_stderr
@@ -44,7 +45,6 @@ from nest_megatron.version import __version__
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from nest_megatron.integrations.stated_job import StatedJob
     from nest_megatron.planner import Progress
 
 _JOBS, _LIST = ".jobs", "list.json"

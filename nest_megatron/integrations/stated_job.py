@@ -16,7 +16,6 @@ from nest_megatron.config.request import request_of
 from nest_megatron.config.target import read_target
 from nest_megatron.cost_model.memory_flags import text
 from nest_megatron.cost_model.settings import is_trait, restored_settings, stored_settings
-from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.planner import Request
@@ -89,6 +88,8 @@ class StatedJob:
         """
         if self.fields is None:
             return self._with_traits(request_of(composed, choose_execution=True))
+        from nest_megatron.integrations.megatron_lm.planning import job_request
+
         return job_request(self._job(composed), read_cluster(composed), composed)
 
     def _job(self, composed: Settings) -> Job:

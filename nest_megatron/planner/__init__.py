@@ -85,7 +85,7 @@ def plan(
         chosen, model = _chosen(request, searched, choose), searched.model
         best, find = _predicted(model, chosen.plan), partial(_best, deadline=deadline)
         batches = tuple(predicted_batches(model, best.layout, request.batch_schedule))
-        if larger := _too_large(best, batches):
+        if larger := _too_large(request, model, best, batches):
             return plan(dataclasses.replace(request, global_batch_size=larger), choose=choose)
         found = assemble(
             *(request, model, best.layout, best.predicted),
@@ -110,13 +110,16 @@ def plan(
     return no_plan(request, searched.model, record, _before_report(deadline), _best)
 
 
-def _too_large(found: PredictedLayout, batches: Sequence[PredictedBatch]) -> int | None:
+def _too_large(
+    request: Request, model: CostModel, found: PredictedLayout, batches: Sequence[PredictedBatch]
+) -> int | None:
     """The largest batch of a schedule, which keeps most micro batches, if one of them is too large.
 
     A plan that fits with it fits with all.
     """
-    capacity = found.predicted.capacity_bytes
-    if all(batch.peak_memory_bytes <= capacity for batch in batches):
+    limit = PeakLimit(model, request.max_oom_chance, request.site).of(found.layout)
+    most = max(limit, found.predicted.peak_memory_bytes)
+    if all(batch.peak_memory_bytes <= most for batch in batches):
         return None
     largest = max(batch.global_batch_size for batch in batches)
     return largest if largest > found.layout.global_batch_size else None
