@@ -31,7 +31,7 @@ from nest_megatron.history.records import (
     measured_by_ranks,
 )
 from nest_megatron.integrations import audit
-from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
+from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore
 from nest_megatron.integrations.outlets import write_prometheus
 from nest_megatron.integrations.run_record import new_run, now
 from nest_megatron.integrations.run_warnings import run_warnings

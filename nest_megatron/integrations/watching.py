@@ -20,9 +20,14 @@ from collections.abc import Iterator
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.history.records import Launch, RunRecord
 from nest_megatron.integrations import recorder
-from nest_megatron.integrations.megatron_lm.agreement import Hosts, broadcast, propagating_errors
+from nest_megatron.integrations.megatron_lm.agreement import (
+    Hosts,
+    RendezvousStore,
+    broadcast,
+    connect,
+    propagating_errors,
+)
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
-from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore, connect
 from nest_megatron.integrations.megatron_lm.watch import time_passes
 from nest_megatron.integrations.recorder import Recorder
 from nest_megatron.integrations.slurm import rank_variables

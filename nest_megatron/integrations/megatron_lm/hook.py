@@ -18,7 +18,7 @@ from nest_megatron.boot import is_asked_for
 from nest_megatron.config.launch import Mode, read_launch, read_words, split_words
 from nest_megatron.errors import OK, NestError, UserInputError
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS
-from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob, ending_together
+from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
 from nest_megatron.integrations.process_variables import set_rank_variables
 from nest_megatron.report.failure import end, ending_on_errors
 
@@ -96,7 +96,7 @@ def _validate_args(
     job, defaults = _job, defaults or {}
     if job is None or job.decision is not None:
         return validate(args, defaults)
-    with ending_together(job.rendezvous):
+    with job.rendezvous.ending_together():
         from nest_megatron.integrations.megatron_lm.launch import dry_run, run
 
         job.args, job.defaults, job.validate = args, defaults, validate

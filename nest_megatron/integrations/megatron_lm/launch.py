@@ -30,7 +30,6 @@ from nest_megatron.files import user_folder
 from nest_megatron.integrations import audit
 from nest_megatron.integrations.launched import flag_cost_report, launched_report
 from nest_megatron.integrations.megatron_lm import agreement, attach, groups, planning, watch
-from nest_megatron.integrations.megatron_lm.job_hosts import tell_hosts
 from nest_megatron.integrations.megatron_lm.measure import measure_job, planned_with
 from nest_megatron.integrations.megatron_lm.messages import Decision, from_json, to_json
 from nest_megatron.integrations.megatron_lm.namespace import (
@@ -41,9 +40,13 @@ from nest_megatron.integrations.megatron_lm.namespace import (
 )
 from nest_megatron.integrations.megatron_lm.own_layers import stand_in_device
 from nest_megatron.integrations.megatron_lm.pinned import pinned_plan
-from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob, last_value, words_of
+from nest_megatron.integrations.megatron_lm.ranks import (
+    LaunchedJob,
+    job_hosts,
+    last_value,
+    words_of,
+)
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
-from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.integrations.megatron_lm.same_job import arguments, comparable, versions
 from nest_megatron.integrations.plan_output import plan_output, told_where
 from nest_megatron.integrations.process_variables import set_variables
@@ -62,10 +65,10 @@ def run(launched: LaunchedJob) -> Any:
     Raises:
         NestError: if no plan can be made or carried out; nothing has touched a GPU then.
     """
-    args, store = launched.args, None
+    args = launched.args
     if args.world_size > 1 and not args.fake_process_group:
-        timeout_s = 60.0 * (args.distributed_timeout_minutes or 10)
-        store = launched.rendezvous.join(args.rank, args.world_size, launched.words, timeout_s)
+        launched.join(60.0 * (args.distributed_timeout_minutes or 10))
+    store = launched.store
     with agreement.propagating_errors(store):
         command = {
             **versions(),
@@ -74,14 +77,14 @@ def run(launched: LaunchedJob) -> Any:
             **_arguments(launched),
         }
         agreement.require_equal(store, command, what="command")
-        return _run(launched, store)
+        return _run(launched)
 
 
-def _run(launched: LaunchedJob, store: RendezvousStore | None) -> Any:
-    words = launched.words
-    launched.hosts = tell_hosts(store)
+def _run(launched: LaunchedJob) -> Any:
+    words, store = launched.words, launched.store
+    launched.hosts = job_hosts(store)
     measures = last_value(words, "profile.mode") == ProfileMode.MEASURE.value
-    measured = _measured(launched, store) if measures and words.mode is Mode.AUTO else None
+    measured = _measured(launched) if measures and words.mode is Mode.AUTO else None
 
     def solve(hosts: agreement.Hosts) -> str:
         with _writing_refusals(launched):
@@ -104,7 +107,7 @@ def _run(launched: LaunchedJob, store: RendezvousStore | None) -> Any:
     agreement.require_equal(store, _arguments(launched), what="arguments")
 
     def begin(_: agreement.Hosts) -> str:
-        watch.begin(launched, store)
+        watch.begin(launched)
         return ""
 
     agreement.broadcast(store, begin, what="word that the run may begin")
@@ -255,9 +258,7 @@ def _decided(launched: LaunchedJob, job: Job, place: JobCluster) -> planning.Lau
     return planning.decide(job, place, free=launch.free, alternative=launch.alternative)
 
 
-def _measured(
-    launched: LaunchedJob, store: RendezvousStore | None
-) -> tuple[Job, JobCluster] | None:
+def _measured(launched: LaunchedJob) -> tuple[Job, JobCluster] | None:
     """The job and where it runs, with layer times measured just now, on rank 0; all take part."""
     read: list[tuple[Job, JobCluster]] = []
 
@@ -266,7 +267,7 @@ def _measured(
         return read[0]
 
     free, defaults = launched.launch.free, launched.defaults
-    measured = measure_job(job, store=store, defaults=defaults, free=free)
+    measured = measure_job(job, store=launched.store, defaults=defaults, free=free)
     return next(((found, planned_with(place, measured)) for found, place in read), None)
 
 

@@ -17,6 +17,7 @@ from nest_megatron.config.cluster_detection import JobCluster
 from nest_megatron.config.job import Job
 from nest_megatron.errors import require_seconds
 from nest_megatron.integrations.megatron_lm import agreement, measure_process, measure_store
+from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
 from nest_megatron.integrations.megatron_lm.measure_store import tasks_for
 from nest_megatron.integrations.megatron_lm.messages import (
@@ -28,7 +29,6 @@ from nest_megatron.integrations.megatron_lm.messages import (
 from nest_megatron.integrations.megatron_lm.own_layers import job_arguments
 from nest_megatron.integrations.megatron_lm.planning import decide
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
-from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.profile.mode import ProfileMode
@@ -139,8 +139,9 @@ def planned_with(place: JobCluster, measured: Measured) -> JobCluster:
 
 def _answers(orders: Orders, store: RendezvousStore | None, context: RankContext) -> list[Answer]:
     """What the ranks that had something to do have measured; on ranks other than 0 nothing."""
+    check = (lambda: None) if store is None else store.raise_failure
 
-    def work(check: agreement.Check) -> str:
+    def work() -> str:
         tasks = share_of(orders.tasks, context.rank, context.world_size)
         own = dataclasses.replace(orders, tasks=tasks)
         return to_json(

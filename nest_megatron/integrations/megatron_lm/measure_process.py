@@ -10,13 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
 from nest_megatron.config.cluster_detection import processes_per_host
 from nest_megatron.errors import NestError
-from nest_megatron.integrations.megatron_lm.agreement import Check
 from nest_megatron.integrations.megatron_lm.messages import Answer, Orders, from_json, to_json
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.units import Seconds
@@ -24,7 +23,8 @@ from nest_megatron.units import Seconds
 _COMMAND = (sys.executable, "-m", "nest_megatron.integrations.megatron_lm.measure_child")
 #: Time for what the budget leaves out: imports from a slow disk, and a last block that was begun.
 SPARE_S = 300.0
-_PAUSE_S = 0.25
+#: Between two looks for another rank's failure, of which each calls the store.
+_PAUSE_S = 2.0
 _LAST_WORDS = 15
 #: Variables by which a process would take itself for a rank of the job.
 _OF_RANKS = re.compile(
@@ -38,7 +38,11 @@ class MeasuringError(NestError):
 
 
 def measure_in_child(
-    orders: Orders, environment: Mapping[str, str], check: Check, *, spare_s: Seconds = SPARE_S
+    orders: Orders,
+    environment: Mapping[str, str],
+    check: Callable[[], None],
+    *,
+    spare_s: Seconds = SPARE_S,
 ) -> Answer:
     """Time the blocks of this rank's orders in a process of its own.
 
@@ -73,7 +77,7 @@ def measure_in_child(
     return dataclasses.replace(found, seconds=time.monotonic() - started)
 
 
-def _ends(child: subprocess.Popen[bytes], check: Check, ended: float) -> bool:
+def _ends(child: subprocess.Popen[bytes], check: Callable[[], None], ended: float) -> bool:
     while time.monotonic() <= ended:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_PAUSE_S)

@@ -20,7 +20,6 @@ from typing import Any
 from nest_megatron.history.records import Launch
 from nest_megatron.integrations import audit, recorder
 from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
-from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.integrations.outlets import figures
 from nest_megatron.integrations.recorder import Recorder
 from nest_megatron.layout.plan import ParallelPlan
@@ -31,13 +30,14 @@ _PASSES = ("forward_step", "backward_step")
 _ROUTED = ("megatron.core.distributed.finalize_model_grads", "get_updated_expert_bias")
 
 
-def begin(job: LaunchedJob, store: RendezvousStore | None) -> None:
+def begin(job: LaunchedJob) -> None:
     """Keep the record of a job that is about to train, on the rank that planned it.
 
     Raises:
         PolicyError: where a policy has to have an audit, and it cannot be written.
     """
     assert job.decision is not None
+    store = job.store
     launched = [socket.gethostname()] if store is None else list(store.hosts().values())
     order = job.decision.ranks or range(len(launched))
     hosts = [host for _, host in sorted(zip(order, launched, strict=True))]
@@ -102,7 +102,7 @@ class Watch:
                 steps=job.launch.watch.steps,
                 rank=job.args.rank,
                 num_ranks=job.args.world_size,
-                store=job.rendezvous.store,
+                store=job.store,
                 own_run=job.run,
                 prometheus=job.launch.watch.prometheus,
             )
