@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import math
 import os
 import socket
@@ -36,7 +35,7 @@ from nest_megatron.integrations.outlets import write_prometheus
 from nest_megatron.integrations.run_record import new_run, now
 from nest_megatron.integrations.run_warnings import run_warnings
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.plain import from_plain, to_plain
+from nest_megatron.plain import from_plain
 from nest_megatron.printing import print_cleaned
 from nest_megatron.profile.clock import OUT_OF_MEMORY, HostClock, job_clock
 from nest_megatron.report.runs import comparison, first_line
@@ -150,7 +149,7 @@ class Recorder:
             self.measured = self._read()
             self._passes, self._tokens = [], []
             if self._store is not None:
-                self._store.leave(_MEASURED, json.dumps(to_plain(self.measured)))
+                self._store.leave(_MEASURED, self.measured)
         if self.measured is None or self.rank != 0:
             return
         if self._store is None:
@@ -177,9 +176,8 @@ class Recorder:
     def run(self) -> RunRecord | None:
         """The record of the run as it began; ``None`` if there is none."""
         if self._own_run is None and self._store is not None:
-            said = self._store.left(_RUN)
-            texts = [json.loads(text) for text in said.values()]
-            self._own_run = from_plain(RunRecord, texts[0]) if texts else None
+            for run in self._store.left(_RUN).values():
+                self._own_run = from_plain(RunRecord, run)
         return self._own_run
 
     def _read(self) -> RankMeasured:
@@ -207,8 +205,8 @@ class Recorder:
         with self.telling("completed"):
             while self._store.num_left(_MEASURED) < self.num_ranks and time.monotonic() < ended:
                 time.sleep(_PAUSE_S)
-            found = [json.loads(text) for text in self._store.left(_MEASURED).values()]
-            parts |= {part["rank"]: from_plain(RankMeasured, part) for part in found}
+            for part in self._store.left(_MEASURED).values():
+                parts[part["rank"]] = from_plain(RankMeasured, part)
         self._record(parts)
 
     def _record(self, parts: Mapping[int, RankMeasured]) -> None:
@@ -298,7 +296,7 @@ def leave_run(store: RendezvousStore | None, run: RunRecord, *, is_watched: bool
     """Leave the record of a run that begins for the other ranks, and in the history."""
     try:
         if store is not None:
-            store.leave(_RUN, json.dumps(to_plain(run)))
+            store.leave(_RUN, run)
         if is_watched:
             history.append(run)
     except Exception as error:  # noqa: BLE001 - the job trains without a record

@@ -110,7 +110,7 @@ class WatchedLoop:
             steps=self._steps, rank=rank, num_ranks=num_ranks, store=store, own_run=self._run
         )
 
-    def _keep(self, hosts: Hosts, store: RendezvousStore | None) -> str:
+    def _keep(self, hosts: Hosts, store: RendezvousStore | None) -> None:
         """Begin the record, on rank 0."""
         named = tuple(hosts())
         if self._run is None:
@@ -118,7 +118,6 @@ class WatchedLoop:
         else:
             self._run = dataclasses.replace(self._run, hosts=named)
             recorder.leave_run(store, self._run, is_watched=True)
-        return ""
 
     def _time_passes(self) -> None:
         """Once the first step shows that the batch is the planned one."""

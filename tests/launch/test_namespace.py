@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import json
 import os
 from argparse import Namespace
 from collections.abc import Iterator
@@ -16,19 +17,20 @@ from _pytest.mark import ParameterSet
 from nest_megatron.errors import NestError, UnplannableModelError, UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_request
 from nest_megatron.integrations.megatron_lm.launch import apply
-from nest_megatron.integrations.megatron_lm.messages import Decision, from_json, to_json
 from nest_megatron.integrations.megatron_lm.namespace import (
     command_of,
     recorded_version,
     require_planned,
 )
 from nest_megatron.integrations.megatron_lm.parser import read_argv
+from nest_megatron.integrations.megatron_lm.planning import Decision
 from nest_megatron.integrations.megatron_lm.rewrite import WRITABLE
 from nest_megatron.integrations.megatron_lm.write import has_activation_flag
 from nest_megatron.layout.rulebook import check
 from nest_megatron.layout.stage_layout import expand_layout
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import ModelFamily
+from nest_megatron.plain import from_plain, to_plain
 from tests import catalogue
 from tests.launch.jobs import decided, job_argv, namespace, pad_like_megatron, running
 
@@ -73,7 +75,7 @@ def test_every_model_comes_back_as_planned(name: str, version: str) -> None:
     assert not tuple(check(launch_request(plan, job.command)))
 
     before = vars(copy.copy(args))
-    again = from_json(Decision, to_json(decision))
+    again = from_plain(Decision, json.loads(json.dumps(to_plain(decision))))
     assert again == decision
     apply(args, again)
     written = read_argv("pretrain_gpt.py", plan.launch[LAUNCHER].argv, version).values

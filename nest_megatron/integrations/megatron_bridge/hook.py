@@ -42,7 +42,7 @@ from nest_megatron.integrations.megatron_lm.agreement import (
     propagating_errors,
     require_equal,
 )
-from nest_megatron.integrations.megatron_lm.messages import Decision
+from nest_megatron.integrations.megatron_lm.planning import Decision
 from nest_megatron.integrations.megatron_lm.ranks import (
     LaunchedJob,
     Rendezvous,
@@ -150,10 +150,6 @@ def run(
             require_launch(words.mode, launch.free)
             return planned()
 
-    def begin(_: object) -> str:
-        watch.begin(job)
-        return ""
-
     with propagating_errors(store):
         own = fields(cfg, "", launch.may_differ)
         require_equal(store, {**versions(), **words_of(words), **own}, what="command")
@@ -170,7 +166,7 @@ def run(
         if launch.dry_run:
             sys.exit(OK)
         require_equal(store, fields(cfg, "", launch.may_differ), what="configuration")
-        broadcast(store, begin, what="word that the run may begin")
+        broadcast(store, lambda _: watch.begin(job), what="word that the run may begin")
     return job
 
 

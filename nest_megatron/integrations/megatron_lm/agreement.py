@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from nest_megatron.errors import exit_code_of
 from nest_megatron.integrations.megatron_lm.rendezvous import (
@@ -30,6 +31,7 @@ from nest_megatron.integrations.megatron_lm.rendezvous import (
 )
 from nest_megatron.integrations.megatron_lm.same_job import differences, named
 from nest_megatron.layout.plan_file import digest
+from nest_megatron.plain import to_plain
 from nest_megatron.units import Seconds
 
 #: Heartbeats that all ranks together send or read in one second, and the shortest interval of one.
@@ -78,17 +80,18 @@ class RendezvousStore:
         """Raise a counter, and say where it stands."""
         return int(self.store.call("add", name, step))
 
-    def leave(self, name: str, text: str) -> None:
+    def leave(self, name: str, part: object) -> None:
         """Leave this rank's part of a list, to which every rank adds one at most."""
-        self.store.call("append", name, json.dumps([self.context.rank, text]) + "\n")
+        text = json.dumps([self.context.rank, to_plain(part)])
+        self.store.call("append", name, f"{text}\n")
         self.count(f"{name}/count")
 
     def num_left(self, name: str) -> int:
         """How many parts of a list are there."""
         return self.count(f"{name}/count", 0)
 
-    def left(self, name: str) -> dict[int, str]:
-        """The parts of a list, in the order of the ranks that launched processes had."""
+    def left(self, name: str) -> dict[int, Any]:
+        """The parts of a list as plain data, in the order of the ranks of launched processes."""
         lines = self.store.call("get", name).splitlines() if self.num_left(name) else ()
         return dict(sorted(map(json.loads, lines)))
 
@@ -96,12 +99,12 @@ class RendezvousStore:
         """The hosts of the ranks that have arrived."""
         return self.left(_ROLL)
 
-    def publish(self, answer: str) -> None:
+    def publish(self, answer: object = None) -> None:
         """Write rank 0's next answer into the log, unless another rank has failed meanwhile."""
-        self._write(_ANSWER + answer)
+        self._write(_ANSWER + json.dumps(to_plain(answer)))
 
-    def receive(self, what: str, limit_s: Seconds | None = None) -> str:
-        """Wait for rank 0's next answer.
+    def receive(self, what: str, limit_s: Seconds | None = None) -> Any:
+        """Wait for rank 0's next answer, as plain data.
 
         Args:
             what: what is awaited, for the error.
@@ -122,7 +125,7 @@ class RendezvousStore:
                 _raise_failure(entry)
                 self._entry += 1
                 if entry.startswith(_ANSWER):
-                    return entry.removeprefix(_ANSWER)
+                    return json.loads(entry.removeprefix(_ANSWER))
             elif left_s >= timeout_s and 0 in self.hosts():
                 raise NoAgreementError(self._silent([0]))
         who = named([0], self.hosts())
@@ -133,7 +136,7 @@ class RendezvousStore:
         what: str,
         limit_s: Seconds | None = None,
         enough: Callable[[], bool] = lambda: False,
-    ) -> dict[int, str]:
+    ) -> dict[int, Any]:
         """Wait, on rank 0, for the parts of a list that every rank adds to.
 
         Args:
@@ -296,9 +299,9 @@ def propagating_errors(store: RendezvousStore | None) -> Iterator[None]:
 
 
 def broadcast(
-    store: RendezvousStore | None, solve: Callable[[Hosts], str], *, what: str = "plan"
-) -> str:
-    """Rank 0's answer, on every rank.
+    store: RendezvousStore | None, solve: Callable[[Hosts], object], *, what: str = "plan"
+) -> Any:
+    """Rank 0's answer, on every rank as plain data.
 
     Args:
         solve: called on rank 0 alone.
@@ -307,14 +310,14 @@ def broadcast(
         NoAgreementError: on the other ranks, with rank 0's reason.
     """
     if store is None:
-        return solve(lambda: [socket.gethostname()])
+        return to_plain(solve(lambda: [socket.gethostname()]))
     with propagating_errors(store):
         if store.context.rank:
             limit_s = store.context.planning_s + store.context.rendezvous_timeout_s
             return store.receive(what, limit_s)
         answer = solve(lambda: list(store.collect(_ROLL).values()))
         store.publish(answer)
-        return answer
+        return to_plain(answer)
 
 
 def require_equal(
@@ -338,12 +341,12 @@ def require_equal(
         own, different = digest(dict(mine)), f"different {what}"
         if store.context.rank:
             if store.receive(f"digest of the {what}") != own:
-                store.leave(different, json.dumps(dict(mine)))
-            store.leave(what, "")
+                store.leave(different, mine)
+            store.leave(what, None)
             store.receive(f"agreement on the {what}")
             return
         store.publish(own)
-        store.leave(what, "")
+        store.leave(what, None)
         ended = math.inf
 
         def enough() -> bool:
@@ -355,16 +358,15 @@ def require_equal(
 
         parts = store.collect(what, enough=enough)
         if others := store.left(different):
-            values = {rank: json.loads(text) for rank, text in others.items()}
-            of_ranks = {**dict.fromkeys(parts, mine), **values}
+            of_ranks = {**dict.fromkeys(parts, mine), **others}
             raise NoAgreementError(differences(of_ranks, store.hosts()))
-        store.publish("")
+        store.publish()
 
 
 def gather(
-    store: RendezvousStore | None, work: Callable[[], str], *, what: str, limit_s: Seconds
-) -> tuple[str, ...]:
-    """Every rank's part, in the order of ranks, on rank 0; nothing elsewhere.
+    store: RendezvousStore | None, work: Callable[[], object], *, what: str, limit_s: Seconds
+) -> tuple[Any, ...]:
+    """Every rank's part as plain data, in the order of ranks, on rank 0; nothing elsewhere.
 
     Args:
         work: makes this rank's part.
@@ -375,12 +377,12 @@ def gather(
         NoAgreementError: on all other ranks, with the reason of the one that failed.
     """
     if store is None:
-        return (work(),)
+        return (to_plain(work()),)
     with propagating_errors(store):
         store.leave(what, work())
         if store.context.rank:
             store.receive(f"word that all {what} are there", 2 * limit_s)
             return ()
         parts = store.collect(what, limit_s)
-        store.publish("")
+        store.publish()
         return tuple(parts.values())

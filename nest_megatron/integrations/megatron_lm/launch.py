@@ -30,8 +30,7 @@ from nest_megatron.files import user_folder
 from nest_megatron.integrations import audit
 from nest_megatron.integrations.launched import flag_cost_report, launched_report
 from nest_megatron.integrations.megatron_lm import agreement, attach, groups, planning, watch
-from nest_megatron.integrations.megatron_lm.measure import measure_job, planned_with
-from nest_megatron.integrations.megatron_lm.messages import Decision, from_json, to_json
+from nest_megatron.integrations.megatron_lm.measure import measure_job
 from nest_megatron.integrations.megatron_lm.namespace import (
     flags_of,
     recorded_version,
@@ -40,6 +39,7 @@ from nest_megatron.integrations.megatron_lm.namespace import (
 )
 from nest_megatron.integrations.megatron_lm.own_layers import stand_in_device
 from nest_megatron.integrations.megatron_lm.pinned import pinned_plan
+from nest_megatron.integrations.megatron_lm.planning import Decision
 from nest_megatron.integrations.megatron_lm.ranks import (
     LaunchedJob,
     job_hosts,
@@ -54,6 +54,7 @@ from nest_megatron.integrations.site_policy import require_launch
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.launch import launch_words
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.plain import from_plain
 from nest_megatron.printing import print_cleaned
 from nest_megatron.profile.mode import ProfileMode
 from nest_megatron.report.console import command_lines, say, show
@@ -84,9 +85,16 @@ def _run(launched: LaunchedJob) -> Any:
     words, store = launched.words, launched.store
     launched.hosts = job_hosts(store)
     measures = last_value(words, "profile.mode") == ProfileMode.MEASURE.value
-    measured = _measured(launched) if measures and words.mode is Mode.AUTO else None
+    measured = None
+    if measures and words.mode is Mode.AUTO:
+        measured = measure_job(
+            lambda: (_read(launched), _place(launched)),
+            store=store,
+            defaults=launched.defaults,
+            free=launched.launch.free,
+        )
 
-    def solve(hosts: agreement.Hosts) -> str:
+    def solve(hosts: agreement.Hosts) -> Decision:
         with _writing_refusals(launched):
             require_launch(words.mode, launched.launch.free, _release())
             found = _find(launched) if measured is None else _decided(launched, *measured)
@@ -96,21 +104,16 @@ def _run(launched: LaunchedJob) -> Any:
         say(_write_plan(launched, outcome.decision.plan))
         if outcome.searched is not None and outcome.searched.kept:
             threading.Thread(target=_print_costs, args=(outcome.searched,), daemon=True).start()
-        return to_json(outcome.decision)
+        return outcome.decision
 
-    decision = launched.decision = from_json(Decision, agreement.broadcast(store, solve))
+    decision = launched.decision = from_plain(Decision, agreement.broadcast(store, solve))
     if launched.launch.stop_before_training:
         checksum = {"plan": plan_file.checksum(decision.plan)}
         agreement.require_equal(store, checksum, what="plan")  # no rank ends before the others
         sys.exit(OK)
     result = _carried_out(launched, decision)
     agreement.require_equal(store, _arguments(launched), what="arguments")
-
-    def begin(_: agreement.Hosts) -> str:
-        watch.begin(launched)
-        return ""
-
-    agreement.broadcast(store, begin, what="word that the run may begin")
+    agreement.broadcast(store, lambda _: watch.begin(launched), what="word that the run may begin")
     return result
 
 
@@ -256,19 +259,6 @@ def _hosts_by_rank_order(launched: LaunchedJob) -> tuple[Host, ...]:
 def _decided(launched: LaunchedJob, job: Job, place: JobCluster) -> planning.LaunchPlan:
     launch = launched.launch
     return planning.decide(job, place, free=launch.free, alternative=launch.alternative)
-
-
-def _measured(launched: LaunchedJob) -> tuple[Job, JobCluster] | None:
-    """The job and where it runs, with layer times measured just now, on rank 0; all take part."""
-    read: list[tuple[Job, JobCluster]] = []
-
-    def job() -> tuple[Job, JobCluster]:
-        read.append((_read(launched), _place(launched)))
-        return read[0]
-
-    free, defaults = launched.launch.free, launched.defaults
-    measured = measure_job(job, store=launched.store, defaults=defaults, free=free)
-    return next(((found, planned_with(place, measured)) for found, place in read), None)
 
 
 def _with_ranks(

@@ -16,7 +16,6 @@ from nest_megatron.config.request import request_for
 from nest_megatron.config.target import installed_packages
 from nest_megatron.integrations.megatron_lm import checkpoint, namespace
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_command
-from nest_megatron.integrations.megatron_lm.messages import Decision
 from nest_megatron.integrations.megatron_lm.present_layout import on_device, with_present_layout
 from nest_megatron.integrations.megatron_lm.read import job_of, refuse_unplannable
 from nest_megatron.integrations.megatron_lm.search_space import (
@@ -82,6 +81,22 @@ class Searched:
     def kept(self) -> tuple[str, ...]:
         """The choices of the user that the plan holds fixed, as ``LAYOUT`` names them."""
         return fixed_choices(self.job)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A plan in the form that a rank carries out: from rank 0 to all.
+
+    Args:
+        values: of Megatron's arguments, by destination.
+        environment: variables to set, ``None`` to unset.
+        ranks: new global rank of each launched rank; ``None`` leaves them.
+    """
+
+    plan: ParallelPlan
+    values: Mapping[str, Any]
+    environment: Mapping[str, str | None]
+    ranks: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import sys
@@ -18,10 +17,10 @@ from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.errors import exit_code_of, settings_typed_as
 from nest_megatron.history.records import RunRecord
 from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore, connect, gather
-from nest_megatron.integrations.megatron_lm.messages import Decision
+from nest_megatron.integrations.megatron_lm.planning import Decision
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.layout.diff import Change
-from nest_megatron.plain import from_plain, to_plain
+from nest_megatron.plain import from_plain
 from nest_megatron.report.failure import ending_on_errors, is_first_of_host
 from nest_megatron.units import Seconds
 
@@ -77,13 +76,12 @@ def job_hosts(store: RendezvousStore | None) -> tuple[Host, ...]:
     if store is None:
         return ()
 
-    def own_host() -> str:
-        if not is_first_of_host():
-            return ""
-        return json.dumps(to_plain(this_host(socket.gethostname())))  # as ranks name their hosts
+    def own_host() -> Host | None:
+        # by the name that ranks have for their hosts
+        return this_host(socket.gethostname()) if is_first_of_host() else None
 
     parts = gather(store, own_host, what="hosts", limit_s=_HOST_S)
-    found = [from_plain(Host, json.loads(part), "host:") for part in parts if part]
+    found = [from_plain(Host, part, "host:") for part in parts if part]
     return tuple({host.name: host for host in reversed(found)}.values())[::-1]
 
 
