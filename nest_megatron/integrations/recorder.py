@@ -11,15 +11,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import math
 import os
 import socket
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
+from unittest import mock
 
 from nest_megatron.history import store as history
 from nest_megatron.history.records import (
@@ -47,6 +51,10 @@ Result = TypeVar("Result")
 _WARM_UP = 0.25
 #: How long rank 0 waits for what others measured, beside two steps, and how often it looks.
 _GATHER_S, _PAUSE_S = 60.0, 0.25
+#: What does a rank's own work, in ``megatron.core.pipeline_parallel.schedules``.
+_PASSES = ("forward_step", "backward_step")
+#: Where tokens of all replicas are counted by expert, under --moe-router-enable-expert-bias alone.
+_ROUTED = ("megatron.core.distributed.finalize_model_grads", "get_updated_expert_bias")
 #: Names in the rendezvous store.
 _RUN, _MEASURED, _FAILED = "run", "measured", "failed"
 
@@ -59,10 +67,11 @@ class Recorder:
         rank, num_ranks: this process's global rank, and how many there are.
         store: where the ranks met; ``None`` for a single one.
         own_run: the record of the run on the rank that planned it.
+        plan: the one that runs; megatron-core's passes are timed as it has them.
         prometheus: file that rank 0 writes the measured figures to, if any.
 
     Attributes:
-        is_done: the watched steps are over.
+        is_done: the watched steps are over, and megatron-core's functions in their places.
         measured: what this rank measured, then.
     """
 
@@ -74,9 +83,10 @@ class Recorder:
         num_ranks: int,
         store: RendezvousStore | None,
         own_run: RunRecord | None,
+        plan: ParallelPlan | None = None,
         prometheus: str | None = None,
     ) -> None:
-        self.steps, self.rank, self.num_ranks = steps, rank, num_ranks
+        self.steps, self.rank, self.num_ranks, self.plan = steps, rank, num_ranks, plan
         self.is_done = False
         self.measured: RankMeasured | None = None
         self._store, self._own_run, self._prometheus = store, own_run, prometheus
@@ -85,30 +95,43 @@ class Recorder:
         self._passes: list[list[tuple[Any, Any]]] = []
         self._tokens: list[list[Any]] = []
         self._in_step = False
+        self._patches = contextlib.ExitStack()
         self._gathering: threading.Thread | None = None
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around each step."""
-        self._begin_step()
+        """Around each step; the first one behind the watched ones ends the last of them."""
+        if not self.is_done:
+            if not self._begun:
+                self._clock = job_clock()
+                self._patch_megatron()
+            self._begun.append(self._clock.mark())
+            if len(self._begun) > self.steps:
+                self.finish()
+            self._passes.append([])
+            self._tokens.append([])
         self._in_step = not self.is_done
         try:
             yield
         finally:
             self._in_step = False
 
-    def _begin_step(self) -> None:
-        """Note that a step begins; the first one behind the watched ones ends the last of them."""
-        if self.is_done:
+    def _patch_megatron(self) -> None:
+        """Time this rank's passes in megatron-core, and count tokens where its routers do."""
+        schedules = sys.modules.get("megatron.core.pipeline_parallel.schedules")
+        if self.plan is None or schedules is None:
             return
-        if not self._begun:
-            self._clock = job_clock()
-        self._begun.append(self._clock.mark())
-        if len(self._begun) > self.steps:
-            self.finish()
-        else:
-            self._passes.append([])
-            self._tokens.append([])
+        layout = self.plan.layout
+        if not layout.execution.overlap_moe_expert_parallel_comm:  # passes of two are one then
+            for name in _PASSES:
+                self._patch(schedules, name, self.timed)
+        if (ep := layout.dims.expert_model_parallel_size) > 1:
+            routed = importlib.import_module(_ROUTED[0])  # the package has a function of its name
+            self._patch(routed, _ROUTED[1], functools.partial(self.routed, ep=ep))
+
+    def _patch(self, module: ModuleType, name: str, wrapper: Callable[..., Any]) -> None:
+        if (original := getattr(module, name, None)) is not None:
+            self._patches.enter_context(mock.patch.object(module, name, wrapper(original)))
 
     def timed(self, function: Callable[..., Result]) -> Callable[..., Result]:
         """A forward or backward pass of this rank's layers, timed inside watched steps."""
@@ -145,6 +168,7 @@ class Recorder:
         if self.is_done or len(self._begun) < 2:
             return
         self.is_done = True
+        self._patches.close()
         with self.telling("completed"):
             self.measured = self._read()
             self._passes, self._tokens = [], []
@@ -285,7 +309,7 @@ def begin(
         run = new_run(plan, hosts, os.environ, launch)
     except Exception as error:  # noqa: BLE001 - the job trains without a record
         print_cleaned(f"nest: no record of this run is kept: {error}")
-        audit.refuse(f"no record of the run can be made: {error}")
+        audit.begin(f"no record of the run can be made: {error}")
         return None
     leave_run(store, run, is_watched=is_watched)
     audit.begin(run)

@@ -16,19 +16,18 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.history.records import Launch, RunRecord
 from nest_megatron.integrations import recorder
 from nest_megatron.integrations.megatron_lm.agreement import (
     Hosts,
-    RendezvousStore,
     broadcast,
     connect,
     propagating_errors,
 )
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
-from nest_megatron.integrations.megatron_lm.watch import time_passes
 from nest_megatron.integrations.recorder import Recorder
 from nest_megatron.integrations.slurm import rank_variables
 from nest_megatron.layout.plan import ParallelPlan
@@ -80,14 +79,17 @@ class WatchedLoop:
         except Exception as error:
             if isinstance(error, NestError) and error.exit_code == PolicyError.exit_code:
                 raise
-            self._tell(error)
+            self._stop(error)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around each step of the optimizer."""
         if not self._has_begun:
             self._has_begun = True
-            self._time_passes()
+            try:  # the first step shows the batch
+                require_planned_batch(self.plan)
+            except UserInputError as error:
+                self._stop(error)
         with contextlib.nullcontext() if self._recorder is None else self._recorder.step():
             yield
 
@@ -97,43 +99,48 @@ class WatchedLoop:
             self._recorder.end(error)
             self._recorder = None
 
+    def _stop(self, error: Exception) -> None:
+        if self._recorder is not None or not self._has_begun:
+            print_cleaned(f"nest: this run is not recorded: {error}")
+        self._recorder = None
+
     def _begun(self, rank: int, num_ranks: int) -> Recorder:
-        store = _met(rank, num_ranks) if num_ranks > 1 else None
+        store = None
+        if num_ranks > 1:
+            environment = {**os.environ, **rank_variables(os.environ)}
+            store = connect(
+                RankContext(
+                    rank=rank,
+                    world_size=num_ranks,
+                    environment=environment,
+                    rendezvous_timeout_s=_MEET_S,
+                )
+            )
+
+        def keep(hosts: Hosts) -> None:
+            named = tuple(hosts())
+            if self._run is None:
+                launch = self._launch
+                self._run = recorder.begin(self.plan, named, launch, store=store, is_watched=True)
+            else:
+                self._run = dataclasses.replace(self._run, hosts=named)
+                recorder.leave_run(store, self._run, is_watched=True)
+
         try:
             with propagating_errors(store):
                 require_planned(self.plan, num_ranks)
-            broadcast(store, lambda hosts: self._keep(hosts, store), what="record of the run")
+            broadcast(store, keep, what="record of the run")
         finally:
             if store is not None:
                 store.stop_heartbeat()
         return Recorder(
-            steps=self._steps, rank=rank, num_ranks=num_ranks, store=store, own_run=self._run
+            steps=self._steps,
+            rank=rank,
+            num_ranks=num_ranks,
+            store=store,
+            own_run=self._run,
+            plan=self.plan,
         )
-
-    def _keep(self, hosts: Hosts, store: RendezvousStore | None) -> None:
-        """Begin the record, on rank 0."""
-        named = tuple(hosts())
-        if self._run is None:
-            self._run = recorder.begin(self.plan, named, self._launch, store=store, is_watched=True)
-        else:
-            self._run = dataclasses.replace(self._run, hosts=named)
-            recorder.leave_run(store, self._run, is_watched=True)
-
-    def _time_passes(self) -> None:
-        """Once the first step shows that the batch is the planned one."""
-        if self._recorder is None or "megatron.core.pipeline_parallel.schedules" not in sys.modules:
-            return
-        try:
-            require_planned_batch(self.plan)
-        except UserInputError as error:
-            self._recorder = None
-            self._tell(error)
-        else:
-            time_passes(self._recorder, self.plan)
-
-    @staticmethod
-    def _tell(error: Exception) -> None:
-        print_cleaned(f"nest: this run is not recorded: {error}")
 
 
 @contextlib.contextmanager
@@ -197,8 +204,7 @@ def require_planned_batch(plan: ParallelPlan) -> None:
     Raises:
         UserInputError: if one of them is another.
     """
-    from megatron.core import num_microbatches_calculator as calculator
-
+    calculator: Any = sys.modules.get("megatron.core.num_microbatches_calculator")
     try:
         batch = calculator.get_current_global_batch_size()
         num_microbatches = calculator.get_num_microbatches()
@@ -209,14 +215,3 @@ def require_planned_batch(plan: ParallelPlan) -> None:
         value = f"{batch} sequences in {num_microbatches} micro batches"
         limit = f"the plan is for {planned[0]} in {planned[1]}"
         raise UserInputError("batch", value, limit, fix="Plan for the batch that runs.")
-
-
-def _met(rank: int, num_ranks: int) -> RendezvousStore:
-    return connect(
-        RankContext(
-            rank=rank,
-            world_size=num_ranks,
-            environment={**os.environ, **rank_variables(os.environ)},
-            rendezvous_timeout_s=_MEET_S,
-        )
-    )

@@ -21,7 +21,7 @@ from nest_megatron.config.schema import LaunchConfig, WatchConfig
 from nest_megatron.history import store as history
 from nest_megatron.history.records import Outcome
 from nest_megatron.integrations import audit
-from nest_megatron.integrations.megatron_lm.watch import Watch, begin, time_passes
+from nest_megatron.integrations.megatron_lm.watch import Watch, begin
 from nest_megatron.integrations.recorder import Recorder
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import Change
@@ -78,7 +78,7 @@ def job(plan: ParallelPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         words=LaunchWords(mode=Mode.AUTO, job=(), launch=()),
         changes=(Change(field="micro_batch_size", before=4, after=1, reason="memory"),),
         signer=None,
-        run=None,
+        recorder=None,
     )
 
 
@@ -211,7 +211,7 @@ def test_an_audit_that_cannot_be_completed_stops_no_training(
 def test_nothing_is_kept_of_what_is_not_watched(job: Any) -> None:
     job.launch.watch.steps = 0
     begin(job)
-    assert job.run is None
+    assert job.recorder.run() is None
     assert history.read() == ()
 
 
@@ -224,7 +224,7 @@ def test_fused_passes_are_not_taken_for_whole_ones(
     train = SimpleNamespace(batch_schedule=None)
     dims = SimpleNamespace(expert_model_parallel_size=1)
     layout = SimpleNamespace(dims=dims, execution=execution)
-    job.decision.plan = SimpleNamespace(layout=layout, train=train)
+    job.recorder.plan = SimpleNamespace(layout=layout, train=train)
     module = training_module(job)
     for number in range(5):
         module.train_step(number)
@@ -263,8 +263,10 @@ def test_tokens_are_counted_where_megatron_updates_routers() -> None:
         dims=SimpleNamespace(expert_model_parallel_size=2),
     )
     plan = SimpleNamespace(layout=layout)
-    recording = Recorder(steps=3, rank=0, num_ranks=1, store=None, own_run=None)
-    put_back = time_passes(recording, plan)  # type: ignore[arg-type]
-    assert counting.get_updated_expert_bias.__wrapped__ is original
-    put_back()
+    own: Any = {"plan": plan, "own_run": None, "store": None}
+    recording = Recorder(steps=1, rank=0, num_ranks=1, **own)
+    with recording.step():
+        assert counting.get_updated_expert_bias.__wrapped__ is original
+    with recording.step():
+        assert counting.get_updated_expert_bias is original
     assert counting.get_updated_expert_bias is original

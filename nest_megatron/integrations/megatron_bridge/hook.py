@@ -166,7 +166,7 @@ def run(
         if launch.dry_run:
             sys.exit(OK)
         require_equal(store, fields(cfg, "", launch.may_differ), what="configuration")
-        broadcast(store, lambda _: watch.begin(job), what="word that the run may begin")
+        watch.begin(job)
     return job
 
 

@@ -113,7 +113,7 @@ def _run(launched: LaunchedJob) -> Any:
         sys.exit(OK)
     result = _carried_out(launched, decision)
     agreement.require_equal(store, _arguments(launched), what="arguments")
-    agreement.broadcast(store, lambda _: watch.begin(launched), what="word that the run may begin")
+    watch.begin(launched)
     return result
 
 

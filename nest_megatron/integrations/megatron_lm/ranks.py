@@ -15,10 +15,10 @@ from nest_megatron.cluster.hosts import Host, this_host
 from nest_megatron.config.launch import LaunchWords
 from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.errors import exit_code_of, settings_typed_as
-from nest_megatron.history.records import RunRecord
 from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore, connect, gather
 from nest_megatron.integrations.megatron_lm.planning import Decision
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
+from nest_megatron.integrations.recorder import Recorder
 from nest_megatron.layout.diff import Change
 from nest_megatron.plain import from_plain
 from nest_megatron.report.failure import ending_on_errors, is_first_of_host
@@ -108,7 +108,7 @@ class LaunchedJob:
         decision: what rank 0 decided, once it has.
         changes: what the plan changed of the job's flags, on the rank that planned it.
         signer: id of the trusted key that signed the plan, there.
-        run: the record of the run, there.
+        recorder: of this rank, once training may begin.
         hosts: of the job, on rank 0, where several ranks met.
     """
 
@@ -123,7 +123,7 @@ class LaunchedJob:
     decision: Decision | None = None
     changes: tuple[Change, ...] = ()
     signer: str | None = None
-    run: RunRecord | None = None
+    recorder: Recorder | None = None
     hosts: tuple[Host, ...] = ()
     groups_checked: bool = False
 
