@@ -193,7 +193,7 @@ def require_planned(plan: ParallelPlan, num_ranks: int) -> None:
         raise UserInputError("ranks", num_ranks, limit, fix)
     state = sys.modules.get("megatron.core.parallel_state")
     if state is not None and state.model_parallel_is_initialized():
-        from nest_megatron.integrations.megatron_lm.launch import compare_groups
+        from nest_megatron.integrations.megatron_lm.groups import compare_groups
 
         compare_groups(plan, state)
 

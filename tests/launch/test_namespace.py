@@ -143,7 +143,8 @@ def test_the_batch_without_a_flag_is_megatron_s_own() -> None:
 
 def test_variables_that_go_with_a_plan() -> None:
     _, _, outcome = decided([*SMALL, "--tensor-model-parallel-size", "2"])
-    assert outcome.decision.environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    found = outcome.decision.plan.launch[LAUNCHER].environment
+    assert found == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     fsdp = ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"]
     args, _, outcome = decided([*SMALL, *fsdp])
     apply(args, outcome.decision)

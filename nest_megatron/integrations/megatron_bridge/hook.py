@@ -157,7 +157,7 @@ def run(
         job.hosts = tuple(dataclasses.replace(host, groups=()) for host in job_hosts(store))
         plan = plan_file.load(broadcast(store, solve))
         job.changes = apply_plan(cfg, plan, environment={} if launch.dry_run else None)
-        job.decision = Decision(plan=plan, values={}, environment={})
+        job.decision = Decision(plan=plan, values={})
         variables = dict(os.environ)
         told = tuple(adapt(plan, variables))
         set_variables(dict(variables.items() - os.environ.items()))

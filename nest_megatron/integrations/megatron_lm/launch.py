@@ -17,14 +17,12 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from nest_megatron.cluster.discovery import is_same_device, known_gpus
-from nest_megatron.cluster.hosts import Host
-from nest_megatron.config.cluster_detection import JobCluster, find_cluster
+from nest_megatron.config.cluster_detection import JobCluster
 from nest_megatron.config.job import Job
-from nest_megatron.config.launch import MixedGpus, Mode
+from nest_megatron.config.launch import Mode
 from nest_megatron.errors import OK, NestError, RefusedByMegatronError, UserInputError
 from nest_megatron.files import user_folder
 from nest_megatron.integrations import audit
@@ -88,7 +86,7 @@ def _run(launched: LaunchedJob) -> Any:
     measured = None
     if measures and words.mode is Mode.AUTO:
         measured = measure_job(
-            lambda: (_read(launched), _place(launched)),
+            lambda: (_read(launched), launched.find_place(launched.args.world_size)),
             store=store,
             defaults=launched.defaults,
             free=launched.launch.free,
@@ -228,32 +226,13 @@ def _find(launched: LaunchedJob) -> planning.LaunchPlan:
     job = _read(launched)
     if launched.words.mode is Mode.PINNED:
         return pinned_plan(launched, job)
-    return _decided(launched, job, _place(launched))
+    return _decided(launched, job, launched.find_place(launched.args.world_size))
 
 
 def _read(launched: LaunchedJob) -> Job:
     _asked_file(launched)
     command_line = (launched.script, launched.argv)
     return planning.read_running_job(launched.args, launched.defaults, command_line, _release())
-
-
-def _place(launched: LaunchedJob) -> JobCluster:
-    dry_run, num_ranks = launched.launch.dry_run, launched.args.world_size
-    return find_cluster(
-        launched.words.job,
-        num_ranks,
-        os.environ,
-        dry_run=dry_run,
-        hosts=_hosts_by_rank_order(launched),
-        mixed=MixedGpus(launched.launch.mixed_gpus),
-    )
-
-
-def _hosts_by_rank_order(launched: LaunchedJob) -> tuple[Host, ...]:
-    """The job's hosts; where ranks do not follow the network, it is not known which are near."""
-    if launched.launch.ranks == "by_host":
-        return launched.hosts
-    return tuple(dataclasses.replace(host, groups=()) for host in launched.hosts)
 
 
 def _decided(launched: LaunchedJob, job: Job, place: JobCluster) -> planning.LaunchPlan:
@@ -286,7 +265,7 @@ def _with_ranks(
 
 def apply(args: Namespace, decision: Decision) -> None:
     """Carry a decision out in this process: arguments, variables, this process's rank."""
-    write(args, decision.values, decision.environment)
+    write(args, decision.values, decision.plan.launch[attach.LAUNCHER].environment)
     if decision.ranks is not None:
         args.rank = decision.ranks[args.rank]
         set_variables({"RANK": str(args.rank)})
@@ -318,13 +297,3 @@ def _write_plan(launched: LaunchedJob, plan: ParallelPlan) -> str:
             raise
         return f"nest: the full plan could not be kept ({error}); nest.out=FILE names a place."
     return told_where(path)
-
-
-def compare_groups(plan: ParallelPlan, parallel_state: ModuleType) -> None:
-    """Raise if one of Megatron's process groups is not the plan's."""
-    import torch
-
-    rank = torch.distributed.get_rank()
-    # megatron-core before 0.10, which NeMo 1 runs on, makes the experts' groups in another way
-    has_experts = plan.model.is_moe and hasattr(parallel_state, "get_expert_data_parallel_group")
-    groups.check_groups(parallel_state, plan.layout.dims, rank, has_experts=has_experts)

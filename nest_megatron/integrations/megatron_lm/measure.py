@@ -128,7 +128,7 @@ def _orders(
         raise flag_error("transformer_impl", job.transformer_impl, limit, fix)
     implementation = Implementation(job.transformer_impl)
     max_seconds = require_seconds("nest.profile.max_seconds", seconds)
-    outcome = decide(job, with_profile(place, ProfileMode.ANALYTIC), free=free, alternative=0)
+    outcome = decide(job, with_profile(place, ProfileMode.ANALYTIC), free=free)
     assert outcome.searched is not None
     assert job.command is not None
     request = outcome.searched.request

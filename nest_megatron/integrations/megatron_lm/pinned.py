@@ -17,7 +17,6 @@ from nest_megatron.cluster.discovery import is_same_device, local_gpus, with_hos
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.cluster_detection import (
     JobCluster,
-    find_cluster,
     like_gpus,
     names_cluster,
     processes_per_host,
@@ -64,12 +63,13 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
     """
     path, dry_run = pinned_file(launched.launch.plan), launched.launch.dry_run
     allowed = allowed_on_mismatch(launched.launch.on_mismatch)
-    cluster, world_size = _named_cluster(launched), launched.args.world_size
-    unsized = dry_run and "WORLD_SIZE" not in os.environ
-    if cluster is not None:
+    cluster, world_size = None, launched.args.world_size
+    if names_cluster(launched.words.job):
+        cluster = launched.find_place(world_size).cluster
         world_size = cluster.num_gpus
-    pinned = read_launched(path, None if unsized and cluster is None else world_size)
-    if unsized and cluster is None:
+    unsized = cluster is None and dry_run and "WORLD_SIZE" not in os.environ
+    pinned = read_launched(path, None if unsized else world_size)
+    if unsized:
         world_size = pinned.plan.layout.num_gpus
     actual = _actual(launched, job, cluster, world_size)
     found = differences(pinned, actual)
@@ -84,24 +84,6 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
             fix += f"; nest.on_mismatch={others} has another plan take its place"
         raise refusal(found, f"{fix}.")
     return _in_its_place(launched, job, pinned, actual, found, allowed)
-
-
-def _named_cluster(launched: LaunchedJob) -> Cluster | None:
-    if not names_cluster(launched.words.job):
-        return None
-    return _found_cluster(launched, launched.args.world_size).cluster
-
-
-def _found_cluster(launched: LaunchedJob, size: int) -> JobCluster:
-    launch = launched.launch
-    return find_cluster(
-        launched.words.job,
-        size,
-        os.environ,
-        dry_run=launch.dry_run,
-        hosts=launched.hosts,
-        mixed=MixedGpus(launch.mixed_gpus),
-    )
 
 
 def _actual(launched: LaunchedJob, job: Job, cluster: Cluster | None, world_size: int) -> ActualJob:
@@ -158,7 +140,7 @@ def _in_its_place(
     job = dataclasses.replace(job, notes=(*job.notes, note))
     made_by = f"+nest=pinned nest.on_mismatch={policy}"
     if policy is OnMismatch.REPLAN:
-        return planning.decide(job, place, free=free, alternative=0, made_by=made_by)
+        return planning.decide(job, place, free=free, made_by=made_by)
     way_out = (
         "search anew with nest.on_mismatch=replan"
         if OnMismatch.REPLAN in allowed
@@ -167,7 +149,7 @@ def _in_its_place(
     kept = _kept(pinned.plan.arguments, way_out, has_experts=job.spec.is_moe)
     job = dataclasses.replace(job, required={**job.required, **kept})
     try:
-        return planning.decide(job, place, free=_ALL, alternative=0, made_by=made_by)
+        return planning.decide(job, place, free=_ALL, made_by=made_by)
     except UserInputError as error:
         if (smaller := _largest_below(job, place, pinned.plan.layout.dims)) is None:
             raise
@@ -199,7 +181,7 @@ def _place(launched: LaunchedJob, planned: Cluster, actual: ActualJob) -> JobClu
     words = launched.words.job
     other = actual.gpus is not None and not is_same_device(planned.accelerator, actual.gpus)
     if names_cluster(words) or other:
-        return _found_cluster(launched, actual.num_gpus)
+        return launched.find_place(actual.num_gpus)
     cluster, per_host = planned.resized(actual.num_gpus), actual.gpus_per_host
     if per_host not in (None, cluster.launch_gpus_per_host) and cluster.gpus_per_host is None:
         cluster = with_hosts_of(cluster, per_host)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 import sys
@@ -12,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nest_megatron.cluster.hosts import Host, this_host
-from nest_megatron.config.launch import LaunchWords
+from nest_megatron.config.cluster_detection import JobCluster, find_cluster
+from nest_megatron.config.launch import LaunchWords, MixedGpus
 from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.errors import exit_code_of, settings_typed_as
 from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore, connect, gather
@@ -126,6 +128,20 @@ class LaunchedJob:
     recorder: Recorder | None = None
     hosts: tuple[Host, ...] = ()
     groups_checked: bool = False
+
+    def find_place(self, num_ranks: int) -> JobCluster:
+        """Where the job runs: as ``nest.cluster`` names it, or as it is found."""
+        hosts = self.hosts
+        if self.launch.ranks != "by_host":  # then it is not known which ranks are near
+            hosts = tuple(dataclasses.replace(host, groups=()) for host in hosts)
+        return find_cluster(
+            self.words.job,
+            num_ranks,
+            os.environ,
+            dry_run=self.launch.dry_run,
+            hosts=hosts,
+            mixed=MixedGpus(self.launch.mixed_gpus),
+        )
 
     @property
     def store(self) -> RendezvousStore | None:
