@@ -34,7 +34,7 @@ from nest_megatron.history.records import (
     measured_by_ranks,
 )
 from nest_megatron.integrations import audit
-from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore
+from nest_megatron.integrations.megatron_lm.agreement import Hosts, RendezvousStore, broadcast
 from nest_megatron.integrations.outlets import write_prometheus
 from nest_megatron.integrations.run_record import new_run, now
 from nest_megatron.integrations.run_warnings import run_warnings
@@ -280,6 +280,55 @@ class Recorder:
 
 
 def begin(
+    plan: ParallelPlan,
+    launch: Launch | None,
+    *,
+    steps: int,
+    rank: int,
+    num_ranks: int,
+    store: RendezvousStore | None,
+    what: str,
+    order: Sequence[int] | None = None,
+    run: RunRecord | None = None,
+    prometheus: str | None = None,
+) -> Recorder:
+    """Begin the record of a run that is about to train; every rank comes here.
+
+    Args:
+        launch: how it was launched, where that is known.
+        store: where the ranks have met.
+        what: what the others wait for while rank 0 writes, for errors.
+        order: the global rank that each launched rank has now.
+        run: the record, where an audit has it already.
+
+    Raises:
+        PolicyError: where a policy has to have an audit, and it cannot be written.
+    """
+
+    def keep(hosts: Hosts) -> None:
+        nonlocal run
+        launched = hosts()
+        by_rank = sorted(zip(order or range(len(launched)), launched, strict=True))
+        named = tuple(host for _, host in by_rank)
+        if run is None:
+            run = begin_record(plan, named, launch, store=store, is_watched=steps > 0)
+        else:
+            run = dataclasses.replace(run, hosts=named)
+            leave_run(store, run, is_watched=True)
+
+    broadcast(store, keep, what=what)
+    return Recorder(
+        steps=steps,
+        rank=rank,
+        num_ranks=num_ranks,
+        store=store,
+        own_run=run,
+        plan=plan,
+        prometheus=prometheus,
+    )
+
+
+def begin_record(
     plan: ParallelPlan,
     hosts: Sequence[str],
     launch: Launch | None,

@@ -12,7 +12,6 @@ What is kept is true of the plan alone, so that a run of another layout or batch
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import sys
 from collections.abc import Iterator
@@ -22,8 +21,6 @@ from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.history.records import Launch, RunRecord
 from nest_megatron.integrations import recorder
 from nest_megatron.integrations.megatron_lm.agreement import (
-    Hosts,
-    broadcast,
     connect,
     propagating_errors,
 )
@@ -75,7 +72,30 @@ class WatchedLoop:
             PolicyError: where a policy has to have an audit, and it cannot be written.
         """
         try:
-            self._recorder = self._begun(rank, num_ranks)
+            with contextlib.ExitStack() as meeting:
+                store = None
+                if num_ranks > 1:
+                    store = connect(
+                        RankContext(
+                            rank=rank,
+                            world_size=num_ranks,
+                            environment={**os.environ, **rank_variables(os.environ)},
+                            rendezvous_timeout_s=_MEET_S,
+                        )
+                    )
+                    meeting.callback(store.stop_heartbeat)
+                with propagating_errors(store):
+                    require_planned(self.plan, num_ranks)
+                self._recorder = recorder.begin(
+                    self.plan,
+                    self._launch,
+                    steps=self._steps,
+                    rank=rank,
+                    num_ranks=num_ranks,
+                    store=store,
+                    what="record of the run",
+                    run=self._run,
+                )
         except Exception as error:
             if isinstance(error, NestError) and error.exit_code == PolicyError.exit_code:
                 raise
@@ -103,44 +123,6 @@ class WatchedLoop:
         if self._recorder is not None or not self._has_begun:
             print_cleaned(f"nest: this run is not recorded: {error}")
         self._recorder = None
-
-    def _begun(self, rank: int, num_ranks: int) -> Recorder:
-        store = None
-        if num_ranks > 1:
-            environment = {**os.environ, **rank_variables(os.environ)}
-            store = connect(
-                RankContext(
-                    rank=rank,
-                    world_size=num_ranks,
-                    environment=environment,
-                    rendezvous_timeout_s=_MEET_S,
-                )
-            )
-
-        def keep(hosts: Hosts) -> None:
-            named = tuple(hosts())
-            if self._run is None:
-                launch = self._launch
-                self._run = recorder.begin(self.plan, named, launch, store=store, is_watched=True)
-            else:
-                self._run = dataclasses.replace(self._run, hosts=named)
-                recorder.leave_run(store, self._run, is_watched=True)
-
-        try:
-            with propagating_errors(store):
-                require_planned(self.plan, num_ranks)
-            broadcast(store, keep, what="record of the run")
-        finally:
-            if store is not None:
-                store.stop_heartbeat()
-        return Recorder(
-            steps=self._steps,
-            rank=rank,
-            num_ranks=num_ranks,
-            store=store,
-            own_run=self._run,
-            plan=self.plan,
-        )
 
 
 @contextlib.contextmanager

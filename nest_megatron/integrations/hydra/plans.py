@@ -187,7 +187,7 @@ def _plan_first(config: Any, view: AppView, environment: Mapping[str, str]) -> N
             changes=audit.changed_flags(changes),
         )
         hosts = [socket.gethostname()]
-        PLANS.run = recorder.begin(found.plan, hosts, PLANS.launch, is_watched=False)
+        PLANS.run = recorder.begin_record(found.plan, hosts, PLANS.launch, is_watched=False)
 
 
 def _report(found: AppPlan, view: AppView) -> Iterator[RenderableType]:

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from nest_megatron.history.records import Launch, RunRecord
+from nest_megatron.history.records import Launch
 from nest_megatron.integrations import audit, recorder
-from nest_megatron.integrations.megatron_lm.agreement import Hosts, broadcast
 from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
 from nest_megatron.integrations.outlets import figures
 from nest_megatron.integrations.recorder import Recorder
@@ -30,28 +29,17 @@ def begin(job: LaunchedJob) -> None:
         PolicyError: where a policy has to have an audit, and it cannot be written.
     """
     assert job.decision is not None
-    plan, order, watch, store = job.decision.plan, job.decision.ranks, job.launch.watch, job.store
-    own_run: RunRecord | None = None
-
-    def keep(hosts: Hosts) -> None:
-        nonlocal own_run
-        launched = hosts()
-        by_rank = sorted(zip(order or range(len(launched)), launched, strict=True))
-        changes = audit.changed_flags(job.changes)
-        launch = Launch(mode=job.words.mode.value, signer=job.signer, changes=changes)
-        own_run = recorder.begin(
-            plan, [host for _, host in by_rank], launch, store=store, is_watched=watch.steps > 0
-        )
-
-    broadcast(store, keep, what="word that the run may begin")
-    job.recorder = Recorder(
-        steps=watch.steps,
+    changes = audit.changed_flags(job.changes)
+    job.recorder = recorder.begin(
+        job.decision.plan,
+        Launch(mode=job.words.mode.value, signer=job.signer, changes=changes),
+        steps=job.launch.watch.steps,
         rank=job.args.rank,
         num_ranks=job.args.world_size,
-        store=store,
-        own_run=own_run,
-        plan=plan,
-        prometheus=watch.prometheus,
+        store=job.store,
+        what="word that the run may begin",
+        order=job.decision.ranks,
+        prometheus=job.launch.watch.prometheus,
     )
 
 
