@@ -64,38 +64,20 @@ def run(launched: LaunchedJob) -> Any:
     Raises:
         NestError: if no plan can be made or carried out; nothing has touched a GPU then.
     """
-    args = launched.args
+    args, launch, words = launched.args, launched.launch, launched.words
     if args.world_size > 1 and not args.fake_process_group:
         launched.join(60.0 * (args.distributed_timeout_minutes or 10))
     store = launched.store
-    with agreement.propagating_errors(store):
-        command = {
-            **versions(),
-            **words_of(launched.words),
-            "defaults of the script": comparable(launched.defaults),
-            **_arguments(launched),
-        }
-        agreement.require_equal(store, command, what="command")
-        return _run(launched)
-
-
-def _run(launched: LaunchedJob) -> Any:
-    words, store = launched.words, launched.store
-    launched.hosts = job_hosts(store)
-    measures = last_value(words, "profile.mode") == ProfileMode.MEASURE.value
     measured = None
-    if measures and words.mode is Mode.AUTO:
-        measured = measure_job(
-            lambda: (_read(launched), launched.find_place(launched.args.world_size)),
-            store=store,
-            defaults=launched.defaults,
-            free=launched.launch.free,
-        )
 
     def solve(hosts: agreement.Hosts) -> Decision:
-        with _writing_refusals(launched):
-            require_launch(words.mode, launched.launch.free, _release())
-            found = _find(launched) if measured is None else _decided(launched, *measured)
+        with contextlib.ExitStack() as audited:
+            if not launch.stop_before_training:  # what is not to train is no launch
+                audited.enter_context(
+                    audit.refusals(words.mode.value, launch.plan, args.world_size)
+                )
+            require_launch(words.mode, launch.free, _release())
+            found = _find(launched, measured)
         outcome = _with_ranks(launched, found, hosts)
         launched.changes = tuple(outcome.changes)
         show(launched_report(outcome.decision.plan, outcome.changes, outcome.notes))
@@ -104,23 +86,32 @@ def _run(launched: LaunchedJob) -> Any:
             threading.Thread(target=_print_costs, args=(outcome.searched,), daemon=True).start()
         return outcome.decision
 
-    decision = launched.decision = from_plain(Decision, agreement.broadcast(store, solve))
-    if launched.launch.stop_before_training:
-        checksum = {"plan": plan_file.checksum(decision.plan)}
-        agreement.require_equal(store, checksum, what="plan")  # no rank ends before the others
-        sys.exit(OK)
-    result = _carried_out(launched, decision)
-    agreement.require_equal(store, _arguments(launched), what="arguments")
-    watch.begin(launched)
-    return result
-
-
-def _writing_refusals(launched: LaunchedJob) -> AbstractContextManager[None]:
-    """What no rule allows is in the audit; what is not to train is no launch."""
-    launch = launched.launch
-    if launch.stop_before_training:
-        return contextlib.nullcontext()
-    return audit.refusals(launched.words.mode.value, launch.plan, launched.args.world_size)
+    with agreement.propagating_errors(store):
+        command = {
+            **versions(),
+            **words_of(words),
+            "defaults of the script": comparable(launched.defaults),
+            **_arguments(launched),
+        }
+        agreement.require_equal(store, command, what="command")
+        launched.hosts = job_hosts(store)
+        measures = last_value(words, "profile.mode") == ProfileMode.MEASURE.value
+        if measures and words.mode is Mode.AUTO:
+            measured = measure_job(
+                lambda: _job_and_place(launched),
+                store=store,
+                defaults=launched.defaults,
+                free=launch.free,
+            )
+        decision = launched.decision = from_plain(Decision, agreement.broadcast(store, solve))
+        if launch.stop_before_training:
+            checksum = {"plan": plan_file.checksum(decision.plan)}
+            agreement.require_equal(store, checksum, what="plan")  # no rank ends before the others
+            sys.exit(OK)
+        result = _carried_out(launched, decision)
+        agreement.require_equal(store, _arguments(launched), what="arguments")
+        watch.begin(launched)
+        return result
 
 
 def dry_run(launched: LaunchedJob) -> None:
@@ -182,28 +173,19 @@ def validated(
     """
     try:
         return validate(args, defaults)
+    except NestError:
+        raise
     except Exception as error:
-        if isinstance(error, NestError) or not _refuses(validate, unplanned, defaults, error):
-            raise
-        text = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
-        raise RefusedByMegatronError(
-            f"Megatron's own validation refuses the arguments: {text} (try without +nest)"
-        ) from error
-
-
-def _refuses(
-    validate: Callable[..., Any],
-    unplanned: Namespace,
-    defaults: Mapping[str, Any],
-    error: Exception,
-) -> bool:
-    """Whether arguments without a plan are refused at the same place in the same words."""
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            validate(unplanned, defaults)
-    except Exception as other:  # noqa: BLE001 - whatever Megatron raises
-        return _place_and_words(other) == _place_and_words(error)
-    return False
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                validate(unplanned, defaults)
+        except Exception as other:  # noqa: BLE001 - whatever Megatron raises
+            if _place_and_words(other) == _place_and_words(error):
+                text = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+                raise RefusedByMegatronError(
+                    f"Megatron's own validation refuses the arguments: {text} (try without +nest)"
+                ) from error
+        raise
 
 
 def _place_and_words(error: Exception) -> tuple[object, ...]:
@@ -222,22 +204,25 @@ def _release() -> str:
     return recorded_version(release)
 
 
-def _find(launched: LaunchedJob) -> planning.LaunchPlan:
-    job = _read(launched)
+def _find(
+    launched: LaunchedJob, measured: tuple[Job, JobCluster] | None = None
+) -> planning.LaunchPlan:
+    """The plan; one that is searched, with the layer times that were measured for it, if any."""
+    launch = launched.launch
     if launched.words.mode is Mode.PINNED:
-        return pinned_plan(launched, job)
-    return _decided(launched, job, launched.find_place(launched.args.world_size))
+        return pinned_plan(launched, _read(launched))
+    job, place = measured or _job_and_place(launched)
+    return planning.decide(job, place, free=launch.free, alternative=launch.alternative)
+
+
+def _job_and_place(launched: LaunchedJob) -> tuple[Job, JobCluster]:
+    return _read(launched), launched.find_place(launched.args.world_size)
 
 
 def _read(launched: LaunchedJob) -> Job:
     _asked_file(launched)
     command_line = (launched.script, launched.argv)
     return planning.read_running_job(launched.args, launched.defaults, command_line, _release())
-
-
-def _decided(launched: LaunchedJob, job: Job, place: JobCluster) -> planning.LaunchPlan:
-    launch = launched.launch
-    return planning.decide(job, place, free=launch.free, alternative=launch.alternative)
 
 
 def _with_ranks(
