@@ -26,7 +26,7 @@ from nest_megatron.integrations.megatron_lm.agreement import (
 )
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.integrations.recorder import Recorder
-from nest_megatron.integrations.slurm import rank_variables
+from nest_megatron.integrations.slurm import launched
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.policy import PolicyError
 from nest_megatron.printing import print_cleaned
@@ -79,7 +79,7 @@ class WatchedLoop:
                         RankContext(
                             rank=rank,
                             world_size=num_ranks,
-                            environment={**os.environ, **rank_variables(os.environ)},
+                            environment=launched(os.environ),
                             rendezvous_timeout_s=_MEET_S,
                         )
                     )
@@ -137,7 +137,7 @@ def watching(plan: ParallelPlan | None = None, *, steps: int = STEPS) -> Iterato
         PolicyError: where a policy has to have an audit, and it cannot be written.
         UserInputError: if there is no plan.
     """
-    environment = {**os.environ, **rank_variables(os.environ)}
+    environment = launched(os.environ)
     watched = WatchedLoop(plan, steps=steps) if plan is not None else loop_of_hydra(steps)
     watched.begin(int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1")))
     try:

@@ -24,7 +24,6 @@ from nest_megatron.integrations.megatron_lm.rendezvous import (
     connect_store,
 )
 from nest_megatron.integrations.megatron_lm.same_job import differences, fields, versions
-from nest_megatron.integrations.slurm import rank_variables
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.plan_file import digest
 
@@ -35,11 +34,6 @@ _LONGEST_S = 5.0
 
 class DifferentRankError(NoAgreementError, OneRankError):
     """This rank differs from the first, and the others have not been told."""
-
-
-def launched(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment with what ``srun`` says in the names of torch."""
-    return {**environment, **rank_variables(environment)}
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
