@@ -82,7 +82,7 @@ class Recorder:
         rank: int,
         num_ranks: int,
         store: RendezvousStore | None,
-        own_run: RunRecord | None,
+        own_run: RunRecord | None = None,
         plan: ParallelPlan | None = None,
         prometheus: str | None = None,
     ) -> None:
@@ -97,6 +97,40 @@ class Recorder:
         self._in_step = False
         self._patches = contextlib.ExitStack()
         self._gathering: threading.Thread | None = None
+
+    def begin(
+        self,
+        launch: Launch | None,
+        *,
+        what: str,
+        order: Sequence[int] | None = None,
+        run: RunRecord | None = None,
+    ) -> None:
+        """Begin the record of a run that is about to train; every rank comes here.
+
+        Args:
+            launch: how it was launched, where that is known.
+            what: what the others wait for while rank 0 writes, for errors.
+            order: the global rank that each launched rank has now.
+            run: the record, where an audit has it already.
+
+        Raises:
+            PolicyError: where a policy has to have an audit, and it cannot be written.
+        """
+
+        def keep(hosts: Hosts) -> None:
+            launched, is_watched = hosts(), self.steps > 0
+            by_rank = sorted(zip(order or range(len(launched)), launched, strict=True))
+            named = tuple(host for _, host in by_rank)
+            if run is not None:
+                self._own_run = dataclasses.replace(run, hosts=named)
+                leave_run(self._store, self._own_run, is_watched=is_watched)
+            elif self.plan is not None:
+                self._own_run = begin_record(
+                    self.plan, named, launch, store=self._store, is_watched=is_watched
+                )
+
+        broadcast(self._store, keep, what=what)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -277,55 +311,6 @@ class Recorder:
             yield
         except Exception as error:  # noqa: BLE001 - training goes on
             print_cleaned(f"nest: the record of this run could not be {what}: {error}")
-
-
-def begin(
-    plan: ParallelPlan,
-    launch: Launch | None,
-    *,
-    steps: int,
-    rank: int,
-    num_ranks: int,
-    store: RendezvousStore | None,
-    what: str,
-    order: Sequence[int] | None = None,
-    run: RunRecord | None = None,
-    prometheus: str | None = None,
-) -> Recorder:
-    """Begin the record of a run that is about to train; every rank comes here.
-
-    Args:
-        launch: how it was launched, where that is known.
-        store: where the ranks have met.
-        what: what the others wait for while rank 0 writes, for errors.
-        order: the global rank that each launched rank has now.
-        run: the record, where an audit has it already.
-
-    Raises:
-        PolicyError: where a policy has to have an audit, and it cannot be written.
-    """
-
-    def keep(hosts: Hosts) -> None:
-        nonlocal run
-        launched = hosts()
-        by_rank = sorted(zip(order or range(len(launched)), launched, strict=True))
-        named = tuple(host for _, host in by_rank)
-        if run is None:
-            run = begin_record(plan, named, launch, store=store, is_watched=steps > 0)
-        else:
-            run = dataclasses.replace(run, hosts=named)
-            leave_run(store, run, is_watched=True)
-
-    broadcast(store, keep, what=what)
-    return Recorder(
-        steps=steps,
-        rank=rank,
-        num_ranks=num_ranks,
-        store=store,
-        own_run=run,
-        plan=plan,
-        prometheus=prometheus,
-    )
 
 
 def begin_record(

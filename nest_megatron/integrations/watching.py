@@ -19,7 +19,6 @@ from typing import Any
 
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.history.records import Launch, RunRecord
-from nest_megatron.integrations import recorder
 from nest_megatron.integrations.megatron_lm.agreement import (
     connect,
     propagating_errors,
@@ -86,16 +85,15 @@ class WatchedLoop:
                     meeting.callback(store.stop_heartbeat)
                 with propagating_errors(store):
                     require_planned(self.plan, num_ranks)
-                self._recorder = recorder.begin(
-                    self.plan,
-                    self._launch,
+                recorder = Recorder(
                     steps=self._steps,
                     rank=rank,
                     num_ranks=num_ranks,
                     store=store,
-                    what="record of the run",
-                    run=self._run,
+                    plan=self.plan,
                 )
+                recorder.begin(self._launch, what="record of the run", run=self._run)
+                self._recorder = recorder
         except Exception as error:
             if isinstance(error, NestError) and error.exit_code == PolicyError.exit_code:
                 raise

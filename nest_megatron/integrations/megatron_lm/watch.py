@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from nest_megatron.history.records import Launch
-from nest_megatron.integrations import audit, recorder
+from nest_megatron.integrations import audit
 from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
 from nest_megatron.integrations.outlets import figures
 from nest_megatron.integrations.recorder import Recorder
@@ -30,17 +30,17 @@ def begin(job: LaunchedJob) -> None:
     """
     assert job.decision is not None
     changes = audit.changed_flags(job.changes)
-    job.recorder = recorder.begin(
-        job.decision.plan,
-        Launch(mode=job.words.mode.value, signer=job.signer, changes=changes),
+    launch = Launch(mode=job.words.mode.value, signer=job.signer, changes=changes)
+    recorder = Recorder(
         steps=job.launch.watch.steps,
         rank=job.args.rank,
         num_ranks=job.args.world_size,
         store=job.store,
-        what="word that the run may begin",
-        order=job.decision.ranks,
+        plan=job.decision.plan,
         prometheus=job.launch.watch.prometheus,
     )
+    recorder.begin(launch, what="word that the run may begin", order=job.decision.ranks)
+    job.recorder = recorder
 
 
 class Watch:
