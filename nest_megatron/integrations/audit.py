@@ -16,12 +16,12 @@ from pathlib import Path
 
 from nest_megatron.config.policy import read_policy
 from nest_megatron.errors import NestError
-from nest_megatron.files import append_line
+from nest_megatron.files import append_line, now
 from nest_megatron.history.records import FlagChange, RefusedLaunch, RunRecord
 from nest_megatron.history.store import line_of
 from nest_megatron.integrations.fields import shown
 from nest_megatron.integrations.plan_output import user_name
-from nest_megatron.integrations.run_record import batch_job, now
+from nest_megatron.integrations.run_record import batch_job
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.policy import AuditRules, PolicyFile
 from nest_megatron.printing import print_cleaned

@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 from unittest import mock
 
+from nest_megatron.files import now
 from nest_megatron.history import store as history
 from nest_megatron.history.records import (
     Launch,
@@ -36,7 +37,7 @@ from nest_megatron.history.records import (
 from nest_megatron.integrations import audit
 from nest_megatron.integrations.megatron_lm.agreement import Hosts, RendezvousStore, broadcast
 from nest_megatron.integrations.outlets import write_prometheus
-from nest_megatron.integrations.run_record import new_run, now
+from nest_megatron.integrations.run_record import new_run
 from nest_megatron.integrations.run_warnings import run_warnings
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.plain import from_plain

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterable, Iterator
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
 from nest_megatron.cluster.discovery import local_gpus
@@ -19,6 +19,7 @@ from nest_megatron.config.layout import LAYER_DEGREES
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.documents import read_json
 from nest_megatron.errors import ProfileError, UserInputError
+from nest_megatron.files import now
 from nest_megatron.integrations.megatron_lm.measure_child import Answer, Orders
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import ParallelPlan
@@ -194,7 +195,7 @@ def record(answer: Answer, orders: Orders, name: str | None) -> LayerProfile | N
     profile = store.record(
         LayerProfile(
             name=name or default_name(answer.machine, orders.spec, orders.precision),
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            created=now(),
             precision=orders.precision,
             machine=answer.machine,
             model=orders.spec,
