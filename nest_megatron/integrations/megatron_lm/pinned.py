@@ -25,9 +25,10 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.job import FreeParameters, Job, Requirement
 from nest_megatron.config.launch import MixedGpus
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm import checkpoint, planning
+from nest_megatron.integrations.megatron_lm import planning
 from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
 from nest_megatron.integrations.plan_output import pinned_by, pinned_file
+from nest_megatron.integrations.restore import restored_by_command
 from nest_megatron.integrations.site_policy import allowed_on_mismatch, read_launched
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.plan import ParallelPlan
@@ -108,11 +109,8 @@ def _actual(launched: LaunchedJob, job: Job, cluster: Cluster | None, world_size
 
 def _as_pinned(job: Job, pinned: PinnedPlan) -> planning.LaunchPlan:
     assert job.command is not None
-    values = job.command.values
-    if not any("://" in str(values.get(name)) for name in ("load", "pretrained_checkpoint")):
-        saved = checkpoint.read_checkpoint(values)
-        if saved is not None:
-            checkpoint.check_loadable(saved, pinned.plan.arguments, values, job.version)
+    if (restored := restored_by_command(job.command.values)) is not None:
+        restored.check(pinned.plan, job.version)
     plan, rows = pinned.plan, job.spec.vocab_size
     if job.spec.vocab_is_padded and rows % plan.layout.dims.tensor_model_parallel_size == 0:
         # the embedding has the rows that the job gives it by itself
