@@ -65,7 +65,7 @@ class RendezvousStore:
         self._writing = threading.Lock()
         self._waits = False
         self._stopped = threading.Event()
-        self._beat(0)
+        self.count(f"heartbeat/{context.rank}")
         self.leave(_ROLL, socket.gethostname())
         self._heartbeat = threading.Thread(target=self._send_heartbeats, daemon=True)
         self._heartbeat.start()
@@ -157,10 +157,10 @@ class RendezvousStore:
                 return self.left(what)
             now = time.monotonic()
             if now > started + limit_s:
-                said, roll_call = f"after {limit_s:g} s", self._roll_call()
-                late = self._late(what)
-                who = f"no {what} from {named(late, self.hosts())} {said}"
-                raise NoAgreementError(who if late else f"{said} {roll_call}")
+                said = f"after {limit_s:g} s"
+                if late := self._late(what):
+                    raise NoAgreementError(f"no {what} from {named(late, self.hosts())} {said}")
+                raise NoAgreementError(f"{said} {self._roll_call()}")
             if now > next_check:
                 next_check = now + self.interval_s
                 self._require_heartbeats(self._late(what), seen)
@@ -227,17 +227,12 @@ class RendezvousStore:
 
         A rank that waits sends none: it has brought all that rank 0 may wait for.
         """
-        sent = 0
         with contextlib.suppress(NoAgreementError):
             while not self._stopped.wait(self.interval_s):
                 if self.context.rank == 0:
                     self._write(_HEARTBEAT)
                 elif not self._waits:
-                    sent += 1
-                    self._beat(sent)
-
-    def _beat(self, number: int) -> None:
-        self.store.call("set", f"heartbeat/{self.context.rank}", str(number))
+                    self.count(f"heartbeat/{self.context.rank}")
 
     def _late(self, what: str) -> list[int]:
         """Ranks that have arrived, and whose part of a list is missing."""
@@ -258,8 +253,8 @@ class RendezvousStore:
     def _silent(self, ranks: Collection[int]) -> str:
         return (
             f"no heartbeat from {named(ranks, self.hosts())} for "
-            f"{self.context.heartbeat_timeout_s:g} s: the "
-            "process was killed or is stopped, or its host is down"
+            f"{self.context.heartbeat_timeout_s:g} s: the process was killed or is stopped, or its "
+            "host is down"
         )
 
     def _roll_call(self) -> str:
