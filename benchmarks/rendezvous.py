@@ -151,7 +151,7 @@ def works(store: RendezvousStore, ended: threading.Event) -> None:
     """Every rank works, and looks for failures as one that waits for a child process does."""
 
     def work() -> str:
-        while not ended.wait(2.0):
+        while not ended.wait(store.interval_s):
             store.raise_failure()
         raise EndedError("worked")
 

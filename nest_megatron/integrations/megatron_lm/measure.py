@@ -43,8 +43,6 @@ from nest_megatron.units import Seconds, counted
 _COMMAND = (sys.executable, "-m", "nest_megatron.integrations.megatron_lm.measure_child")
 #: Time for what the budget leaves out: imports from a slow disk, and a last block that was begun.
 SPARE_S = 300.0
-#: Between two looks for another rank's failure, of which each calls the store.
-_PAUSE_S = 2.0
 _LAST_WORDS = 15
 #: Variables by which a process would take itself for a rank of the job.
 _OF_RANKS = re.compile(
@@ -96,9 +94,12 @@ def measure_job(
 
     def work() -> Answer:
         own = share_of(orders.tasks, context.rank, context.world_size)
+        if not own:
+            return Answer()
         check = (lambda: None) if store is None else store.raise_failure
+        pause_s = 1.0 if store is None else store.interval_s
         own_orders = dataclasses.replace(orders, tasks=own)
-        return measure_in_child(own_orders, os.environ, check) if own else Answer()
+        return measure_in_child(own_orders, os.environ, check, pause_s)
 
     orders = from_plain(
         Orders, agreement.broadcast(store, list_tasks, what="list of what to measure")
@@ -230,18 +231,20 @@ def measure_in_child(
     orders: Orders,
     environment: Mapping[str, str],
     check: Callable[[], None],
+    pause_s: Seconds = 1.0,
     *,
     spare_s: Seconds = SPARE_S,
 ) -> Answer:
     """Time the blocks of this rank's orders in a process of its own.
 
     Args:
-        check: called now and then; what it raises ends the child.
+        check: called after each pause; what it raises ends the child.
 
     Raises:
         MeasuringError: if the child dies or takes too long, with its last words.
     """
     started = time.monotonic()
+    ended = started + orders.max_seconds + spare_s
     with contextlib.ExitStack() as stack:
         given, out, err = (
             stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
@@ -254,7 +257,12 @@ def measure_in_child(
         child = subprocess.Popen(command, stdin=given, stdout=out, stderr=err, env=variables)
         stack.callback(child.wait)
         stack.callback(child.kill)
-        if not _ends(child, check, started + orders.max_seconds + spare_s):
+        while time.monotonic() <= ended:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(pause_s)
+                break
+            check()
+        else:
             words = _last_words(err)
             raise MeasuringError(f"the process that measures did not end within its time{words}")
         out.seek(0)
@@ -264,15 +272,6 @@ def measure_in_child(
             raise MeasuringError(f"the process that measures {how}{_last_words(err)}")
     found = from_plain(Answer, json.loads(answer))
     return dataclasses.replace(found, seconds=time.monotonic() - started)
-
-
-def _ends(child: subprocess.Popen[bytes], check: Callable[[], None], ended: float) -> bool:
-    while time.monotonic() <= ended:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(_PAUSE_S)
-            return True
-        check()
-    return False
 
 
 def _last_words(err: IO[str]) -> str:
