@@ -23,9 +23,13 @@ from datetime import timedelta
 from typing import Any
 
 from nest_megatron.errors import NestError
-from nest_megatron.integrations.megatron_lm.agreement import Check, broadcast, gather
-from nest_megatron.integrations.megatron_lm.rendezvous import RankContext, TimedStore, key_of
-from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
+from nest_megatron.integrations.megatron_lm.agreement import (
+    RendezvousStore,
+    broadcast,
+    gather,
+    propagating_errors,
+)
+from nest_megatron.integrations.megatron_lm.rendezvous import RankContext, TimedStore
 
 SIZES = (64, 1_024, 16_384)
 START_S, WATCHED_S = 2.0, 15.0
@@ -97,10 +101,10 @@ class EndedError(NestError):
 def ranks(world_size: int) -> tuple[list[RendezvousStore], list[Client]]:
     """Rank 0 and the last rank of a job whose other ranks have arrived."""
     memory = Memory()
-    context = RankContext(rank=0, world_size=world_size, environment={})
     for rank in range(1, world_size - 1):
-        Client(memory).set(key_of(context, f"heartbeat/{rank}"), "0")
-        Client(memory).append(key_of(context, "roll"), json.dumps([rank, "host"]) + "\n")
+        Client(memory).set(f"heartbeat/{rank}", "0")
+        Client(memory).append("roll", json.dumps([rank, "host"]) + "\n")
+        Client(memory).add("roll/count", 1)
     clients = [Client(memory), Client(memory)]
     stores = [
         RendezvousStore(
@@ -127,8 +131,8 @@ def waits(store: RendezvousStore, ended: threading.Event) -> None:
     world_size, others = store.context.world_size, range(1, store.context.world_size - 2)
     if store.context.rank == 0:
         for rank in others:
-            store.store.append(key_of(store.context, "part/1"), json.dumps([rank, ""]) + "\n")
-        store.store.add(key_of(store.context, "part/1/count"), len(others))
+            store.store.call("append", "parts", json.dumps([rank, ""]) + "\n")
+        store.count("parts/count", len(others))
         assert len(others) == world_size - 3
 
     def look() -> bool:
@@ -136,19 +140,19 @@ def waits(store: RendezvousStore, ended: threading.Event) -> None:
             raise EndedError("waited")
         return False
 
-    with store.propagating_errors():
-        store.bring("")
+    with propagating_errors(store):
+        store.leave("parts", "")
         if store.context.rank:
             store.receive("the others")
-        store.collect("part", enough=look)
+        store.collect("parts", enough=look)
 
 
 def works(store: RendezvousStore, ended: threading.Event) -> None:
     """Every rank works, and looks for failures as one that waits for a child process does."""
 
-    def work(check: Check) -> str:
-        while not ended.wait(0.25):
-            check()
+    def work() -> str:
+        while not ended.wait(store.interval_s):
+            store.raise_failure()
         raise EndedError("worked")
 
     gather(store, work, what="timings", limit_s=300.0)

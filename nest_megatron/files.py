@@ -13,6 +13,7 @@ import stat
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextvars import ContextVar
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
@@ -87,6 +88,11 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:
         fix = "Name a file in a folder that you may write to."
         limit = f"it cannot be written: {error.strerror or error}"
         raise _refused("out", path, limit, fix) from error
+
+
+def now() -> str:
+    """This moment as files have it: ISO 8601 in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def append_line(path: Path, line: bytes, *, mode: int | None = None) -> None:

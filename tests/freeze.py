@@ -32,7 +32,7 @@ import pytest
 
 from nest_megatron.cost_model import site_file
 from nest_megatron.history import store as history_store
-from nest_megatron.integrations.megatron_lm.attach import launch_request
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_request
 from nest_megatron.integrations.megatron_lm.launch import apply
 from nest_megatron.integrations.megatron_lm.write import parallel_argv
 from nest_megatron.layout.plan import ParallelPlan
@@ -180,7 +180,10 @@ def namespace_text(command: str) -> tuple[str, str]:
     text = [f"{name} = {value!r}" for name, value in sorted(before.items())]
     changed = [(name, value) for name, value in sorted(vars(args).items()) if before[name] != value]
     text += [f"{name} := {value!r}" for name, value in changed]
-    text += [f"${name} := {value!r}" for name, value in found.decision.environment.items()]
+    text += [
+        f"${name} := {value!r}"
+        for name, value in found.decision.plan.launch[LAUNCHER].environment.items()
+    ]
     text += [str(astuple(each)) for each in found.changes] + [f"note: {n}" for n in found.notes]
     plan, step_s = found.decision.plan, found.decision.plan.predicted.iteration_time_s
     return "\n".join(text), f"{step_s} s {degrees(plan)}, {len(changed)} arguments changed"

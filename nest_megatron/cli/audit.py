@@ -62,7 +62,7 @@ def audit(
             raise UserInputError("audit", str(path), limit, fix)
     kept, kept_refused = store.read_audit(*named)
     runs = store.selected(kept, user=user, since=moment, plan=plan)
-    refused = store.selected_refusals(kept_refused, user=user, since=moment) if plan is None else ()
+    refused = store.selected(kept_refused, user=user, since=moment) if plan is None else ()
     if run is not None:
         launches: list[RunRecord | RefusedLaunch] = [*runs, *refused]
         found = store.find(launches, run)

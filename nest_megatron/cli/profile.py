@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from nest_megatron.cli.profile_device import measuring_here
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.layout import LAYER_DEGREES
 from nest_megatron.errors import BAD_INPUT, OK, UserInputError, require_seconds
+from nest_megatron.files import now
 from nest_megatron.megatron_core.stage import Where, require_megatron
 from nest_megatron.megatron_core.substitutes import quiet
 from nest_megatron.model.implementation import Implementation
@@ -235,7 +235,7 @@ class RankTasks:
         """The profile that timings make."""
         return LayerProfile(
             name=default_name(self.machine, self.spec, self.precision),
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            created=now(),
             precision=self.precision,
             machine=with_clocks(self.machine),
             model=self.spec,

@@ -117,16 +117,13 @@ def _records(path: Path) -> Iterator[RunRecord | RefusedLaunch]:
         if not line.strip():
             continue
         try:
-            fields = _shown(parse_json(line.decode(), "record"))
-            if isinstance(fields, dict) and fields.get("schema", 0) > SCHEMA:
+            fields = dict(_shown(parse_json(line.decode(), "record")))
+            if fields.get("schema", 0) > SCHEMA:
                 newer += 1
                 continue
-            is_refusal = isinstance(fields, dict) and fields.get("outcome") == REFUSED
-            record: RunRecord | RefusedLaunch
-            if is_refusal:
-                record = from_plain(RefusedLaunch, fields, f"line {number}:", _LATER)
-            else:
-                record = from_plain(RunRecord, fields, f"line {number}:", _LATER)
+            kind: type[RunRecord | RefusedLaunch]
+            kind = RefusedLaunch if fields.get("outcome") == REFUSED else RunRecord
+            record = from_plain(kind, fields, f"line {number}:", _LATER)
             if datetime.fromisoformat(record.start).tzinfo is None:
                 raise ValueError(record.start)
         except (ValueError, TypeError, RecursionError):
@@ -173,40 +170,31 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def selected(
-    records: Iterable[RunRecord],
+    records: Iterable[Record],
     *,
     model: str | None = None,
     user: str | None = None,
     since: datetime | None = None,
     plan: str | None = None,
     outcome: Outcome | None = None,
-) -> tuple[RunRecord, ...]:
+) -> tuple[Record, ...]:
     """The records with a model, a user, a start at or after a moment, a plan or an outcome.
 
     Args:
+        records: runs, or launches that were refused, which have a user and a start alone.
         plan: the checksum of a plan, or the start of it.
     """
-    return tuple(
-        each
-        for each in records
-        if model in (None, each.job.model)
-        and (since is None or datetime.fromisoformat(each.start) >= since)
-        and user in (None, each.user)
-        and each.plan.startswith(plan or "")
-        and outcome in (None, each.outcome)
-    )
 
+    def is_wanted(each: RunRecord | RefusedLaunch) -> bool:
+        is_named = isinstance(each, RefusedLaunch) or (
+            model in (None, each.job.model)
+            and each.plan.startswith(plan or "")
+            and outcome in (None, each.outcome)
+        )
+        start = datetime.fromisoformat(each.start)
+        return is_named and user in (None, each.user) and (since is None or start >= since)
 
-def selected_refusals(
-    records: Iterable[RefusedLaunch], *, user: str | None = None, since: datetime | None = None
-) -> tuple[RefusedLaunch, ...]:
-    """The launches of a user, refused at or after a moment."""
-    return tuple(
-        each
-        for each in records
-        if user in (None, each.user)
-        and (since is None or datetime.fromisoformat(each.start) >= since)
-    )
+    return tuple(filter(is_wanted, records))
 
 
 def find(records: Iterable[Record], run: str) -> Record:

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from nest_megatron.config.policy import read_policy
 from nest_megatron.errors import NestError
-from nest_megatron.files import append_line
+from nest_megatron.files import append_line, now
 from nest_megatron.history.records import FlagChange, RefusedLaunch, RunRecord
 from nest_megatron.history.store import line_of
 from nest_megatron.integrations.fields import shown
 from nest_megatron.integrations.plan_output import user_name
-from nest_megatron.integrations.run_record import batch_job, now
+from nest_megatron.integrations.run_record import batch_job
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.policy import AuditRules, PolicyFile
 from nest_megatron.printing import print_cleaned
@@ -40,24 +40,20 @@ def audits() -> tuple[tuple[PolicyFile, AuditRules], ...]:
     return tuple((file, file.audit) for file in read_policy() if file.audit is not None)
 
 
-def begin(run: RunRecord) -> None:
+def begin(run: RunRecord | str) -> None:
     """Write down a run that is about to begin.
+
+    Args:
+        run: its record; a text says why none can be made.
 
     Raises:
         PolicyError: where it cannot be, and a policy has to have it.
     """
-    for file, rules, reason in _unwritten(run):
-        if rules.required:
-            raise file.broken("audit.required", "audit", rules.file, reason)
-        _tell(f"this launch is not in the audit {rules.file}: {reason}")
-
-
-def refuse(reason: str) -> None:
-    """A run of which no record can be made cannot be written down either; raises as ``begin``."""
     for file, rules in audits():
-        if rules.required:
-            raise file.broken("audit.required", "audit", rules.file, reason)
-        _tell(f"this launch is not in the audit {rules.file}: {reason}")
+        if unwritten := run if isinstance(run, str) else _append(rules, run):
+            if rules.required:
+                raise file.broken("audit.required", "audit", rules.file, unwritten)
+            _tell("this launch", rules, unwritten)
 
 
 @contextlib.contextmanager
@@ -85,15 +81,15 @@ def refusals(mode: str, plan_file: str | None, num_ranks: int) -> Iterator[None]
                 reason=str(error),
                 exit_code=error.exit_code,
             )
-            for _, rules, reason in _unwritten(refused):
-                _tell(f"this refusal is not in the audit {rules.file}: {reason}")
+            follow(refused, "this refusal")
         raise
 
 
-def follow(run: RunRecord) -> None:
+def follow(record: RunRecord | RefusedLaunch, what: str = "what became of this launch") -> None:
     """Write down what became of a run; where that fails, it is told of, and training goes on."""
-    for _, rules, reason in _unwritten(run):
-        _tell(f"what became of this launch is not in the audit {rules.file}: {reason}")
+    for _, rules in audits():
+        if unwritten := _append(rules, record):
+            _tell(what, rules, unwritten)
 
 
 def changed_flags(changes: Iterable[Change]) -> tuple[FlagChange, ...]:
@@ -108,32 +104,23 @@ def changed_flags(changes: Iterable[Change]) -> tuple[FlagChange, ...]:
     )
 
 
-def _unwritten(run: RunRecord | RefusedLaunch) -> Iterator[tuple[PolicyFile, AuditRules, str]]:
-    """Append a line to each audit; those that it is not in, and why."""
-    for file, rules in audits():
-        reason = _append(Path(rules.file), rules.mode, line_of(run))
-        if reason is not None:
-            yield file, rules, reason
-
-
-def _append(path: Path, mode: int, line: bytes) -> str | None:
-    """Why a line could not be appended, if it could not be in time."""
-    reasons: list[str | None] = []
+def _append(rules: AuditRules, record: RunRecord | RefusedLaunch) -> str | None:
+    """Append a line to an audit; why it could not be, if it could not be in time."""
+    reasons = [f"its disk has not answered for {_WRITE_S:g} s"]
 
     def write() -> None:
         try:
-            append_line(path, line, mode=mode)
+            append_line(Path(rules.file), line_of(record), mode=rules.mode)
+            reasons.clear()
         except Exception as error:  # noqa: BLE001 - whatever a disk says
             reason = getattr(error, "strerror", None) or str(error)
-            reasons.append(f"it cannot be written to: {reason}")
-        else:
-            reasons.append(None)
+            reasons[0] = f"it cannot be written to: {reason}"
 
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
     writer.join(_WRITE_S)
-    return reasons[0] if reasons else f"its disk has not answered for {_WRITE_S:g} s"
+    return next(iter(reasons), None)
 
 
-def _tell(text: str) -> None:
-    print_cleaned(f"nest: warning: {text}")
+def _tell(what: str, rules: AuditRules, reason: str) -> None:
+    print_cleaned(f"nest: warning: {what} is not in the audit {rules.file}: {reason}")

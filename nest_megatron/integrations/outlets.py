@@ -32,31 +32,29 @@ def _lines(run: RunRecord) -> Iterator[str]:
     measured, predicted = run.measured, run.predicted
     assert measured is not None
     job = {"run": run.id, "model": run.job.model, "plan": run.plan}
-    yield from _gauge("step_seconds", "Median of the watched steps.", [(job, measured.step_s)])
-    yield from _gauge("predicted_step_seconds", "As planned.", [(job, predicted.step_s)])
-    about = "Median work of a step in a rank's own forward and backward passes."
-    yield from _gauge("rank_busy_seconds", about, _by_rank(job, measured.busy_s))
-    about = "Peak memory of a rank's device."
-    yield from _gauge("rank_peak_memory_bytes", about, _by_rank(job, measured.peak_memory_bytes))
+    busy = "Median work of a step in a rank's own forward and backward passes."
+    peaks = _by_rank(job, measured.peak_memory_bytes)
     planned = _by_rank(job, predicted.peak_memory_bytes, "pipeline_rank")
-    yield from _gauge("predicted_peak_memory_bytes", "As planned.", planned)
-    yield from _gauge("warnings", "Ranks or memory unlike the plan.", [(job, len(run.warnings))])
+    for name, about, samples in (
+        ("step_seconds", "Median of the watched steps.", [(job, measured.step_s)]),
+        ("predicted_step_seconds", "As planned.", [(job, predicted.step_s)]),
+        ("rank_busy_seconds", busy, _by_rank(job, measured.busy_s)),
+        ("rank_peak_memory_bytes", "Peak memory of a rank's device.", peaks),
+        ("predicted_peak_memory_bytes", "As planned.", planned),
+        ("warnings", "Ranks or memory unlike the plan.", [(job, len(run.warnings))]),
+    ):
+        if samples:
+            yield f"# HELP nest_{name} {about}"
+            yield f"# TYPE nest_{name} gauge"
+        for labels, value in samples:
+            inside = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+            yield f"nest_{name}{{{inside}}} {value!r}"
 
 
 def _by_rank(
     job: Mapping[str, str], values: tuple[float | None, ...], label: str = "rank"
 ) -> list[tuple[dict[str, str], float]]:
     return [({**job, label: str(r)}, v) for r, v in enumerate(values) if v is not None]
-
-
-def _gauge(name: str, about: str, samples: list[tuple[dict[str, str], float]]) -> Iterator[str]:
-    if not samples:
-        return
-    yield f"# HELP nest_{name} {about}"
-    yield f"# TYPE nest_{name} gauge"
-    for labels, value in samples:
-        inside = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
-        yield f"nest_{name}{{{inside}}} {value!r}"
 
 
 def _escaped(text: str) -> str:

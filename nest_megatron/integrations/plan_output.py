@@ -6,11 +6,10 @@ import dataclasses
 import os
 import pwd
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 from nest_megatron.errors import PlanFileError, UserInputError
-from nest_megatron.files import check_output, expanded, read_bytes
+from nest_megatron.files import check_output, expanded, now, read_bytes
 from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, load_arguments
 from nest_megatron.layout import plan_file
@@ -40,7 +39,7 @@ def pin_plan(
     if release is not None:
         load_arguments(release)  # refuses a release that is not recorded
     pin = Pin(
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=now(),
         by=by or user_name(),
         note=note,
         nest_megatron_version=__version__,

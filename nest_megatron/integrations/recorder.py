@@ -11,17 +11,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
+import importlib
 import math
 import os
 import socket
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
+from unittest import mock
 
+from nest_megatron.files import now
 from nest_megatron.history import store as history
 from nest_megatron.history.records import (
     Launch,
@@ -31,12 +35,12 @@ from nest_megatron.history.records import (
     measured_by_ranks,
 )
 from nest_megatron.integrations import audit
-from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
+from nest_megatron.integrations.megatron_lm.agreement import Hosts, RendezvousStore, broadcast
 from nest_megatron.integrations.outlets import write_prometheus
-from nest_megatron.integrations.run_record import new_run, now
+from nest_megatron.integrations.run_record import new_run
 from nest_megatron.integrations.run_warnings import run_warnings
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.plain import from_plain, to_plain
+from nest_megatron.plain import from_plain
 from nest_megatron.printing import print_cleaned
 from nest_megatron.profile.clock import OUT_OF_MEMORY, HostClock, job_clock
 from nest_megatron.report.runs import comparison, first_line
@@ -48,6 +52,10 @@ Result = TypeVar("Result")
 _WARM_UP = 0.25
 #: How long rank 0 waits for what others measured, beside two steps, and how often it looks.
 _GATHER_S, _PAUSE_S = 60.0, 0.25
+#: What does a rank's own work, in ``megatron.core.pipeline_parallel.schedules``.
+_PASSES = ("forward_step", "backward_step")
+#: Where tokens of all replicas are counted by expert, under --moe-router-enable-expert-bias alone.
+_ROUTED = ("megatron.core.distributed.finalize_model_grads", "get_updated_expert_bias")
 #: Names in the rendezvous store.
 _RUN, _MEASURED, _FAILED = "run", "measured", "failed"
 
@@ -60,10 +68,11 @@ class Recorder:
         rank, num_ranks: this process's global rank, and how many there are.
         store: where the ranks met; ``None`` for a single one.
         own_run: the record of the run on the rank that planned it.
+        plan: the one that runs; megatron-core's passes are timed as it has them.
         prometheus: file that rank 0 writes the measured figures to, if any.
 
     Attributes:
-        is_done: the watched steps are over.
+        is_done: the watched steps are over, and megatron-core's functions in their places.
         measured: what this rank measured, then.
     """
 
@@ -74,10 +83,11 @@ class Recorder:
         rank: int,
         num_ranks: int,
         store: RendezvousStore | None,
-        own_run: RunRecord | None,
+        own_run: RunRecord | None = None,
+        plan: ParallelPlan | None = None,
         prometheus: str | None = None,
     ) -> None:
-        self.steps, self.rank, self.num_ranks = steps, rank, num_ranks
+        self.steps, self.rank, self.num_ranks, self.plan = steps, rank, num_ranks, plan
         self.is_done = False
         self.measured: RankMeasured | None = None
         self._store, self._own_run, self._prometheus = store, own_run, prometheus
@@ -86,30 +96,77 @@ class Recorder:
         self._passes: list[list[tuple[Any, Any]]] = []
         self._tokens: list[list[Any]] = []
         self._in_step = False
+        self._patches = contextlib.ExitStack()
         self._gathering: threading.Thread | None = None
+
+    def begin(
+        self,
+        launch: Launch | None,
+        *,
+        what: str,
+        order: Sequence[int] | None = None,
+        run: RunRecord | None = None,
+    ) -> None:
+        """Begin the record of a run that is about to train; every rank comes here.
+
+        Args:
+            launch: how it was launched, where that is known.
+            what: what the others wait for while rank 0 writes, for errors.
+            order: the global rank that each launched rank has now.
+            run: the record, where an audit has it already.
+
+        Raises:
+            PolicyError: where a policy has to have an audit, and it cannot be written.
+        """
+
+        def keep(hosts: Hosts) -> None:
+            launched, is_watched = hosts(), self.steps > 0
+            by_rank = sorted(zip(order or range(len(launched)), launched, strict=True))
+            named = tuple(host for _, host in by_rank)
+            if run is not None:
+                self._own_run = dataclasses.replace(run, hosts=named)
+                leave_run(self._store, self._own_run, is_watched=is_watched)
+            elif self.plan is not None:
+                self._own_run = begin_record(
+                    self.plan, named, launch, store=self._store, is_watched=is_watched
+                )
+
+        broadcast(self._store, keep, what=what)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around each step."""
-        self._begin_step()
+        """Around each step; the first one behind the watched ones ends the last of them."""
+        if not self.is_done:
+            if not self._begun:
+                self._clock = job_clock()
+                self._patch_megatron()
+            self._begun.append(self._clock.mark())
+            if len(self._begun) > self.steps:
+                self.finish()
+            self._passes.append([])
+            self._tokens.append([])
         self._in_step = not self.is_done
         try:
             yield
         finally:
             self._in_step = False
 
-    def _begin_step(self) -> None:
-        """Note that a step begins; the first one behind the watched ones ends the last of them."""
-        if self.is_done:
+    def _patch_megatron(self) -> None:
+        """Time this rank's passes in megatron-core, and count tokens where its routers do."""
+        schedules = sys.modules.get("megatron.core.pipeline_parallel.schedules")
+        if self.plan is None or schedules is None:
             return
-        if not self._begun:
-            self._clock = job_clock()
-        self._begun.append(self._clock.mark())
-        if len(self._begun) > self.steps:
-            self.finish()
-        else:
-            self._passes.append([])
-            self._tokens.append([])
+        layout = self.plan.layout
+        if not layout.execution.overlap_moe_expert_parallel_comm:  # passes of two are one then
+            for name in _PASSES:
+                self._patch(schedules, name, self.timed)
+        if (ep := layout.dims.expert_model_parallel_size) > 1:
+            routed = importlib.import_module(_ROUTED[0])  # the package has a function of its name
+            self._patch(routed, _ROUTED[1], functools.partial(self.routed, ep=ep))
+
+    def _patch(self, module: ModuleType, name: str, wrapper: Callable[..., Any]) -> None:
+        if (original := getattr(module, name, None)) is not None:
+            self._patches.enter_context(mock.patch.object(module, name, wrapper(original)))
 
     def timed(self, function: Callable[..., Result]) -> Callable[..., Result]:
         """A forward or backward pass of this rank's layers, timed inside watched steps."""
@@ -146,11 +203,12 @@ class Recorder:
         if self.is_done or len(self._begun) < 2:
             return
         self.is_done = True
+        self._patches.close()
         with self.telling("completed"):
             self.measured = self._read()
             self._passes, self._tokens = [], []
             if self._store is not None:
-                self._store.leave(_MEASURED, json.dumps(to_plain(self.measured)))
+                self._store.leave(_MEASURED, self.measured)
         if self.measured is None or self.rank != 0:
             return
         if self._store is None:
@@ -177,9 +235,8 @@ class Recorder:
     def run(self) -> RunRecord | None:
         """The record of the run as it began; ``None`` if there is none."""
         if self._own_run is None and self._store is not None:
-            said = self._store.left(_RUN)
-            texts = [json.loads(text) for text in said.values()]
-            self._own_run = from_plain(RunRecord, texts[0]) if texts else None
+            for run in self._store.left(_RUN).values():
+                self._own_run = from_plain(RunRecord, run)
         return self._own_run
 
     def _read(self) -> RankMeasured:
@@ -207,8 +264,8 @@ class Recorder:
         with self.telling("completed"):
             while self._store.num_left(_MEASURED) < self.num_ranks and time.monotonic() < ended:
                 time.sleep(_PAUSE_S)
-            found = [json.loads(text) for text in self._store.left(_MEASURED).values()]
-            parts |= {part["rank"]: from_plain(RankMeasured, part) for part in found}
+            for part in self._store.left(_MEASURED).values():
+                parts[part["rank"]] = from_plain(RankMeasured, part)
         self._record(parts)
 
     def _record(self, parts: Mapping[int, RankMeasured]) -> None:
@@ -257,7 +314,7 @@ class Recorder:
             print_cleaned(f"nest: the record of this run could not be {what}: {error}")
 
 
-def begin(
+def begin_record(
     plan: ParallelPlan,
     hosts: Sequence[str],
     launch: Launch | None,
@@ -287,7 +344,7 @@ def begin(
         run = new_run(plan, hosts, os.environ, launch)
     except Exception as error:  # noqa: BLE001 - the job trains without a record
         print_cleaned(f"nest: no record of this run is kept: {error}")
-        audit.refuse(f"no record of the run can be made: {error}")
+        audit.begin(f"no record of the run can be made: {error}")
         return None
     leave_run(store, run, is_watched=is_watched)
     audit.begin(run)
@@ -298,7 +355,7 @@ def leave_run(store: RendezvousStore | None, run: RunRecord, *, is_watched: bool
     """Leave the record of a run that begins for the other ranks, and in the history."""
     try:
         if store is not None:
-            store.leave(_RUN, json.dumps(to_plain(run)))
+            store.leave(_RUN, run)
         if is_watched:
             history.append(run)
     except Exception as error:  # noqa: BLE001 - the job trains without a record

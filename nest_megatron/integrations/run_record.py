@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 
 from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import allocatable
 from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.cost_model.uncertainty import predictive
+from nest_megatron.files import now
 from nest_megatron.history.records import (
     Launch,
     Outcome,
@@ -67,11 +67,6 @@ def new_run(
 def batch_job(environment: Mapping[str, str]) -> str | None:
     """The scheduler's number of the job, where there is one."""
     return next((environment[name] for name in _BATCH_JOB if environment.get(name)), None)
-
-
-def now() -> str:
-    """This moment as records have it."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def predicted(plan: ParallelPlan) -> Predicted:

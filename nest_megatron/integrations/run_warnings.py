@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from nest_megatron.history.records import RankMeasured, RunRecord
 from nest_megatron.integrations.megatron_lm.same_job import named
@@ -49,19 +49,17 @@ def _missing(run: RunRecord, parts: Mapping[int, RankMeasured]) -> Iterator[str]
 def _memory(run: RunRecord, hosts: Mapping[int, str]) -> Iterator[str]:
     """The rank that is farthest above its prediction, and how many others are above theirs."""
     assert run.measured is not None
-    over: dict[int, float] = {}
-    for rank, peak in enumerate(run.measured.peak_memory_bytes):
-        predicted = run.predicted.peak_memory_bytes[pipeline_rank(run.grid.dims, rank)]
-        if peak is not None and peak > (1 + _MEMORY) * predicted:
-            over[rank] = peak / predicted
+    predicted, dims = run.predicted.peak_memory_bytes, run.grid.dims
+    peaks = {rank: peak for rank, peak in enumerate(run.measured.peak_memory_bytes) if peak}
+    ratios = {rank: peak / predicted[pipeline_rank(dims, rank)] for rank, peak in peaks.items()}
+    over = {rank: ratio for rank, ratio in ratios.items() if ratio > 1 + _MEMORY}
     if over:
-        worst = max(over, key=lambda rank: over[rank])
-        peak = run.measured.peak_memory_bytes[worst]
-        assert peak is not None
+        worst = max(over, key=over.__getitem__)
+        peak, ratio = peaks[worst], over[worst]
         others = f"; so are {len(over)} ranks in all" if len(over) > 1 else ""
         yield (
-            f"peak memory of {named([worst], hosts)} is {_percent(over[worst])} above the "
-            f"prediction ({format_gib(peak)}, predicted {format_gib(peak / over[worst])}){others}"
+            f"peak memory of {named([worst], hosts)} is {_percent(ratio)} above the "
+            f"prediction ({format_gib(peak)}, predicted {format_gib(peak / ratio)}){others}"
         )
 
 
@@ -77,19 +75,18 @@ def _experts(run: RunRecord) -> Iterator[str]:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
+class _Group(NamedTuple):
     """Ranks that wait for each other inside their passes.
 
     Args:
-        least_s, most_s: quartiles of the work of a step, over ranks and steps.
+        least_s, busy_s, most_s: quartiles of the work of a step, over ranks and steps.
         predicted_s: the work of a step on their pipeline rank.
     """
 
     ranks: tuple[int, ...]
     pipeline_rank: int
-    busy_s: Seconds
     least_s: Seconds
+    busy_s: Seconds
     most_s: Seconds
     predicted_s: Seconds
 
@@ -114,18 +111,10 @@ def _groups(run: RunRecord, parts: Mapping[int, RankMeasured]) -> list[_Group]:
         known = [parts[r].counted_busy_s for r in sorted(ranks) if r in parts]
         busy = [each for of_rank in known for each in of_rank]
         stage = pipeline_rank(dims, rank)
-        if max(map(len, known), default=0) >= _FEWEST_STEPS and run.predicted.busy_s[stage] > 0:
+        predicted_s = run.predicted.busy_s[stage]
+        if max(map(len, known), default=0) >= _FEWEST_STEPS and predicted_s > 0:
             least, middle, most = statistics.quantiles(busy, n=4, method="inclusive")
-            found.append(
-                _Group(
-                    ranks=tuple(sorted(ranks)),
-                    pipeline_rank=stage,
-                    busy_s=middle,
-                    least_s=least,
-                    most_s=most,
-                    predicted_s=run.predicted.busy_s[stage],
-                )
-            )
+            found.append(_Group(tuple(sorted(ranks)), stage, least, middle, most, predicted_s))
     return found
 
 

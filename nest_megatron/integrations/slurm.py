@@ -35,6 +35,11 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in own.items() if name not in environment}
 
 
+def launched(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process with what ``srun`` says in the names of torch."""
+    return {**environment, **rank_variables(environment)}
+
+
 def first_host(nodelist: str) -> str:
     """The first host of a Slurm node list; nothing of an empty one."""
     return next(iter(hosts_of(nodelist)), "")

@@ -12,20 +12,20 @@ What is kept is true of the plan alone, so that a run of another layout or batch
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.history.records import Launch, RunRecord
-from nest_megatron.integrations import recorder
-from nest_megatron.integrations.megatron_lm.agreement import Hosts, broadcast, propagating_errors
+from nest_megatron.integrations.megatron_lm.agreement import (
+    connect,
+    propagating_errors,
+)
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
-from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore, connect
-from nest_megatron.integrations.megatron_lm.watch import time_passes
 from nest_megatron.integrations.recorder import Recorder
-from nest_megatron.integrations.slurm import rank_variables
+from nest_megatron.integrations.slurm import launched
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.policy import PolicyError
 from nest_megatron.printing import print_cleaned
@@ -71,18 +71,43 @@ class WatchedLoop:
             PolicyError: where a policy has to have an audit, and it cannot be written.
         """
         try:
-            self._recorder = self._begun(rank, num_ranks)
+            with contextlib.ExitStack() as meeting:
+                store = None
+                if num_ranks > 1:
+                    store = connect(
+                        RankContext(
+                            rank=rank,
+                            world_size=num_ranks,
+                            environment=launched(os.environ),
+                            rendezvous_timeout_s=_MEET_S,
+                        )
+                    )
+                    meeting.callback(store.stop_heartbeat)
+                with propagating_errors(store):
+                    require_planned(self.plan, num_ranks)
+                recorder = Recorder(
+                    steps=self._steps,
+                    rank=rank,
+                    num_ranks=num_ranks,
+                    store=store,
+                    plan=self.plan,
+                )
+                recorder.begin(self._launch, what="record of the run", run=self._run)
+                self._recorder = recorder
         except Exception as error:
             if isinstance(error, NestError) and error.exit_code == PolicyError.exit_code:
                 raise
-            self._tell(error)
+            self._stop(error)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around each step of the optimizer."""
         if not self._has_begun:
             self._has_begun = True
-            self._time_passes()
+            try:  # the first step shows the batch
+                require_planned_batch(self.plan)
+            except UserInputError as error:
+                self._stop(error)
         with contextlib.nullcontext() if self._recorder is None else self._recorder.step():
             yield
 
@@ -92,44 +117,10 @@ class WatchedLoop:
             self._recorder.end(error)
             self._recorder = None
 
-    def _begun(self, rank: int, num_ranks: int) -> Recorder:
-        store = _met(rank, num_ranks) if num_ranks > 1 else None
-        try:
-            with propagating_errors(store):
-                require_planned(self.plan, num_ranks)
-            broadcast(store, lambda hosts: self._keep(hosts, store), what="record of the run")
-        finally:
-            if store is not None:
-                store.stop_heartbeat()
-        return Recorder(
-            steps=self._steps, rank=rank, num_ranks=num_ranks, store=store, own_run=self._run
-        )
-
-    def _keep(self, hosts: Hosts, store: RendezvousStore | None) -> str:
-        """Begin the record, on rank 0."""
-        named = tuple(hosts())
-        if self._run is None:
-            self._run = recorder.begin(self.plan, named, self._launch, store=store, is_watched=True)
-        else:
-            self._run = dataclasses.replace(self._run, hosts=named)
-            recorder.leave_run(store, self._run, is_watched=True)
-        return ""
-
-    def _time_passes(self) -> None:
-        """Once the first step shows that the batch is the planned one."""
-        if self._recorder is None or "megatron.core.pipeline_parallel.schedules" not in sys.modules:
-            return
-        try:
-            require_planned_batch(self.plan)
-        except UserInputError as error:
-            self._recorder = None
-            self._tell(error)
-        else:
-            time_passes(self._recorder, self.plan)
-
-    @staticmethod
-    def _tell(error: Exception) -> None:
-        print_cleaned(f"nest: this run is not recorded: {error}")
+    def _stop(self, error: Exception) -> None:
+        if self._recorder is not None or not self._has_begun:
+            print_cleaned(f"nest: this run is not recorded: {error}")
+        self._recorder = None
 
 
 @contextlib.contextmanager
@@ -144,7 +135,7 @@ def watching(plan: ParallelPlan | None = None, *, steps: int = STEPS) -> Iterato
         PolicyError: where a policy has to have an audit, and it cannot be written.
         UserInputError: if there is no plan.
     """
-    environment = {**os.environ, **rank_variables(os.environ)}
+    environment = launched(os.environ)
     watched = WatchedLoop(plan, steps=steps) if plan is not None else loop_of_hydra(steps)
     watched.begin(int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1")))
     try:
@@ -182,7 +173,7 @@ def require_planned(plan: ParallelPlan, num_ranks: int) -> None:
         raise UserInputError("ranks", num_ranks, limit, fix)
     state = sys.modules.get("megatron.core.parallel_state")
     if state is not None and state.model_parallel_is_initialized():
-        from nest_megatron.integrations.megatron_lm.launch import compare_groups
+        from nest_megatron.integrations.megatron_lm.groups import compare_groups
 
         compare_groups(plan, state)
 
@@ -193,8 +184,7 @@ def require_planned_batch(plan: ParallelPlan) -> None:
     Raises:
         UserInputError: if one of them is another.
     """
-    from megatron.core import num_microbatches_calculator as calculator
-
+    calculator: Any = sys.modules.get("megatron.core.num_microbatches_calculator")
     try:
         batch = calculator.get_current_global_batch_size()
         num_microbatches = calculator.get_num_microbatches()
@@ -205,14 +195,3 @@ def require_planned_batch(plan: ParallelPlan) -> None:
         value = f"{batch} sequences in {num_microbatches} micro batches"
         limit = f"the plan is for {planned[0]} in {planned[1]}"
         raise UserInputError("batch", value, limit, fix="Plan for the batch that runs.")
-
-
-def _met(rank: int, num_ranks: int) -> RendezvousStore:
-    return connect(
-        RankContext(
-            rank=rank,
-            world_size=num_ranks,
-            environment={**os.environ, **rank_variables(os.environ)},
-            rendezvous_timeout_s=_MEET_S,
-        )
-    )

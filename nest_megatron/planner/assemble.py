@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
@@ -16,6 +15,7 @@ from nest_megatron.cost_model.peak_limit import out_of_memory
 from nest_megatron.cost_model.settings import stored_settings
 from nest_megatron.cost_model.site import expected
 from nest_megatron.cost_model.uncertainty import probability_faster
+from nest_megatron.files import now
 from nest_megatron.layout.batch_schedule import BatchSchedule, PredictedBatch, TrainChoice
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.estimate import Alternative, Estimate, Placement
@@ -80,7 +80,7 @@ def assemble(
         search=record,
         provenance=Provenance(
             nest_megatron_version=__version__,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            created=now(),
             profile=describe_times(model, layout),
             cluster_hash=digest(cluster),
             model_hash=digest(spec),

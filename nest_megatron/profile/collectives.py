@@ -12,11 +12,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.errors import ProfileError
+from nest_megatron.files import now
 from nest_megatron.profile.collective_calls import Caller
 from nest_megatron.profile.network import (
     NETWORK_SHARE,
@@ -254,7 +254,7 @@ def _profile(
     shown = f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
     profile = NetworkProfile(
         name=f"{names[0]}-{len(hosts)}",
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=now(),
         source=f"{len(hosts)} ranks on {counted(len(names), 'host')} ({shown})",
         backend=NetworkBackend(caller.backend),
         versions={"nest-megatron": __version__, **caller.versions()},

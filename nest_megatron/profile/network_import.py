@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from nest_megatron.catalogue_files import catalogue_entry, catalogue_names
 from nest_megatron.cluster.discovery import is_same_product, require_same_product
 from nest_megatron.cluster.records import Cluster, CollectiveKind, NetworkLevel
 from nest_megatron.errors import ProfileError, UserInputError
-from nest_megatron.files import read_text
+from nest_megatron.files import now, read_text
 from nest_megatron.plain import to_plain
 from nest_megatron.profile import network
 from nest_megatron.profile.nccl_tests import read_logs
@@ -66,7 +65,7 @@ def read_measurements(paths: Sequence[Path], kind: CollectiveKind | None) -> Net
     reading = read_logs(texts, kind)
     return NetworkProfile(
         name=paths[0].stem,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=now(),
         source=f"nccl-tests: {', '.join(path.name for path in paths)}",
         backend=NetworkBackend.IMPORTED,
         versions={"nest-megatron": __version__, **reading.versions},

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import Job
 from nest_megatron.errors import UserInputError
+from nest_megatron.files import now
 from nest_megatron.integrations.typed_command import command_of_plan, read_request
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.policy import require_allowed
@@ -61,7 +61,7 @@ class TunedJob:
         """What starts a short run of a plan, whose file is written."""
         assert self.job.command is not None
         made = Pin(
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            created=now(),
             by=TUNE,
             note="a short run",
             nest_megatron_version=__version__,

@@ -19,7 +19,7 @@ from typing import Any
 
 from nest_megatron.documents import parse_json
 from nest_megatron.errors import UserInputError
-from nest_megatron.files import read_text, require_folder, warn_once, write_text
+from nest_megatron.files import append_line, read_text, require_folder, warn_once, write_text
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.tuning.trial import Trial
 from nest_megatron.units import Seconds
@@ -139,16 +139,10 @@ def _read(journal: Path) -> tuple[Asked, dict[int, Trial]]:
 
 
 def _append(folder: Path, document: Mapping[str, Any]) -> None:
-    """Append a line, on one of its own where the last was cut off, and wait until it is written."""
+    """Append a line, and wait until it is on the disk."""
     path = folder / _JOURNAL
-    with path.open("ab+") as stream:
-        size = stream.seek(0, os.SEEK_END)
-        if size:
-            stream.seek(size - 1)
-            if stream.read(1) != b"\n":
-                stream.write(b"\n")
-        stream.write(json.dumps(document, separators=(",", ":")).encode() + b"\n")
-        stream.flush()
+    append_line(path, json.dumps(document, separators=(",", ":")).encode() + b"\n")
+    with path.open("ab") as stream:
         os.fsync(stream.fileno())
 
 

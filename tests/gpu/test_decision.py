@@ -15,8 +15,8 @@ from nest_megatron.cli.profile_asked import asked_by_plan
 from nest_megatron.config.cluster_detection import JobCluster, find_cluster
 from nest_megatron.config.job import Job
 from nest_megatron.config.launch import read_words
-from nest_megatron.integrations.megatron_lm import measure_child, measure_process, own_layers
-from nest_megatron.integrations.megatron_lm.measure import measure_job, planned_with
+from nest_megatron.integrations.megatron_lm import measure, measure_child
+from nest_megatron.integrations.megatron_lm.measure import measure_job
 from nest_megatron.integrations.megatron_lm.planning import decide
 from nest_megatron.layout import plan_file
 from nest_megatron.model.spec import TransformerSpec
@@ -70,9 +70,9 @@ def test_a_job_that_measures_first_is_planned_with_what_it_measured(
         monkeypatch.setenv("NEST_TEST_GPUS", "8")
     else:
         # the layers that a script builds need its Megatron-LM: here those of the model's shape
-        monkeypatch.setattr(own_layers, "JobLayers", lambda *_: None)
+        monkeypatch.setattr(measure_child, "JobLayers", lambda *_: None)
         monkeypatch.setattr(
-            measure_process,
+            measure,
             "measure_in_child",
             lambda orders, *_: measure_child.measured(orders, 1),
         )
@@ -87,10 +87,12 @@ def test_a_job_that_measures_first_is_planned_with_what_it_measured(
 
     with stand_in_gpu(devices=8):
         measured = measure_job(job)
-    assert measured.profile is not None
-    assert measured.profile.machine.device_name == H100
-    assert not measured.skipped
-    reads, place = job()
-    outcome = decide(reads, planned_with(place, measured), free=(), alternative=0)
+    assert measured is not None
+    reads, place = measured
+    assert not any("timed" in note or "Too large" in note for note in place.notes)
+    name = place.settings.profile.name
+    assert name is not None
+    assert store.find_entry(name).read().machine.device_name == H100
+    outcome = decide(reads, place, free=(), alternative=0)
     used = outcome.decision.plan.provenance.profile
-    assert used == f"{measured.profile.name}: 4 measured"
+    assert used == f"{name}: 4 measured"

@@ -17,7 +17,7 @@ import torch
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.integrations.megatron_lm import measure_child, own_layers
-from nest_megatron.integrations.megatron_lm.messages import Orders
+from nest_megatron.integrations.megatron_lm.measure_child import Orders
 from nest_megatron.integrations.megatron_lm.own_layers import JobArguments
 from nest_megatron.megatron_core import units
 from nest_megatron.megatron_core.stage import Where, staged
@@ -173,7 +173,7 @@ def test_what_was_timed_before_cuda_failed_is_kept(
         return built(layers, kind, *rest)
 
     monkeypatch.setattr(layer_timer, "_built", fails)
-    monkeypatch.setattr(own_layers, "JobLayers", lambda *_: None)
+    monkeypatch.setattr(measure_child, "JobLayers", lambda *_: None)
     blocks = (LayerBlock.DENSE, LayerBlock.EMBEDDING, LayerBlock.HEAD)
     orders = Orders(
         spec=DENSE,

@@ -67,7 +67,9 @@ def test_the_machine_is_what_the_driver_says() -> None:
     assert machine.graphics_mhz == stand_in.GRAPHICS_MHZ
     assert machine.memory_mhz == stand_in.MEMORY_MHZ
     assert not machine.is_cpu
-    assert here.is_of(machine), "what is known before CUDA starts is the same machine"
+    assert measure_store.is_same(here, machine), (
+        "what is known before CUDA starts is the same machine"
+    )
 
 
 def test_clocks_that_the_driver_does_not_tell_are_not_known() -> None:

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from nest_megatron.errors import NestError
+from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore, connect
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
-from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore, connect
 from tests.patience import LONG_S, wait_until
 
 #: What says where rank 0 is, and which job this is (``tests/launch/conftest.py``).
@@ -67,10 +67,10 @@ def give_up_soon(store: RendezvousStore, present: int, **limits: float) -> None:
     """
     collect = store.collect
 
-    def collected(*arguments: Any, **options: Any) -> dict[int, str]:
-        wait_until(lambda: store.count(f"{store._part_key}/count", 0) >= present)
+    def collected(what: str, *arguments: Any, **options: Any) -> dict[int, str]:
+        wait_until(lambda: store.num_left(what) >= present)
         shorten(store, **limits)
-        return collect(*arguments, **options)
+        return collect(what, *arguments, **options)
 
     store.collect = collected  # type: ignore[method-assign]
 

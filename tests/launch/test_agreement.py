@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,13 +18,17 @@ from typing import Any
 import pytest
 
 from nest_megatron.config.compose import compose
-from nest_megatron.config.launch import read_words
+from nest_megatron.config.launch import read_launch, read_words
 from nest_megatron.errors import NestError, UserInputError, exit_code_of
 from nest_megatron.integrations.megatron_lm import agreement, rendezvous
-from nest_megatron.integrations.megatron_lm.agreement import broadcast, require_equal
-from nest_megatron.integrations.megatron_lm.ranks import Rendezvous
+from nest_megatron.integrations.megatron_lm.agreement import (
+    RendezvousStore,
+    broadcast,
+    connect,
+    require_equal,
+)
+from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
 from nest_megatron.integrations.megatron_lm.rendezvous import NoAgreementError, ports
-from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore, connect
 from tests.cli.runs import environment
 from tests.launch.stores import (
     HERE,
@@ -182,9 +187,8 @@ def test_a_rank_that_falls_silent_after_it_came_is_given_up() -> None:
 
 DYING = """
 import os, signal, sys
-from nest_megatron.integrations.megatron_lm.agreement import broadcast
+from nest_megatron.integrations.megatron_lm.agreement import broadcast, connect
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
-from nest_megatron.integrations.megatron_lm.rendezvous_store import connect
 context = RankContext(rank=0, world_size=2, environment={here!r})
 def solve(hosts):
     hosts()
@@ -207,8 +211,8 @@ def test_rank_0_killed_while_solving_ends_the_others() -> None:
 
 STOPPED = """
 import time
+from nest_megatron.integrations.megatron_lm.agreement import connect
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
-from nest_megatron.integrations.megatron_lm.rendezvous_store import connect
 store = connect(RankContext(rank=0, world_size=2, environment={here!r}))
 print("hosts", flush=True)
 time.sleep(600)
@@ -247,13 +251,13 @@ def test_a_rank_that_waits_calls_the_store_once_for_each_entry() -> None:
     calls: list[str] = []
 
     def counted(store: RendezvousStore) -> RendezvousStore:
-        original = store.store._call
+        original = store.store._answer
 
-        def call(*arguments: Any) -> Any:
+        def answer(*arguments: Any) -> Any:
             calls.append("call")
             return original(*arguments)
 
-        store.store._call = call  # type: ignore[method-assign]
+        store.store._answer = answer  # type: ignore[method-assign]
         return store
 
     def act(rank: int) -> str:
@@ -267,7 +271,7 @@ def test_a_rank_that_waits_calls_the_store_once_for_each_entry() -> None:
             return broadcast(store, solve)
         store.stop_heartbeat()  # it would send none, but for the time before it waits
         answer = broadcast(counted(store), lambda _: "never asked")
-        assert len(calls) == 2 + store._entry, "two for its part, and one for each entry"
+        assert len(calls) == store._entry
         assert store._entry > 2, "rank 0 sent heartbeats meanwhile"
         return answer
 
@@ -347,7 +351,7 @@ def test_no_free_port_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = join(0)
     with pytest.raises(UserInputError, match=r"nest\.port"):
         connect(context(0))
-    assert kept.store.get(rendezvous.key_of(kept.context, "hello")) == "yes"
+    assert kept.store.call("get", "hello") == "yes"
 
 
 def test_without_an_address_it_is_said() -> None:
@@ -383,7 +387,11 @@ def test_the_command_says_how_long_rank_0_may_plan(
 ) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, **HERE})
     command = read_words(["+nest=auto", "nest.rendezvous_timeout_s=30", *words])
-    STORES.append(Rendezvous().join(0, 2, command, 600.0))
-    found = STORES[-1].context
+    args = Namespace(rank=0, world_size=2)
+    job = LaunchedJob(words=command, launch=read_launch(command), script="", argv=(), args=args)
+    job.join(600.0)
+    assert job.store is not None
+    STORES.append(job.store)
+    found = job.store.context
     assert (found.rendezvous_timeout_s, found.planning_s) == (30.0, planning_s)
     assert compose(()).search.max_seconds == 60.0

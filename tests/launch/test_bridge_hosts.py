@@ -30,7 +30,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
     def plan(hosts: tuple[Host, ...], *words: str) -> ParallelPlan:
         monkeypatch.delenv("RANK", raising=False)
         monkeypatch.setenv("WORLD_SIZE", str(8 * len(hosts)))
-        monkeypatch.setattr(hook, "tell_hosts", lambda _: hosts)
+        monkeypatch.setattr(hook, "job_hosts", lambda _: hosts)
         for module in (cluster_detection, plan_recipe):
             monkeypatch.setattr(module, "local_gpus", lambda: hosts[0].gpus)
         cfg = bridge_config(catalogue.model("llama3_8b"))

@@ -9,14 +9,15 @@ from collections.abc import Callable
 import pytest
 
 from nest_megatron.errors import NestError, UserInputError
-from nest_megatron.integrations.megatron_lm.agreement import Check, broadcast, gather
-from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
+from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore, broadcast, gather
 from tests.launch.stores import give_up_soon, join, on_all_ranks
 from tests.patience import LONG_S
 
 pytest.importorskip("torch", reason="torch is not installed")
 
 WORLD = 3
+#: Raises once another rank has failed.
+Check = Callable[[], None]
 
 
 def gathered(
@@ -35,7 +36,7 @@ def gathered(
         broadcast(store, lambda _: "orders", what="orders")
         prepare(store)
         limit_s = LONG_S if rank else limit_of_rank_0_s
-        return gather(store, lambda check: work(rank, check), what="parts", limit_s=limit_s)
+        return gather(store, lambda: work(rank, store.raise_failure), what="parts", limit_s=limit_s)
 
     return on_all_ranks(act, WORLD)
 
@@ -92,7 +93,7 @@ def test_a_rank_that_falls_silent_is_given_up() -> None:
         if rank == 0:
             give_up_soon(store, present=2, heartbeat_timeout_s=1.0)
         try:
-            return gather(store, lambda _: "part", what="parts", limit_s=LONG_S)
+            return gather(store, lambda: "part", what="parts", limit_s=LONG_S)
         finally:
             release.set()
 

@@ -62,10 +62,14 @@ def parallel_state(rank: int, wrong: str = "") -> ModuleType:
 
 
 def test_groups_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = SimpleNamespace(distributed=SimpleNamespace(get_process_group_ranks=list))
-    monkeypatch.setitem(sys.modules, "torch", torch)
+    ranks = [*range(8), 3]
+    distributed = SimpleNamespace(get_process_group_ranks=list, get_rank=lambda: ranks.pop(0))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(distributed=distributed))
+    plan: Any = SimpleNamespace(
+        layout=SimpleNamespace(dims=DIMS), model=SimpleNamespace(is_moe=False)
+    )
     for rank in range(8):
-        groups.check_groups(parallel_state(rank), DIMS, rank, has_experts=False)
+        groups.compare_groups(plan, parallel_state(rank))
     wrong = parallel_state(3, wrong="get_pipeline_model_parallel_group")
     with pytest.raises(NestError, match=r"rank 3: Megatron's pp group is \[0, 7\]"):
-        groups.check_groups(wrong, DIMS, 3, has_experts=False)
+        groups.compare_groups(plan, wrong)

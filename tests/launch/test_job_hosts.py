@@ -7,9 +7,10 @@ import socket
 import pytest
 
 from nest_megatron.cluster.hosts import Host
-from nest_megatron.integrations.megatron_lm import job_hosts
+from nest_megatron.integrations.megatron_lm import ranks
 from nest_megatron.integrations.megatron_lm.groups import ranks_by_host
-from tests.launch.stores import join, on_all_ranks
+from nest_megatron.integrations.megatron_lm.ranks import job_hosts
+from tests.launch.stores import HERE, join, on_all_ranks
 
 GROUPS = {"a": ("s1",), "b": ("s2",), "c": ("s1",)}
 
@@ -22,21 +23,23 @@ def test_one_rank_of_each_host_tells(monkeypatch: pytest.MonkeyPatch) -> None:
         told.append("looked")
         return Host(name=name, groups=("s1",))
 
-    monkeypatch.setattr(job_hosts, "this_host", look)
+    monkeypatch.setattr(ranks, "this_host", look)
 
     def act(rank: int) -> str:
-        found = job_hosts.tell_hosts(join(rank, 3))
+        found = job_hosts(join(rank, 3, environment={**HERE, "MASTER_PORT": attempt}))
         return " ".join(f"{host.name}:{host.groups[0]}" for host in found)
 
+    attempt = "1"
     assert on_all_ranks(act) == [f"{socket.gethostname()}:s1", "", ""]
     monkeypatch.setenv("LOCAL_RANK", "1")
     told.clear()
-    assert job_hosts._told() == ""
+    attempt = "2"
+    assert on_all_ranks(act) == [""] * 3
     assert not told
 
 
 def test_a_single_process_asks_nobody() -> None:
-    assert job_hosts.tell_hosts(None) == ()
+    assert job_hosts(None) == ()
 
 
 def test_hosts_of_one_switch_are_neighbours() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -19,31 +20,23 @@ from nest_megatron.config.cluster_detection import JobCluster, find_cluster
 from nest_megatron.config.job import Job
 from nest_megatron.config.launch import read_words
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm import measure_process, measure_store
+from nest_megatron.integrations.megatron_lm import measure, measure_store
 from nest_megatron.integrations.megatron_lm.measure import (
-    Measured,
-    measure_job,
-    planned_with,
-    with_profile,
-)
-from nest_megatron.integrations.megatron_lm.measure_process import (
     MeasuringError,
     measure_in_child,
+    measure_job,
     own_gpu,
     threads_for,
+    with_profile,
 )
+from nest_megatron.integrations.megatron_lm.measure_child import Answer, Orders
 from nest_megatron.integrations.megatron_lm.measure_store import shape_of, tasks_for
-from nest_megatron.integrations.megatron_lm.messages import (
-    Answer,
-    Orders,
-    from_json,
-    to_json,
-)
 from nest_megatron.integrations.megatron_lm.own_layers import JobArguments, job_arguments
 from nest_megatron.integrations.megatron_lm.planning import decide
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock
+from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.profile import store
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.profile.mode import ProfileMode
@@ -56,7 +49,11 @@ from tests.profile.profiles import H100, timing
 LLAMA = catalogue.model("llama3_8b")
 #: As a child would find it with what is installed here.
 MACHINE = dataclasses.replace(
-    H100, **{name: installed_versions().get(name) for name in measure_store._VERSIONS}
+    H100,
+    **{
+        name: installed_versions().get(name)
+        for name in ("driver", "torch", "megatron_core", "transformer_engine")
+    },
 )
 
 
@@ -65,13 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A store of its own, on a host whose GPUs are H100s."""
     monkeypatch.setenv(store.FOLDER_VARIABLE, str(tmp_path / "profiles"))
     pad_like_megatron(monkeypatch)
-    found = measure_store.Here(
-        device_name=MACHINE.device_name,
-        where=Where.GPU,
-        implementation=Implementation.TRANSFORMER_ENGINE,
-        versions=installed_versions(),
-    )
-    monkeypatch.setattr(measure_store, "here", lambda _: found)
+    monkeypatch.setattr(measure_store, "here", lambda _: MACHINE)
     return tmp_path / "profiles"
 
 
@@ -84,6 +75,13 @@ def job(*words: str, spec: Any = LLAMA) -> tuple[Job, JobCluster]:
 
 def measuring(*words: str) -> Callable[[], tuple[Job, JobCluster]]:
     return lambda: job("nest.profile.mode=measure", *words)
+
+
+def measured(*words: str) -> tuple[Job, JobCluster]:
+    """The job and where it runs, on a host without other ranks."""
+    found = measure_job(measuring(*words))
+    assert found is not None
+    return found
 
 
 def tasks(*words: str, spec: Any = LLAMA) -> tuple[Task, ...]:
@@ -116,7 +114,7 @@ class Children:
         self.orders: list[Orders] = []
         self.limit = 10**9
         self.refuses: Callable[[Task], bool] = lambda _: False
-        monkeypatch.setattr(measure_process, "measure_in_child", self.measure)
+        monkeypatch.setattr(measure, "measure_in_child", self.measure)
 
     def measure(self, orders: Orders, *_: object) -> Answer:
         self.orders.append(orders)
@@ -167,56 +165,52 @@ def test_what_is_kept_bounds_what_is_measured() -> None:
 
 
 def test_the_plan_rests_on_what_was_measured(children: Children) -> None:
-    measured = measure_job(measuring())
-    assert len(children.orders) == 1
-    assert len(measured.timings) == len(children.orders[0].tasks)
-    (note,) = measured.notes
-    assert note.startswith(f"Measured {len(measured.timings)} blocks of this job's layers in 12 s")
+    reads, place = measured()
+    (orders,) = children.orders
+    note = place.notes[-1]
+    assert note.startswith(f"Measured {len(orders.tasks)} blocks of this job's layers in 12 s")
     assert str(store.profiles_folder()) in note
-    reads, place = job("nest.profile.mode=measure")
-    outcome = decide(reads, planned_with(place, measured), free=(), alternative=0)
-    assert measured.profile is not None
-    assert outcome.decision.plan.provenance.profile.startswith(f"{measured.profile.name}: ")
+    outcome = decide(reads, place, free=(), alternative=0)
+    name = place.settings.profile.name
+    assert outcome.decision.plan.provenance.profile.startswith(f"{name}: ")
     assert "imported" not in outcome.decision.plan.provenance.profile
     assert note in outcome.notes
 
 
 def test_the_second_run_measures_nothing(children: Children) -> None:
-    first = measure_job(measuring())
-    second = measure_job(measuring())
+    _, first = measured()
+    _, second = measured()
     assert len(children.orders) == 1
-    assert second.timings == ()
-    assert second.profile == first.profile
-    assert "Nothing was measured" in second.notes[0]
+    assert second.settings == first.settings
+    assert "Nothing was measured" in second.notes[-1]
 
 
 def test_what_was_not_reached_is_measured_next_time(children: Children) -> None:
     children.limit = 5
-    first = measure_job(measuring())
+    _, first = measured()
     assert "Not reached within 120 s" in first.notes[-1]
     children.limit = 10**9
-    second = measure_job(measuring())
-    assert len(second.timings) == len(children.orders[0].tasks) - 5
+    measured()
+    assert len(children.orders[1].tasks) == len(children.orders[0].tasks) - 5
     measure_job(measuring())
     assert len(children.orders) == 2
 
 
 def test_what_does_not_fit_is_not_tried_again(children: Children) -> None:
     children.refuses = lambda task: task.block is LayerBlock.HEAD
-    first = measure_job(measuring())
-    assert "Too large for the device" in first.notes[1]
-    assert "head (tp " in first.notes[1]
-    second = measure_job(measuring())
+    _, first = measured()
+    assert "Too large for the device" in first.notes[-1]
+    assert "head (tp " in first.notes[-1]
+    _, second = measured()
     assert len(children.orders) == 1
-    assert "known not to be timed" in second.notes[0]
+    assert "known not to be timed" in second.notes[-1]
 
 
 def test_a_profile_of_another_version_is_not_added_to(
     children: Children, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measure_job(measuring())
-    found = measure_store.here(Implementation.TRANSFORMER_ENGINE)
-    newer = dataclasses.replace(found, versions={**found.versions, "torch": "99.0"})
+    newer = dataclasses.replace(MACHINE, torch="99.0")
     monkeypatch.setattr(measure_store, "here", lambda _: newer)
     measure_job(measuring())
     assert len(children.orders) == 2
@@ -229,9 +223,8 @@ def test_nothing_timed_is_an_error(children: Children) -> None:
 
 
 def test_the_new_profile_is_named_as_asked(children: Children) -> None:
-    measured = measure_job(measuring("nest.profile.name=mine"))
-    assert measured.profile is not None
-    assert measured.profile.name == "mine"
+    _, place = measured("nest.profile.name=mine")
+    assert place.settings.profile.name == "mine"
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "inf", "nan"])
@@ -252,9 +245,9 @@ def test_the_budget_reaches_the_child_and_is_shared_by_its_blocks(children: Chil
 def test_orders_and_answers_survive_the_way(children: Children) -> None:
     measure_job(measuring())
     (orders,) = children.orders
-    assert from_json(Orders, to_json(orders)) == orders
+    assert from_plain(Orders, json.loads(json.dumps(to_plain(orders)))) == orders
     answer = children.measure(orders)
-    assert from_json(Answer, to_json(answer)) == answer
+    assert from_plain(Answer, json.loads(json.dumps(to_plain(answer)))) == answer
 
 
 def test_a_job_s_arguments_are_those_it_states_or_has_from_elsewhere() -> None:
@@ -282,7 +275,7 @@ def orders_for(children_s: tuple[Task, ...] = ()) -> Orders:
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     command = (sys.executable, "-c", textwrap.dedent(code))
-    monkeypatch.setattr(measure_process, "_COMMAND", command)
+    monkeypatch.setattr(measure, "_COMMAND", command)
 
 
 def test_a_child_that_dies_says_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,11 +370,11 @@ def test_a_child_knows_of_no_rank_and_of_one_gpu() -> None:
         "CUDA_VISIBLE_DEVICES": "4,5,6,7",
     }
     on_gpu = dataclasses.replace(orders_for(), where=Where.GPU)
-    found = measure_process.child_environment(on_gpu, rank)
+    found = measure.child_environment(on_gpu, rank)
     assert found["CUDA_VISIBLE_DEVICES"] == "5"
     assert found["HOME"] == "/root"
     assert rank.keys() & found.keys() == {"HOME", "CUDA_VISIBLE_DEVICES"}
-    on_cpu = measure_process.child_environment(orders_for(), rank)
+    on_cpu = measure.child_environment(orders_for(), rank)
     assert on_cpu["OMP_NUM_THREADS"] == str(threads_for(rank))
 
 
@@ -411,4 +404,3 @@ def test_measuring_leaves_the_rest_of_the_place_alone() -> None:
     assert analytic.settings.profile.max_seconds == 7
     assert place.settings.profile.mode == "measure"
     assert analytic.cluster is place.cluster
-    assert planned_with(place, Measured(notes=("said",))).notes[-1] == "said"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import json
 import os
 from argparse import Namespace
 from collections.abc import Iterator
@@ -16,19 +17,20 @@ from _pytest.mark import ParameterSet
 from nest_megatron.errors import NestError, UnplannableModelError, UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_request
 from nest_megatron.integrations.megatron_lm.launch import apply
-from nest_megatron.integrations.megatron_lm.messages import Decision, from_json, to_json
 from nest_megatron.integrations.megatron_lm.namespace import (
     command_of,
     recorded_version,
     require_planned,
 )
 from nest_megatron.integrations.megatron_lm.parser import read_argv
+from nest_megatron.integrations.megatron_lm.planning import Decision
 from nest_megatron.integrations.megatron_lm.rewrite import WRITABLE
 from nest_megatron.integrations.megatron_lm.write import has_activation_flag
 from nest_megatron.layout.rulebook import check
 from nest_megatron.layout.stage_layout import expand_layout
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import ModelFamily
+from nest_megatron.plain import from_plain, to_plain
 from tests import catalogue
 from tests.launch.jobs import decided, job_argv, namespace, pad_like_megatron, running
 
@@ -73,7 +75,7 @@ def test_every_model_comes_back_as_planned(name: str, version: str) -> None:
     assert not tuple(check(launch_request(plan, job.command)))
 
     before = vars(copy.copy(args))
-    again = from_json(Decision, to_json(decision))
+    again = from_plain(Decision, json.loads(json.dumps(to_plain(decision))))
     assert again == decision
     apply(args, again)
     written = read_argv("pretrain_gpt.py", plan.launch[LAUNCHER].argv, version).values
@@ -141,7 +143,8 @@ def test_the_batch_without_a_flag_is_megatron_s_own() -> None:
 
 def test_variables_that_go_with_a_plan() -> None:
     _, _, outcome = decided([*SMALL, "--tensor-model-parallel-size", "2"])
-    assert outcome.decision.environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    found = outcome.decision.plan.launch[LAUNCHER].environment
+    assert found == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     fsdp = ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"]
     args, _, outcome = decided([*SMALL, *fsdp])
     apply(args, outcome.decision)

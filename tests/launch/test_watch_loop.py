@@ -21,8 +21,7 @@ from nest_megatron.config.schema import LaunchConfig, WatchConfig
 from nest_megatron.history import store as history
 from nest_megatron.history.records import Outcome
 from nest_megatron.integrations import audit
-from nest_megatron.integrations.megatron_lm.ranks import Rendezvous
-from nest_megatron.integrations.megatron_lm.watch import Watch, begin, time_passes
+from nest_megatron.integrations.megatron_lm.watch import Watch, begin
 from nest_megatron.integrations.recorder import Recorder
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import Change
@@ -74,12 +73,12 @@ def job(plan: ParallelPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return SimpleNamespace(
         launch=LaunchConfig(watch=watch),
         args=Namespace(rank=0, world_size=1, curr_iteration=7),
-        rendezvous=Rendezvous(),
+        store=None,
         decision=SimpleNamespace(plan=plan, ranks=None),
         words=LaunchWords(mode=Mode.AUTO, job=(), launch=()),
         changes=(Change(field="micro_batch_size", before=4, after=1, reason="memory"),),
         signer=None,
-        run=None,
+        recorder=None,
     )
 
 
@@ -96,7 +95,7 @@ def training_module(job: Any, fail_at: int = -1) -> ModuleType:
         return number
 
     def pretrain() -> list[int]:
-        begin(job, None)
+        begin(job)
         return [module.train_step(number) for number in range(8)]  # type: ignore[attr-defined]
 
     watch = Watch(module, lambda: job)
@@ -183,7 +182,7 @@ def test_a_run_without_a_record_is_refused_where_an_audit_is_required(
 ) -> None:
     monkeypatch.setattr("nest_megatron.integrations.recorder.new_run", lambda *_: 1 / 0)
     with pytest.raises(PolicyError, match=r"audit\.required"):
-        begin(job, None)
+        begin(job)
     assert not audited.exists()
 
 
@@ -211,8 +210,8 @@ def test_an_audit_that_cannot_be_completed_stops_no_training(
 
 def test_nothing_is_kept_of_what_is_not_watched(job: Any) -> None:
     job.launch.watch.steps = 0
-    begin(job, None)
-    assert job.run is None
+    begin(job)
+    assert job.recorder.run() is None
     assert history.read() == ()
 
 
@@ -221,11 +220,11 @@ def test_fused_passes_are_not_taken_for_whole_ones(
 ) -> None:
     execution = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
     planned = job.decision.plan
-    begin(job, None)
+    begin(job)
     train = SimpleNamespace(batch_schedule=None)
     dims = SimpleNamespace(expert_model_parallel_size=1)
     layout = SimpleNamespace(dims=dims, execution=execution)
-    job.decision.plan = SimpleNamespace(layout=layout, train=train)
+    job.recorder.plan = SimpleNamespace(layout=layout, train=train)
     module = training_module(job)
     for number in range(5):
         module.train_step(number)
@@ -242,7 +241,7 @@ def test_a_growing_batch_is_watched_once_it_is_the_planned_one(
 
     sizes = iter([32, 64, 128, 128, 128, 128, 128, 128])
     monkeypatch.setattr(calculator, "get_current_global_batch_size", lambda: next(sizes))
-    begin(job, None)
+    begin(job)
     train = SimpleNamespace(batch_schedule=object())
     layout = dataclasses.replace(job.decision.plan.layout, global_batch_size=128)
     job.decision.plan = SimpleNamespace(layout=layout, train=train)
@@ -264,8 +263,10 @@ def test_tokens_are_counted_where_megatron_updates_routers() -> None:
         dims=SimpleNamespace(expert_model_parallel_size=2),
     )
     plan = SimpleNamespace(layout=layout)
-    recording = Recorder(steps=3, rank=0, num_ranks=1, store=None, own_run=None)
-    put_back = time_passes(recording, plan)  # type: ignore[arg-type]
-    assert counting.get_updated_expert_bias.__wrapped__ is original
-    put_back()
+    own: Any = {"plan": plan, "own_run": None, "store": None}
+    recording = Recorder(steps=1, rank=0, num_ranks=1, **own)
+    with recording.step():
+        assert counting.get_updated_expert_bias.__wrapped__ is original
+    with recording.step():
+        assert counting.get_updated_expert_bias is original
     assert counting.get_updated_expert_bias is original

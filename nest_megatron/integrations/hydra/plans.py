@@ -41,7 +41,6 @@ from nest_megatron.integrations.hydra.planned_fields import write_moved, write_v
 from nest_megatron.integrations.hydra.ranks import (
     is_first,
     is_launched,
-    launched,
     num_gpus,
     require_decided,
     require_same_job,
@@ -55,6 +54,7 @@ from nest_megatron.integrations.megatron_lm.search_space import freed_flags, job
 from nest_megatron.integrations.plan_output import pinned_by, pinned_file, plan_output, told_where
 from nest_megatron.integrations.plan_recipe import require_pinned_for
 from nest_megatron.integrations.site_policy import read_launched, require_launch
+from nest_megatron.integrations.slurm import launched
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.arguments import LAYOUT_ARGUMENTS
 from nest_megatron.layout.diff import Change, plan_values, reason
@@ -187,7 +187,7 @@ def _plan_first(config: Any, view: AppView, environment: Mapping[str, str]) -> N
             changes=audit.changed_flags(changes),
         )
         hosts = [socket.gethostname()]
-        PLANS.run = recorder.begin(found.plan, hosts, PLANS.launch, is_watched=False)
+        PLANS.run = recorder.begin_record(found.plan, hosts, PLANS.launch, is_watched=False)
 
 
 def _report(found: AppPlan, view: AppView) -> Iterator[RenderableType]:

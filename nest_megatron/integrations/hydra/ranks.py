@@ -22,10 +22,8 @@ from nest_megatron.integrations.megatron_lm.rendezvous import (
     NoAgreementError,
     RankContext,
     connect_store,
-    key_of,
 )
 from nest_megatron.integrations.megatron_lm.same_job import differences, fields, versions
-from nest_megatron.integrations.slurm import rank_variables
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.plan_file import digest
 
@@ -36,11 +34,6 @@ _LONGEST_S = 5.0
 
 class DifferentRankError(NoAgreementError, OneRankError):
     """This rank differs from the first, and the others have not been told."""
-
-
-def launched(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment with what ``srun`` says in the names of torch."""
-    return {**environment, **rank_variables(environment)}
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
@@ -134,15 +127,15 @@ def _require_like_first(
         environment=environment,
         rendezvous_timeout_s=_TIMEOUT_S,
     )
-    store, own, key = connect_store(context), digest(dict(mine)), key_of(context, name)
+    store, own = connect_store(context), digest(dict(mine))
     host = socket.gethostname()
-    if store.add(f"{key}/{own}/count", 1) == 1:
+    if store.call("add", f"{name}/{own}/count", 1) == 1:
         note = {"rank": context.rank, "host": host, "values": dict(mine)}
-        store.set(f"{key}/{own}", json.dumps(note))
-    first = store.compare_set(key, "", own)
+        store.call("set", f"{name}/{own}", json.dumps(note))
+    first = store.call("compare_set", name, "", own)
     if first == own:
         return True
-    said = store.wait_for(f"{key}/{first}", _LONGEST_S)
+    said = store.wait_for(f"{name}/{first}", _LONGEST_S)
     if said is None:
         raise DifferentRankError(
             f"rank {context.rank} differs from the rank that came first, and that one ended before "

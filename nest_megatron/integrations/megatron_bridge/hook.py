@@ -42,15 +42,14 @@ from nest_megatron.integrations.megatron_lm.agreement import (
     propagating_errors,
     require_equal,
 )
-from nest_megatron.integrations.megatron_lm.job_hosts import tell_hosts
-from nest_megatron.integrations.megatron_lm.messages import Decision
+from nest_megatron.integrations.megatron_lm.planning import Decision
 from nest_megatron.integrations.megatron_lm.ranks import (
     LaunchedJob,
     Rendezvous,
-    ending_together,
+    job_hosts,
+    last_value,
     words_of,
 )
-from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.integrations.megatron_lm.same_job import fields, versions
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
 from nest_megatron.integrations.plan_output import pinned_file, plan_output
@@ -99,7 +98,7 @@ def planning(process: Process, on_plan: Callable[[LaunchedJob | None], None]) ->
         config = process(config, config_filepath, rest or None)
         if ours:
             rendezvous = Rendezvous()
-            with ending_together(rendezvous):
+            with rendezvous.ending_together():
                 on_plan(run(config, read_words(ours), _stated(rest, config_filepath), rendezvous))
         return config
 
@@ -129,9 +128,9 @@ def run(
     job.rendezvous = rendezvous or Rendezvous()
     rank, num_ranks = int(os.environ.get("RANK", "0")), recipe.num_gpus or 1
     job.args = Namespace(rank=rank, world_size=num_ranks)
-    store = None
     if num_ranks > 1 and "RANK" in os.environ and not launch.dry_run:
-        store = job.rendezvous.join(rank, num_ranks, words, _PATIENCE_S)
+        job.join(_PATIENCE_S)
+    store = job.store
     mixed, notes = MixedGpus(launch.mixed_gpus), recipe.notes
 
     def planned() -> str:
@@ -151,17 +150,14 @@ def run(
             require_launch(words.mode, launch.free)
             return planned()
 
-    def begin(_: object) -> str:
-        watch.begin(job, store)
-        return ""
-
     with propagating_errors(store):
         own = fields(cfg, "", launch.may_differ)
         require_equal(store, {**versions(), **words_of(words), **own}, what="command")
-        job.hosts = _hosts(store)
+        # ranks are not numbered by switches here, so that no host is near another
+        job.hosts = tuple(dataclasses.replace(host, groups=()) for host in job_hosts(store))
         plan = plan_file.load(broadcast(store, solve))
         job.changes = apply_plan(cfg, plan, environment={} if launch.dry_run else None)
-        job.decision = Decision(plan=plan, values={}, environment={})
+        job.decision = Decision(plan=plan, values={})
         variables = dict(os.environ)
         told = tuple(adapt(plan, variables))
         set_variables(dict(variables.items() - os.environ.items()))
@@ -170,7 +166,7 @@ def run(
         if launch.dry_run:
             sys.exit(OK)
         require_equal(store, fields(cfg, "", launch.may_differ), what="configuration")
-        broadcast(store, begin, what="word that the run may begin")
+        watch.begin(job)
     return job
 
 
@@ -219,11 +215,6 @@ def stated_choices(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...
     return tuple(choice for choice in choices if choice not in free)
 
 
-def _hosts(store: RendezvousStore | None) -> tuple[Host, ...]:
-    """The job's hosts, on rank 0; ranks are not numbered by switches here, so that none is near."""
-    return tuple(dataclasses.replace(host, groups=()) for host in tell_hosts(store))
-
-
 def _find(
     recipe: Job,
     words: LaunchWords,
@@ -232,8 +223,7 @@ def _find(
     hosts: Sequence[Host],
 ) -> tuple[ParallelPlan, tuple[str, ...]]:
     settings = tuple(setting for setting in words.job if setting.key != "out")
-    given = [s.value for s in words.job if s.key == "out"]
-    out = plan_output(given[-1] if given else None)
+    out = plan_output(last_value(words, "out"))
     sharding = {"all", "use_megatron_fsdp"}.intersection(launch.free)
     free = free_parameters(("all",) if sharding else None, keep, "nest.free")
     job = dataclasses.replace(recipe, free=free, packages=installed_packages())

@@ -1,41 +1,302 @@
-"""One job and one plan on all ranks: what they were started with, and what they made of it.
+"""One job and one plan on all ranks: what they tell each other through the store of ``rendezvous``.
 
 All ranks call the same of these functions in the same order. A rank that fails, is killed or stops
 ends all of them with its reason, at once where it can still say it.
+
+Rank 0's answers, its heartbeats and the failure of any rank are the entries of one log, each under
+a key of its own. An entry is written where none stands yet, so all ranks read the same sequence,
+and the first failure ends it. A rank that waits blocks on the next entry: it calls the store once
+for each, and not at all in between. Only rank 0 polls, which is a single process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
-from nest_megatron.integrations.megatron_lm.rendezvous import NoAgreementError
-from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
-from nest_megatron.integrations.megatron_lm.same_job import differences
+from nest_megatron.errors import exit_code_of
+from nest_megatron.integrations.megatron_lm.rendezvous import (
+    LostStoreError,
+    NoAgreementError,
+    RankContext,
+    TimedStore,
+    connect_store,
+)
+from nest_megatron.integrations.megatron_lm.same_job import differences, named
 from nest_megatron.layout.plan_file import digest
+from nest_megatron.plain import to_plain
 from nest_megatron.units import Seconds
 
-#: How long rank 0 waits for more ranks that differ once one does.
-_OTHERS_S = 2.0
+#: Heartbeats that all ranks together send or read in one second, and the shortest interval of one.
+_HEARTBEATS_PER_S, _SHORTEST_INTERVAL_S = 250.0, 1.0
+#: How often rank 0 looks for what it collects, and how long it waits for more ranks that differ
+#: once one does.
+_POLL_S, _OTHERS_S = 0.05, 2.0
+#: How long a rank that ends stays for the others to say why, too.
+_GRACE_PERIOD_S = 10.0
+#: How an entry of the log begins.
+_ANSWER, _HEARTBEAT, _FAILURE = "+", ".", "!"
+#: The list that every rank leaves its host in as it arrives.
+_ROLL = "roll"
+
 #: Waits for all ranks and gives the name of the host of each.
 Hosts = Callable[[], Sequence[str]]
-#: Raises once another rank has failed.
-Check = Callable[[], None]
 
 
-def propagating_errors(store: RendezvousStore | None) -> AbstractContextManager[None]:
+class RendezvousStore:
+    """This rank's side of the log, and its heartbeat until it is stopped.
+
+    Rank 0 keeps it for as long as others may read: its end is the end of the store.
+
+    Raises:
+        NoAgreementError: from every method, if the store is lost or does not answer.
+    """
+
+    def __init__(self, store: TimedStore, context: RankContext) -> None:
+        self.store, self.context = store, context
+        self._entry = 0
+        self._writing = threading.Lock()
+        self._waits = False
+        self._stopped = threading.Event()
+        self.count(f"heartbeat/{context.rank}")
+        self.leave(_ROLL, socket.gethostname())
+        self._heartbeat = threading.Thread(target=self._send_heartbeats, daemon=True)
+        self._heartbeat.start()
+
+    @property
+    def interval_s(self) -> Seconds:
+        """Time between two heartbeats: longer for many ranks, a quarter of the timeout at most."""
+        shared = self.context.world_size / _HEARTBEATS_PER_S
+        return min(max(_SHORTEST_INTERVAL_S, shared), self.context.heartbeat_timeout_s / 4)
+
+    def count(self, name: str, step: int = 1) -> int:
+        """Raise a counter, and say where it stands."""
+        return int(self.store.call("add", name, step))
+
+    def leave(self, name: str, part: object) -> None:
+        """Leave this rank's part of a list, to which every rank adds one at most."""
+        text = json.dumps([self.context.rank, to_plain(part)])
+        self.store.call("append", name, f"{text}\n")
+        self.count(f"{name}/count")
+
+    def num_left(self, name: str) -> int:
+        """How many parts of a list are there."""
+        return self.count(f"{name}/count", 0)
+
+    def left(self, name: str) -> dict[int, Any]:
+        """The parts of a list as plain data, in the order of the ranks of launched processes."""
+        lines = self.store.call("get", name).splitlines() if self.num_left(name) else ()
+        return dict(sorted(map(json.loads, lines)))
+
+    def hosts(self) -> dict[int, str]:
+        """The hosts of the ranks that have arrived."""
+        return self.left(_ROLL)
+
+    def publish(self, answer: object = None) -> None:
+        """Write rank 0's next answer into the log, unless another rank has failed meanwhile."""
+        self._write(_ANSWER + json.dumps(to_plain(answer)))
+
+    def receive(self, what: str, limit_s: Seconds | None = None) -> Any:
+        """Wait for rank 0's next answer, as plain data.
+
+        Args:
+            what: what is awaited, for the error.
+            limit_s: longest wait; the rendezvous timeout if not given.
+
+        Raises:
+            NoAgreementError: if a rank failed, rank 0 sends no heartbeat, or the time is over.
+        """
+        limit_s = limit_s or self.context.rendezvous_timeout_s
+        # rank 0 names those that are missing after the same time, and goes first
+        ended = time.monotonic() + limit_s + self.interval_s
+        while (left_s := ended - time.monotonic()) > 0:
+            timeout_s = self.context.heartbeat_timeout_s
+            self._waits = True
+            entry = self.store.wait_for(f"log/{self._entry}", min(left_s, timeout_s))
+            self._waits = False
+            if entry is not None:
+                _raise_failure(entry)
+                self._entry += 1
+                if entry.startswith(_ANSWER):
+                    return json.loads(entry.removeprefix(_ANSWER))
+            elif left_s >= timeout_s and 0 in self.hosts():
+                raise NoAgreementError(self._silent([0]))
+        who = named([0], self.hosts())
+        raise NoAgreementError(f"no {what} from {who} after {limit_s:g} s. {self._roll_call()}")
+
+    def collect(
+        self,
+        what: str,
+        limit_s: Seconds | None = None,
+        enough: Callable[[], bool] = lambda: False,
+    ) -> dict[int, Any]:
+        """Wait, on rank 0, for the parts of a list that every rank adds to.
+
+        Args:
+            what: name of the list.
+            limit_s: longest wait; the rendezvous timeout if not given.
+            enough: whether what is there will do.
+
+        Raises:
+            NoAgreementError: if a rank failed, sends no heartbeat or brought nothing in time.
+        """
+        limit_s = limit_s or self.context.rendezvous_timeout_s
+        started, seen = time.monotonic(), dict[int, tuple[str, float]]()
+        next_check = started + self.interval_s
+        while True:
+            is_there = self.num_left(what) >= self.context.world_size or enough()
+            self.raise_failure()
+            if is_there:
+                return self.left(what)
+            now = time.monotonic()
+            if now > started + limit_s:
+                said = f"after {limit_s:g} s"
+                if late := self._late(what):
+                    raise NoAgreementError(f"no {what} from {named(late, self.hosts())} {said}")
+                raise NoAgreementError(f"{said} {self._roll_call()}")
+            if now > next_check:
+                next_check = now + self.interval_s
+                self._require_heartbeats(self._late(what), seen)
+            time.sleep(_POLL_S)
+
+    def raise_failure(self) -> None:
+        """Raise what another rank has failed with, to end with the exit code that it ends with."""
+        with self._writing:
+            while self.store.call("check", [f"log/{self._entry}"]):
+                _raise_failure(self.store.call("get", f"log/{self._entry}"))
+                self._entry += 1
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the other ranks what ends this one, unless another was first."""
+        own = named([self.context.rank], {self.context.rank: socket.gethostname()})
+        message = f"{own} stopped: {str(error) or type(error).__name__}"
+        if isinstance(error, NoAgreementError):
+            message = str(error)
+        elif isinstance(error, SystemExit):
+            message = f"{own} ended with code {error.code}"
+        else:
+            _ = self.prints_errors  # this one says it on its host
+        with contextlib.suppress(NoAgreementError):
+            self._write(f"{_FAILURE}{exit_code_of(error)} {message}")
+
+    @functools.cached_property
+    def prints_errors(self) -> bool:
+        """Whether this rank is the first of its host that ends, so that it says why.
+
+        Its first process may be the one that is stopped; and without the store all say it.
+        """
+        try:
+            return self.count(f"printed on {socket.gethostname()}") == 1
+        except LostStoreError:
+            return True
+
+    def stop_heartbeat(self) -> None:
+        """Send no more heartbeats: no rank waits for this one any longer."""
+        self._stopped.set()
+        # an interpreter that ends must not meet it inside torch
+        self._heartbeat.join(_SHORTEST_INTERVAL_S)
+
+    def exit_together(self) -> None:
+        """Stay until all have said why they end: a launcher ends all once the first has gone."""
+        self.stop_heartbeat()
+        ended = time.monotonic() + _GRACE_PERIOD_S
+        with contextlib.suppress(LostStoreError):
+            gone = self.count("gone")
+            while gone < self.num_left(_ROLL) and time.monotonic() < ended:
+                time.sleep(self.interval_s / 2)  # all of them poll
+                gone = self.count("gone", 0)
+
+    def _write(self, entry: str) -> None:
+        """Put an entry behind the last one; raises the failure that stands there."""
+        with self._writing:
+            found = None
+            while found != entry:
+                found = self.store.call("compare_set", f"log/{self._entry}", "", entry)
+                _raise_failure(found)
+                self._entry += 1
+
+    def _send_heartbeats(self) -> None:
+        """Rank 0's are entries of the log; those of others are read where they are awaited.
+
+        A rank that waits sends none: it has brought all that rank 0 may wait for.
+        """
+        with contextlib.suppress(NoAgreementError):
+            while not self._stopped.wait(self.interval_s):
+                if self.context.rank == 0:
+                    self._write(_HEARTBEAT)
+                elif not self._waits:
+                    self.count(f"heartbeat/{self.context.rank}")
+
+    def _late(self, what: str) -> list[int]:
+        """Ranks that have arrived, and whose part of a list is missing."""
+        return sorted(self.hosts().keys() - self.left(what).keys())
+
+    def _require_heartbeats(self, ranks: Sequence[int], seen: dict[int, tuple[str, float]]) -> None:
+        """Ranks that are awaited are alive; ``seen`` has the last heartbeat of each, and when."""
+        now, timeout_s = time.monotonic(), self.context.heartbeat_timeout_s
+        keys = [f"heartbeat/{rank}" for rank in ranks]
+        heartbeats = self.store.call("multi_get", keys) if keys else ()
+        for rank, heartbeat in zip(ranks, heartbeats, strict=True):
+            if seen.get(rank, ("", 0.0))[0] != heartbeat:
+                seen[rank] = heartbeat, time.monotonic()
+        silent = [rank for rank in ranks if now - seen[rank][1] > timeout_s]
+        if silent:
+            raise NoAgreementError(self._silent(silent))
+
+    def _silent(self, ranks: Collection[int]) -> str:
+        return (
+            f"no heartbeat from {named(ranks, self.hosts())} for "
+            f"{self.context.heartbeat_timeout_s:g} s: the process was killed or is stopped, or its "
+            "host is down"
+        )
+
+    def _roll_call(self) -> str:
+        world_size, hosts = self.context.world_size, self.hosts()
+        missing = [rank for rank in range(world_size) if rank not in hosts]
+        if not missing:
+            return f"All {world_size} ranks have arrived."
+        return (
+            f"{len(missing)} of {world_size} ranks have not arrived: {named(missing, {})}. "
+            f"Arrived: {named(hosts, hosts)}. Look at the missing ranks' own output: one that "
+            "ended, hangs or was started without +nest never arrives"
+        )
+
+
+def _raise_failure(entry: str) -> None:
+    if entry.startswith(_FAILURE):
+        code, _, message = entry.removeprefix(_FAILURE).partition(" ")
+        error = NoAgreementError(message)
+        error.exit_code = int(code)
+        raise error
+
+
+def connect(context: RankContext) -> RendezvousStore:
+    """Join the other ranks of the job; see ``connect_store`` for errors."""
+    return RendezvousStore(connect_store(context), context)
+
+
+@contextlib.contextmanager
+def propagating_errors(store: RendezvousStore | None) -> Iterator[None]:
     """Tell the other ranks, if there are any, what ends this one in here."""
-    return nullcontext() if store is None else store.propagating_errors()
+    try:
+        yield
+    except BaseException as error:
+        if store is not None and exit_code_of(error):
+            store.tell(error)
+        raise
 
 
 def broadcast(
-    store: RendezvousStore | None, solve: Callable[[Hosts], str], *, what: str = "plan"
-) -> str:
-    """Rank 0's answer, on every rank.
+    store: RendezvousStore | None, solve: Callable[[Hosts], object], *, what: str = "plan"
+) -> Any:
+    """Rank 0's answer, on every rank as plain data.
 
     Args:
         solve: called on rank 0 alone.
@@ -44,15 +305,14 @@ def broadcast(
         NoAgreementError: on the other ranks, with rank 0's reason.
     """
     if store is None:
-        return solve(lambda: [socket.gethostname()])
-    with store.propagating_errors():
-        store.bring(socket.gethostname())
+        return to_plain(solve(lambda: [socket.gethostname()]))
+    with propagating_errors(store):
         if store.context.rank:
             limit_s = store.context.planning_s + store.context.rendezvous_timeout_s
-            return store.receive(what, limit_s=limit_s)
-        answer = solve(lambda: list(store.collect("heartbeat").values()))
+            return store.receive(what, limit_s)
+        answer = solve(lambda: list(store.collect(_ROLL).values()))
         store.publish(answer)
-        return answer
+        return to_plain(answer)
 
 
 def require_equal(
@@ -64,6 +324,7 @@ def require_equal(
 
     Args:
         mine: this rank's values, by the name that a user knows.
+        what: their name, which no other call of the job has.
 
     Raises:
         NoAgreementError: on all ranks if any differs, with both values of each name, or if one does
@@ -71,68 +332,52 @@ def require_equal(
     """
     if store is None:
         return
-    with store.propagating_errors():
-        own = digest(dict(mine))
-        if store.context.rank == 0:
-            store.publish(own)
-            store.bring("")
-            _collect_equal(store, mine, what)
-            store.publish("")
+    with propagating_errors(store):
+        own, different = digest(dict(mine)), f"different {what}"
+        if store.context.rank:
+            if store.receive(f"digest of the {what}") != own:
+                store.leave(different, mine)
+            store.leave(what, None)
+            store.receive(f"agreement on the {what}")
             return
-        differs = store.receive(f"digest of the {what}") != own
-        store.bring(json.dumps(dict(mine)) if differs else "", differs=differs)
-        store.receive(f"agreement on the {what}")
+        store.publish(own)
+        store.leave(what, None)
+        ended = math.inf
 
+        def enough() -> bool:
+            """One differs, and others had time to say the same."""
+            nonlocal ended
+            if ended == math.inf and store.num_left(different):
+                ended = time.monotonic() + _OTHERS_S
+            return time.monotonic() > ended
 
-def _collect_equal(store: RendezvousStore, mine: Mapping[str, str], what: str) -> None:
-    """On rank 0: all parts are there and none says something else."""
-    ended = math.inf
-
-    def enough() -> bool:
-        """One differs, and others had time to say the same."""
-        nonlocal ended
-        if ended == math.inf and store.has_different():
-            ended = time.monotonic() + _OTHERS_S
-        return time.monotonic() > ended
-
-    parts = store.collect(what, enough=enough)
-    if any(parts.values()):
-        of_ranks = {rank: json.loads(text) if text else mine for rank, text in parts.items()}
-        raise NoAgreementError(differences(of_ranks, store.hosts()))
+        parts = store.collect(what, enough=enough)
+        if others := store.left(different):
+            of_ranks = {**dict.fromkeys(parts, mine), **others}
+            raise NoAgreementError(differences(of_ranks, store.hosts()))
+        store.publish()
 
 
 def gather(
-    store: RendezvousStore | None, work: Callable[[Check], str], *, what: str, limit_s: Seconds
-) -> tuple[str, ...]:
-    """Every rank's part, in the order of ranks, on rank 0; nothing elsewhere.
+    store: RendezvousStore | None, work: Callable[[], object], *, what: str, limit_s: Seconds
+) -> tuple[Any, ...]:
+    """Every rank's part as plain data, in the order of ranks, on rank 0; nothing elsewhere.
 
     Args:
         work: makes this rank's part.
+        what: the name of the parts, which no other call of the job has.
         limit_s: longest that any rank may take once rank 0 is done.
 
     Raises:
         NoAgreementError: on all other ranks, with the reason of the one that failed.
     """
     if store is None:
-        return (work(lambda: None),)
-    with store.propagating_errors():
-        store.bring(work(_at_intervals(store.raise_failure, store.interval_s)))
+        return (to_plain(work()),)
+    with propagating_errors(store):
+        store.leave(what, work())
         if store.context.rank:
-            store.receive(f"word that all {what} are there", limit_s=2 * limit_s)
+            store.receive(f"word that all {what} are there", 2 * limit_s)
             return ()
-        parts = store.collect(what, limit_s=limit_s)
-        store.publish("")
+        parts = store.collect(what, limit_s)
+        store.publish()
         return tuple(parts.values())
-
-
-def _at_intervals(check: Check, interval_s: Seconds) -> Check:
-    """A check that does nothing where the last one is not that long ago."""
-    last = time.monotonic()
-
-    def now_and_then() -> None:
-        nonlocal last
-        if time.monotonic() - last >= interval_s:
-            last = time.monotonic()
-            check()
-
-    return now_and_then

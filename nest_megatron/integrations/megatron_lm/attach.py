@@ -42,7 +42,7 @@ from nest_megatron.layout.rulebook.options import contradicted
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
 
-#: Key of ``ParallelPlan.launch``.
+#: Key of ``ParallelPlan.launch``, and how the names of its targets begin.
 LAUNCHER = "megatron_lm"
 #: Rules of what only a framework's own configuration can state.
 STATED_ELSEWHERE = ("activation_flag", "variant", "position_type")
@@ -123,11 +123,15 @@ def with_launch(plan: ParallelPlan, *, notes: tuple[str, ...] = ()) -> ParallelP
         UserInputError: if Megatron would refuse the command, or another framework's megatron-core
             the layout.
     """
-    version = _release(plan)
-    if version is None:
-        _require_trainable(plan)
-        return plan
+    target = restored_settings(plan.provenance.settings).target
+    # 0.16.1 cuts hybrid models evenly alone, and a search does not assume it
+    version = VERSIONS[-1 if plan.model.hybrid_layer_pattern else 0]
+    if target is not None:
+        version = target_named(target).megatron_core
     request = launch_request(plan, version=version)
+    if target is not None and not target.startswith(LAUNCHER):
+        require_launchable(request, but=OF_THE_COMMAND_LINE)
+        return plan
     require_launchable(request, but=STATED_ELSEWHERE)
     argv, remark = _own_argv(request)
     notes = (*notes, remark, *filter(None, [newest_flags(argv)]))
@@ -180,23 +184,6 @@ def _launch_command(
         ),
         notes=notes,
     )
-
-
-def _require_trainable(plan: ParallelPlan) -> None:
-    """Raise on the first rule of its framework's megatron-core that a plan breaks."""
-    target = restored_settings(plan.provenance.settings).target
-    assert target is not None  # else the plan is Megatron-LM's
-    request = launch_request(plan, version=target_named(target).megatron_core)
-    require_launchable(request, but=OF_THE_COMMAND_LINE)
-
-
-def _release(plan: ParallelPlan) -> str | None:
-    """The release of Megatron-LM that a plan assumes; ``None`` for another framework."""
-    target = restored_settings(plan.provenance.settings).target
-    if target is None:  # 0.16.1 cuts hybrid models evenly alone, and a search does not assume it
-        return VERSIONS[-1 if plan.model.hybrid_layer_pattern else 0]
-    name, _, release = target.rpartition("_")
-    return release if name == "megatron_lm" else None
 
 
 def rewritten(plan: ParallelPlan, command: ReadCommand, kept: Collection[str] = ()) -> Rewrite:

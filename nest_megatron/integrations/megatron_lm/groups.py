@@ -7,7 +7,7 @@ from types import MappingProxyType, ModuleType
 
 from nest_megatron.cluster.placement import network_order
 from nest_megatron.errors import NestError, UserInputError
-from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rank_order import GroupKind, group_of_rank
 
 #: Megatron's function for each kind of group; the last two are those of experts.
@@ -56,9 +56,7 @@ def check_permutation(ranks: Sequence[int], world_size: int, *, zero_may_move: b
         raise UserInputError("nest.ranks", list(ranks)[:16], limit, fix)
 
 
-def check_groups(
-    parallel_state: ModuleType, dims: ParallelDims, rank: int, *, has_experts: bool
-) -> None:
+def compare_groups(plan: ParallelPlan, parallel_state: ModuleType) -> None:
     """Raise for the first process group that Megatron made otherwise than planned.
 
     Args:
@@ -66,13 +64,16 @@ def check_groups(
     """
     import torch
 
+    rank = torch.distributed.get_rank()
+    # megatron-core before 0.10, which NeMo 1 runs on, makes the experts' groups in another way
+    has_experts = plan.model.is_moe and hasattr(parallel_state, "get_expert_data_parallel_group")
     for kind, name in _GETTERS.items():
         if kind in (GroupKind.EP, GroupKind.EDP) and not has_experts:
             continue
         options = {"with_context_parallel": True} if kind is GroupKind.DP_CP else {}
         group = getattr(parallel_state, name)(**options)
         made = [int(member) for member in torch.distributed.get_process_group_ranks(group)]
-        planned = group_of_rank(dims, kind, rank)
+        planned = group_of_rank(plan.layout.dims, kind, rank)
         if sorted(made) != sorted(planned):
             raise NestError(
                 f"rank {rank}: Megatron's {kind.value} group is {made[:16]}, the plan's is "

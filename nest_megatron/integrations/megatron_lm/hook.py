@@ -18,7 +18,7 @@ from nest_megatron.boot import is_asked_for
 from nest_megatron.config.launch import Mode, read_launch, read_words, split_words
 from nest_megatron.errors import OK, NestError, UserInputError
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS
-from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob, ending_together
+from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
 from nest_megatron.integrations.process_variables import set_rank_variables
 from nest_megatron.report.failure import end, ending_on_errors
 
@@ -96,7 +96,7 @@ def _validate_args(
     job, defaults = _job, defaults or {}
     if job is None or job.decision is not None:
         return validate(args, defaults)
-    with ending_together(job.rendezvous):
+    with job.rendezvous.ending_together():
         from nest_megatron.integrations.megatron_lm.launch import dry_run, run
 
         job.args, job.defaults, job.validate = args, defaults, validate
@@ -121,14 +121,9 @@ def after_bridge_overrides(module: ModuleType) -> None:
 
 def after_bridge_pretrain(module: ModuleType) -> None:
     """Watch Megatron-Bridge's loop as Megatron-LM's, once the job was planned."""
-    from nest_megatron.integrations.megatron_lm.watch import Watch
-
     training = sys.modules.get("megatron.bridge.training.train")  # which it has imported
-    if training is None:
-        return
-    watch = Watch(training, lambda: _bridge_job)
-    _wrap(module, "pretrain", watch.pretrain)
-    _wrap(training, "train_step", watch.train_step)
+    if training is not None:
+        _watch(module, training, lambda: _bridge_job)
 
 
 def after_initialize(module: ModuleType) -> None:
@@ -144,13 +139,19 @@ def after_initialize(module: ModuleType) -> None:
 
 def after_training(module: ModuleType) -> None:
     """Compare the first steps with the prediction, and keep what became of the run."""
-    if _job is None:
-        return
+    if _job is not None:
+        _watch(module, module, lambda: _job)
+
+
+def _watch(
+    module: ModuleType, training: ModuleType, job_of: Callable[[], LaunchedJob | None]
+) -> None:
+    """Watch the loop of ``training``, which ``module.pretrain`` runs."""
     from nest_megatron.integrations.megatron_lm.watch import Watch
 
-    watch = Watch(module, lambda: _job)
+    watch = Watch(training, job_of)
     _wrap(module, "pretrain", watch.pretrain)
-    _wrap(module, "train_step", watch.train_step)
+    _wrap(training, "train_step", watch.train_step)
 
 
 def after_parallel_state(module: ModuleType) -> None:
@@ -162,7 +163,7 @@ def after_parallel_state(module: ModuleType) -> None:
         result = original(*args, **kwargs)
         plan = _plan_of_groups()
         if plan is not None:
-            from nest_megatron.integrations.megatron_lm.launch import compare_groups
+            from nest_megatron.integrations.megatron_lm.groups import compare_groups
 
             with ending_on_errors():
                 compare_groups(plan, module)

@@ -17,22 +17,18 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from nest_megatron.cluster.discovery import is_same_device, known_gpus
-from nest_megatron.cluster.hosts import Host
-from nest_megatron.config.cluster_detection import JobCluster, find_cluster
+from nest_megatron.config.cluster_detection import JobCluster
 from nest_megatron.config.job import Job
-from nest_megatron.config.launch import MixedGpus, Mode
+from nest_megatron.config.launch import Mode
 from nest_megatron.errors import OK, NestError, RefusedByMegatronError, UserInputError
 from nest_megatron.files import user_folder
 from nest_megatron.integrations import audit
 from nest_megatron.integrations.launched import flag_cost_report, launched_report
 from nest_megatron.integrations.megatron_lm import agreement, attach, groups, planning, watch
-from nest_megatron.integrations.megatron_lm.job_hosts import tell_hosts
-from nest_megatron.integrations.megatron_lm.measure import measure_job, planned_with
-from nest_megatron.integrations.megatron_lm.messages import Decision, from_json, to_json
+from nest_megatron.integrations.megatron_lm.measure import measure_job
 from nest_megatron.integrations.megatron_lm.namespace import (
     flags_of,
     recorded_version,
@@ -41,9 +37,14 @@ from nest_megatron.integrations.megatron_lm.namespace import (
 )
 from nest_megatron.integrations.megatron_lm.own_layers import stand_in_device
 from nest_megatron.integrations.megatron_lm.pinned import pinned_plan
-from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob, last_value, words_of
+from nest_megatron.integrations.megatron_lm.planning import Decision
+from nest_megatron.integrations.megatron_lm.ranks import (
+    LaunchedJob,
+    job_hosts,
+    last_value,
+    words_of,
+)
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
-from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.integrations.megatron_lm.same_job import arguments, comparable, versions
 from nest_megatron.integrations.plan_output import plan_output, told_where
 from nest_megatron.integrations.process_variables import set_variables
@@ -51,6 +52,7 @@ from nest_megatron.integrations.site_policy import require_launch
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.launch import launch_words
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.plain import from_plain
 from nest_megatron.printing import print_cleaned
 from nest_megatron.profile.mode import ProfileMode
 from nest_megatron.report.console import command_lines, say, show
@@ -62,61 +64,54 @@ def run(launched: LaunchedJob) -> Any:
     Raises:
         NestError: if no plan can be made or carried out; nothing has touched a GPU then.
     """
-    args, store = launched.args, None
+    args, launch, words = launched.args, launched.launch, launched.words
     if args.world_size > 1 and not args.fake_process_group:
-        timeout_s = 60.0 * (args.distributed_timeout_minutes or 10)
-        store = launched.rendezvous.join(args.rank, args.world_size, launched.words, timeout_s)
-    with agreement.propagating_errors(store):
-        command = {
-            **versions(),
-            **words_of(launched.words),
-            "defaults of the script": comparable(launched.defaults),
-            **_arguments(launched),
-        }
-        agreement.require_equal(store, command, what="command")
-        return _run(launched, store)
+        launched.join(60.0 * (args.distributed_timeout_minutes or 10))
+    store = launched.store
+    measured = None
 
-
-def _run(launched: LaunchedJob, store: RendezvousStore | None) -> Any:
-    words = launched.words
-    launched.hosts = tell_hosts(store)
-    measures = last_value(words, "profile.mode") == ProfileMode.MEASURE.value
-    measured = _measured(launched, store) if measures and words.mode is Mode.AUTO else None
-
-    def solve(hosts: agreement.Hosts) -> str:
-        with _writing_refusals(launched):
-            require_launch(words.mode, launched.launch.free, _release())
-            found = _find(launched) if measured is None else _decided(launched, *measured)
+    def solve(hosts: agreement.Hosts) -> Decision:
+        with contextlib.ExitStack() as audited:
+            if not launch.stop_before_training:  # what is not to train is no launch
+                audited.enter_context(
+                    audit.refusals(words.mode.value, launch.plan, args.world_size)
+                )
+            require_launch(words.mode, launch.free, _release())
+            found = _find(launched, measured)
         outcome = _with_ranks(launched, found, hosts)
         launched.changes = tuple(outcome.changes)
         show(launched_report(outcome.decision.plan, outcome.changes, outcome.notes))
         say(_write_plan(launched, outcome.decision.plan))
         if outcome.searched is not None and outcome.searched.kept:
             threading.Thread(target=_print_costs, args=(outcome.searched,), daemon=True).start()
-        return to_json(outcome.decision)
+        return outcome.decision
 
-    decision = launched.decision = from_json(Decision, agreement.broadcast(store, solve))
-    if launched.launch.stop_before_training:
-        checksum = {"plan": plan_file.checksum(decision.plan)}
-        agreement.require_equal(store, checksum, what="plan")  # no rank ends before the others
-        sys.exit(OK)
-    result = _carried_out(launched, decision)
-    agreement.require_equal(store, _arguments(launched), what="arguments")
-
-    def begin(_: agreement.Hosts) -> str:
-        watch.begin(launched, store)
-        return ""
-
-    agreement.broadcast(store, begin, what="word that the run may begin")
-    return result
-
-
-def _writing_refusals(launched: LaunchedJob) -> AbstractContextManager[None]:
-    """What no rule allows is in the audit; what is not to train is no launch."""
-    launch = launched.launch
-    if launch.stop_before_training:
-        return contextlib.nullcontext()
-    return audit.refusals(launched.words.mode.value, launch.plan, launched.args.world_size)
+    with agreement.propagating_errors(store):
+        command = {
+            **versions(),
+            **words_of(words),
+            "defaults of the script": comparable(launched.defaults),
+            **_arguments(launched),
+        }
+        agreement.require_equal(store, command, what="command")
+        launched.hosts = job_hosts(store)
+        measures = last_value(words, "profile.mode") == ProfileMode.MEASURE.value
+        if measures and words.mode is Mode.AUTO:
+            measured = measure_job(
+                lambda: _job_and_place(launched),
+                store=store,
+                defaults=launched.defaults,
+                free=launch.free,
+            )
+        decision = launched.decision = from_plain(Decision, agreement.broadcast(store, solve))
+        if launch.stop_before_training:
+            checksum = {"plan": plan_file.checksum(decision.plan)}
+            agreement.require_equal(store, checksum, what="plan")  # no rank ends before the others
+            sys.exit(OK)
+        result = _carried_out(launched, decision)
+        agreement.require_equal(store, _arguments(launched), what="arguments")
+        watch.begin(launched)
+        return result
 
 
 def dry_run(launched: LaunchedJob) -> None:
@@ -178,28 +173,19 @@ def validated(
     """
     try:
         return validate(args, defaults)
+    except NestError:
+        raise
     except Exception as error:
-        if isinstance(error, NestError) or not _refuses(validate, unplanned, defaults, error):
-            raise
-        text = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
-        raise RefusedByMegatronError(
-            f"Megatron's own validation refuses the arguments: {text} (try without +nest)"
-        ) from error
-
-
-def _refuses(
-    validate: Callable[..., Any],
-    unplanned: Namespace,
-    defaults: Mapping[str, Any],
-    error: Exception,
-) -> bool:
-    """Whether arguments without a plan are refused at the same place in the same words."""
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            validate(unplanned, defaults)
-    except Exception as other:  # noqa: BLE001 - whatever Megatron raises
-        return _place_and_words(other) == _place_and_words(error)
-    return False
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                validate(unplanned, defaults)
+        except Exception as other:  # noqa: BLE001 - whatever Megatron raises
+            if _place_and_words(other) == _place_and_words(error):
+                text = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+                raise RefusedByMegatronError(
+                    f"Megatron's own validation refuses the arguments: {text} (try without +nest)"
+                ) from error
+        raise
 
 
 def _place_and_words(error: Exception) -> tuple[object, ...]:
@@ -218,56 +204,25 @@ def _release() -> str:
     return recorded_version(release)
 
 
-def _find(launched: LaunchedJob) -> planning.LaunchPlan:
-    job = _read(launched)
+def _find(
+    launched: LaunchedJob, measured: tuple[Job, JobCluster] | None = None
+) -> planning.LaunchPlan:
+    """The plan; one that is searched, with the layer times that were measured for it, if any."""
+    launch = launched.launch
     if launched.words.mode is Mode.PINNED:
-        return pinned_plan(launched, job)
-    return _decided(launched, job, _place(launched))
+        return pinned_plan(launched, _read(launched))
+    job, place = measured or _job_and_place(launched)
+    return planning.decide(job, place, free=launch.free, alternative=launch.alternative)
+
+
+def _job_and_place(launched: LaunchedJob) -> tuple[Job, JobCluster]:
+    return _read(launched), launched.find_place(launched.args.world_size)
 
 
 def _read(launched: LaunchedJob) -> Job:
     _asked_file(launched)
     command_line = (launched.script, launched.argv)
     return planning.read_running_job(launched.args, launched.defaults, command_line, _release())
-
-
-def _place(launched: LaunchedJob) -> JobCluster:
-    dry_run, num_ranks = launched.launch.dry_run, launched.args.world_size
-    return find_cluster(
-        launched.words.job,
-        num_ranks,
-        os.environ,
-        dry_run=dry_run,
-        hosts=_hosts_by_rank_order(launched),
-        mixed=MixedGpus(launched.launch.mixed_gpus),
-    )
-
-
-def _hosts_by_rank_order(launched: LaunchedJob) -> tuple[Host, ...]:
-    """The job's hosts; where ranks do not follow the network, it is not known which are near."""
-    if launched.launch.ranks == "by_host":
-        return launched.hosts
-    return tuple(dataclasses.replace(host, groups=()) for host in launched.hosts)
-
-
-def _decided(launched: LaunchedJob, job: Job, place: JobCluster) -> planning.LaunchPlan:
-    launch = launched.launch
-    return planning.decide(job, place, free=launch.free, alternative=launch.alternative)
-
-
-def _measured(
-    launched: LaunchedJob, store: RendezvousStore | None
-) -> tuple[Job, JobCluster] | None:
-    """The job and where it runs, with layer times measured just now, on rank 0; all take part."""
-    read: list[tuple[Job, JobCluster]] = []
-
-    def job() -> tuple[Job, JobCluster]:
-        read.append((_read(launched), _place(launched)))
-        return read[0]
-
-    free, defaults = launched.launch.free, launched.defaults
-    measured = measure_job(job, store=store, defaults=defaults, free=free)
-    return next(((found, planned_with(place, measured)) for found, place in read), None)
 
 
 def _with_ranks(
@@ -295,7 +250,7 @@ def _with_ranks(
 
 def apply(args: Namespace, decision: Decision) -> None:
     """Carry a decision out in this process: arguments, variables, this process's rank."""
-    write(args, decision.values, decision.environment)
+    write(args, decision.values, decision.plan.launch[attach.LAUNCHER].environment)
     if decision.ranks is not None:
         args.rank = decision.ranks[args.rank]
         set_variables({"RANK": str(args.rank)})
@@ -327,13 +282,3 @@ def _write_plan(launched: LaunchedJob, plan: ParallelPlan) -> str:
             raise
         return f"nest: the full plan could not be kept ({error}); nest.out=FILE names a place."
     return told_where(path)
-
-
-def compare_groups(plan: ParallelPlan, parallel_state: ModuleType) -> None:
-    """Raise if one of Megatron's process groups is not the plan's."""
-    import torch
-
-    rank = torch.distributed.get_rank()
-    # megatron-core before 0.10, which NeMo 1 runs on, makes the experts' groups in another way
-    has_experts = plan.model.is_moe and hasattr(parallel_state, "get_expert_data_parallel_group")
-    groups.check_groups(parallel_state, plan.layout.dims, rank, has_experts=has_experts)

@@ -7,47 +7,52 @@ the store has is not measured again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
 
-from nest_megatron.config.cluster_detection import JobCluster
+from nest_megatron.config.cluster_detection import JobCluster, processes_per_host
 from nest_megatron.config.job import Job
-from nest_megatron.errors import require_seconds
-from nest_megatron.integrations.megatron_lm import agreement, measure_process, measure_store
+from nest_megatron.errors import NestError, require_seconds
+from nest_megatron.integrations.megatron_lm import agreement, measure_store
+from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
-from nest_megatron.integrations.megatron_lm.measure_store import tasks_for
-from nest_megatron.integrations.megatron_lm.messages import (
-    Answer,
-    Orders,
-    from_json,
-    to_json,
-)
+from nest_megatron.integrations.megatron_lm.measure_child import Answer, Orders
 from nest_megatron.integrations.megatron_lm.own_layers import job_arguments
 from nest_megatron.integrations.megatron_lm.planning import decide
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
-from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
+from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.profile.mode import ProfileMode
-from nest_megatron.profile.records import LayerProfile, Timing
+from nest_megatron.profile.records import LayerProfile
 from nest_megatron.profile.session import Skipped, share_of
 from nest_megatron.profile.store import profiles_folder
 from nest_megatron.report.console import say
 from nest_megatron.units import Seconds, counted
 
+_COMMAND = (sys.executable, "-m", "nest_megatron.integrations.megatron_lm.measure_child")
+#: Time for what the budget leaves out: imports from a slow disk, and a last block that was begun.
+SPARE_S = 300.0
+_LAST_WORDS = 15
+#: Variables by which a process would take itself for a rank of the job.
+_OF_RANKS = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
+    r"|(TORCHELASTIC|SLURM|PMI|OMPI)_.*)"
+)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What measuring brought, on rank 0: the profile as it is stored now, what is new in it."""
 
-    profile: LayerProfile | None = None
-    timings: tuple[Timing, ...] = ()
-    skipped: tuple[Skipped, ...] = ()
-    notes: tuple[str, ...] = ()
-    seconds: Seconds = 0.0
+class MeasuringError(NestError):
+    """A child that measures died, or did not end."""
 
 
 def measure_job(
@@ -55,8 +60,8 @@ def measure_job(
     *,
     store: RendezvousStore | None = None,
     defaults: Mapping[str, Any] | None = None,
-    free: Iterable[str] = (),
-) -> Measured:
+    free: Sequence[str] = (),
+) -> tuple[Job, JobCluster] | None:
     """Time the layers that a job will build, as far as the profile store lacks them.
 
     Called on all ranks of the job, or in a process without others; none has touched CUDA yet.
@@ -66,36 +71,56 @@ def measure_job(
         defaults: what the script sets where the user says nothing.
         free: the user's flags that the search may change.
 
+    Returns:
+        The job and where it runs, with the layer times that are stored now, on rank 0.
+
     Raises:
         NestError: on all ranks, if a child dies or nothing can be timed at all.
     """
-    known: list[tuple[str | None, LayerProfile | None]] = []
+    found: list[tuple[Job, JobCluster, LayerProfile | None]] = []
     context = RankContext(rank=0, world_size=1, environment={}) if store is None else store.context
 
-    def plan_tasks(_: object) -> str:
-        found, place = job()
-        orders, before = _orders(found, place, defaults or {}, tuple(free))
-        known.append((place.settings.profile.name, before))
+    def list_tasks(_: object) -> Orders:
+        read, place = job()
+        orders, known = _orders(read, place, defaults or {}, free)
+        found.append((read, place, known))
         if orders.tasks:
             processes = counted(min(context.world_size, len(orders.tasks)), "process")
             say(
                 f"nest: {counted(len(orders.tasks), 'block')} of this job's layers to measure, "
                 f"in {processes}, for at most {orders.max_seconds:g} s."
             )
-        return to_json(orders)
+        return orders
 
-    orders = from_json(
-        Orders, agreement.broadcast(store, plan_tasks, what="list of what to measure")
+    def work() -> Answer:
+        own = share_of(orders.tasks, context.rank, context.world_size)
+        if not own:
+            return Answer()
+        check = (lambda: None) if store is None else store.raise_failure
+        pause_s = 1.0 if store is None else store.interval_s
+        own_orders = dataclasses.replace(orders, tasks=own)
+        return measure_in_child(own_orders, os.environ, check, pause_s)
+
+    orders = from_plain(
+        Orders, agreement.broadcast(store, list_tasks, what="list of what to measure")
     )
-    answers = _answers(orders, store, context) if orders.tasks else []
-    if not known:
-        return Measured()
+    answers: Sequence[Any] = ()
+    if orders.tasks:
+        limit_s = orders.max_seconds + SPARE_S + context.rendezvous_timeout_s
+        answers = agreement.gather(store, work, what="timings", limit_s=limit_s)
+    if not found:
+        return None
+    ((read, place, known),) = found
     with agreement.propagating_errors(store):
-        return _recorded(orders, answers, *known[0])
+        measured = [from_plain(Answer, each) for each in answers if each["machine"] is not None]
+        profile = _recorded(orders, measured, place.settings.profile.name, known)
+    notes = (*place.notes, *_notes(orders, measured, profile))
+    place = with_profile(place, ProfileMode.AUTO, profile.name)
+    return read, dataclasses.replace(place, notes=notes)
 
 
 def _orders(
-    job: Job, place: JobCluster, defaults: Mapping[str, Any], free: tuple[str, ...]
+    job: Job, place: JobCluster, defaults: Mapping[str, Any], free: Sequence[str]
 ) -> tuple[Orders, LayerProfile | None]:
     """What to measure, and the profile that has the rest."""
     seconds = place.settings.profile.max_seconds
@@ -104,20 +129,20 @@ def _orders(
         raise flag_error("transformer_impl", job.transformer_impl, limit, fix)
     implementation = Implementation(job.transformer_impl)
     max_seconds = require_seconds("nest.profile.max_seconds", seconds)
-    outcome = decide(job, with_profile(place, ProfileMode.ANALYTIC), free=free, alternative=0)
+    outcome = decide(job, with_profile(place, ProfileMode.ANALYTIC), free=free)
     assert outcome.searched is not None
     assert job.command is not None
     request = outcome.searched.request
-    tasks = tasks_for(outcome.decision.plan, request, implementation)
-    now = measure_store.here(implementation)
-    known = measure_store.stored_profile(request.spec, request.settings.precision, now)
+    tasks = measure_store.tasks_for(outcome.decision.plan, request, implementation)
+    machine = measure_store.here(implementation)
+    known = measure_store.stored_profile(request.spec, request.settings.precision, machine)
     orders = Orders(
         spec=request.spec,
         precision=request.settings.precision,
         tasks=measure_store.missing(request.spec, tasks, known),
         job=job_arguments(job.command, defaults),
         implementation=implementation,
-        where=now.where,
+        where=Where.CPU if machine.is_cpu else Where.GPU,
         max_seconds=max_seconds,
     )
     return orders, known
@@ -130,48 +155,20 @@ def with_profile(place: JobCluster, mode: ProfileMode, name: str | None = None) 
     return dataclasses.replace(place, settings=settings)
 
 
-def planned_with(place: JobCluster, measured: Measured) -> JobCluster:
-    """Where the job runs, with the layer times that were measured, and what is to be told."""
-    name = None if measured.profile is None else measured.profile.name
-    place = with_profile(place, ProfileMode.AUTO, name)
-    return dataclasses.replace(place, notes=(*place.notes, *measured.notes))
-
-
-def _answers(orders: Orders, store: RendezvousStore | None, context: RankContext) -> list[Answer]:
-    """What the ranks that had something to do have measured; on ranks other than 0 nothing."""
-
-    def work(check: agreement.Check) -> str:
-        tasks = share_of(orders.tasks, context.rank, context.world_size)
-        own = dataclasses.replace(orders, tasks=tasks)
-        return to_json(
-            measure_process.measure_in_child(own, os.environ, check) if tasks else Answer()
-        )
-
-    limit_s = orders.max_seconds + measure_process.SPARE_S + context.rendezvous_timeout_s
-    parts = agreement.gather(store, work, what="timings", limit_s=limit_s)
-    answers = (from_json(Answer, part) for part in parts)
-    return [answer for answer in answers if answer.machine is not None]
-
-
 def _recorded(
-    orders: Orders, answers: list[Answer], name: str | None, before: LayerProfile | None
-) -> Measured:
-    profiles = [
+    orders: Orders, answers: Iterable[Answer], name: str | None, known: LayerProfile | None
+) -> LayerProfile:
+    """The profile as it is stored now; the first machine's has the name that the user asks for."""
+    stored = [
         measure_store.record(answer, orders, None if other else name)
         for other, answer in enumerate(_by_machine(answers))
     ]
-    stored = next((profile for profile in profiles if profile is not None), before)
-    skipped = tuple(one for answer in answers for one in answer.skipped)
-    if stored is None and orders.tasks:
-        why = skipped[0].reason if skipped else f"nothing was done within {orders.max_seconds:g} s"
-        raise measure_process.MeasuringError(f"no block of this job's layers could be timed: {why}")
-    measured = Measured(
-        profile=stored,
-        timings=tuple(timing for answer in answers for timing in answer.timings),
-        skipped=skipped,
-        seconds=max((answer.seconds for answer in answers), default=0.0),
-    )
-    return dataclasses.replace(measured, notes=tuple(_notes(orders, measured, len(answers))))
+    profile = next(filter(None, stored), known)
+    if profile is None:
+        skipped = (one.reason for answer in answers for one in answer.skipped)
+        why = next(skipped, f"nothing was done within {orders.max_seconds:g} s")
+        raise MeasuringError(f"no block of this job's layers could be timed: {why}")
+    return profile
 
 
 def _by_machine(answers: Iterable[Answer]) -> Iterable[Answer]:
@@ -187,23 +184,24 @@ def _by_machine(answers: Iterable[Answer]) -> Iterable[Answer]:
     return joined.values()
 
 
-def _notes(orders: Orders, measured: Measured, num_processes: int) -> Iterator[str]:
-    profile = measured.profile
-    assert profile is not None
+def _notes(orders: Orders, answers: Sequence[Answer], profile: LayerProfile) -> Iterator[str]:
     where = f"profile {profile.name} is in {profiles_folder()}"
     if not orders.tasks:
         failed = measure_store.untimed(profile)
         words = f", or known not to be timed ({counted(len(failed), 'block')})" if failed else ""
         yield f"Nothing was measured: all blocks are timed already{words}; {where}."
         return
+    num_timed = sum(len(answer.timings) for answer in answers)
+    seconds = max((answer.seconds for answer in answers), default=0.0)
     device = "the CPU" if orders.where is Where.CPU else profile.machine.device_name
     yield (
-        f"Measured {counted(len(measured.timings), 'block')} of this job's layers in "
-        f"{measured.seconds:.0f} s, in {counted(num_processes, 'process')} on {device}; {where}."
+        f"Measured {counted(num_timed, 'block')} of this job's layers in {seconds:.0f} s, "
+        f"in {counted(len(answers), 'process')} on {device}; {where}."
     )
-    large = [one for one in measured.skipped if one.is_too_large]
-    refused = [one for one in measured.skipped if not one.is_too_large]
-    left = len(orders.tasks) - len(measured.timings) - len(measured.skipped)
+    skipped = [one for answer in answers for one in answer.skipped]
+    large = [one for one in skipped if one.is_too_large]
+    refused = [one for one in skipped if not one.is_too_large]
+    left = len(orders.tasks) - num_timed - len(skipped)
     if large:
         yield f"Too large for the device: {_named(large)}."
     if refused:
@@ -227,3 +225,90 @@ def _named(skipped: list[Skipped]) -> str:
     ]
     more = " ..." if len(skipped) > 3 else ""
     return f"{counted(len(skipped), 'block')}, {', '.join(shown)}{more}"
+
+
+def measure_in_child(
+    orders: Orders,
+    environment: Mapping[str, str],
+    check: Callable[[], None],
+    pause_s: Seconds = 1.0,
+    *,
+    spare_s: Seconds = SPARE_S,
+) -> Answer:
+    """Time the blocks of this rank's orders in a process of its own.
+
+    Args:
+        check: called after each pause; what it raises ends the child.
+
+    Raises:
+        MeasuringError: if the child dies or takes too long, with its last words.
+    """
+    started = time.monotonic()
+    ended = started + orders.max_seconds + spare_s
+    with contextlib.ExitStack() as stack:
+        given, out, err = (
+            stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
+            for _ in range(3)
+        )
+        json.dump(to_plain(orders), given)
+        given.seek(0)
+        command = [*_COMMAND, str(os.getpid()), str(threads_for(environment))]
+        variables = child_environment(orders, environment)
+        child = subprocess.Popen(command, stdin=given, stdout=out, stderr=err, env=variables)
+        stack.callback(child.wait)
+        stack.callback(child.kill)
+        while time.monotonic() <= ended:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(pause_s)
+                break
+            check()
+        else:
+            words = _last_words(err)
+            raise MeasuringError(f"the process that measures did not end within its time{words}")
+        out.seek(0)
+        answer, code = out.read(), child.returncode
+        if code or not answer:
+            how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+            raise MeasuringError(f"the process that measures {how}{_last_words(err)}")
+    found = from_plain(Answer, json.loads(answer))
+    return dataclasses.replace(found, seconds=time.monotonic() - started)
+
+
+def _last_words(err: IO[str]) -> str:
+    err.seek(0)
+    lines = [line.rstrip() for line in err if line.strip()][-_LAST_WORDS:]
+    return "\n  ".join(["; it said:", *lines]) if lines else ""
+
+
+def threads_for(environment: Mapping[str, str]) -> int:
+    """Threads of a process: the cores of this host that it may use, shared by the host's ranks."""
+    return max(1, len(os.sched_getaffinity(0)) // (processes_per_host(environment) or 1))
+
+
+def child_environment(orders: Orders, environment: Mapping[str, str]) -> dict[str, str]:
+    """A rank's variables without those that make it one, with its own GPU alone.
+
+    The child imports from the same places; where the script lies is among them.
+    """
+    found = {name: value for name, value in environment.items() if not _OF_RANKS.fullmatch(name)}
+    script_folder = str(Path(orders.job.script).resolve().parent)
+    paths = [script_folder, *(path or str(Path.cwd()) for path in sys.path)]
+    found["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if orders.where is Where.GPU:
+        found["CUDA_VISIBLE_DEVICES"] = own_gpu(environment)
+    else:
+        found["OMP_NUM_THREADS"] = str(threads_for(environment))
+    return found
+
+
+def own_gpu(environment: Mapping[str, str]) -> str:
+    """The one GPU of a rank, as ``CUDA_VISIBLE_DEVICES`` names it.
+
+    >>> own_gpu({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,6"}), own_gpu({"LOCAL_RANK": "3"})
+    ('6', '3')
+    """
+    local = environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0"))
+    seen = re.findall(r"[^,\s]+", environment.get("CUDA_VISIBLE_DEVICES", ""))
+    # a launcher may show each rank its own GPU alone
+    return seen[int(local) % len(seen)] if seen else local

@@ -9,25 +9,64 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from typing import TextIO
 
+from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import ProfileError
-from nest_megatron.integrations.megatron_lm.messages import (
-    Answer,
-    Orders,
-    from_json,
-    to_json,
-)
+from nest_megatron.integrations.megatron_lm.own_layers import JobArguments, JobLayers
 from nest_megatron.megatron_core.stage import Where
+from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.profile.layer_timer import Measuring
-from nest_megatron.profile.records import Timing
-from nest_megatron.profile.session import Skipped, run, this_machine, with_clocks
+from nest_megatron.profile.records import Machine, Timing
+from nest_megatron.profile.session import Skipped, Task, run, this_machine, with_clocks
+from nest_megatron.units import Seconds
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+#: Longest with one block; a session of many blocks and little time gives each less.
+_LONGEST_BLOCK_S, _SHORTEST_BLOCK_S = 10.0, 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """A session of measuring: from rank 0 to all, and from each to its child.
+
+    Args:
+        spec: the whole model.
+        tasks: all blocks to time, in order; a rank's child has the rank's share alone.
+        max_seconds: after this no further block is begun.
+    """
+
+    spec: TransformerSpec
+    precision: Precision
+    tasks: tuple[Task, ...]
+    job: JobArguments
+    implementation: Implementation
+    where: Where
+    max_seconds: Seconds
+
+    @property
+    def block_seconds(self) -> Seconds:
+        """Time for the repetitions of one block."""
+        each = self.max_seconds / max(1, len(self.tasks))
+        return min(_LONGEST_BLOCK_S, max(_SHORTEST_BLOCK_S, each))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a rank has measured, for rank 0; no ``machine`` where it had nothing to do."""
+
+    machine: Machine | None = None
+    timings: tuple[Timing, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    seconds: Seconds = 0.0
 
 
 def main() -> None:
@@ -35,7 +74,8 @@ def main() -> None:
     parent, num_threads = map(int, sys.argv[1:])
     end_with(parent)
     with _own_output() as out:
-        out.write(to_json(measured(from_json(Orders, sys.stdin.read()), num_threads)))
+        orders = from_plain(Orders, json.load(sys.stdin))
+        json.dump(to_plain(measured(orders, num_threads)), out)
     os._exit(0)  # a framework's own way out may take long, or fail
 
 
@@ -50,8 +90,6 @@ def end_with(parent: int) -> None:
 def measured(orders: Orders, num_threads: int) -> Answer:
     """The timing, or the reason for none, of each block that was begun in time."""
     import torch
-
-    from nest_megatron.integrations.megatron_lm.own_layers import JobLayers
 
     if orders.where is not Where.GPU:
         if torch.cuda.is_available():

@@ -9,17 +9,18 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator
+from datetime import datetime
 from pathlib import Path
 
 from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.cluster.records import Precision
+from nest_megatron.config.layout import LAYER_DEGREES
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.documents import read_json
 from nest_megatron.errors import ProfileError, UserInputError
-from nest_megatron.integrations.megatron_lm.messages import Answer, Orders
+from nest_megatron.files import now
+from nest_megatron.integrations.megatron_lm.measure_child import Answer, Orders
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.megatron_core.stage import Where
@@ -30,7 +31,7 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.planner import Request
 from nest_megatron.profile import store
-from nest_megatron.profile.installed import installed_versions
+from nest_megatron.profile.installed import driver_version
 from nest_megatron.profile.lookup import Point, point_of, shard_of
 from nest_megatron.profile.profile_file import LAYERS
 from nest_megatron.profile.records import (
@@ -61,10 +62,7 @@ def tasks_for(
 
     near = sorted(set(_legal(request, like)), key=distance)
     others = (_shard(other.layout, like) for other in plan.alternatives)
-    shapes: dict[Shape, Task] = {}
-    for task in map(_without_context, tasks_of(request.spec, (best, *others, *near))):
-        shapes.setdefault(shape_of(request.spec, task), task)  # several may have become one
-    return tuple(shapes.values())
+    return tasks_of(request.spec, (best, *others, *near))
 
 
 def shape_of(spec: TransformerSpec, task: Task) -> Shape:
@@ -72,28 +70,12 @@ def shape_of(spec: TransformerSpec, task: Task) -> Shape:
     return task.block, point_of(spec, task.block, task.shard)
 
 
-def _without_context(task: Task) -> Task:
-    """Attention is timed over whole sequences.
-
-    A context rank has its share of the queries and meets all keys, which a shorter sequence does
-    not show; what is measured of a whole one carries over in proportion.
-    """
-    if not task.block.mixes_tokens:
-        return task
-    return Task(task.block, dataclasses.replace(task.shard, context_parallel_size=1))
-
-
 def _shard(layout: PartialLayout, like: LayerShard) -> LayerShard:
-    degrees = layout.dims
-    tp = degrees.tensor_model_parallel_size
     return dataclasses.replace(
         like,
-        tensor_model_parallel_size=tp,
-        context_parallel_size=degrees.context_parallel_size,
-        expert_model_parallel_size=degrees.expert_model_parallel_size,
-        expert_tensor_parallel_size=degrees.expert_tensor_parallel_size,
+        **{name: getattr(layout.dims, name) for name in LAYER_DEGREES},
         micro_batch_size=layout.micro_batch_size,
-        sequence_parallel=tp > 1,
+        sequence_parallel=layout.sequence_parallel,
     )
 
 
@@ -105,8 +87,7 @@ def _legal(request: Request, like: LayerShard) -> Iterator[LayerShard]:
         dims = grid.dims
         inside = max(dims.tensor_model_parallel_size, dims.expert_ranks) <= node
         if inside and dims.context_parallel_size == 1:
-            shard = _shard(grid, like)
-            yield dataclasses.replace(shard, sequence_parallel=grid.sequence_parallel)
+            yield _shard(grid, like)
 
 
 def _degrees(shard: LayerShard) -> tuple[int, ...]:
@@ -118,58 +99,57 @@ def _degrees(shard: LayerShard) -> tuple[int, ...]:
     )
 
 
-_VERSIONS = ("driver", "torch", "megatron_core", "transformer_engine")
+#: What tells this machine, set up as it is now, from others.
+_IDENTITY = (
+    "device_name",
+    "is_cpu",
+    "implementation",
+    "driver",
+    "torch",
+    "megatron_core",
+    "transformer_engine",
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Here:
-    """This machine as far as it is known without CUDA; ``versions`` by the names of ``Machine``."""
+def here(implementation: Implementation) -> Machine:
+    """This machine as far as it is known without CUDA: its GPU as the driver names it, or its CPU.
 
-    device_name: str
-    where: Where
-    implementation: Implementation
-    versions: Mapping[str, str]
-
-    def is_of(self, machine: Machine) -> bool:
-        """Whether a profile's machine is this one, set up as it is now."""
-        found = (machine.device_name, machine.is_cpu, machine.implementation)
-        same = found == (self.device_name, self.where is Where.CPU, self.implementation)
-        return same and all(
-            _public(getattr(machine, name)) == _public(self.versions.get(name))
-            for name in _VERSIONS
-        )
-
-
-def here(implementation: Implementation) -> Here:
-    """This machine: its GPU as the driver names it, or its processor."""
-    on_cpu = Where.CPU
+    Raises:
+        UserInputError: if GPUs are here that cannot be used.
+    """
     try:
         gpus = local_gpus()
     except UserInputError as error:
         limit = f"{error.what} = {error.value}: {error.limit}"
         fix = "Leave nest.profile.mode=measure out."
         raise UserInputError("nest.profile.mode", "measure", limit, fix) from error
-    device = this_machine(on_cpu, implementation) if gpus is None else gpus
-    return Here(
-        device_name=device.device_name,
-        where=on_cpu if gpus is None else Where.GPU,
-        implementation=implementation,
-        versions=installed_versions(),
+    machine = this_machine(Where.CPU, implementation)
+    if gpus is None:
+        return machine
+    return dataclasses.replace(
+        machine, device_name=gpus.device_name, is_cpu=False, driver=driver_version()
     )
 
 
-def _public(version: str | None) -> str | None:
-    return None if version is None else version.partition("+")[0]
+def is_same(machine: Machine, other: Machine) -> bool:
+    """Whether two machines are one as far as ``here`` knows; builds of a version are alike."""
+
+    def identity(each: Machine) -> list[str]:
+        return [str(getattr(each, name)).partition("+")[0] for name in _IDENTITY]
+
+    return identity(machine) == identity(other)
 
 
-def stored_profile(spec: TransformerSpec, precision: Precision, place: Here) -> LayerProfile | None:
-    """The newest profile that was measured on this machine, of these layers."""
+def stored_profile(
+    spec: TransformerSpec, precision: Precision, machine: Machine
+) -> LayerProfile | None:
+    """The newest profile that was measured on a machine, of these layers."""
     layers, found = shape_digest(spec, precision), []
     for entry in store.stored_entries():
         with contextlib.suppress(ProfileError):  # a broken file is named where it is looked for
             if entry.line(LAYERS) == layers:
                 found.append(entry.read())
-    own = (p for p in found if not p.imported and place.is_of(p.machine))
+    own = (p for p in found if not p.imported and is_same(p.machine, machine))
     return max(own, key=lambda p: datetime.fromisoformat(p.created), default=None)
 
 
@@ -215,7 +195,7 @@ def record(answer: Answer, orders: Orders, name: str | None) -> LayerProfile | N
     profile = store.record(
         LayerProfile(
             name=name or default_name(answer.machine, orders.spec, orders.precision),
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            created=now(),
             precision=orders.precision,
             machine=answer.machine,
             model=orders.spec,

@@ -24,7 +24,6 @@ from nest_megatron.integrations.megatron_lm.saved_by_plan import saved_by
 from nest_megatron.integrations.megatron_lm.search_space import with_required
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.layout.rulebook.rule import Violation
 from nest_megatron.planner import Progress, Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.planner.conflict import binding
@@ -34,6 +33,11 @@ from nest_megatron.solver.space import DEGREES
 from nest_megatron.units import Seconds, format_seconds
 
 _WHAT = "--for-nodes"
+#: Why a checkpoint loads on no other number of replicas without a flag.
+_WHY = {
+    "ddp_bucket_size": "the optimizer's state lies by bucket, and their size follows the replicas",
+    "no_load_rng": "beside experts, random states are saved by replica",
+}
 #: An entry with its plan, if it has one.
 Planned = tuple[TableEntry, ParallelPlan | None]
 
@@ -75,15 +79,11 @@ class Resharding:
 
     Args:
         needed: flags, besides the job's own, without which it loads on no other number of
-            replicas: destination, value and reason.
+            replicas, by destination.
     """
 
     saved: SavedCheckpoint
-    needed: tuple[tuple[str, int | bool, str], ...] = ()
-
-    def values(self) -> dict[str, int | bool]:
-        """The needed flags by destination."""
-        return {name: value for name, value, _ in self.needed}
+    needed: Mapping[str, int | bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,45 +124,37 @@ class TableJob:
         """The plan that is asked for."""
         found = require_plan(find_plan(asked, self.on_progress), asked.notes)
         if loads is not None:
-            values = self.loading(loads)
-            checkpoint.check_loadable(loads.saved, found.arguments, values, self.version)
+            self.check_loadable(found, loads)
         return self.finished(found)
 
-    def loads(self, plan: ParallelPlan, loads: Resharding) -> bool:
-        """Whether a plan loads a checkpoint."""
-        try:
-            values = self.loading(loads)
-            checkpoint.check_loadable(loads.saved, plan.arguments, values, self.version)
-        except UserInputError:
-            return False
-        return True
+    def check_loadable(self, plan: ParallelPlan, loads: Resharding) -> None:
+        """Refuse a plan that does not load a checkpoint."""
+        values = self.loading(loads)
+        checkpoint.check_loadable(loads.saved, plan.arguments, values, self.version)
 
     def saves(self, plan: ParallelPlan, num_nodes: int) -> Resharding:
         """What the plan for so many nodes saves.
 
         Source of the flags: ``_check_buckets`` and ``_check_rng`` of ``checkpoint.py``.
         """
-        name, needed = f"the checkpoint of the plan for {num_nodes} nodes", []
+        name, needed = f"the checkpoint of the plan for {num_nodes} nodes", dict[str, int | bool]()
         saved = saved_by(plan, self.loading(), self.version, name)
         dims, own = plan.layout.dims, saved.arguments
         bucket = 1_000_000 * dims.data_parallel_size * dims.context_parallel_size
         is_bucketed = saved.distrib_optim_sharding_type == "dp_reshardable"
         is_fixed = own["ddp_bucket_size"] or own["ddp_num_buckets"]
         if is_bucketed and plan.layout.overlap_grad_reduce and bucket > 40_000_000 and not is_fixed:
-            why = "the optimizer's state lies by bucket, and their size follows the replicas"
-            needed.append(("ddp_bucket_size", bucket, why))
+            needed["ddp_bucket_size"] = bucket
         if len(saved.rng_shape or ()) > 2 and not self.values.get("no_load_rng"):
-            why = "beside experts, random states are saved by replica"
-            needed.append(("no_load_rng", True, why))
-        flags = {name: value for name, value, _ in needed}
-        saved = dataclasses.replace(saved, arguments={**own, **flags})
-        return Resharding(saved=saved, needed=tuple(needed))
+            needed["no_load_rng"] = True
+        saved = dataclasses.replace(saved, arguments={**own, **needed})
+        return Resharding(saved=saved, needed=needed)
 
     def loading(self, loads: Resharding | None = None) -> dict[str, Any]:
         """The job's arguments, with what loading a checkpoint needs."""
         experts = self.request.spec.num_experts
         own = {"num_experts": experts, "moe_grouped_gemm": bool(experts), **self.values}
-        return own if loads is None else {**own, **loads.values()}
+        return own if loads is None else {**own, **loads.needed}
 
 
 def plan_for_nodes(job: TableJob, counts: Sequence[int]) -> PlanTable:
@@ -175,11 +167,7 @@ def plan_for_nodes(job: TableJob, counts: Sequence[int]) -> PlanTable:
     Raises:
         UserInputError: if there is no plan for any of them.
     """
-    size = gpus_per_host(job.request.cluster)
-    entries = [
-        TableEntry(num_nodes=nodes, num_gpus=nodes * size) for nodes in sorted(counts, reverse=True)
-    ]
-    alone = [_planned(job, entry, None) for entry in entries]
+    alone = [_planned(job, nodes, None) for nodes in sorted(counts, reverse=True)]
     tables = [(loads, _loading(job, alone, loads)) for loads in _candidates(job, alone)]
     if not tables:
         entry, _ = alone[0]
@@ -208,9 +196,13 @@ def _loading(job: TableJob, alone: Sequence[Planned], loads: Resharding) -> list
     """The plans that load a checkpoint, most nodes first: those found alone, where they do."""
     found = []
     for entry, plan in alone:
-        bare = dataclasses.replace(entry, checksum=None, told="")
-        is_loaded = plan is None or job.loads(plan, loads)
-        found.append((entry, plan) if is_loaded else _planned(job, bare, loads))
+        kept = entry, plan
+        try:
+            if plan is not None:
+                job.check_loadable(plan, loads)
+        except UserInputError:
+            kept = _planned(job, entry.num_nodes, loads)
+        found.append(kept)
     return found
 
 
@@ -226,23 +218,21 @@ def _worth(found: Sequence[Planned]) -> tuple[float, ...]:
     return sum(each > 0 for each in steps_per_s), *reversed(steps_per_s)
 
 
-def _planned(job: TableJob, entry: TableEntry, loads: Resharding | None) -> Planned:
+def _planned(job: TableJob, num_nodes: int, loads: Resharding | None) -> Planned:
     """An entry with its plan, or with the reason why it has none."""
-    rules: Sequence[Violation] = ()
+    num_gpus = num_nodes * gpus_per_host(job.request.cluster)
+    asked = checksum = plan = None
+    told = ""
     try:
-        asked = job.asked(entry.num_gpus, loads)
-        try:
-            plan = job.plan(asked, loads)
-        except UserInputError:
-            rules = binding(asked)
-            raise
+        asked = job.asked(num_gpus, loads)
+        plan = job.plan(asked, loads)
+        checksum = plan_file.checksum(plan)
     except UserInputError as error:
-        broken = next(iter(rules), error)
+        broken = next(iter(() if asked is None else binding(asked)), error)
         told = f"no layout is legal ({broken.what} = {broken.value}: {broken.limit})."
-        return dataclasses.replace(entry, told=told), None
     except WITHOUT_PLAN as error:
-        return dataclasses.replace(entry, told=f"{error}."), None
-    return dataclasses.replace(entry, checksum=plan_file.checksum(plan)), plan
+        told = f"{error}."
+    return TableEntry(num_nodes=num_nodes, num_gpus=num_gpus, checksum=checksum, told=told), plan
 
 
 def _fewer(
@@ -266,9 +256,9 @@ def _notes(job: TableJob, loads: Resharding) -> Iterator[str]:
     layout = [need for name, need in job.required(loads).items() if name in DEGREES]
     for reason in dict.fromkeys(need.reason for need in layout):
         yield f"All plans load {loads.saved.directory}, and keep its layout: {reason}."
-    for name, value, why in loads.needed:
+    for name, value in loads.needed.items():
         flag = f"--{name.replace('_', '-')}{'' if value is True else f' {value}'}"
-        yield f"Launch all of them with {flag}: {why}; without it no other number loads."
+        yield f"Launch all of them with {flag}: {_WHY[name]}; without it no other number loads."
 
 
 def _words(counts: Sequence[int]) -> str:

@@ -17,7 +17,6 @@ from nest_megatron.cluster.discovery import is_same_device, local_gpus, with_hos
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.cluster_detection import (
     JobCluster,
-    find_cluster,
     like_gpus,
     names_cluster,
     processes_per_host,
@@ -26,9 +25,10 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.job import FreeParameters, Job, Requirement
 from nest_megatron.config.launch import MixedGpus
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm import checkpoint, planning
+from nest_megatron.integrations.megatron_lm import planning
 from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
 from nest_megatron.integrations.plan_output import pinned_by, pinned_file
+from nest_megatron.integrations.restore import restored_by_command
 from nest_megatron.integrations.site_policy import allowed_on_mismatch, read_launched
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.plan import ParallelPlan
@@ -64,12 +64,13 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
     """
     path, dry_run = pinned_file(launched.launch.plan), launched.launch.dry_run
     allowed = allowed_on_mismatch(launched.launch.on_mismatch)
-    cluster, world_size = _named_cluster(launched), launched.args.world_size
-    unsized = dry_run and "WORLD_SIZE" not in os.environ
-    if cluster is not None:
+    cluster, world_size = None, launched.args.world_size
+    if names_cluster(launched.words.job):
+        cluster = launched.find_place(world_size).cluster
         world_size = cluster.num_gpus
-    pinned = read_launched(path, None if unsized and cluster is None else world_size)
-    if unsized and cluster is None:
+    unsized = cluster is None and dry_run and "WORLD_SIZE" not in os.environ
+    pinned = read_launched(path, None if unsized else world_size)
+    if unsized:
         world_size = pinned.plan.layout.num_gpus
     actual = _actual(launched, job, cluster, world_size)
     found = differences(pinned, actual)
@@ -84,24 +85,6 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
             fix += f"; nest.on_mismatch={others} has another plan take its place"
         raise refusal(found, f"{fix}.")
     return _in_its_place(launched, job, pinned, actual, found, allowed)
-
-
-def _named_cluster(launched: LaunchedJob) -> Cluster | None:
-    if not names_cluster(launched.words.job):
-        return None
-    return _found_cluster(launched, launched.args.world_size).cluster
-
-
-def _found_cluster(launched: LaunchedJob, size: int) -> JobCluster:
-    launch = launched.launch
-    return find_cluster(
-        launched.words.job,
-        size,
-        os.environ,
-        dry_run=launch.dry_run,
-        hosts=launched.hosts,
-        mixed=MixedGpus(launch.mixed_gpus),
-    )
 
 
 def _actual(launched: LaunchedJob, job: Job, cluster: Cluster | None, world_size: int) -> ActualJob:
@@ -126,11 +109,8 @@ def _actual(launched: LaunchedJob, job: Job, cluster: Cluster | None, world_size
 
 def _as_pinned(job: Job, pinned: PinnedPlan) -> planning.LaunchPlan:
     assert job.command is not None
-    values = job.command.values
-    if not any("://" in str(values.get(name)) for name in ("load", "pretrained_checkpoint")):
-        saved = checkpoint.read_checkpoint(values)
-        if saved is not None:
-            checkpoint.check_loadable(saved, pinned.plan.arguments, values, job.version)
+    if (restored := restored_by_command(job.command.values)) is not None:
+        restored.check(pinned.plan, job.version)
     plan, rows = pinned.plan, job.spec.vocab_size
     if job.spec.vocab_is_padded and rows % plan.layout.dims.tensor_model_parallel_size == 0:
         # the embedding has the rows that the job gives it by itself
@@ -158,7 +138,7 @@ def _in_its_place(
     job = dataclasses.replace(job, notes=(*job.notes, note))
     made_by = f"+nest=pinned nest.on_mismatch={policy}"
     if policy is OnMismatch.REPLAN:
-        return planning.decide(job, place, free=free, alternative=0, made_by=made_by)
+        return planning.decide(job, place, free=free, made_by=made_by)
     way_out = (
         "search anew with nest.on_mismatch=replan"
         if OnMismatch.REPLAN in allowed
@@ -167,7 +147,7 @@ def _in_its_place(
     kept = _kept(pinned.plan.arguments, way_out, has_experts=job.spec.is_moe)
     job = dataclasses.replace(job, required={**job.required, **kept})
     try:
-        return planning.decide(job, place, free=_ALL, alternative=0, made_by=made_by)
+        return planning.decide(job, place, free=_ALL, made_by=made_by)
     except UserInputError as error:
         if (smaller := _largest_below(job, place, pinned.plan.layout.dims)) is None:
             raise
@@ -199,7 +179,7 @@ def _place(launched: LaunchedJob, planned: Cluster, actual: ActualJob) -> JobClu
     words = launched.words.job
     other = actual.gpus is not None and not is_same_device(planned.accelerator, actual.gpus)
     if names_cluster(words) or other:
-        return _found_cluster(launched, actual.num_gpus)
+        return launched.find_place(actual.num_gpus)
     cluster, per_host = planned.resized(actual.num_gpus), actual.gpus_per_host
     if per_host not in (None, cluster.launch_gpus_per_host) and cluster.gpus_per_host is None:
         cluster = with_hosts_of(cluster, per_host)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.request import site_calibration
 from nest_megatron.config.space import (
@@ -21,12 +20,12 @@ from nest_megatron.config.space import (
 from nest_megatron.config.target import fields_of
 from nest_megatron.config.train import REPLICA_DEGREES
 from nest_megatron.cost_model.settings import restored_settings
-from nest_megatron.cost_model.site import Site
 from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, STATED_ELSEWHERE, layout_request
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, STATED_ELSEWHERE
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, read_argv
+from nest_megatron.integrations.megatron_lm.present_layout import refused
 from nest_megatron.integrations.plan_settings import rates_of, reliability_of
 from nest_megatron.layout.before_after import Difference
 from nest_megatron.layout.dims import DEGREES, ParallelDims, RankOrder
@@ -35,7 +34,6 @@ from nest_megatron.layout.knobs import KnobConditions, always_on
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.layout.rulebook import first_broken
 from nest_megatron.layout.stage_layout import parse_layout, spread_partition
 from nest_megatron.model.execution import Execution
 from nest_megatron.planner import Request
@@ -75,7 +73,7 @@ class PlannedJob:
             remedies=False,
             reliability=reliability_of(plan),
             rates=rates_of(plan),
-            site=_site(plan, cluster),
+            site=None if plan.provenance.site is None else site_calibration(cluster)[0],
             space=SearchSpace(version=self._version),
             max_seconds=SEARCH_S,
             begun_s=time.monotonic(),
@@ -112,10 +110,6 @@ class PlannedJob:
         return dataclasses.replace(space, fixed=degrees)
 
     @property
-    def _grid(self) -> PartialLayout:
-        return self._plan.layout
-
-    @property
     def _execution(self) -> Execution:
         """As the plan's; what its own layout has no room for is on where it never costs time."""
         own, settings = self._plan.layout.execution, self._settings
@@ -127,26 +121,24 @@ class PlannedJob:
             can_state=fields_of(self._target()),
         )
         every = always_on(own, conditions)
-        return every if allowed_execution(every, self._grid) == own else own
+        return every if allowed_execution(every, self._plan.layout) == own else own
 
     def variant(self, composed: Settings) -> Variant:
         """The plan's layout with what was named instead."""
-        config, own = composed.parallel, self._grid
+        config, own = composed.parallel, self._plan.layout.without_stages()
         given = fixed_degrees(composed)
         micro = given.pop("micro_batch_size", own.micro_batch_size)
         stages = self._stages(composed, given)
         if stages is not None:
             given[_VPP] = stages.num_chunks // stages.pipeline_model_parallel_size
-        dims = self._dims(given)
+        dims = self._dims(given, read_rank_order(config))
         splits_sequence = config.sequence_parallel
         if splits_sequence is None:
             splits_sequence = dims.tensor_model_parallel_size > 1
         zero, recompute = read_zero(config), read_recompute(config)
-        grid = PartialLayout(
-            dims=dataclasses.replace(
-                dims, rank_order=read_rank_order(config) or own.dims.rank_order
-            ),
-            global_batch_size=own.global_batch_size,
+        grid = dataclasses.replace(
+            own,
+            dims=dims,
             micro_batch_size=micro,
             sequence_parallel=splits_sequence,
             recompute=own.recompute if recompute is None else recompute,
@@ -162,7 +154,7 @@ class PlannedJob:
     def _stages(self, composed: Settings, given: Mapping[str, int]) -> StagePartition | None:
         """The stages that were named, for the pipeline's own size where no other is."""
         text = composed.parallel.pipeline_model_parallel_layout
-        pp = given.get(_PP, self._grid.dims.pipeline_model_parallel_size)
+        pp = given.get(_PP, self._plan.layout.dims.pipeline_model_parallel_size)
         return None if text is None else parse_layout(text, self._plan.model, pp)
 
     def variant_of(
@@ -177,9 +169,9 @@ class PlannedJob:
         sharding = self._plan.layout.sharding if own else None
         return Variant(settings=self._settings, layout=grid.with_stages(partition, sharding))
 
-    def _dims(self, given: Mapping[str, int]) -> ParallelDims:
+    def _dims(self, given: Mapping[str, int], rank_order: RankOrder | None) -> ParallelDims:
         """The plan's degrees with those given; the GPUs that are left replicate."""
-        own = self._grid.dims
+        own = self._plan.layout.dims
         kept = {name: getattr(own, name) for name in DEGREES if name != "data_parallel_size"}
         if given.get(_PP, own.pipeline_model_parallel_size) != own.pipeline_model_parallel_size:
             kept[_VPP] = 1
@@ -191,23 +183,14 @@ class PlannedJob:
                 limit, fix = f"it must divide the plan's {gpus} GPUs", "Change one of the sizes."
                 raise UserInputError("tp * cp * pp", replica, limit, fix)
             degrees["data_parallel_size"] = gpus // replica
-        return ParallelDims(**degrees, rank_order=own.rank_order)
+        return ParallelDims(**degrees, rank_order=rank_order or own.rank_order)
 
     def refusal(self, variant: Variant) -> str:
         """The first rule of Megatron that a layout breaks, with its source; empty for none."""
         gpus, placed = variant.layout.num_gpus, self._plan.layout.num_gpus
         if gpus != placed:
             return f"tp * pp * cp * dp = {gpus}: the plan is for {placed} GPUs"
-        request = layout_request(
-            self._plan.model,
-            variant.layout,
-            variant.settings,
-            execution=variant.layout.execution,
-            schedule=self._plan.train.batch_schedule,
-            values=self._values,
-            version=self._version,
-        )
-        return first_broken(request, but=STATED_ELSEWHERE)
+        return refused(self._job, variant, self._values, self._version, but=STATED_ELSEWHERE)
 
     def rule(self, composed: Settings) -> str:
         """The rule that the plan's layout with what was named breaks; empty for none."""
@@ -229,8 +212,3 @@ class PlannedJob:
     def own(self) -> Variant:
         """The plan's layout."""
         return Variant(settings=self._settings, layout=self._plan.layout)
-
-
-def _site(plan: ParallelPlan, cluster: Cluster) -> Site | None:
-    """The calibration of the site, where the plan was made with one and it is here."""
-    return None if plan.provenance.site is None else site_calibration(cluster)[0]

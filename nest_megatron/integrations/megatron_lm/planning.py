@@ -15,8 +15,7 @@ from nest_megatron.config.job import FreeParameters, Job, ReadCommand
 from nest_megatron.config.request import request_for
 from nest_megatron.config.target import installed_packages
 from nest_megatron.integrations.megatron_lm import checkpoint, namespace
-from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_command
-from nest_megatron.integrations.megatron_lm.messages import Decision
+from nest_megatron.integrations.megatron_lm.attach import with_command
 from nest_megatron.integrations.megatron_lm.present_layout import on_device, with_present_layout
 from nest_megatron.integrations.megatron_lm.read import job_of, refuse_unplannable
 from nest_megatron.integrations.megatron_lm.search_space import (
@@ -85,6 +84,20 @@ class Searched:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A plan in the form that a rank carries out: from rank 0 to all.
+
+    Args:
+        values: of Megatron's arguments, by destination.
+        ranks: new global rank of each launched rank; ``None`` leaves them.
+    """
+
+    plan: ParallelPlan
+    values: Mapping[str, Any]
+    ranks: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
     """A decision with what a user is told of it; a pinned plan was not ``searched``."""
 
@@ -120,8 +133,8 @@ def decide(
     job: Job,
     place: JobCluster,
     *,
-    free: Sequence[str],
-    alternative: int,
+    free: Sequence[str] = (),
+    alternative: int = 0,
     made_by: str = "+nest=auto",
 ) -> LaunchPlan:
     """Plan a running job.
@@ -188,12 +201,8 @@ def carry_out(
 ) -> LaunchPlan:
     """A plan as what every rank sets in Megatron's arguments, which Megatron must not refuse."""
     plan, rewrite = with_command(plan, command, made_by=made_by, kept=kept, notes=notes)
-    decision = Decision(
-        plan=plan,
-        values=rewrite.values,
-        environment=plan.launch[LAUNCHER].environment,
-        ranks=plan.placement.rank_permutation,
-    )
+    ranks = plan.placement.rank_permutation
+    decision = Decision(plan=plan, values=rewrite.values, ranks=ranks)
     return LaunchPlan(decision=decision, changes=rewrite.changes, notes=notes)
 
 

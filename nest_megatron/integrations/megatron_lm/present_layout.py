@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
@@ -176,21 +176,34 @@ def refusal(request: Request, job: Job, asked: Execution | None = None) -> Refus
     Args:
         asked: how layers are asked to be carried out, where not as the layout says.
     """
+    but = () if job.command else OF_THE_COMMAND_LINE
+    return lambda variant: refused(request, variant, job.values, job.version, asked, but)
 
-    def refused(variant: Variant) -> str:
-        layout = variant.layout
-        launched = layout_request(
-            request.spec,
-            layout,
-            variant.settings,
-            execution=asked or layout.execution,
-            schedule=request.batch_schedule,
-            values=job.values,
-            version=job.version,
-        )
-        return first_broken(launched, but=() if job.command else OF_THE_COMMAND_LINE)
 
-    return refused
+def refused(
+    request: Request,
+    variant: Variant,
+    values: Mapping[str, Any],
+    version: str,
+    asked: Execution | None = None,
+    but: Collection[str] = (),
+) -> str:
+    """The first rule of Megatron that a layout of a job breaks, with its source; empty for none.
+
+    Args:
+        values: the job's arguments by destination.
+        but: rules that are left out.
+    """
+    launched = layout_request(
+        request.spec,
+        variant.layout,
+        variant.settings,
+        execution=asked or variant.layout.execution,
+        schedule=request.batch_schedule,
+        values=values,
+        version=version,
+    )
+    return first_broken(launched, but=but)
 
 
 def _dims(job: Job, request: Request) -> ParallelDims:

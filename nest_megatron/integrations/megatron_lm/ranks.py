@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import socket
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nest_megatron.cluster.hosts import Host
-from nest_megatron.config.launch import LaunchWords, read_launch
+from nest_megatron.cluster.hosts import Host, this_host
+from nest_megatron.config.cluster_detection import JobCluster, find_cluster
+from nest_megatron.config.launch import LaunchWords, MixedGpus
 from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.errors import exit_code_of, settings_typed_as
-from nest_megatron.history.records import RunRecord
-from nest_megatron.integrations.megatron_lm.messages import Decision
+from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore, connect, gather
+from nest_megatron.integrations.megatron_lm.planning import Decision
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
-from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore, connect
+from nest_megatron.integrations.recorder import Recorder
 from nest_megatron.layout.diff import Change
+from nest_megatron.plain import from_plain
 from nest_megatron.report.failure import ending_on_errors, is_first_of_host
 from nest_megatron.units import Seconds
 
 #: ``search.max_seconds`` of hydra_configs/plan.yaml.
 _PLANNING_S = 60.0
+#: Longest that a host may take to say what it has once rank 0 has: NVML and one short program.
+_HOST_S: Seconds = 120.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,52 +38,53 @@ class Rendezvous:
 
     store: RendezvousStore | None = None
 
-    def join(
-        self, rank: int, world_size: int, words: LaunchWords, timeout_s: Seconds
-    ) -> RendezvousStore:
-        """Meet the other ranks, for at most ``timeout_s`` where the user names no other time."""
-        launch = read_launch(words)
-        self.store = connect(
-            RankContext(
-                rank=rank,
-                world_size=world_size,
-                environment=dict(os.environ),
-                rendezvous_timeout_s=launch.rendezvous_timeout_s or timeout_s,
-                planning_s=_planning_s(words),
-                heartbeat_timeout_s=launch.heartbeat_timeout_s,
-                port=launch.port,
-            )
-        )
-        return self.store
-
     def prints_errors(self) -> bool:
         """Whether this rank says why it ends: one of each host, or each that was started alone."""
         if self.store is None:
             return is_first_of_host()
         started_alone = not {"LOCAL_RANK", "SLURM_LOCALID"} & os.environ.keys()
-        return started_alone or self.store.prints_errors()
+        return started_alone or self.store.prints_errors
+
+    @contextlib.contextmanager
+    def ending_together(self) -> Iterator[None]:
+        """End the process on any error inside, once every rank has said why.
+
+        A launcher ends all processes of a host as soon as one has gone, and whoever is to print the
+        reason may not have read it yet.
+        """
+        try:
+            with settings_typed_as("nest."), ending_on_errors(self.prints_errors):
+                yield
+        except SystemExit as end:
+            if self.store is not None:
+                self.store.exit_together()
+                if self.store.store.is_silent:  # its thread is in C++, and must not come back now
+                    for stream in (sys.stdout, sys.stderr):
+                        stream.flush()
+                    os._exit(exit_code_of(end))
+            raise
+        if self.store is not None:
+            self.store.stop_heartbeat()
 
 
-@contextlib.contextmanager
-def ending_together(rendezvous: Rendezvous) -> Iterator[None]:
-    """End the process on any error inside, once every rank has said why.
+def job_hosts(store: RendezvousStore | None) -> tuple[Host, ...]:
+    """The hosts of the job in the order of their first ranks, on rank 0; nothing elsewhere.
 
-    A launcher ends all processes of a host as soon as one has gone, and whoever is to print the
-    reason may not have read it yet.
+    One rank of each host says what it has; a process without other ranks has nobody to tell.
+
+    Raises:
+        NoAgreementError: if a rank does not come.
     """
-    try:
-        with settings_typed_as("nest."), ending_on_errors(rendezvous.prints_errors):
-            yield
-    except SystemExit as end:
-        if rendezvous.store is not None:
-            rendezvous.store.exit_together()
-            if rendezvous.store.store.is_silent:  # its thread is in C++, and must not come back now
-                for stream in (sys.stdout, sys.stderr):
-                    stream.flush()
-                os._exit(exit_code_of(end))
-        raise
-    if rendezvous.store is not None:
-        rendezvous.store.stop_heartbeat()
+    if store is None:
+        return ()
+
+    def own_host() -> Host | None:
+        # by the name that ranks have for their hosts
+        return this_host(socket.gethostname()) if is_first_of_host() else None
+
+    parts = gather(store, own_host, what="hosts", limit_s=_HOST_S)
+    found = [from_plain(Host, part, "host:") for part in parts if part]
+    return tuple({host.name: host for host in reversed(found)}.values())[::-1]
 
 
 def words_of(words: LaunchWords) -> dict[str, str]:
@@ -92,13 +99,6 @@ def last_value(words: LaunchWords, key: str) -> str | None:
     return said[-1] if said else None
 
 
-def _planning_s(words: LaunchWords) -> Seconds:
-    said = last_value(words, "search.max_seconds")
-    with contextlib.suppress(ValueError):  # rank 0 says what is wrong with it
-        return _PLANNING_S if said is None else float(said.strip("'\""))
-    return _PLANNING_S
-
-
 @dataclass(slots=True, kw_only=True)
 class LaunchedJob:
     """This process's part in it.
@@ -110,7 +110,7 @@ class LaunchedJob:
         decision: what rank 0 decided, once it has.
         changes: what the plan changed of the job's flags, on the rank that planned it.
         signer: id of the trusted key that signed the plan, there.
-        run: the record of the run, there.
+        recorder: of this rank, once training may begin.
         hosts: of the job, on rank 0, where several ranks met.
     """
 
@@ -125,6 +125,42 @@ class LaunchedJob:
     decision: Decision | None = None
     changes: tuple[Change, ...] = ()
     signer: str | None = None
-    run: RunRecord | None = None
+    recorder: Recorder | None = None
     hosts: tuple[Host, ...] = ()
     groups_checked: bool = False
+
+    def find_place(self, num_ranks: int) -> JobCluster:
+        """Where the job runs: as ``nest.cluster`` names it, or as it is found."""
+        hosts = self.hosts
+        if self.launch.ranks != "by_host":  # then it is not known which ranks are near
+            hosts = tuple(dataclasses.replace(host, groups=()) for host in hosts)
+        return find_cluster(
+            self.words.job,
+            num_ranks,
+            os.environ,
+            dry_run=self.launch.dry_run,
+            hosts=hosts,
+            mixed=MixedGpus(self.launch.mixed_gpus),
+        )
+
+    @property
+    def store(self) -> RendezvousStore | None:
+        """Where the ranks have met, if there are several."""
+        return self.rendezvous.store
+
+    def join(self, timeout_s: Seconds) -> None:
+        """Meet the other ranks, for at most ``timeout_s`` where the user names no other time."""
+        planning_s = _PLANNING_S
+        with contextlib.suppress(ValueError):  # rank 0 says what is wrong with it
+            planning_s = float((last_value(self.words, "search.max_seconds") or "").strip("'\""))
+        self.rendezvous.store = connect(
+            RankContext(
+                rank=self.args.rank,
+                world_size=self.args.world_size,
+                environment=dict(os.environ),
+                rendezvous_timeout_s=self.launch.rendezvous_timeout_s or timeout_s,
+                planning_s=planning_s,
+                heartbeat_timeout_s=self.launch.heartbeat_timeout_s,
+                port=self.launch.port,
+            )
+        )

@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet: a key-value store whose operations all end.
+"""The key-value store where the ranks of a job meet, whose operations all end.
 
 Under torchrun the store is the agent's, which is there already; elsewhere rank 0 hosts one on a
 port of its own, because Megatron will want ``MASTER_PORT`` later.
@@ -6,12 +6,13 @@ port of its own, because Megatron will want ``MASTER_PORT`` later.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,7 +27,6 @@ _FIRST_PORT, _NUM_PORTS, _NUM_TRIES, _STRIDE = 25_000, 7_000, 16, 97
 _PROBE_S, _PAUSE_S, _ROUNDS_PER_S = 5.0, 0.5, 2_000.0
 #: Within this the store says that the time of a blocking request is over.
 _ANSWER_S = 2.0
-
 #: Variables that tell one attempt of one job from all others.
 _OF_ATTEMPT = (
     "MASTER_ADDR",
@@ -61,7 +61,6 @@ class RankContext:
         planning_s: how long rank 0 may plan meanwhile.
         heartbeat_timeout_s: longest time without a heartbeat of a rank that is awaited, or without
             an answer of the store.
-        grace_period_s: how long a rank that ends stays for the others to say why, too.
         port: of the store, where torchrun hosts none; several are tried if not given.
     """
 
@@ -71,7 +70,6 @@ class RankContext:
     rendezvous_timeout_s: Seconds = 600.0
     planning_s: Seconds = 0.0
     heartbeat_timeout_s: Seconds = 20.0
-    grace_period_s: Seconds = 10.0
     port: int | None = None
 
     @property
@@ -87,17 +85,13 @@ class RankContext:
         return hashlib.sha256("|".join([*words, str(self.world_size)]).encode()).hexdigest()[:16]
 
 
-#: An operation, and where its answer goes.
-_Question = tuple[Callable[[], Any], queue.SimpleQueue[Any]]
-
-
 class TimedStore:
-    """A ``torch.distributed.TCPStore`` of which each operation has a deadline.
+    """A ``torch.distributed.Store`` of which each operation has a deadline.
 
-    A client of torch's store waits without end for a server that is stopped (SIGSTOP, a frozen
-    host): its own timeout does not cover the answer to a request. Operations therefore run in a
-    thread of their own, one after another as they do on the client's one socket anyway, and whoever
-    asked stops waiting.
+    A client of torch's ``TCPStore`` waits without end for a server that is stopped (SIGSTOP, a
+    frozen host): its own timeout does not cover the answer to a request. Operations therefore run
+    in threads of their own, one after another as they do on the client's one socket anyway, and
+    whoever calls stops waiting.
 
     Args:
         server: who hosts the store and where, for errors.
@@ -110,17 +104,12 @@ class TimedStore:
         self, make: Callable[[], Any], limit_s: Seconds, connect_s: Seconds, server: str
     ) -> None:
         self.server, self._limit_s, self.is_silent = server, limit_s, False
-        self._asked: queue.SimpleQueue[_Question] = queue.SimpleQueue()
-        threading.Thread(target=self._answer, daemon=True).start()
-        self._store = self._call(make, connect_s)
+        self._socket = threading.Lock()
+        self._store = self._answer(make, connect_s)
 
-    def set(self, key: str, value: str) -> None:
-        """Write a value."""
-        self._call(lambda: self._store.set(key, value))
-
-    def get(self, key: str) -> str:
-        """A value that is known to be there."""
-        return bytes(self._call(lambda: self._store.get(key))).decode()
+    def call(self, method: str, *arguments: Any) -> Any:
+        """What a method of the store returns; bytes come as text."""
+        return self._answer(lambda: getattr(self._store, method)(*arguments), self._limit_s)
 
     def wait_for(self, key: str, limit_s: Seconds) -> str | None:
         """Block until a key has a value; ``None`` if it has none after a time."""
@@ -134,69 +123,44 @@ class TimedStore:
 
         started = time.monotonic()
         try:
-            return bytes(self._call(blocking, max(limit_s, self._limit_s), _ANSWER_S)).decode()
+            value: str = self._answer(blocking, max(limit_s, self._limit_s), _ANSWER_S)
         except LostStoreError as error:
             if isinstance(error, SilentStoreError) or time.monotonic() - started < limit_s:
                 raise
             return None
+        return value
 
-    def append(self, key: str, text: str) -> None:
-        """Write text behind what is there."""
-        self._call(lambda: self._store.append(key, text))
-
-    def multi_get(self, keys: Sequence[str]) -> list[str]:
-        """Values that are known to be there."""
-        found = self._call(lambda: self._store.multi_get(list(keys))) if keys else []
-        return [bytes(value).decode() for value in found]
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of some keys have a value."""
-        return bool(self._call(lambda: self._store.check(list(keys))))
-
-    def add(self, key: str, step: int) -> int:
-        """Raise a counter, and say where it stands."""
-        return int(self._call(lambda: self._store.add(key, step)))
-
-    def compare_set(self, key: str, expected: str, value: str) -> str:
-        """Write a value where ``expected`` stands (nothing: the empty text); what stands then."""
-        return bytes(self._call(lambda: self._store.compare_set(key, expected, value))).decode()
-
-    def _call(
-        self, operation: Callable[[], Any], limit_s: Seconds | None = None, more_s: Seconds = 0.0
-    ) -> Any:
+    def _answer(self, operation: Callable[[], Any], limit_s: Seconds, more_s: Seconds = 0.0) -> Any:
         import torch
 
-        limit_s = self._limit_s if limit_s is None else limit_s
-        answered: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._asked.put((operation, answered))
+        answer: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                with self._socket:
+                    answer.set_result(operation())
+            except BaseException as error:  # noqa: BLE001 - raised again where it was asked for
+                answer.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
         try:
-            found = answered.get(timeout=0 if self.is_silent else limit_s + more_s)
-        except queue.Empty:
+            found = answer.result(0 if self.is_silent else limit_s + more_s)
+        except TimeoutError:
             self.is_silent = True
             raise SilentStoreError(
                 f"{self.server} has not answered for {limit_s:g} s: the process is stopped, its "
                 "host is frozen, or the network between them is down"
             ) from None
-        if isinstance(found, torch.distributed.DistError):
+        except torch.distributed.DistError as error:
             raise LostStoreError(
                 f"the connection to {self.server} was lost; that process has ended, and its own "
                 "output says why"
-            ) from found
-        if isinstance(found, BaseException):
-            raise found
-        return found
-
-    def _answer(self) -> None:
-        while True:
-            operation, answered = self._asked.get()
-            try:
-                answered.put(operation())
-            except BaseException as error:  # noqa: BLE001 - raised again where it was asked for
-                answered.put(error)
+            ) from error
+        return found.decode() if isinstance(found, bytes) else found
 
 
 def connect_store(context: RankContext) -> TimedStore:
-    """Join the store of this process's job.
+    """Join the store of this process's job; its keys are the job's own.
 
     Raises:
         NoAgreementError: if rank 0's store cannot be found in time.
@@ -222,19 +186,12 @@ def ports(context: RankContext) -> tuple[int, ...]:
     return tuple(port for port in tried if str(port) != master)
 
 
-def key_of(context: RankContext, name: str) -> str:
-    """A name in the store, which several jobs may share."""
-    return f"nest/{context.key}/{name}"
-
-
 def _host(context: RankContext) -> TimedStore:
     for port in ports(context):
-        try:
+        with contextlib.suppress(LostStoreError):
             store = _joined(context, port, context.heartbeat_timeout_s, is_master=True)
-        except LostStoreError:
-            continue
-        store.set(key_of(context, "hello"), "yes")
-        return store
+            store.call("set", "hello", "yes")
+            return store
     tried = ", ".join(map(str, ports(context)))
     limit = f"none of the ports {tried} is free on rank 0's host ({socket.gethostname()})"
     fix = "Give a free one with nest.port, or launch with torchrun."
@@ -243,7 +200,10 @@ def _host(context: RankContext) -> TimedStore:
 
 def _find(context: RankContext) -> TimedStore:
     """The store of this job among those that may answer: another job may hold a port of ours."""
-    ended = time.monotonic() + context.rendezvous_timeout_s
+    host, ended = (
+        context.environment["MASTER_ADDR"],
+        time.monotonic() + context.rendezvous_timeout_s,
+    )
     strange: dict[int, float] = {}
     pause_s, longest_s = _PAUSE_S, max(_PAUSE_S, context.world_size / _ROUNDS_PER_S)
     while time.monotonic() < ended:
@@ -251,30 +211,24 @@ def _find(context: RankContext) -> TimedStore:
             if time.monotonic() < strange.get(port, 0.0):
                 continue
             try:
-                if (store := _greeted(context, port)) is not None:
+                socket.create_connection((host, port), timeout=_PROBE_S).close()
+                store = _joined(context, port, _PROBE_S)
+                if store.call("check", ["hello"]):
                     return store
             except LostStoreError as error:  # one that says nothing is not asked all the time
                 pause = context.heartbeat_timeout_s if isinstance(error, SilentStoreError) else 0.0
                 strange[port] = time.monotonic() + pause
+            except OSError:
+                continue
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, longest_s)
     taken = f"; port {', '.join(map(str, strange))} belongs to another program there, or rank 0 is "
     raise NoAgreementError(
-        f"rank 0 did not appear at {context.environment['MASTER_ADDR']} within "
+        f"rank 0 did not appear at {host} within "
         f"{context.rendezvous_timeout_s:g} s{f'{taken}stopped' if strange else ''}. Look at rank "
         "0's own output: it may have ended, or was started without +nest or with another "
         "nest.port, MASTER_ADDR or MASTER_PORT"
     )
-
-
-def _greeted(context: RankContext, port: int) -> TimedStore | None:
-    try:
-        address = (context.environment["MASTER_ADDR"], port)
-        socket.create_connection(address, timeout=_PROBE_S).close()
-    except OSError:
-        return None
-    probe = _joined(context, port, _PROBE_S)
-    return probe if probe.check([key_of(context, "hello")]) else None
 
 
 def _joined(
@@ -284,15 +238,20 @@ def _joined(
 
     address = context.environment["MASTER_ADDR"]
     host = "torchrun's agent" if context.agent_hosts_store else "rank 0"
-    return TimedStore(
-        lambda: torch.distributed.TCPStore(
+
+    def make() -> Any:
+        store = torch.distributed.TCPStore(
             address,
             port,
             world_size=context.world_size,
             is_master=is_master,
             wait_for_workers=False,
             timeout=timedelta(seconds=connect_s),
-        ),
+        )
+        return torch.distributed.PrefixStore(f"nest/{context.key}", store)
+
+    return TimedStore(
+        make,
         limit_s=context.heartbeat_timeout_s,
         connect_s=connect_s + 1.0,  # torch's own end of a connection comes first
         server=f"the store of {host} at {address}:{port}",
