@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
+from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.diff import Change
+from nest_megatron.plain import to_plain
 
 #: A field that is not there.
 ABSENT: Any = object()
@@ -23,11 +23,12 @@ _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 FieldValue = tuple[str, Any, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigPaths:
-    """Where a framework's configuration has what a plan reads and writes.
+class Configuration:
+    """A framework's configuration, and where it has what a plan reads and writes.
 
-    Args:
+    Attributes:
+        root: the configuration.
+        target: the framework and its release.
         items: item of a plan -> its field.
         model, data, ddp: configurations of the model, of the data and of data parallelism.
         incompatible: other options that only go with some layouts -> their fields.
@@ -49,6 +50,25 @@ class ConfigPaths:
     rampup_batch_size: str
     iterations: str
     called: str = ""
+
+    def __init__(self, root: Any, target: Target) -> None:
+        self.root, self.target = root, target
+
+    def find(self, path: str) -> Any:
+        """The value at a path, or ``ABSENT``."""
+        return find(self.root, path)
+
+    def whole(self, path: str) -> int:
+        """A whole number of at least 1 at a path; ``UserInputError`` if there is none."""
+        value = self.find(path)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        raise UserInputError(
+            f"{self.called}.{path}" if self.called else path,
+            None if value is ABSENT else value,
+            limit="it must be a whole number of at least 1",
+            fix=f"Set it in the {self.called or 'configuration'}.",
+        )
 
 
 def attribute(holder: Any, name: str) -> Any:
@@ -83,30 +103,6 @@ def find(root: Any, path: str) -> Any:
         if root is ABSENT:
             break
     return root
-
-
-def whole(root: Any, path: str, *, called: str = "") -> int:
-    """A whole number of at least 1 at a path; ``UserInputError`` if there is none.
-
-    Args:
-        called: what the configuration is called in the error, in front of the path.
-    """
-    value = find(root, path)
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    raise UserInputError(
-        f"{called}.{path}" if called else path,
-        None if value is ABSENT else value,
-        limit="it must be a whole number of at least 1",
-        fix=f"Set it in the {called or 'configuration'}.",
-    )
-
-
-def require_parts(root: Any, paths: Iterable[str], called: str, *, limit: str, fix: str) -> None:
-    """Refuse a configuration that lacks a part."""
-    for path in paths:
-        if find(root, path) in (ABSENT, None):
-            raise UserInputError(f"{called}.{path}", None, limit, fix)
 
 
 def class_names(holder: Any) -> tuple[str, ...]:
@@ -148,7 +144,7 @@ def changes(root: Any, wanted: Iterable[FieldValue]) -> tuple[Change, ...]:
     return tuple(found)
 
 
-def carry_out(root: Any, changed: Sequence[Change]) -> None:
+def carry_out(root: Any, changed: tuple[Change, ...]) -> tuple[Change, ...]:
     """Set every field, or none: where one is refused, those before it get their values back."""
     done: list[Change] = []
     for change in changed:
@@ -161,6 +157,7 @@ def carry_out(root: Any, changed: Sequence[Change]) -> None:
             fix = "Report it with the framework's version; nothing was changed."
             raise UserInputError(change.field, change.after, limit, fix) from error
         done.append(change)
+    return changed
 
 
 def _set(root: Any, path: str, value: Any) -> None:
@@ -174,15 +171,7 @@ def _is_default(value: Any) -> bool:
 
 
 def _is_same(path: str, before: Any, value: Any) -> bool:
-    old, new = _comparable(before), _comparable(value)
+    old, new = to_plain(before), to_plain(value)
     if path.rpartition(".")[2] == "recompute_modules" and isinstance(old, list):
         return isinstance(new, list) and set(old) == set(new)  # in whatever order
     return bool(old == new)
-
-
-def _comparable(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, list | tuple):
-        return [_comparable(each) for each in value]
-    return value

@@ -21,7 +21,7 @@ from nest_megatron.documents import read_yaml
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import (
     ABSENT,
-    ConfigPaths,
+    Configuration,
     FieldValue,
     class_names,
     find,
@@ -77,28 +77,26 @@ def packed_sequence_size(data: Any) -> int | None:
     return None
 
 
-def data_requirements(
-    root: Any, paths: ConfigPaths, micro_batch_size: int
-) -> Mapping[str, Requirement]:
+def data_requirements(recipe: Configuration, micro_batch_size: int) -> dict[str, Requirement]:
     """What the data fixes of a layout, by the names of its degrees; a pack needs two sequences."""
-    data = find(root, paths.data)
+    data = recipe.find(recipe.data)
     needs: dict[str, Requirement] = {}
-    without_packs = f"train without packing ({paths.data})"
+    without_packs = f"train without packing ({recipe.data})"
     if packed_sequence_size(data) is not None or value_or(data, "packing_buffer_size", None):
         needs[_MICRO] = _need(1, "a micro batch is one pack of sequences", without_packs)
     elif name := next((n for n in _IN_BATCH if value_or(data, n, False)), None):
         if micro_batch_size < 2:
             limit = f"a micro batch of {micro_batch_size} holds no two sequences to pack"
             fix = "Set micro_batch_size to at least 2, or turn it off."
-            raise UserInputError(f"{paths.data}.{name}", True, limit, fix)
+            raise UserInputError(f"{recipe.data}.{name}", True, limit, fix)
         why = "the sequences of a micro batch are packed into one"
-        needs[_MICRO] = _need(micro_batch_size, why, f"turn {paths.data}.{name} off")
+        needs[_MICRO] = _need(micro_batch_size, why, f"turn {recipe.data}.{name} off")
     padded = all(find(data, f"{n}.pad_seq_to_mult") is ABSENT for n in _SPECS)
     if packed_sequence_size(data) is not None and padded:
-        stated = find(root, paths.items[_CONTEXT])
+        stated = recipe.find(recipe.items[_CONTEXT])
         why = "this framework pads the sequences of a pack for one context-parallel size"
         needs[_CONTEXT] = _need(stated if isinstance(stated, int) else 1, why, without_packs)
-    elif is_finetuning(data) and find(root, f"{paths.model}.{_PER_TOKEN_LOSS}") is ABSENT:
+    elif is_finetuning(data) and recipe.find(f"{recipe.model}.{_PER_TOKEN_LOSS}") is ABSENT:
         why = "fine-tuning with context parallelism needs calculate_per_token_loss"
         needs[_CONTEXT] = _need(1, why, "upgrade the framework")
     return needs
@@ -108,19 +106,19 @@ def _need(value: int, reason: str, fix: str) -> Requirement:
     return Requirement(value=value, reason=reason, fix=fix, who="the data")
 
 
-def finetuning_fields(root: Any, plan: ParallelPlan, paths: ConfigPaths) -> Iterator[FieldValue]:
+def finetuning_fields(recipe: Configuration, plan: ParallelPlan) -> Iterator[FieldValue]:
     """What context parallelism needs where a rank may hold masked tokens alone."""
     cp = plan.layout.dims.context_parallel_size
-    if cp == 1 or not is_finetuning(find(root, paths.data)):
+    if cp == 1 or not is_finetuning(recipe.find(recipe.data)):
         return
     why = "with context parallelism a rank may hold masked tokens alone, so the loss is per token"
-    yield f"{paths.model}.{_PER_TOKEN_LOSS}", True, why
-    averaging = f"{paths.ddp}.average_in_collective"
-    if find(root, averaging) is not ABSENT:
+    yield f"{recipe.model}.{_PER_TOKEN_LOSS}", True, why
+    averaging = f"{recipe.ddp}.average_in_collective"
+    if recipe.find(averaging) is not ABSENT:
         yield averaging, False, why
     for name in _SPECS:
-        path = f"{paths.data}.{name}.pad_seq_to_mult"
-        stated = find(root, path)
+        path = f"{recipe.data}.{name}.pad_seq_to_mult"
+        stated = recipe.find(path)
         if stated is not ABSENT and (stated or 1) % (2 * cp):
             why = f"{cp} context-parallel ranks hold two parts of every sequence of a pack"
             yield path, 2 * cp, why

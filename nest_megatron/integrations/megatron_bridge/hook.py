@@ -34,7 +34,7 @@ from nest_megatron.errors import OK, UserInputError
 from nest_megatron.integrations import audit
 from nest_megatron.integrations.field_mapping import STAGE_FIELDS
 from nest_megatron.integrations.launched import fields_report
-from nest_megatron.integrations.megatron_bridge.read import PATHS, read_recipe
+from nest_megatron.integrations.megatron_bridge.read import BridgeConfig, read_recipe
 from nest_megatron.integrations.megatron_bridge.write import apply_plan
 from nest_megatron.integrations.megatron_lm import watch
 from nest_megatron.integrations.megatron_lm.agreement import (
@@ -207,7 +207,7 @@ def stated_choices(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...
     """
     if "all" in free:
         return ()
-    items = {path: item for item, path in PATHS.items.items() if item not in _DERIVED}
+    items = {path: item for item, path in BridgeConfig.items.items() if item not in _DERIVED}
     items |= {
         f"{holder}.{argument}": choice
         for choice, arguments in EXECUTION_ARGUMENTS.items()

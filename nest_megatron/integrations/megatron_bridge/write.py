@@ -8,32 +8,18 @@ For the framework's own override machinery it is a dotlist, or a YAML file to me
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.execution_fields import execution_fields
 from nest_megatron.integrations.field_mapping import (
     Recorded,
     fields_beside,
     layout_fields,
-    plan_record,
-    require_plannable,
-    require_same_job,
-    require_same_schedule,
 )
-from nest_megatron.integrations.fields import ABSENT, FieldValue, carry_out, changes, find
-from nest_megatron.integrations.megatron_bridge.read import (
-    FSDP_SWITCHES,
-    PATHS,
-    execution_places,
-    installed_target,
-    ranks,
-    read_spec,
-    uses_fsdp,
-)
-from nest_megatron.integrations.recipe import batch_schedule, makes_stages_of
+from nest_megatron.integrations.field_mapping import plan_changes as recipe_changes
+from nest_megatron.integrations.fields import ABSENT, FieldValue, carry_out
+from nest_megatron.integrations.megatron_bridge.read import FSDP_SWITCHES, BridgeConfig
 from nest_megatron.integrations.restore import packed_sequence_size
 from nest_megatron.layout.diff import Change, reason
 from nest_megatron.layout.plan import ParallelPlan
@@ -93,7 +79,6 @@ def _text(value: Any) -> str:
 #: Variable of HybridEP: ranks of a group of experts that share NVLink. A wrong one spoils the
 #: all-to-all (Megatron-Bridge's notes on dispatchers).
 NVLINK_RANKS = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
-_EXPERT_DEGREES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
 def apply_plan(
@@ -110,9 +95,7 @@ def apply_plan(
         free: ``global_batch_size``, ``seq_length``; the number of ranks is the launcher's.
         environment: the launcher's variables; those of this process if not given.
     """
-    found = plan_changes(cfg, plan, free=free, environment=environment)
-    carry_out(cfg, found)
-    return found
+    return carry_out(cfg, plan_changes(cfg, plan, free=free, environment=environment))
 
 
 def plan_changes(
@@ -123,54 +106,46 @@ def plan_changes(
     environment: Mapping[str, str] | None = None,
 ) -> tuple[Change, ...]:
     """As ``apply_plan``, but the configuration stays as it is."""
-    plan = plan_record(plan)
-    spec = read_spec(cfg, plan.model.vocab_size)
-    require_plannable(plan, installed_target().megatron_core, spec)
-    started = ranks(os.environ if environment is None else environment)
-    require_same_job(plan, {"num_gpus": started}, ())
-    batch = find(cfg, PATHS.items["global_batch_size"])
-    require_same_job(plan, {"global_batch_size": batch, "seq_length": spec.seq_length}, free)
-    schedule = batch_schedule(cfg, PATHS, spec.seq_length, installed_target())
-    require_same_schedule(plan, schedule)
-    return changes(cfg, _wanted(cfg, plan))
+    return recipe_changes(BridgeConfig(cfg, environment), plan, free, _wanted)
 
 
-def _wanted(cfg: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
-    packed = packed_sequence_size(cfg.dataset) is not None  # the length is that of a pack
+def _wanted(cfg: BridgeConfig, plan: ParallelPlan) -> Iterator[FieldValue]:
+    packed = packed_sequence_size(cfg.root.dataset) is not None  # the length is that of a pack
     for path in () if packed else ("dataset.seq_length", "model.seq_length"):
-        if find(cfg, path) is not ABSENT:
+        if cfg.find(path) is not ABSENT:
             yield path, plan.train.seq_length, "the sequences that were planned for"
-    yield from layout_fields(plan, PATHS, stages=not makes_stages_of(cfg, plan, PATHS))
-    if find(cfg, "dataset.micro_batch_size") is not ABSENT:  # Energon's data keep a copy
+    yield from layout_fields(cfg, plan)
+    if cfg.find("dataset.micro_batch_size") is not ABSENT:  # Energon's data keep a copy
         why = "the data and training state the same size"
         yield "dataset.micro_batch_size", plan.layout.micro_batch_size, why
     sharded = plan.layout.shards_optimizer
     yield "ddp.use_distributed_optimizer", sharded, reason(plan, "use_distributed_optimizer")
     yield from _fsdp(cfg, plan)
-    places = execution_places(cfg)
-    yield from fields_beside(cfg, plan, PATHS, places.overlap)
-    yield from execution_fields(cfg, plan, places)
+    yield from fields_beside(cfg, plan)
+    yield from cfg.places.fields(plan)
     yield from _nvlink_ranks(cfg, plan)
     predictors, why = "model.mtp_num_layers", "with the overlapped all-to-all 0.3 takes 1 or none"
-    if plan.layout.execution.overlap_moe_expert_parallel_comm and find(cfg, predictors) == 0:
+    if plan.layout.execution.overlap_moe_expert_parallel_comm and cfg.find(predictors) == 0:
         yield predictors, None, why
 
 
-def _nvlink_ranks(cfg: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
+def _nvlink_ranks(cfg: BridgeConfig, plan: ParallelPlan) -> Iterator[FieldValue]:
     """Take out a number of ranks that was for another group; HybridEP finds it by itself."""
-    variables = find(cfg, "env_vars")
-    stated = [find(cfg, PATHS.items[name]) for name in _EXPERT_DEGREES]
-    planned = [getattr(plan.layout.dims, name) for name in _EXPERT_DEGREES]
-    if isinstance(variables, Mapping) and NVLINK_RANKS in variables and stated != planned:
+    variables = cfg.find("env_vars")
+    differs = any(
+        cfg.find(cfg.items[name]) != getattr(plan.layout.dims, name)
+        for name in ("expert_model_parallel_size", "expert_tensor_parallel_size")
+    )
+    if isinstance(variables, Mapping) and NVLINK_RANKS in variables and differs:
         others = {name: value for name, value in variables.items() if name != NVLINK_RANKS}
         why = f"{NVLINK_RANKS} was for another group of experts; HybridEP finds it by itself"
         yield "env_vars", others, why
 
 
-def _fsdp(cfg: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
+def _fsdp(cfg: BridgeConfig, plan: ParallelPlan) -> Iterator[FieldValue]:
     """The switches of Megatron-FSDP. Source: ``ConfigContainer.validate``."""
-    fsdp, used = plan.layout.uses_megatron_fsdp, uses_fsdp(cfg)
-    if fsdp and not used and find(cfg, "model._pre_wrap_hooks") not in (ABSENT, None, []):
+    fsdp, used = plan.layout.uses_megatron_fsdp, cfg.uses_fsdp
+    if fsdp and not used and cfg.find("model._pre_wrap_hooks") not in (ABSENT, None, []):
         raise UserInputError(
             "use_megatron_fsdp",
             True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +11,6 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.config.job import Job
 from nest_megatron.cost_model.target_defaults import NEMO, NEMO_LACKS
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.architecture import refuse_unplannable
 from nest_megatron.integrations.base_models import (
     build_within,
     hub_name,
@@ -20,35 +18,41 @@ from nest_megatron.integrations.base_models import (
     known_rows,
     offline,
 )
-from nest_megatron.integrations.execution_fields import NEMO_LACKS_CALLBACK, ExecutionPlaces
-from nest_megatron.integrations.fields import (
-    ABSENT,
-    ConfigPaths,
-    class_names,
-    find,
-    require_parts,
-    value_or,
-    whole,
-)
-from nest_megatron.integrations.peft import with_adapters
+from nest_megatron.integrations.execution_fields import ExecutionPlaces
+from nest_megatron.integrations.fields import ABSENT, class_names, value_or
 from nest_megatron.integrations.recipe import (
     DEGREES,
     RECOMPUTE,
-    job_of_fields,
+    Recipe,
     lightning_precision,
     memory_fields,
-    spec_from_transformer_config,
 )
-from nest_megatron.integrations.restore import packed_sequence_size, restored_by_nemo
-from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.integrations.restore import Restored, restored_by_nemo
 from nest_megatron.packages import install_command
 
 _STRATEGY = "trainer.strategy"
-#: Where a recipe has what a plan reads and writes. Source: NeMo 2.7.3
-#: ``nemo.lightning.MegatronStrategy``, which copies its own sizes over those of ``model.config``
-#: before the model is built.
-PATHS = ConfigPaths(
-    items={
+#: Rows of the tokenizer that NeMo's mock data builds where none is given.
+#: The last is called as the first, in another module (``llm.t5.data``).
+_MOCK_ROWS = {
+    "MockDataModule": 50_257,
+    "BERTMockDataModule": 30_522,
+    "T5MockDataModule": 28_996,
+}
+#: What ``DeepEPCallback`` sets, on Ampere and Hopper; its backend stays the model's.
+_DEEPEP: Mapping[str, object] = {
+    "moe_token_dispatcher_type": "flex",
+    "moe_shared_expert_overlap": False,
+}
+
+
+class NemoRecipe(Recipe):
+    """A recipe of NeMo 2.x.
+
+    Source: NeMo 2.7.3 ``nemo.lightning.MegatronStrategy``, which copies its own sizes over those of
+    ``model.config`` before the model is built.
+    """
+
+    items = {
         **{name: f"{_STRATEGY}.{name}" for name in (*DEGREES, "use_tp_pp_dp_mapping")},
         **{name: f"model.config.{name}" for name in RECOMPUTE},
         "use_distributed_optimizer": "optim.config.use_distributed_optimizer",
@@ -57,35 +61,138 @@ PATHS = ConfigPaths(
         "overlap_param_gather": f"{_STRATEGY}.ddp.overlap_param_gather",
         "micro_batch_size": "data.micro_batch_size",
         "global_batch_size": "data.global_batch_size",
-    },
-    model="model.config",
-    data="data",
-    ddp=f"{_STRATEGY}.ddp",
-    incompatible={
+    }
+    model = "model.config"
+    data = "data"
+    ddp = f"{_STRATEGY}.ddp"
+    incompatible = {
         name: f"{_STRATEGY}.{name}"
         for name in ("microbatch_group_size_per_vp_stage", "num_distributed_optimizer_instances")
-    },
-    pipeline_types=(f"{_STRATEGY}.pipeline_dtype", "trainer.plugins.pipeline_dtype"),
-    ckpt_format=f"{_STRATEGY}.save_ckpt_format",
-    async_save=f"{_STRATEGY}.ckpt_async_save",
-    seq_length="data.seq_length",
-    rampup_batch_size="data.rampup_batch_size",
-    iterations="trainer.max_steps",
-    called="recipe",
-)
-#: Rows of the tokenizer that NeMo's mock data builds where none is given.
-#: The last is called as the first, in another module (``llm.t5.data``).
-_MOCK_ROWS = {
-    "MockDataModule": 50_257,
-    "BERTMockDataModule": 30_522,
-    "T5MockDataModule": 28_996,
-}
-_OVERLAPS, _GIVEN = "MegatronCommOverlapCallback", "user_comm_overlap_cfg"
-#: What ``DeepEPCallback`` sets; its backend stays the model's.
-_DEEPEP: Mapping[str, object] = {
-    "moe_token_dispatcher_type": "flex",
-    "moe_shared_expert_overlap": False,
-}
+    }
+    pipeline_types = (f"{_STRATEGY}.pipeline_dtype", "trainer.plugins.pipeline_dtype")
+    ckpt_format = f"{_STRATEGY}.save_ckpt_format"
+    async_save = f"{_STRATEGY}.ckpt_async_save"
+    seq_length = "data.seq_length"
+    rampup_batch_size = "data.rampup_batch_size"
+    iterations = "trainer.max_steps"
+    called = variable = "recipe"
+    parts = ("model", "model.config", "data", "trainer", "trainer.strategy", "optim.config")
+    described = "a recipe of nemo.collections.llm"
+    made_by = "a pretrain_recipe() returns, with its model and optimizer set"
+    states_size = True
+
+    def __init__(self, root: Any) -> None:
+        super().__init__(root, NEMO)
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The trainer's."""
+        return value_or(self.root.trainer, "callbacks", [])
+
+    @property
+    def places(self) -> ExecutionPlaces:
+        """Callbacks that set overlaps of communication, a built one's in what it was given.
+
+        Their settings replace those of the model (``MegatronCommOverlapCallback.setup``).
+        """
+        overlap = []
+        for index, callback in enumerate(self.callbacks):
+            if "MegatronCommOverlapCallback" in class_names(callback):
+                path = f"trainer.callbacks[{index}]"
+                given = f"{path}.user_comm_overlap_cfg"
+                overlap.append(path if self.find(given) is ABSENT else given)
+        lacks = "only MegatronCommOverlapCallback makes the user buffers, and there is none"
+        return ExecutionPlaces(
+            root=self.root,
+            model=self.model,
+            version=NEMO.megatron_core,
+            overlap=tuple(overlap),
+            lacks=NEMO_LACKS if overlap else {**NEMO_LACKS, "tp_comm_overlap": lacks},
+            forced=_DEEPEP if any(map(turns_on_deepep, self.callbacks)) else {},
+        )
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whether the strategy's ``fsdp`` says so."""
+        return self.find(f"{_STRATEGY}.fsdp") == "megatron"
+
+    def size(self) -> tuple[int, int]:
+        """GPUs of the job and of each node, which a recipe may leave to the launch: an error."""
+        devices = value_or(self.root.trainer, "devices", "auto")
+        per_node = len(devices) if isinstance(devices, list | tuple) else devices
+        if isinstance(per_node, int) and per_node > 0:
+            return per_node * value_or(self.root.trainer, "num_nodes", 1), per_node
+        limit = "a plan needs the number of GPUs in a node"
+        raise UserInputError("trainer.devices", devices, limit, "Set it, for example to 8.")
+
+    def require_plannable(self) -> None:
+        """Refuse another strategy, too."""
+        super().require_plannable()
+        strategy = class_names(self.root.trainer.strategy)
+        if "MegatronStrategy" not in strategy:
+            raise UserInputError(
+                "trainer.strategy",
+                strategy[0],
+                "only MegatronStrategy lays a model out over ranks",
+                "Launch this job without nest.",
+            )
+
+    def restored(self) -> Restored | None:
+        """As of ``restored_by_nemo``."""
+        return restored_by_nemo(self.root)
+
+    def memory(self) -> Mapping[str, Any]:
+        """Settings of callbacks win over those of the plugin, and these over the others."""
+        paths = (self.model, "optim.config", self.ddp, _STRATEGY)
+        overlaps = map(self.find, self.places.overlap)
+        return memory_fields(*overlaps, self._plugin, *map(self.find, paths))
+
+    @property
+    def _plugin(self) -> Any:
+        plugins = value_or(self.root.trainer, "plugins", [])
+        plugins = plugins if isinstance(plugins, list | tuple) else [plugins]
+        named = (each for each in plugins if any("Precision" in name for name in class_names(each)))
+        return next(named, None)
+
+    def precision(self) -> tuple[Precision, str, str]:
+        """That of the plugin, or Lightning's own."""
+        plugin = self._plugin
+        stated = value_or(self.root.trainer if plugin is None else plugin, "precision", "32")
+        around = lightning_precision(stated, "trainer.plugins.precision")
+        in_fp4, in_fp8 = (value_or(plugin, name, None) for name in ("fp4", "fp8"))
+        if not (in_fp4 or in_fp8):
+            return around, "delayed", around.value
+        narrow = Precision.NVFP4 if in_fp4 else Precision.FP8
+        return narrow, str(value_or(plugin, "fp8_recipe", "delayed")), around.value
+
+    def vocabulary(self, given: int | None) -> tuple[int, bool, tuple[str, ...]]:
+        """A size in the config is taken as it is, that of the tokenizer is padded.
+
+        Source: ``GPTConfig.configure_model``.
+        """
+        recipe = self.root
+        if (preset := value_or(recipe.model.config, "vocab_size", None)) is not None:
+            return preset, True, ()
+        if given is not None:
+            return given, False, ()
+        for holder in (recipe.model, recipe.data):
+            if (tokenizer := value_or(holder, "tokenizer", None)) is not None:
+                rows, notes = _rows(tokenizer)
+                return rows, False, notes
+        base = hub_name(self.find("resume.restore_config.path"))
+        if base is not None and (found := known_rows(base)) is not None:
+            return found, False, (_of_base(base, found),)
+        kind = class_names(recipe.data)[0]
+        if kind == "MockDataModule" and "T5Model" in class_names(recipe.model):
+            kind = "T5MockDataModule"
+        if kind in _MOCK_ROWS:
+            rows = _MOCK_ROWS[kind]
+            note = f"The recipe names no tokenizer; {rows} rows are assumed, as {kind} takes."
+            return rows, False, (note,)
+        limit = "the recipe names no tokenizer"
+        if base is not None:
+            limit += f", and how many rows that of {base} has is not known"
+        raise _no_vocabulary(kind, limit)
 
 
 def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Job:
@@ -100,87 +207,12 @@ def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Job:
         UnplannableModelError: if this planner does not support the model, naming what it lacks.
         UserInputError: if a field is missing or wrong.
     """
-    spec, notes = read_spec(recipe, vocab_size)
-    per_node, nodes = num_devices(recipe), value_or(recipe.trainer, "num_nodes", 1)
-    plugin, strategy = _precision_plugin(recipe), recipe.trainer.strategy
-    holders = (
-        *(find(recipe, path) for path in overlap_paths(recipe)),
-        plugin,
-        recipe.model.config,
-        recipe.optim.config,
-        value_or(strategy, "ddp", None),
-        strategy,
-    )
-    return job_of_fields(
-        recipe,
-        PATHS,
-        execution_places(recipe),
-        spec=spec,
-        precision=_precision(recipe, plugin),
-        memory=memory_fields(*holders),
-        uses_fsdp=value_or(strategy, "fsdp", None) == "megatron",
-        restored=restored_by_nemo(recipe),
-        notes=notes,
-        target=NEMO,
-        num_gpus=per_node * nodes,
-        gpus_per_node=per_node,
-    )
-
-
-def overlap_paths(recipe: Any) -> tuple[str, ...]:
-    """Paths of the callbacks that set overlaps of communication; of a built one, what it was given.
-
-    Their settings replace those of ``model.config`` (``MegatronCommOverlapCallback.setup``).
-    """
-    callbacks = value_or(recipe.trainer, "callbacks", [])
-    at = (i for i, callback in enumerate(callbacks) if _OVERLAPS in class_names(callback))
-    paths = (f"trainer.callbacks[{index}]" for index in at)
-    return tuple(
-        path if find(recipe, f"{path}.{_GIVEN}") is ABSENT else f"{path}.{_GIVEN}" for path in paths
-    )
+    return NemoRecipe(recipe).job(vocab_size)
 
 
 def turns_on_deepep(callback: Any) -> bool:
-    """Whether it is the callback that turns DeepEP on, on Ampere and Hopper."""
+    """Whether it is the callback that turns DeepEP on."""
     return "DeepEPCallback" in class_names(callback)
-
-
-def execution_places(recipe: Any) -> ExecutionPlaces:
-    """Where a recipe says how layers are carried out."""
-    overlap = overlap_paths(recipe)
-    deepep = any(map(turns_on_deepep, value_or(recipe.trainer, "callbacks", [])))
-    lacks = NEMO_LACKS if overlap else {**NEMO_LACKS, "tp_comm_overlap": NEMO_LACKS_CALLBACK}
-    return ExecutionPlaces(
-        model="model.config", overlap=overlap, lacks=lacks, forced=_DEEPEP if deepep else {}
-    )
-
-
-def read_spec(recipe: Any, vocab_size: int | None) -> tuple[TransformerSpec, tuple[str, ...]]:
-    """The model of a recipe, and what was assumed of it; raises as ``read_recipe`` does."""
-    _require_recipe(recipe)
-    rows, is_padded, notes = _vocabulary(recipe, vocab_size)
-    length = packed_sequence_size(recipe.data) or whole(recipe, "data.seq_length", called="recipe")
-    spec = spec_from_transformer_config(
-        recipe.model.config, seq_length=length, vocab_size=rows, vocab_is_padded=is_padded
-    )
-    if spec.decoder_seq_length is not None:
-        decoder = value_or(recipe.data, "seq_length_dec", spec.decoder_seq_length)
-        spec = dataclasses.replace(spec, decoder_seq_length=decoder)
-    for name in ("peft", "model_transform"):
-        if (peft := value_or(recipe, name, None)) is not None:
-            return with_adapters(spec, peft, f"recipe.{name}", recipe.model.config), notes
-    return spec, notes
-
-
-def num_devices(recipe: Any) -> int:
-    """GPUs that each node gives to the job, which a recipe may leave to the launch: an error."""
-    devices = value_or(recipe.trainer, "devices", "auto")
-    if isinstance(devices, list | tuple):
-        return len(devices)
-    if isinstance(devices, int) and devices > 0:
-        return devices
-    limit, fix = "a plan needs the number of GPUs in a node", "Set it, for example to 8."
-    raise UserInputError("trainer.devices", devices, limit, fix)
 
 
 def require_language_models(installed: str | None = None) -> None:
@@ -195,54 +227,6 @@ def require_language_models(installed: str | None = None) -> None:
     if int(installed.partition(".")[0]) >= 3:
         limit = "since 3.0.0 it has no collection of language models and no MegatronStrategy"
         raise UserInputError(what, installed, limit, fix)
-
-
-def _require_recipe(recipe: Any) -> None:
-    require_parts(
-        recipe,
-        ("model", "model.config", "data", "trainer", "trainer.strategy", "optim.config"),
-        "recipe",
-        limit="a recipe of nemo.collections.llm has it",
-        fix="Give what a pretrain_recipe() returns, with its model and optimizer set.",
-    )
-    refuse_unplannable(recipe.model.config, recipe.model)
-    strategy = class_names(recipe.trainer.strategy)
-    if "MegatronStrategy" not in strategy:
-        limit = "only MegatronStrategy lays a model out over ranks"
-        fix = "Launch this job without nest."
-        raise UserInputError("trainer.strategy", strategy[0], limit, fix)
-
-
-def _vocabulary(recipe: Any, given: int | None) -> tuple[int, bool, tuple[str, ...]]:
-    """Rows of the embedding, whether they are padded already, and what was assumed.
-
-    Source: ``GPTConfig.configure_model``: a size in the config is taken as it is, that of the
-    tokenizer is padded.
-    """
-    preset = value_or(recipe.model.config, "vocab_size", None)
-    if preset is not None:
-        return preset, True, ()
-    if given is not None:
-        return given, False, ()
-    for holder in (recipe.model, recipe.data):
-        tokenizer = value_or(holder, "tokenizer", None)
-        if tokenizer is not None:
-            rows, notes = _rows(tokenizer)
-            return rows, False, notes
-    base = hub_name(find(recipe, "resume.restore_config.path"))
-    if base is not None and (found := known_rows(base)) is not None:
-        return found, False, (_of_base(base, found),)
-    kind = class_names(recipe.data)[0]
-    if kind == "MockDataModule" and "T5Model" in class_names(recipe.model):
-        kind = "T5MockDataModule"
-    if kind in _MOCK_ROWS:
-        rows = _MOCK_ROWS[kind]
-        note = f"The recipe names no tokenizer; {rows} rows are assumed, as {kind} takes."
-        return rows, False, (note,)
-    limit = "the recipe names no tokenizer"
-    if base is not None:
-        limit += f", and how many rows that of {base} has is not known"
-    raise _no_vocabulary(kind, limit)
 
 
 def _rows(tokenizer: Any) -> tuple[int, tuple[str, ...]]:
@@ -277,21 +261,3 @@ def _of_base(name: str, rows: int) -> str:
 def _no_vocabulary(value: str, limit: str) -> UserInputError:
     fix = "Give vocab_size=, or set model.config.vocab_size."
     return UserInputError("recipe.data.tokenizer", value, limit, fix)
-
-
-def _precision_plugin(recipe: Any) -> Any:
-    plugins = value_or(recipe.trainer, "plugins", [])
-    plugins = plugins if isinstance(plugins, list | tuple) else [plugins]
-    named = (each for each in plugins if any("Precision" in name for name in class_names(each)))
-    return next(named, None)
-
-
-def _precision(recipe: Any, plugin: Any) -> tuple[Precision, str, str]:
-    """Number format, FP8 recipe and format around FP8: the plugin's, or Lightning's own."""
-    stated = value_or(recipe.trainer if plugin is None else plugin, "precision", "32")
-    around = lightning_precision(stated, "trainer.plugins.precision")
-    in_fp4, in_fp8 = (value_or(plugin, name, None) for name in ("fp4", "fp8"))
-    if not (in_fp4 or in_fp8):
-        return around, "delayed", around.value
-    narrow = Precision.NVFP4 if in_fp4 else Precision.FP8
-    return narrow, str(value_or(plugin, "fp8_recipe", "delayed")), around.value
