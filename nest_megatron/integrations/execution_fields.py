@@ -149,8 +149,12 @@ class ExecutionPlaces:
         for name, why in {**OFFLOADS_OF_THE_JOB, **own, **self.lacks}.items():
             value = getattr(wanted, name)
             if name in fields and _is_asked(wanted, name) and value != getattr(meant, name):
-                fix = "Set it up in the job, or plan the job itself (auto_recipe) with what it has."
-                raise UserInputError(name, value, why, fix)
+                raise UserInputError(
+                    name,
+                    value,
+                    why,
+                    "Set it up in the job, or plan the job itself (auto_recipe) with what it has.",
+                )
 
     def _reason(self, wanted: Execution, meant: Execution, name: str) -> str:
         if name in self.lacks:

@@ -267,8 +267,12 @@ def plan_changes(
     """
     found = getattr(plan, "record", plan)
     if not isinstance(found, ParallelPlan):
-        fix = "Give what auto_recipe, nest_megatron.plan or nest_megatron.load_plan(FILE) returned."
-        raise UserInputError("plan", plan, "it is no plan", fix)
+        raise UserInputError(
+            "plan",
+            plan,
+            "it is no plan",
+            "Give what auto_recipe, nest_megatron.plan or nest_megatron.load_plan(FILE) returned.",
+        )
     spec, _ = recipe.spec(found.model.vocab_size)
     require_plannable(found, recipe.target.megatron_core, spec)
     job = {
@@ -284,8 +288,12 @@ def plan_changes(
     planned, schedule = found.train.batch_schedule, recipe.batch_schedule(spec.seq_length)
     if schedule is not None and (planned is None or planned.sizes != schedule.sizes):
         made_for = planned.words() if planned else found.layout.global_batch_size
-        limit = f"the plan was made for {made_for}"
-        raise UserInputError("rampup_batch_size", schedule.words(), limit, "Plan again.")
+        raise UserInputError(
+            "rampup_batch_size",
+            schedule.words(),
+            f"the plan was made for {made_for}",
+            "Plan again.",
+        )
     return changes(recipe.root, wanted(recipe, found))
 
 
@@ -299,8 +307,12 @@ def require_plannable(plan: ParallelPlan, version: str, spec: TransformerSpec) -
         if (found or None) != (planned or None)
     ]
     if differing:
-        limit = f"the plan is for {plan.model.name}, and these differ: {', '.join(differing)}"
-        raise UserInputError("model", spec.name, limit, "Plan this model.")
+        raise UserInputError(
+            "model",
+            spec.name,
+            f"the plan is for {plan.model.name}, and these differ: {', '.join(differing)}",
+            "Plan this model.",
+        )
 
 
 def _require_same(plan: ParallelPlan, job: Mapping[str, int | None], free: Collection[str]) -> None:
@@ -312,9 +324,12 @@ def _require_same(plan: ParallelPlan, job: Mapping[str, int | None], free: Colle
     """
     for name in free:
         if name not in job:
-            limit = f"what else a plan may change is {', '.join(job)}"
-            fix = "Leave it out: the layout itself is always written."
-            raise UserInputError("free", name, limit, fix)
+            raise UserInputError(
+                "free",
+                name,
+                f"what else a plan may change is {', '.join(job)}",
+                "Leave it out: the layout itself is always written.",
+            )
     planned = {
         "global_batch_size": plan.final_batch_size,
         "seq_length": plan.train.seq_length,
@@ -322,6 +337,9 @@ def _require_same(plan: ParallelPlan, job: Mapping[str, int | None], free: Colle
     }
     for name, value in job.items():
         if value not in (None, planned[name]) and name not in free:
-            limit = f"the plan was made for {planned[name]}"
-            fix = f"Plan again, or give free=[{name!r}] to have it changed."
-            raise UserInputError(name, value, limit, fix)
+            raise UserInputError(
+                name,
+                value,
+                f"the plan was made for {planned[name]}",
+                f"Plan again, or give free=[{name!r}] to have it changed.",
+            )

@@ -138,9 +138,12 @@ def changes(root: Any, wanted: Iterable[FieldValue]) -> tuple[Change, ...]:
             if not _is_same(path, before, value):
                 found.append(Change(field=path, before=before, after=value, reason=reason))
         elif not _is_default(value):
-            limit = "the installed framework has no such field, and the plan needs it"
-            fix = "Upgrade the framework, or plan again with this choice fixed at its default."
-            raise UserInputError(path, value, limit, fix)
+            raise UserInputError(
+                path,
+                value,
+                "the installed framework has no such field, and the plan needs it",
+                "Upgrade the framework, or plan again with this choice fixed at its default.",
+            )
     return tuple(found)
 
 
@@ -153,9 +156,12 @@ def carry_out(root: Any, changed: tuple[Change, ...]) -> tuple[Change, ...]:
         except (AttributeError, TypeError, ValueError) as error:
             for earlier in reversed(done):
                 _set(root, earlier.field, earlier.before)
-            limit = f"the configuration refuses it: {str(error).splitlines()[0]}"
-            fix = "Report it with the framework's version; nothing was changed."
-            raise UserInputError(change.field, change.after, limit, fix) from error
+            raise UserInputError(
+                change.field,
+                change.after,
+                f"the configuration refuses it: {str(error).splitlines()[0]}",
+                "Report it with the framework's version; nothing was changed.",
+            ) from error
         done.append(change)
     return changed
 

@@ -37,9 +37,12 @@ def with_adapters(spec: TransformerSpec, peft: Any, where: str, config: Any) -> 
         return spec
     for path in EXPERTS:
         if spec.adapters.adapts(path, spec.num_layers):
-            limit = f"without it every expert has an adapter of its own on {path}, not priced here"
-            fix = f"Set it, or leave {path.rpartition('.')[2]} out of {where}.target_modules."
-            raise UserInputError("model.moe_grouped_gemm", grouped, limit, fix)
+            raise UserInputError(
+                "model.moe_grouped_gemm",
+                grouped,
+                f"without it every expert has an adapter of its own on {path}, not priced here",
+                f"Set it, or leave {path.rpartition('.')[2]} out of {where}.target_modules.",
+            )
     return spec
 
 
@@ -59,17 +62,25 @@ def read_adapters(peft: Any, where: str) -> Adapters | None:
         return None
     name = class_names(peft)[0]
     if name not in _SCHEMES:
-        lacking = f"of fine-tuning schemes {', '.join(_SCHEMES)} are supported"
-        raise unplannable(where, name, lacking)
+        raise unplannable(
+            where, name, f"of fine-tuning schemes {', '.join(_SCHEMES)} are supported"
+        )
     for field, value in _set_fields(peft):
         if field not in (*_READ, *_NO_EFFECT):
-            lacking = "what this field does to time and memory is not known here"
-            raise unplannable(f"{where}.{field}", shown(value), lacking)
+            raise unplannable(
+                f"{where}.{field}",
+                shown(value),
+                "what this field does to time and memory is not known here",
+            )
     stated = {field: attribute(peft, field) for field in _READ}
     given = {field: value for field, value in stated.items() if value not in (ABSENT, None)}
     if not (targets := tuple(given.pop("target_modules", ()))):
-        limit, fix = "adapters on all but some modules are not priced", "Name target_modules."
-        raise UserInputError(f"{where}.target_modules", list(targets), limit, fix)
+        raise UserInputError(
+            f"{where}.target_modules",
+            list(targets),
+            "adapters on all but some modules are not priced",
+            "Name target_modules.",
+        )
     return Adapters(scheme=_SCHEMES[name], target_modules=targets, **given)
 
 

@@ -117,17 +117,24 @@ def _settings(
     for setting in settings:
         section, _, key = setting.key.partition(".")
         if section in ("model", "train") and key not in LENGTH_SETTINGS:
-            limit, fix = "the model and the batch are the recipe's own", "Change the job."
-            raise UserInputError(setting.key, setting.value, limit, fix)
+            raise UserInputError(
+                setting.key,
+                setting.value,
+                "the model and the batch are the recipe's own",
+                "Change the job.",
+            )
     if isinstance(cluster, str):
         settings = (Setting(key="cluster", value=cluster), *settings)
     settings = with_defaults(settings, names_cluster=isinstance(cluster, Cluster))
     if isinstance(cluster, Cluster) or any(setting.key == _NUM_GPUS for setting in settings):
         return settings
     if job.num_gpus is None:
-        limit = "the number of ranks is the launcher's, and this process has none"
-        fix = "Give overrides=['cluster.num_gpus=64']."
-        raise UserInputError(_NUM_GPUS, None, limit, fix)
+        raise UserInputError(
+            _NUM_GPUS,
+            None,
+            "the number of ranks is the launcher's, and this process has none",
+            "Give overrides=['cluster.num_gpus=64'].",
+        )
     return (*settings, Setting(key=_NUM_GPUS, value=str(job.num_gpus)))
 
 
@@ -142,9 +149,12 @@ def _place(
         sized = cluster.resized(job.num_gpus or cluster.num_gpus)
         return JobCluster(cluster=sized, settings=compose(settings), notes=())
     if not names_cluster(settings) and local_gpus() is None:
-        limit = "none is given, and this host shows no NVIDIA GPU"
-        fix = "Give for example cluster='dgx_h100' (`nest-megatron clusters` lists them)."
-        raise UserInputError("cluster", None, limit, fix)
+        raise UserInputError(
+            "cluster",
+            None,
+            "none is given, and this host shows no NVIDIA GPU",
+            "Give for example cluster='dgx_h100' (`nest-megatron clusters` lists them).",
+        )
     variables = os.environ if hosts else {}
     return find_cluster(
         settings, job.num_gpus or 0, variables, dry_run=not hosts, hosts=hosts, mixed=mixed

@@ -169,8 +169,12 @@ class Recipe(Configuration, ABC):
         """Refuse what is no such configuration, or has a model that cannot be planned."""
         for path in self.parts:
             if self.find(path) in (ABSENT, None):
-                what, fix = f"{self.variable}.{path}", f"Give what {self.made_by}."
-                raise UserInputError(what, None, f"{self.described} has it", fix)
+                raise UserInputError(
+                    f"{self.variable}.{path}",
+                    None,
+                    f"{self.described} has it",
+                    f"Give what {self.made_by}.",
+                )
         refuse_unplannable(self.find(self.model), self.root.model)
 
     def spec(self, vocab_size: int | None) -> tuple[TransformerSpec, tuple[str, ...]]:
@@ -209,9 +213,12 @@ class Recipe(Configuration, ABC):
         family, stated, execution = family_of(config), self.stated(), places.stated()
         micro = self.whole(self.items["micro_batch_size"])
         if (size := packed_sequence_size(data)) is not None and not family.packs:
-            what = f"{self.data}: packed_sequence_size"
-            limit = f"the attention of {class_names(config)[0]} takes no packed sequences"
-            raise UserInputError(what, size, limit, "Train without packing.")
+            raise UserInputError(
+                f"{self.data}: packed_sequence_size",
+                size,
+                f"the attention of {class_names(config)[0]} takes no packed sequences",
+                "Train without packing.",
+            )
         fixed = {
             _ARGUMENTS.get(item, item): value
             for item, value in stated.items()
@@ -327,8 +334,9 @@ def lightning_precision(stated: object, where: str) -> Precision:
     short = str(stated).removesuffix("-mixed").removesuffix("-true")
     short = {"16": "fp16", "32": "fp32"}.get(short, short)
     if short not in ("bf16", "fp16", "fp32"):
-        limit, fix = "number formats of training are bf16, fp16 and 32", "Use bf16-mixed."
-        raise UserInputError(where, stated, limit, fix)
+        raise UserInputError(
+            where, stated, "number formats of training are bf16, fp16 and 32", "Use bf16-mixed."
+        )
     return Precision(short)
 
 

@@ -73,8 +73,11 @@ def _fields(words: Sequence[str], where: str) -> list[str]:
     """Words that set fields of a recipe; a ``UserInputError`` for any other."""
     for word in words:
         if word.startswith("-") or "=" not in word:
-            limit = "what it changes of the recipe is not known here"
-            raise _wrong(word, limit, f"Write the fields themselves, such as {where}=4.")
+            raise _wrong(
+                word,
+                "what it changes of the recipe is not known here",
+                f"Write the fields themselves, such as {where}=4.",
+            )
     return list(words)
 
 
@@ -121,8 +124,11 @@ def _nemo_recipe(task: str, factory: str, fields: list[str]) -> Any:
         with _printing_to_standard_error():
             return RunContext(name=task, factory=factory).parse_fn(getattr(llm, task), fields)
     except Exception as error:
-        fix = f"`nemo llm {task} --factory NAME --dryrun` shows what it takes."
-        raise _wrong(factory, f"NeMo-Run does not make it: {first_line(error)}", fix) from error
+        raise _wrong(
+            factory,
+            f"NeMo-Run does not make it: {first_line(error)}",
+            f"`nemo llm {task} --factory NAME --dryrun` shows what it takes.",
+        ) from error
 
 
 def _of_bridge(command: SplitCommand) -> Job:
@@ -150,9 +156,12 @@ def _bridge_recipe(name: str, fields: list[str]) -> Any:
             from megatron.bridge import recipes
             from megatron.bridge.training.utils import omegaconf_utils
     except ImportError as error:
-        limit = f"Megatron-Bridge cannot be imported here ({first_line(error)})"
-        fix = "Plan where it is installed; docs/nemo.md says how."
-        raise UserInputError(_RECIPE, name, limit, fix) from error
+        raise UserInputError(
+            _RECIPE,
+            name,
+            f"Megatron-Bridge cannot be imported here ({first_line(error)})",
+            "Plan where it is installed; docs/nemo.md says how.",
+        ) from error
     known = [each for each in dir(recipes) if each.endswith("_config")]
     require_known(_RECIPE, name, known, "the installed Megatron-Bridge has no such recipe")
     try:
@@ -160,5 +169,8 @@ def _bridge_recipe(name: str, fields: list[str]) -> Any:
             cfg = getattr(recipes, name)()
             return omegaconf_utils.process_config_with_overrides(cfg, cli_overrides=fields)
     except Exception as error:
-        limit = f"Megatron-Bridge does not make it: {first_line(error)}"
-        raise _wrong(name, limit, "Correct the fields, or give what it lacks.") from error
+        raise _wrong(
+            name,
+            f"Megatron-Bridge does not make it: {first_line(error)}",
+            "Correct the fields, or give what it lacks.",
+        ) from error

@@ -86,9 +86,12 @@ def data_requirements(recipe: Configuration, micro_batch_size: int) -> dict[str,
         needs[_MICRO] = _need(1, "a micro batch is one pack of sequences", without_packs)
     elif name := next((n for n in _IN_BATCH if value_or(data, n, False)), None):
         if micro_batch_size < 2:
-            limit = f"a micro batch of {micro_batch_size} holds no two sequences to pack"
-            fix = "Set micro_batch_size to at least 2, or turn it off."
-            raise UserInputError(f"{recipe.data}.{name}", True, limit, fix)
+            raise UserInputError(
+                f"{recipe.data}.{name}",
+                True,
+                f"a micro batch of {micro_batch_size} holds no two sequences to pack",
+                "Set micro_batch_size to at least 2, or turn it off.",
+            )
         why = "the sequences of a micro batch are packed into one"
         needs[_MICRO] = _need(micro_batch_size, why, f"turn {recipe.data}.{name} off")
     padded = all(find(data, f"{n}.pad_seq_to_mult") is ABSENT for n in _SPECS)
@@ -273,7 +276,10 @@ def _with_run_config(saved: SavedCheckpoint) -> SavedCheckpoint:
         model = values["model"]
         sizes = {name: model[name] for name in _SAVED_SIZES if model.get(name) is not None}
     except (LookupError, TypeError, AttributeError) as error:
-        limit = f"it does not say how the checkpoint was laid out ({error})"
-        fix = "Launch this job without nest."
-        raise UserInputError(str(path), None, limit, fix) from error
+        raise UserInputError(
+            str(path),
+            None,
+            f"it does not say how the checkpoint was laid out ({error})",
+            "Launch this job without nest.",
+        ) from error
     return dataclasses.replace(saved, **sizes)

@@ -113,9 +113,12 @@ def _as_large_as_cluster(job: Job, composed: Settings) -> Job:
         notes = (*job.notes, f"{note} {cluster.num_gpus} GPUs, and all are taken.")
         return dataclasses.replace(job, num_gpus=cluster.num_gpus, notes=notes)
     unsaid = "the recipe does not say it" if job.command is None else job.command.ranks.unsaid
-    limit = f"how many GPUs the job runs on is not known: {unsaid}"
-    fix = "Say cluster.num_gpus=16, or give the launcher's words (torchrun --nproc-per-node 8 ...)."
-    raise UserInputError("cluster.num_gpus", None, limit, fix)
+    raise UserInputError(
+        "cluster.num_gpus",
+        None,
+        f"how many GPUs the job runs on is not known: {unsaid}",
+        "Say cluster.num_gpus=16, or give the launcher's words (torchrun --nproc-per-node 8 ...).",
+    )
 
 
 def read_model(
@@ -139,9 +142,12 @@ def _read(composed: Settings, text: str | Sequence[str], version: str) -> Job:
     """The job of a command, its embedding padded by its own tensor-parallel size; a recipe's."""
     model = composed.model
     if model is not None:
-        limit = "with --from the model comes from the command"
-        fix = "Leave model out, or change the command."
-        raise UserInputError("model", model.get("name"), limit, fix)
+        raise UserInputError(
+            "model",
+            model.get("name"),
+            "with --from the model comes from the command",
+            "Leave model out, or change the command.",
+        )
     launch = recorded_launch(text, composed)
     place = _place(composed, launch)
     if launch is None and (recipe := read_recipe(text, place)) is not None:
@@ -149,9 +155,12 @@ def _read(composed: Settings, text: str | Sequence[str], version: str) -> Job:
     with _naming_what_lacks(launch):
         command = read_command(text if launch is None else launch.words, version, place)
         if not command.argv:
-            limit = "it has no flags, so it says nothing about the model"
-            fix = "Give the whole command in quotes, or - to read it from standard input."
-            raise UserInputError("--from", command.script or text, limit, fix)
+            raise UserInputError(
+                "--from",
+                command.script or text,
+                "it has no flags, so it says nothing about the model",
+                "Give the whole command in quotes, or - to read it from standard input.",
+            )
         if launch is not None:
             command = dataclasses.replace(command, notes=(*launch.notes, *command.notes))
         command = with_flags(command, composed)
@@ -173,8 +182,12 @@ def recorded_launch(text: str | Sequence[str], composed: Settings) -> ScriptLaun
         if names_script(words := tokens(text)):
             limit = "it takes one command line, and this names a script"
             call = shlex.join(["bash", *words] if "." in words[0] else words)
-            fix = f"Put `-- {call}` behind all other words; in Python give a list of its words."
-            raise UserInputError("--from", text, limit, fix)
+            raise UserInputError(
+                "--from",
+                text,
+                limit,
+                f"Put `-- {call}` behind all other words; in Python give a list of its words.",
+            )
         return None
     if not is_script_call(text):
         return None
@@ -214,16 +227,21 @@ def _naming_what_lacks(launch: ScriptLaunch | None) -> Iterator[None]:
     except UserInputError as error:
         if launch is None:
             raise
-        fix = " ".join((error.fix, *launch.notes))
-        raise UserInputError(error.what, error.value, limit=error.limit, fix=fix) from error
+        raise UserInputError(
+            error.what, error.value, limit=error.limit, fix=" ".join((error.fix, *launch.notes))
+        ) from error
 
 
 def _refuse_unread(command: ReadCommand) -> None:
     """Refuse a program that takes its model from elsewhere, unless the command describes it."""
     unread = unread_model([command.script])
     if unread and not {"num_layers", "hidden_size"} & command.explicit:
-        fix = "Give the flags of Megatron-LM that it comes to, or name a model and its settings."
-        raise UserInputError("--from", command.script, limit=unread, fix=fix)
+        raise UserInputError(
+            "--from",
+            command.script,
+            limit=unread,
+            fix="Give the flags of Megatron-LM that it comes to, or name a model and its settings.",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,5 +332,9 @@ def _refuse_unknown(job: Job) -> None:
         limit = f"Megatron-LM {job.version} has no such flag"
         notes = job.command.notes if job.command else ()
         said = [note for note in notes if note.endswith("?")]  # Did you mean ...
-        fix = " ".join([*said, "Correct it, or leave --strict out."])
-        raise UserInputError("--from", " ".join(flags), limit, fix)
+        raise UserInputError(
+            "--from",
+            " ".join(flags),
+            limit,
+            " ".join([*said, "Correct it, or leave --strict out."]),
+        )

@@ -154,9 +154,12 @@ def _common(
 ) -> tuple[Choice, ...]:
     found = tuple(each for each in wanted if each in possible)
     if not found:
-        limit = f"the application's fields can only say {', '.join(map(str, possible))}"
-        fix = "Leave it out of nest.overrides, or give the application a field for it."
-        raise UserInputError(f"parallel.{name}", str(wanted[0]), limit, fix)
+        raise UserInputError(
+            f"parallel.{name}",
+            str(wanted[0]),
+            f"the application's fields can only say {', '.join(map(str, possible))}",
+            "Leave it out of nest.overrides, or give the application a field for it.",
+        )
     return found
 
 

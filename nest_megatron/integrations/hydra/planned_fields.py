@@ -96,8 +96,9 @@ def planned_texts(node: Any, keys: Keys = ()) -> Iterator[tuple[Keys, str]]:
 def value_named(values: Mapping[str, Any], name: str) -> Any:
     """A value of a plan in plain types; ``UserInputError`` with the nearest if it has none."""
     if name not in values:
-        limit, fix = "a plan has no such value", nearest(name, values)
-        raise UserInputError(f"${{nest:{name}}}", None, limit, fix)
+        raise UserInputError(
+            f"${{nest:{name}}}", None, "a plan has no such value", nearest(name, values)
+        )
     value = values[name]
     return list(value) if isinstance(value, tuple) else value
 

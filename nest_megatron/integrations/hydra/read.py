@@ -249,8 +249,11 @@ def _refuse_unplannable(view: AppView) -> None:
         if (value := view.at(path)) and _scheme(value) not in (None, "none"):
             raise unplannable(path, _scheme(value), "adapters of an application are not read")
     if view.value("mcore_gpt") is False:
-        lacking = "NeMo's own layers are not supported, only megatron-core's"
-        raise unplannable(f"{view.settings.root}.mcore_gpt", False, lacking)
+        raise unplannable(
+            f"{view.settings.root}.mcore_gpt",
+            False,
+            "NeMo's own layers are not supported, only megatron-core's",
+        )
 
 
 def _scheme(peft: Any) -> Any:
@@ -265,17 +268,19 @@ def _require(values: Mapping[str, Any], name: str, view: AppView) -> None:
     if values.get(name) is None:
         fix = f"Say where it lies, +nest.fields.{name}=PATH"
         fix += "." if name == "global_batch_size" else ", or name the model, nest.model=NAME."
-        limit = f"the application has no {view.own_path(name)}"
-        raise UserInputError(name, None, limit, fix)
+        raise UserInputError(name, None, f"the application has no {view.own_path(name)}", fix)
 
 
 def _require_known_fields(view: AppView) -> None:
     """Refuse names in ``nest.fields`` that nothing reads, and misspelt fields of the model."""
     for name, path in view.settings.fields.items():
         if name not in _KNOWN:
-            limit = "a plan neither reads nor sets such a field"
-            fix = nearest(name, _KNOWN)
-            raise UserInputError(f"nest.fields.{name}", path, limit, fix)
+            raise UserInputError(
+                f"nest.fields.{name}",
+                path,
+                "a plan neither reads nor sets such a field",
+                nearest(name, _KNOWN),
+            )
     unsaid = [name for name in _OF_THE_MODEL if not _is_said(view, name)]
     for name in _node(view, view.settings.root):
         close = difflib.get_close_matches(name, unsaid, n=1, cutoff=_NEARLY)
@@ -284,8 +289,12 @@ def _require_known_fields(view: AppView) -> None:
                 view.own_path(name),
                 f"there is no such field, and {close[0]} is not given",
             )
-            fix = f"Write {close[0]}, or say where it lies: +nest.fields.{close[0]}=PATH."
-            raise UserInputError(path, view.at(path), limit, fix)
+            raise UserInputError(
+                path,
+                view.at(path),
+                limit,
+                f"Write {close[0]}, or say where it lies: +nest.fields.{close[0]}=PATH.",
+            )
 
 
 def _assumptions(view: AppView) -> Iterator[str]:

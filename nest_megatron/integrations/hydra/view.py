@@ -60,9 +60,12 @@ class AppSettings:
         given = parse(f"{key}={value_text(value)}" for key, value in leaves(self.overrides))
         for setting in given:
             if setting.key in _DECIDED:
-                what, fix = f"nest.overrides.{setting.key}", f"Use {_DECIDED[setting.key]}."
-                limit = "it has a key of its own"
-                raise UserInputError(what, setting.value, limit, fix)
+                raise UserInputError(
+                    f"nest.overrides.{setting.key}",
+                    setting.value,
+                    "it has a key of its own",
+                    f"Use {_DECIDED[setting.key]}.",
+                )
         named = [("model", self.model), ("cluster", self.cluster)]
         own = [Setting(key=key, value=value) for key, value in named if value is not None]
         if num_gpus is None:
@@ -79,8 +82,9 @@ def read_settings(node: Any) -> AppSettings:
     known = [f.name for f in dataclasses.fields(AppSettings)]
     for name, value in values.items():
         if name not in known:
-            limit, fix = "there is no such setting", nearest(str(name), known)
-            raise UserInputError(f"nest.{name}", value, limit, fix)
+            raise UserInputError(
+                f"nest.{name}", value, "there is no such setting", nearest(str(name), known)
+            )
     mode, modes = values.get("mode", Mode.AUTO.value), [Mode.AUTO.value, Mode.PINNED.value]
     if mode not in modes:
         raise _wrong("mode", mode, f"it is {' or '.join(modes)}")
@@ -148,9 +152,12 @@ class AppView:
         path = self.place(item)
         found = PLANNED.fullmatch(str(raw_value(self.raw, path)).strip()) if path else None
         if found is not None and found[1] != item:
-            limit = f"it is the place of {item}"
-            fix = f"Write ${{nest:{item}}}, or name the place of {item} in nest.fields."
-            raise UserInputError(str(path), found[0], limit, fix)
+            raise UserInputError(
+                str(path),
+                found[0],
+                f"it is the place of {item}",
+                f"Write ${{nest:{item}}}, or name the place of {item} in nest.fields.",
+            )
         return found is not None
 
     def given(self, item: str) -> Any:
@@ -164,9 +171,12 @@ class AppView:
             return self.at(self.own_path(name))
         path = self.settings.fields[name]
         if raw_value(self.raw, path) is _ABSENT:
-            limit = "the application has no such field"
-            fix = "Give the path of one that it has."
-            raise UserInputError(f"nest.fields.{name}", path, limit, fix)
+            raise UserInputError(
+                f"nest.fields.{name}",
+                path,
+                "the application has no such field",
+                "Give the path of one that it has.",
+            )
         return self.at(path)
 
     def at(self, path: str) -> Any:
@@ -183,9 +193,12 @@ class AppView:
         """Whether a field is the place of a planned choice; no other may need the plan."""
         found = PLANNED.search(raw) if isinstance(raw, str) else None
         if found is not None and self.place(found[1]) != path:
-            limit = "it is part of the job that is planned, and asks for the plan"
-            fix = "State it without the plan."
-            raise UserInputError(path, raw, limit, fix)
+            raise UserInputError(
+                path,
+                raw,
+                "it is part of the job that is planned, and asks for the plan",
+                "State it without the plan.",
+            )
         return found is not None
 
     def require_places(self) -> None:
@@ -213,9 +226,12 @@ def view_of(root: Any) -> AppView:
 
     raw = OmegaConf.to_container(root, resolve=False)
     if not isinstance(raw, Mapping):
-        limit = "${nest:...} belongs into a mapping"
-        fix = "Give the application's configuration names."
-        raise UserInputError("configuration", type(raw).__name__, limit, fix)
+        raise UserInputError(
+            "configuration",
+            type(raw).__name__,
+            "${nest:...} belongs into a mapping",
+            "Give the application's configuration names.",
+        )
     own = {str(name): node for name, node in raw.items() if name != "hydra"}
     settings = read_settings(_resolved(root, own.get("nest")))
     moved = moved_fields(own, settings.root, settings.fields, SPELLINGS)
@@ -231,13 +247,18 @@ def _resolved(root: Any, node: Any) -> Any:
     if not isinstance(node, Mapping):
         return node
     if any(planned_texts({"own": node})):
-        limit, fix = "it says what is planned, and asks for the plan", "State it without the plan."
-        raise UserInputError("nest", None, limit, fix)
+        raise UserInputError(
+            "nest",
+            None,
+            "it says what is planned, and asks for the plan",
+            "State it without the plan.",
+        )
     try:
         return OmegaConf.to_container(root.nest, resolve=True)
     except OmegaConfBaseException as error:
-        limit, fix = first_line(error), "Correct it; docs/hydra_apps.md shows each setting."
-        raise UserInputError("nest", None, limit, fix) from error
+        raise UserInputError(
+            "nest", None, first_line(error), "Correct it; docs/hydra_apps.md shows each setting."
+        ) from error
 
 
 def _typed(root: Any) -> frozenset[str]:

@@ -253,8 +253,12 @@ def _find(
 def _refuse_settings(words: LaunchWords) -> None:
     for setting in words.launch:
         if setting.origin is None and setting.key.partition(".")[0] in _NOT_HERE:
-            what, limit = f"nest.{setting.key}", "it works with Megatron-LM's own script alone"
-            raise UserInputError(what, setting.value, limit, fix="Leave it out.")
+            raise UserInputError(
+                f"nest.{setting.key}",
+                setting.value,
+                "it works with Megatron-LM's own script alone",
+                fix="Leave it out.",
+            )
 
 
 def _stated(overrides: Iterable[str], path: str | None) -> Iterator[str]:

@@ -119,8 +119,12 @@ class BridgeConfig(Recipe):
         base = hub_name(self.find("tokenizer.tokenizer_model"))
         if base is not None and (known := known_rows(base)) is not None:
             return known, False, ()
-        limit = f"it comes from the files of {kind}, which are not read"
-        raise UserInputError("model.vocab_size", None, limit, "Set it, or give vocab_size=.")
+        raise UserInputError(
+            "model.vocab_size",
+            None,
+            f"it comes from the files of {kind}, which are not read",
+            "Set it, or give vocab_size=.",
+        )
 
     def memory(self) -> Mapping[str, Any]:
         """Settings of mixed precision are copied over the others before training.

@@ -122,8 +122,12 @@ class NemoRecipe(Recipe):
         per_node = len(devices) if isinstance(devices, list | tuple) else devices
         if isinstance(per_node, int) and per_node > 0:
             return per_node * value_or(self.root.trainer, "num_nodes", 1), per_node
-        limit = "a plan needs the number of GPUs in a node"
-        raise UserInputError("trainer.devices", devices, limit, "Set it, for example to 8.")
+        raise UserInputError(
+            "trainer.devices",
+            devices,
+            "a plan needs the number of GPUs in a node",
+            "Set it, for example to 8.",
+        )
 
     def require_plannable(self) -> None:
         """Refuse another strategy, too."""
@@ -225,8 +229,12 @@ def require_language_models(installed: str | None = None) -> None:
         except importlib.metadata.PackageNotFoundError:
             raise UserInputError(what, None, limit="it is not installed", fix=fix) from None
     if int(installed.partition(".")[0]) >= 3:
-        limit = "since 3.0.0 it has no collection of language models and no MegatronStrategy"
-        raise UserInputError(what, installed, limit, fix)
+        raise UserInputError(
+            what,
+            installed,
+            "since 3.0.0 it has no collection of language models and no MegatronStrategy",
+            fix,
+        )
 
 
 def _rows(tokenizer: Any) -> tuple[int, tuple[str, ...]]:
@@ -244,11 +252,14 @@ def _rows(tokenizer: Any) -> tuple[int, tuple[str, ...]]:
         with offline() if is_cached else contextlib.nullcontext():
             return int(build_within(lambda: fiddle.build(tokenizer)).vocab_size), ()
     except TimeoutError as error:
-        limit = f"the tokenizer cannot be fetched ({error}; is there a network here?)"
-        raise _no_vocabulary(name or repr(tokenizer), limit) from error
+        raise _no_vocabulary(
+            name or repr(tokenizer),
+            f"the tokenizer cannot be fetched ({error}; is there a network here?)",
+        ) from error
     except Exception as error:
-        limit = f"the tokenizer cannot be built here ({type(error).__name__})"
-        raise _no_vocabulary(name or repr(tokenizer), limit) from error
+        raise _no_vocabulary(
+            name or repr(tokenizer), f"the tokenizer cannot be built here ({type(error).__name__})"
+        ) from error
 
 
 def _of_base(name: str, rows: int) -> str:

@@ -75,9 +75,12 @@ def _machines(recipe: NemoRecipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     gpus, (_, devices) = plan.layout.num_gpus, recipe.size()
     per_node = min(devices, gpus)
     if gpus % per_node:
-        limit = f"the recipe's nodes have {per_node} GPUs each"
-        fix = "Set trainer.devices to the size of a node, and plan for whole nodes."
-        raise UserInputError("num_gpus", gpus, limit, fix)
+        raise UserInputError(
+            "num_gpus",
+            gpus,
+            f"the recipe's nodes have {per_node} GPUs each",
+            "Set trainer.devices to the size of a node, and plan for whole nodes.",
+        )
     why = "the GPUs that were planned for"
     yield "trainer.num_nodes", gpus // per_node, why
     if per_node != devices:
@@ -99,9 +102,12 @@ def _ddp_config(recipe: NemoRecipe, plan: ParallelPlan) -> Any:
     from megatron.core.distributed import DistributedDataParallelConfig
 
     if not _is_unbuilt(recipe.root):
-        limit = "a strategy that is built already cannot take another DDP configuration"
-        fix = "Give the recipe itself, before it is built."
-        raise UserInputError(recipe.ddp, "megatron", limit, fix)
+        raise UserInputError(
+            recipe.ddp,
+            "megatron",
+            "a strategy that is built already cannot take another DDP configuration",
+            "Give the recipe itself, before it is built.",
+        )
     names = (
         "overlap_grad_reduce",
         "overlap_param_gather",

@@ -66,6 +66,9 @@ def _pretrain_recipe(name: str) -> Any:
     try:
         return importlib.import_module(f"{_RECIPES}.{name}").pretrain_recipe
     except (ModuleNotFoundError, AttributeError) as error:
-        limit = str(error)
-        fix = f"Give the name of a module in {_RECIPES} that has a pretrain_recipe."
-        raise UserInputError("nest_auto recipe", name, limit, fix) from error
+        raise UserInputError(
+            "nest_auto recipe",
+            name,
+            str(error),
+            f"Give the name of a module in {_RECIPES} that has a pretrain_recipe.",
+        ) from error

@@ -28,9 +28,12 @@ def read_executor(source: str) -> Any:
         import nemo_run
         from nemo_run.cli.config import ConfigSerializer
     except ImportError as error:
-        limit = f"NeMo-Run cannot be imported ({error})"
-        fix = f"{install_command('run')}."
-        raise UserInputError("--launcher", "nemo_run", limit, fix) from error
+        raise UserInputError(
+            "--launcher",
+            "nemo_run",
+            f"NeMo-Run cannot be imported ({error})",
+            f"{install_command('run')}.",
+        ) from error
     try:
         if Path(source).suffix:
             found = ConfigSerializer().load(Path(source))
@@ -38,13 +41,19 @@ def read_executor(source: str) -> Any:
             found = nemo_run.cli.resolve_factory(nemo_run.Executor, source)()
         executor = fiddle.build(found)
     except Exception as error:
-        limit = f"NeMo-Run cannot make it: {error}"
-        fix = "Name a factory that `run.cli.factory` registered, or a .yaml, .json or .toml file."
-        raise UserInputError(_OPTION, source, limit, fix) from error
+        raise UserInputError(
+            _OPTION,
+            source,
+            f"NeMo-Run cannot make it: {error}",
+            "Name a factory that `run.cli.factory` registered, or a .yaml, .json or .toml file.",
+        ) from error
     if not isinstance(executor, nemo_run.Executor):
-        limit = f"it makes a {type(executor).__name__}"
-        fix = "Name an executor, such as a SlurmExecutor."
-        raise UserInputError(_OPTION, source, limit, fix)
+        raise UserInputError(
+            _OPTION,
+            source,
+            f"it makes a {type(executor).__name__}",
+            "Name an executor, such as a SlurmExecutor.",
+        )
     return executor
 
 
@@ -59,9 +68,12 @@ def require_size(executor: Any, num_nodes: int, gpus_per_node: int) -> None:
     except NotImplementedError:
         return
     if size != (num_nodes, gpus_per_node):
-        limit = f"the job has {num_nodes} x {gpus_per_node} ranks"
-        fix = "Change its nodes and its tasks or GPUs on each."
-        raise UserInputError(_OPTION, f"{size[0]} x {size[1]}", limit, fix)
+        raise UserInputError(
+            _OPTION,
+            f"{size[0]} x {size[1]}",
+            f"the job has {num_nodes} x {gpus_per_node} ranks",
+            "Change its nodes and its tasks or GPUs on each.",
+        )
 
 
 def run_script(

@@ -141,11 +141,16 @@ class TaskOptions:
         if self.mode not in (Mode.AUTO, Mode.PINNED):
             raise _wrong("mode", self.mode, "it is auto or pinned", "Correct it.")
         if self.mode == Mode.PINNED and self.plan is None:
-            limit = "mode='pinned' launches a reviewed plan"
-            raise _wrong("plan", None, limit, "Name the file that `nest-megatron pin` made.")
+            raise _wrong(
+                "plan",
+                None,
+                "mode='pinned' launches a reviewed plan",
+                "Name the file that `nest-megatron pin` made.",
+            )
         if self.mode == Mode.AUTO and self.plan is not None:
-            limit = "mode='auto' searches for a plan"
-            raise _wrong("plan", self.plan, limit, "Give mode='pinned'.")
+            raise _wrong(
+                "plan", self.plan, "mode='auto' searches for a plan", "Give mode='pinned'."
+            )
         if self.watch is not None and self.watch < 0:
             raise _wrong("watch", self.watch, "it is at least 0", "Give a number of steps.")
 
@@ -163,15 +168,21 @@ def plan_recipe(
         NestError: if there is no plan, or the recipe and the executor are of different sizes.
     """
     if attribute(recipe, "trainer") is ABSENT:
-        limit = "it is no recipe of NeMo 2.x and no script"
-        fix = "Plan its configuration: nest_megatron.integrations.megatron_bridge.auto_recipe."
-        raise _wrong("task", type(recipe).__name__, limit, fix)
+        raise _wrong(
+            "task",
+            type(recipe).__name__,
+            "it is no recipe of NeMo 2.x and no script",
+            "Plan its configuration: nest_megatron.integrations.megatron_bridge.auto_recipe.",
+        )
     job = read_recipe(recipe, vocab_size=options.vocab_size)
     if size is not None and job.num_gpus not in (None, size[0] * size[1]):
         nodes, per_node = size
-        limit = f"the executor starts {nodes} x {per_node} processes"
-        fix = f"Give the recipe num_nodes={nodes} and {per_node} devices, or change the executor."
-        raise _wrong("trainer.num_nodes * trainer.devices", job.num_gpus, limit, fix)
+        raise _wrong(
+            "trainer.num_nodes * trainer.devices",
+            job.num_gpus,
+            f"the executor starts {nodes} x {per_node} processes",
+            f"Give the recipe num_nodes={nodes} and {per_node} devices, or change the executor.",
+        )
     if options.mode == Mode.PINNED:
         plan = pinned_recipe(job, Path(str(options.plan))).plan
         changes = apply_plan(recipe, plan)
@@ -196,13 +207,19 @@ def _searched(recipe: Any, options: TaskOptions) -> tuple[ParallelPlan, tuple[Ch
 def script_words(script: Any, options: TaskOptions) -> list[str]:
     """The words with which a script plans itself, if it takes any and they can say it."""
     if not script.path or "python" not in script.entrypoint:
-        limit = "only a Python script with a path takes +nest=auto"
-        fix = "Give run.Script(path=..., entrypoint='python'), or plan in the script itself."
-        raise _wrong("task", script.path or "inline", limit, fix)
+        raise _wrong(
+            "task",
+            script.path or "inline",
+            "only a Python script with a path takes +nest=auto",
+            "Give run.Script(path=..., entrypoint='python'), or plan in the script itself.",
+        )
     if options.keep or options.vocab_size:
-        limit = "a script keeps what its own words say, and knows its tokenizer"
-        fix = "Leave them out; free=[...] names what may change."
-        raise _wrong("keep, vocab_size", options.keep or options.vocab_size, limit, fix)
+        raise _wrong(
+            "keep, vocab_size",
+            options.keep or options.vocab_size,
+            "a script keeps what its own words say, and knows its tokenizer",
+            "Leave them out; free=[...] names what may change.",
+        )
     said = {"cluster": options.cluster, "plan": options.plan}
     words = [f"+nest={options.mode}", *(f"nest.{k}={v}" for k, v in said.items() if v is not None)]
     words += [f"nest.{override}" for override in _names(options.overrides)]
