@@ -18,8 +18,7 @@ from nest_megatron.config.keywords import SHORT_KEYS, setting_texts, typed_path
 from nest_megatron.config.overrides import Setting, expand, parse, swept, value_text
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, write_text
-from nest_megatron.integrations.plan_settings import settings_of, stated_job
-from nest_megatron.integrations.stated_job import StatedJob
+from nest_megatron.integrations.stated_job import StatedJob, settings_of, stated_job
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.planner.layouts import keep_layout

@@ -8,8 +8,8 @@ what is ``None`` there, and both let a job set the same names on the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Protocol
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UserInputError
@@ -33,8 +33,6 @@ from nest_megatron.model.sizes import LATENT_SIZES
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
 from nest_megatron.planner.pinned_job import resolved
-
-AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 
 #: Fields that state the stage boundaries, and their values where the plan says it.
 STAGE_FIELDS: Mapping[str, object] = {
@@ -249,17 +247,13 @@ class Recorded(Protocol):
 
 
 def plan_changes(
-    recipe: AnyRecipe,
-    plan: ParallelPlan | Recorded,
-    free: Collection[str],
-    wanted: Callable[[AnyRecipe, ParallelPlan], Iterator[FieldValue]],
+    recipe: Recipe, plan: ParallelPlan | Recorded, free: Collection[str]
 ) -> tuple[Change, ...]:
     """What a plan changes in a recipe, which stays as it is.
 
     Args:
         plan: as ``auto_recipe`` returns it, or within what ``nest_megatron.load_plan`` returns.
         free: what of the job may change where it differs from the plan.
-        wanted: all that the plan sets in a recipe of the framework.
 
     Raises:
         UserInputError: if it is for another model or job, breaks a rule of megatron-core, or needs
@@ -294,7 +288,7 @@ def plan_changes(
             f"the plan was made for {made_for}",
             "Plan again.",
         )
-    return changes(recipe.root, wanted(recipe, found))
+    return changes(recipe.root, recipe.wanted(found))
 
 
 def require_plannable(plan: ParallelPlan, version: str, spec: TransformerSpec) -> None:

@@ -6,7 +6,7 @@ Works on plain objects and on Fiddle's ``Config`` and ``Partial`` alike, and loa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nest_megatron.cost_model.targets import Target
@@ -109,6 +109,17 @@ def class_names(holder: Any) -> tuple[str, ...]:
     """Names of an object's class and its bases; for a Fiddle buildable, of what it builds."""
     built = getattr(holder, "__fn_or_cls__", type(holder))
     return tuple(base.__name__ for base in getattr(built, "__mro__", (built,)))
+
+
+def set_fields(holder: Any) -> Iterator[tuple[str, Any]]:
+    """Fields of a configuration that are set, and not empty or off, with their values."""
+    kind = getattr(holder, "__fn_or_cls__", type(holder))
+    own = getattr(kind, "__dataclass_fields__", {})
+    set_here = getattr(holder, "__arguments__", None) or getattr(holder, "__dict__", {})
+    for name in dict.fromkeys((*own, *set_here)):
+        value = attribute(holder, name)
+        if (name in own or not name.startswith("_")) and value is not ABSENT and value:
+            yield name, value
 
 
 def shown(value: Any) -> str:

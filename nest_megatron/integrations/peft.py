@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.architecture import unplannable
-from nest_megatron.integrations.fields import ABSENT, attribute, class_names, shown, value_or
+from nest_megatron.integrations.fields import class_names, set_fields, shown, value_or
 from nest_megatron.model.adapters import EXPERTS, Adapters, PeftScheme
 from nest_megatron.model.spec import TransformerSpec
 
@@ -65,15 +64,15 @@ def read_adapters(peft: Any, where: str) -> Adapters | None:
         raise unplannable(
             where, name, f"of fine-tuning schemes {', '.join(_SCHEMES)} are supported"
         )
-    for field, value in _set_fields(peft):
-        if field not in (*_READ, *_NO_EFFECT):
+    for field, value in set_fields(peft):
+        if field not in (*_READ, *_NO_EFFECT) and not field.startswith("_"):
             raise unplannable(
                 f"{where}.{field}",
                 shown(value),
                 "what this field does to time and memory is not known here",
             )
-    stated = {field: attribute(peft, field) for field in _READ}
-    given = {field: value for field, value in stated.items() if value not in (ABSENT, None)}
+    stated = {field: value_or(peft, field, None) for field in _READ}
+    given = {field: value for field, value in stated.items() if value is not None}
     if not (targets := tuple(given.pop("target_modules", ()))):
         raise UserInputError(
             f"{where}.target_modules",
@@ -82,14 +81,3 @@ def read_adapters(peft: Any, where: str) -> Adapters | None:
             "Name target_modules.",
         )
     return Adapters(scheme=_SCHEMES[name], target_modules=targets, **given)
-
-
-def _set_fields(peft: Any) -> Iterator[tuple[str, Any]]:
-    """Fields that are set, and not empty or off."""
-    kind = getattr(peft, "__fn_or_cls__", type(peft))
-    own = getattr(kind, "__dataclass_fields__", {})
-    set_here = getattr(peft, "__arguments__", None) or getattr(peft, "__dict__", {})
-    for name in dict.fromkeys((*own, *set_here)):
-        value = attribute(peft, name)
-        if not name.startswith("_") and value is not ABSENT and value:
-            yield name, value

@@ -27,6 +27,7 @@ from nest_megatron.integrations.families import family_of
 from nest_megatron.integrations.fields import (
     ABSENT,
     Configuration,
+    FieldValue,
     class_names,
     value_or,
 )
@@ -42,6 +43,7 @@ from nest_megatron.integrations.restore import (
 from nest_megatron.layout.batch_schedule import RAMPUP, BatchSchedule, read_schedule
 from nest_megatron.layout.cuda_graphs import FIELDS as GRAPH_FIELDS
 from nest_megatron.layout.cuda_graphs import cuda_graphs
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.arguments import (
@@ -164,6 +166,10 @@ class Recipe(Configuration, ABC):
     @abstractmethod
     def vocabulary(self, given: int | None) -> tuple[int, bool, tuple[str, ...]]:
         """Rows of the embedding, whether they are padded already, and what was assumed."""
+
+    @abstractmethod
+    def wanted(self, plan: ParallelPlan) -> Iterator[FieldValue]:
+        """All that a plan sets in it."""
 
     def require_plannable(self) -> None:
         """Refuse what is no such configuration, or has a model that cannot be planned."""

@@ -20,7 +20,6 @@ from nest_megatron.layout.knobs import KNOBS
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import (
     NO_RECOMPUTE,
-    Recompute,
     RecomputeGranularity,
     RecomputeMethod,
     RecomputeModule,
@@ -76,9 +75,15 @@ def space_of(own: SearchSpace, view: AppView, job: Job) -> SearchSpace:
     mapping = "use_tp_pp_dp_mapping"
     order = RankOrder.TP_CP_EP_PP_DP if view.given(mapping) else RankOrder.TP_CP_EP_DP_PP
     orders = tuple(RankOrder) if view.is_planned(mapping) else (order,)
-    granularity_is_free = view.is_planned("recompute_granularity")
     # sequence parallelism comes with tensor parallelism, as every plan wants it
     divides_sequences = view.is_planned("sequence_parallel") or view.given("sequence_parallel")
+    recompute = own.recompute
+    if not view.is_planned("recompute_granularity"):
+        said = {name: view.given(name) for name in RECOMPUTE}
+        if said["recompute_granularity"] == RecomputeGranularity.FULL:
+            choice("recompute_method", str(said["recompute_method"]), RecomputeMethod)
+            said["recompute_num_layers"] = int(said["recompute_num_layers"] or 1)
+        recompute = read_recompute(said) or NO_RECOMPUTE
     with_modules = view.is_planned("recompute_modules")
     return dataclasses.replace(
         own,
@@ -86,7 +91,7 @@ def space_of(own: SearchSpace, view: AppView, job: Job) -> SearchSpace:
         limits=own.limits if divides_sequences else {_TENSOR: 1, **own.limits},
         rank_orders=_common("rank_order", own.rank_orders, orders),
         zero_stages=_common("zero_stage", own.zero_stages, zero_stages(view, job)),
-        recompute=own.recompute if granularity_is_free else _given_recompute(view),
+        recompute=recompute,
         without_modules=own.without_modules if with_modules else frozenset(RecomputeModule),
         even_stages=not view.is_planned(_LAYOUT),
     )
@@ -105,7 +110,20 @@ def require_expressible(plan: ParallelPlan, view: AppView, job: Job) -> None:
             limit = f"{limit}, and the application has no field for it"
             fix = f"Name its place in nest.fields.{item}, or fix it with nest.overrides."
         raise UserInputError(place or item, given, limit, fix)
-    _require_execution(plan, view, job)
+    # what the application does not ask for is carried out as its own fields say
+    stated = allowed_execution(execution_of(job.memory_flags), plan.layout)
+    wanted = allowed_execution(plan.layout.execution, plan.layout)
+    for knob in KNOBS:
+        own, needed = getattr(stated, knob.name), getattr(wanted, knob.name)
+        applies = plan.model.is_moe or not knob.of_experts
+        if own != needed and applies and knob.name not in planned_execution(view):
+            raise UserInputError(
+                view.place(knob.name) or knob.name,
+                own,
+                f"the plan was priced with {needed}",
+                f"Give a field ${{nest:{knob.name}}}, or plan again with "
+                f"+nest.overrides.search.keep=[{knob.choice}].",
+            )
     allowed = zero_stages(view, job)
     if plan.layout.zero not in allowed and plan.layout.dims.data_parallel_size > 1:
         raise UserInputError(
@@ -120,24 +138,6 @@ def planned_execution(view: AppView) -> frozenset[str]:
     """Fields of ``Execution`` that an application asks the plan for."""
     names = (knob.name for knob in KNOBS if knob.name not in OF_THE_JOB)
     return frozenset(name for name in names if view.is_planned(name))
-
-
-def _require_execution(plan: ParallelPlan, view: AppView, job: Job) -> None:
-    """What the application does not ask for is carried out as its own fields say."""
-    grid = plan.layout
-    stated = allowed_execution(execution_of(job.memory_flags), grid)
-    wanted, planned = allowed_execution(plan.layout.execution, grid), planned_execution(view)
-    for knob in KNOBS:
-        own, needed = getattr(stated, knob.name), getattr(wanted, knob.name)
-        if knob.name in planned or own == needed or not (plan.model.is_moe or not knob.of_experts):
-            continue
-        raise UserInputError(
-            view.place(knob.name) or knob.name,
-            own,
-            limit=f"the plan was priced with {needed}",
-            fix=f"Give a field ${{nest:{knob.name}}}, or plan again with "
-            f"+nest.overrides.search.keep=[{knob.choice}].",
-        )
 
 
 def zero_stages(view: AppView, job: Job) -> tuple[ZeroStage, ...]:
@@ -179,11 +179,3 @@ def _degrees(own: SearchSpace, view: AppView, spec: TransformerSpec) -> dict[str
             raise UserInputError(name, None, limit, fix)
         fixed[name] = 1 if given is None else int(given)
     return fixed
-
-
-def _given_recompute(view: AppView) -> Recompute:
-    said = {name: view.given(name) for name in RECOMPUTE}
-    if said["recompute_granularity"] == RecomputeGranularity.FULL:
-        choice("recompute_method", str(said["recompute_method"]), RecomputeMethod)
-        said["recompute_num_layers"] = int(said["recompute_num_layers"] or 1)
-    return read_recompute(said) or NO_RECOMPUTE

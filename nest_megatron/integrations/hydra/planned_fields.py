@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.integrations.fields import ABSENT
 
 #: A value of the plan; the group ``auto`` writes each under a name of this node.
 PLANNED = re.compile(r"\$\{\s*nest\s*:\s*(\w+)\s*\}")
@@ -15,56 +16,52 @@ AUTO_NODE = "model"
 #: Text that needs no quotes inside a call of a resolver.
 _BARE = re.compile(r"[\w.+-]+")
 
+#: Choices of a plan that NeMo 1 spells otherwise.
+_SPELLINGS: Mapping[str, tuple[str, ...]] = {
+    "recompute_granularity": ("activations_checkpoint_granularity",),
+    "recompute_method": ("activations_checkpoint_method",),
+    "recompute_num_layers": ("activations_checkpoint_num_layers",),
+    "tp_comm_overlap": ("ub_tp_comm_overlap",),
+}
+
 Keys = tuple[str | int, ...]
 
 
-def moved_fields(
-    raw: Mapping[str, Any],
-    root: str,
-    fields: Mapping[str, str],
-    spellings: Mapping[str, tuple[str, ...]],
-) -> Mapping[str, str]:
+def moved_fields(raw: Mapping[str, Any], root: str, fields: Mapping[str, str]) -> Mapping[str, str]:
     """Where the group ``auto`` writes a planned choice, and where the application has it.
 
     Args:
         raw: the application's configuration, nothing resolved.
         root, fields: of the ``nest`` node.
-        spellings: other names of choices.
     """
-    node = raw.get(AUTO_NODE)
     moved: dict[str, str] = {}
-    for name, text in node.items() if isinstance(node, Mapping) else ():
+    for name, text in node_at(raw, AUTO_NODE).items():
         found = PLANNED.fullmatch(text.strip()) if isinstance(text, str) else None
-        if found is None or name not in (found[1], *spellings.get(found[1], ())):
+        if found is None or name not in (names := names_of(found[1])):
             continue
         target = fields.get(found[1])
-        if target is None and root != AUTO_NODE:
-            own = value_at(raw, tuple(root.split(".")) if root else ())
-            names = (found[1], *spellings.get(found[1], ()))
-            present = [each for each in names if isinstance(own, Mapping) and each in own]
-            target = ".".join(filter(None, (root, *(present or [name])[:1])))
-        if target in (None, f"{AUTO_NODE}.{name}"):
-            continue
-        other = PLANNED.search(str(value_at(raw, tuple(str(target).split(".")))))
-        if other is None or other[1] == found[1]:  # else it is the place of another choice
-            moved[f"{AUTO_NODE}.{name}"] = str(target)
+        if target is None:
+            own = [each for each in names if each in node_at(raw, root)]
+            target = ".".join(filter(None, (root, *(own or [name])[:1])))
+            target = f"{AUTO_NODE}.{name}" if root == AUTO_NODE else target
+        other = PLANNED.search(str(raw_value(raw, target)))
+        is_of_another = other is not None and other[1] != found[1]
+        if target != f"{AUTO_NODE}.{name}" and not is_of_another:
+            moved[f"{AUTO_NODE}.{name}"] = target
     return moved
 
 
 def with_moved(
     raw: Mapping[str, Any], moved: Mapping[str, str], typed: Collection[str]
-) -> Mapping[str, Any]:
+) -> dict[str, Any]:
     """The configuration with the planned choices where the application has them.
 
     Args:
         typed: paths that the user's command gives, which it keeps.
     """
-    if not moved:
-        return raw
-    changed: Any = copy.deepcopy(dict(raw))
+    changed = copy.deepcopy(dict(raw)) if moved else dict(raw)
     for source, target in moved.items():
-        node, name = changed[AUTO_NODE], source.removeprefix(f"{AUTO_NODE}.")
-        text = node.pop(name)
+        text = changed[AUTO_NODE].pop(source.removeprefix(f"{AUTO_NODE}."))
         if any(f"{target}.".startswith(f"{path}.") for path in typed):
             continue
         *parents, last = target.split(".")
@@ -74,9 +71,9 @@ def with_moved(
                 inside[key] = {}
             inside = inside[key]
         inside[last] = text
-    if not changed[AUTO_NODE]:
+    if moved and not changed[AUTO_NODE]:
         del changed[AUTO_NODE]
-    return changed  # type: ignore[no-any-return]
+    return changed
 
 
 def planned_texts(node: Any, keys: Keys = ()) -> Iterator[tuple[Keys, str]]:
@@ -124,37 +121,55 @@ def planned_value(text: str, values: Mapping[str, Any]) -> Any:
 
 
 def write_values(
-    root: Any, raw: Mapping[str, Any], values: Mapping[str, Any], moved: Mapping[str, str]
+    root: Any,
+    raw: Mapping[str, Any],
+    values: Mapping[str, Any],
+    moved: Mapping[str, str],
+    *,
+    is_read: bool = False,
 ) -> None:
     """Write a plan's values into a composed configuration, which then asks for no plan.
 
     Args:
         raw: the configuration as ``with_moved`` has it.
         moved: places of the group ``auto`` that the application does not have.
+        is_read: the configuration is being read: only what is elsewhere is written.
     """
     for keys, text in planned_texts(raw):
-        _write(root, keys, planned_value(text, values))
+        if not is_read or ".".join(map(str, keys)) in moved.values():
+            _write(root, keys, planned_value(text, values))
+    if is_read:
+        return
     for path in moved:
-        _remove(root, tuple(path.split(".")))
+        _remove(root, path.split("."))
     if moved and AUTO_NODE not in raw:
-        _remove(root, (AUTO_NODE,))
+        _remove(root, [AUTO_NODE])
 
 
-def write_moved(
-    root: Any, raw: Mapping[str, Any], values: Mapping[str, Any], moved: Mapping[str, str]
-) -> None:
-    """Write what the group ``auto`` has elsewhere, while the configuration is being read."""
-    for target in moved.values():
-        text = value_at(raw, tuple(target.split(".")))
-        if isinstance(text, str) and PLANNED.search(text):
-            _write(root, tuple(target.split(".")), planned_value(text, values))
+def names_of(item: str) -> tuple[str, ...]:
+    """A choice by its name, and by those of other frameworks."""
+    return item, *_SPELLINGS.get(item, ())
 
 
-def value_at(raw: Any, keys: Keys) -> Any:
-    """What stands there, or ``None``."""
-    for key in keys:
-        raw = raw.get(key) if isinstance(raw, Mapping) else None
+def raw_value(raw: Any, path: str) -> Any:
+    """What stands at a path, nothing resolved; ``ABSENT`` where there is nothing.
+
+    >>> raw_value({"model": {"depth": 3}}, "model.depth")
+    3
+    >>> raw_value({"model": None}, "model.depth") is ABSENT
+    True
+    """
+    for step in path.split(".") if path else ():
+        if not isinstance(raw, Mapping) or step not in raw:
+            return ABSENT
+        raw = raw[step]
     return raw
+
+
+def node_at(raw: Any, path: str) -> Mapping[str, Any]:
+    """The mapping at a path; an empty one where there is none."""
+    node = raw_value(raw, path)
+    return node if isinstance(node, Mapping) else {}
 
 
 def _write(root: Any, keys: Keys, value: Any) -> None:
@@ -170,7 +185,7 @@ def _write(root: Any, keys: Keys, value: Any) -> None:
         node[keys[-1]] = value
 
 
-def _remove(root: Any, keys: Keys) -> None:
+def _remove(root: Any, keys: list[str]) -> None:
     from omegaconf import open_dict, read_write
 
     node = root

@@ -14,11 +14,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from omegaconf import OmegaConf
-from rich.console import RenderableType
 
 from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.config.cluster_detection import JobCluster, find_cluster, processes_per_host
@@ -37,7 +35,7 @@ from nest_megatron.integrations.hydra.expressible_space import (
     require_expressible,
     space_of,
 )
-from nest_megatron.integrations.hydra.planned_fields import write_moved, write_values
+from nest_megatron.integrations.hydra.planned_fields import write_values
 from nest_megatron.integrations.hydra.ranks import (
     is_first,
     is_launched,
@@ -60,7 +58,6 @@ from nest_megatron.layout.arguments import LAYOUT_ARGUMENTS
 from nest_megatron.layout.diff import Change, plan_values, reason
 from nest_megatron.layout.knobs import KNOBS
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.model.execution import Execution
 from nest_megatron.report.console import say, show
 
 #: The application's own fields say which ZeRO stages it has (``zero_stages``).
@@ -84,15 +81,33 @@ class AppPlan:
 def plan_app(view: AppView, environment: Mapping[str, str]) -> AppPlan:
     """Find the plan of an application, in a process with these variables; ``NestError`` if none."""
     view.require_places()
-    size = num_gpus(view, environment)
-    with _writing_refusals(view, size, environment):
-        if is_launched(environment):
-            require_launch(view.settings.mode)
-        if view.settings.mode is Mode.PINNED:
-            plan, job, notes, signer = _pinned(view, size, environment)
+    settings, size, here = view.settings, num_gpus(view, environment), is_launched(environment)
+    refusals: AbstractContextManager[None] = contextlib.nullcontext()
+    if here and is_first(environment):  # once for all ranks, which plan each for itself
+        refusals = audit.refusals(settings.mode.value, settings.plan, size)
+
+    def place() -> JobCluster:
+        return find_cluster(settings.settings(size), size, environment, dry_run=not here)
+
+    signer = None
+    with refusals:
+        if here:
+            require_launch(settings.mode)
+        if settings.mode is Mode.AUTO:
+            plan, job, notes = _searched(view, place())
         else:
-            plan, job, notes = _searched(view, size, environment)
-            signer = None
+            pinned = read_launched(pinned_file(settings.plan), size)
+            plan, notes, signer = pinned.plan, (pinned_by(pinned.pin),), pinned.signer
+            job = read_app(view, compose(settings.settings(None)))
+            named = settings.cluster is not None
+            require_pinned_for(
+                pinned,
+                job,
+                num_gpus=size,
+                cluster=place().cluster if named else None,
+                gpus=local_gpus() if here and not named else None,
+                gpus_per_host=processes_per_host(environment) if here else None,
+            )
     require_expressible(plan, view, job)
     values = {
         **planned_items(plan),
@@ -100,22 +115,10 @@ def plan_app(view: AppView, environment: Mapping[str, str]) -> AppPlan:
         "data_parallel_size": plan.layout.dims.data_parallel_size,
         "num_gpus": plan.layout.num_gpus,
     }
-    return AppPlan(plan=plan, values=MappingProxyType(values), notes=notes, signer=signer)
+    return AppPlan(plan=plan, values=values, notes=notes, signer=signer)
 
 
-def _writing_refusals(
-    view: AppView, size: int, environment: Mapping[str, str]
-) -> AbstractContextManager[None]:
-    """What no rule allows is in the audit, once for all ranks, which plan each for itself."""
-    if not is_launched(environment) or not is_first(environment):
-        return contextlib.nullcontext()
-    return audit.refusals(view.settings.mode.value, view.settings.plan, size)
-
-
-def _searched(
-    view: AppView, size: int, environment: Mapping[str, str]
-) -> tuple[ParallelPlan, Job, tuple[str, ...]]:
-    place = _place(view, size, environment)
+def _searched(view: AppView, place: JobCluster) -> tuple[ParallelPlan, Job, tuple[str, ...]]:
     composed, job = place.settings, read_app(view, place.settings)
     job = dataclasses.replace(
         job, free=_FREE, can_state=planned_execution(view), notes=(*job.notes, *place.notes)
@@ -127,28 +130,6 @@ def _searched(
     require_decided(found, wanted.max_seconds)
     origin = found.provenance.made_for("a Hydra application", None, "+nest=auto")
     return dataclasses.replace(found, provenance=origin), job, wanted.notes
-
-
-def _place(view: AppView, size: int, environment: Mapping[str, str]) -> JobCluster:
-    settings = view.settings.settings(size)
-    return find_cluster(settings, size, environment, dry_run=not is_launched(environment))
-
-
-def _pinned(
-    view: AppView, size: int, environment: Mapping[str, str]
-) -> tuple[ParallelPlan, Job, tuple[str, ...], str | None]:
-    pinned = read_launched(pinned_file(view.settings.plan), size)
-    job = read_app(view, compose(view.settings.settings(None)))
-    named, here = view.settings.cluster is not None, is_launched(environment)
-    require_pinned_for(
-        pinned,
-        job,
-        num_gpus=size,
-        cluster=_place(view, size, environment).cluster if named else None,
-        gpus=local_gpus() if here and not named else None,
-        gpus_per_host=processes_per_host(environment) if here else None,
-    )
-    return pinned.plan, job, (pinned_by(pinned.pin),), pinned.signer
 
 
 def plan_job(config: Any, task: Any = None) -> None:
@@ -174,13 +155,12 @@ def _plan_first(config: Any, view: AppView, environment: Mapping[str, str]) -> N
     path = plan_output(view.settings.out, [view.settings.plan])
     path = path or Path(config.hydra.runtime.output_dir, "nest_plan.yaml")
     found = PLANS.of(config)
-    show(*_report(found, view))
+    changes = tuple(_changes(found, view))
+    rows = [(each.field, value_text(each.after), each.reason) for each in changes]
+    show(*values_report(found.plan, rows, found.notes))
     plan_file.write(found.plan, path)
     say(told_where(path))
     if is_launched(environment):
-        changes = [
-            Change(field=p, before=None, after=v, reason=w) for p, v, w in _rows(found, view)
-        ]
         PLANS.launch = Launch(
             mode=view.settings.mode.value,
             signer=found.signer,
@@ -190,19 +170,13 @@ def _plan_first(config: Any, view: AppView, environment: Mapping[str, str]) -> N
         PLANS.run = recorder.begin(found.plan, hosts, PLANS.launch, is_watched=False)
 
 
-def _report(found: AppPlan, view: AppView) -> Iterator[RenderableType]:
-    rows = [(path, value_text(value), why) for path, value, why in _rows(found, view)]
-    return values_report(found.plan, rows, found.notes)
-
-
-def _rows(found: AppPlan, view: AppView) -> Iterator[tuple[str, object, str]]:
-    """Path, value and reason of each field that asks for the plan."""
-    plan = found.plan
-    reasons = {item: reason(plan, item) for item in plan_values(plan)}
+def _changes(found: AppPlan, view: AppView) -> Iterator[Change]:
+    """Each field that asks for the plan, with its value and the reason."""
+    reasons = {item: reason(found.plan, item) for item in plan_values(found.plan)}
     reasons |= {knob.name: knob.reason for knob in KNOBS}
     for item, why in reasons.items():
         if view.is_planned(item) and (path := view.place(item)) is not None:
-            yield path, found.values[item], why
+            yield Change(field=path, before=None, after=found.values[item], reason=why)
 
 
 #: Choices that an application may have a field for.
@@ -210,7 +184,7 @@ _ITEMS = (
     "micro_batch_size",
     "use_tp_pp_dp_mapping",
     *LAYOUT_ARGUMENTS,
-    *(field.name for field in dataclasses.fields(Execution) if field.init),
+    *(knob.name for knob in KNOBS),
 )
 
 
@@ -244,7 +218,7 @@ class Plans:
             return known[2]
         found = self._found(view, _digest(view.raw), job)
         if view.moved:
-            write_moved(root, view.raw, found.values, view.moved)
+            write_values(root, view.raw, found.values, view.moved, is_read=True)
         self._keep(root, job, found)
         self.latest = found
         return found

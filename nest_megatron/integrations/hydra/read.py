@@ -20,7 +20,8 @@ from nest_megatron.config.overrides import leaves, value_text
 from nest_megatron.cost_model.memory_flags import READ
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.integrations.architecture import CLASSIFIED, OF_FAMILIES, REFUSED, unplannable
-from nest_megatron.integrations.hydra.view import SPELLINGS, AppView, has_path, raw_value
+from nest_megatron.integrations.hydra.planned_fields import names_of, node_at
+from nest_megatron.integrations.hydra.view import AppView
 from nest_megatron.integrations.megatron_lm.read import job_from_values
 from nest_megatron.integrations.recipe import lightning_precision
 from nest_megatron.layout.arguments import LAYOUT_ARGUMENTS
@@ -72,14 +73,14 @@ _RENAMED = {
     "ub_tp_comm_overlap": "tp_comm_overlap",
 }
 _LAYERNORMS = ("layernorm", "layernorm1p", "low_precision_layernorm")
-#: NeMo's activations: what Megatron is told, and what the model has where Megatron has no flag.
-_ACTIVATIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "gelu": ("", {}),
-    "swiglu": ("swiglu", {}),
-    "fast-swiglu": ("swiglu", {}),
-    "squared-relu": ("squared_relu", {}),
-    "geglu": ("", {"activation": "gelu", "gated_linear_unit": True}),
-    "fast-geglu": ("", {"activation": "gelu", "gated_linear_unit": True}),
+#: NeMo's activations -> Megatron's switch, of which it has none for ``geglu``.
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "swiglu": "swiglu",
+    "fast-swiglu": "swiglu",
+    "squared-relu": "squared_relu",
+    "geglu": "geglu",
+    "fast-geglu": "geglu",
 }
 _REFUSED: Mapping[str, str] = {
     "fsdp": "torch's FSDP is not supported",
@@ -103,8 +104,7 @@ _KNOWN = frozenset(
         *_RENAMED,
         *_REFUSED,
         *CLASSIFIED,
-        *LAYOUT_ARGUMENTS,
-        *(name for names in SPELLINGS.values() for name in names),
+        *(name for item in LAYOUT_ARGUMENTS for name in names_of(item)),
         "activation",
         "data_parallel_size",
         "mcore_gpt",
@@ -158,20 +158,29 @@ def read_app(view: AppView, composed: Settings) -> Job:
     if composed.train.global_batch_size is None:
         _require(values, "global_batch_size", view)
     if composed.model is not None:
-        job = _named(read_spec(composed), values)
-        own = composed.train.seq_length is None and values.get("seq_length") is None
-        asked = [_unsaid_length(job.spec, view)] if own else []
-        return dataclasses.replace(job, notes=(*job.notes, *asked, *_unread_notes(view)))
+        job, unsaid = _named(read_spec(composed), values), []
+        if composed.train.seq_length is None and values.get("seq_length") is None:
+            unsaid.append(
+                f"The application has no {view.own_path('seq_length')}: sequences of "
+                f"{job.spec.seq_length:,} tokens are planned, as {job.spec.name} has them. "
+                "+nest.fields.seq_length=PATH says where it lies, "
+                "+nest.overrides.train.seq_length=N what it is."
+            )
+        return dataclasses.replace(job, notes=(*job.notes, *unsaid, *_unread_notes(view)))
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         _require(values, name, view)
     job = job_from_values(values, explicit=())
-    name = str(view.at("name") or "model")
-    activation = view.value("activation")
-    beyond_flags = {} if activation is None else _activation(activation)[1]
-    source = "a Hydra application"
+    gated: dict[str, Any] = (
+        {"activation": "gelu", "gated_linear_unit": True} if "geglu" in values else {}
+    )
     return dataclasses.replace(
         job,
-        spec=dataclasses.replace(job.spec, **beyond_flags, name=name, source=source),
+        spec=dataclasses.replace(
+            job.spec,
+            **(gated if "geglu" in values else {}),
+            name=str(view.at("name") or "model"),
+            source="a Hydra application",
+        ),
         notes=(*job.notes, *_assumptions(view)),
     )
 
@@ -179,12 +188,13 @@ def read_app(view: AppView, composed: Settings) -> Job:
 def _named(spec: TransformerSpec, values: Mapping[str, Any]) -> Job:
     """A model of the catalogue with the application's batch, sequence and number format."""
     spec = with_seq_length(spec, values.get("seq_length"))
-    own = {name: values[name] for name in _OF_THE_JOB if name in values}
     sizes = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "seq_length")
-    shape = {name: getattr(spec, name) for name in sizes}  # as much as a job needs to be read
-    shape["padded_vocab_size"] = spec.vocab_size
-    job = job_from_values({**own, **shape}, explicit=())
-    return dataclasses.replace(job, spec=spec)
+    stated = {
+        **{name: values[name] for name in _OF_THE_JOB if name in values},
+        **{name: getattr(spec, name) for name in sizes},  # as much as a job needs to be read
+        "padded_vocab_size": spec.vocab_size,
+    }
+    return dataclasses.replace(job_from_values(stated, explicit=()), spec=spec)
 
 
 def _values(view: AppView) -> dict[str, Any]:
@@ -200,14 +210,21 @@ def _values(view: AppView) -> dict[str, Any]:
 
 
 def _translated(view: AppView) -> dict[str, Any]:
-    values: dict[str, Any] = dict(_precision(view))
+    """What Megatron says otherwise; Lightning's ``trainer.precision`` among it."""
+    values: dict[str, Any] = {}
+    if not (view.value("bf16") or view.value("fp16")):
+        stated = view.value("precision") or view.at("trainer.precision")
+        kind = lightning_precision("bf16" if stated is None else stated, "trainer.precision")
+        values[kind.value] = kind is not Precision.FP32 or None  # which has no switch
     norm, activation = str(view.value("normalization")).lower(), view.value("activation")
     if norm in (*_LAYERNORMS, "rmsnorm"):
         values["normalization"] = "RMSNorm" if norm == "rmsnorm" else "LayerNorm"
         values["apply_layernorm_1p"] = norm == "layernorm1p"
     if activation is not None:
-        flag, _ = _activation(activation)
-        values |= {flag: True} if flag else {}
+        if activation not in _ACTIVATIONS:
+            supported = f"supported are {', '.join(_ACTIVATIONS)}"
+            raise unplannable("model.activation", activation, supported)
+        values[_ACTIVATIONS[activation]] = True
     shared = view.value("share_embeddings_and_output_weights")
     if shared is not None:
         values["untie_embeddings_and_output_weights"] = not shared
@@ -218,23 +235,6 @@ def _translated(view: AppView) -> dict[str, Any]:
     if isinstance(optimizer, Mapping) and view.value("use_distributed_optimizer") is None:
         values["use_distributed_optimizer"] = "dist" in str(optimizer.get("name"))
     return values
-
-
-def _precision(view: AppView) -> Mapping[str, bool]:
-    """The number format, from Lightning's ``trainer.precision`` and NeMo's ``model.fp8``."""
-    if view.value("bf16") or view.value("fp16"):
-        return {}
-    stated = view.value("precision") or view.at("trainer.precision")
-    if stated is None:
-        return {"bf16": True}
-    kind = lightning_precision(stated, "trainer.precision")
-    return {} if kind is Precision.FP32 else {kind.value: True}  # which has no switch
-
-
-def _activation(name: str) -> tuple[str, dict[str, Any]]:
-    if name not in _ACTIVATIONS:
-        raise unplannable("model.activation", name, f"supported are {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
 
 
 def _refuse_unplannable(view: AppView) -> None:
@@ -282,17 +282,14 @@ def _require_known_fields(view: AppView) -> None:
                 nearest(name, _KNOWN),
             )
     unsaid = [name for name in _OF_THE_MODEL if not _is_said(view, name)]
-    for name in _node(view, view.settings.root):
+    for name in node_at(view.raw, view.settings.root):
         close = difflib.get_close_matches(name, unsaid, n=1, cutoff=_NEARLY)
         if close and name not in _KNOWN:
-            path, limit = (
-                view.own_path(name),
-                f"there is no such field, and {close[0]} is not given",
-            )
+            path = view.own_path(name)
             raise UserInputError(
                 path,
                 view.at(path),
-                limit,
+                f"there is no such field, and {close[0]} is not given",
                 f"Write {close[0]}, or say where it lies: +nest.fields.{close[0]}=PATH.",
             )
 
@@ -312,14 +309,6 @@ def _assumptions(view: AppView) -> Iterator[str]:
             "+nest.fields.NAME=PATH says where one lies."
         )
     yield from _unread_notes(view)
-
-
-def _unsaid_length(spec: TransformerSpec, view: AppView) -> str:
-    return (
-        f"The application has no {view.own_path('seq_length')}: sequences of {spec.seq_length:,} "
-        f"tokens are planned, as {spec.name} has them. +nest.fields.seq_length=PATH says where it "
-        "lies, +nest.overrides.train.seq_length=N what it is."
-    )
 
 
 def _unread_notes(view: AppView) -> Iterator[str]:
@@ -344,19 +333,14 @@ def _of_another_job(view: AppView) -> Iterator[str]:
 
 
 def _is_said(view: AppView, name: str) -> bool:
-    return name in view.settings.fields or has_path(view.raw, view.own_path(name))
-
-
-def _node(view: AppView, path: str) -> Mapping[str, Any]:
-    node = raw_value(view.raw, path) if path else view.raw
-    return node if isinstance(node, Mapping) else {}
+    return name in view.settings.fields or view.has(view.own_path(name))
 
 
 def _beside(view: AppView) -> Iterator[str]:
     """Fields that are set in the nodes that ``nest.fields`` names, and that nothing reads."""
     mapped = set(view.settings.fields.values())
     for parent in {path.rpartition(".")[0] for path in mapped}:
-        for name, value in _node(view, parent).items():
+        for name, value in node_at(view.raw, parent).items():
             path = f"{parent}.{name}" if parent else str(name)
             is_read = path in mapped or (parent == view.settings.root and name in _KNOWN)
             if not is_read and isinstance(value, bool | int | float | str) and value is not False:

@@ -6,20 +6,21 @@ plan writes it; where it holds anything else, somebody gave it, and it is kept.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.launch import Mode
 from nest_megatron.config.overrides import Setting, first_line, leaves, parse, value_text
 from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.integrations.fields import ABSENT
 from nest_megatron.integrations.hydra.planned_fields import (
     PLANNED,
     moved_fields,
+    names_of,
     planned_texts,
+    raw_value,
     with_moved,
 )
 
@@ -42,19 +43,6 @@ class AppSettings:
     out: str | None = None
     may_differ: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        for name in ("cluster", "model", "plan", "out", "root"):
-            if not isinstance(value := getattr(self, name), str | None):
-                raise _wrong(name, value, "it is a name or a path")
-        count = self.num_gpus
-        is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 1
-        if count is not None and not is_count:
-            raise _wrong("num_gpus", count, "it is a whole number of at least 1")
-        limit = "it is the path of a field, such as arch.depth"
-        for name, path in self.fields.items():
-            if not isinstance(path, str):
-                raise _wrong(f"fields.{name}", path, limit)
-
     def settings(self, num_gpus: int | None) -> tuple[Setting, ...]:
         """The same as settings of the planning job; without a size, it has no cluster either."""
         given = parse(f"{key}={value_text(value)}" for key, value in leaves(self.overrides))
@@ -74,48 +62,61 @@ class AppSettings:
         return (*settings, Setting(key="cluster.num_gpus", value=str(num_gpus)))
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
+
+
+_MODES = [Mode.AUTO.value, Mode.PINNED.value]
+#: Setting -> whether a value is one, and what it must be.
+_LIMITS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "mode": (_MODES.__contains__, f"it is {' or '.join(_MODES)}"),
+    "may_differ": (_are_names, "it is a list of names"),
+    **{
+        name: (lambda value: isinstance(value, Mapping), f"it is a mapping, +nest.{name}.KEY=VALUE")
+        for name in ("fields", "overrides")
+    },
+    **{
+        name: (lambda value: isinstance(value, str | None), "it is a name or a path")
+        for name in ("cluster", "model", "plan", "out", "root")
+    },
+    "num_gpus": (
+        lambda value: value is None or _is_count(value),
+        "it is a whole number of at least 1",
+    ),
+}
+
+
 def read_settings(node: Any) -> AppSettings:
     """The settings of the ``nest`` node; an unknown key or a node of another kind is refused."""
     if not isinstance(node, Mapping | None):
-        raise _wrong("", node, "the group nest was not composed, so nothing would be planned")
+        raise _wrong("nest", node, "the group nest was not composed, so nothing would be planned")
     values = dict(node or {})
-    known = [f.name for f in dataclasses.fields(AppSettings)]
     for name, value in values.items():
-        if name not in known:
+        if name not in _LIMITS:
             raise UserInputError(
-                f"nest.{name}", value, "there is no such setting", nearest(str(name), known)
+                f"nest.{name}", value, "there is no such setting", nearest(str(name), _LIMITS)
             )
-    mode, modes = values.get("mode", Mode.AUTO.value), [Mode.AUTO.value, Mode.PINNED.value]
-    if mode not in modes:
-        raise _wrong("mode", mode, f"it is {' or '.join(modes)}")
-    count = values.get("num_gpus")
+    count, names = values.get("num_gpus"), values.get("may_differ") or ()
     if isinstance(count, str) and count.isdecimal():  # of a variable of the environment
         values["num_gpus"] = int(count)
-    for name in ("fields", "overrides"):
-        given = values.get(name) or {}
-        if not isinstance(given, Mapping):
-            raise _wrong(name, given, f"it is a mapping, +nest.{name}.KEY=VALUE")
-        values[name] = MappingProxyType(dict(given))
-    given = values.get("may_differ") or ()
-    names = [given] if isinstance(given, str) else given
-    if not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):
-        raise _wrong("may_differ", given, "it is a list of names")
-    return AppSettings(**{**values, "mode": Mode(mode), "may_differ": tuple(names)})
+    values["may_differ"] = [names] if isinstance(names, str) else names
+    values |= {name: values.get(name) or {} for name in ("fields", "overrides")}
+    for name, (holds, limit) in _LIMITS.items():
+        if name in values and not holds(values[name]):
+            raise _wrong(f"nest.{name}", values[name], limit)
+    for name, path in values["fields"].items():
+        if not isinstance(path, str):
+            limit = "it is the path of a field, such as arch.depth"
+            raise _wrong(f"nest.fields.{name}", path, limit)
+    return AppSettings(**{**values, "mode": Mode(values.get("mode", Mode.AUTO))})
 
 
-def _wrong(name: str, value: object, limit: str) -> UserInputError:
-    what = f"nest.{name}" if name else "nest"
-    return UserInputError(what, value, limit, fix="docs/hydra_apps.md shows each.")
-
-
-#: Choices of a plan that NeMo 1 spells otherwise.
-SPELLINGS: Mapping[str, tuple[str, ...]] = {
-    "recompute_granularity": ("activations_checkpoint_granularity",),
-    "recompute_method": ("activations_checkpoint_method",),
-    "recompute_num_layers": ("activations_checkpoint_num_layers",),
-    "tp_comm_overlap": ("ub_tp_comm_overlap",),
-}
-_ABSENT = object()
+def _wrong(what: str, value: object, limit: str) -> UserInputError:
+    return UserInputError(what, value, limit, "docs/hydra_apps.md shows each.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,18 +133,22 @@ class AppView:
     root: Any
     raw: Mapping[str, Any]
     settings: AppSettings
-    moved: Mapping[str, str] = field(default_factory=dict)
+    moved: Mapping[str, str]
 
     def own_path(self, name: str) -> str:
         """Path of a name beside those of the model."""
         return f"{self.settings.root}.{name}" if self.settings.root else name
 
+    def has(self, path: str) -> bool:
+        """Whether there is such a field."""
+        return raw_value(self.raw, path) is not ABSENT
+
     def place(self, item: str) -> str | None:
         """Path of the field that holds a choice of the plan; ``None`` where there is none."""
         if item in self.settings.fields:
             return self.settings.fields[item]
-        names = map(self.own_path, (item, *SPELLINGS.get(item, ())))
-        present = [path for path in names if raw_value(self.raw, path) is not _ABSENT]
+        names = map(self.own_path, names_of(item))
+        present = [path for path in names if self.has(path)]
         planned = [path for path in present if PLANNED.search(str(raw_value(self.raw, path)))]
         return next(iter((*planned, *present)), None)
 
@@ -170,7 +175,7 @@ class AppView:
         if name not in self.settings.fields:
             return self.at(self.own_path(name))
         path = self.settings.fields[name]
-        if raw_value(self.raw, path) is _ABSENT:
+        if not self.has(path):
             raise UserInputError(
                 f"nest.fields.{name}",
                 path,
@@ -184,22 +189,18 @@ class AppView:
         from omegaconf import OmegaConf
 
         raw = raw_value(self.raw, path)
-        if raw is _ABSENT or raw == "???" or self._holds_plan(path, raw):
-            return None
-        found = OmegaConf.select(self.root, path)
-        return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
-
-    def _holds_plan(self, path: str, raw: Any) -> bool:
-        """Whether a field is the place of a planned choice; no other may need the plan."""
-        found = PLANNED.search(raw) if isinstance(raw, str) else None
-        if found is not None and self.place(found[1]) != path:
+        planned = PLANNED.search(raw) if isinstance(raw, str) else None
+        if planned is not None and self.place(planned[1]) != path:
             raise UserInputError(
                 path,
                 raw,
                 "it is part of the job that is planned, and asks for the plan",
                 "State it without the plan.",
             )
-        return found is not None
+        if planned is not None or raw is ABSENT or raw == "???":
+            return None
+        found = OmegaConf.select(self.root, path)
+        return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
 
     def require_places(self) -> None:
         """Every choice that the application asks for must have a place, even where it is given."""
@@ -222,7 +223,9 @@ class AppView:
 
 def view_of(root: Any) -> AppView:
     """Look at a composed configuration; ``UserInputError`` if its ``nest`` node is wrong."""
+    from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     raw = OmegaConf.to_container(root, resolve=False)
     if not isinstance(raw, Mapping):
@@ -233,58 +236,41 @@ def view_of(root: Any) -> AppView:
             "Give the application's configuration names.",
         )
     own = {str(name): node for name, node in raw.items() if name != "hydra"}
-    settings = read_settings(_resolved(root, own.get("nest")))
-    moved = moved_fields(own, settings.root, settings.fields, SPELLINGS)
-    own = dict(with_moved(own, moved, _typed(root) if moved else ()))
-    return AppView(root=root, raw=own, settings=settings, moved=moved)
-
-
-def _resolved(root: Any, node: Any) -> Any:
-    """The ``nest`` node with what it takes from the application's configuration."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    if not isinstance(node, Mapping):
-        return node
-    if any(planned_texts({"own": node})):
-        raise UserInputError(
-            "nest",
-            None,
-            "it says what is planned, and asks for the plan",
-            "State it without the plan.",
-        )
-    try:
-        return OmegaConf.to_container(root.nest, resolve=True)
-    except OmegaConfBaseException as error:
-        raise UserInputError(
-            "nest", None, first_line(error), "Correct it; docs/hydra_apps.md shows each setting."
-        ) from error
-
-
-def _typed(root: Any) -> frozenset[str]:
-    """Paths that the command of the application gives, where it has one."""
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf
-
+    node = own.get("nest")
+    if isinstance(node, Mapping):
+        if any(planned_texts({"own": node})):
+            raise UserInputError(
+                "nest",
+                None,
+                "it says what is planned, and asks for the plan",
+                "State it without the plan.",
+            )
+        try:  # what it takes from the application's configuration
+            node = OmegaConf.to_container(root.nest, resolve=True)
+        except OmegaConfBaseException as error:
+            fix = "Correct it; docs/hydra_apps.md shows each setting."
+            raise UserInputError("nest", None, first_line(error), fix) from error
+    settings = read_settings(node)
+    moved = moved_fields(own, settings.root, settings.fields)
     task = OmegaConf.select(root, "hydra.overrides.task")
     if task is None and HydraConfig.initialized():
         task = HydraConfig.get().overrides.task
-    return frozenset(str(each).lstrip("+~").partition("=")[0] for each in task or ())
+    typed = [str(each).lstrip("+~").partition("=")[0] for each in task or ()]
+    own = with_moved(own, moved, typed)
+    return AppView(root=root, raw=own, settings=settings, moved=moved)
 
 
-def require_own_fields(view: AppView, own: Mapping[str, Any]) -> tuple[str, ...]:
-    """Refuse to plan where the application would not read the plan.
+def require_own_fields(view: AppView, own: Mapping[str, Any]) -> None:
+    """Refuse to plan where the application would read nothing of the plan.
+
+    Some fields may be lacking: it may read them all the same, as NeMo does.
 
     Args:
         own: the application's configuration as it is without the group ``nest``.
-
-    Returns:
-        Planned fields that it lacks, though not all: it may read them all the same, as NeMo does.
     """
     places = {view.place(item) for _, item in view.uses()}
-    planned = tuple(p for p, item in view.uses() if p in places and view.is_planned(item))
-    lacking = tuple(path for path in planned if not has_path(own, path))
-    if planned and lacking == planned:
+    planned = [p for p, item in view.uses() if p in places and view.is_planned(item)]
+    if planned and all(raw_value(own, path) is ABSENT for path in planned):
         raise UserInputError(
             "+nest",
             ", ".join(planned[:3]),
@@ -292,22 +278,3 @@ def require_own_fields(view: AppView, own: Mapping[str, Any]) -> tuple[str, ...]
             "would train without the plan",
             fix="Write a group nest with the application's own fields (docs/hydra_apps.md).",
         )
-    return lacking
-
-
-def has_path(raw: Mapping[str, Any], path: str) -> bool:
-    """Whether a configuration has a field.
-
-    >>> has_path({"model": {"depth": 3}}, "model.depth"), has_path({"model": None}, "model.depth")
-    (True, False)
-    """
-    return raw_value(raw, path) is not _ABSENT
-
-
-def raw_value(raw: Any, path: str) -> Any:
-    """What stands at a path, nothing resolved; where there is nothing, an object of its own."""
-    for step in path.split("."):
-        if not isinstance(raw, Mapping) or step not in raw:
-            return _ABSENT
-        raw = raw[step]
-    return raw

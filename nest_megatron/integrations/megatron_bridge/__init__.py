@@ -17,13 +17,8 @@ from typing import Any
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.overrides import parse
-from nest_megatron.integrations.megatron_bridge.read import read_recipe
-from nest_megatron.integrations.megatron_bridge.write import (
-    apply_plan,
-    plan_changes,
-    to_dotlist,
-    to_yaml,
-)
+from nest_megatron.integrations.megatron_bridge.config import apply_plan, plan_changes, read_recipe
+from nest_megatron.integrations.megatron_bridge.write import to_dotlist, to_yaml
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
 from nest_megatron.integrations.plan_recipe import plan_recipe
 from nest_megatron.layout.diff import Change

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from pathlib import Path
 from typing import Any
 
-from nest_megatron.cluster.hosts import Host
-from nest_megatron.config.job import Job
 from nest_megatron.config.launch import (
     LaunchWords,
     MixedGpus,
@@ -27,15 +25,13 @@ from nest_megatron.config.launch import (
     split_words,
 )
 from nest_megatron.config.overrides import leaves
-from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.config.target import installed_packages
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import OK, UserInputError
 from nest_megatron.integrations import audit
 from nest_megatron.integrations.field_mapping import STAGE_FIELDS
 from nest_megatron.integrations.launched import fields_report
-from nest_megatron.integrations.megatron_bridge.read import BridgeConfig, read_recipe
-from nest_megatron.integrations.megatron_bridge.write import apply_plan
+from nest_megatron.integrations.megatron_bridge.config import BridgeConfig, apply_plan, read_recipe
 from nest_megatron.integrations.megatron_lm import watch
 from nest_megatron.integrations.megatron_lm.agreement import (
     broadcast,
@@ -50,7 +46,6 @@ from nest_megatron.integrations.megatron_lm.ranks import (
     ending_together,
     words_of,
 )
-from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.integrations.megatron_lm.same_job import fields, versions
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
 from nest_megatron.integrations.plan_output import pinned_file, plan_output
@@ -98,9 +93,14 @@ def planning(process: Process, on_plan: Callable[[LaunchedJob | None], None]) ->
         ours, rest = split_words(cli_overrides or [])
         config = process(config, config_filepath, rest or None)
         if ours:
+            stated = [word.lstrip("+~").partition("=")[0] for word in rest]
             rendezvous = Rendezvous()
             with ending_together(rendezvous):
-                on_plan(run(config, read_words(ours), _stated(rest, config_filepath), rendezvous))
+                words = read_words(ours)
+                if config_filepath is not None:
+                    node = read_yaml(Path(config_filepath), "config-file")
+                    stated += dict(leaves(node)) if isinstance(node, Mapping) else {}
+                on_plan(run(config, words, stated, rendezvous))
         return config
 
     return process_config_with_overrides
@@ -121,7 +121,14 @@ def run(
     launch = read_launch(words)
     if words.mode is Mode.OFF:
         return None
-    _refuse_settings(words)
+    for setting in words.launch:
+        if setting.origin is None and setting.key.partition(".")[0] in _NOT_HERE:
+            raise UserInputError(
+                f"nest.{setting.key}",
+                setting.value,
+                "it works with Megatron-LM's own script alone",
+                "Leave it out.",
+            )
     set_rank_variables()
     recipe = read_recipe(cfg)
     keep = stated_choices(stated, launch.free)
@@ -141,7 +148,20 @@ def run(
             pinned = pinned_recipe(recipe, path, hosts=job.hosts, mixed=mixed)
             job.signer = pinned.signer
             return plan_file.dump(pinned.plan)
-        found, notes = _find(recipe, words, launch, keep, job.hosts)
+        given = [setting.value for setting in words.job if setting.key == "out"]
+        out = plan_output(given[-1] if given else None)
+        sharding = {"all", "use_megatron_fsdp"}.intersection(launch.free)
+        free = free_parameters(("all",) if sharding else None, keep, "nest.free")
+        found, notes = plan_recipe(
+            dataclasses.replace(recipe, free=free, packages=installed_packages()),
+            cluster=None,
+            overrides=[setting for setting in words.job if setting.key != "out"],
+            choose=launch.alternative,
+            hosts=job.hosts,
+            mixed=mixed,
+        )
+        if out is not None:
+            plan_file.write(found, out)
         return plan_file.dump(found)
 
     def solve(_: object) -> str:
@@ -158,7 +178,8 @@ def run(
     with propagating_errors(store):
         own = fields(cfg, "", launch.may_differ)
         require_equal(store, {**versions(), **words_of(words), **own}, what="command")
-        job.hosts = _hosts(store)
+        # ranks are not numbered by switches here, so that no host is near another
+        job.hosts = tuple(dataclasses.replace(host, groups=()) for host in tell_hosts(store))
         plan = plan_file.load(broadcast(store, solve))
         job.changes = apply_plan(cfg, plan, environment={} if launch.dry_run else None)
         job.decision = Decision(plan=plan, values={}, environment={})
@@ -217,51 +238,3 @@ def stated_choices(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...
     named = [items[path] for path in stated if path in items]
     choices = dict.fromkeys(_CHOICES.get(item, item) for item in named)
     return tuple(choice for choice in choices if choice not in free)
-
-
-def _hosts(store: RendezvousStore | None) -> tuple[Host, ...]:
-    """The job's hosts, on rank 0; ranks are not numbered by switches here, so that none is near."""
-    return tuple(dataclasses.replace(host, groups=()) for host in tell_hosts(store))
-
-
-def _find(
-    recipe: Job,
-    words: LaunchWords,
-    launch: LaunchConfig,
-    keep: tuple[str, ...],
-    hosts: Sequence[Host],
-) -> tuple[ParallelPlan, tuple[str, ...]]:
-    settings = tuple(setting for setting in words.job if setting.key != "out")
-    given = [s.value for s in words.job if s.key == "out"]
-    out = plan_output(given[-1] if given else None)
-    sharding = {"all", "use_megatron_fsdp"}.intersection(launch.free)
-    free = free_parameters(("all",) if sharding else None, keep, "nest.free")
-    job = dataclasses.replace(recipe, free=free, packages=installed_packages())
-    plan, notes = plan_recipe(
-        job,
-        cluster=None,
-        overrides=settings,
-        choose=launch.alternative,
-        hosts=hosts,
-        mixed=MixedGpus(launch.mixed_gpus),
-    )
-    if out is not None:
-        plan_file.write(plan, out)
-    return plan, notes
-
-
-def _refuse_settings(words: LaunchWords) -> None:
-    for setting in words.launch:
-        if setting.origin is None and setting.key.partition(".")[0] in _NOT_HERE:
-            raise UserInputError(
-                f"nest.{setting.key}",
-                setting.value,
-                "it works with Megatron-LM's own script alone",
-                fix="Leave it out.",
-            )
-
-
-def _stated(overrides: Iterable[str], path: str | None) -> Iterator[str]:
-    yield from (word.lstrip("+~").partition("=")[0] for word in overrides)
-    if path is not None and isinstance(node := read_yaml(Path(path), "config-file"), Mapping):
-        yield from (name for name, _ in leaves(node))

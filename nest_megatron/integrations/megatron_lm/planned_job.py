@@ -27,7 +27,7 @@ from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, STATED_ELSEWHERE, layout_request
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, read_argv
-from nest_megatron.integrations.plan_settings import rates_of, reliability_of
+from nest_megatron.integrations.stated_job import rates_of, reliability_of
 from nest_megatron.layout.before_after import Difference
 from nest_megatron.layout.dims import DEGREES, ParallelDims, RankOrder
 from nest_megatron.layout.execution_rules import allowed_execution

@@ -16,8 +16,13 @@ from typing import Any
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.overrides import parse
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
-from nest_megatron.integrations.nemo.read import read_recipe, require_language_models
-from nest_megatron.integrations.nemo.write import apply_plan, plan_changes, watch_recipe
+from nest_megatron.integrations.nemo.recipe import (
+    apply_plan,
+    plan_changes,
+    read_recipe,
+    require_language_models,
+    watch_recipe,
+)
 from nest_megatron.integrations.plan_recipe import plan_recipe
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.plan import ParallelPlan

@@ -55,7 +55,9 @@ def nest_auto(
         NestError: if there is no such recipe, or no plan for it.
     """
     task = _pretrain_recipe(recipe)(num_nodes=num_nodes, num_gpus_per_node=num_gpus_per_node)
-    options = TaskOptions(cluster=cluster, overrides=overrides, keep=keep, vocab_size=vocab_size)
+    options = TaskOptions(
+        cluster=cluster, overrides=overrides or [], keep=keep or [], vocab_size=vocab_size
+    )
     plan, changes = plan_recipe(task, options, None)
     with contextlib.redirect_stdout(sys.stderr):  # the task's own YAML may go to standard output
         show(fields_report(plan, changes))

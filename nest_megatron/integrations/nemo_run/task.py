@@ -5,13 +5,12 @@ Megatron-Bridge's ``PerfEnvPlugin`` set the same from the layout that they find.
 from the recipe's own layout is brought to the planned one, so that both orders of the plugins end
 alike. Source: ``PerfEnvPlugin.setup`` of NeMo 2.7.3.
 """
+# ruff: noqa: UP045
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from nest_megatron.config.launch import Mode
 from nest_megatron.errors import UserInputError
@@ -29,8 +28,6 @@ from nest_megatron.layout.plan import ParallelPlan
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _CHUNK = "NCCL_P2P_NET_CHUNKSIZE"
-#: What ``PerfEnvPlugin`` sets for any layout, so that its having run is seen.
-_OF_PERF_ENV = "TORCH_NCCL_HIGH_PRIORITY"
 _BLACKWELL = 10
 
 
@@ -74,48 +71,40 @@ def adapt(
         What was changed and why, and what another plugin may still undo, one sentence each.
     """
     now = _layout(lambda name: getattr(plan.layout.dims, name))
-    return [*_connections(variables, before, now, plan), *_chunks(variables, before, now)]
-
-
-def _connections(
-    variables: MutableMapping[str, str], before: DividedRanks, now: DividedRanks, plan: ParallelPlan
-) -> Iterator[str]:
-    """Kernels of a layer in program order, where communication hides under them."""
     old, fsdp = variables.get(_CONNECTIONS), plan.layout.uses_megatron_fsdp
-    if now.splits and not fsdp:
+    said = []
+    if now.splits and not fsdp:  # kernels of a layer in program order, where traffic hides
         wanted = "32" if device_architecture(plan) >= _BLACKWELL else "1"
         if old != wanted:
             variables[_CONNECTIONS] = wanted
             was = f" instead of {old}" if old is not None else ""
-            yield f"{_CONNECTIONS}={wanted}{was}: tensor or context parallel work overlaps."
-        return
-    if old is not None and (fsdp or before.splits):
+            said = [f"{_CONNECTIONS}={wanted}{was}: tensor or context parallel work overlaps."]
+    elif old is not None and (fsdp or before.splits):
         del variables[_CONNECTIONS]
         why = "Megatron-FSDP needs several" if fsdp else "no layer or sequence is divided any more"
-        yield f"{_CONNECTIONS}={old} is taken out: {why}."
-    if fsdp and now.splits:
-        yield (
+        said = [f"{_CONNECTIONS}={old} is taken out: {why}."]
+    if now.splits and fsdp:
+        said.append(
             f"PerfEnvPlugin sets {_CONNECTIONS} again, which Megatron-FSDP must not have: put it "
             "before NestPlugin."
         )
-
-
-def _chunks(
-    variables: MutableMapping[str, str], before: DividedRanks, now: DividedRanks
-) -> Iterator[str]:
     if before.pipelined and not now.pipelined and _CHUNK in variables:
-        yield f"{_CHUNK}={variables.pop(_CHUNK)} is taken out: there is one pipeline rank."
-    unseen = _OF_PERF_ENV in variables and _CHUNK not in variables
+        chunk = variables.pop(_CHUNK)
+        said.append(f"{_CHUNK}={chunk} is taken out: there is one pipeline rank.")
+    unseen = "TORCH_NCCL_HIGH_PRIORITY" in variables and _CHUNK not in variables  # which it sets
     if now.pipelined and not before.pipelined and unseen:
-        yield (
+        said.append(
             "PerfEnvPlugin saw the recipe's one pipeline rank: put it behind NestPlugin if it has "
             "an nccl_pp_comm_chunksize."
         )
+    return said
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class TaskOptions:
     """What a user wants of a task's plan; ``UserInputError`` for a mode without what it needs.
+
+    NeMo-Run's command line reads the types of the fields, and does not know ``str | None``.
 
     Args:
         mode: ``auto`` searches; ``pinned`` takes a reviewed plan and refuses any other task.
@@ -129,28 +118,23 @@ class TaskOptions:
     """
 
     mode: str = Mode.AUTO.value
-    cluster: str | None = None
-    plan: str | None = None
-    overrides: Sequence[str] | str | None = ()
-    free: Sequence[str] | str | None = None
-    keep: Sequence[str] | str | None = ()
-    vocab_size: int | None = None
-    watch: int | None = None
+    cluster: Optional[str] = None
+    plan: Optional[str] = None
+    overrides: list[str] = field(default_factory=list)
+    free: Optional[list[str]] = None
+    keep: list[str] = field(default_factory=list)
+    vocab_size: Optional[int] = None
+    watch: Optional[int] = None
 
     def __post_init__(self) -> None:
         if self.mode not in (Mode.AUTO, Mode.PINNED):
             raise _wrong("mode", self.mode, "it is auto or pinned", "Correct it.")
         if self.mode == Mode.PINNED and self.plan is None:
-            raise _wrong(
-                "plan",
-                None,
-                "mode='pinned' launches a reviewed plan",
-                "Name the file that `nest-megatron pin` made.",
-            )
+            limit = "mode='pinned' launches a reviewed plan"
+            raise _wrong("plan", None, limit, "Name the file that `nest-megatron pin` made.")
         if self.mode == Mode.AUTO and self.plan is not None:
-            raise _wrong(
-                "plan", self.plan, "mode='auto' searches for a plan", "Give mode='pinned'."
-            )
+            limit = "mode='auto' searches for a plan"
+            raise _wrong("plan", self.plan, limit, "Give mode='pinned'.")
         if self.watch is not None and self.watch < 0:
             raise _wrong("watch", self.watch, "it is at least 0", "Give a number of steps.")
 
@@ -187,21 +171,17 @@ def plan_recipe(
         plan = pinned_recipe(job, Path(str(options.plan))).plan
         changes = apply_plan(recipe, plan)
     else:
-        plan, changes = _searched(recipe, options)
+        plan, changes = auto_recipe(
+            recipe,
+            cluster=options.cluster,
+            overrides=_names(options.overrides),
+            free=options.free,
+            keep=options.keep or (),
+            vocab_size=options.vocab_size,
+        )
     if options.watch:
         watch_recipe(recipe, plan, steps=options.watch)
     return plan, changes
-
-
-def _searched(recipe: Any, options: TaskOptions) -> tuple[ParallelPlan, tuple[Change, ...]]:
-    return auto_recipe(
-        recipe,
-        cluster=options.cluster,
-        overrides=_names(options.overrides),
-        free=options.free,
-        keep=options.keep or (),
-        vocab_size=options.vocab_size,
-    )
 
 
 def script_words(script: Any, options: TaskOptions) -> list[str]:

@@ -1,10 +1,12 @@
-"""A NeMo 2.x recipe (a Fiddle ``run.Partial`` of ``llm.pretrain`` or its like) as a job."""
+"""A NeMo 2.x recipe (a Fiddle ``run.Partial`` of ``llm.pretrain`` or its like): read, planned."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
@@ -19,7 +21,21 @@ from nest_megatron.integrations.base_models import (
     offline,
 )
 from nest_megatron.integrations.execution_fields import ExecutionPlaces
-from nest_megatron.integrations.fields import ABSENT, class_names, value_or
+from nest_megatron.integrations.field_mapping import (
+    Recorded,
+    fields_beside,
+    layout_fields,
+)
+from nest_megatron.integrations.field_mapping import plan_changes as recipe_changes
+from nest_megatron.integrations.fields import (
+    ABSENT,
+    FieldValue,
+    carry_out,
+    changes,
+    class_names,
+    value_or,
+)
+from nest_megatron.integrations.megatron_lm.attach import is_blackwell
 from nest_megatron.integrations.recipe import (
     DEGREES,
     RECOMPUTE,
@@ -27,7 +43,11 @@ from nest_megatron.integrations.recipe import (
     lightning_precision,
     memory_fields,
 )
-from nest_megatron.integrations.restore import Restored, restored_by_nemo
+from nest_megatron.integrations.restore import Restored, packed_sequence_size, restored_by_nemo
+from nest_megatron.integrations.watching import STEPS
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.diff import Change, reason
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.packages import install_command
 
 _STRATEGY = "trainer.strategy"
@@ -52,23 +72,30 @@ class NemoRecipe(Recipe):
     ``model.config`` before the model is built.
     """
 
-    items = {
-        **{name: f"{_STRATEGY}.{name}" for name in (*DEGREES, "use_tp_pp_dp_mapping")},
-        **{name: f"model.config.{name}" for name in RECOMPUTE},
-        "use_distributed_optimizer": "optim.config.use_distributed_optimizer",
-        "data_parallel_sharding_strategy": f"{_STRATEGY}.ddp.data_parallel_sharding_strategy",
-        "overlap_grad_reduce": f"{_STRATEGY}.ddp.overlap_grad_reduce",
-        "overlap_param_gather": f"{_STRATEGY}.ddp.overlap_param_gather",
-        "micro_batch_size": "data.micro_batch_size",
-        "global_batch_size": "data.global_batch_size",
-    }
+    items = MappingProxyType(
+        {
+            **{name: f"{_STRATEGY}.{name}" for name in (*DEGREES, "use_tp_pp_dp_mapping")},
+            **{name: f"model.config.{name}" for name in RECOMPUTE},
+            "use_distributed_optimizer": "optim.config.use_distributed_optimizer",
+            "data_parallel_sharding_strategy": f"{_STRATEGY}.ddp.data_parallel_sharding_strategy",
+            "overlap_grad_reduce": f"{_STRATEGY}.ddp.overlap_grad_reduce",
+            "overlap_param_gather": f"{_STRATEGY}.ddp.overlap_param_gather",
+            "micro_batch_size": "data.micro_batch_size",
+            "global_batch_size": "data.global_batch_size",
+        }
+    )
     model = "model.config"
     data = "data"
     ddp = f"{_STRATEGY}.ddp"
-    incompatible = {
-        name: f"{_STRATEGY}.{name}"
-        for name in ("microbatch_group_size_per_vp_stage", "num_distributed_optimizer_instances")
-    }
+    incompatible = MappingProxyType(
+        {
+            name: f"{_STRATEGY}.{name}"
+            for name in (
+                "microbatch_group_size_per_vp_stage",
+                "num_distributed_optimizer_instances",
+            )
+        }
+    )
     pipeline_types = (f"{_STRATEGY}.pipeline_dtype", "trainer.plugins.pipeline_dtype")
     ckpt_format = f"{_STRATEGY}.save_ckpt_format"
     async_save = f"{_STRATEGY}.ckpt_async_save"
@@ -87,7 +114,8 @@ class NemoRecipe(Recipe):
     @property
     def callbacks(self) -> list[Any]:
         """The trainer's."""
-        return value_or(self.root.trainer, "callbacks", [])
+        found: list[Any] = value_or(self.root.trainer, "callbacks", [])
+        return found
 
     @property
     def places(self) -> ExecutionPlaces:
@@ -114,7 +142,7 @@ class NemoRecipe(Recipe):
     @property
     def uses_fsdp(self) -> bool:
         """Whether the strategy's ``fsdp`` says so."""
-        return self.find(f"{_STRATEGY}.fsdp") == "megatron"
+        return bool(self.find(f"{_STRATEGY}.fsdp") == "megatron")
 
     def size(self) -> tuple[int, int]:
         """GPUs of the job and of each node, which a recipe may leave to the launch: an error."""
@@ -198,6 +226,105 @@ class NemoRecipe(Recipe):
             limit += f", and how many rows that of {base} has is not known"
         raise _no_vocabulary(kind, limit)
 
+    def wanted(self, plan: ParallelPlan) -> Iterator[FieldValue]:
+        """The plan, and what it makes stale cleared."""
+        gpus, (_, devices) = plan.layout.num_gpus, self.size()
+        per_node, why = min(devices, gpus), "the GPUs that were planned for"
+        if gpus % per_node:  # whole nodes stay as the recipe has them
+            raise UserInputError(
+                "num_gpus",
+                gpus,
+                f"the recipe's nodes have {per_node} GPUs each",
+                "Set trainer.devices to the size of a node, and plan for whole nodes.",
+            )
+        yield "trainer.num_nodes", gpus // per_node, why
+        if per_node != devices:
+            yield "trainer.devices", per_node, why
+        length, why = plan.train.seq_length, "the sequences that were planned for"
+        if packed_sequence_size(self.root.data) is None:  # else the length is that of a pack
+            yield self.seq_length, length, why
+        cp = plan.layout.dims.context_parallel_size
+        if cp > 1 and value_or(self.root.model.config, "seq_length", length) % (2 * cp):
+            yield "model.config.seq_length", length, why
+        fsdp, why = plan.layout.uses_megatron_fsdp, reason(plan, "use_megatron_fsdp")
+        inside = f"{self.ddp}."
+        layout = layout_fields(self, plan)
+        if isinstance(self.find(self.ddp), str):  # it has no fields, and becomes an object
+            yield from (row for row in layout if not row[0].startswith(inside))
+            why_ddp = "the plan's time counts on gradients and weights that travel beside the work"
+            yield self.ddp, self._ddp_config(plan), why_ddp
+        else:
+            yield from layout
+            yield f"{inside}use_megatron_fsdp", fsdp, why
+        yield "trainer.strategy.fsdp", "megatron" if fsdp else None, why
+        yield from fields_beside(self, plan)
+        yield from self._execution(plan)
+
+    def _ddp_config(self, plan: ParallelPlan) -> Any:
+        """A configuration in the place of the text ``megatron``, of the kind that recipes use."""
+        from megatron.core.distributed import DistributedDataParallelConfig
+
+        if not _is_unbuilt(self.root):
+            raise UserInputError(
+                self.ddp,
+                "megatron",
+                "a strategy that is built already cannot take another DDP configuration",
+                "Give the recipe itself, before it is built.",
+            )
+        names = (
+            "overlap_grad_reduce",
+            "overlap_param_gather",
+            "use_distributed_optimizer",
+            "use_megatron_fsdp",
+        )
+        return type(self.root.trainer.strategy)(
+            DistributedDataParallelConfig,
+            check_for_nan_in_grad=True,  # what the strategy sets by itself
+            **{name: plan.arguments[name] for name in names},
+            data_parallel_sharding_strategy=plan.arguments["data_parallel_sharding_strategy"]
+            or "no_shard",
+        )
+
+    def _execution(self, plan: ParallelPlan) -> Iterator[FieldValue]:
+        """How layers are carried out, without the callback that would change it in training."""
+        places, option = self.places, "tp_comm_overlap"
+        added = plan.layout.execution.tp_comm_overlap and not places.overlap
+        if added and _is_unbuilt(self.root):
+            yield self._overlap_callback(plan)
+            able = {name: why for name, why in places.lacks.items() if name != option}
+            places = dataclasses.replace(places, lacks=able)
+            own = f"{places.model}.{option}"  # the callback sets it as training starts
+            found = tuple(row for row in places.fields(plan) if row[0] != own)
+        else:
+            found = tuple(places.fields(plan))
+        works = not is_blackwell(plan.cluster.accelerator.name)
+        if not places.forced or not plan.model.is_moe or (works and not changes(self.root, found)):
+            yield from found
+            return
+        yield from dataclasses.replace(places, forced={}).fields(plan)
+        others = [each for each in self.callbacks if not turns_on_deepep(each)]
+        why = "the plan states the dispatcher itself, which this callback would replace"
+        yield "trainer.callbacks", others, why
+
+    def _overlap_callback(self, plan: ParallelPlan) -> FieldValue:
+        """The callbacks with the one that makes user buffers, which a plain recipe does not have.
+
+        It exchanges between stages as plans do, and would overlap gradients and weights by itself
+        (``MegatronCommOverlapCallback``).
+        """
+        from nemo.lightning.pytorch.callbacks.megatron_comm_overlap import (
+            MegatronCommOverlapCallback,
+        )
+
+        callback = type(self.root.trainer.strategy)(
+            MegatronCommOverlapCallback,
+            tp_comm_overlap=True,
+            overlap_grad_reduce=plan.arguments["overlap_grad_reduce"],
+            overlap_param_gather=plan.arguments["overlap_param_gather"],
+        )
+        why = "it makes the user buffers of tp_comm_overlap"
+        return "trainer.callbacks", [*self.callbacks, callback], why
+
 
 def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Job:
     """Read model, batch, sequence, devices and layout from a recipe; nothing is changed.
@@ -272,3 +399,60 @@ def _of_base(name: str, rows: int) -> str:
 def _no_vocabulary(value: str, limit: str) -> UserInputError:
     fix = "Give vocab_size=, or set model.config.vocab_size."
     return UserInputError("recipe.data.tokenizer", value, limit, fix)
+
+
+def apply_plan(
+    recipe: Any, plan: ParallelPlan | Recorded, *, free: Sequence[str] = ()
+) -> tuple[Change, ...]:
+    """Write a plan into a recipe, in place; nothing is changed if any of it cannot be.
+
+    Degrees go to the strategy, which overwrites those of ``model.config``.
+
+    Args:
+        recipe: as for ``read_recipe``.
+        free: what else may change where it differs from the plan: ``global_batch_size``,
+            ``seq_length``, ``num_gpus``.
+
+    Returns:
+        Every field that has another value now, in the order of the plan, with the reason.
+
+    Raises:
+        UserInputError: if the plan is for another model or job, breaks a rule of megatron-core, or
+            needs a field that this NeMo does not have.
+    """
+    return carry_out(recipe, plan_changes(recipe, plan, free=free))
+
+
+def plan_changes(
+    recipe: Any, plan: ParallelPlan | Recorded, *, free: Sequence[str] = ()
+) -> tuple[Change, ...]:
+    """As ``apply_plan``, but the recipe stays as it is."""
+    return recipe_changes(NemoRecipe(recipe), plan, free)
+
+
+def watch_recipe(recipe: Any, plan: ParallelPlan, *, steps: int = STEPS) -> None:
+    """Have a planned recipe's run keep a record of itself, beside what the plan predicts.
+
+    Where it trains, nest-megatron has to be installed, and writes to the history of that host.
+
+    Args:
+        recipe: as for ``read_recipe``; its callbacks get one more, in place.
+        plan: the one in its fields.
+        steps: how many are watched.
+    """
+    from nest_megatron.integrations.lightning import WatchCallback
+
+    def is_other(callback: Any) -> bool:
+        return getattr(callback, "__fn_or_cls__", type(callback)) is not WatchCallback
+
+    fields: dict[str, Any] = {"plan": plan_file.dump(plan), "steps": steps}
+    if _is_unbuilt(recipe):
+        callback = type(recipe.trainer.strategy)(WatchCallback, **fields)
+    else:
+        callback = WatchCallback(**fields)
+    others = filter(is_other, value_or(recipe.trainer, "callbacks", []))
+    recipe.trainer.callbacks = [*others, callback]
+
+
+def _is_unbuilt(recipe: Any) -> bool:
+    return hasattr(recipe.trainer.strategy, "__fn_or_cls__")

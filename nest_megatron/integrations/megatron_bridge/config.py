@@ -1,11 +1,12 @@
-"""A Megatron-Bridge ``ConfigContainer`` as a job."""
+"""A Megatron-Bridge ``ConfigContainer``: read as a job, and planned."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
@@ -16,14 +17,25 @@ from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.base_models import hub_name, known_rows
 from nest_megatron.integrations.execution_fields import ExecutionPlaces
-from nest_megatron.integrations.fields import ABSENT, value_or
+from nest_megatron.integrations.field_mapping import (
+    Recorded,
+    fields_beside,
+    layout_fields,
+)
+from nest_megatron.integrations.field_mapping import plan_changes as recipe_changes
+from nest_megatron.integrations.fields import ABSENT, FieldValue, carry_out, value_or
 from nest_megatron.integrations.recipe import DEGREES, RECOMPUTE, Recipe, memory_fields
-from nest_megatron.integrations.restore import Restored, restored_by_bridge
+from nest_megatron.integrations.restore import Restored, packed_sequence_size, restored_by_bridge
+from nest_megatron.layout.diff import Change, reason
+from nest_megatron.layout.plan import ParallelPlan
 
 #: Both switches of Megatron-FSDP.
 FSDP_SWITCHES = ("dist.use_megatron_fsdp", "ddp.use_megatron_fsdp")
 #: The release of Megatron-Bridge in NeMo Framework 26.06 (its ``docs/releases``).
 _SINCE_26_06 = (0, 5)
+#: Variable of HybridEP: ranks of a group of experts that share NVLink. A wrong one spoils the
+#: all-to-all (Megatron-Bridge's notes on dispatchers).
+NVLINK_RANKS = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 
 
 class BridgeConfig(Recipe):
@@ -34,23 +46,27 @@ class BridgeConfig(Recipe):
             process if not given.
     """
 
-    items = {
-        **{name: f"model.{name}" for name in (*DEGREES, *RECOMPUTE)},
-        "use_tp_pp_dp_mapping": "dist.use_tp_pp_dp_mapping",
-        "use_distributed_optimizer": "optimizer.use_distributed_optimizer",
-        "data_parallel_sharding_strategy": "ddp.data_parallel_sharding_strategy",
-        "overlap_grad_reduce": "ddp.overlap_grad_reduce",
-        "overlap_param_gather": "ddp.overlap_param_gather",
-        "micro_batch_size": "train.micro_batch_size",
-        "global_batch_size": "train.global_batch_size",
-    }
+    items = MappingProxyType(
+        {
+            **{name: f"model.{name}" for name in (*DEGREES, *RECOMPUTE)},
+            "use_tp_pp_dp_mapping": "dist.use_tp_pp_dp_mapping",
+            "use_distributed_optimizer": "optimizer.use_distributed_optimizer",
+            "data_parallel_sharding_strategy": "ddp.data_parallel_sharding_strategy",
+            "overlap_grad_reduce": "ddp.overlap_grad_reduce",
+            "overlap_param_gather": "ddp.overlap_param_gather",
+            "micro_batch_size": "train.micro_batch_size",
+            "global_batch_size": "train.global_batch_size",
+        }
+    )
     model = "model"
     data = "dataset"
     ddp = "ddp"
-    incompatible = {
-        "microbatch_group_size_per_vp_stage": "model.microbatch_group_size_per_vp_stage",
-        "num_distributed_optimizer_instances": "ddp.num_distributed_optimizer_instances",
-    }
+    incompatible = MappingProxyType(
+        {
+            "microbatch_group_size_per_vp_stage": "model.microbatch_group_size_per_vp_stage",
+            "num_distributed_optimizer_instances": "ddp.num_distributed_optimizer_instances",
+        }
+    )
     pipeline_types = ("model.pipeline_dtype", "mixed_precision.pipeline_dtype")
     ckpt_format = "checkpoint.ckpt_format"
     async_save = "checkpoint.async_save"
@@ -168,6 +184,45 @@ class BridgeConfig(Recipe):
         mixed = value_or(self.root, "mixed_precision", None)
         return mixed.replace("-", "_") if isinstance(mixed, str) else mixed
 
+    def wanted(self, plan: ParallelPlan) -> Iterator[FieldValue]:
+        """The plan, and what it makes stale cleared."""
+        packed = packed_sequence_size(self.root.dataset) is not None  # the length is that of a pack
+        for path in () if packed else ("dataset.seq_length", "model.seq_length"):
+            if self.find(path) is not ABSENT:
+                yield path, plan.train.seq_length, "the sequences that were planned for"
+        yield from layout_fields(self, plan)
+        if self.find("dataset.micro_batch_size") is not ABSENT:  # Energon's data keep a copy
+            why = "the data and training state the same size"
+            yield "dataset.micro_batch_size", plan.layout.micro_batch_size, why
+        sharded = plan.layout.shards_optimizer
+        yield "ddp.use_distributed_optimizer", sharded, reason(plan, "use_distributed_optimizer")
+        fsdp, used = plan.layout.uses_megatron_fsdp, self.uses_fsdp
+        if fsdp and not used and self.find("model._pre_wrap_hooks") not in (ABSENT, None, []):
+            raise UserInputError(
+                "use_megatron_fsdp",
+                True,
+                "a hook changes the model before it is wrapped (register_pre_wrap_hook): the "
+                "weights are then on the meta device, and what it loads is lost",
+                "Load weights from a checkpoint, or leave use_megatron_fsdp as it is.",
+            )
+        for path in FSDP_SWITCHES if fsdp or used else ():  # as ``ConfigContainer.validate`` asks
+            yield path, fsdp, reason(plan, "use_megatron_fsdp")
+        yield from fields_beside(self, plan)
+        yield from self.places.fields(plan)
+        variables, degrees = self.find("env_vars"), plan.layout.dims
+        experts = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+        differs = any(self.find(self.items[each]) != getattr(degrees, each) for each in experts)
+        if isinstance(variables, Mapping) and NVLINK_RANKS in variables and differs:
+            others = {name: value for name, value in variables.items() if name != NVLINK_RANKS}
+            why = f"{NVLINK_RANKS} was for another group of experts; HybridEP finds it by itself"
+            yield "env_vars", others, why
+        predictors, why = (
+            "model.mtp_num_layers",
+            "with the overlapped all-to-all 0.3 takes 1 or none",
+        )
+        if plan.layout.execution.overlap_moe_expert_parallel_comm and self.find(predictors) == 0:
+            yield predictors, None, why
+
 
 def read_recipe(
     cfg: Any,
@@ -196,3 +251,31 @@ def installed_target() -> Target:
     found = re.match(r"(\d+)\.(\d+)", version)
     release = (int(found[1]), int(found[2])) if found else (0, 0)
     return BRIDGE_2026 if release >= _SINCE_26_06 else BRIDGE_0_3
+
+
+def apply_plan(
+    cfg: Any,
+    plan: ParallelPlan | Recorded,
+    *,
+    free: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> tuple[Change, ...]:
+    """Write a plan into a configuration, in place, as ``nemo.apply_plan`` does into a recipe.
+
+    Args:
+        cfg: as for ``read_recipe``.
+        free: ``global_batch_size``, ``seq_length``; the number of ranks is the launcher's.
+        environment: the launcher's variables; those of this process if not given.
+    """
+    return carry_out(cfg, plan_changes(cfg, plan, free=free, environment=environment))
+
+
+def plan_changes(
+    cfg: Any,
+    plan: ParallelPlan | Recorded,
+    *,
+    free: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> tuple[Change, ...]:
+    """As ``apply_plan``, but the configuration stays as it is."""
+    return recipe_changes(BridgeConfig(cfg, environment), plan, free)
