@@ -51,7 +51,7 @@ def refuse_unplannable(config: Any, *wrappers: Any) -> None:
 def unplannable(what: str, value: object, lacking: str) -> UnplannableModelError:
     """The error for a model that this planner does not support."""
     fix = "Launch this job without nest."
-    return UnplannableModelError(what, value, limit=lacking, fix=fix)
+    return UnplannableModelError(what, value, lacking, fix)
 
 
 def unpriced(values: Mapping[str, Any]) -> tuple[str, ...]:

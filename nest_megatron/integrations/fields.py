@@ -66,8 +66,8 @@ class Configuration:
         raise UserInputError(
             f"{self.called}.{path}" if self.called else path,
             None if value is ABSENT else value,
-            limit="it must be a whole number of at least 1",
-            fix=f"Set it in the {self.called or 'configuration'}.",
+            "it must be a whole number of at least 1",
+            f"Set it in the {self.called or 'configuration'}.",
         )
 
 

@@ -38,8 +38,8 @@ def pin_plan(
         raise PlanFileError(
             "plan",
             str(path),
-            limit="it is pinned already",
-            fix="Plan again for a new one; `nest-megatron explain` shows who pinned it.",
+            "it is pinned already",
+            "Plan again for a new one; `nest-megatron explain` shows who pinned it.",
         )
     if release is not None:
         load_arguments(release)  # refuses a release that is not recorded
@@ -68,7 +68,7 @@ def _reviewed(pin: Pin, plan: ParallelPlan) -> Pin:
             "plan",
             plan.predicted.binding_constraint,
             "it is not predicted to fit in memory",
-            fix="Pin a plan that fits.",
+            "Pin a plan that fits.",
         )
     request = launch_request(plan, version=release or VERSIONS[0])
     require_launchable(request, but=("activation_flag",))

@@ -99,8 +99,12 @@ def plan_recipe(
     for setting in settings:
         section, _, key = setting.key.partition(".")
         if section in ("model", "train") and key not in LENGTH_SETTINGS:
-            limit, fix = "the model and the batch are the recipe's own", "Change the job."
-            raise UserInputError(setting.key, setting.value, limit, fix)
+            raise UserInputError(
+                setting.key,
+                setting.value,
+                "the model and the batch are the recipe's own",
+                "Change the job.",
+            )
     if isinstance(cluster, str):
         settings = (Setting(key="cluster", value=cluster), *settings)
     record = cluster if isinstance(cluster, Cluster) else None

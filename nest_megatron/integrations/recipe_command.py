@@ -26,7 +26,7 @@ from nest_megatron.integrations.launchers import NOWHERE, LaunchPlace
 from nest_megatron.integrations.megatron_lm.parser import SplitCommand, split_command, tokens
 from nest_megatron.packages import install_command
 
-_NEMO, _RECIPE = "nemo llm", "--recipe"
+_RECIPE = "--recipe"
 #: Which a setting may change, as it may the number of GPUs.
 _BATCH = "global_batch_size"
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
@@ -56,6 +56,17 @@ def read_recipe(text: str | Sequence[str], place: LaunchPlace = NOWHERE) -> Job 
     if any(word.partition("=")[0] == _RECIPE for word in words):
         return _of_bridge(split_command(words, place))
     return None
+
+
+#: The standard output is the process's: of two threads that put it back, the wrong one is last.
+_PRINTING = threading.Lock()
+
+
+@contextlib.contextmanager
+def _printing_to_standard_error() -> Iterator[None]:
+    """Keep standard output for what we print: a plan's JSON may go there."""
+    with _PRINTING, contextlib.redirect_stdout(sys.stderr):
+        yield
 
 
 class _Parser(argparse.ArgumentParser):
@@ -99,30 +110,19 @@ def _of_nemo(words: Sequence[str]) -> Job:
     )
 
 
-#: The standard output is the process's: of two threads that put it back, the wrong one is last.
-_PRINTING = threading.Lock()
-
-
-@contextlib.contextmanager
-def _printing_to_standard_error() -> Iterator[None]:
-    """Keep standard output for what we print: a plan's JSON may go there."""
-    with _PRINTING, contextlib.redirect_stdout(sys.stderr):
-        yield
-
-
+@_printing_to_standard_error()
 def _nemo_recipe(task: str, factory: str, fields: list[str]) -> Any:
     """What ``nemo llm`` would run, by NeMo-Run's own reader."""
     nemo.require_language_models()
     try:
-        with _printing_to_standard_error():
-            from nemo.collections import llm
-            from nemo_run.cli.api import RunContext
+        from nemo.collections import llm
+        from nemo_run.cli.api import RunContext
     except ImportError as error:
-        limit, fix = f"it cannot be imported here ({first_line(error)})", install_command("nemo")
-        raise UserInputError(_NEMO, factory, limit, fix=f"{fix}.") from error
+        limit = f"it cannot be imported here ({first_line(error)})"
+        fix = f"{install_command('nemo')}."
+        raise UserInputError("nemo llm", factory, limit, fix) from error
     try:
-        with _printing_to_standard_error():
-            return RunContext(name=task, factory=factory).parse_fn(getattr(llm, task), fields)
+        return RunContext(name=task, factory=factory).parse_fn(getattr(llm, task), fields)
     except Exception as error:
         raise _wrong(
             factory,
@@ -149,12 +149,12 @@ def _of_bridge(command: SplitCommand) -> Job:
     )
 
 
+@_printing_to_standard_error()
 def _bridge_recipe(name: str, fields: list[str]) -> Any:
     """The configuration that ``run_recipe.py`` makes of a recipe and its overrides."""
     try:
-        with _printing_to_standard_error():
-            from megatron.bridge import recipes
-            from megatron.bridge.training.utils import omegaconf_utils
+        from megatron.bridge import recipes
+        from megatron.bridge.training.utils import omegaconf_utils
     except ImportError as error:
         raise UserInputError(
             _RECIPE,
@@ -165,9 +165,8 @@ def _bridge_recipe(name: str, fields: list[str]) -> Any:
     known = [each for each in dir(recipes) if each.endswith("_config")]
     require_known(_RECIPE, name, known, "the installed Megatron-Bridge has no such recipe")
     try:
-        with _printing_to_standard_error():
-            cfg = getattr(recipes, name)()
-            return omegaconf_utils.process_config_with_overrides(cfg, cli_overrides=fields)
+        cfg = getattr(recipes, name)()
+        return omegaconf_utils.process_config_with_overrides(cfg, cli_overrides=fields)
     except Exception as error:
         raise _wrong(
             name,

@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +151,9 @@ class Restored:
 
     source: str
     saved: SavedCheckpoint
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any]
     is_seen: bool = False
-    stated: str = "as the recipe states"
+    stated: str = ""
 
     def required(self, version: str) -> Mapping[str, Requirement]:
         """What a plan must keep, by the names of ``layout_arguments``."""
@@ -184,8 +185,7 @@ def restored_by_command(values: Mapping[str, Any]) -> Restored | None:
     if source is None or values.get("moe_use_upcycling"):
         return None
     how = "as --ckpt-format has it: there is no such folder on this host"
-    stated = _stated(source, str(values.get("ckpt_format") or "torch_dist"), values)
-    return dataclasses.replace(stated, stated=how)
+    return _stated(source, str(values.get("ckpt_format") or "torch_dist"), values, how)
 
 
 def restored_by_bridge(cfg: Any) -> Restored | None:
@@ -194,24 +194,24 @@ def restored_by_bridge(cfg: Any) -> Restored | None:
     A folder to load from that is still empty starts training afresh, except in fine-tuning, which
     starts from something.
     """
-    pretrained = value_or(cfg.checkpoint, "pretrained_checkpoint", None)
-    load = value_or(cfg.checkpoint, "load", None)
+    said = partial(value_or, cfg.checkpoint)
+    pretrained, load = said("pretrained_checkpoint", None), said("load", None)
     resumes = _has_checkpoint(load)
     if not (pretrained or resumes or (load and is_finetuning(value_or(cfg, "dataset", None)))):
         return None
     values = {
         "load": load if resumes else None,
         "pretrained_checkpoint": None if resumes else pretrained,
-        "ckpt_step": value_or(cfg.checkpoint, "ckpt_step", None) if resumes else None,
-        "ckpt_format": value_or(cfg.checkpoint, "ckpt_format", "torch_dist"),
-        "finetune": value_or(cfg.checkpoint, "finetune", False) or not resumes,
-        "no_load_optim": not value_or(cfg.checkpoint, "load_optim", True),
-        "no_load_rng": not value_or(cfg.checkpoint, "load_rng", True),
+        "ckpt_step": said("ckpt_step", None) if resumes else None,
+        "ckpt_format": said("ckpt_format", "torch_dist"),
+        "finetune": said("finetune", False) or not resumes,
+        "no_load_optim": not said("load_optim", True),
+        "no_load_rng": not said("load_rng", True),
         "num_experts": value_or(cfg.model, "num_moe_experts", None),
     }
     source = str(load if resumes else pretrained or load)
     if _has_checkpoint(source) and (saved := read_checkpoint(values)) is not None:
-        saved = _with_run_config(saved)
+        saved = dataclasses.replace(saved, **_sizes_beside(saved.directory))
         return Restored(source=source, saved=saved, values=values, is_seen=True)
     return _stated(source, str(values["ckpt_format"]), values)
 
@@ -219,14 +219,13 @@ def restored_by_bridge(cfg: Any) -> Restored | None:
 def restored_by_nemo(recipe: Any) -> Restored | None:
     """What ``resume`` restores: a run that goes on, or weights of another."""
     resume, strategy = value_or(recipe, "resume", None), recipe.trainer.strategy
-    experts = value_or(recipe.model.config, "num_moe_experts", None)
+    values = {"num_experts": value_or(recipe.model.config, "num_moe_experts", None)}
     if (going_on := _run_that_goes_on(recipe, resume)) is not None:
-        kind = value_or(strategy, "save_ckpt_format", "torch_dist")
-        return _stated(going_on, kind, {"num_experts": experts})
+        return _stated(going_on, value_or(strategy, "save_ckpt_format", "torch_dist"), values)
     config = value_or(resume, "restore_config", value_or(strategy, "restore_config", None))
     if config is None:
         return None
-    values = {"finetune": not value_or(config, "load_optim_state", False), "num_experts": experts}
+    values["finetune"] = not value_or(config, "load_optim_state", False)
     # whatever this run saves: an imported model is torch_dist, and so is a run with plain DDP
     return _stated(str(value_or(config, "path", "")), "torch_dist", values)
 
@@ -247,16 +246,20 @@ def _run_that_goes_on(recipe: Any, resume: Any) -> str | None:
     return str(max(last, key=lambda each: each.lstat().st_mtime)) if last else None
 
 
-def _stated(path: str, kind: str, values: Mapping[str, Any]) -> Restored:
+def _stated(
+    path: str, kind: str, values: Mapping[str, Any], how: str = "as the recipe states"
+) -> Restored:
     """A checkpoint whose format is only stated, or found in NeMo's folder of weights."""
-    for folder in (Path(path) / "weights", Path(path)):
-        if (folder / "metadata.json").is_file():
-            kind = "torch_dist"  # megatron-core writes it for this format alone
-    weights_only = bool(values.get("finetune"))
+    folders = (Path(path) / "weights", Path(path))
+    if any((folder / "metadata.json").is_file() for folder in folders):
+        kind = "torch_dist"  # megatron-core writes it for this format alone
     saved = SavedCheckpoint(
-        directory=Path(path), iteration=0, format=kind, weights_only=weights_only
+        directory=Path(path),
+        iteration=0,
+        format=kind,
+        weights_only=bool(values.get("finetune")),
     )
-    return Restored(source=path, saved=saved, values=values)
+    return Restored(source=path, saved=saved, values=values, stated=how)
 
 
 def _has_checkpoint(folder: object) -> bool:
@@ -266,15 +269,15 @@ def _has_checkpoint(folder: object) -> bool:
     return any(Path(folder, name).is_file() for name in trackers)
 
 
-def _with_run_config(saved: SavedCheckpoint) -> SavedCheckpoint:
-    """A checkpoint with the degrees that Megatron-Bridge writes beside it."""
-    path = saved.directory / "run_config.yaml"
+def _sizes_beside(folder: Path) -> dict[str, Any]:
+    """The degrees that Megatron-Bridge writes beside a checkpoint."""
+    path = folder / "run_config.yaml"
     if not path.is_file():
-        return saved
+        return {}
     values = read_yaml(path, path.name)
     try:
         model = values["model"]
-        sizes = {name: model[name] for name in _SAVED_SIZES if model.get(name) is not None}
+        return {name: model[name] for name in _SAVED_SIZES if model.get(name) is not None}
     except (LookupError, TypeError, AttributeError) as error:
         raise UserInputError(
             str(path),
@@ -282,4 +285,3 @@ def _with_run_config(saved: SavedCheckpoint) -> SavedCheckpoint:
             f"it does not say how the checkpoint was laid out ({error})",
             "Launch this job without nest.",
         ) from error
-    return dataclasses.replace(saved, **sizes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -25,7 +24,7 @@ from nest_megatron.cost_model.settings import (
     stored_settings,
     traits_of,
 )
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.layout.objective import Objective
 from nest_megatron.layout.plan import MEGATRON_LM, ParallelPlan
@@ -38,8 +37,13 @@ from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.solver.space import DEGREES
 
 _PLAIN: Final = (bool, int, float, str, list, dict, type(None))
-#: What the plan's file says elsewhere, and what is of the process that has read the recipe.
-_LEFT_OUT: Final = ("spec", "target", "restored", "command", "changes", "fields", "notes")
+#: Fields of a job that the plan's file does not say elsewhere, and that are not of the process
+#: that has read the recipe.
+_FIELDS: Final = tuple(
+    field.name
+    for field in dataclasses.fields(Job)
+    if field.name not in ("spec", "target", "restored", "command", "changes", "fields", "notes")
+)
 
 
 def made_for(plan: ParallelPlan, job: Job, made_by: str) -> ParallelPlan:
@@ -55,29 +59,12 @@ def made_for(plan: ParallelPlan, job: Job, made_by: str) -> ParallelPlan:
 
 def recorded(job: Job) -> dict[str, Any]:
     """The fields of a recipe's job that are not the defaults, as plain data."""
+    default = Job(spec=job.spec)
     return {
-        field.name: _plain(value)
-        for field in dataclasses.fields(job)
-        if field.name not in _LEFT_OUT and (value := getattr(job, field.name)) != _default(field)
+        name: _plain(value)
+        for name in _FIELDS
+        if (value := getattr(job, name)) != getattr(default, name)
     }
-
-
-@functools.cache
-def _record() -> type:
-    """A record of the fields of ``Job`` that files have."""
-    kinds = get_type_hints(Job)
-    fields = [
-        (field.name, kinds[field.name], dataclasses.field(default=None))
-        for field in dataclasses.fields(Job)
-        if field.name not in _LEFT_OUT
-    ]
-    return dataclasses.make_dataclass("RecordedJob", fields, kw_only=True, frozen=True)
-
-
-def _default(field: dataclasses.Field[Any]) -> object:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
 
 
 def _plain(value: object) -> Any:
@@ -114,21 +101,17 @@ class StatedJob:
         Raises:
             UserInputError: for a setting that is wrong, or that the recipe says otherwise.
         """
-        if self.fields is None:
-            return self._with_traits(request_of(composed, choose_execution=True))
-        return job_request(self._job(composed), read_cluster(composed), composed)
-
-    def _job(self, composed: Settings) -> Job:
-        spec, target = read_spec(composed), read_target(composed)
-        said: Any = from_plain(_record(), self.fields, "provenance.recipe")
-        fields = {name: getattr(said, name) for name in self.fields or {}}
-        return Job(**fields, spec=spec, target=target)
-
-    def _with_traits(self, request: Request) -> Request:
-        """With the traits of a plan's file, which offers no other numbers."""
+        if self.fields is not None:
+            kinds, fields = get_type_hints(Job), {}
+            for name, value in self.fields.items():
+                require_known("provenance.recipe", name, _FIELDS)
+                fields[name] = from_plain(kinds[name], value, f"provenance.recipe.{name}")
+            job = Job(**fields, spec=read_spec(composed), target=read_target(composed))
+            return job_request(job, read_cluster(composed), composed)
+        request = request_of(composed, choose_execution=True)
         if self.traits is None:
             return request
-        stated = stored_settings(request.settings)
+        stated = stored_settings(request.settings)  # a plan's file offers no other numbers
         others = {name: value for name, value in stated.items() if not is_trait(name)}
         settings = restored_settings({**others, **self.traits})
         return dataclasses.replace(request, settings=settings, numeric_offers=())

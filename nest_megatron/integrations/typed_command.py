@@ -90,7 +90,7 @@ def read_typed(
         )
     if "cluster.num_gpus" in composed.given:
         return job, read_cluster(composed)
-    notes = list(job.notes)
+    assumed = list(job.notes)
     if job.num_gpus is None:
         cluster = read_cluster(composed)
         if not composed.describes_cluster:  # the size of one of the catalogue is an example
@@ -102,7 +102,7 @@ def read_typed(
                 "Say cluster.num_gpus=16, or give the launcher's words (torchrun "
                 "--nproc-per-node 8 ...).",
             )
-        notes.append(
+        assumed.append(
             f"Nothing says how many ranks there are; cluster {cluster.name} has "
             f"{cluster.num_gpus} GPUs, and all are taken."
         )
@@ -111,11 +111,11 @@ def read_typed(
     if ranks.num_ranks and ranks.num_nodes and (node := cluster.host_size) is not None:
         each = ranks.num_ranks // ranks.num_nodes
         if each > node or (each < node and ranks.num_nodes > 1):
-            notes.append(
+            assumed.append(
                 f"The launcher starts {each} ranks on each of {ranks.num_nodes} nodes; those of "
                 f"{cluster.name} have {node} GPUs, and the plan takes whole nodes."
             )
-    return dataclasses.replace(job, notes=tuple(notes)), cluster
+    return dataclasses.replace(job, notes=tuple(assumed)), cluster
 
 
 def read_model(
@@ -182,8 +182,9 @@ def _read(composed: Settings, text: str | Sequence[str], version: str) -> Job:
         if launch is None:
             raise
         # what its script left out, and what nothing sets
-        fix = " ".join((error.fix, *launch.notes))
-        raise UserInputError(error.what, error.value, error.limit, fix) from error
+        raise UserInputError(
+            error.what, error.value, error.limit, " ".join((error.fix, *launch.notes))
+        ) from error
     assert job.command is not None
     tp = job.command.values["tensor_model_parallel_size"]
     return dataclasses.replace(job, spec=job.spec.with_padded_vocab(tp))

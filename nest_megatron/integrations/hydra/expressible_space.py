@@ -69,8 +69,8 @@ def space_of(own: SearchSpace, view: AppView, job: Job) -> SearchSpace:
         raise UserInputError(
             str(view.place(_LAYOUT)),
             view.given(_LAYOUT),
-            limit="a layout given by hand leaves nothing to search for in a Hydra application",
-            fix="Leave it out, or launch without nest.",
+            "a layout given by hand leaves nothing to search for in a Hydra application",
+            "Leave it out, or launch without nest.",
         )
     mapping = "use_tp_pp_dp_mapping"
     order = RankOrder.TP_CP_EP_PP_DP if view.given(mapping) else RankOrder.TP_CP_EP_DP_PP
@@ -129,8 +129,8 @@ def require_expressible(plan: ParallelPlan, view: AppView, job: Job) -> None:
         raise UserInputError(
             "use_distributed_optimizer",
             plan.layout.shards_optimizer,
-            limit="the plan says so, and the application's optimizer is another",
-            fix="Change the application's optimizer, or plan again.",
+            "the plan says so, and the application's optimizer is another",
+            "Change the application's optimizer, or plan again.",
         )
 
 

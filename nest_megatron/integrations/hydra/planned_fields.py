@@ -120,32 +120,6 @@ def planned_value(text: str, values: Mapping[str, Any]) -> Any:
     return PLANNED.sub(written, text)
 
 
-def write_values(
-    root: Any,
-    raw: Mapping[str, Any],
-    values: Mapping[str, Any],
-    moved: Mapping[str, str],
-    *,
-    is_read: bool = False,
-) -> None:
-    """Write a plan's values into a composed configuration, which then asks for no plan.
-
-    Args:
-        raw: the configuration as ``with_moved`` has it.
-        moved: places of the group ``auto`` that the application does not have.
-        is_read: the configuration is being read: only what is elsewhere is written.
-    """
-    for keys, text in planned_texts(raw):
-        if not is_read or ".".join(map(str, keys)) in moved.values():
-            _write(root, keys, planned_value(text, values))
-    if is_read:
-        return
-    for path in moved:
-        _remove(root, path.split("."))
-    if moved and AUTO_NODE not in raw:
-        _remove(root, [AUTO_NODE])
-
-
 def names_of(item: str) -> tuple[str, ...]:
     """A choice by its name, and by those of other frameworks."""
     return item, *_SPELLINGS.get(item, ())
@@ -170,27 +144,3 @@ def node_at(raw: Any, path: str) -> Mapping[str, Any]:
     """The mapping at a path; an empty one where there is none."""
     node = raw_value(raw, path)
     return node if isinstance(node, Mapping) else {}
-
-
-def _write(root: Any, keys: Keys, value: Any) -> None:
-    from omegaconf import DictConfig, open_dict, read_write
-
-    node = root
-    for key in keys[:-1]:
-        with read_write(node), open_dict(node):
-            if isinstance(node, DictConfig) and node._get_node(key) is None:
-                node[key] = {}
-        node = node._get_node(key)
-    with read_write(node), open_dict(node):
-        node[keys[-1]] = value
-
-
-def _remove(root: Any, keys: list[str]) -> None:
-    from omegaconf import open_dict, read_write
-
-    node = root
-    for key in keys[:-1]:
-        node = None if node is None else node._get_node(key)
-    if node is not None and keys[-1] in node._content:
-        with read_write(node), open_dict(node):
-            node.pop(keys[-1])

@@ -35,7 +35,6 @@ from nest_megatron.integrations.hydra.expressible_space import (
     require_expressible,
     space_of,
 )
-from nest_megatron.integrations.hydra.planned_fields import write_values
 from nest_megatron.integrations.hydra.ranks import (
     is_first,
     is_launched,
@@ -217,16 +216,14 @@ class Plans:
         if known is not None and known[0]() is root and known[1] == job:
             return known[2]
         found = self._found(view, _digest(view.raw), job)
-        if view.moved:
-            write_values(root, view.raw, found.values, view.moved, is_read=True)
+        view.write(found.values, is_read=True)
         self._keep(root, job, found)
         self.latest = found
         return found
 
     def write(self, root: Any, found: AppPlan) -> None:
         """Write the values of a plan into a configuration that it is the plan of."""
-        view = view_of(root)
-        write_values(root, view.raw, found.values, view.moved)
+        view_of(root).write(found.values)
         self._keep(root, self._job(view_of(root)), found)
 
     def _keep(self, root: Any, job: str, found: AppPlan) -> None:
@@ -245,9 +242,9 @@ class Plans:
                 raise UserInputError(
                     "${nest:...}",
                     None,
-                    limit="the model or the batch is computed from a value of the plan, which is "
+                    "the model or the batch is computed from a value of the plan, which is "
                     "made for that model and batch",
-                    fix="State num_layers, global_batch_size and the like without the plan.",
+                    "State num_layers, global_batch_size and the like without the plan.",
                 )
             self._planning.on = True
             try:

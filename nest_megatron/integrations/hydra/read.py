@@ -222,8 +222,9 @@ def _translated(view: AppView) -> dict[str, Any]:
         values["apply_layernorm_1p"] = norm == "layernorm1p"
     if activation is not None:
         if activation not in _ACTIVATIONS:
-            supported = f"supported are {', '.join(_ACTIVATIONS)}"
-            raise unplannable("model.activation", activation, supported)
+            raise unplannable(
+                "model.activation", activation, f"supported are {', '.join(_ACTIVATIONS)}"
+            )
         values[_ACTIVATIONS[activation]] = True
     shared = view.value("share_embeddings_and_output_weights")
     if shared is not None:

@@ -16,10 +16,12 @@ from nest_megatron.config.overrides import Setting, first_line, leaves, parse, v
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.integrations.fields import ABSENT
 from nest_megatron.integrations.hydra.planned_fields import (
+    AUTO_NODE,
     PLANNED,
     moved_fields,
     names_of,
     planned_texts,
+    planned_value,
     raw_value,
     with_moved,
 )
@@ -110,8 +112,9 @@ def read_settings(node: Any) -> AppSettings:
             raise _wrong(f"nest.{name}", values[name], limit)
     for name, path in values["fields"].items():
         if not isinstance(path, str):
-            limit = "it is the path of a field, such as arch.depth"
-            raise _wrong(f"nest.fields.{name}", path, limit)
+            raise _wrong(
+                f"nest.fields.{name}", path, "it is the path of a field, such as arch.depth"
+            )
     return AppSettings(**{**values, "mode": Mode(values.get("mode", Mode.AUTO))})
 
 
@@ -209,9 +212,9 @@ class AppView:
                 raise UserInputError(
                     f"nest.fields.{item}",
                     None,
-                    limit=f"{path} asks the plan for it, and its place is not known, so a value "
+                    f"{path} asks the plan for it, and its place is not known, so a value "
                     "given by hand would not be seen",
-                    fix=f"Add it to the application's group: nest.fields.{item}: {path}.",
+                    f"Add it to the application's group: nest.fields.{item}: {path}.",
                 )
 
     def uses(self) -> Iterator[tuple[str, str]]:
@@ -219,6 +222,36 @@ class AppView:
         for keys, text in planned_texts(self.raw):
             path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
             yield from ((path[1:], item) for item in PLANNED.findall(text))
+
+    def write(self, values: Mapping[str, Any], *, is_read: bool = False) -> None:
+        """Write a plan's values into the configuration, which then asks for no plan.
+
+        Args:
+            is_read: it is being read: only what is elsewhere than the group ``auto`` has it is
+                written.
+        """
+        from omegaconf import DictConfig, open_dict, read_write
+
+        for keys, text in planned_texts(self.raw):
+            if is_read and ".".join(map(str, keys)) not in self.moved.values():
+                continue
+            node = self.root
+            for key in keys[:-1]:
+                with read_write(node), open_dict(node):
+                    if isinstance(node, DictConfig) and node._get_node(key) is None:
+                        node[key] = {}
+                node = node._get_node(key)
+            with read_write(node), open_dict(node):
+                node[keys[-1]] = planned_value(text, values)
+        if is_read or not self.moved:
+            return
+        node = self.root._get_node(AUTO_NODE)
+        with read_write(node), open_dict(node):
+            for path in self.moved:
+                node.pop(path.removeprefix(f"{AUTO_NODE}."))
+        if AUTO_NODE not in self.raw:
+            with read_write(self.root), open_dict(self.root):
+                self.root.pop(AUTO_NODE)
 
 
 def view_of(root: Any) -> AppView:
@@ -248,8 +281,12 @@ def view_of(root: Any) -> AppView:
         try:  # what it takes from the application's configuration
             node = OmegaConf.to_container(root.nest, resolve=True)
         except OmegaConfBaseException as error:
-            fix = "Correct it; docs/hydra_apps.md shows each setting."
-            raise UserInputError("nest", None, first_line(error), fix) from error
+            raise UserInputError(
+                "nest",
+                None,
+                first_line(error),
+                "Correct it; docs/hydra_apps.md shows each setting.",
+            ) from error
     settings = read_settings(node)
     moved = moved_fields(own, settings.root, settings.fields)
     task = OmegaConf.select(root, "hydra.overrides.task")
@@ -274,7 +311,7 @@ def require_own_fields(view: AppView, own: Mapping[str, Any]) -> None:
         raise UserInputError(
             "+nest",
             ", ".join(planned[:3]),
-            limit="none of the planned fields is in the application's own configuration, so it "
+            "none of the planned fields is in the application's own configuration, so it "
             "would train without the plan",
-            fix="Write a group nest with the application's own fields (docs/hydra_apps.md).",
+            "Write a group nest with the application's own fields (docs/hydra_apps.md).",
         )

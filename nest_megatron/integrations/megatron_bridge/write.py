@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from nest_megatron.layout.diff import Change
+
+#: A value that Hydra's grammar and YAML read alike; of other objects (torch types) the text.
+_text = partial(json.dumps, default=str)
 
 
 def to_dotlist(changes: Iterable[Change]) -> list[str]:
@@ -57,9 +61,3 @@ def _removed(change: Change) -> list[str]:
     if not (isinstance(change.before, Mapping) and isinstance(change.after, Mapping)):
         return []
     return [f"{change.field}.{name}" for name in change.before.keys() - change.after.keys()]
-
-
-def _text(value: Any) -> str:
-    """A value that Hydra's grammar and YAML read alike; of other objects (torch types) the text."""
-    plain = value is None or isinstance(value, bool | int | float | str | list | tuple)
-    return json.dumps(value if plain else str(value))

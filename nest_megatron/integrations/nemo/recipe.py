@@ -354,7 +354,7 @@ def require_language_models(installed: str | None = None) -> None:
         try:
             installed = importlib.metadata.version(what)
         except importlib.metadata.PackageNotFoundError:
-            raise UserInputError(what, None, limit="it is not installed", fix=fix) from None
+            raise UserInputError(what, None, "it is not installed", fix) from None
     if int(installed.partition(".")[0]) >= 3:
         raise UserInputError(
             what,

@@ -73,9 +73,12 @@ def require_size(executor: Any, num_nodes: int, gpus_per_node: int) -> None:
     """
     size = size_of(executor)
     if size not in (None, (num_nodes, gpus_per_node)):
-        limit = f"the job has {num_nodes} x {gpus_per_node} ranks"
-        fix = "Change its nodes and its tasks or GPUs on each."
-        raise UserInputError(_OPTION, " x ".join(map(str, size)), limit, fix)
+        raise UserInputError(
+            _OPTION,
+            " x ".join(map(str, size)),
+            f"the job has {num_nodes} x {gpus_per_node} ranks",
+            "Change its nodes and its tasks or GPUs on each.",
+        )
 
 
 def run_script(

@@ -130,11 +130,16 @@ class TaskOptions:
         if self.mode not in (Mode.AUTO, Mode.PINNED):
             raise _wrong("mode", self.mode, "it is auto or pinned", "Correct it.")
         if self.mode == Mode.PINNED and self.plan is None:
-            limit = "mode='pinned' launches a reviewed plan"
-            raise _wrong("plan", None, limit, "Name the file that `nest-megatron pin` made.")
+            raise _wrong(
+                "plan",
+                None,
+                "mode='pinned' launches a reviewed plan",
+                "Name the file that `nest-megatron pin` made.",
+            )
         if self.mode == Mode.AUTO and self.plan is not None:
-            limit = "mode='auto' searches for a plan"
-            raise _wrong("plan", self.plan, limit, "Give mode='pinned'.")
+            raise _wrong(
+                "plan", self.plan, "mode='auto' searches for a plan", "Give mode='pinned'."
+            )
         if self.watch is not None and self.watch < 0:
             raise _wrong("watch", self.watch, "it is at least 0", "Give a number of steps.")
 
