@@ -94,23 +94,23 @@ def _mro(config: Any) -> tuple[type, ...]:
 
 def _refused_fields(config: Any) -> Iterator[tuple[str, Any, str]]:
     for name, lacking in REFUSED.items():
-        if value := value_or(config, name, None):
+        if value := value_or(config, name):
             yield name, value, lacking
     for name, (described, lacking) in _TABLE["refused_otherwise"].items():
         if (value := value_or(config, name, described)) != described:
             yield name, value, lacking
     names, foreign = {*class_names(config)}, "these layers are not megatron-core's own"
-    builder = layer_builder(value_or(config, "transformer_layer_spec", None))
+    builder = layer_builder(value_or(config, "transformer_layer_spec"))
     for name, families in _TABLE["of_families"].items():
-        if (value := value_or(config, name, None)) and names.isdisjoint(families):
+        if (value := value_or(config, name)) and names.isdisjoint(families):
             yield name, value, f"of the supported models only {', '.join(families)} has it"
     for name, builders in _TABLE["of_builders"].items():
-        if (value := value_or(config, name, None)) and builder != builders:
+        if (value := value_or(config, name)) and builder != builders:
             yield name, value, f"only {builders} builds such layers"
     of_no_family = names.isdisjoint(_TABLE["family_layers"].get(builder, ()))
     if of_no_family and builder not in (None, *_TABLE["standard_layers"]):
         yield "transformer_layer_spec", builder, foreign
-    stack = value_or(config, "mamba_stack_spec", None)
+    stack = value_or(config, "mamba_stack_spec")
     if stack is not None and not _is_standard_stack(stack):
         yield "mamba_stack_spec", layer_builder(stack), foreign
     core = next((kind for kind in _mro(config) if kind.__name__ == "TransformerConfig"), None)

@@ -78,14 +78,14 @@ def _hybrid(config: Any, _: int) -> dict[str, Any]:
 
 def _nemotron_h(config: Any, seq_length: int) -> dict[str, Any]:
     """NeMo writes the squared ReLU of these models as a function without a name."""
-    function = value_or(config, "activation_func", None)
+    function = value_or(config, "activation_func")
     own = getattr(function, "__qualname__", "").startswith("NemotronHConfigBase.")
     return _hybrid(config, seq_length) | ({"activation": "squared_relu"} if own else {})
 
 
 def _heterogeneous(config: Any, _: int) -> dict[str, Any]:
     """The layers of ``block_configs``, which the text in a configuration or its file holds."""
-    builder = layer_builder(value_or(config, "transformer_layer_spec", None))
+    builder = layer_builder(value_or(config, "transformer_layer_spec"))
     if builder not in _HETEROGENEOUS_LAYERS:
         raise unplannable(
             "model.transformer_layer_spec",
@@ -93,7 +93,7 @@ def _heterogeneous(config: Any, _: int) -> dict[str, Any]:
             f"only {' and '.join(_HETEROGENEOUS_LAYERS)} build heterogeneous layers",
         )
     names = ("heterogeneous_layers_config_encoded_json", "heterogeneous_layers_config_path")
-    text, path = (value_or(config, name, None) for name in names)
+    text, path = (value_or(config, name) for name in names)
     heads = config.num_attention_heads
     layers = read_heterogeneous_layers(
         text,
@@ -101,8 +101,8 @@ def _heterogeneous(config: Any, _: int) -> dict[str, Any]:
         "model.{}".format,
         hidden_size=config.hidden_size,
         num_attention_heads=heads,
-        num_query_groups=value_or(config, "num_query_groups", None) or heads,
-        ffn_hidden_size=value_or(config, "ffn_hidden_size", None) or 4 * config.hidden_size,
+        num_query_groups=value_or(config, "num_query_groups") or heads,
+        ffn_hidden_size=value_or(config, "ffn_hidden_size") or 4 * config.hidden_size,
     )
     return {"heterogeneous_layers": layers}
 

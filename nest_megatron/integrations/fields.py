@@ -86,7 +86,7 @@ def attribute(holder: Any, name: str) -> Any:
         return fields[name].default_factory()
 
 
-def value_or(holder: Any, name: str, default: Any) -> Any:
+def value_or(holder: Any, name: str, default: Any = None) -> Any:
     """An attribute, or a default where it is absent or ``None``."""
     found = attribute(holder, name)
     return default if found is ABSENT or found is None else found

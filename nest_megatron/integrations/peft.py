@@ -71,7 +71,7 @@ def read_adapters(peft: Any, where: str) -> Adapters | None:
                 shown(value),
                 "what this field does to time and memory is not known here",
             )
-    stated = {field: value_or(peft, field, None) for field in _READ}
+    stated = {field: value_or(peft, field) for field in _READ}
     given = {field: value for field, value in stated.items() if value is not None}
     if not (targets := tuple(given.pop("target_modules", ()))):
         raise UserInputError(

@@ -152,8 +152,8 @@ class Recipe(Configuration, ABC):
         """GPUs of the job and of each node, where they are known."""
 
     @abstractmethod
-    def precision(self) -> tuple[Precision, str, str]:
-        """Number format, recipe of FP8, and format of the parameters."""
+    def number_format(self) -> tuple[Precision, Any]:
+        """The format of the parameters, and what holds the settings of FP8 and FP4 around them."""
 
     @abstractmethod
     def memory(self) -> Mapping[str, Any]:
@@ -197,7 +197,7 @@ class Recipe(Configuration, ABC):
             decoder = value_or(data, "seq_length_dec", spec.decoder_seq_length)
             spec = dataclasses.replace(spec, decoder_seq_length=decoder)
         for name in ("peft", "model_transform"):
-            if (peft := value_or(self.root, name, None)) is not None:
+            if (peft := value_or(self.root, name)) is not None:
                 return with_adapters(spec, peft, f"{self.variable}.{name}", config), notes
         return spec, notes
 
@@ -213,7 +213,11 @@ class Recipe(Configuration, ABC):
         """
         spec, notes = self.spec(vocab_size)
         num_gpus, gpus_per_node = self.size()
-        precision, fp8_recipe, params = self.precision()
+        params, holder = self.number_format()
+        precision, fp8_recipe = params, "delayed"
+        for name, narrow in (("fp8", Precision.FP8), ("fp4", Precision.NVFP4)):
+            if value_or(holder, name):
+                precision, fp8_recipe = narrow, str(value_or(holder, "fp8_recipe", "delayed"))
         memory, uses_fsdp, restored = self.memory(), self.uses_fsdp, self.restored()
         config, data, places = self.find(self.model), self.find(self.data), self.places
         family, stated, execution = family_of(config), self.stated(), places.stated()
@@ -236,11 +240,11 @@ class Recipe(Configuration, ABC):
             {
                 **{name: value for name, value in memory.items() if name != TAKEN_BACK},
                 **execution,
-                "params_dtype": params,
+                "params_dtype": params.value,
                 "fp8_recipe": fp8_recipe,
             }
         )
-        graphs = {name: value_or(config, name, None) for name in GRAPH_FIELDS}
+        graphs = {name: value_or(config, name) for name in GRAPH_FIELDS}
         overlaps = {  # ``_get_optimizer_overlap_cfgs`` of both: on, if not switched off there
             name: False not in [self.find(f"{path}.{name}") for path in places.overlap]
             for name in ("overlap_grad_reduce", "overlap_param_gather")
@@ -282,7 +286,7 @@ class Recipe(Configuration, ABC):
             gpus_per_node=gpus_per_node,
             notes=(
                 *notes,
-                *unpriced({name: value_or(config, name, None) for name in UNPRICED}),
+                *unpriced({name: value_or(config, name) for name in UNPRICED}),
                 *(() if restored is None else (restored.note(),)),
                 *time_notes(flags),
             ),
@@ -366,7 +370,7 @@ def memory_fields(*holders: Any) -> Mapping[str, Any]:
 def _said(holders: tuple[Any, ...], name: str) -> Iterator[Any]:
     for holder in holders:
         for spelled in _SPELLINGS.get(name, (name,)):
-            if (value := value_or(holder, spelled, None)) is not None:
+            if (value := value_or(holder, spelled)) is not None:
                 yield value
 
 
@@ -390,9 +394,9 @@ def _spec(
     kind = value_or(config, "position_embedding_type", "rope")
     longest = max(seq_length, value_or(config, "seq_length", 0))
     values = {
-        **{name: value_or(config, name, None) for name in (*SAME_NAMES, *LINEAR_NAMES, *_SHAPE)},
+        **{name: value_or(config, name) for name in (*SAME_NAMES, *LINEAR_NAMES, *_SHAPE)},
         "group_query_attention": True,
-        "num_experts": value_or(config, "num_moe_experts", None),
+        "num_experts": value_or(config, "num_moe_experts"),
         "position_embedding_type": kind,
         "max_position_embeddings": longest if kind == "learned_absolute" else None,
         "rotary_base": value_or(config, "rotary_base", 10_000),
@@ -408,8 +412,8 @@ def _spec(
     stacks: dict[str, Any] = {}
     if family is ModelFamily.T5:
         values["max_position_embeddings"] = value_or(config, "max_position_embeddings", longest)
-        stacks["encoder_num_layers"] = value_or(config, "encoder_num_layers", None)
-        stacks["decoder_seq_length"] = value_or(config, "seq_length_dec", None)
+        stacks["encoder_num_layers"] = value_or(config, "encoder_num_layers")
+        stacks["decoder_seq_length"] = value_or(config, "seq_length_dec")
     return spec_from_arguments(
         values,
         "model.{}".format,

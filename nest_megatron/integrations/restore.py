@@ -83,7 +83,7 @@ def data_requirements(recipe: Configuration, micro_batch_size: int) -> dict[str,
     data = recipe.find(recipe.data)
     needs: dict[str, Requirement] = {}
     without_packs = f"train without packing ({recipe.data})"
-    if packed_sequence_size(data) is not None or value_or(data, "packing_buffer_size", None):
+    if packed_sequence_size(data) is not None or value_or(data, "packing_buffer_size"):
         needs[_MICRO] = _need(1, "a micro batch is one pack of sequences", without_packs)
     elif name := next((n for n in _IN_BATCH if value_or(data, n, False)), None):
         if micro_batch_size < 2:
@@ -195,19 +195,19 @@ def restored_by_bridge(cfg: Any) -> Restored | None:
     starts from something.
     """
     said = partial(value_or, cfg.checkpoint)
-    pretrained, load = said("pretrained_checkpoint", None), said("load", None)
+    pretrained, load = said("pretrained_checkpoint"), said("load")
     resumes = _has_checkpoint(load)
-    if not (pretrained or resumes or (load and is_finetuning(value_or(cfg, "dataset", None)))):
+    if not (pretrained or resumes or (load and is_finetuning(value_or(cfg, "dataset")))):
         return None
     values = {
         "load": load if resumes else None,
         "pretrained_checkpoint": None if resumes else pretrained,
-        "ckpt_step": said("ckpt_step", None) if resumes else None,
+        "ckpt_step": said("ckpt_step") if resumes else None,
         "ckpt_format": said("ckpt_format", "torch_dist"),
         "finetune": said("finetune", False) or not resumes,
         "no_load_optim": not said("load_optim", True),
         "no_load_rng": not said("load_rng", True),
-        "num_experts": value_or(cfg.model, "num_moe_experts", None),
+        "num_experts": value_or(cfg.model, "num_moe_experts"),
     }
     source = str(load if resumes else pretrained or load)
     if _has_checkpoint(source) and (saved := read_checkpoint(values)) is not None:
@@ -218,11 +218,11 @@ def restored_by_bridge(cfg: Any) -> Restored | None:
 
 def restored_by_nemo(recipe: Any) -> Restored | None:
     """What ``resume`` restores: a run that goes on, or weights of another."""
-    resume, strategy = value_or(recipe, "resume", None), recipe.trainer.strategy
-    values = {"num_experts": value_or(recipe.model.config, "num_moe_experts", None)}
+    resume, strategy = value_or(recipe, "resume"), recipe.trainer.strategy
+    values = {"num_experts": value_or(recipe.model.config, "num_moe_experts")}
     if (going_on := _run_that_goes_on(recipe, resume)) is not None:
         return _stated(going_on, value_or(strategy, "save_ckpt_format", "torch_dist"), values)
-    config = value_or(resume, "restore_config", value_or(strategy, "restore_config", None))
+    config = value_or(resume, "restore_config", value_or(strategy, "restore_config"))
     if config is None:
         return None
     values["finetune"] = not value_or(config, "load_optim_state", False)
@@ -232,11 +232,11 @@ def restored_by_nemo(recipe: Any) -> Restored | None:
 
 def _run_that_goes_on(recipe: Any, resume: Any) -> str | None:
     """The folder of a run that NeMo would resume, where one is named or found."""
-    if path := value_or(resume, "resume_from_path", None):
+    if path := value_or(resume, "resume_from_path"):
         return str(path)
     if not value_or(resume, "resume_if_exists", False):
         return None
-    folder = value_or(resume, "resume_from_directory", None)
+    folder = value_or(resume, "resume_from_directory")
     if folder is None:
         log, name = find(recipe, "log.log_dir"), find(recipe, "log.name")
         if not isinstance(log, str | os.PathLike) or not isinstance(name, str):

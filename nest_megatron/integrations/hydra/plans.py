@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import socket
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,15 +79,14 @@ def plan_app(view: AppView, environment: Mapping[str, str]) -> AppPlan:
     """Find the plan of an application, in a process with these variables; ``NestError`` if none."""
     view.require_places()
     settings, size, here = view.settings, num_gpus(view, environment), is_launched(environment)
-    refusals: AbstractContextManager[None] = contextlib.nullcontext()
-    if here and is_first(environment):  # once for all ranks, which plan each for itself
-        refusals = audit.refusals(settings.mode.value, settings.plan, size)
+    writes = here and is_first(environment)  # once for all ranks, which plan each for itself
+    refusals = audit.refusals(settings.mode.value, settings.plan, size)
 
     def place() -> JobCluster:
         return find_cluster(settings.settings(size), size, environment, dry_run=not here)
 
     signer = None
-    with refusals:
+    with refusals if writes else contextlib.nullcontext():
         if here:
             require_launch(settings.mode)
         if settings.mode is Mode.AUTO:
@@ -215,7 +212,24 @@ class Plans:
         known = self._of_root.get(id(root))
         if known is not None and known[0]() is root and known[1] == job:
             return known[2]
-        found = self._found(view, _digest(view.raw), job)
+        found = self._known.get(whole := _digest(view.raw))
+        if found is None:
+            if getattr(self._planning, "on", False):
+                raise UserInputError(
+                    "${nest:...}",
+                    None,
+                    "the model or the batch is computed from a value of the plan, which is "
+                    "made for that model and batch",
+                    "State num_layers, global_batch_size and the like without the plan.",
+                )
+            self._planning.on = True
+            try:
+                environment = launched(os.environ)
+                found = plan_app(view, environment)
+                require_same_plan(found.plan, job, environment)
+                self._known[whole] = found
+            finally:
+                self._planning.on = False
         view.write(found.values, is_read=True)
         self._keep(root, job, found)
         self.latest = found
@@ -236,26 +250,6 @@ class Plans:
         places = {view.place(item) for item in (*_ITEMS, *(item for _, item in view.uses()))}
         return _digest(_without(view.raw, "", places))
 
-    def _found(self, view: AppView, whole: str, job: str) -> AppPlan:
-        if whole not in self._known:
-            if getattr(self._planning, "on", False):
-                raise UserInputError(
-                    "${nest:...}",
-                    None,
-                    "the model or the batch is computed from a value of the plan, which is "
-                    "made for that model and batch",
-                    "State num_layers, global_batch_size and the like without the plan.",
-                )
-            self._planning.on = True
-            try:
-                environment = launched(os.environ)
-                found = plan_app(view, environment)
-                require_same_plan(found.plan, job, environment)
-                self._known[whole] = found
-            finally:
-                self._planning.on = False
-        return self._known[whole]
-
 
 #: Of this process.
 PLANS = Plans()
@@ -273,4 +267,4 @@ def _without(node: Any, path: str, places: set[str | None]) -> Any:
 
 
 def _digest(plain: Any) -> str:
-    return hashlib.sha256(json.dumps(plain, default=str, sort_keys=True).encode()).hexdigest()[:16]
+    return plan_file.digest(json.dumps(plain, default=str, sort_keys=True))

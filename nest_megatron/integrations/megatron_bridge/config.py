@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
@@ -120,7 +120,7 @@ class BridgeConfig(Recipe):
 
         Source: ``setup._validate_and_set_vocab_size``, ``_NullTokenizer.vocab_size``.
         """
-        preset = value_or(self.root.model, "vocab_size", None)
+        preset = value_or(self.root.model, "vocab_size")
         of_tokenizer = self.find("tokenizer.use_tokenizer_vocab_size") is True
         if preset is not None and not of_tokenizer:
             return preset, not value_or(self.root.model, "should_pad_vocab", False), ()
@@ -162,26 +162,22 @@ class BridgeConfig(Recipe):
             "fp4_param_gather": "fp4" in mixed and self.target is BRIDGE_2026,
         }
 
-    def precision(self) -> tuple[Precision, str, str]:
+    def number_format(self) -> tuple[Precision, Any]:
         """Mixed precision may be given by name."""
-        mixed, formats = self._mixed, ("bf16", "fp16")
+        mixed = self._mixed
+        holder = self.root.model if mixed is None else mixed
         if isinstance(mixed, str):
-            around = next((kind for kind in formats if kind in mixed), "fp32")
-            known = {"delayed": "delayed", "mxfp8": "mxfp8", "subchannel": "blockwise"}
-            recipe = next((known[kind] for kind in known if kind in mixed), "tensorwise")
-            in_fp4, in_fp8 = "fp4" in mixed, "fp8" in mixed
-        else:
-            holder = self.root.model if mixed is None else mixed
-            around = next((kind for kind in formats if value_or(holder, kind, False)), "fp32")
-            recipe = str(value_or(holder, "fp8_recipe", "delayed"))
-            in_fp4, in_fp8 = (bool(value_or(holder, name, None)) for name in ("fp4", "fp8"))
-        if in_fp4 or in_fp8:
-            return (Precision.NVFP4 if in_fp4 else Precision.FP8), recipe, around
-        return Precision(around), "delayed", around
+            recipes = {"delayed": "delayed", "mxfp8": "mxfp8", "subchannel": "blockwise"}
+            holder = SimpleNamespace(
+                **{kind: kind in mixed for kind in ("bf16", "fp16", "fp8", "fp4")},
+                fp8_recipe=next((recipes[word] for word in recipes if word in mixed), "tensorwise"),
+            )
+        around = next((kind for kind in ("bf16", "fp16") if value_or(holder, kind, False)), "fp32")
+        return Precision(around), holder
 
     @property
     def _mixed(self) -> Any:
-        mixed = value_or(self.root, "mixed_precision", None)
+        mixed = value_or(self.root, "mixed_precision")
         return mixed.replace("-", "_") if isinstance(mixed, str) else mixed
 
     def wanted(self, plan: ParallelPlan) -> Iterator[FieldValue]:

@@ -186,16 +186,11 @@ class NemoRecipe(Recipe):
         named = (each for each in plugins if any("Precision" in name for name in class_names(each)))
         return next(named, None)
 
-    def precision(self) -> tuple[Precision, str, str]:
+    def number_format(self) -> tuple[Precision, Any]:
         """That of the plugin, or Lightning's own."""
         plugin = self._plugin
         stated = value_or(self.root.trainer if plugin is None else plugin, "precision", "32")
-        around = lightning_precision(stated, "trainer.plugins.precision")
-        in_fp4, in_fp8 = (value_or(plugin, name, None) for name in ("fp4", "fp8"))
-        if not (in_fp4 or in_fp8):
-            return around, "delayed", around.value
-        narrow = Precision.NVFP4 if in_fp4 else Precision.FP8
-        return narrow, str(value_or(plugin, "fp8_recipe", "delayed")), around.value
+        return lightning_precision(stated, "trainer.plugins.precision"), plugin
 
     def vocabulary(self, given: int | None) -> tuple[int, bool, tuple[str, ...]]:
         """A size in the config is taken as it is, that of the tokenizer is padded.
@@ -203,12 +198,12 @@ class NemoRecipe(Recipe):
         Source: ``GPTConfig.configure_model``.
         """
         recipe = self.root
-        if (preset := value_or(recipe.model.config, "vocab_size", None)) is not None:
+        if (preset := value_or(recipe.model.config, "vocab_size")) is not None:
             return preset, True, ()
         if given is not None:
             return given, False, ()
         for holder in (recipe.model, recipe.data):
-            if (tokenizer := value_or(holder, "tokenizer", None)) is not None:
+            if (tokenizer := value_or(holder, "tokenizer")) is not None:
                 rows, notes = _rows(tokenizer)
                 return rows, False, notes
         base = hub_name(self.find("resume.restore_config.path"))
@@ -370,7 +365,7 @@ def _rows(tokenizer: Any) -> tuple[int, tuple[str, ...]]:
         return int(tokenizer.vocab_size), ()
     import fiddle
 
-    names = (value_or(tokenizer, each, None) for each in ("pretrained_model_name", "model_name"))
+    names = (value_or(tokenizer, each) for each in ("pretrained_model_name", "model_name"))
     name = next(filter(None, map(hub_name, names)), None)
     is_cached = name is not None and is_here(name)
     if name is not None and not is_cached and (known := known_rows(name)) is not None:

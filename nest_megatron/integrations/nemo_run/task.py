@@ -7,10 +7,10 @@ alike. Source: ``PerfEnvPlugin.setup`` of NeMo 2.7.3.
 """
 # ruff: noqa: UP045
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from nest_megatron.config.launch import Mode
 from nest_megatron.errors import UserInputError
@@ -31,8 +31,7 @@ _CHUNK = "NCCL_P2P_NET_CHUNKSIZE"
 _BLACKWELL = 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DividedRanks:
+class DividedRanks(NamedTuple):
     """What of a layout variables hang on.
 
     Args:
@@ -44,19 +43,21 @@ class DividedRanks:
     pipelined: bool
 
 
+_DEGREES = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+)
+
+
 def stated_layout(recipe: Any) -> DividedRanks:
     """The layout that a recipe states now."""
-    return _layout(lambda name: find(recipe, f"trainer.strategy.{name}"))
+    return _divided(find(recipe, f"trainer.strategy.{name}") for name in _DEGREES)
 
 
-def _layout(size_of: Callable[[str], Any]) -> DividedRanks:
-    def is_divided(*names: str) -> bool:
-        return any(isinstance(size := size_of(name), int) and size > 1 for name in names)
-
-    return DividedRanks(
-        splits=is_divided("tensor_model_parallel_size", "context_parallel_size"),
-        pipelined=is_divided("pipeline_model_parallel_size"),
-    )
+def _divided(sizes: Iterable[object]) -> DividedRanks:
+    tp, cp, pp = (isinstance(size, int) and size > 1 for size in sizes)
+    return DividedRanks(splits=tp or cp, pipelined=pp)
 
 
 def adapt(
@@ -70,7 +71,7 @@ def adapt(
     Returns:
         What was changed and why, and what another plugin may still undo, one sentence each.
     """
-    now = _layout(lambda name: getattr(plan.layout.dims, name))
+    now = _divided(getattr(plan.layout.dims, name) for name in _DEGREES)
     old, fsdp = variables.get(_CONNECTIONS), plan.layout.uses_megatron_fsdp
     said = []
     if now.splits and not fsdp:  # kernels of a layer in program order, where traffic hides
