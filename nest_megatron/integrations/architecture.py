@@ -17,11 +17,11 @@ from nest_megatron.documents import packaged
 from nest_megatron.errors import UnplannableModelError
 from nest_megatron.integrations.fields import class_names, set_fields, shown, value_or
 
-_TABLE: Mapping[str, Any] = packaged(__package__, "model_fields.toml")
+_TABLE = packaged(__package__, "model_fields.toml")
 #: Field that must be off -> what this planner lacks otherwise.
-REFUSED: Mapping[str, str] = MappingProxyType(_TABLE["refused"])
+REFUSED = MappingProxyType(_TABLE["refused"])
 #: Field that is planned for as if it were off -> what the plan then leaves out.
-UNPRICED: Mapping[str, str] = MappingProxyType(_TABLE["unpriced"])
+UNPRICED = MappingProxyType(_TABLE["unpriced"])
 #: Fields that only the code of some families looks at.
 OF_FAMILIES = frozenset(_TABLE["of_families"])
 #: Every field whose part in a plan is known.

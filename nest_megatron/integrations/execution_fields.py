@@ -34,9 +34,6 @@ from nest_megatron.model.execution import OF_LAYERS, PLAIN, ContextTraffic, Exec
 #: Settings that such an object has, where it has them: NeMo's has the first alone.
 OVERLAPPED = ("tp_comm_overlap", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
 _OF_EXPERTS = frozenset(knob.name for knob in KNOBS if knob.of_experts)
-_LEVELS = "hierarchical_context_parallel_sizes"
-#: Switch of megatron-core's configuration that no command line has.
-_OFFLOADS = "cpu_offloading"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +78,12 @@ class ExecutionPlaces:
     def stated(self) -> dict[str, Any]:
         """What the configuration means by these settings: what it lacks or leaves unset is off."""
         found = {name: self._meant(name) for name in EXECUTION_FIELDS}
-        if find(self.root, f"{self.model}.{_OFFLOADS}") is False:
+        if find(self.root, f"{self.model}.cpu_offloading") is False:
             found["cpu_offloading_num_layers"] = 0
-        if _LEVELS in self.lacks and _first(found["cp_comm_type"]) == ContextTraffic.A2A_P2P:
+        if (
+            "hierarchical_context_parallel_sizes" in self.lacks
+            and _first(found["cp_comm_type"]) == ContextTraffic.A2A_P2P
+        ):
             found["cp_comm_type"] = None
         return found
 
@@ -96,7 +96,7 @@ class ExecutionPlaces:
         """What carries layers out as priced; a choice that the framework lacks is refused."""
         wanted = launch_request(plan, version=self.version).execution
         planned = execution_arguments(wanted, self.version)
-        planned[_OFFLOADS] = wanted.cpu_offloading_num_layers > 0
+        planned["cpu_offloading"] = wanted.cpu_offloading_num_layers > 0
         planned["cuda_graph_scope_deprecated"] = planned["cuda_graph_modules"]
         stated = self.stated()
         meant = execution_of(stated)
@@ -132,7 +132,7 @@ class ExecutionPlaces:
     def _present(self, name: str) -> list[str]:
         """The settings of a field that the configuration has."""
         names = [argument for argument, of in EXECUTION_FIELDS.items() if of == name]
-        beside = [_OFFLOADS] if name == "cpu_offloading_num_layers" else []
+        beside = ["cpu_offloading"] if name == "cpu_offloading_num_layers" else []
         return [each for each in names + beside if self._value(each) is not ABSENT]
 
     def _meant(self, argument: str) -> Any:
@@ -163,7 +163,11 @@ class ExecutionPlaces:
             return execution_reason(name)
         if getattr(wanted, name) == getattr(meant, name):
             beside = "belongs to the choice beside it"
-            return self.lacks.get(_LEVELS, beside) if name == "cp_comm_type" else beside
+            return (
+                self.lacks.get("hierarchical_context_parallel_sizes", beside)
+                if name == "cp_comm_type"
+                else beside
+            )
         return "this plan is priced without it"
 
 

@@ -19,9 +19,6 @@ from nest_megatron.model.layer_pattern import pattern_from_ratios
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.model.variant import ModelVariant, NormPlacement
 
-_CONTEXT = "context_parallel_size"
-_VIRTUAL = "virtual_pipeline_model_parallel_size"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
@@ -169,30 +166,34 @@ def _qwen_vl(config: Any, _: int) -> dict[str, Any]:
 _HETEROGENEOUS_LAYERS = ("heterogeneous_layer_spec", "get_gpt_heterogeneous_layer_spec")
 _GEMMA2 = Family(
     fields=_gemma2,
-    ones={_CONTEXT: "its attention keeps all scores and splits no sequence"},
+    ones={"context_parallel_size": "its attention keeps all scores and splits no sequence"},
     packs=False,
 )
-_WHOLE_SEQUENCES = {_CONTEXT: "its forward pass splits no sequence"}
+_WHOLE_SEQUENCES = {"context_parallel_size": "its forward pass splits no sequence"}
 _QWEN3_VL = Family(
     fields=_qwen_vl,
-    ones={**_WHOLE_SEQUENCES, _VIRTUAL: "its layers are not told their virtual stage"},
+    ones={
+        **_WHOLE_SEQUENCES,
+        "virtual_pipeline_model_parallel_size": "its layers are not told their virtual stage",
+    },
 )
 
 #: Base class of a family's configurations in NeMo or Megatron-Bridge -> the family.
-FAMILIES: Mapping[str, Family] = {
+FAMILIES = {
     "MambaModelProvider": Family(fields=_hybrid),
     "NemotronHConfigBase": Family(fields=_nemotron_h),
     "SSMConfig": Family(fields=_hybrid),
     "HeterogeneousTransformerConfig": Family(
-        fields=_heterogeneous, ones={_VIRTUAL: "its layers are built for one stage a rank"}
+        fields=_heterogeneous,
+        ones={"virtual_pipeline_model_parallel_size": "its layers are built for one stage a rank"},
     ),
     "Gemma2Config": _GEMMA2,
     "Gemma2ModelProvider": _GEMMA2,
     "Gemma3Config": Family(
         fields=_gemma3,
         ones={
-            _CONTEXT: "its configure_model refuses context parallelism",
-            _VIRTUAL: "its configure_model refuses virtual stages",
+            "context_parallel_size": "its configure_model refuses context parallelism",
+            "virtual_pipeline_model_parallel_size": "its configure_model refuses virtual stages",
         },
     ),
     # its rotary embedding is a pair of tensors, which CheckpointFunction does not save
@@ -209,7 +210,10 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3VLMoEModelProvider": _QWEN3_VL,
     "Llama4Config": Family(
         fields=_llama4,
-        ones={_CONTEXT: "its chunks are cut from the part of a sequence that one rank holds"},
+        ones={
+            "context_parallel_size": "its chunks are cut from the part of a sequence that one rank "
+            "holds"
+        },
         cuts_chunks=True,
     ),
 }

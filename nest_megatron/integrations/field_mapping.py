@@ -35,7 +35,7 @@ from nest_megatron.plain import to_plain
 from nest_megatron.planner.pinned_job import resolved
 
 #: Fields that state the stage boundaries, and their values where the plan says it.
-STAGE_FIELDS: Mapping[str, object] = {
+STAGE_FIELDS = {
     "num_layers_in_first_pipeline_stage": None,
     "num_layers_in_last_pipeline_stage": None,
     "account_for_embedding_in_pipeline_split": False,
@@ -51,7 +51,7 @@ _OF_THE_MODEL = (
     "moe_single_grouped_bias",
 )
 #: Values of such options where they are taken back and not off.
-_RESETS: Mapping[str, object] = {
+_RESETS = {
     "microbatch_group_size_per_vp_stage": None,
     "num_distributed_optimizer_instances": 1,
 }

@@ -117,7 +117,6 @@ _SPELLINGS = {
     "fp8_param_gather": ("fp8_param_gather", "fp8_params", "fp8_param"),
     "fp4_param_gather": ("fp4_param_gather", "fp4_param"),
 }
-_INSTANCES = "num_distributed_optimizer_instances"
 #: Settings that follow from the number format, which each reader finds in a way of its own.
 _OF_PRECISION = ("bf16", "fp16", "fp8", "fp8_recipe", "params_dtype")
 
@@ -359,7 +358,9 @@ def memory_fields(*holders: Any) -> Mapping[str, Any]:
     """
     names = [name for name in READ if name not in _OF_PRECISION]
     stated = {name: next(_said(holders, name), None) for name in names}
-    stated[_INSTANCES] = max((int(each) for each in _said(holders, _INSTANCES)), default=None)
+    stated["num_distributed_optimizer_instances"] = max(
+        (int(each) for each in _said(holders, "num_distributed_optimizer_instances")), default=None
+    )
     wide = next(_said(holders, "grad_reduce_in_fp32"), None)
     if wide is not None:
         stated["accumulate_allreduce_grads_in_fp32"] = bool(wide)

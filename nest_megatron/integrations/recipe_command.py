@@ -27,8 +27,6 @@ from nest_megatron.integrations.megatron_lm.parser import SplitCommand, split_co
 from nest_megatron.packages import install_command
 
 _RECIPE = "--recipe"
-#: Which a setting may change, as it may the number of GPUs.
-_BATCH = "global_batch_size"
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 #: Options of ``nemo llm pretrain`` that do not change what is trained. Source: nemo-run 0.11.1
 #: ``RunContext.cli_command``.
@@ -106,7 +104,7 @@ def _of_nemo(words: Sequence[str]) -> Job:
     return dataclasses.replace(
         nemo.read_recipe(recipe),
         script=given.factory,
-        changes=partial(nemo.plan_changes, recipe, free=("num_gpus", _BATCH)),
+        changes=partial(nemo.plan_changes, recipe, free=("num_gpus", "global_batch_size")),
     )
 
 
@@ -145,7 +143,9 @@ def _of_bridge(command: SplitCommand) -> Job:
         script=given.recipe,
         num_gpus=command.ranks.num_ranks,
         notes=(*command.ranks.notes, *job.notes),
-        changes=partial(megatron_bridge.plan_changes, cfg, free=(_BATCH,), environment={}),
+        changes=partial(
+            megatron_bridge.plan_changes, cfg, free=("global_batch_size",), environment={}
+        ),
     )
 
 

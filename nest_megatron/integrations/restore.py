@@ -48,8 +48,6 @@ _SFT_DATA = frozenset(
 _SPECS = ("packed_sequence_specs", "offline_packing_specs")
 #: Switches of packs that are made of the sequences of one micro batch.
 _IN_BATCH = ("pack_sequences_in_batch", "enable_in_batch_packing")
-_PER_TOKEN_LOSS = "calculate_per_token_loss"
-_MICRO, _CONTEXT = "micro_batch_size", "context_parallel_size"
 
 
 def is_finetuning(data: Any) -> bool:
@@ -84,7 +82,9 @@ def data_requirements(recipe: Configuration, micro_batch_size: int) -> dict[str,
     needs: dict[str, Requirement] = {}
     without_packs = f"train without packing ({recipe.data})"
     if packed_sequence_size(data) is not None or value_or(data, "packing_buffer_size"):
-        needs[_MICRO] = _need(1, "a micro batch is one pack of sequences", without_packs)
+        needs["micro_batch_size"] = _need(
+            1, "a micro batch is one pack of sequences", without_packs
+        )
     elif name := next((n for n in _IN_BATCH if value_or(data, n, False)), None):
         if micro_batch_size < 2:
             raise UserInputError(
@@ -94,15 +94,17 @@ def data_requirements(recipe: Configuration, micro_batch_size: int) -> dict[str,
                 "Set micro_batch_size to at least 2, or turn it off.",
             )
         why = "the sequences of a micro batch are packed into one"
-        needs[_MICRO] = _need(micro_batch_size, why, f"turn {recipe.data}.{name} off")
+        needs["micro_batch_size"] = _need(micro_batch_size, why, f"turn {recipe.data}.{name} off")
     padded = all(find(data, f"{n}.pad_seq_to_mult") is ABSENT for n in _SPECS)
     if packed_sequence_size(data) is not None and padded:
-        stated = recipe.find(recipe.items[_CONTEXT])
+        stated = recipe.find(recipe.items["context_parallel_size"])
         why = "this framework pads the sequences of a pack for one context-parallel size"
-        needs[_CONTEXT] = _need(stated if isinstance(stated, int) else 1, why, without_packs)
-    elif is_finetuning(data) and recipe.find(f"{recipe.model}.{_PER_TOKEN_LOSS}") is ABSENT:
+        needs["context_parallel_size"] = _need(
+            stated if isinstance(stated, int) else 1, why, without_packs
+        )
+    elif is_finetuning(data) and recipe.find(f"{recipe.model}.calculate_per_token_loss") is ABSENT:
         why = "fine-tuning with context parallelism needs calculate_per_token_loss"
-        needs[_CONTEXT] = _need(1, why, "upgrade the framework")
+        needs["context_parallel_size"] = _need(1, why, "upgrade the framework")
     return needs
 
 
@@ -116,7 +118,7 @@ def finetuning_fields(recipe: Configuration, plan: ParallelPlan) -> Iterator[Fie
     if cp == 1 or not is_finetuning(recipe.find(recipe.data)):
         return
     why = "with context parallelism a rank may hold masked tokens alone, so the loss is per token"
-    yield f"{recipe.model}.{_PER_TOKEN_LOSS}", True, why
+    yield f"{recipe.model}.calculate_per_token_loss", True, why
     averaging = f"{recipe.ddp}.average_in_collective"
     if recipe.find(averaging) is not ABSENT:
         yield averaging, False, why

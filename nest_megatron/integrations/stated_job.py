@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final, get_type_hints
+from typing import Any, get_type_hints
 
 from nest_megatron.config.catalogue import read_cluster, read_spec
 from nest_megatron.config.compose import Settings, compose
@@ -36,10 +36,10 @@ from nest_megatron.profile.mode import ProfileMode
 from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.solver.space import DEGREES
 
-_PLAIN: Final = (bool, int, float, str, list, dict, type(None))
+_PLAIN = (bool, int, float, str, list, dict, type(None))
 #: Fields of a job that the plan's file does not say elsewhere, and that are not of the process
 #: that has read the recipe.
-_FIELDS: Final = tuple(
+_FIELDS = tuple(
     field.name
     for field in dataclasses.fields(Job)
     if field.name not in ("spec", "target", "restored", "command", "changes", "fields", "notes")

@@ -30,10 +30,7 @@ from nest_megatron.solver.space import DEGREES, SearchSpace
 
 Choice = TypeVar("Choice", RankOrder, ZeroStage)
 
-_TENSOR = "tensor_model_parallel_size"
-_EXPERT_TENSOR = "expert_tensor_parallel_size"
-_OF_EXPERTS = ("expert_model_parallel_size", _EXPERT_TENSOR)
-_LAYOUT = "pipeline_model_parallel_layout"
+_OF_EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 #: Choices that need no field: they follow from others, or only save time where they are set.
 _NEED_NO_FIELD = (
     "global_batch_size",
@@ -41,7 +38,7 @@ _NEED_NO_FIELD = (
     "overlap_grad_reduce",
     "overlap_param_gather",
     "use_distributed_optimizer",
-    _EXPERT_TENSOR,
+    "expert_tensor_parallel_size",
 )
 #: Degrees that are not 1 where the application has no field for them: what is wrong, and the fix.
 _UNKNOWN = {
@@ -50,9 +47,9 @@ _UNKNOWN = {
         "Name it with nest.fields.micro_batch_size, or fix it with "
         "+nest.overrides.train.micro_batch_size=1.",
     ),
-    _EXPERT_TENSOR: (
+    "expert_tensor_parallel_size": (
         "the application has no field for it, so it is the tensor-parallel size, which is free",
-        f"Give {{tensor}}, or name the place with nest.fields.{_EXPERT_TENSOR}.",
+        "Give {tensor}, or name the place with nest.fields.expert_tensor_parallel_size.",
     ),
 }
 #: What an application does that has no such field.
@@ -65,10 +62,12 @@ def space_of(own: SearchSpace, view: AppView, job: Job) -> SearchSpace:
     A choice without a field is fixed at what Megatron does by itself; one that is given by hand is
     fixed at that; ``UserInputError`` for one that can be neither.
     """
-    if not view.is_planned(_LAYOUT) and view.given(_LAYOUT):
+    if not view.is_planned("pipeline_model_parallel_layout") and view.given(
+        "pipeline_model_parallel_layout"
+    ):
         raise UserInputError(
-            str(view.place(_LAYOUT)),
-            view.given(_LAYOUT),
+            str(view.place("pipeline_model_parallel_layout")),
+            view.given("pipeline_model_parallel_layout"),
             "a layout given by hand leaves nothing to search for in a Hydra application",
             "Leave it out, or launch without nest.",
         )
@@ -88,12 +87,12 @@ def space_of(own: SearchSpace, view: AppView, job: Job) -> SearchSpace:
     return dataclasses.replace(
         own,
         fixed={**_degrees(own, view, job.spec), **own.fixed},
-        limits=own.limits if divides_sequences else {_TENSOR: 1, **own.limits},
+        limits=own.limits if divides_sequences else {"tensor_model_parallel_size": 1, **own.limits},
         rank_orders=_common("rank_order", own.rank_orders, orders),
         zero_stages=_common("zero_stage", own.zero_stages, zero_stages(view, job)),
         recompute=recompute,
         without_modules=own.without_modules if with_modules else frozenset(RecomputeModule),
-        even_stages=not view.is_planned(_LAYOUT),
+        even_stages=not view.is_planned("pipeline_model_parallel_layout"),
     )
 
 
@@ -171,11 +170,13 @@ def _degrees(own: SearchSpace, view: AppView, spec: TransformerSpec) -> dict[str
         if free or (name in _OF_EXPERTS and not spec.is_moe):
             continue
         given = view.given(name)
-        if name == _EXPERT_TENSOR:  # Megatron divides an expert like a layer
-            given = given or fixed.get(_TENSOR, own.fixed.get(_TENSOR))
+        if name == "expert_tensor_parallel_size":  # Megatron divides an expert like a layer
+            given = given or fixed.get(
+                "tensor_model_parallel_size", own.fixed.get("tensor_model_parallel_size")
+            )
         if given is None and name in _UNKNOWN:
             limit, fix = _UNKNOWN[name]
-            fix = fix.format(tensor=view.place(_TENSOR))
+            fix = fix.format(tensor=view.place("tensor_model_parallel_size"))
             raise UserInputError(name, None, limit, fix)
         fixed[name] = 1 if given is None else int(given)
     return fixed

@@ -17,7 +17,7 @@ AUTO_NODE = "model"
 _BARE = re.compile(r"[\w.+-]+")
 
 #: Choices of a plan that NeMo 1 spells otherwise.
-_SPELLINGS: Mapping[str, tuple[str, ...]] = {
+_SPELLINGS = {
     "recompute_granularity": ("activations_checkpoint_granularity",),
     "recompute_method": ("activations_checkpoint_method",),
     "recompute_num_layers": ("activations_checkpoint_num_layers",),

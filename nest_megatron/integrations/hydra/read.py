@@ -82,7 +82,7 @@ _ACTIVATIONS = {
     "geglu": "geglu",
     "fast-geglu": "geglu",
 }
-_REFUSED: Mapping[str, str] = {
+_REFUSED = {
     "fsdp": "torch's FSDP is not supported",
     "num_micro_batches_with_partial_activation_checkpoints": "recomputation that changes from "
     "micro batch to micro batch is not supported",
@@ -125,7 +125,7 @@ _OTHER_JOB = re.compile(
     r"memory_(utili[sz]ation|fraction|share|limit)$|mem_fraction(_static)?$"
 )
 #: Any of these names says it -> what Megatron does where none does.
-_ASSUMED: Mapping[tuple[str, ...], str] = {
+_ASSUMED = {
     ("position_embedding_type",): "learned positions",
     (
         "untie_embeddings_and_output_weights",

@@ -6,7 +6,7 @@ plan writes it; where it holds anything else, somebody gave it, and it is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,7 +74,7 @@ def _are_names(value: object) -> bool:
 
 _MODES = [Mode.AUTO.value, Mode.PINNED.value]
 #: Setting -> whether a value is one, and what it must be.
-_LIMITS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+_LIMITS = {
     "mode": (_MODES.__contains__, f"it is {' or '.join(_MODES)}"),
     "may_differ": (_are_names, "it is a list of names"),
     **{

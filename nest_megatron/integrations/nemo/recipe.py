@@ -59,7 +59,7 @@ _MOCK_ROWS = {
     "T5MockDataModule": 28_996,
 }
 #: What ``DeepEPCallback`` sets, on Ampere and Hopper; its backend stays the model's.
-_DEEPEP: Mapping[str, object] = {
+_DEEPEP = {
     "moe_token_dispatcher_type": "flex",
     "moe_shared_expert_overlap": False,
 }

@@ -20,8 +20,6 @@ from nest_megatron.integrations.nemo_run.task import TaskOptions, plan_recipe
 from nest_megatron.report.console import show
 
 _RECIPES = "nemo.collections.llm.recipes"
-#: Where NeMo-Run looks for the factories of ``nemo llm pretrain``.
-_PRETRAIN = "nemo.collections.llm.api.pretrain"
 
 
 @run.cli.factory
@@ -32,7 +30,7 @@ def nest(
     return run.Config(NestPlugin, mode=mode, cluster=cluster, plan=plan)
 
 
-@run.cli.factory(namespace=_PRETRAIN)
+@run.cli.factory(namespace="nemo.collections.llm.api.pretrain")
 def nest_auto(
     recipe: str,
     num_nodes: int = 1,
