@@ -289,7 +289,7 @@ def view_of(root: Any) -> AppView:
             ) from error
     settings = read_settings(node)
     moved = moved_fields(own, settings.root, settings.fields)
-    task = OmegaConf.select(root, "hydra.overrides.task")
+    task = OmegaConf.select(root, "hydra.overrides.task") if moved else ()  # it may ask for a plan
     if task is None and HydraConfig.initialized():
         task = HydraConfig.get().overrides.task
     typed = [str(each).lstrip("+~").partition("=")[0] for each in task or ()]
