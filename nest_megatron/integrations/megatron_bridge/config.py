@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 import re
@@ -9,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from nest_megatron.cluster.records import Precision
+from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.config.cluster_detection import number_said, processes_per_host
 from nest_megatron.config.job import Job
+from nest_megatron.config.overrides import parse
 from nest_megatron.cost_model.target_defaults import BRIDGE_0_3, BRIDGE_2026
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
@@ -24,6 +26,8 @@ from nest_megatron.integrations.field_mapping import (
 )
 from nest_megatron.integrations.field_mapping import plan_changes as recipe_changes
 from nest_megatron.integrations.fields import ABSENT, FieldValue, carry_out, value_or
+from nest_megatron.integrations.megatron_lm.search_space import free_parameters
+from nest_megatron.integrations.plan_recipe import plan_recipe
 from nest_megatron.integrations.recipe import DEGREES, RECOMPUTE, Recipe, memory_fields
 from nest_megatron.integrations.restore import Restored, packed_sequence_size, restored_by_bridge
 from nest_megatron.layout.diff import Change, reason
@@ -247,6 +251,33 @@ def installed_target() -> Target:
     found = re.match(r"(\d+)\.(\d+)", version)
     release = (int(found[1]), int(found[2])) if found else (0, 0)
     return BRIDGE_2026 if release >= _SINCE_26_06 else BRIDGE_0_3
+
+
+def auto_recipe(
+    cfg: Any,
+    *,
+    cluster: str | Cluster | None = None,
+    overrides: Sequence[str] = (),
+    free: Sequence[str] | None = None,
+    keep: Sequence[str] = (),
+    vocab_size: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> tuple[ParallelPlan, tuple[Change, ...]]:
+    """Plan a configuration and write the plan into it, as ``nemo.auto_recipe`` does a recipe.
+
+    Args:
+        cfg: as for ``read_recipe``; changed in place.
+        cluster: a name of the catalogue or a file; a record; or ``None`` for the GPUs of this host.
+            Its size is the launcher's number of ranks, or ``cluster.num_gpus`` in ``overrides``.
+        overrides, free, keep, vocab_size: as for ``nemo.auto_recipe``.
+        environment: the launcher's variables; those of this process if not given.
+
+    Returns, Raises: as ``nemo.auto_recipe``.
+    """
+    job = read_recipe(cfg, vocab_size=vocab_size, environment=environment)
+    job = dataclasses.replace(job, free=free_parameters(free, keep))
+    plan, _ = plan_recipe(job, cluster=cluster, overrides=parse(overrides))
+    return plan, apply_plan(cfg, plan, environment=environment)
 
 
 def apply_plan(

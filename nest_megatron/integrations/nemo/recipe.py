@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from nest_megatron.cluster.records import Precision
+from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.config.job import Job
+from nest_megatron.config.overrides import parse
 from nest_megatron.cost_model.target_defaults import NEMO, NEMO_LACKS
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.base_models import (
@@ -36,6 +37,8 @@ from nest_megatron.integrations.fields import (
     value_or,
 )
 from nest_megatron.integrations.megatron_lm.attach import is_blackwell
+from nest_megatron.integrations.megatron_lm.search_space import free_parameters
+from nest_megatron.integrations.plan_recipe import plan_recipe
 from nest_megatron.integrations.recipe import (
     DEGREES,
     RECOMPUTE,
@@ -394,6 +397,44 @@ def _of_base(name: str, rows: int) -> str:
 def _no_vocabulary(value: str, limit: str) -> UserInputError:
     fix = "Give vocab_size=, or set model.config.vocab_size."
     return UserInputError("recipe.data.tokenizer", value, limit, fix)
+
+
+def auto_recipe(
+    recipe: Any,
+    *,
+    cluster: str | Cluster | None = None,
+    overrides: Sequence[str] = (),
+    free: Sequence[str] | None = None,
+    keep: Sequence[str] = (),
+    vocab_size: int | None = None,
+) -> tuple[ParallelPlan, tuple[Change, ...]]:
+    """Plan a recipe and write the plan into it.
+
+    A recipe's factory sets every degree, and its defaults cannot be told from its user's settings,
+    so all of them are free unless they are kept (``docs/decisions/006-what-a-recipe-keeps.md``).
+
+    Args:
+        recipe: as for ``read_recipe``; changed in place.
+        cluster: a name of the catalogue or a file, taken with the recipe's number of GPUs; a
+            record; or ``None`` for the GPUs of this host.
+        overrides: settings as ``nest-megatron plan`` takes them, the model and the batch apart.
+        free: the only choices that may change; ``None`` is all of them.
+        keep: choices that stay as the recipe states them, such as ``tensor_model_parallel_size``,
+            ``micro_batch_size``, ``recompute``, ``zero_stage``, ``stage_layout``.
+        vocab_size: of the tokenizer, where the recipe names one whose files are not here.
+
+    Returns:
+        The plan, and every field that has another value now, with the reason.
+
+    Raises:
+        NothingFitsError: if no plan fits in memory, naming the missing bytes.
+        SearchEndedError: if time ended the search before it had a plan.
+        UserInputError: for a recipe that cannot be planned, or a choice that cannot be kept.
+    """
+    job = read_recipe(recipe, vocab_size=vocab_size)
+    job = dataclasses.replace(job, free=free_parameters(free, keep))
+    plan, _ = plan_recipe(job, cluster=cluster, overrides=parse(overrides))
+    return plan, apply_plan(recipe, plan, free=("num_gpus",))
 
 
 def apply_plan(
