@@ -7,7 +7,6 @@ object of overlap settings over it, which takes what is unset there as off.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,8 +70,8 @@ class ExecutionPlaces:
 
     def choices(self) -> dict[str, str]:
         """The field of each choice that is a single one."""
-        counts = Counter(knob.choice for knob in KNOBS)
-        single = (knob.name for knob in KNOBS if counts[knob.choice] == 1)
+        groups = {knob.group for knob in KNOBS}
+        single = (knob.name for knob in KNOBS if knob.choice not in groups)
         return {name: self.paths(name)[0] for name in single}
 
     def stated(self) -> dict[str, Any]:

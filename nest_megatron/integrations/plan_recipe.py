@@ -107,13 +107,36 @@ def plan_recipe(
             )
     if isinstance(cluster, str):
         settings = (Setting(key="cluster", value=cluster), *settings)
-    record = cluster if isinstance(cluster, Cluster) else None
-    settings = with_defaults(settings, names_cluster=record is not None)
-    if record is not None:
-        sized = record.resized(job.num_gpus or record.num_gpus)
+    settings = with_defaults(settings, names_cluster=isinstance(cluster, Cluster))
+    size = "cluster.num_gpus"
+    if isinstance(cluster, Cluster):
+        sized = cluster.resized(job.num_gpus or cluster.num_gpus)
         place = JobCluster(cluster=sized, settings=compose(settings), notes=())
     else:
-        place = _place(job, settings, hosts, mixed)
+        if not any(setting.key == size for setting in settings):
+            if job.num_gpus is None:
+                raise UserInputError(
+                    size,
+                    None,
+                    "the number of ranks is the launcher's, and this process has none",
+                    "Give overrides=['cluster.num_gpus=64'].",
+                )
+            settings = (*settings, Setting(key=size, value=str(job.num_gpus)))
+        if not names_cluster(settings) and local_gpus() is None:
+            raise UserInputError(
+                "cluster",
+                None,
+                "none is given, and this host shows no NVIDIA GPU",
+                "Give for example cluster='dgx_h100' (`nest-megatron clusters` lists them).",
+            )
+        place = find_cluster(
+            settings,
+            job.num_gpus or 0,
+            os.environ if hosts else {},
+            dry_run=not hosts,
+            hosts=hosts,
+            mixed=mixed,
+        )
     job = dataclasses.replace(job, notes=(*job.notes, *place.notes))
     request = job_request(job, place.cluster, place.settings)
     found = plan_to_launch(request, place.settings, choose)
@@ -121,29 +144,3 @@ def plan_recipe(
         job.restored.check(found, job.version)
     by_words = job.free.option == "nest.free"  # only Megatron-Bridge's scripts take them
     return made_for(found, job, "+nest=auto" if by_words else "auto_recipe"), request.notes
-
-
-def _place(
-    job: Job, settings: tuple[Setting, ...], hosts: Sequence[Host], mixed: MixedGpus
-) -> JobCluster:
-    size = "cluster.num_gpus"
-    if not any(setting.key == size for setting in settings):
-        if job.num_gpus is None:
-            raise UserInputError(
-                size,
-                None,
-                "the number of ranks is the launcher's, and this process has none",
-                "Give overrides=['cluster.num_gpus=64'].",
-            )
-        settings = (*settings, Setting(key=size, value=str(job.num_gpus)))
-    if not names_cluster(settings) and local_gpus() is None:
-        raise UserInputError(
-            "cluster",
-            None,
-            "none is given, and this host shows no NVIDIA GPU",
-            "Give for example cluster='dgx_h100' (`nest-megatron clusters` lists them).",
-        )
-    variables = os.environ if hosts else {}
-    return find_cluster(
-        settings, job.num_gpus or 0, variables, dry_run=not hosts, hosts=hosts, mixed=mixed
-    )

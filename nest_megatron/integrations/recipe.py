@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
@@ -35,14 +35,15 @@ from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zer
 from nest_megatron.integrations.peft import with_adapters
 from nest_megatron.integrations.restore import (
     Restored,
-    closed_choices,
     data_requirements,
+    is_finetuning,
     packed_sequence_size,
     packs_sequences,
 )
 from nest_megatron.layout.batch_schedule import RAMPUP, BatchSchedule, read_schedule
 from nest_megatron.layout.cuda_graphs import FIELDS as GRAPH_FIELDS
 from nest_megatron.layout.cuda_graphs import cuda_graphs
+from nest_megatron.layout.knobs import closed_fields
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
@@ -128,6 +129,7 @@ class Recipe(Configuration, ABC):
         parts: without which it is none.
         variable, described, made_by: what messages call it, its kind, and what makes one.
         states_size: it says how many GPUs there are; otherwise its launcher does.
+        restored_by: finds the checkpoint that it starts from.
     """
 
     parts: tuple[str, ...]
@@ -135,6 +137,7 @@ class Recipe(Configuration, ABC):
     described: str
     made_by: str
     states_size: bool
+    restored_by: Callable[[Any], Restored | None]
 
     @property
     @abstractmethod
@@ -157,10 +160,6 @@ class Recipe(Configuration, ABC):
     @abstractmethod
     def memory(self) -> Mapping[str, Any]:
         """Settings that memory depends on beside the layout, as of ``memory_fields``."""
-
-    @abstractmethod
-    def restored(self) -> Restored | None:
-        """The checkpoint that the job starts from."""
 
     @abstractmethod
     def vocabulary(self, given: int | None) -> tuple[int, bool, tuple[str, ...]]:
@@ -217,9 +216,10 @@ class Recipe(Configuration, ABC):
         for name, narrow in (("fp8", Precision.FP8), ("fp4", Precision.NVFP4)):
             if value_or(holder, name):
                 precision, fp8_recipe = narrow, str(value_or(holder, "fp8_recipe", "delayed"))
-        memory, uses_fsdp, restored = self.memory(), self.uses_fsdp, self.restored()
+        memory, uses_fsdp, restored = self.memory(), self.uses_fsdp, self.restored_by(self.root)
         config, data, places = self.find(self.model), self.find(self.data), self.places
         family, stated, execution = family_of(config), self.stated(), places.stated()
+        packs = packs_sequences(data)
         micro = self.whole(self.items["micro_batch_size"])
         if (size := packed_sequence_size(data)) is not None and not family.packs:
             raise UserInputError(
@@ -275,8 +275,10 @@ class Recipe(Configuration, ABC):
             memory_flags=flags,
             on_blackwell=places.unforced(),
             graphs=cuda_graphs(graphs),
-            packs=packs_sequences(data),
-            closed=closed_choices(data, config),
+            packs=packs,
+            closed=closed_fields(
+                value_or(config, "deterministic_mode", False), lengths=packs or is_finetuning(data)
+            ),
             full_recompute=family.recomputes_layers,
             can_state=places.can_state(),
             fields={**places.choices(), **self.items},

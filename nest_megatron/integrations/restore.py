@@ -30,7 +30,6 @@ from nest_megatron.integrations.fields import (
 )
 from nest_megatron.integrations.megatron_lm import checkpoint
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, read_checkpoint
-from nest_megatron.layout.knobs import closed_fields
 from nest_megatron.layout.plan import ParallelPlan
 
 #: Data of supervised fine-tuning, by the classes of both frameworks.
@@ -53,12 +52,6 @@ _IN_BATCH = ("pack_sequences_in_batch", "enable_in_batch_packing")
 def is_finetuning(data: Any) -> bool:
     """Whether a loss is taken over some tokens of a sequence only."""
     return not _SFT_DATA.isdisjoint(class_names(data))
-
-
-def closed_choices(data: Any, config: Any) -> frozenset[str]:
-    """Fields of ``Execution`` that data and the transformer's config do not allow."""
-    varies = is_finetuning(data) or packs_sequences(data)
-    return closed_fields(value_or(config, "deterministic_mode", False), lengths=varies)
 
 
 def packs_sequences(data: Any) -> bool:

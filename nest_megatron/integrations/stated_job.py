@@ -90,11 +90,6 @@ class StatedJob:
     fields: Mapping[str, Any] | None = None
     traits: Mapping[str, float | str] | None = None
 
-    @classmethod
-    def of(cls, plan: ParallelPlan) -> StatedJob:
-        """What the file of a plan says; nothing where it is no recipe's."""
-        return cls(fields=plan.provenance.recipe)
-
     def request(self, composed: Settings) -> Request:
         """What to plan for the job under settings that are composed.
 
@@ -149,7 +144,7 @@ def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
     found |= _typed("reliability.", reliability_of(plan)) | _typed("cost.", rates_of(plan))
     if (tokens := found.pop("cost.tokens", None)) is not None:
         found["train.tokens"] = tokens
-    job = StatedJob.of(plan)
+    job = StatedJob(fields=plan.provenance.recipe)
 
     def request() -> Request:
         return job.request(compose([Setting(key=k, value=value) for k, value in found.items()]))
@@ -171,7 +166,7 @@ def stated_job(plan: ParallelPlan, settings: Sequence[Setting]) -> StatedJob:
     Args:
         settings: that state the plan's job.
     """
-    found = StatedJob.of(plan)
+    found = StatedJob(fields=plan.provenance.recipe)
     if found.fields is not None:
         return found
     stated = stored_settings(found.request(compose(settings)).settings)

@@ -29,7 +29,7 @@ from nest_megatron.integrations.fields import ABSENT, FieldValue, carry_out, val
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
 from nest_megatron.integrations.plan_recipe import plan_recipe
 from nest_megatron.integrations.recipe import DEGREES, RECOMPUTE, Recipe, memory_fields
-from nest_megatron.integrations.restore import Restored, packed_sequence_size, restored_by_bridge
+from nest_megatron.integrations.restore import packed_sequence_size, restored_by_bridge
 from nest_megatron.layout.diff import Change, reason
 from nest_megatron.layout.plan import ParallelPlan
 
@@ -81,6 +81,7 @@ class BridgeConfig(Recipe):
     parts = ("model", "train", "optimizer", "ddp", "dist", "dataset", "checkpoint")
     described = "a ConfigContainer of Megatron-Bridge"
     made_by = "a recipe such as llama3_8b_pretrain_config() returns"
+    restored_by = staticmethod(restored_by_bridge)
     states_size = False
 
     def __init__(self, root: Any, environment: Mapping[str, str] | None = None) -> None:
@@ -110,10 +111,6 @@ class BridgeConfig(Recipe):
         """What the job's launcher says; as ``get_world_size_safe`` looks."""
         ranks = number_said(self._environment, "WORLD_SIZE", "SLURM_NTASKS")
         return ranks, processes_per_host(self._environment)
-
-    def restored(self) -> Restored | None:
-        """As of ``restored_by_bridge``."""
-        return restored_by_bridge(self.root)
 
     def vocabulary(self, given: int | None) -> tuple[int, bool, tuple[str, ...]]:
         """A size of the model's own is taken as it is, that of the tokenizer is padded.

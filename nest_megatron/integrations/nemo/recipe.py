@@ -46,7 +46,7 @@ from nest_megatron.integrations.recipe import (
     lightning_precision,
     memory_fields,
 )
-from nest_megatron.integrations.restore import Restored, packed_sequence_size, restored_by_nemo
+from nest_megatron.integrations.restore import packed_sequence_size, restored_by_nemo
 from nest_megatron.integrations.watching import STEPS
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import Change, reason
@@ -109,6 +109,7 @@ class NemoRecipe(Recipe):
     parts = ("model", "model.config", "data", "trainer", "trainer.strategy", "optim.config")
     described = "a recipe of nemo.collections.llm"
     made_by = "a pretrain_recipe() returns, with its model and optimizer set"
+    restored_by = staticmethod(restored_by_nemo)
     states_size = True
 
     def __init__(self, root: Any) -> None:
@@ -171,10 +172,6 @@ class NemoRecipe(Recipe):
                 "only MegatronStrategy lays a model out over ranks",
                 "Launch this job without nest.",
             )
-
-    def restored(self) -> Restored | None:
-        """As of ``restored_by_nemo``."""
-        return restored_by_nemo(self.root)
 
     def memory(self) -> Mapping[str, Any]:
         """Settings of callbacks win over those of the plugin, and these over the others."""
