@@ -7,7 +7,7 @@ object of overlap settings over it, which takes what is unset there as off.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,32 +98,53 @@ class ExecutionPlaces:
         planned["cpu_offloading"] = wanted.cpu_offloading_num_layers > 0
         planned["cuda_graph_scope_deprecated"] = planned["cuda_graph_modules"]
         stated = self.stated()
-        meant = execution_of(stated)
+        asked, changed = _unlike(wanted, PLAIN), _unlike(wanted, execution_of(stated))
         values = {name: self._value(name) for name in EXECUTION_FIELDS}
         raw = {name: value for name, value in values.items() if value not in (ABSENT, None, "")}
         levels = ContextTraffic.A2A_P2P  # a framework that makes no two would train without any
         idle = _first(raw.get("cp_comm_type")) == levels and wanted.cp_comm_type is not levels
         refused = contradicted(plan, raw, self.version)
+        in_graphs = wanted.cuda_graph_impl in OF_LAYERS
+        own = {} if self.beside_graphs and in_graphs else GRAPHS_OF_THE_JOB
+        lacking = {**OFFLOADS_OF_THE_JOB, **own, **self.lacks}
         for names in EXECUTION_ARGUMENTS.values():
             fields = dict.fromkeys(EXECUTION_FIELDS[name] for name in names)
             if not plan.model.is_moe and _OF_EXPERTS.issuperset(fields):
                 continue
-            self._refuse_lacking(wanted, meant, fields)
-            differs = any(_differs(wanted, meant, stated, name) for name in fields)
-            differs |= "cp_comm_type" in fields and idle
+            for name, why in lacking.items():
+                if name in fields and name in asked and name in changed:
+                    raise UserInputError(
+                        name,
+                        getattr(wanted, name),
+                        why,
+                        "Set it up in the job, or plan the job itself (auto_recipe) with what it "
+                        "has.",
+                    )
+            switches = {name: getattr(wanted, name) for name in fields}
+            differs = not changed.isdisjoint(fields) or ("cp_comm_type" in fields and idle)
+            differs |= any(  # a switch would be beside the plan's
+                isinstance(value, bool) and bool(stated[name]) != value
+                for name, value in switches.items()
+            )
             for name in fields:
                 arguments = self._present(name)
                 if not differs:  # what the framework lacks has no effect, and is set all the same
                     arguments = arguments if name in self.lacks else []
-                elif not arguments and _is_asked(wanted, name):
+                elif not arguments and name in asked:
                     arguments = [name]
+                why = "belongs to the choice beside it"
+                if name == "cp_comm_type":
+                    why = self.lacks.get("hierarchical_context_parallel_sizes", why)
+                if name in changed:
+                    why = "this plan is priced without it"
+                if name in asked:
+                    why = execution_reason(name)
+                why = self.lacks.get(name, why)
                 for argument in arguments:
-                    reason = refused.get(argument) or self._reason(wanted, meant, name)
                     for path in self.paths(argument):
-                        yield path, planned[argument], reason
-        if wanted.cuda_graph_impl in OF_LAYERS:
-            for path in self.beside_graphs:
-                yield path, True, "random numbers inside CUDA graphs are drawn by this tracker"
+                        yield path, planned[argument], refused.get(argument) or why
+        for path in self.beside_graphs if in_graphs else ():
+            yield path, True, "random numbers inside CUDA graphs are drawn by this tracker"
 
     def _value(self, argument: str) -> Any:
         return find(self.root, self.paths(argument)[0])
@@ -142,47 +163,15 @@ class ExecutionPlaces:
         value = self._value(argument)
         return False if value is ABSENT or value is None else value
 
-    def _refuse_lacking(self, wanted: Execution, meant: Execution, fields: Collection[str]) -> None:
-        written = self.beside_graphs and wanted.cuda_graph_impl in OF_LAYERS
-        own = {} if written else GRAPHS_OF_THE_JOB
-        for name, why in {**OFFLOADS_OF_THE_JOB, **own, **self.lacks}.items():
-            value = getattr(wanted, name)
-            if name in fields and _is_asked(wanted, name) and value != getattr(meant, name):
-                raise UserInputError(
-                    name,
-                    value,
-                    why,
-                    "Set it up in the job, or plan the job itself (auto_recipe) with what it has.",
-                )
-
-    def _reason(self, wanted: Execution, meant: Execution, name: str) -> str:
-        if name in self.lacks:
-            return self.lacks[name]
-        if _is_asked(wanted, name):
-            return execution_reason(name)
-        if getattr(wanted, name) == getattr(meant, name):
-            beside = "belongs to the choice beside it"
-            return (
-                self.lacks.get("hierarchical_context_parallel_sizes", beside)
-                if name == "cp_comm_type"
-                else beside
-            )
-        return "this plan is priced without it"
-
 
 def _first(value: Any) -> Any:
     return value[0] if isinstance(value, list | tuple) and value else value
 
 
-def _is_asked(wanted: Execution, name: str) -> bool:
-    return bool(getattr(wanted, name) != getattr(PLAIN, name))
-
-
-def _differs(wanted: Execution, meant: Execution, stated: Mapping[str, Any], name: str) -> bool:
-    """Whether a field is other than the plan has it, or a switch would be beside the plan's."""
-    value = getattr(wanted, name)
-    idle = isinstance(value, bool) and bool(stated[name]) != value
-    return idle or bool(getattr(meant, name) != value)
+def _unlike(wanted: Execution, other: Execution) -> set[str]:
+    """Fields of two executions that differ."""
+    names = (knob.name for knob in KNOBS)
+    return {name for name in names if getattr(wanted, name) != getattr(other, name)}
 
 
 def execution_items(plan: ParallelPlan) -> dict[str, Any]:
