@@ -148,7 +148,10 @@ def changes(root: Any, wanted: Iterable[FieldValue]) -> tuple[Change, ...]:
         if before is not ABSENT:
             if not _is_same(path, before, value):
                 found.append(Change(field=path, before=before, after=value, reason=reason))
-        elif not _is_default(value):
+        # what a framework does that has no such field: one rank, off, or unset
+        elif not (
+            value is None or value is False or (value in (1, "no_shard") and value is not True)
+        ):
             raise UserInputError(
                 path,
                 value,
@@ -180,11 +183,6 @@ def carry_out(root: Any, changed: tuple[Change, ...]) -> tuple[Change, ...]:
 def _set(root: Any, path: str, value: Any) -> None:
     parent, _, name = path.rpartition(".")
     setattr(find(root, parent) if parent else root, name, value)
-
-
-def _is_default(value: Any) -> bool:
-    """What a framework does that has no such field: one rank, off, or unset."""
-    return value is None or value is False or (value in (1, "no_shard") and value is not True)
 
 
 def _is_same(path: str, before: Any, value: Any) -> bool:

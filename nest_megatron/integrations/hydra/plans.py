@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -315,7 +315,13 @@ def _plan_first(config: Any, view: AppView, environment: Mapping[str, str]) -> N
     path = plan_output(view.settings.out, [view.settings.plan])
     path = path or Path(config.hydra.runtime.output_dir, "nest_plan.yaml")
     found = PLANS.of(config)
-    changes = tuple(_changes(found, view))
+    reasons = {item: reason(found.plan, item) for item in plan_values(found.plan)}
+    reasons |= {knob.name: knob.reason for knob in KNOBS}
+    changes = [
+        Change(field=str(view.place(item)), before=None, after=found.values[item], reason=why)
+        for item, why in reasons.items()
+        if view.is_planned(item)
+    ]
     rows = [(each.field, value_text(each.after), each.reason) for each in changes]
     show(*values_report(found.plan, rows, found.notes))
     plan_file.write(found.plan, path)
@@ -328,15 +334,6 @@ def _plan_first(config: Any, view: AppView, environment: Mapping[str, str]) -> N
         )
         hosts = [socket.gethostname()]
         PLANS.run = recorder.begin(found.plan, hosts, PLANS.launch, is_watched=False)
-
-
-def _changes(found: AppPlan, view: AppView) -> Iterator[Change]:
-    """Each field that asks for the plan, with its value and the reason."""
-    reasons = {item: reason(found.plan, item) for item in plan_values(found.plan)}
-    reasons |= {knob.name: knob.reason for knob in KNOBS}
-    for item, why in reasons.items():
-        if view.is_planned(item) and (path := view.place(item)) is not None:
-            yield Change(field=path, before=None, after=found.values[item], reason=why)
 
 
 #: Choices that an application may have a field for.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
@@ -26,7 +26,6 @@ from nest_megatron.integrations.megatron_lm.read import job_from_values
 from nest_megatron.integrations.recipe import lightning_precision
 from nest_megatron.layout.arguments import LAYOUT_ARGUMENTS
 from nest_megatron.model.arguments import EXPERT_NAMES, LINEAR_NAMES, SAME_NAMES
-from nest_megatron.model.spec import TransformerSpec
 
 #: Megatron's names, by which any application may have its fields.
 _NAMES = (
@@ -94,6 +93,7 @@ _REFUSED = {
     "hyena": "convolution layers are not supported",
     "step_batch_size_schedule": "a schedule of batch sizes is not read of an application",
 }
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "seq_length")
 #: What is read of an application whose model is named.
 _OF_THE_JOB = ("global_batch_size", "rampup_batch_size", *READ)
 _OF_THE_MODEL = tuple(name for name in _NAMES if name not in READ)
@@ -158,7 +158,13 @@ def read_app(view: AppView, composed: Settings) -> Job:
     if composed.train.global_batch_size is None:
         _require(values, "global_batch_size", view)
     if composed.model is not None:
-        job, unsaid = _named(read_spec(composed), values), []
+        spec, unsaid = with_seq_length(read_spec(composed), values.get("seq_length")), []
+        stated = {
+            **{name: values[name] for name in _OF_THE_JOB if name in values},
+            **{name: getattr(spec, name) for name in _SIZES},  # as a job needs to be read
+            "padded_vocab_size": spec.vocab_size,
+        }
+        job = dataclasses.replace(job_from_values(stated, explicit=()), spec=spec)
         if composed.train.seq_length is None and values.get("seq_length") is None:
             unsaid.append(
                 f"The application has no {view.own_path('seq_length')}: sequences of "
@@ -185,33 +191,12 @@ def read_app(view: AppView, composed: Settings) -> Job:
     )
 
 
-def _named(spec: TransformerSpec, values: Mapping[str, Any]) -> Job:
-    """A model of the catalogue with the application's batch, sequence and number format."""
-    spec = with_seq_length(spec, values.get("seq_length"))
-    sizes = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "seq_length")
-    stated = {
-        **{name: values[name] for name in _OF_THE_JOB if name in values},
-        **{name: getattr(spec, name) for name in sizes},  # as much as a job needs to be read
-        "padded_vocab_size": spec.vocab_size,
-    }
-    return dataclasses.replace(job_from_values(stated, explicit=()), spec=spec)
-
-
 def _values(view: AppView) -> dict[str, Any]:
     """The application's fields as Megatron's arguments; what it does not have is left out."""
     values = {name: view.value(name) for name in _NAMES}
     for theirs, ours in _RENAMED.items():
         if values.get(ours) is None:
             values[ours] = view.value(theirs)
-    values |= _translated(view)
-    values = {name: value for name, value in values.items() if value is not None}
-    values["group_query_attention"] = "num_query_groups" in values
-    return values
-
-
-def _translated(view: AppView) -> dict[str, Any]:
-    """What Megatron says otherwise; Lightning's ``trainer.precision`` among it."""
-    values: dict[str, Any] = {}
     if not (view.value("bf16") or view.value("fp16")):
         stated = view.value("precision") or view.at("trainer.precision")
         kind = lightning_precision("bf16" if stated is None else stated, "trainer.precision")
@@ -235,6 +220,8 @@ def _translated(view: AppView) -> dict[str, Any]:
     optimizer = view.value("optim")
     if isinstance(optimizer, Mapping) and view.value("use_distributed_optimizer") is None:
         values["use_distributed_optimizer"] = "dist" in str(optimizer.get("name"))
+    values = {name: value for name, value in values.items() if value is not None}
+    values["group_query_attention"] = "num_query_groups" in values
     return values
 
 
@@ -313,33 +300,29 @@ def _assumptions(view: AppView) -> Iterator[str]:
 
 
 def _unread_notes(view: AppView) -> Iterator[str]:
-    if unread := sorted(_beside(view)):
+    mapped = set(view.settings.fields.values())
+    if unread := sorted(_beside(view, mapped)):
         yield f"Fields beside those of the model that are not read: {', '.join(unread)}."
-    if others := sorted(_of_another_job(view)):
-        yield (
-            "Fields that are not read, though with them the job has other work or less memory: "
-            f"{', '.join(others)}. It is planned without; +nest.overrides.memory.margin=0.3 keeps "
-            "30 % of the memory free."
-        )
-
-
-def _of_another_job(view: AppView) -> Iterator[str]:
-    """Fields that are set anywhere, change the job, and that nothing reads."""
-    read = {*view.settings.fields.values(), *map(view.own_path, _KNOWN)}
+    read, set_elsewhere = {*mapped, *map(view.own_path, _KNOWN)}, []
     for path, _ in leaves(view.raw):
         if path.startswith("nest.") or path in read or not _OTHER_JOB.search(path):
             continue
         if (value := view.at(path)) not in (None, False, 0, "", "none", "null"):
-            yield f"{path}={value_text(value)}"
+            set_elsewhere.append(f"{path}={value_text(value)}")
+    if set_elsewhere:
+        yield (
+            "Fields that are not read, though with them the job has other work or less memory: "
+            f"{', '.join(sorted(set_elsewhere))}. It is planned without; "
+            "+nest.overrides.memory.margin=0.3 keeps 30 % of the memory free."
+        )
 
 
 def _is_said(view: AppView, name: str) -> bool:
     return name in view.settings.fields or view.has(view.own_path(name))
 
 
-def _beside(view: AppView) -> Iterator[str]:
+def _beside(view: AppView, mapped: Collection[str]) -> Iterator[str]:
     """Fields that are set in the nodes that ``nest.fields`` names, and that nothing reads."""
-    mapped = set(view.settings.fields.values())
     for parent in {path.rpartition(".")[0] for path in mapped}:
         for name, value in node_at(view.raw, parent).items():
             path = f"{parent}.{name}" if parent else str(name)

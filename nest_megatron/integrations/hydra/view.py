@@ -64,19 +64,14 @@ class AppSettings:
         return (*settings, Setting(key="cluster.num_gpus", value=str(num_gpus)))
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _are_names(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
-
-
 _MODES = [Mode.AUTO.value, Mode.PINNED.value]
 #: Setting -> whether a value is one, and what it must be.
 _LIMITS = {
     "mode": (_MODES.__contains__, f"it is {' or '.join(_MODES)}"),
-    "may_differ": (_are_names, "it is a list of names"),
+    "may_differ": (
+        lambda value: isinstance(value, list | tuple) and all(isinstance(n, str) for n in value),
+        "it is a list of names",
+    ),
     **{
         name: (lambda value: isinstance(value, Mapping), f"it is a mapping, +nest.{name}.KEY=VALUE")
         for name in ("fields", "overrides")
@@ -86,7 +81,7 @@ _LIMITS = {
         for name in ("cluster", "model", "plan", "out", "root")
     },
     "num_gpus": (
-        lambda value: value is None or _is_count(value),
+        lambda value: value is None or (isinstance(value, int) and value > 0 and value is not True),
         "it is a whole number of at least 1",
     ),
 }

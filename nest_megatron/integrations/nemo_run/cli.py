@@ -52,7 +52,12 @@ def nest_auto(
     Raises:
         NestError: if there is no such recipe, or no plan for it.
     """
-    task = _pretrain_recipe(recipe)(num_nodes=num_nodes, num_gpus_per_node=num_gpus_per_node)
+    try:
+        make = importlib.import_module(f"{_RECIPES}.{recipe}").pretrain_recipe
+    except (ModuleNotFoundError, AttributeError) as error:
+        fix = f"Give the name of a module in {_RECIPES} that has a pretrain_recipe."
+        raise UserInputError("nest_auto recipe", recipe, str(error), fix) from error
+    task = make(num_nodes=num_nodes, num_gpus_per_node=num_gpus_per_node)
     options = TaskOptions(
         cluster=cluster, overrides=overrides or [], keep=keep or [], vocab_size=vocab_size
     )
@@ -60,15 +65,3 @@ def nest_auto(
     with contextlib.redirect_stdout(sys.stderr):  # the task's own YAML may go to standard output
         show(fields_report(plan, changes))
     return task
-
-
-def _pretrain_recipe(name: str) -> Any:
-    try:
-        return importlib.import_module(f"{_RECIPES}.{name}").pretrain_recipe
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise UserInputError(
-            "nest_auto recipe",
-            name,
-            str(error),
-            f"Give the name of a module in {_RECIPES} that has a pretrain_recipe.",
-        ) from error
