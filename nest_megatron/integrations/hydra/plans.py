@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -100,7 +100,21 @@ def plan_app(view: AppView, environment: Mapping[str, str]) -> AppPlan:
         if here:
             require_launch(settings.mode)
         if settings.mode is Mode.AUTO:
-            plan, job, notes = _searched(view, place())
+            found = place()
+            job = read_app(view, found.settings)
+            job = dataclasses.replace(
+                job, free=_FREE, can_state=planned_execution(view), notes=(*job.notes, *found.notes)
+            )
+            own, offer = job_space(job, found.settings)
+            request = request_for(
+                *(job, found.cluster, found.settings, space_of(own, view, job)),
+                offer=offer,
+                freed=freed_flags(job.free),
+            )
+            plan, notes = plan_to_launch(request, found.settings), request.notes
+            require_decided(plan, request.max_seconds)
+            origin = plan.provenance.made_for("a Hydra application", None, "+nest=auto")
+            plan = dataclasses.replace(plan, provenance=origin)
         else:
             pinned = read_launched(pinned_file(settings.plan), size)
             plan, notes, signer = pinned.plan, (pinned_by(pinned.pin),), pinned.signer
@@ -124,23 +138,6 @@ def plan_app(view: AppView, environment: Mapping[str, str]) -> AppPlan:
     return AppPlan(plan=plan, values=values, notes=notes, signer=signer)
 
 
-def _searched(view: AppView, place: JobCluster) -> tuple[ParallelPlan, Job, tuple[str, ...]]:
-    composed, job = place.settings, read_app(view, place.settings)
-    job = dataclasses.replace(
-        job, free=_FREE, can_state=planned_execution(view), notes=(*job.notes, *place.notes)
-    )
-    own, offer = job_space(job, composed)
-    space, freed = space_of(own, view, job), freed_flags(job.free)
-    wanted = request_for(job, place.cluster, composed, space, offer=offer, freed=freed)
-    found = plan_to_launch(wanted, composed)
-    require_decided(found, wanted.max_seconds)
-    origin = found.provenance.made_for("a Hydra application", None, "+nest=auto")
-    return dataclasses.replace(found, provenance=origin), job, wanted.notes
-
-
-Choice = TypeVar("Choice", RankOrder, ZeroStage)
-
-_OF_EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 #: Choices that need no field: they follow from others, or only save time where they are set.
 _NEED_NO_FIELD = (
     "global_batch_size",
@@ -172,16 +169,14 @@ def space_of(own: SearchSpace, view: AppView, job: Job) -> SearchSpace:
     A choice without a field is fixed at what Megatron does by itself; one that is given by hand is
     fixed at that; ``UserInputError`` for one that can be neither.
     """
-    if not view.is_planned("pipeline_model_parallel_layout") and view.given(
-        "pipeline_model_parallel_layout"
-    ):
+    layout, mapping = "pipeline_model_parallel_layout", "use_tp_pp_dp_mapping"
+    if not view.is_planned(layout) and (given := view.given(layout)):
         raise UserInputError(
-            str(view.place("pipeline_model_parallel_layout")),
-            view.given("pipeline_model_parallel_layout"),
+            str(view.place(layout)),
+            given,
             "a layout given by hand leaves nothing to search for in a Hydra application",
             "Leave it out, or launch without nest.",
         )
-    mapping = "use_tp_pp_dp_mapping"
     order = RankOrder.TP_CP_EP_PP_DP if view.given(mapping) else RankOrder.TP_CP_EP_DP_PP
     orders = tuple(RankOrder) if view.is_planned(mapping) else (order,)
     # sequence parallelism comes with tensor parallelism, as every plan wants it
@@ -202,7 +197,7 @@ def space_of(own: SearchSpace, view: AppView, job: Job) -> SearchSpace:
         zero_stages=_common("zero_stage", own.zero_stages, zero_stages(view, job)),
         recompute=recompute,
         without_modules=own.without_modules if with_modules else frozenset(RecomputeModule),
-        even_stages=not view.is_planned("pipeline_model_parallel_layout"),
+        even_stages=not view.is_planned(layout),
     )
 
 
@@ -258,9 +253,7 @@ def zero_stages(view: AppView, job: Job) -> tuple[ZeroStage, ...]:
     return (ZeroStage.OPTIMIZER if job.use_distributed_optimizer else ZeroStage.NONE,)
 
 
-def _common(
-    name: str, wanted: tuple[Choice, ...], possible: tuple[Choice, ...]
-) -> tuple[Choice, ...]:
+def _common(name: str, wanted: tuple[Any, ...], possible: tuple[Any, ...]) -> tuple[Any, ...]:
     found = tuple(each for each in wanted if each in possible)
     if not found:
         raise UserInputError(
@@ -277,7 +270,7 @@ def _degrees(own: SearchSpace, view: AppView, spec: TransformerSpec) -> dict[str
     fixed: dict[str, int] = {}
     for name in DEGREES:
         free = name == "data_parallel_size" or view.is_planned(name) or name in own.fixed
-        if free or (name in _OF_EXPERTS and not spec.is_moe):
+        if free or (name.startswith("expert_") and not spec.is_moe):
             continue
         given = view.given(name)
         if name == "expert_tensor_parallel_size":  # Megatron divides an expert like a layer

@@ -26,6 +26,7 @@ from nest_megatron.integrations.field_mapping import (
     Recorded,
     fields_beside,
     layout_fields,
+    planned_items,
 )
 from nest_megatron.integrations.field_mapping import plan_changes as recipe_changes
 from nest_megatron.integrations.fields import (
@@ -54,6 +55,7 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.packages import install_command
 
 _STRATEGY = "trainer.strategy"
+_OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
 #: Rows of the tokenizer that NeMo's mock data builds where none is given.
 #: The last is called as the first, in another module (``llm.t5.data``).
 _MOCK_ROWS = {
@@ -266,18 +268,13 @@ class NemoRecipe(Recipe):
                 "a strategy that is built already cannot take another DDP configuration",
                 "Give the recipe itself, before it is built.",
             )
-        names = (
-            "overlap_grad_reduce",
-            "overlap_param_gather",
-            "use_distributed_optimizer",
-            "use_megatron_fsdp",
-        )
+        chosen = planned_items(plan)
+        names = (*_OVERLAPS, "use_distributed_optimizer", "data_parallel_sharding_strategy")
         return type(self.root.trainer.strategy)(
             DistributedDataParallelConfig,
             check_for_nan_in_grad=True,  # what the strategy sets by itself
-            **{name: plan.arguments[name] for name in names},
-            data_parallel_sharding_strategy=plan.arguments["data_parallel_sharding_strategy"]
-            or "no_shard",
+            use_megatron_fsdp=plan.layout.uses_megatron_fsdp,
+            **{name: chosen[name] for name in names},
         )
 
     def _execution(self, plan: ParallelPlan) -> Iterator[FieldValue]:
@@ -314,8 +311,7 @@ class NemoRecipe(Recipe):
         callback = type(self.root.trainer.strategy)(
             MegatronCommOverlapCallback,
             tp_comm_overlap=True,
-            overlap_grad_reduce=plan.arguments["overlap_grad_reduce"],
-            overlap_param_gather=plan.arguments["overlap_param_gather"],
+            **{name: plan.arguments[name] for name in _OVERLAPS},
         )
         why = "it makes the user buffers of tp_comm_overlap"
         return "trainer.callbacks", [*self.callbacks, callback], why
