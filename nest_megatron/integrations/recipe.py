@@ -21,6 +21,7 @@ from nest_megatron.integrations.architecture import (
     refuse_unplannable,
     unplannable,
     unpriced,
+    with_adapters,
 )
 from nest_megatron.integrations.execution_fields import ExecutionPlaces
 from nest_megatron.integrations.families import family_of
@@ -32,7 +33,6 @@ from nest_megatron.integrations.fields import (
     value_or,
 )
 from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zero
-from nest_megatron.integrations.peft import with_adapters
 from nest_megatron.integrations.restore import (
     Restored,
     data_requirements,

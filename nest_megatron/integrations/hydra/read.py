@@ -20,8 +20,7 @@ from nest_megatron.config.overrides import leaves, value_text
 from nest_megatron.cost_model.memory_flags import READ
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.integrations.architecture import CLASSIFIED, OF_FAMILIES, REFUSED, unplannable
-from nest_megatron.integrations.hydra.planned_fields import names_of, node_at
-from nest_megatron.integrations.hydra.view import AppView
+from nest_megatron.integrations.hydra.view import AppView, names_of, node_at
 from nest_megatron.integrations.megatron_lm.read import job_from_values
 from nest_megatron.integrations.recipe import lightning_precision
 from nest_megatron.layout.arguments import LAYOUT_ARGUMENTS

@@ -16,8 +16,9 @@ from nest_megatron.integrations.megatron_bridge.config import (
     auto_recipe,
     plan_changes,
     read_recipe,
+    to_dotlist,
+    to_yaml,
 )
-from nest_megatron.integrations.megatron_bridge.write import to_dotlist, to_yaml
 
 __all__ = [
     "apply_plan",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -19,11 +21,7 @@ from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.base_models import hub_name, known_rows
 from nest_megatron.integrations.execution_fields import ExecutionPlaces
-from nest_megatron.integrations.field_mapping import (
-    Recorded,
-    fields_beside,
-    layout_fields,
-)
+from nest_megatron.integrations.field_mapping import Recorded, fields_beside, layout_fields
 from nest_megatron.integrations.field_mapping import plan_changes as recipe_changes
 from nest_megatron.integrations.fields import ABSENT, FieldValue, carry_out, value_or
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
@@ -303,3 +301,52 @@ def plan_changes(
 ) -> tuple[Change, ...]:
     """As ``apply_plan``, but the configuration stays as it is."""
     return recipe_changes(BridgeConfig(cfg, environment), plan, free)
+
+
+#: A value that Hydra's grammar and YAML read alike; of other objects (torch types) the text.
+_text = partial(json.dumps, default=str)
+
+
+def to_dotlist(changes: Iterable[Change]) -> list[str]:
+    """Changes as overrides in Hydra's grammar, one a field.
+
+    >>> to_dotlist([Change(field="model.recompute_modules", before=None, after=["mlp"], reason="")])
+    ['model.recompute_modules=["mlp"]']
+    """
+    words = []
+    for change in changes:
+        removed = _removed(change)
+        words += [f"~{path}" for path in removed] or [f"{change.field}={_text(change.after)}"]
+    return words
+
+
+def to_yaml(changes: Iterable[Change]) -> str:
+    """Changes as a YAML overlay, each field with its reason."""
+    tree: dict[str, Any] = {}
+    for change in changes:
+        *parents, name = change.field.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = change
+    return "\n".join([*_lines(tree, ""), ""])
+
+
+def _lines(tree: dict[str, Any], indent: str) -> list[str]:
+    lines = []
+    for name, node in tree.items():
+        if isinstance(node, Change) and (removed := _removed(node)):
+            lines.append(f"{indent}# take {', '.join(removed)} out: {node.reason}")
+        elif isinstance(node, Change):
+            lines.append(f"{indent}# {node.reason}")
+            lines.append(f"{indent}{name}: {_text(node.after)}")
+        else:
+            lines += [f"{indent}{name}:", *_lines(node, f"{indent}  ")]
+    return lines
+
+
+def _removed(change: Change) -> list[str]:
+    """Entries of a mapping that a change takes out, which a file to merge cannot say."""
+    if not (isinstance(change.before, Mapping) and isinstance(change.after, Mapping)):
+        return []
+    return [f"{change.field}.{name}" for name in change.before.keys() - change.after.keys()]
