@@ -35,7 +35,7 @@ from nest_megatron.plain import to_plain
 from nest_megatron.planner.pinned_job import resolved
 
 #: Fields that state the stage boundaries, and their values where the plan says it.
-STAGE_FIELDS = {
+_STAGE_FIELDS = {
     "num_layers_in_first_pipeline_stage": None,
     "num_layers_in_last_pipeline_stage": None,
     "account_for_embedding_in_pipeline_split": False,
@@ -121,7 +121,7 @@ def layout_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
             if item != even or pp == 1 or value is not None:
                 why = reason(plan, item)
             yield recipe.items[item], value, why
-    for item, cleared in STAGE_FIELDS.items():
+    for item, cleared in _STAGE_FIELDS.items():
         if item in recipe.items and not stays:
             yield recipe.items[item], cleared, "the plan states every stage itself"
 

@@ -81,7 +81,7 @@ RECOMPUTE = (
 #: What every plan takes back (``field_mapping``), so that it weighs on no plan's memory.
 TAKEN_BACK = "defer_embedding_wgrad_compute"
 #: Items of a plan whose names among Megatron-LM's arguments are others.
-_ARGUMENTS = {
+ARGUMENTS = {
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
@@ -229,7 +229,7 @@ class Recipe(Configuration, ABC):
                 "Train without packing.",
             )
         fixed = {
-            _ARGUMENTS.get(item, item): value
+            ARGUMENTS.get(item, item): value
             for item, value in stated.items()
             if item in _FIXED
             and value is not None
@@ -322,7 +322,7 @@ class Recipe(Configuration, ABC):
         stated, virtual = self.stated(), "virtual_pipeline_model_parallel_size"
         if stated.get(virtual) == 1 or stated["pipeline_model_parallel_layout"] is not None:
             stated.pop(virtual, None)
-        return {_ARGUMENTS.get(item, item): value for item, value in stated.items()}
+        return {ARGUMENTS.get(item, item): value for item, value in stated.items()}
 
 
 def layout_text(layout: Any) -> str | None:

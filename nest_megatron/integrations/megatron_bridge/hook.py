@@ -29,7 +29,6 @@ from nest_megatron.config.target import installed_packages
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import OK, UserInputError
 from nest_megatron.integrations import audit
-from nest_megatron.integrations.field_mapping import STAGE_FIELDS
 from nest_megatron.integrations.launched import fields_report
 from nest_megatron.integrations.megatron_bridge.config import BridgeConfig, apply_plan, read_recipe
 from nest_megatron.integrations.megatron_lm import watch
@@ -47,27 +46,19 @@ from nest_megatron.integrations.megatron_lm.ranks import (
     words_of,
 )
 from nest_megatron.integrations.megatron_lm.same_job import fields, versions
-from nest_megatron.integrations.megatron_lm.search_space import free_parameters
+from nest_megatron.integrations.megatron_lm.search_space import CHOICES, free_parameters
 from nest_megatron.integrations.plan_output import pinned_file, plan_output
 from nest_megatron.integrations.plan_recipe import pinned_recipe, plan_recipe
 from nest_megatron.integrations.process_variables import set_rank_variables, set_variables
-from nest_megatron.integrations.recipe import RECOMPUTE
+from nest_megatron.integrations.recipe import ARGUMENTS
 from nest_megatron.integrations.site_policy import require_launch
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.execution_arguments import EXECUTION_ARGUMENTS, execution_environment
+from nest_megatron.layout.execution_arguments import EXECUTION_FIELDS, execution_environment
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.report.console import show
 
 #: Settings of ``+nest`` that need Megatron-LM's own arguments.
 _NOT_HERE = ("on_mismatch", "ranks", "stop_before_training")
-#: Item of a plan -> the choice that it belongs to, where the two have other names.
-_CHOICES = {
-    **dict.fromkeys(RECOMPUTE, "recompute"),
-    **dict.fromkeys(("pipeline_model_parallel_layout", *STAGE_FIELDS), "stage_layout"),
-    "use_distributed_optimizer": "zero_stage",
-    "data_parallel_sharding_strategy": "zero_stage",
-    "use_tp_pp_dp_mapping": "rank_order",
-}
 #: Items that a plan derives from other choices, so that nothing is there to be kept.
 _DERIVED = ("sequence_parallel", "overlap_grad_reduce", "overlap_param_gather", "global_batch_size")
 _PATIENCE_S = 600.0
@@ -228,13 +219,13 @@ def stated_choices(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...
     """
     if "all" in free:
         return ()
-    items = {path: item for item, path in BridgeConfig.items.items() if item not in _DERIVED}
-    items |= {
-        f"{holder}.{argument}": choice
-        for choice, arguments in EXECUTION_ARGUMENTS.items()
-        for argument in arguments
-        for holder in ("model", "comm_overlap")
+    arguments = {
+        path: ARGUMENTS.get(item, item)
+        for item, path in BridgeConfig.items.items()
+        if item not in _DERIVED
     }
-    named = [items[path] for path in stated if path in items]
-    choices = dict.fromkeys(_CHOICES.get(item, item) for item in named)
-    return tuple(choice for choice in choices if choice not in free)
+    for name in EXECUTION_FIELDS:
+        arguments |= {f"model.{name}": name, f"comm_overlap.{name}": name}
+    choices = {name: choice for choice, names in CHOICES.items() for name in names}
+    said = dict.fromkeys(choices[arguments[path]] for path in stated if path in arguments)
+    return tuple(choice for choice in said if choice not in free)
