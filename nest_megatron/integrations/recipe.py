@@ -100,10 +100,12 @@ _ACTIVATIONS = {
     "squared_relu": "squared_relu",
 }
 #: What else the configuration of a model names as Megatron's arguments do.
-_SHAPE = (
+SHAPE = (
+    *SAME_NAMES,
+    *LINEAR_NAMES,
+    *EXPERT_NAMES,
     "num_attention_heads",
     "num_query_groups",
-    "layernorm_zero_centered_gamma",
     "window_size",
     "window_attn_skip_freq",
     "experimental_attention_variant",
@@ -111,7 +113,6 @@ _SHAPE = (
     "no_rope_freq",
     "mtp_num_layers",
     "moe_layer_freq",
-    *EXPERT_NAMES,
 )
 #: Megatron's name of a setting of memory -> other names for it in configurations.
 _SPELLINGS = {
@@ -397,7 +398,7 @@ def _spec(
     kind = value_or(config, "position_embedding_type", "rope")
     longest = max(seq_length, value_or(config, "seq_length", 0))
     values = {
-        **{name: value_or(config, name) for name in (*SAME_NAMES, *LINEAR_NAMES, *_SHAPE)},
+        **{name: value_or(config, name) for name in (*SHAPE, "layernorm_zero_centered_gamma")},
         "group_query_attention": True,
         "num_experts": value_or(config, "num_moe_experts"),
         "position_embedding_type": kind,

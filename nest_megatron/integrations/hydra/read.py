@@ -22,35 +22,23 @@ from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.integrations.architecture import CLASSIFIED, OF_FAMILIES, REFUSED, unplannable
 from nest_megatron.integrations.hydra.view import AppView, names_of, node_at
 from nest_megatron.integrations.megatron_lm.read import job_from_values
-from nest_megatron.integrations.recipe import lightning_precision
+from nest_megatron.integrations.recipe import SHAPE, lightning_precision
 from nest_megatron.layout.arguments import LAYOUT_ARGUMENTS
-from nest_megatron.model.arguments import EXPERT_NAMES, LINEAR_NAMES, SAME_NAMES
 
 #: Megatron's names, by which any application may have its fields.
 _NAMES = (
-    *SAME_NAMES,
-    *EXPERT_NAMES,
+    *SHAPE,
     "num_layers",
     "hidden_size",
     "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
     "seq_length",
     "vocab_size",
     "padded_vocab_size",
     "tokenizer_type",
-    "window_size",
-    "window_attn_skip_freq",
     "swiglu",
     "squared_relu",
     "quick_geglu",
     "num_experts",
-    "moe_layer_freq",
-    "mtp_num_layers",
-    *LINEAR_NAMES,
-    "experimental_attention_variant",
-    "linear_attention_freq",
-    "no_rope_freq",
     "is_hybrid_model",
     "hybrid_override_pattern",
     "hybrid_attention_ratio",
