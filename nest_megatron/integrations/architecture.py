@@ -16,7 +16,7 @@ from typing import Any
 
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UnplannableModelError, UserInputError
-from nest_megatron.integrations.fields import class_names, set_fields, shown, value_or
+from nest_megatron.integrations.fields import class_names, classes_of, set_fields, shown, value_or
 from nest_megatron.model.adapters import EXPERTS, Adapters, PeftScheme
 from nest_megatron.model.spec import TransformerSpec
 
@@ -79,20 +79,13 @@ def _refused(config: Any, wrappers: tuple[Any, ...]) -> Iterator[tuple[str, Any,
     for name, lacking in _refused_classes(config):
         yield "model", name, lacking
     for wrapper in wrappers:  # a user's own class may stand before one of NeMo's that is known
-        for kind in _mro(wrapper):
+        for kind in classes_of(wrapper):
             if kind.__name__ in _TABLE["supported_models"]:
                 break
             if kind.__module__.partition(".")[0] == "nemo":
                 yield "model", kind.__name__, "such a model is not supported"
     for name, value, lacking in _refused_fields(config):
         yield f"model.{name}", value, lacking
-
-
-def _mro(config: Any) -> tuple[type, ...]:
-    """The class of an object and its bases; for a Fiddle buildable, of what it builds."""
-    built = getattr(config, "__fn_or_cls__", type(config))
-    found: tuple[type, ...] = getattr(built, "__mro__", (built,))
-    return found
 
 
 def _refused_fields(config: Any) -> Iterator[tuple[str, Any, str]]:
@@ -116,7 +109,7 @@ def _refused_fields(config: Any) -> Iterator[tuple[str, Any, str]]:
     stack = value_or(config, "mamba_stack_spec")
     if stack is not None and not _is_standard_stack(stack):
         yield "mamba_stack_spec", layer_builder(stack), foreign
-    core = next((kind for kind in _mro(config) if kind.__name__ == "TransformerConfig"), None)
+    core = next((kind for kind in classes_of(config) if kind.__name__ == "TransformerConfig"), None)
     defaults = getattr(core, "__dataclass_fields__", {})  # of fields that a newer release has added
     for name, value in set_fields(config):
         if name not in CLASSIFIED and value != _default(defaults.get(name)):
@@ -135,7 +128,7 @@ def _refused_classes(config: Any) -> Iterator[tuple[str, str]]:
     A family that only states sizes has nothing of its own but values of known fields, and those are
     looked at one by one; one that adds fields or overrides how a model is built must be known.
     """
-    mro = _mro(config)
+    mro = classes_of(config)
     for place, kind in enumerate(mro):
         own = vars(kind)
         known = kind.__name__ in _TABLE["supported_classes"]

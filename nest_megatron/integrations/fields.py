@@ -105,16 +105,21 @@ def find(root: Any, path: str) -> Any:
     return root
 
 
-def class_names(holder: Any) -> tuple[str, ...]:
-    """Names of an object's class and its bases; for a Fiddle buildable, of what it builds."""
+def classes_of(holder: Any) -> tuple[type, ...]:
+    """An object's class and its bases; for a Fiddle buildable, those of what it builds."""
     built = getattr(holder, "__fn_or_cls__", type(holder))
-    return tuple(base.__name__ for base in getattr(built, "__mro__", (built,)))
+    found: tuple[type, ...] = getattr(built, "__mro__", (built,))
+    return found
+
+
+def class_names(holder: Any) -> tuple[str, ...]:
+    """Names of an object's class and its bases."""
+    return tuple(base.__name__ for base in classes_of(holder))
 
 
 def set_fields(holder: Any) -> Iterator[tuple[str, Any]]:
     """Fields of a configuration that are set, and not empty or off, with their values."""
-    kind = getattr(holder, "__fn_or_cls__", type(holder))
-    own = getattr(kind, "__dataclass_fields__", {})
+    own = getattr(classes_of(holder)[0], "__dataclass_fields__", {})
     set_here = getattr(holder, "__arguments__", None) or getattr(holder, "__dict__", {})
     for name in dict.fromkeys((*own, *set_here)):
         value = attribute(holder, name)
