@@ -289,9 +289,10 @@ def command_of_plan(
         assert job.changes is not None
         changes = job.changes(found)
         found = made_for(found, job, "plan --from")
-        return CommandPlan(job=job, request=request, plan=found, changes=changes)
-    kept = kept_flags(job, request, composed)
-    found, rewrite = with_command(
-        found, command, made_by="plan --from", kept=kept, notes=request.notes
-    )
-    return CommandPlan(job=job, request=request, plan=found, changes=rewrite.changes)
+    else:
+        kept = kept_flags(job, request, composed)
+        found, rewrite = with_command(
+            found, command, made_by="plan --from", kept=kept, notes=request.notes
+        )
+        changes = rewrite.changes
+    return CommandPlan(job=job, request=request, plan=found, changes=changes)
