@@ -25,15 +25,15 @@ class Family:
     """One family of models.
 
     Args:
-        fields: of a ``TransformerSpec``, by Megatron's names, from a configuration and the tokens
-            of a sample: those that the family spells otherwise, or that its code fixes.
+        fields: of a ``TransformerSpec``, by Megatron's names, from a configuration: those that the
+            family spells otherwise, or that its code fixes.
         ones: the degrees that its code takes only as 1, and why.
         cuts_chunks: they are so only where its attention is cut into chunks.
         packs: its attention takes packed sequences.
         recomputes_layers: whole layers can be recomputed.
     """
 
-    fields: Callable[[Any, int], dict[str, Any]] = lambda _, __: {}
+    fields: Callable[[Any], dict[str, Any]] = lambda _: {}
     ones: Mapping[str, str] = field(default_factory=dict)
     cuts_chunks: bool = False
     packs: bool = True
@@ -55,16 +55,7 @@ def family_of(config: Any) -> Family:
     return next((FAMILIES[name] for name in class_names(config) if name in FAMILIES), Family())
 
 
-def _llama4(config: Any, seq_length: int) -> dict[str, Any]:
-    """NeMo cuts sequences that are longer than a chunk on every layer, rotated or not.
-
-    Source: ``nemo.collections.llm.gpt.model.llama4_utils.Llama4SelfAttention.forward``.
-    """
-    chunk = value_or(config, "attention_chunk_size", seq_length)
-    return {"attention_chunk_size": chunk if seq_length > chunk else None}
-
-
-def _hybrid(config: Any, _: int) -> dict[str, Any]:
+def _hybrid(config: Any) -> dict[str, Any]:
     """A pattern, or the shares that make one; 0.16.1 has no MTP layers there."""
     pattern = value_or(config, "hybrid_override_pattern", "")
     if not pattern:
@@ -73,14 +64,14 @@ def _hybrid(config: Any, _: int) -> dict[str, Any]:
     return {"hybrid_layer_pattern": pattern}
 
 
-def _nemotron_h(config: Any, seq_length: int) -> dict[str, Any]:
+def _nemotron_h(config: Any) -> dict[str, Any]:
     """NeMo writes the squared ReLU of these models as a function without a name."""
     function = value_or(config, "activation_func")
     own = getattr(function, "__qualname__", "").startswith("NemotronHConfigBase.")
-    return _hybrid(config, seq_length) | ({"activation": "squared_relu"} if own else {})
+    return _hybrid(config) | ({"activation": "squared_relu"} if own else {})
 
 
-def _heterogeneous(config: Any, _: int) -> dict[str, Any]:
+def _heterogeneous(config: Any) -> dict[str, Any]:
     """The layers of ``block_configs``, which the text in a configuration or its file holds."""
     builder = layer_builder(value_or(config, "transformer_layer_spec"))
     if builder not in _HETEROGENEOUS_LAYERS:
@@ -104,7 +95,7 @@ def _heterogeneous(config: Any, _: int) -> dict[str, Any]:
     return {"heterogeneous_layers": layers}
 
 
-def _gemma2(config: Any, _: int) -> dict[str, Any]:
+def _gemma2(config: Any) -> dict[str, Any]:
     """Windows are masks over the whole square of scores, and save nothing."""
     variant = ModelVariant(
         norm_placement=NormPlacement.SANDWICH,
@@ -114,7 +105,7 @@ def _gemma2(config: Any, _: int) -> dict[str, Any]:
     return {"variant": variant, "window_size": None}
 
 
-def _gemma3(config: Any, _: int) -> dict[str, Any]:
+def _gemma3(config: Any) -> dict[str, Any]:
     """Of ``interleaved_attn_pattern`` layers the last ones attend in full; 1B has no image tower.
 
     Source: ``Gemma3TEDotProductAttention`` of both frameworks.
@@ -137,7 +128,7 @@ def _gemma3(config: Any, _: int) -> dict[str, Any]:
     }
 
 
-def _qwen_vl(config: Any, _: int) -> dict[str, Any]:
+def _qwen_vl(config: Any) -> dict[str, Any]:
     """An encoder of transformers' own, whole on every rank of the first stage.
 
     Rotations over time, height and width are as many as those of a text.
@@ -199,7 +190,7 @@ FAMILIES = {
     # its rotary embedding is a pair of tensors, which CheckpointFunction does not save
     "Gemma3ModelProvider": Family(fields=_gemma3, recomputes_layers=False),
     "OlMoEModelProvider": Family(
-        fields=lambda _, __: {"variant": ModelVariant(qk_norm_full_width=True)},
+        fields=lambda _: {"variant": ModelVariant(qk_norm_full_width=True)},
         ones={
             "tensor_model_parallel_size": "its norms of queries and keys are as wide as all heads "
             "on every rank"
@@ -209,7 +200,8 @@ FAMILIES = {
     "Qwen3VLModelProvider": _QWEN3_VL,
     "Qwen3VLMoEModelProvider": _QWEN3_VL,
     "Llama4Config": Family(
-        fields=_llama4,
+        # on every layer, rotated or not (``Llama4SelfAttention.forward`` of ``llama4_utils``)
+        fields=lambda config: {"attention_chunk_size": value_or(config, "attention_chunk_size")},
         ones={
             "context_parallel_size": "its chunks are cut from the part of a sequence that one rank "
             "holds"

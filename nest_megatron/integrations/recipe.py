@@ -405,7 +405,9 @@ def _spec(
         "max_position_embeddings": longest if kind == "learned_absolute" else None,
         "rotary_base": value_or(config, "rotary_base", 10_000),
     }
-    own = family_of(config).fields(config, seq_length)
+    own = family_of(config).fields(config)
+    if (own.get("attention_chunk_size") or seq_length) >= seq_length:  # nothing is cut
+        own.pop("attention_chunk_size", None)
     values |= {name: value for name, value in own.items() if name in values}
     values["rotary_base"] = int(values["rotary_base"])
     if not values["multi_latent_attention"]:
