@@ -7,21 +7,24 @@ or is refused; one that it does not name is refused as soon as it is set.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING
+from dataclasses import MISSING, Field
 from types import FunctionType, MappingProxyType
 from typing import Any
 
 from nest_megatron.documents import packaged
-from nest_megatron.errors import UnplannableModelError
-from nest_megatron.integrations.fields import ABSENT, attribute, class_names, shown, value_or
+from nest_megatron.errors import UnplannableModelError, UserInputError
+from nest_megatron.integrations.fields import class_names, classes_of, set_fields, shown, value_or
+from nest_megatron.model.adapters import EXPERTS, Adapters, PeftScheme
+from nest_megatron.model.spec import TransformerSpec
 
-_TABLE: Mapping[str, Any] = packaged(__package__, "model_fields.toml")
+_TABLE = packaged(__package__, "model_fields.toml")
 #: Field that must be off -> what this planner lacks otherwise.
-REFUSED: Mapping[str, str] = MappingProxyType(_TABLE["refused"])
+REFUSED = MappingProxyType(_TABLE["refused"])
 #: Field that is planned for as if it were off -> what the plan then leaves out.
-UNPRICED: Mapping[str, str] = MappingProxyType(_TABLE["unpriced"])
+UNPRICED = MappingProxyType(_TABLE["unpriced"])
 #: Fields that only the code of some families looks at.
 OF_FAMILIES = frozenset(_TABLE["of_families"])
 #: Every field whose part in a plan is known.
@@ -41,15 +44,8 @@ def refuse_unplannable(config: Any, *wrappers: Any) -> None:
         config: a built configuration, a provider, or the Fiddle ``Config`` that would build one.
         wrappers: what holds the config, such as NeMo's model class; looked at by name.
     """
-    names = (name for each in (*wrappers, config) for name in class_names(each))
-    for name in (name for name in names if name not in _TABLE["supported_classes"]):
-        for pattern, lacking in _TABLE["refused_classes"].items():
-            if re.search(pattern, name):
-                raise unplannable("model", name, lacking)
-    for refused in filter(None, (_refused_class(config), *map(refused_model, wrappers))):
-        raise unplannable("model", *refused)
-    for name, value, lacking in _refused_fields(config):
-        raise unplannable(f"model.{name}", shown(value), lacking)
+    for what, value, lacking in _refused(config, wrappers):
+        raise unplannable(what, shown(value), lacking)
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if not value_or(config, name, 0):
             raise unplannable(f"model.{name}", None, "its layers are not megatron-core's")
@@ -58,7 +54,7 @@ def refuse_unplannable(config: Any, *wrappers: Any) -> None:
 def unplannable(what: str, value: object, lacking: str) -> UnplannableModelError:
     """The error for a model that this planner does not support."""
     fix = "Launch this job without nest."
-    return UnplannableModelError(what, value, limit=lacking, fix=fix)
+    return UnplannableModelError(what, value, lacking, fix)
 
 
 def unpriced(values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -74,73 +70,80 @@ def unpriced(values: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def refused_model(wrapper: Any) -> tuple[str, str] | None:
-    """NeMo's class around a configuration, where it is none of those whose model is known.
-
-    A user's own class may stand before one of NeMo's that is known.
-    """
-    built = getattr(wrapper, "__fn_or_cls__", type(wrapper))
-    for kind in getattr(built, "__mro__", (built,)):
-        if kind.__name__ in _TABLE["supported_models"]:
-            return None
-        if kind.__module__.partition(".")[0] == "nemo":
-            return kind.__name__, "such a model is not supported"
-    return None
+def _refused(config: Any, wrappers: tuple[Any, ...]) -> Iterator[tuple[str, Any, str]]:
+    """What cannot be planned for: the model or a field that is set, its value, what is lacking."""
+    for name in (name for each in (*wrappers, config) for name in class_names(each)):
+        for pattern, lacking in _TABLE["refused_classes"].items():
+            if name not in _TABLE["supported_classes"] and re.search(pattern, name):
+                yield "model", name, lacking
+    for name, lacking in _refused_classes(config):
+        yield "model", name, lacking
+    for wrapper in wrappers:  # a user's own class may stand before one of NeMo's that is known
+        for kind in classes_of(wrapper):
+            if kind.__name__ in _TABLE["supported_models"]:
+                break
+            if kind.__module__.partition(".")[0] == "nemo":
+                yield "model", kind.__name__, "such a model is not supported"
+    for name, value, lacking in _refused_fields(config):
+        yield f"model.{name}", value, lacking
 
 
 def _refused_fields(config: Any) -> Iterator[tuple[str, Any, str]]:
-    """Fields that are set and cannot be planned for, their values, and what is lacking."""
     for name, lacking in REFUSED.items():
-        if value := value_or(config, name, None):
+        if value := value_or(config, name):
             yield name, value, lacking
     for name, (described, lacking) in _TABLE["refused_otherwise"].items():
         if (value := value_or(config, name, described)) != described:
             yield name, value, lacking
-    builder = layer_builder(value_or(config, "transformer_layer_spec", None))
+    names, foreign = {*class_names(config)}, "these layers are not megatron-core's own"
+    builder = layer_builder(value_or(config, "transformer_layer_spec"))
     for name, families in _TABLE["of_families"].items():
-        if (value := value_or(config, name, None)) and not {*families} & {*class_names(config)}:
+        if (value := value_or(config, name)) and names.isdisjoint(families):
             yield name, value, f"of the supported models only {', '.join(families)} has it"
     for name, builders in _TABLE["of_builders"].items():
-        if (value := value_or(config, name, None)) and builder != builders:
+        if (value := value_or(config, name)) and builder != builders:
             yield name, value, f"only {builders} builds such layers"
-    of_family = {*_TABLE["family_layers"].get(builder, ())} & {*class_names(config)}
-    if not of_family and builder not in (None, *_TABLE["standard_layers"]):
-        yield "transformer_layer_spec", builder, "these layers are not megatron-core's own"
-    stack = value_or(config, "mamba_stack_spec", None)
+    of_no_family = names.isdisjoint(_TABLE["family_layers"].get(builder, ()))
+    if of_no_family and builder not in (None, *_TABLE["standard_layers"]):
+        yield "transformer_layer_spec", builder, foreign
+    stack = value_or(config, "mamba_stack_spec")
     if stack is not None and not _is_standard_stack(stack):
-        yield "mamba_stack_spec", layer_builder(stack), "these layers are not megatron-core's own"
-    for name, value in _unknown(config):
-        yield name, value, "this field is set, and what it does to a model is not known here"
+        yield "mamba_stack_spec", layer_builder(stack), foreign
+    core = next((kind for kind in classes_of(config) if kind.__name__ == "TransformerConfig"), None)
+    defaults = getattr(core, "__dataclass_fields__", {})  # of fields that a newer release has added
+    for name, value in set_fields(config):
+        if name not in CLASSIFIED and value != _default(defaults.get(name)):
+            yield name, value, "this field is set, and what it does to a model is not known here"
 
 
-def _refused_class(config: Any) -> tuple[str, str] | None:
-    """The first class of a configuration that may build another model, and why.
+def _default(field: Field[Any] | None) -> Any:
+    if field is None:
+        return None
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _refused_classes(config: Any) -> Iterator[tuple[str, str]]:
+    """Classes of a configuration that may build another model, and why.
 
     A family that only states sizes has nothing of its own but values of known fields, and those are
     looked at one by one; one that adds fields or overrides how a model is built must be known.
     """
-    mro = getattr(getattr(config, "__fn_or_cls__", type(config)), "__mro__", ())
+    mro = classes_of(config)
     for place, kind in enumerate(mro):
+        own = vars(kind)
         known = kind.__name__ in _TABLE["supported_classes"]
-        if known or "__dataclass_fields__" not in vars(kind):
+        if known or "__dataclass_fields__" not in own:
             continue
-        for name in vars(kind).get("__annotations__", ()):
+        for name in own.get("__annotations__", ()):
             if name not in CLASSIFIED:
-                return kind.__name__, f"what its field {name} does to a model is not known here"
-        if (method := _overridden(kind, mro[place + 1 : -1])) is not None:
-            return kind.__name__, f"its own {method} may build a model that is not supported"
-    return None
-
-
-def _overridden(kind: type, bases: tuple[type, ...]) -> str | None:
-    """A method of the bases that a class has written anew."""
-    made_here = (
-        name
-        for name, value in vars(kind).items()
-        if isinstance(value, FunctionType | property | classmethod | staticmethod)
-        if name not in _GENERATED and name not in CLASSIFIED
-    )
-    return next((name for name in made_here if any(name in vars(base) for base in bases)), None)
+                lacking = f"what its field {name} does to a model is not known here"
+                yield kind.__name__, lacking
+        for name, value in own.items():
+            is_method = isinstance(value, FunctionType | property | classmethod | staticmethod)
+            overrides = any(name in vars(base) for base in mro[place + 1 : -1])
+            if is_method and overrides and name not in {*_GENERATED, *CLASSIFIED}:
+                lacking = f"its own {name} may build a model that is not supported"
+                yield kind.__name__, lacking
 
 
 def layer_builder(spec: Any) -> str | None:
@@ -162,27 +165,73 @@ def _is_standard_stack(stack: Any) -> bool:
     return bool(names) and all(name.startswith("megatron.core.") for name in names)
 
 
-def _unknown(config: Any) -> Iterator[tuple[str, Any]]:
-    """Fields that are not classified and that are set.
+_SCHEMES = {
+    "LoRA": PeftScheme.LORA,
+    "DoRA": PeftScheme.DORA,
+    "CanonicalLoRA": PeftScheme.CANONICAL_LORA,
+}
+_READ = tuple(field.name for field in dataclasses.fields(Adapters) if field.name != "scheme")
+#: Fields that change neither time nor memory: scaling, first values, what is derived, what a
+#: checkpoint holds.
+_NO_EFFECT = (
+    *("alpha", "lora_A_init_method", "lora_B_init_method", "canonical_mapping", "params_to_save"),
+)
 
-    Set is what differs from the framework's own default; a field of one family of models alone, or
-    of one object, has none, and is set where it is not empty.
+
+def with_adapters(spec: TransformerSpec, peft: Any, where: str, config: Any) -> TransformerSpec:
+    """The model with what a job's ``peft`` trains; raises as ``read_adapters`` does.
+
+    Args:
+        config: of the model: without grouped products each expert would have adapters of its own.
     """
-    kind = getattr(config, "__fn_or_cls__", type(config))
-    own = getattr(kind, "__dataclass_fields__", {})
-    set_here = getattr(config, "__arguments__", None) or getattr(config, "__dict__", {})
-    for name in dict.fromkeys((*own, *set_here)):
-        if name in CLASSIFIED or (name not in own and name.startswith("_")):
-            continue
-        value = attribute(config, name)
-        if value is not ABSENT and value and value != _framework_default(kind, name):
-            yield name, value
+    spec = dataclasses.replace(spec, adapters=read_adapters(peft, where))
+    grouped = value_or(config, "moe_grouped_gemm", False)
+    if spec.adapters is None or not spec.is_moe or grouped:
+        return spec
+    for path in EXPERTS:
+        if spec.adapters.adapts(path, spec.num_layers):
+            raise UserInputError(
+                "model.moe_grouped_gemm",
+                grouped,
+                f"without it every expert has an adapter of its own on {path}, not priced here",
+                f"Set it, or leave {path.rpartition('.')[2]} out of {where}.target_modules.",
+            )
+    return spec
 
 
-def _framework_default(kind: Any, name: str) -> Any:
-    """A field's default in megatron-core's configuration, where a newer release has added it."""
-    for base in getattr(kind, "__mro__", ()):
-        if base.__name__ == "TransformerConfig" and name in base.__dataclass_fields__:
-            field = base.__dataclass_fields__[name]
-            return field.default if field.default_factory is MISSING else field.default_factory()
-    return None
+def read_adapters(peft: Any, where: str) -> Adapters | None:
+    """What a job's ``peft`` adapts; ``None`` where it trains all weights.
+
+    Args:
+        peft: ``LoRA``, ``DoRA`` or ``CanonicalLoRA`` of ``nemo.collections.llm.peft`` or
+            ``megatron.bridge.peft``, built or a Fiddle ``Config``.
+        where: what messages call it.
+
+    Raises:
+        UnplannableModelError: for another scheme, or a field whose effect is not known.
+        UserInputError: for what cannot be priced, naming the field.
+    """
+    if peft is None:
+        return None
+    name = class_names(peft)[0]
+    if name not in _SCHEMES:
+        raise unplannable(
+            where, name, f"of fine-tuning schemes {', '.join(_SCHEMES)} are supported"
+        )
+    for field, value in set_fields(peft):
+        if field not in (*_READ, *_NO_EFFECT) and not field.startswith("_"):
+            raise unplannable(
+                f"{where}.{field}",
+                shown(value),
+                "what this field does to time and memory is not known here",
+            )
+    stated = {field: value_or(peft, field) for field in _READ}
+    given = {field: value for field, value in stated.items() if value is not None}
+    if not (targets := tuple(given.pop("target_modules", ()))):
+        raise UserInputError(
+            f"{where}.target_modules",
+            list(targets),
+            "adapters on all but some modules are not priced",
+            "Name target_modules.",
+        )
+    return Adapters(scheme=_SCHEMES[name], target_modules=targets, **given)

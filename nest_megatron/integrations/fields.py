@@ -6,13 +6,13 @@ Works on plain objects and on Fiddle's ``Config`` and ``Partial`` alike, and loa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.diff import Change
+from nest_megatron.plain import to_plain
 
 #: A field that is not there.
 ABSENT: Any = object()
@@ -23,11 +23,12 @@ _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 FieldValue = tuple[str, Any, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigPaths:
-    """Where a framework's configuration has what a plan reads and writes.
+class Configuration:
+    """A framework's configuration, and where it has what a plan reads and writes.
 
-    Args:
+    Attributes:
+        root: the configuration.
+        target: the framework and its release.
         items: item of a plan -> its field.
         model, data, ddp: configurations of the model, of the data and of data parallelism.
         incompatible: other options that only go with some layouts -> their fields.
@@ -50,6 +51,25 @@ class ConfigPaths:
     iterations: str
     called: str = ""
 
+    def __init__(self, root: Any, target: Target) -> None:
+        self.root, self.target = root, target
+
+    def find(self, path: str) -> Any:
+        """The value at a path, or ``ABSENT``."""
+        return find(self.root, path)
+
+    def whole(self, path: str) -> int:
+        """A whole number of at least 1 at a path; ``UserInputError`` if there is none."""
+        value = self.find(path)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        raise UserInputError(
+            f"{self.called}.{path}" if self.called else path,
+            None if value is ABSENT else value,
+            "it must be a whole number of at least 1",
+            f"Set it in the {self.called or 'configuration'}.",
+        )
+
 
 def attribute(holder: Any, name: str) -> Any:
     """An attribute, or ``ABSENT``.
@@ -66,7 +86,7 @@ def attribute(holder: Any, name: str) -> Any:
         return fields[name].default_factory()
 
 
-def value_or(holder: Any, name: str, default: Any) -> Any:
+def value_or(holder: Any, name: str, default: Any = None) -> Any:
     """An attribute, or a default where it is absent or ``None``."""
     found = attribute(holder, name)
     return default if found is ABSENT or found is None else found
@@ -85,34 +105,26 @@ def find(root: Any, path: str) -> Any:
     return root
 
 
-def whole(root: Any, path: str, *, called: str = "") -> int:
-    """A whole number of at least 1 at a path; ``UserInputError`` if there is none.
-
-    Args:
-        called: what the configuration is called in the error, in front of the path.
-    """
-    value = find(root, path)
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    raise UserInputError(
-        f"{called}.{path}" if called else path,
-        None if value is ABSENT else value,
-        limit="it must be a whole number of at least 1",
-        fix=f"Set it in the {called or 'configuration'}.",
-    )
-
-
-def require_parts(root: Any, paths: Iterable[str], called: str, *, limit: str, fix: str) -> None:
-    """Refuse a configuration that lacks a part."""
-    for path in paths:
-        if find(root, path) in (ABSENT, None):
-            raise UserInputError(f"{called}.{path}", None, limit, fix)
+def classes_of(holder: Any) -> tuple[type, ...]:
+    """An object's class and its bases; for a Fiddle buildable, those of what it builds."""
+    built = getattr(holder, "__fn_or_cls__", type(holder))
+    found: tuple[type, ...] = getattr(built, "__mro__", (built,))
+    return found
 
 
 def class_names(holder: Any) -> tuple[str, ...]:
-    """Names of an object's class and its bases; for a Fiddle buildable, of what it builds."""
-    built = getattr(holder, "__fn_or_cls__", type(holder))
-    return tuple(base.__name__ for base in getattr(built, "__mro__", (built,)))
+    """Names of an object's class and its bases."""
+    return tuple(base.__name__ for base in classes_of(holder))
+
+
+def set_fields(holder: Any) -> Iterator[tuple[str, Any]]:
+    """Fields of a configuration that are set, and not empty or off, with their values."""
+    own = getattr(classes_of(holder)[0], "__dataclass_fields__", {})
+    set_here = getattr(holder, "__arguments__", None) or getattr(holder, "__dict__", {})
+    for name in dict.fromkeys((*own, *set_here)):
+        value = attribute(holder, name)
+        if (name in own or not name.startswith("_")) and value is not ABSENT and value:
+            yield name, value
 
 
 def shown(value: Any) -> str:
@@ -141,14 +153,20 @@ def changes(root: Any, wanted: Iterable[FieldValue]) -> tuple[Change, ...]:
         if before is not ABSENT:
             if not _is_same(path, before, value):
                 found.append(Change(field=path, before=before, after=value, reason=reason))
-        elif not _is_default(value):
-            limit = "the installed framework has no such field, and the plan needs it"
-            fix = "Upgrade the framework, or plan again with this choice fixed at its default."
-            raise UserInputError(path, value, limit, fix)
+        # what a framework does that has no such field: one rank, off, or unset
+        elif not (
+            value is None or value is False or (value in (1, "no_shard") and value is not True)
+        ):
+            raise UserInputError(
+                path,
+                value,
+                "the installed framework has no such field, and the plan needs it",
+                "Upgrade the framework, or plan again with this choice fixed at its default.",
+            )
     return tuple(found)
 
 
-def carry_out(root: Any, changed: Sequence[Change]) -> None:
+def carry_out(root: Any, changed: tuple[Change, ...]) -> tuple[Change, ...]:
     """Set every field, or none: where one is refused, those before it get their values back."""
     done: list[Change] = []
     for change in changed:
@@ -157,10 +175,14 @@ def carry_out(root: Any, changed: Sequence[Change]) -> None:
         except (AttributeError, TypeError, ValueError) as error:
             for earlier in reversed(done):
                 _set(root, earlier.field, earlier.before)
-            limit = f"the configuration refuses it: {str(error).splitlines()[0]}"
-            fix = "Report it with the framework's version; nothing was changed."
-            raise UserInputError(change.field, change.after, limit, fix) from error
+            raise UserInputError(
+                change.field,
+                change.after,
+                f"the configuration refuses it: {str(error).splitlines()[0]}",
+                "Report it with the framework's version; nothing was changed.",
+            ) from error
         done.append(change)
+    return changed
 
 
 def _set(root: Any, path: str, value: Any) -> None:
@@ -168,21 +190,8 @@ def _set(root: Any, path: str, value: Any) -> None:
     setattr(find(root, parent) if parent else root, name, value)
 
 
-def _is_default(value: Any) -> bool:
-    """What a framework does that has no such field: one rank, off, or unset."""
-    return value is None or value is False or (value in (1, "no_shard") and value is not True)
-
-
 def _is_same(path: str, before: Any, value: Any) -> bool:
-    old, new = _comparable(before), _comparable(value)
+    old, new = to_plain(before), to_plain(value)
     if path.rpartition(".")[2] == "recompute_modules" and isinstance(old, list):
         return isinstance(new, list) and set(old) == set(new)  # in whatever order
     return bool(old == new)
-
-
-def _comparable(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, list | tuple):
-        return [_comparable(each) for each in value]
-    return value

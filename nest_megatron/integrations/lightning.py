@@ -33,7 +33,12 @@ class WatchCallback(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Begin the record; the trainer has its ranks by now, and no model."""
         if stage == "fit":
-            self._loop = self._new_loop()
+            if self._plan is None:
+                self._loop = loop_of_hydra(self._steps)
+            else:
+                is_text = "\n" in self._plan
+                plan = plan_file.load(self._plan) if is_text else plan_file.read(Path(self._plan))
+                self._loop = WatchedLoop(plan, steps=self._steps)
             self._loop.begin(trainer.global_rank, trainer.world_size)
 
     def on_train_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
@@ -58,10 +63,3 @@ class WatchCallback(Callback):
         """An error ends it."""
         if self._loop is not None:
             self._loop.end(exception)
-
-    def _new_loop(self) -> WatchedLoop:
-        if self._plan is None:
-            return loop_of_hydra(self._steps)
-        is_text = "\n" in self._plan
-        plan = plan_file.load(self._plan) if is_text else plan_file.read(Path(self._plan))
-        return WatchedLoop(plan, steps=self._steps)

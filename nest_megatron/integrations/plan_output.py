@@ -34,8 +34,12 @@ def pin_plan(
     """
     text = plan_text(read_bytes(path, "plan"), path)
     if is_pinned(text):
-        fix = "Plan again for a new one; `nest-megatron explain` shows who pinned it."
-        raise PlanFileError("plan", str(path), limit="it is pinned already", fix=fix)
+        raise PlanFileError(
+            "plan",
+            str(path),
+            "it is pinned already",
+            "Plan again for a new one; `nest-megatron explain` shows who pinned it.",
+        )
     if release is not None:
         load_arguments(release)  # refuses a release that is not recorded
     pin = Pin(
@@ -59,9 +63,12 @@ def _reviewed(pin: Pin, plan: ParallelPlan) -> Pin:
     if release is None and made.framework == MEGATRON_LM:
         release = made.framework_version
     if not plan.predicted.fits:
-        limit = "it is not predicted to fit in memory"
-        value = plan.predicted.binding_constraint
-        raise UserInputError("plan", value, limit, fix="Pin a plan that fits.")
+        raise UserInputError(
+            "plan",
+            plan.predicted.binding_constraint,
+            "it is not predicted to fit in memory",
+            "Pin a plan that fits.",
+        )
     request = launch_request(plan, version=release or VERSIONS[0])
     require_launchable(request, but=("activation_flag",))
     return dataclasses.replace(pin, megatron_lm=release)
@@ -82,8 +89,12 @@ def plan_output(named: str | None, inputs: Sequence[str | None] = ()) -> Path | 
     out = expanded(Path(str(named).strip("'\"")), "nest.out")
     check_output("nest.out", out, inputs=[Path(each) for each in inputs if each is not None])
     if not os.access(out.absolute().parent, os.W_OK):
-        limit, fix = f"{out.parent} cannot be written to", "Name a file where you may write."
-        raise UserInputError("nest.out", str(out), limit, fix)
+        raise UserInputError(
+            "nest.out",
+            str(out),
+            f"{out.parent} cannot be written to",
+            "Name a file where you may write.",
+        )
     return out
 
 
@@ -95,9 +106,12 @@ def told_where(path: Path) -> str:
 def pinned_file(named: str | None) -> Path:
     """The file of the plan that ``+nest=pinned`` launches, which ``nest.plan`` must name."""
     if named is None:
-        limit = "+nest=pinned launches a reviewed plan"
-        fix = "Name it: nest.plan=FILE (`nest-megatron pin` makes one)."
-        raise UserInputError("nest.plan", None, limit, fix)
+        raise UserInputError(
+            "nest.plan",
+            None,
+            "+nest=pinned launches a reviewed plan",
+            "Name it: nest.plan=FILE (`nest-megatron pin` makes one).",
+        )
     return expanded(Path(named), "nest.plan")
 
 

@@ -25,12 +25,10 @@ from nest_megatron.config.train import LENGTH_SETTINGS
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.planning import job_request, plan_to_launch
 from nest_megatron.integrations.site_policy import read_launched
-from nest_megatron.integrations.stated_job import recorded
+from nest_megatron.integrations.stated_job import made_for
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.pinned_job import ActualJob, require_same_job
 from nest_megatron.planner.pins import PinnedPlan
-
-_NUM_GPUS = "cluster.num_gpus"
 
 
 def pinned_recipe(
@@ -97,55 +95,52 @@ def plan_recipe(
         hosts: of a job whose ranks have started and told what they have.
         mixed: what to do where their GPUs are unlike.
     """
-    place = _place(job, cluster, _settings(job, cluster, overrides), hosts, mixed)
+    settings = tuple(overrides)
+    for setting in settings:
+        section, _, key = setting.key.partition(".")
+        if section in ("model", "train") and key not in LENGTH_SETTINGS:
+            raise UserInputError(
+                setting.key,
+                setting.value,
+                "the model and the batch are the recipe's own",
+                "Change the job.",
+            )
+    if isinstance(cluster, str):
+        settings = (Setting(key="cluster", value=cluster), *settings)
+    settings = with_defaults(settings, names_cluster=isinstance(cluster, Cluster))
+    size = "cluster.num_gpus"
+    if isinstance(cluster, Cluster):
+        sized = cluster.resized(job.num_gpus or cluster.num_gpus)
+        place = JobCluster(cluster=sized, settings=compose(settings), notes=())
+    else:
+        if not any(setting.key == size for setting in settings):
+            if job.num_gpus is None:
+                raise UserInputError(
+                    size,
+                    None,
+                    "the number of ranks is the launcher's, and this process has none",
+                    "Give overrides=['cluster.num_gpus=64'].",
+                )
+            settings = (*settings, Setting(key=size, value=str(job.num_gpus)))
+        if not names_cluster(settings) and local_gpus() is None:
+            raise UserInputError(
+                "cluster",
+                None,
+                "none is given, and this host shows no NVIDIA GPU",
+                "Give for example cluster='dgx_h100' (`nest-megatron clusters` lists them).",
+            )
+        place = find_cluster(
+            settings,
+            job.num_gpus or 0,
+            os.environ if hosts else {},
+            dry_run=not hosts,
+            hosts=hosts,
+            mixed=mixed,
+        )
     job = dataclasses.replace(job, notes=(*job.notes, *place.notes))
     request = job_request(job, place.cluster, place.settings)
     found = plan_to_launch(request, place.settings, choose)
     if job.restored is not None:
         job.restored.check(found, job.version)
     by_words = job.free.option == "nest.free"  # only Megatron-Bridge's scripts take them
-    made_by = "+nest=auto" if by_words else "auto_recipe"
-    assert job.target is not None
-    origin = found.provenance.made_for(job.target.framework, None, made_by, recorded(job))
-    return dataclasses.replace(found, provenance=origin), request.notes
-
-
-def _settings(
-    job: Job, cluster: str | Cluster | None, overrides: Sequence[Setting]
-) -> tuple[Setting, ...]:
-    settings = tuple(overrides)
-    for setting in settings:
-        section, _, key = setting.key.partition(".")
-        if section in ("model", "train") and key not in LENGTH_SETTINGS:
-            limit, fix = "the model and the batch are the recipe's own", "Change the job."
-            raise UserInputError(setting.key, setting.value, limit, fix)
-    if isinstance(cluster, str):
-        settings = (Setting(key="cluster", value=cluster), *settings)
-    settings = with_defaults(settings, names_cluster=isinstance(cluster, Cluster))
-    if isinstance(cluster, Cluster) or any(setting.key == _NUM_GPUS for setting in settings):
-        return settings
-    if job.num_gpus is None:
-        limit = "the number of ranks is the launcher's, and this process has none"
-        fix = "Give overrides=['cluster.num_gpus=64']."
-        raise UserInputError(_NUM_GPUS, None, limit, fix)
-    return (*settings, Setting(key=_NUM_GPUS, value=str(job.num_gpus)))
-
-
-def _place(
-    job: Job,
-    cluster: str | Cluster | None,
-    settings: Sequence[Setting],
-    hosts: Sequence[Host],
-    mixed: MixedGpus,
-) -> JobCluster:
-    if isinstance(cluster, Cluster):
-        sized = cluster.resized(job.num_gpus or cluster.num_gpus)
-        return JobCluster(cluster=sized, settings=compose(settings), notes=())
-    if not names_cluster(settings) and local_gpus() is None:
-        limit = "none is given, and this host shows no NVIDIA GPU"
-        fix = "Give for example cluster='dgx_h100' (`nest-megatron clusters` lists them)."
-        raise UserInputError("cluster", None, limit, fix)
-    variables = os.environ if hosts else {}
-    return find_cluster(
-        settings, job.num_gpus or 0, variables, dry_run=not hosts, hosts=hosts, mixed=mixed
-    )
+    return made_for(found, job, "+nest=auto" if by_words else "auto_recipe"), request.notes

@@ -6,45 +6,44 @@ Fields are read by name from anything that has them: a built config, a provider,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.job import Job
 from nest_megatron.cost_model.execution_flags import time_notes
 from nest_megatron.cost_model.memory_flags import READ, memory_flags
-from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.architecture import UNPRICED, unplannable, unpriced
-from nest_megatron.integrations.execution_fields import ExecutionPlaces, stated_execution, unforced
-from nest_megatron.integrations.families import (
-    family_fields,
-    family_requirements,
-    recomputes_layers,
-    refuse_packs,
+from nest_megatron.integrations.architecture import (
+    UNPRICED,
+    refuse_unplannable,
+    unplannable,
+    unpriced,
+    with_adapters,
 )
-from nest_megatron.integrations.field_mapping import TAKEN_BACK
+from nest_megatron.integrations.execution_fields import ExecutionPlaces
+from nest_megatron.integrations.families import family_of
 from nest_megatron.integrations.fields import (
     ABSENT,
-    ConfigPaths,
+    Configuration,
+    FieldValue,
     class_names,
-    find,
     value_or,
-    whole,
 )
 from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zero
-from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
 from nest_megatron.integrations.restore import (
     Restored,
-    closed_choices,
     data_requirements,
+    is_finetuning,
     packed_sequence_size,
     packs_sequences,
 )
 from nest_megatron.layout.batch_schedule import RAMPUP, BatchSchedule, read_schedule
 from nest_megatron.layout.cuda_graphs import FIELDS as GRAPH_FIELDS
 from nest_megatron.layout.cuda_graphs import cuda_graphs
+from nest_megatron.layout.knobs import closed_fields
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
@@ -79,14 +78,15 @@ RECOMPUTE = (
     "recompute_num_layers",
     "recompute_modules",
 )
+#: What every plan takes back (``field_mapping``), so that it weighs on no plan's memory.
+TAKEN_BACK = "defer_embedding_wgrad_compute"
 #: Items of a plan whose names among Megatron-LM's arguments are others.
-_ARGUMENTS = {
+ARGUMENTS = {
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }
 _FIXED = ({*DEGREES} - {"sequence_parallel"}) | {"micro_batch_size", "use_tp_pp_dp_mapping"}
-_OF_EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 #: Name of an activation function -> the name in a ``TransformerSpec``.
 _ACTIVATIONS = {
@@ -100,10 +100,12 @@ _ACTIVATIONS = {
     "squared_relu": "squared_relu",
 }
 #: What else the configuration of a model names as Megatron's arguments do.
-_SHAPE = (
+SHAPE = (
+    *SAME_NAMES,
+    *LINEAR_NAMES,
+    *EXPERT_NAMES,
     "num_attention_heads",
     "num_query_groups",
-    "layernorm_zero_centered_gamma",
     "window_size",
     "window_attn_skip_freq",
     "experimental_attention_variant",
@@ -111,163 +113,217 @@ _SHAPE = (
     "no_rope_freq",
     "mtp_num_layers",
     "moe_layer_freq",
-    *EXPERT_NAMES,
 )
 #: Megatron's name of a setting of memory -> other names for it in configurations.
 _SPELLINGS = {
     "fp8_param_gather": ("fp8_param_gather", "fp8_params", "fp8_param"),
     "fp4_param_gather": ("fp4_param_gather", "fp4_param"),
 }
-_INSTANCES = "num_distributed_optimizer_instances"
 #: Settings that follow from the number format, which each reader finds in a way of its own.
 _OF_PRECISION = ("bf16", "fp16", "fp8", "fp8_recipe", "params_dtype")
 
 
-def job_of_fields(
-    root: Any,
-    paths: ConfigPaths,
-    places: ExecutionPlaces,
-    *,
-    spec: TransformerSpec,
-    precision: tuple[Precision, str, str],
-    memory: Mapping[str, Any],
-    uses_fsdp: bool,
-    restored: Restored | None,
-    target: Target,
-    num_gpus: int | None,
-    gpus_per_node: int | None,
-    notes: tuple[str, ...] = (),
-) -> Job:
-    """A job from a framework's configuration.
+class Recipe(Configuration, ABC):
+    """A framework's configuration that states a job.
 
-    Args:
-        precision: number format, recipe of FP8, and format of the parameters.
+    Attributes:
+        parts: without which it is none.
+        variable, described, made_by: what messages call it, its kind, and what makes one.
+        states_size: it says how many GPUs there are; otherwise its launcher does.
+        restored_by: finds the checkpoint that it starts from.
     """
-    config, data = find(root, paths.model), find(root, paths.data)
-    micro = whole(root, paths.items["micro_batch_size"], called=paths.called)
-    stated = _stated(root, paths.items)
-    fixed = {
-        _ARGUMENTS.get(item, item): value
-        for item, value in stated.items()
-        if item in _FIXED and value is not None and (spec.is_moe or item not in _OF_EXPERTS)
-    }
-    refuse_packs(config, paths.data, packed_sequence_size(data))
-    execution = stated_execution(root, places)
-    flags = memory_flags(
-        {
-            **{name: value for name, value in memory.items() if name not in TAKEN_BACK},
-            **execution,
-            "params_dtype": precision[2],
-            "fp8_recipe": precision[1],
+
+    parts: tuple[str, ...]
+    variable: str
+    described: str
+    made_by: str
+    states_size: bool
+    restored_by: Callable[[Any], Restored | None]
+
+    @property
+    @abstractmethod
+    def places(self) -> ExecutionPlaces:
+        """Where it says how layers are carried out."""
+
+    @property
+    @abstractmethod
+    def uses_fsdp(self) -> bool:
+        """Whether Megatron-FSDP is on."""
+
+    @abstractmethod
+    def size(self) -> tuple[int | None, int | None]:
+        """GPUs of the job and of each node, where they are known."""
+
+    @abstractmethod
+    def number_format(self) -> tuple[Precision, Any]:
+        """The format of the parameters, and what holds the settings of FP8 and FP4 around them."""
+
+    @abstractmethod
+    def memory(self) -> Mapping[str, Any]:
+        """Settings that memory depends on beside the layout, as of ``memory_fields``."""
+
+    @abstractmethod
+    def vocabulary(self, given: int | None) -> tuple[int, bool, tuple[str, ...]]:
+        """Rows of the embedding, whether they are padded already, and what was assumed."""
+
+    @abstractmethod
+    def wanted(self, plan: ParallelPlan) -> Iterator[FieldValue]:
+        """All that a plan sets in it."""
+
+    def require_plannable(self) -> None:
+        """Refuse what is no such configuration, or has a model that cannot be planned."""
+        for path in self.parts:
+            if self.find(path) in (ABSENT, None):
+                raise UserInputError(
+                    f"{self.variable}.{path}",
+                    None,
+                    f"{self.described} has it",
+                    f"Give what {self.made_by}.",
+                )
+        refuse_unplannable(self.find(self.model), self.root.model)
+
+    def spec(self, vocab_size: int | None) -> tuple[TransformerSpec, tuple[str, ...]]:
+        """The model, and what was assumed of it; raises as ``job`` does."""
+        self.require_plannable()
+        config, data = self.find(self.model), self.find(self.data)
+        rows, is_padded, notes = self.vocabulary(vocab_size)
+        of_data = value_or(data, "seq_length", 0)  # ``run_recipe.py`` copies it to the model
+        length = packed_sequence_size(data) or self.whole(
+            f"{self.data}.seq_length" if of_data else self.seq_length
+        )
+        spec = _spec(config, seq_length=length, vocab_size=rows, vocab_is_padded=is_padded)
+        if spec.decoder_seq_length is not None:
+            decoder = value_or(data, "seq_length_dec", spec.decoder_seq_length)
+            spec = dataclasses.replace(spec, decoder_seq_length=decoder)
+        for name in ("peft", "model_transform"):
+            if (peft := value_or(self.root, name)) is not None:
+                return with_adapters(spec, peft, f"{self.variable}.{name}", config), notes
+        return spec, notes
+
+    def job(self, vocab_size: int | None = None) -> Job:
+        """The job; nothing is changed.
+
+        Args:
+            vocab_size: of the tokenizer, where its files are not here.
+
+        Raises:
+            UnplannableModelError: if this planner does not support the model.
+            UserInputError: if a field is missing or wrong.
+        """
+        spec, notes = self.spec(vocab_size)
+        num_gpus, gpus_per_node = self.size()
+        params, holder = self.number_format()
+        precision, fp8_recipe = params, "delayed"
+        for name, narrow in (("fp8", Precision.FP8), ("fp4", Precision.NVFP4)):
+            if value_or(holder, name):
+                precision, fp8_recipe = narrow, str(value_or(holder, "fp8_recipe", "delayed"))
+        memory, uses_fsdp, restored = self.memory(), self.uses_fsdp, self.restored_by(self.root)
+        config, data, places = self.find(self.model), self.find(self.data), self.places
+        family, stated, execution = family_of(config), self.stated(), places.stated()
+        packs = packs_sequences(data)
+        micro = self.whole(self.items["micro_batch_size"])
+        if (size := packed_sequence_size(data)) is not None and not family.packs:
+            raise UserInputError(
+                f"{self.data}: packed_sequence_size",
+                size,
+                f"the attention of {class_names(config)[0]} takes no packed sequences",
+                "Train without packing.",
+            )
+        fixed = {
+            ARGUMENTS.get(item, item): value
+            for item, value in stated.items()
+            if item in _FIXED
+            and value is not None
+            and (spec.is_moe or not item.startswith("expert_"))
         }
-    )
-    version = DEFAULT_VERSION  # of Megatron-LM, whose rules hold for both frameworks
-    required = {} if restored is None else restored.required(version)
-    seen = () if restored is None else (restored.note(),)
-    graphs = {name: value_or(config, name, None) for name in GRAPH_FIELDS}
-    left_out = unpriced({name: value_or(config, name, None) for name in UNPRICED})
-    return Job(
-        spec=spec,
-        target=target,
-        version=version,
-        global_batch_size=whole(root, paths.items["global_batch_size"], called=paths.called),
-        batch_schedule=batch_schedule(root, paths, spec.seq_length, target),
-        micro_batch_size=micro,
-        precision=precision[0],
-        fixed=MappingProxyType({**fixed, **execution}),
-        required={
-            **required,
-            **data_requirements(root, paths, micro),
-            **family_requirements(config, spec),
-        },
-        restored=restored,
-        stated=MappingProxyType(
+        flags = memory_flags(
             {
-                **_as_arguments(stated),
-                **_overlapped(root, places),
+                **{name: value for name, value in memory.items() if name != TAKEN_BACK},
+                **execution,
+                "params_dtype": params.value,
+                "fp8_recipe": fp8_recipe,
+            }
+        )
+        graphs = {name: value_or(config, name) for name in GRAPH_FIELDS}
+        overlaps = {  # ``_get_optimizer_overlap_cfgs`` of both: on, if not switched off there
+            name: False not in [self.find(f"{path}.{name}") for path in places.overlap]
+            for name in ("overlap_grad_reduce", "overlap_param_gather")
+            if places.overlap
+        }
+        return Job(
+            spec=spec,
+            target=self.target,
+            global_batch_size=self.whole(self.items["global_batch_size"]),
+            batch_schedule=self.batch_schedule(spec.seq_length),
+            micro_batch_size=micro,
+            precision=precision,
+            fixed={**fixed, **execution},
+            required={
+                **({} if restored is None else restored.required(DEFAULT_VERSION)),
+                **data_requirements(self, micro),
+                **family.requirements(class_names(config)[0], spec),
+            },
+            restored=restored,
+            stated={
+                **self.arguments(),
+                **overlaps,
                 **graphs,
                 "use_megatron_fsdp": uses_fsdp,
-            }
-        ),
-        recompute=read_recompute(stated),
-        zero=read_zero({**stated, "use_megatron_fsdp": uses_fsdp}) or ZeroStage.NONE,
-        sharding=DataParallelSharding.MEGATRON_FSDP if uses_fsdp else DataParallelSharding.DDP,
-        memory_flags=flags,
-        on_blackwell=unforced(root, places),
-        graphs=cuda_graphs(graphs),
-        packs=packs_sequences(data),
-        closed=closed_choices(data, config),
-        full_recompute=recomputes_layers(config),
-        can_state=places.can_state(root),
-        fields=MappingProxyType({**places.choices(root), **paths.items}),
-        use_distributed_optimizer=bool(stated.get("use_distributed_optimizer")),
-        num_gpus=num_gpus,
-        gpus_per_node=gpus_per_node,
-        notes=(*notes, *left_out, *seen, *time_notes(flags)),
-    )
+            },
+            recompute=read_recompute(stated),
+            zero=read_zero({**stated, "use_megatron_fsdp": uses_fsdp}) or ZeroStage.NONE,
+            sharding=DataParallelSharding.MEGATRON_FSDP if uses_fsdp else DataParallelSharding.DDP,
+            memory_flags=flags,
+            on_blackwell=places.unforced(),
+            graphs=cuda_graphs(graphs),
+            packs=packs,
+            closed=closed_fields(
+                value_or(config, "deterministic_mode", False), lengths=packs or is_finetuning(data)
+            ),
+            full_recompute=family.recomputes_layers,
+            can_state=places.can_state(),
+            fields={**places.choices(), **self.items},
+            use_distributed_optimizer=bool(stated.get("use_distributed_optimizer")),
+            num_gpus=num_gpus,
+            gpus_per_node=gpus_per_node,
+            notes=(
+                *notes,
+                *unpriced({name: value_or(config, name) for name in UNPRICED}),
+                *(() if restored is None else (restored.note(),)),
+                *time_notes(flags),
+            ),
+        )
 
+    def batch_schedule(self, seq_length: int) -> BatchSchedule | None:
+        """How the batch grows; megatron-core 0.20 takes no notice of a ramp.
 
-def batch_schedule(
-    root: Any, paths: ConfigPaths, seq_length: int, target: Target
-) -> BatchSchedule | None:
-    """How the batch of a configuration grows; megatron-core 0.20 takes no notice of a ramp.
+        Raises:
+            UserInputError: for sizes that megatron-core refuses.
+        """
+        growth, steps = self.find(self.rampup_batch_size), self.find(self.iterations)
+        if growth is ABSENT or not self.target.megatron_core.startswith("0.16"):
+            return None
+        return read_schedule(
+            {RAMPUP: growth}.get,
+            last=self.whole(self.items["global_batch_size"]),
+            seq_length=seq_length,
+            iterations=steps if isinstance(steps, int) and steps > 0 else None,
+            name=lambda name: {**self.items, RAMPUP: self.rampup_batch_size}.get(name, name),
+        )
 
-    Raises:
-        UserInputError: for sizes that megatron-core refuses.
-    """
-    growth, steps = find(root, paths.rampup_batch_size), find(root, paths.iterations)
-    if growth is ABSENT or not target.megatron_core.startswith("0.16"):
-        return None
-    is_known = isinstance(steps, int) and steps > 0
-    return read_schedule(
-        {RAMPUP: growth}.get,
-        last=whole(root, paths.items["global_batch_size"], called=paths.called),
-        seq_length=seq_length,
-        iterations=steps if is_known else None,
-        name=lambda name: (
-            paths.rampup_batch_size if name == RAMPUP else paths.items.get(name, name)
-        ),
-    )
+    def stated(self) -> dict[str, Any]:
+        """The items of a plan that it has, with their values; a layout of stages as text."""
+        found = {item: self.find(path) for item, path in self.items.items()}
+        stated = {item: value for item, value in found.items() if value is not ABSENT}
+        layout = "pipeline_model_parallel_layout"
+        return {**stated, layout: layout_text(stated.get(layout))}
 
-
-def _stated(root: Any, items: Mapping[str, str]) -> dict[str, Any]:
-    found = {item: find(root, path) for item, path in items.items()}
-    stated = {item: value for item, value in found.items() if value is not ABSENT}
-    layout = "pipeline_model_parallel_layout"
-    return {**stated, layout: layout_text(stated.get(layout))}
-
-
-def _as_arguments(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """What is stated, by the names of Megatron-LM's arguments; a layout says the virtual stages."""
-    virtual = "virtual_pipeline_model_parallel_size"
-    derived = stated.get(virtual) == 1 or stated.get("pipeline_model_parallel_layout") is not None
-    return {
-        _ARGUMENTS.get(item, item): value
-        for item, value in stated.items()
-        if not (item == virtual and derived)
-    }
-
-
-def makes_stages_of(root: Any, plan: ParallelPlan, paths: ConfigPaths) -> bool:
-    """Whether the fields of a configuration state the stages of a plan already."""
-    stated = _as_arguments(_stated(root, paths.items))
-    pp = plan.layout.dims.pipeline_model_parallel_size
-    if stated.get("pipeline_model_parallel_size") != pp:
-        return False
-    try:
-        return stated_partition(plan.model, stated, pp) == plan.layout.partition
-    except UserInputError:
-        return False
-
-
-def _overlapped(root: Any, places: ExecutionPlaces) -> dict[str, bool]:
-    """What overlap settings make of the traffic between replicas: both kinds overlap.
-
-    Source: ``_get_optimizer_overlap_cfgs`` of both frameworks; what is set there itself wins.
-    """
-    names = ("overlap_grad_reduce", "overlap_param_gather") if places.overlap else ()
-    said = {name: [find(root, f"{path}.{name}") for path in places.overlap] for name in names}
-    return {name: False not in values for name, values in said.items()}
+    def arguments(self) -> dict[str, Any]:
+        """The same by the names of Megatron-LM's arguments; a layout says the virtual stages."""
+        stated, virtual = self.stated(), "virtual_pipeline_model_parallel_size"
+        if stated.get(virtual) == 1 or stated["pipeline_model_parallel_layout"] is not None:
+            stated.pop(virtual, None)
+        return {ARGUMENTS.get(item, item): value for item, value in stated.items()}
 
 
 def layout_text(layout: Any) -> str | None:
@@ -290,8 +346,9 @@ def lightning_precision(stated: object, where: str) -> Precision:
     short = str(stated).removesuffix("-mixed").removesuffix("-true")
     short = {"16": "fp16", "32": "fp32"}.get(short, short)
     if short not in ("bf16", "fp16", "fp32"):
-        limit, fix = "number formats of training are bf16, fp16 and 32", "Use bf16-mixed."
-        raise UserInputError(where, stated, limit, fix)
+        raise UserInputError(
+            where, stated, "number formats of training are bf16, fp16 and 32", "Use bf16-mixed."
+        )
     return Precision(short)
 
 
@@ -304,18 +361,20 @@ def memory_fields(*holders: Any) -> Mapping[str, Any]:
     """
     names = [name for name in READ if name not in _OF_PRECISION]
     stated = {name: next(_said(holders, name), None) for name in names}
-    stated[_INSTANCES] = max((int(each) for each in _said(holders, _INSTANCES)), default=None)
+    stated["num_distributed_optimizer_instances"] = max(
+        (int(each) for each in _said(holders, "num_distributed_optimizer_instances")), default=None
+    )
     wide = next(_said(holders, "grad_reduce_in_fp32"), None)
     if wide is not None:
         stated["accumulate_allreduce_grads_in_fp32"] = bool(wide)
         stated["grad_reduce_in_bf16"] = not wide
-    return MappingProxyType({name: value for name, value in stated.items() if value is not None})
+    return {name: value for name, value in stated.items() if value is not None}
 
 
 def _said(holders: tuple[Any, ...], name: str) -> Iterator[Any]:
     for holder in holders:
         for spelled in _SPELLINGS.get(name, (name,)):
-            if (value := value_or(holder, spelled, None)) is not None:
+            if (value := value_or(holder, spelled)) is not None:
                 yield value
 
 
@@ -323,12 +382,7 @@ def _said(holders: tuple[Any, ...], name: str) -> Iterator[Any]:
 _FAMILIES = {"Bert": ModelFamily.BERT, "T5": ModelFamily.T5}
 
 
-def _family(config: Any) -> ModelFamily:
-    names = " ".join(class_names(config))
-    return next((family for word, family in _FAMILIES.items() if word in names), ModelFamily.GPT)
-
-
-def spec_from_transformer_config(
+def _spec(
     config: Any, *, seq_length: int, vocab_size: int, vocab_is_padded: bool
 ) -> TransformerSpec:
     """The shape of a model that is known to be supported, but for its activation.
@@ -344,25 +398,28 @@ def spec_from_transformer_config(
     kind = value_or(config, "position_embedding_type", "rope")
     longest = max(seq_length, value_or(config, "seq_length", 0))
     values = {
-        **{name: value_or(config, name, None) for name in (*SAME_NAMES, *LINEAR_NAMES, *_SHAPE)},
+        **{name: value_or(config, name) for name in (*SHAPE, "layernorm_zero_centered_gamma")},
         "group_query_attention": True,
-        "num_experts": value_or(config, "num_moe_experts", None),
+        "num_experts": value_or(config, "num_moe_experts"),
         "position_embedding_type": kind,
         "max_position_embeddings": longest if kind == "learned_absolute" else None,
         "rotary_base": value_or(config, "rotary_base", 10_000),
     }
-    own = family_fields(config, seq_length)
+    own = family_of(config).fields(config)
+    if (own.get("attention_chunk_size") or seq_length) >= seq_length:  # nothing is cut
+        own.pop("attention_chunk_size", None)
     values |= {name: value for name, value in own.items() if name in values}
     values["rotary_base"] = int(values["rotary_base"])
     if not values["multi_latent_attention"]:
         values |= dict.fromkeys(LATENT_SIZES)
     shared = value_or(config, "share_embeddings_and_output_weights", True)
-    family = _family(config)
+    names = " ".join(class_names(config))
+    family = next((kind for word, kind in _FAMILIES.items() if word in names), ModelFamily.GPT)
     stacks: dict[str, Any] = {}
     if family is ModelFamily.T5:
         values["max_position_embeddings"] = value_or(config, "max_position_embeddings", longest)
-        stacks["encoder_num_layers"] = value_or(config, "encoder_num_layers", None)
-        stacks["decoder_seq_length"] = value_or(config, "seq_length_dec", None)
+        stacks["encoder_num_layers"] = value_or(config, "encoder_num_layers")
+        stacks["decoder_seq_length"] = value_or(config, "seq_length_dec")
     return spec_from_arguments(
         values,
         "model.{}".format,

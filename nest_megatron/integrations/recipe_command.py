@@ -26,9 +26,7 @@ from nest_megatron.integrations.launchers import NOWHERE, LaunchPlace
 from nest_megatron.integrations.megatron_lm.parser import SplitCommand, split_command, tokens
 from nest_megatron.packages import install_command
 
-_NEMO, _RECIPE = "nemo llm", "--recipe"
-#: Which a setting may change, as it may the number of GPUs.
-_BATCH = "global_batch_size"
+_RECIPE = "--recipe"
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 #: Options of ``nemo llm pretrain`` that do not change what is trained. Source: nemo-run 0.11.1
 #: ``RunContext.cli_command``.
@@ -58,6 +56,17 @@ def read_recipe(text: str | Sequence[str], place: LaunchPlace = NOWHERE) -> Job 
     return None
 
 
+#: The standard output is the process's: of two threads that put it back, the wrong one is last.
+_PRINTING = threading.Lock()
+
+
+@contextlib.contextmanager
+def _printing_to_standard_error() -> Iterator[None]:
+    """Keep standard output for what we print: a plan's JSON may go there."""
+    with _PRINTING, contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
 class _Parser(argparse.ArgumentParser):
     """Raises our own error instead of ending the process."""
 
@@ -73,8 +82,11 @@ def _fields(words: Sequence[str], where: str) -> list[str]:
     """Words that set fields of a recipe; a ``UserInputError`` for any other."""
     for word in words:
         if word.startswith("-") or "=" not in word:
-            limit = "what it changes of the recipe is not known here"
-            raise _wrong(word, limit, f"Write the fields themselves, such as {where}=4.")
+            raise _wrong(
+                word,
+                "what it changes of the recipe is not known here",
+                f"Write the fields themselves, such as {where}=4.",
+            )
     return list(words)
 
 
@@ -92,37 +104,29 @@ def _of_nemo(words: Sequence[str]) -> Job:
     return dataclasses.replace(
         nemo.read_recipe(recipe),
         script=given.factory,
-        changes=partial(nemo.plan_changes, recipe, free=("num_gpus", _BATCH)),
+        changes=partial(nemo.plan_changes, recipe, free=("num_gpus", "global_batch_size")),
     )
 
 
-#: The standard output is the process's: of two threads that put it back, the wrong one is last.
-_PRINTING = threading.Lock()
-
-
-@contextlib.contextmanager
-def _printing_to_standard_error() -> Iterator[None]:
-    """Keep standard output for what we print: a plan's JSON may go there."""
-    with _PRINTING, contextlib.redirect_stdout(sys.stderr):
-        yield
-
-
+@_printing_to_standard_error()
 def _nemo_recipe(task: str, factory: str, fields: list[str]) -> Any:
     """What ``nemo llm`` would run, by NeMo-Run's own reader."""
     nemo.require_language_models()
     try:
-        with _printing_to_standard_error():
-            from nemo.collections import llm
-            from nemo_run.cli.api import RunContext
+        from nemo.collections import llm
+        from nemo_run.cli.api import RunContext
     except ImportError as error:
-        limit, fix = f"it cannot be imported here ({first_line(error)})", install_command("nemo")
-        raise UserInputError(_NEMO, factory, limit, fix=f"{fix}.") from error
+        limit = f"it cannot be imported here ({first_line(error)})"
+        fix = f"{install_command('nemo')}."
+        raise UserInputError("nemo llm", factory, limit, fix) from error
     try:
-        with _printing_to_standard_error():
-            return RunContext(name=task, factory=factory).parse_fn(getattr(llm, task), fields)
+        return RunContext(name=task, factory=factory).parse_fn(getattr(llm, task), fields)
     except Exception as error:
-        fix = f"`nemo llm {task} --factory NAME --dryrun` shows what it takes."
-        raise _wrong(factory, f"NeMo-Run does not make it: {first_line(error)}", fix) from error
+        raise _wrong(
+            factory,
+            f"NeMo-Run does not make it: {first_line(error)}",
+            f"`nemo llm {task} --factory NAME --dryrun` shows what it takes.",
+        ) from error
 
 
 def _of_bridge(command: SplitCommand) -> Job:
@@ -139,26 +143,33 @@ def _of_bridge(command: SplitCommand) -> Job:
         script=given.recipe,
         num_gpus=command.ranks.num_ranks,
         notes=(*command.ranks.notes, *job.notes),
-        changes=partial(megatron_bridge.plan_changes, cfg, free=(_BATCH,), environment={}),
+        changes=partial(
+            megatron_bridge.plan_changes, cfg, free=("global_batch_size",), environment={}
+        ),
     )
 
 
+@_printing_to_standard_error()
 def _bridge_recipe(name: str, fields: list[str]) -> Any:
     """The configuration that ``run_recipe.py`` makes of a recipe and its overrides."""
     try:
-        with _printing_to_standard_error():
-            from megatron.bridge import recipes
-            from megatron.bridge.training.utils import omegaconf_utils
+        from megatron.bridge import recipes
+        from megatron.bridge.training.utils import omegaconf_utils
     except ImportError as error:
-        limit = f"Megatron-Bridge cannot be imported here ({first_line(error)})"
-        fix = "Plan where it is installed; docs/nemo.md says how."
-        raise UserInputError(_RECIPE, name, limit, fix) from error
+        raise UserInputError(
+            _RECIPE,
+            name,
+            f"Megatron-Bridge cannot be imported here ({first_line(error)})",
+            "Plan where it is installed; docs/nemo.md says how.",
+        ) from error
     known = [each for each in dir(recipes) if each.endswith("_config")]
     require_known(_RECIPE, name, known, "the installed Megatron-Bridge has no such recipe")
     try:
-        with _printing_to_standard_error():
-            cfg = getattr(recipes, name)()
-            return omegaconf_utils.process_config_with_overrides(cfg, cli_overrides=fields)
+        cfg = getattr(recipes, name)()
+        return omegaconf_utils.process_config_with_overrides(cfg, cli_overrides=fields)
     except Exception as error:
-        limit = f"Megatron-Bridge does not make it: {first_line(error)}"
-        raise _wrong(name, limit, "Correct the fields, or give what it lacks.") from error
+        raise _wrong(
+            name,
+            f"Megatron-Bridge does not make it: {first_line(error)}",
+            "Correct the fields, or give what it lacks.",
+        ) from error

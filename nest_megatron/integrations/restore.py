@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from nest_megatron.documents import read_yaml
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import (
     ABSENT,
-    ConfigPaths,
+    Configuration,
     FieldValue,
     class_names,
     find,
@@ -29,7 +30,6 @@ from nest_megatron.integrations.fields import (
 )
 from nest_megatron.integrations.megatron_lm import checkpoint
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, read_checkpoint
-from nest_megatron.layout.knobs import closed_fields
 from nest_megatron.layout.plan import ParallelPlan
 
 #: Data of supervised fine-tuning, by the classes of both frameworks.
@@ -47,19 +47,11 @@ _SFT_DATA = frozenset(
 _SPECS = ("packed_sequence_specs", "offline_packing_specs")
 #: Switches of packs that are made of the sequences of one micro batch.
 _IN_BATCH = ("pack_sequences_in_batch", "enable_in_batch_packing")
-_PER_TOKEN_LOSS = "calculate_per_token_loss"
-_MICRO, _CONTEXT = "micro_batch_size", "context_parallel_size"
 
 
 def is_finetuning(data: Any) -> bool:
     """Whether a loss is taken over some tokens of a sequence only."""
     return not _SFT_DATA.isdisjoint(class_names(data))
-
-
-def closed_choices(data: Any, config: Any) -> frozenset[str]:
-    """Fields of ``Execution`` that data and the transformer's config do not allow."""
-    varies = is_finetuning(data) or packs_sequences(data)
-    return closed_fields(value_or(config, "deterministic_mode", False), lengths=varies)
 
 
 def packs_sequences(data: Any) -> bool:
@@ -77,30 +69,35 @@ def packed_sequence_size(data: Any) -> int | None:
     return None
 
 
-def data_requirements(
-    root: Any, paths: ConfigPaths, micro_batch_size: int
-) -> Mapping[str, Requirement]:
+def data_requirements(recipe: Configuration, micro_batch_size: int) -> dict[str, Requirement]:
     """What the data fixes of a layout, by the names of its degrees; a pack needs two sequences."""
-    data = find(root, paths.data)
+    data = recipe.find(recipe.data)
     needs: dict[str, Requirement] = {}
-    without_packs = f"train without packing ({paths.data})"
-    if packed_sequence_size(data) is not None or value_or(data, "packing_buffer_size", None):
-        needs[_MICRO] = _need(1, "a micro batch is one pack of sequences", without_packs)
+    without_packs = f"train without packing ({recipe.data})"
+    if packed_sequence_size(data) is not None or value_or(data, "packing_buffer_size"):
+        needs["micro_batch_size"] = _need(
+            1, "a micro batch is one pack of sequences", without_packs
+        )
     elif name := next((n for n in _IN_BATCH if value_or(data, n, False)), None):
         if micro_batch_size < 2:
-            limit = f"a micro batch of {micro_batch_size} holds no two sequences to pack"
-            fix = "Set micro_batch_size to at least 2, or turn it off."
-            raise UserInputError(f"{paths.data}.{name}", True, limit, fix)
+            raise UserInputError(
+                f"{recipe.data}.{name}",
+                True,
+                f"a micro batch of {micro_batch_size} holds no two sequences to pack",
+                "Set micro_batch_size to at least 2, or turn it off.",
+            )
         why = "the sequences of a micro batch are packed into one"
-        needs[_MICRO] = _need(micro_batch_size, why, f"turn {paths.data}.{name} off")
+        needs["micro_batch_size"] = _need(micro_batch_size, why, f"turn {recipe.data}.{name} off")
     padded = all(find(data, f"{n}.pad_seq_to_mult") is ABSENT for n in _SPECS)
     if packed_sequence_size(data) is not None and padded:
-        stated = find(root, paths.items[_CONTEXT])
+        stated = recipe.find(recipe.items["context_parallel_size"])
         why = "this framework pads the sequences of a pack for one context-parallel size"
-        needs[_CONTEXT] = _need(stated if isinstance(stated, int) else 1, why, without_packs)
-    elif is_finetuning(data) and find(root, f"{paths.model}.{_PER_TOKEN_LOSS}") is ABSENT:
+        needs["context_parallel_size"] = _need(
+            stated if isinstance(stated, int) else 1, why, without_packs
+        )
+    elif is_finetuning(data) and recipe.find(f"{recipe.model}.calculate_per_token_loss") is ABSENT:
         why = "fine-tuning with context parallelism needs calculate_per_token_loss"
-        needs[_CONTEXT] = _need(1, why, "upgrade the framework")
+        needs["context_parallel_size"] = _need(1, why, "upgrade the framework")
     return needs
 
 
@@ -108,19 +105,19 @@ def _need(value: int, reason: str, fix: str) -> Requirement:
     return Requirement(value=value, reason=reason, fix=fix, who="the data")
 
 
-def finetuning_fields(root: Any, plan: ParallelPlan, paths: ConfigPaths) -> Iterator[FieldValue]:
+def finetuning_fields(recipe: Configuration, plan: ParallelPlan) -> Iterator[FieldValue]:
     """What context parallelism needs where a rank may hold masked tokens alone."""
     cp = plan.layout.dims.context_parallel_size
-    if cp == 1 or not is_finetuning(find(root, paths.data)):
+    if cp == 1 or not is_finetuning(recipe.find(recipe.data)):
         return
     why = "with context parallelism a rank may hold masked tokens alone, so the loss is per token"
-    yield f"{paths.model}.{_PER_TOKEN_LOSS}", True, why
-    averaging = f"{paths.ddp}.average_in_collective"
-    if find(root, averaging) is not ABSENT:
+    yield f"{recipe.model}.calculate_per_token_loss", True, why
+    averaging = f"{recipe.ddp}.average_in_collective"
+    if recipe.find(averaging) is not ABSENT:
         yield averaging, False, why
     for name in _SPECS:
-        path = f"{paths.data}.{name}.pad_seq_to_mult"
-        stated = find(root, path)
+        path = f"{recipe.data}.{name}.pad_seq_to_mult"
+        stated = recipe.find(path)
         if stated is not ABSENT and (stated or 1) % (2 * cp):
             why = f"{cp} context-parallel ranks hold two parts of every sequence of a pack"
             yield path, 2 * cp, why
@@ -149,9 +146,9 @@ class Restored:
 
     source: str
     saved: SavedCheckpoint
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any]
     is_seen: bool = False
-    stated: str = "as the recipe states"
+    stated: str = ""
 
     def required(self, version: str) -> Mapping[str, Requirement]:
         """What a plan must keep, by the names of ``layout_arguments``."""
@@ -183,8 +180,7 @@ def restored_by_command(values: Mapping[str, Any]) -> Restored | None:
     if source is None or values.get("moe_use_upcycling"):
         return None
     how = "as --ckpt-format has it: there is no such folder on this host"
-    stated = _stated(source, str(values.get("ckpt_format") or "torch_dist"), values)
-    return dataclasses.replace(stated, stated=how)
+    return _stated(source, str(values.get("ckpt_format") or "torch_dist"), values, how)
 
 
 def restored_by_bridge(cfg: Any) -> Restored | None:
@@ -193,50 +189,49 @@ def restored_by_bridge(cfg: Any) -> Restored | None:
     A folder to load from that is still empty starts training afresh, except in fine-tuning, which
     starts from something.
     """
-    pretrained = value_or(cfg.checkpoint, "pretrained_checkpoint", None)
-    load = value_or(cfg.checkpoint, "load", None)
+    said = partial(value_or, cfg.checkpoint)
+    pretrained, load = said("pretrained_checkpoint"), said("load")
     resumes = _has_checkpoint(load)
-    if not (pretrained or resumes or (load and is_finetuning(value_or(cfg, "dataset", None)))):
+    if not (pretrained or resumes or (load and is_finetuning(value_or(cfg, "dataset")))):
         return None
     values = {
         "load": load if resumes else None,
         "pretrained_checkpoint": None if resumes else pretrained,
-        "ckpt_step": value_or(cfg.checkpoint, "ckpt_step", None) if resumes else None,
-        "ckpt_format": value_or(cfg.checkpoint, "ckpt_format", "torch_dist"),
-        "finetune": value_or(cfg.checkpoint, "finetune", False) or not resumes,
-        "no_load_optim": not value_or(cfg.checkpoint, "load_optim", True),
-        "no_load_rng": not value_or(cfg.checkpoint, "load_rng", True),
-        "num_experts": value_or(cfg.model, "num_moe_experts", None),
+        "ckpt_step": said("ckpt_step") if resumes else None,
+        "ckpt_format": said("ckpt_format", "torch_dist"),
+        "finetune": said("finetune", False) or not resumes,
+        "no_load_optim": not said("load_optim", True),
+        "no_load_rng": not said("load_rng", True),
+        "num_experts": value_or(cfg.model, "num_moe_experts"),
     }
     source = str(load if resumes else pretrained or load)
     if _has_checkpoint(source) and (saved := read_checkpoint(values)) is not None:
-        saved = _with_run_config(saved)
+        saved = dataclasses.replace(saved, **_sizes_beside(saved.directory))
         return Restored(source=source, saved=saved, values=values, is_seen=True)
     return _stated(source, str(values["ckpt_format"]), values)
 
 
 def restored_by_nemo(recipe: Any) -> Restored | None:
     """What ``resume`` restores: a run that goes on, or weights of another."""
-    resume, strategy = value_or(recipe, "resume", None), recipe.trainer.strategy
-    experts = value_or(recipe.model.config, "num_moe_experts", None)
+    resume, strategy = value_or(recipe, "resume"), recipe.trainer.strategy
+    values = {"num_experts": value_or(recipe.model.config, "num_moe_experts")}
     if (going_on := _run_that_goes_on(recipe, resume)) is not None:
-        kind = value_or(strategy, "save_ckpt_format", "torch_dist")
-        return _stated(going_on, kind, {"num_experts": experts})
-    config = value_or(resume, "restore_config", value_or(strategy, "restore_config", None))
+        return _stated(going_on, value_or(strategy, "save_ckpt_format", "torch_dist"), values)
+    config = value_or(resume, "restore_config", value_or(strategy, "restore_config"))
     if config is None:
         return None
-    values = {"finetune": not value_or(config, "load_optim_state", False), "num_experts": experts}
+    values["finetune"] = not value_or(config, "load_optim_state", False)
     # whatever this run saves: an imported model is torch_dist, and so is a run with plain DDP
     return _stated(str(value_or(config, "path", "")), "torch_dist", values)
 
 
 def _run_that_goes_on(recipe: Any, resume: Any) -> str | None:
     """The folder of a run that NeMo would resume, where one is named or found."""
-    if path := value_or(resume, "resume_from_path", None):
+    if path := value_or(resume, "resume_from_path"):
         return str(path)
     if not value_or(resume, "resume_if_exists", False):
         return None
-    folder = value_or(resume, "resume_from_directory", None)
+    folder = value_or(resume, "resume_from_directory")
     if folder is None:
         log, name = find(recipe, "log.log_dir"), find(recipe, "log.name")
         if not isinstance(log, str | os.PathLike) or not isinstance(name, str):
@@ -246,16 +241,20 @@ def _run_that_goes_on(recipe: Any, resume: Any) -> str | None:
     return str(max(last, key=lambda each: each.lstat().st_mtime)) if last else None
 
 
-def _stated(path: str, kind: str, values: Mapping[str, Any]) -> Restored:
+def _stated(
+    path: str, kind: str, values: Mapping[str, Any], how: str = "as the recipe states"
+) -> Restored:
     """A checkpoint whose format is only stated, or found in NeMo's folder of weights."""
-    for folder in (Path(path) / "weights", Path(path)):
-        if (folder / "metadata.json").is_file():
-            kind = "torch_dist"  # megatron-core writes it for this format alone
-    weights_only = bool(values.get("finetune"))
+    folders = (Path(path) / "weights", Path(path))
+    if any((folder / "metadata.json").is_file() for folder in folders):
+        kind = "torch_dist"  # megatron-core writes it for this format alone
     saved = SavedCheckpoint(
-        directory=Path(path), iteration=0, format=kind, weights_only=weights_only
+        directory=Path(path),
+        iteration=0,
+        format=kind,
+        weights_only=bool(values.get("finetune")),
     )
-    return Restored(source=path, saved=saved, values=values)
+    return Restored(source=path, saved=saved, values=values, stated=how)
 
 
 def _has_checkpoint(folder: object) -> bool:
@@ -265,17 +264,19 @@ def _has_checkpoint(folder: object) -> bool:
     return any(Path(folder, name).is_file() for name in trackers)
 
 
-def _with_run_config(saved: SavedCheckpoint) -> SavedCheckpoint:
-    """A checkpoint with the degrees that Megatron-Bridge writes beside it."""
-    path = saved.directory / "run_config.yaml"
+def _sizes_beside(folder: Path) -> dict[str, Any]:
+    """The degrees that Megatron-Bridge writes beside a checkpoint."""
+    path = folder / "run_config.yaml"
     if not path.is_file():
-        return saved
+        return {}
     values = read_yaml(path, path.name)
     try:
         model = values["model"]
-        sizes = {name: model[name] for name in _SAVED_SIZES if model.get(name) is not None}
+        return {name: model[name] for name in _SAVED_SIZES if model.get(name) is not None}
     except (LookupError, TypeError, AttributeError) as error:
-        limit = f"it does not say how the checkpoint was laid out ({error})"
-        fix = "Launch this job without nest."
-        raise UserInputError(str(path), None, limit, fix) from error
-    return dataclasses.replace(saved, **sizes)
+        raise UserInputError(
+            str(path),
+            None,
+            f"it does not say how the checkpoint was laid out ({error})",
+            "Launch this job without nest.",
+        ) from error

@@ -1,55 +1,68 @@
-"""What the fields of a recipe say of a job, kept in the file of its plan to be planned again."""
+"""The job of a plan file, planned again: settings that state it, and its recipe's own words."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final, get_type_hints
+from pathlib import Path
+from typing import Any, get_type_hints
 
 from nest_megatron.config.catalogue import read_cluster, read_spec
-from nest_megatron.config.compose import Settings
+from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.job import Job
-from nest_megatron.config.request import request_of
+from nest_megatron.config.overrides import Setting, value_text
+from nest_megatron.config.request import recorded_defaults, request_of
+from nest_megatron.config.schema import section_keys
 from nest_megatron.config.target import read_target
+from nest_megatron.cost_model.goodput import Reliability, goodput
 from nest_megatron.cost_model.memory_flags import text
-from nest_megatron.cost_model.settings import is_trait, restored_settings, stored_settings
-from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.cost_model.settings import (
+    is_trait,
+    restored_settings,
+    stored_settings,
+    traits_of,
+)
+from nest_megatron.errors import UserInputError, require_known
+from nest_megatron.layout.plan import MEGATRON_LM, ParallelPlan
+from nest_megatron.layout.price import Rates
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.planner import Request
+from nest_megatron.planner.assemble import describe_space
+from nest_megatron.profile.mode import ProfileMode
+from nest_megatron.profile.records import ANALYTIC_NAME
+from nest_megatron.solver.space import DEGREES
 
-_PLAIN: Final = (bool, int, float, str, list, dict, type(None))
-#: What the plan's file says elsewhere, and what is of the process that has read the recipe.
-_LEFT_OUT: Final = ("spec", "target", "restored", "command", "changes", "fields", "notes")
+_PLAIN = (bool, int, float, str, list, dict, type(None))
+#: Fields of a job that the plan's file does not say elsewhere, and that are not of the process
+#: that has read the recipe.
+_FIELDS = tuple(
+    field.name
+    for field in dataclasses.fields(Job)
+    if field.name not in ("spec", "target", "restored", "command", "changes", "fields", "notes")
+)
+
+
+def made_for(plan: ParallelPlan, job: Job, made_by: str) -> ParallelPlan:
+    """A plan that says what it was made for: a framework, and of a recipe the job as well."""
+    origin = plan.provenance
+    if job.command is not None:
+        origin = origin.made_for(MEGATRON_LM, job.version, made_by)
+    else:
+        assert job.target is not None
+        origin = origin.made_for(job.target.framework, None, made_by, recorded(job))
+    return dataclasses.replace(plan, provenance=origin)
 
 
 def recorded(job: Job) -> dict[str, Any]:
     """The fields of a recipe's job that are not the defaults, as plain data."""
+    default = Job(spec=job.spec)
     return {
-        field.name: _plain(value)
-        for field in dataclasses.fields(job)
-        if field.name not in _LEFT_OUT and (value := getattr(job, field.name)) != _default(field)
+        name: _plain(value)
+        for name in _FIELDS
+        if (value := getattr(job, name)) != getattr(default, name)
     }
-
-
-@functools.cache
-def _record() -> type:
-    """A record of the fields of ``Job`` that files have."""
-    kinds = get_type_hints(Job)
-    fields = [
-        (field.name, kinds[field.name], dataclasses.field(default=None))
-        for field in dataclasses.fields(Job)
-        if field.name not in _LEFT_OUT
-    ]
-    return dataclasses.make_dataclass("RecordedJob", fields, kw_only=True, frozen=True)
-
-
-def _default(field: dataclasses.Field[Any]) -> object:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
 
 
 def _plain(value: object) -> Any:
@@ -75,34 +88,183 @@ class StatedJob:
     fields: Mapping[str, Any] | None = None
     traits: Mapping[str, float | str] | None = None
 
-    @classmethod
-    def of(cls, plan: ParallelPlan) -> StatedJob:
-        """What the file of a plan says; nothing where it is no recipe's."""
-        return cls(fields=plan.provenance.recipe)
-
     def request(self, composed: Settings) -> Request:
         """What to plan for the job under settings that are composed.
 
         Raises:
             UserInputError: for a setting that is wrong, or that the recipe says otherwise.
         """
-        if self.fields is None:
-            return self._with_traits(request_of(composed, choose_execution=True))
-        from nest_megatron.integrations.megatron_lm.planning import job_request
+        if self.fields is not None:
+            from nest_megatron.integrations.megatron_lm.planning import job_request
 
-        return job_request(self._job(composed), read_cluster(composed), composed)
-
-    def _job(self, composed: Settings) -> Job:
-        spec, target = read_spec(composed), read_target(composed)
-        said: Any = from_plain(_record(), self.fields, "provenance.recipe")
-        fields = {name: getattr(said, name) for name in self.fields or {}}
-        return Job(**fields, spec=spec, target=target)
-
-    def _with_traits(self, request: Request) -> Request:
-        """With the traits of a plan's file, which offers no other numbers."""
+            kinds, fields = get_type_hints(Job), {}
+            for name, value in self.fields.items():
+                require_known("provenance.recipe", name, _FIELDS)
+                fields[name] = from_plain(kinds[name], value, f"provenance.recipe.{name}")
+            job = Job(**fields, spec=read_spec(composed), target=read_target(composed))
+            return job_request(job, read_cluster(composed), composed)
+        request = request_of(composed, choose_execution=True)
         if self.traits is None:
             return request
-        stated = stored_settings(request.settings)
+        stated = stored_settings(request.settings)  # a plan's file offers no other numbers
         others = {name: value for name, value in stated.items() if not is_trait(name)}
         settings = restored_settings({**others, **self.traits})
         return dataclasses.replace(request, settings=settings, numeric_offers=())
+
+
+def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
+    """Settings that state the job of a plan file: its model, cluster, batch and search space.
+
+    With them goes all that the plan was made with: what it was chosen for, whether by a profile and
+    the site's calibration, what a GPU costs, how often the job fails.
+
+    Args:
+        path: of the file, which holds the model and the cluster; by ``is_path`` it is one.
+
+    Raises:
+        UserInputError: if settings cannot state it: it was planned from a command or a recipe.
+    """
+    if plan.train.batch_schedule is not None:
+        raise _unstated(path, "a batch that grows")
+    if plan.train.sequence_lengths is not None:
+        raise _unstated(path, "lengths of sequences")
+    stated = {
+        "model": str(path),
+        "cluster": str(path),
+        "cluster.num_gpus": plan.cluster.num_gpus,
+        "target": plan.provenance.settings.get("target"),
+        "train.precision": plan.train.precision,
+        "train.global_batch_size": plan.layout.global_batch_size,
+    }
+    found = _typed("", stated) | _recorded(plan)
+    if plan.provenance.profile == ANALYTIC_NAME:  # its changes are not priced by one either
+        found["profile.mode"] = ProfileMode.ANALYTIC.value
+    if plan.provenance.site is None:
+        found["profile.site"] = "false"
+    found |= _typed("reliability.", reliability_of(plan)) | _typed("cost.", rates_of(plan))
+    if (tokens := found.pop("cost.tokens", None)) is not None:
+        found["train.tokens"] = tokens
+    job = StatedJob(fields=plan.provenance.recipe)
+
+    def request() -> Request:
+        return job.request(compose([Setting(key=k, value=value) for k, value in found.items()]))
+
+    free = request()
+    found |= _space_settings(plan, _words(free))
+    found |= _assumptions(plan, stored_settings(free.settings), path)
+    space, words = plan.search.space, _words(request())
+    differing = [name for name in {**space, **words} if space.get(name) != words.get(name)]
+    if space and differing:
+        lacks = ", ".join(f"{name} {space.get(name, '(not set)')}" for name in differing)
+        raise _unstated(path, f"searched {lacks}")
+    return [Setting(key=key, value=value) for key, value in found.items()]
+
+
+def stated_job(plan: ParallelPlan, settings: Sequence[Setting]) -> StatedJob:
+    """What the fields of a plan's recipe say; nothing where settings say the same.
+
+    Args:
+        settings: that state the plan's job.
+    """
+    found = StatedJob(fields=plan.provenance.recipe)
+    if found.fields is not None:
+        return found
+    stated = stored_settings(found.request(compose(settings)).settings)
+    own, theirs = (traits_of(each) for each in (plan.provenance.settings, stated))
+    return found if own == theirs else StatedJob(traits=own)
+
+
+def _words(request: Request) -> dict[str, str]:
+    """A request's space in the words of a plan file."""
+    return dict(describe_space(request.space, request.cluster, request.policy))
+
+
+def _recorded(plan: ParallelPlan) -> dict[str, str]:
+    """Settings that no other part of a plan's file says; files of earlier versions say few."""
+    found = recorded_defaults()
+    if plan.choice is not None:
+        found["memory.max_oom_chance"] = value_text(plan.choice.max_oom_chance)
+        found["search.tie_percent"] = value_text(plan.choice.tie_percent)
+    pairs = (text.partition("=") for text in plan.provenance.given)
+    return found | {key: value for key, _, value in pairs}
+
+
+def _typed(prefix: str, record: object) -> dict[str, str]:
+    """The fields of a record, or of a mapping, that are set, as settings."""
+    fields = to_plain(record) or {}
+    return {f"{prefix}{k}": value_text(v) for k, v in fields.items() if v not in (None, [])}
+
+
+def _unstated(path: Path, value: str) -> UserInputError:
+    limit = "the plan's job has it, and the file does not say by which settings"
+    fix = "Plan each change of it with nest-megatron plan, from its command or its settings."
+    return UserInputError(str(path), value, limit, fix)
+
+
+def _space_settings(plan: ParallelPlan, free: Mapping[str, str]) -> dict[str, str]:
+    """What was fixed or limited of the layout: where the words differ from those of a free one."""
+    said = {k: words for k, words in plan.search.space.items() if words != free.get(k)}
+    found = {}
+    for name in DEGREES:
+        fixed, _, value = said.get(name, "").partition("= ")
+        section = "train" if name == "micro_batch_size" else "parallel"
+        if value and fixed in ("", "<"):
+            found[f"search.max_{name}" if fixed else f"{section}.{name}"] = value
+    for name in ("zero_stage", "rank_order"):
+        if name in said and "," not in said[name]:
+            found[f"parallel.{name}"] = said[name]
+    if "recompute" in said:
+        found |= _typed("parallel.recompute_", plan.layout.recompute)
+    if said.get("num_gpus") == "any whole nodes":
+        found["search.use_all_gpus"] = "false"
+    return found
+
+
+def _assumptions(
+    plan: ParallelPlan, found: Mapping[str, float | str], path: Path
+) -> dict[str, str]:
+    """Assumptions of the cost model that are not the target's own."""
+    stated, wanted = {}, plan.provenance.settings
+    if not plan.launch:  # a recipe's fields say them (``StatedJob``)
+        wanted, found = (
+            {name: value for name, value in each.items() if not is_trait(name)}
+            for each in (wanted, found)
+        )
+    for name, value in wanted.items():
+        if found.get(name) == value:
+            continue
+        key = f"memory.{name[7:]}" if name.startswith("memory_") else f"cost.{name}"
+        if key not in section_keys():
+            raise _unstated(path, f"{name} = {value}")
+        whole = isinstance(value, float) and value.is_integer()
+        stated[key] = value_text(int(value) if whole else value)
+    for name in found.keys() - wanted.keys():
+        raise _unstated(path, f"{name} (not set)")
+    return stated
+
+
+def reliability_of(plan: ParallelPlan) -> Reliability | None:
+    """How often the job of a plan fails, where its file says it.
+
+    It saves as often as is best, if that is what the plan does.
+    """
+    found, num_gpus = plan.goodput, plan.layout.num_gpus
+    if found is None:
+        return None
+    best = Reliability(
+        mtbf_hours=float(f"{found.mtbf_s * num_gpus / 3600:.12g}"),
+        checkpoint_s=found.checkpoint_s,
+        restart_s=found.restart_s,
+    )
+    said = goodput(best, plan.predicted.iteration_time_s, num_gpus).save_interval
+    if said == found.save_interval:
+        return best
+    return dataclasses.replace(best, save_interval=found.save_interval)
+
+
+def rates_of(plan: ParallelPlan) -> Rates | None:
+    """What a GPU of the job of a plan costs, where its file says it."""
+    found = plan.price
+    if found is None:
+        return None
+    return Rates(gpu_hour=found.gpu_hour, gpu_watts=found.gpu_watts, tokens=found.tokens)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.catalogue import read_cluster, read_spec
 from nest_megatron.config.compose import Settings
-from nest_megatron.config.job import FreeParameters, Job, LaunchedRanks, ReadCommand
+from nest_megatron.config.job import FreeParameters, Job, LaunchedRanks
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.dry_run.launch import (
     ScriptLaunch,
@@ -29,11 +28,10 @@ from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters, kept_flags
 from nest_megatron.integrations.megatron_lm.set_flags import require_model, with_flags
-from nest_megatron.integrations.recipe_command import read_recipe
 from nest_megatron.integrations.restore import restored_by_command
-from nest_megatron.integrations.stated_job import recorded
+from nest_megatron.integrations.stated_job import made_for
 from nest_megatron.layout.diff import Change
-from nest_megatron.layout.plan import MEGATRON_LM, ParallelPlan, Provenance
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Progress, Request
 from nest_megatron.planner import plan as find_plan
@@ -64,11 +62,13 @@ def read_request(
         job = dataclasses.replace(job, free=free_parameters(tuple(free) or None, option="--free"))
         return job, job_request(job, cluster, composed)
     job = dataclasses.replace(job, free=FreeParameters(names=tuple(free)))
-    restored = restored_by_command(command.values)
-    if restored is not None:
-        required, notes = restored.required(version), (*job.notes, restored.note())
-        required = {**required, **job.required}
-        job = dataclasses.replace(job, required=required, restored=restored, notes=notes)
+    if (restored := restored_by_command(command.values)) is not None:
+        job = dataclasses.replace(
+            job,
+            required={**restored.required(version), **job.required},
+            restored=restored,
+            notes=(*job.notes, restored.note()),
+        )
     return job, job_request(job, cluster, composed)
 
 
@@ -77,45 +77,45 @@ def read_typed(
 ) -> tuple[Job, Cluster]:
     """The job of a command, and where it runs; errors as of ``read_request``."""
     job = _read(composed, text, version)
-    if strict:
-        _refuse_unknown(job)
+    ranks = LaunchedRanks() if job.command is None else job.command.ranks
+    flags = [word for word in job.passthrough if word.startswith("--")]  # a recipe has none
+    if strict and flags:
+        notes = job.command.notes if job.command else ()
+        said = [note for note in notes if note.endswith("?")]  # Did you mean ...
+        raise UserInputError(
+            "--from",
+            " ".join(flags),
+            f"Megatron-LM {job.version} has no such flag",
+            " ".join([*said, "Correct it, or leave --strict out."]),
+        )
     if "cluster.num_gpus" in composed.given:
         return job, read_cluster(composed)
+    assumed = list(job.notes)
     if job.num_gpus is None:
-        job = _as_large_as_cluster(job, composed)
-    cluster = read_cluster(composed, job.num_gpus)
-    return dataclasses.replace(job, notes=(*job.notes, *_node_notes(job, cluster))), cluster
-
-
-def _node_notes(job: Job, cluster: Cluster) -> Iterator[str]:
-    """What a launch with other nodes than the cluster's is told."""
-    ranks = LaunchedRanks() if job.command is None else job.command.ranks
-    node = cluster.host_size
-    if not ranks.num_ranks or not ranks.num_nodes or node is None:
-        return
-    each = ranks.num_ranks // ranks.num_nodes
-    if each > node or (each < node and ranks.num_nodes > 1):
-        yield (
-            f"The launcher starts {each} ranks on each of {ranks.num_nodes} nodes; those of "
-            f"{cluster.name} have {node} GPUs, and the plan takes whole nodes."
+        cluster = read_cluster(composed)
+        if not composed.describes_cluster:  # the size of one of the catalogue is an example
+            unsaid = "the recipe does not say it" if job.command is None else ranks.unsaid
+            raise UserInputError(
+                "cluster.num_gpus",
+                None,
+                f"how many GPUs the job runs on is not known: {unsaid}",
+                "Say cluster.num_gpus=16, or give the launcher's words (torchrun "
+                "--nproc-per-node 8 ...).",
+            )
+        assumed.append(
+            f"Nothing says how many ranks there are; cluster {cluster.name} has "
+            f"{cluster.num_gpus} GPUs, and all are taken."
         )
-
-
-def _as_large_as_cluster(job: Job, composed: Settings) -> Job:
-    """A job of no stated size as large as a cluster that the user describes.
-
-    Raises:
-        UserInputError: for a cluster of the catalogue, whose size is an example.
-    """
-    cluster = read_cluster(composed)
-    if composed.describes_cluster:
-        note = f"Nothing says how many ranks there are; cluster {cluster.name} has"
-        notes = (*job.notes, f"{note} {cluster.num_gpus} GPUs, and all are taken.")
-        return dataclasses.replace(job, num_gpus=cluster.num_gpus, notes=notes)
-    unsaid = "the recipe does not say it" if job.command is None else job.command.ranks.unsaid
-    limit = f"how many GPUs the job runs on is not known: {unsaid}"
-    fix = "Say cluster.num_gpus=16, or give the launcher's words (torchrun --nproc-per-node 8 ...)."
-    raise UserInputError("cluster.num_gpus", None, limit, fix)
+        job = dataclasses.replace(job, num_gpus=cluster.num_gpus)
+    cluster = read_cluster(composed, job.num_gpus)
+    if ranks.num_ranks and ranks.num_nodes and (node := cluster.host_size) is not None:
+        each = ranks.num_ranks // ranks.num_nodes
+        if each > node or (each < node and ranks.num_nodes > 1):
+            assumed.append(
+                f"The launcher starts {each} ranks on each of {ranks.num_nodes} nodes; those of "
+                f"{cluster.name} have {node} GPUs, and the plan takes whole nodes."
+            )
+    return dataclasses.replace(job, notes=tuple(assumed)), cluster
 
 
 def read_model(
@@ -139,25 +139,52 @@ def _read(composed: Settings, text: str | Sequence[str], version: str) -> Job:
     """The job of a command, its embedding padded by its own tensor-parallel size; a recipe's."""
     model = composed.model
     if model is not None:
-        limit = "with --from the model comes from the command"
-        fix = "Leave model out, or change the command."
-        raise UserInputError("model", model.get("name"), limit, fix)
+        raise UserInputError(
+            "model",
+            model.get("name"),
+            "with --from the model comes from the command",
+            "Leave model out, or change the command.",
+        )
     launch = recorded_launch(text, composed)
-    place = _place(composed, launch)
-    if launch is None and (recipe := read_recipe(text, place)) is not None:
-        return recipe
-    with _naming_what_lacks(launch):
+    place = LaunchPlace(
+        environment=os.environ if launch is None else launch.environment,
+        header=() if launch is None else launch.header,
+        gpus_per_node=None if composed.cluster is None else read_cluster(composed).host_size,
+    )
+    if launch is None:
+        from nest_megatron.integrations.recipe_command import read_recipe
+
+        if (recipe := read_recipe(text, place)) is not None:
+            return recipe
+    try:
         command = read_command(text if launch is None else launch.words, version, place)
         if not command.argv:
-            limit = "it has no flags, so it says nothing about the model"
-            fix = "Give the whole command in quotes, or - to read it from standard input."
-            raise UserInputError("--from", command.script or text, limit, fix)
+            raise UserInputError(
+                "--from",
+                command.script or text,
+                "it has no flags, so it says nothing about the model",
+                "Give the whole command in quotes, or - to read it from standard input.",
+            )
         if launch is not None:
             command = dataclasses.replace(command, notes=(*launch.notes, *command.notes))
         command = with_flags(command, composed)
-        _refuse_unread(command)
+        unread = unread_model([command.script])  # unless the command describes the model
+        if unread and not {"num_layers", "hidden_size"} & command.explicit:
+            raise UserInputError(
+                "--from",
+                command.script,
+                unread,
+                "Give the flags of Megatron-LM that it comes to, or name a model and its settings.",
+            )
         job = read_job(command)
         require_model(job.spec, composed, command)
+    except UserInputError as error:
+        if launch is None:
+            raise
+        # what its script left out, and what nothing sets
+        raise UserInputError(
+            error.what, error.value, error.limit, " ".join((error.fix, *launch.notes))
+        ) from error
     assert job.command is not None
     tp = job.command.values["tensor_model_parallel_size"]
     return dataclasses.replace(job, spec=job.spec.with_padded_vocab(tp))
@@ -173,12 +200,16 @@ def recorded_launch(text: str | Sequence[str], composed: Settings) -> ScriptLaun
         if names_script(words := tokens(text)):
             limit = "it takes one command line, and this names a script"
             call = shlex.join(["bash", *words] if "." in words[0] else words)
-            fix = f"Put `-- {call}` behind all other words; in Python give a list of its words."
-            raise UserInputError("--from", text, limit, fix)
+            raise UserInputError(
+                "--from",
+                text,
+                limit,
+                f"Put `-- {call}` behind all other words; in Python give a list of its words.",
+            )
         return None
     if not is_script_call(text):
         return None
-    return script_launch(text, _named_cluster(composed))
+    return script_launch(text, None if composed.cluster is None else read_cluster(composed))
 
 
 def one_command(
@@ -191,39 +222,6 @@ def one_command(
     sizes = slurm_options(launch.header).items()
     given = [f"{SLURM_VARIABLES[option][0]}={value}" for option, value in sizes]
     return (*given, *launch.words), launch.notes
-
-
-def _named_cluster(composed: Settings) -> Cluster | None:
-    return None if composed.cluster is None else read_cluster(composed)
-
-
-def _place(composed: Settings, launch: ScriptLaunch | None) -> LaunchPlace:
-    """Where a command is launched: from this process or a script, on the cluster that is named."""
-    cluster = _named_cluster(composed)
-    gpus = None if cluster is None else cluster.host_size
-    if launch is None:
-        return LaunchPlace(environment=os.environ, gpus_per_node=gpus)
-    return LaunchPlace(environment=launch.environment, header=launch.header, gpus_per_node=gpus)
-
-
-@contextlib.contextmanager
-def _naming_what_lacks(launch: ScriptLaunch | None) -> Iterator[None]:
-    """Let errors of a command name what its script left out and what nothing sets."""
-    try:
-        yield
-    except UserInputError as error:
-        if launch is None:
-            raise
-        fix = " ".join((error.fix, *launch.notes))
-        raise UserInputError(error.what, error.value, limit=error.limit, fix=fix) from error
-
-
-def _refuse_unread(command: ReadCommand) -> None:
-    """Refuse a program that takes its model from elsewhere, unless the command describes it."""
-    unread = unread_model([command.script])
-    if unread and not {"num_layers", "hidden_size"} & command.explicit:
-        fix = "Give the flags of Megatron-LM that it comes to, or name a model and its settings."
-        raise UserInputError("--from", command.script, limit=unread, fix=fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,29 +288,11 @@ def command_of_plan(
     if (command := job.command) is None:
         assert job.changes is not None
         changes = job.changes(found)
-        found = dataclasses.replace(found, provenance=made_for(found, job, "plan --from"))
-        return CommandPlan(job=job, request=request, plan=found, changes=changes)
-    kept = kept_flags(job, request, composed)
-    found, rewrite = with_command(
-        found, command, made_by="plan --from", kept=kept, notes=request.notes
-    )
-    return CommandPlan(job=job, request=request, plan=found, changes=rewrite.changes)
-
-
-def made_for(plan: ParallelPlan, job: Job, made_by: str) -> Provenance:
-    """A plan's origin with the framework of the command, or of the recipe, that it was made for."""
-    if job.command is not None:
-        return plan.provenance.made_for(MEGATRON_LM, job.version, made_by)
-    assert job.target is not None
-    return plan.provenance.made_for(job.target.framework, None, made_by, recorded(job))
-
-
-def _refuse_unknown(job: Job) -> None:
-    """Refuse a command with flags that Megatron-LM does not have; a recipe has none."""
-    flags = [word for word in job.passthrough if word.startswith("--")]
-    if flags:
-        limit = f"Megatron-LM {job.version} has no such flag"
-        notes = job.command.notes if job.command else ()
-        said = [note for note in notes if note.endswith("?")]  # Did you mean ...
-        fix = " ".join([*said, "Correct it, or leave --strict out."])
-        raise UserInputError("--from", " ".join(flags), limit, fix)
+        found = made_for(found, job, "plan --from")
+    else:
+        kept = kept_flags(job, request, composed)
+        found, rewrite = with_command(
+            found, command, made_by="plan --from", kept=kept, notes=request.notes
+        )
+        changes = rewrite.changes
+    return CommandPlan(job=job, request=request, plan=found, changes=changes)

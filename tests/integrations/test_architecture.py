@@ -144,9 +144,11 @@ def test_a_user_may_stand_before_a_model_of_nemo() -> None:
     known = type("LlamaModel", (), {"__module__": "nemo.collections.llm"})
     mine = type("MyModel", (known,), {"__module__": "mine"})
     other = type("ReadsImages", (known,), {"__module__": "nemo.collections.vlm"})
-    assert architecture.refused_model(mine()) is None
-    assert architecture.refused_model(SimpleNamespace()) is None
-    assert architecture.refused_model(other()) == ("ReadsImages", "such a model is not supported")
+    config = bridge_config(catalogue.model("llama3_8b")).model
+    for model in (mine(), SimpleNamespace()):
+        architecture.refuse_unplannable(config, model)
+    with pytest.raises(UnplannableModelError, match=r"ReadsImages.*such a model is not supported"):
+        architecture.refuse_unplannable(config, other())
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from nest_megatron.cost_model.target_defaults import NEMO_LACKS
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import megatron_bridge, nemo
 from nest_megatron.integrations.fields import find
-from nest_megatron.integrations.megatron_bridge import read as bridge_read
+from nest_megatron.integrations.megatron_bridge.config import BridgeConfig
 from nest_megatron.integrations.megatron_bridge.hook import adapt, stated_choices
 from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.write import planned_arguments
-from nest_megatron.integrations.nemo import read as nemo_read
+from nest_megatron.integrations.nemo.recipe import NemoRecipe
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.execution_arguments import execution_arguments
 from nest_megatron.layout.knobs import KNOBS
@@ -203,7 +203,7 @@ def test_fields_have_the_values_of_the_flags(adapter: Bridge | Nemo, name: str) 
         pytest.skip("NeMo lacks a choice of the plan")
     job = adapter.job(plan, {})
     adapter.apply(job, plan)
-    paths = bridge_read.PATHS if isinstance(adapter, Bridge) else nemo_read.PATHS
+    paths = BridgeConfig if isinstance(adapter, Bridge) else NemoRecipe
     planned = planned_arguments(launch_request(plan))
     stages = "pipeline_model_parallel_layout"  # Megatron makes even ones by itself
     shared = {n: value for n, value in planned.items() if n in paths.items and n != stages}

@@ -121,6 +121,6 @@ def test_its_job_is_searched_as_that_of_the_recipe(
     plan = plan_file.read(path)
     origin = dataclasses.replace(plan.provenance, recipe=recorded(job))
     text = plan_file.dump(dataclasses.replace(plan, provenance=origin))
-    said = StatedJob.of(plan_file.load(text))
+    said = StatedJob(fields=plan_file.load(text).provenance.recipe)
     again = said.request(compose(parse([*model, f"cluster={cluster}", "cluster.num_gpus=72"])))
     assert {n: getattr(again, n) for n in SEARCHED} == {n: getattr(asked, n) for n in SEARCHED}

@@ -37,15 +37,23 @@ class PlanBeforeJob(Callback):
     on_multirun_start = on_run_start
 
     def on_job_start(self, config: Any, **_: Any) -> None:
-        """Plan; any failure ends the process, since Hydra makes warnings of callbacks' errors."""
+        """Plan; any failure ends the process, since Hydra makes warnings of callbacks' errors.
+
+        The planned values are written into the file in which Hydra has kept the configuration.
+        """
+        from omegaconf import OmegaConf
+
         from nest_megatron.integrations.hydra.plans import plan_job
         from nest_megatron.report.failure import ending_on_errors
 
         with settings_typed_as(_PREFIX), ending_on_errors():
             task = _task_config()
             plan_job(config, task)
-            if task is not None:
-                _save(config, task)
+            folder = config.hydra.output_subdir
+            if task is not None and folder is not None:
+                path = Path(config.hydra.runtime.output_dir, folder, "config.yaml")
+                if path.is_file():
+                    OmegaConf.save(task, path)
 
 
 def _task_config() -> Any:
@@ -62,18 +70,6 @@ def _task_config() -> Any:
             return task
         frame = frame.f_back
     return None
-
-
-def _save(config: Any, task: Any) -> None:
-    """Write the planned values into the file in which Hydra has kept the configuration."""
-    from omegaconf import OmegaConf
-
-    folder = config.hydra.output_subdir
-    if folder is None:
-        return
-    path = Path(config.hydra.runtime.output_dir, folder, "config.yaml")
-    if path.is_file():
-        OmegaConf.save(task, path)
 
 
 def _without_us(config_name: str | None) -> Any:

@@ -17,7 +17,7 @@ def register() -> None:
 
 def value_of(name: str, *, _root_: Any) -> Any:
     """A value of the plan for the configuration that asks; ``NestError`` if there is none."""
-    from nest_megatron.integrations.hydra.planned_fields import value_named
     from nest_megatron.integrations.hydra.plans import PLANS
+    from nest_megatron.integrations.hydra.view import value_named
 
     return value_named(PLANS.of(_root_).values, name)

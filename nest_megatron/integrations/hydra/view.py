@@ -6,22 +6,153 @@ plan writes it; where it holds anything else, somebody gave it, and it is kept.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+import copy
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.launch import Mode
 from nest_megatron.config.overrides import Setting, first_line, leaves, parse, value_text
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.integrations.hydra.planned_fields import (
-    PLANNED,
-    moved_fields,
-    planned_texts,
-    with_moved,
-)
+from nest_megatron.integrations.fields import ABSENT
+
+#: A value of the plan; the group ``auto`` writes each under a name of this node.
+PLANNED = re.compile(r"\$\{\s*nest\s*:\s*(\w+)\s*\}")
+AUTO_NODE = "model"
+#: Text that needs no quotes inside a call of a resolver.
+_BARE = re.compile(r"[\w.+-]+")
+
+#: Choices of a plan that NeMo 1 spells otherwise.
+_SPELLINGS = {
+    "recompute_granularity": ("activations_checkpoint_granularity",),
+    "recompute_method": ("activations_checkpoint_method",),
+    "recompute_num_layers": ("activations_checkpoint_num_layers",),
+    "tp_comm_overlap": ("ub_tp_comm_overlap",),
+}
+
+Keys = tuple[str | int, ...]
+
+
+def moved_fields(raw: Mapping[str, Any], root: str, fields: Mapping[str, str]) -> Mapping[str, str]:
+    """Where the group ``auto`` writes a planned choice, and where the application has it.
+
+    Args:
+        raw: the application's configuration, nothing resolved.
+        root, fields: of the ``nest`` node.
+    """
+    moved: dict[str, str] = {}
+    for name, text in node_at(raw, AUTO_NODE).items():
+        found = PLANNED.fullmatch(text.strip()) if isinstance(text, str) else None
+        if found is None or name not in (names := names_of(found[1])):
+            continue
+        target = fields.get(found[1])
+        if target is None:
+            own = [each for each in names if each in node_at(raw, root)]
+            target = ".".join(filter(None, (root, *(own or [name])[:1])))
+            target = f"{AUTO_NODE}.{name}" if root == AUTO_NODE else target
+        other = PLANNED.search(str(raw_value(raw, target)))
+        is_of_another = other is not None and other[1] != found[1]
+        if target != f"{AUTO_NODE}.{name}" and not is_of_another:
+            moved[f"{AUTO_NODE}.{name}"] = target
+    return moved
+
+
+def with_moved(
+    raw: Mapping[str, Any], moved: Mapping[str, str], typed: Collection[str]
+) -> dict[str, Any]:
+    """The configuration with the planned choices where the application has them.
+
+    Args:
+        typed: paths that the user's command gives, which it keeps.
+    """
+    changed = copy.deepcopy(dict(raw)) if moved else dict(raw)
+    for source, target in moved.items():
+        text = changed[AUTO_NODE].pop(source.removeprefix(f"{AUTO_NODE}."))
+        if any(f"{target}.".startswith(f"{path}.") for path in typed):
+            continue
+        *parents, last = target.split(".")
+        inside = changed
+        for key in parents:
+            if not isinstance(inside.get(key), dict):
+                inside[key] = {}
+            inside = inside[key]
+        inside[last] = text
+    if moved and not changed[AUTO_NODE]:
+        del changed[AUTO_NODE]
+    return changed
+
+
+def planned_texts(node: Any, keys: Keys = ()) -> Iterator[tuple[Keys, str]]:
+    """Keys and text of every field that asks for the plan, but for those of ``nest`` itself."""
+    if isinstance(node, str):
+        if PLANNED.search(node):
+            yield keys, node
+    elif isinstance(node, Mapping):
+        for name, child in node.items():
+            if keys or name != "nest":
+                yield from planned_texts(child, (*keys, name))
+    elif isinstance(node, list):
+        for index, child in enumerate(node):
+            yield from planned_texts(child, (*keys, index))
+
+
+def value_named(values: Mapping[str, Any], name: str) -> Any:
+    """A value of a plan in plain types; ``UserInputError`` with the nearest if it has none."""
+    if name not in values:
+        raise UserInputError(
+            f"${{nest:{name}}}", None, "a plan has no such value", nearest(name, values)
+        )
+    value = values[name]
+    return list(value) if isinstance(value, tuple) else value
+
+
+def planned_value(text: str, values: Mapping[str, Any]) -> Any:
+    """The value of a text that asks for the plan; what else it asks for stays.
+
+    >>> planned_value("${nest:tp}", {"tp": 8}), planned_value("${mul:${nest:tp},2}", {"tp": 8})
+    (8, '${mul:8,2}')
+    """
+    found = PLANNED.fullmatch(text.strip())
+    if found is not None:
+        return value_named(values, found[1])
+
+    def written(match: re.Match[str]) -> str:
+        value = value_named(values, match[1])
+        shown = "null" if value is None else str(value)
+        before = text[: match.start()]
+        is_inside = before.count("${") > before.count("}")
+        return repr(shown) if is_inside and not _BARE.fullmatch(shown) else shown
+
+    return PLANNED.sub(written, text)
+
+
+def names_of(item: str) -> tuple[str, ...]:
+    """A choice by its name, and by those of other frameworks."""
+    return item, *_SPELLINGS.get(item, ())
+
+
+def raw_value(raw: Any, path: str) -> Any:
+    """What stands at a path, nothing resolved; ``ABSENT`` where there is nothing.
+
+    >>> raw_value({"model": {"depth": 3}}, "model.depth")
+    3
+    >>> raw_value({"model": None}, "model.depth") is ABSENT
+    True
+    """
+    for step in path.split(".") if path else ():
+        if not isinstance(raw, Mapping) or step not in raw:
+            return ABSENT
+        raw = raw[step]
+    return raw
+
+
+def node_at(raw: Any, path: str) -> Mapping[str, Any]:
+    """The mapping at a path; an empty one where there is none."""
+    node = raw_value(raw, path)
+    return node if isinstance(node, Mapping) else {}
+
 
 #: Sections of a planning job that ``nest.num_gpus`` or the application itself decides.
 _DECIDED = {"cluster.num_gpus": "nest.num_gpus", "model": "nest.model", "cluster": "nest.cluster"}
@@ -42,27 +173,17 @@ class AppSettings:
     out: str | None = None
     may_differ: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        for name in ("cluster", "model", "plan", "out", "root"):
-            if not isinstance(value := getattr(self, name), str | None):
-                raise _wrong(name, value, "it is a name or a path")
-        count = self.num_gpus
-        is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 1
-        if count is not None and not is_count:
-            raise _wrong("num_gpus", count, "it is a whole number of at least 1")
-        limit = "it is the path of a field, such as arch.depth"
-        for name, path in self.fields.items():
-            if not isinstance(path, str):
-                raise _wrong(f"fields.{name}", path, limit)
-
     def settings(self, num_gpus: int | None) -> tuple[Setting, ...]:
         """The same as settings of the planning job; without a size, it has no cluster either."""
         given = parse(f"{key}={value_text(value)}" for key, value in leaves(self.overrides))
         for setting in given:
             if setting.key in _DECIDED:
-                what, fix = f"nest.overrides.{setting.key}", f"Use {_DECIDED[setting.key]}."
-                limit = "it has a key of its own"
-                raise UserInputError(what, setting.value, limit, fix)
+                raise UserInputError(
+                    f"nest.overrides.{setting.key}",
+                    setting.value,
+                    "it has a key of its own",
+                    f"Use {_DECIDED[setting.key]}.",
+                )
         named = [("model", self.model), ("cluster", self.cluster)]
         own = [Setting(key=key, value=value) for key, value in named if value is not None]
         if num_gpus is None:
@@ -71,47 +192,57 @@ class AppSettings:
         return (*settings, Setting(key="cluster.num_gpus", value=str(num_gpus)))
 
 
+_MODES = [Mode.AUTO.value, Mode.PINNED.value]
+#: Setting -> whether a value is one, and what it must be.
+_LIMITS = {
+    "mode": (_MODES.__contains__, f"it is {' or '.join(_MODES)}"),
+    "may_differ": (
+        lambda value: isinstance(value, list | tuple) and all(isinstance(n, str) for n in value),
+        "it is a list of names",
+    ),
+    **{
+        name: (lambda value: isinstance(value, Mapping), f"it is a mapping, +nest.{name}.KEY=VALUE")
+        for name in ("fields", "overrides")
+    },
+    **{
+        name: (lambda value: isinstance(value, str | None), "it is a name or a path")
+        for name in ("cluster", "model", "plan", "out", "root")
+    },
+    "num_gpus": (
+        lambda value: value is None or (isinstance(value, int) and value > 0 and value is not True),
+        "it is a whole number of at least 1",
+    ),
+}
+
+
 def read_settings(node: Any) -> AppSettings:
     """The settings of the ``nest`` node; an unknown key or a node of another kind is refused."""
     if not isinstance(node, Mapping | None):
-        raise _wrong("", node, "the group nest was not composed, so nothing would be planned")
+        raise _wrong("nest", node, "the group nest was not composed, so nothing would be planned")
     values = dict(node or {})
-    known = [f.name for f in dataclasses.fields(AppSettings)]
     for name, value in values.items():
-        if name not in known:
-            limit, fix = "there is no such setting", nearest(str(name), known)
-            raise UserInputError(f"nest.{name}", value, limit, fix)
-    mode, modes = values.get("mode", Mode.AUTO.value), [Mode.AUTO.value, Mode.PINNED.value]
-    if mode not in modes:
-        raise _wrong("mode", mode, f"it is {' or '.join(modes)}")
-    count = values.get("num_gpus")
+        if name not in _LIMITS:
+            raise UserInputError(
+                f"nest.{name}", value, "there is no such setting", nearest(str(name), _LIMITS)
+            )
+    count, names = values.get("num_gpus"), values.get("may_differ") or ()
     if isinstance(count, str) and count.isdecimal():  # of a variable of the environment
         values["num_gpus"] = int(count)
-    for name in ("fields", "overrides"):
-        given = values.get(name) or {}
-        if not isinstance(given, Mapping):
-            raise _wrong(name, given, f"it is a mapping, +nest.{name}.KEY=VALUE")
-        values[name] = MappingProxyType(dict(given))
-    given = values.get("may_differ") or ()
-    names = [given] if isinstance(given, str) else given
-    if not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):
-        raise _wrong("may_differ", given, "it is a list of names")
-    return AppSettings(**{**values, "mode": Mode(mode), "may_differ": tuple(names)})
+    values["may_differ"] = [names] if isinstance(names, str) else names
+    values |= {name: values.get(name) or {} for name in ("fields", "overrides")}
+    for name, (holds, limit) in _LIMITS.items():
+        if name in values and not holds(values[name]):
+            raise _wrong(f"nest.{name}", values[name], limit)
+    for name, path in values["fields"].items():
+        if not isinstance(path, str):
+            raise _wrong(
+                f"nest.fields.{name}", path, "it is the path of a field, such as arch.depth"
+            )
+    return AppSettings(**{**values, "mode": Mode(values.get("mode", Mode.AUTO))})
 
 
-def _wrong(name: str, value: object, limit: str) -> UserInputError:
-    what = f"nest.{name}" if name else "nest"
-    return UserInputError(what, value, limit, fix="docs/hydra_apps.md shows each.")
-
-
-#: Choices of a plan that NeMo 1 spells otherwise.
-SPELLINGS: Mapping[str, tuple[str, ...]] = {
-    "recompute_granularity": ("activations_checkpoint_granularity",),
-    "recompute_method": ("activations_checkpoint_method",),
-    "recompute_num_layers": ("activations_checkpoint_num_layers",),
-    "tp_comm_overlap": ("ub_tp_comm_overlap",),
-}
-_ABSENT = object()
+def _wrong(what: str, value: object, limit: str) -> UserInputError:
+    return UserInputError(what, value, limit, "docs/hydra_apps.md shows each.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,18 +259,22 @@ class AppView:
     root: Any
     raw: Mapping[str, Any]
     settings: AppSettings
-    moved: Mapping[str, str] = field(default_factory=dict)
+    moved: Mapping[str, str]
 
     def own_path(self, name: str) -> str:
         """Path of a name beside those of the model."""
         return f"{self.settings.root}.{name}" if self.settings.root else name
 
+    def has(self, path: str) -> bool:
+        """Whether there is such a field."""
+        return raw_value(self.raw, path) is not ABSENT
+
     def place(self, item: str) -> str | None:
         """Path of the field that holds a choice of the plan; ``None`` where there is none."""
         if item in self.settings.fields:
             return self.settings.fields[item]
-        names = map(self.own_path, (item, *SPELLINGS.get(item, ())))
-        present = [path for path in names if raw_value(self.raw, path) is not _ABSENT]
+        names = map(self.own_path, names_of(item))
+        present = [path for path in names if self.has(path)]
         planned = [path for path in present if PLANNED.search(str(raw_value(self.raw, path)))]
         return next(iter((*planned, *present)), None)
 
@@ -148,9 +283,12 @@ class AppView:
         path = self.place(item)
         found = PLANNED.fullmatch(str(raw_value(self.raw, path)).strip()) if path else None
         if found is not None and found[1] != item:
-            limit = f"it is the place of {item}"
-            fix = f"Write ${{nest:{item}}}, or name the place of {item} in nest.fields."
-            raise UserInputError(str(path), found[0], limit, fix)
+            raise UserInputError(
+                str(path),
+                found[0],
+                f"it is the place of {item}",
+                f"Write ${{nest:{item}}}, or name the place of {item} in nest.fields.",
+            )
         return found is not None
 
     def given(self, item: str) -> Any:
@@ -163,10 +301,13 @@ class AppView:
         if name not in self.settings.fields:
             return self.at(self.own_path(name))
         path = self.settings.fields[name]
-        if raw_value(self.raw, path) is _ABSENT:
-            limit = "the application has no such field"
-            fix = "Give the path of one that it has."
-            raise UserInputError(f"nest.fields.{name}", path, limit, fix)
+        if not self.has(path):
+            raise UserInputError(
+                f"nest.fields.{name}",
+                path,
+                "the application has no such field",
+                "Give the path of one that it has.",
+            )
         return self.at(path)
 
     def at(self, path: str) -> Any:
@@ -174,19 +315,18 @@ class AppView:
         from omegaconf import OmegaConf
 
         raw = raw_value(self.raw, path)
-        if raw is _ABSENT or raw == "???" or self._holds_plan(path, raw):
+        planned = PLANNED.search(raw) if isinstance(raw, str) else None
+        if planned is not None and self.place(planned[1]) != path:
+            raise UserInputError(
+                path,
+                raw,
+                "it is part of the job that is planned, and asks for the plan",
+                "State it without the plan.",
+            )
+        if planned is not None or raw is ABSENT or raw == "???":
             return None
         found = OmegaConf.select(self.root, path)
         return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
-
-    def _holds_plan(self, path: str, raw: Any) -> bool:
-        """Whether a field is the place of a planned choice; no other may need the plan."""
-        found = PLANNED.search(raw) if isinstance(raw, str) else None
-        if found is not None and self.place(found[1]) != path:
-            limit = "it is part of the job that is planned, and asks for the plan"
-            fix = "State it without the plan."
-            raise UserInputError(path, raw, limit, fix)
-        return found is not None
 
     def require_places(self) -> None:
         """Every choice that the application asks for must have a place, even where it is given."""
@@ -195,9 +335,9 @@ class AppView:
                 raise UserInputError(
                     f"nest.fields.{item}",
                     None,
-                    limit=f"{path} asks the plan for it, and its place is not known, so a value "
+                    f"{path} asks the plan for it, and its place is not known, so a value "
                     "given by hand would not be seen",
-                    fix=f"Add it to the application's group: nest.fields.{item}: {path}.",
+                    f"Add it to the application's group: nest.fields.{item}: {path}.",
                 )
 
     def uses(self) -> Iterator[tuple[str, str]]:
@@ -206,87 +346,95 @@ class AppView:
             path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
             yield from ((path[1:], item) for item in PLANNED.findall(text))
 
+    def write(self, values: Mapping[str, Any], *, is_read: bool = False) -> None:
+        """Write a plan's values into the configuration, which then asks for no plan.
+
+        Args:
+            is_read: it is being read: only what is elsewhere than the group ``auto`` has it is
+                written.
+        """
+        from omegaconf import DictConfig, open_dict, read_write
+
+        for keys, text in planned_texts(self.raw):
+            if is_read and ".".join(map(str, keys)) not in self.moved.values():
+                continue
+            node = self.root
+            for key in keys[:-1]:
+                with read_write(node), open_dict(node):
+                    if isinstance(node, DictConfig) and node._get_node(key) is None:
+                        node[key] = {}
+                node = node._get_node(key)
+            with read_write(node), open_dict(node):
+                node[keys[-1]] = planned_value(text, values)
+        if is_read or not self.moved:
+            return
+        node = self.root._get_node(AUTO_NODE)
+        with read_write(node), open_dict(node):
+            for path in self.moved:
+                node.pop(path.removeprefix(f"{AUTO_NODE}."))
+        if AUTO_NODE not in self.raw:
+            with read_write(self.root), open_dict(self.root):
+                self.root.pop(AUTO_NODE)
+
 
 def view_of(root: Any) -> AppView:
     """Look at a composed configuration; ``UserInputError`` if its ``nest`` node is wrong."""
-    from omegaconf import OmegaConf
-
-    raw = OmegaConf.to_container(root, resolve=False)
-    if not isinstance(raw, Mapping):
-        limit = "${nest:...} belongs into a mapping"
-        fix = "Give the application's configuration names."
-        raise UserInputError("configuration", type(raw).__name__, limit, fix)
-    own = {str(name): node for name, node in raw.items() if name != "hydra"}
-    settings = read_settings(_resolved(root, own.get("nest")))
-    moved = moved_fields(own, settings.root, settings.fields, SPELLINGS)
-    own = dict(with_moved(own, moved, _typed(root) if moved else ()))
-    return AppView(root=root, raw=own, settings=settings, moved=moved)
-
-
-def _resolved(root: Any, node: Any) -> Any:
-    """The ``nest`` node with what it takes from the application's configuration."""
+    from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    if not isinstance(node, Mapping):
-        return node
-    if any(planned_texts({"own": node})):
-        limit, fix = "it says what is planned, and asks for the plan", "State it without the plan."
-        raise UserInputError("nest", None, limit, fix)
-    try:
-        return OmegaConf.to_container(root.nest, resolve=True)
-    except OmegaConfBaseException as error:
-        limit, fix = first_line(error), "Correct it; docs/hydra_apps.md shows each setting."
-        raise UserInputError("nest", None, limit, fix) from error
-
-
-def _typed(root: Any) -> frozenset[str]:
-    """Paths that the command of the application gives, where it has one."""
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf
-
-    task = OmegaConf.select(root, "hydra.overrides.task")
+    raw = OmegaConf.to_container(root, resolve=False)
+    if not isinstance(raw, Mapping):
+        raise UserInputError(
+            "configuration",
+            type(raw).__name__,
+            "${nest:...} belongs into a mapping",
+            "Give the application's configuration names.",
+        )
+    own = {str(name): node for name, node in raw.items() if name != "hydra"}
+    node = own.get("nest")
+    if isinstance(node, Mapping):
+        if any(planned_texts({"own": node})):
+            raise UserInputError(
+                "nest",
+                None,
+                "it says what is planned, and asks for the plan",
+                "State it without the plan.",
+            )
+        try:  # what it takes from the application's configuration
+            node = OmegaConf.to_container(root.nest, resolve=True)
+        except OmegaConfBaseException as error:
+            raise UserInputError(
+                "nest",
+                None,
+                first_line(error),
+                "Correct it; docs/hydra_apps.md shows each setting.",
+            ) from error
+    settings = read_settings(node)
+    moved = moved_fields(own, settings.root, settings.fields)
+    task = OmegaConf.select(root, "hydra.overrides.task") if moved else ()  # it may ask for a plan
     if task is None and HydraConfig.initialized():
         task = HydraConfig.get().overrides.task
-    return frozenset(str(each).lstrip("+~").partition("=")[0] for each in task or ())
+    typed = [str(each).lstrip("+~").partition("=")[0] for each in task or ()]
+    own = with_moved(own, moved, typed)
+    return AppView(root=root, raw=own, settings=settings, moved=moved)
 
 
-def require_own_fields(view: AppView, own: Mapping[str, Any]) -> tuple[str, ...]:
-    """Refuse to plan where the application would not read the plan.
+def require_own_fields(view: AppView, own: Mapping[str, Any]) -> None:
+    """Refuse to plan where the application would read nothing of the plan.
+
+    Some fields may be lacking: it may read them all the same, as NeMo does.
 
     Args:
         own: the application's configuration as it is without the group ``nest``.
-
-    Returns:
-        Planned fields that it lacks, though not all: it may read them all the same, as NeMo does.
     """
     places = {view.place(item) for _, item in view.uses()}
-    planned = tuple(p for p, item in view.uses() if p in places and view.is_planned(item))
-    lacking = tuple(path for path in planned if not has_path(own, path))
-    if planned and lacking == planned:
+    planned = [p for p, item in view.uses() if p in places and view.is_planned(item)]
+    if planned and all(raw_value(own, path) is ABSENT for path in planned):
         raise UserInputError(
             "+nest",
             ", ".join(planned[:3]),
-            limit="none of the planned fields is in the application's own configuration, so it "
+            "none of the planned fields is in the application's own configuration, so it "
             "would train without the plan",
-            fix="Write a group nest with the application's own fields (docs/hydra_apps.md).",
+            "Write a group nest with the application's own fields (docs/hydra_apps.md).",
         )
-    return lacking
-
-
-def has_path(raw: Mapping[str, Any], path: str) -> bool:
-    """Whether a configuration has a field.
-
-    >>> has_path({"model": {"depth": 3}}, "model.depth"), has_path({"model": None}, "model.depth")
-    (True, False)
-    """
-    return raw_value(raw, path) is not _ABSENT
-
-
-def raw_value(raw: Any, path: str) -> Any:
-    """What stands at a path, nothing resolved; where there is nothing, an object of its own."""
-    for step in path.split("."):
-        if not isinstance(raw, Mapping) or step not in raw:
-            return _ABSENT
-        raw = raw[step]
-    return raw

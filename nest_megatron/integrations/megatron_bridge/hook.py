@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from pathlib import Path
 from typing import Any
 
-from nest_megatron.cluster.hosts import Host
-from nest_megatron.config.job import Job
 from nest_megatron.config.launch import (
     LaunchWords,
     MixedGpus,
@@ -27,15 +25,12 @@ from nest_megatron.config.launch import (
     split_words,
 )
 from nest_megatron.config.overrides import leaves
-from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.config.target import installed_packages
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import OK, UserInputError
 from nest_megatron.integrations import audit
-from nest_megatron.integrations.field_mapping import STAGE_FIELDS
 from nest_megatron.integrations.launched import fields_report
-from nest_megatron.integrations.megatron_bridge.read import PATHS, read_recipe
-from nest_megatron.integrations.megatron_bridge.write import apply_plan
+from nest_megatron.integrations.megatron_bridge.config import BridgeConfig, apply_plan, read_recipe
 from nest_megatron.integrations.megatron_lm import watch
 from nest_megatron.integrations.megatron_lm.agreement import (
     broadcast,
@@ -47,31 +42,22 @@ from nest_megatron.integrations.megatron_lm.ranks import (
     LaunchedJob,
     Rendezvous,
     job_hosts,
-    last_value,
     words_of,
 )
 from nest_megatron.integrations.megatron_lm.same_job import fields, versions
-from nest_megatron.integrations.megatron_lm.search_space import free_parameters
+from nest_megatron.integrations.megatron_lm.search_space import CHOICES, free_parameters
 from nest_megatron.integrations.plan_output import pinned_file, plan_output
 from nest_megatron.integrations.plan_recipe import pinned_recipe, plan_recipe
 from nest_megatron.integrations.process_variables import set_rank_variables, set_variables
-from nest_megatron.integrations.recipe import RECOMPUTE
+from nest_megatron.integrations.recipe import ARGUMENTS
 from nest_megatron.integrations.site_policy import require_launch
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.execution_arguments import EXECUTION_ARGUMENTS, execution_environment
+from nest_megatron.layout.execution_arguments import EXECUTION_FIELDS, execution_environment
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.report.console import show
 
 #: Settings of ``+nest`` that need Megatron-LM's own arguments.
 _NOT_HERE = ("on_mismatch", "ranks", "stop_before_training")
-#: Item of a plan -> the choice that it belongs to, where the two have other names.
-_CHOICES = {
-    **dict.fromkeys(RECOMPUTE, "recompute"),
-    **dict.fromkeys(("pipeline_model_parallel_layout", *STAGE_FIELDS), "stage_layout"),
-    "use_distributed_optimizer": "zero_stage",
-    "data_parallel_sharding_strategy": "zero_stage",
-    "use_tp_pp_dp_mapping": "rank_order",
-}
 #: Items that a plan derives from other choices, so that nothing is there to be kept.
 _DERIVED = ("sequence_parallel", "overlap_grad_reduce", "overlap_param_gather", "global_batch_size")
 _PATIENCE_S = 600.0
@@ -97,9 +83,14 @@ def planning(process: Process, on_plan: Callable[[LaunchedJob | None], None]) ->
         ours, rest = split_words(cli_overrides or [])
         config = process(config, config_filepath, rest or None)
         if ours:
+            stated = [word.lstrip("+~").partition("=")[0] for word in rest]
             rendezvous = Rendezvous()
             with rendezvous.ending_together():
-                on_plan(run(config, read_words(ours), _stated(rest, config_filepath), rendezvous))
+                words = read_words(ours)
+                if config_filepath is not None:
+                    node = read_yaml(Path(config_filepath), "config-file")
+                    stated += dict(leaves(node)) if isinstance(node, Mapping) else {}
+                on_plan(run(config, words, stated, rendezvous))
         return config
 
     return process_config_with_overrides
@@ -120,7 +111,14 @@ def run(
     launch = read_launch(words)
     if words.mode is Mode.OFF:
         return None
-    _refuse_settings(words)
+    for setting in words.launch:
+        if setting.origin is None and setting.key.partition(".")[0] in _NOT_HERE:
+            raise UserInputError(
+                f"nest.{setting.key}",
+                setting.value,
+                "it works with Megatron-LM's own script alone",
+                "Leave it out.",
+            )
     set_rank_variables()
     recipe = read_recipe(cfg)
     keep = stated_choices(stated, launch.free)
@@ -140,7 +138,20 @@ def run(
             pinned = pinned_recipe(recipe, path, hosts=job.hosts, mixed=mixed)
             job.signer = pinned.signer
             return plan_file.dump(pinned.plan)
-        found, notes = _find(recipe, words, launch, keep, job.hosts)
+        given = [setting.value for setting in words.job if setting.key == "out"]
+        out = plan_output(given[-1] if given else None)
+        sharding = {"all", "use_megatron_fsdp"}.intersection(launch.free)
+        free = free_parameters(("all",) if sharding else None, keep, "nest.free")
+        found, notes = plan_recipe(
+            dataclasses.replace(recipe, free=free, packages=installed_packages()),
+            cluster=None,
+            overrides=[setting for setting in words.job if setting.key != "out"],
+            choose=launch.alternative,
+            hosts=job.hosts,
+            mixed=mixed,
+        )
+        if out is not None:
+            plan_file.write(found, out)
         return plan_file.dump(found)
 
     def solve(_: object) -> str:
@@ -203,51 +214,13 @@ def stated_choices(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...
     """
     if "all" in free:
         return ()
-    items = {path: item for item, path in PATHS.items.items() if item not in _DERIVED}
-    items |= {
-        f"{holder}.{argument}": choice
-        for choice, arguments in EXECUTION_ARGUMENTS.items()
-        for argument in arguments
-        for holder in ("model", "comm_overlap")
+    arguments = {
+        path: ARGUMENTS.get(item, item)
+        for item, path in BridgeConfig.items.items()
+        if item not in _DERIVED
     }
-    named = [items[path] for path in stated if path in items]
-    choices = dict.fromkeys(_CHOICES.get(item, item) for item in named)
-    return tuple(choice for choice in choices if choice not in free)
-
-
-def _find(
-    recipe: Job,
-    words: LaunchWords,
-    launch: LaunchConfig,
-    keep: tuple[str, ...],
-    hosts: Sequence[Host],
-) -> tuple[ParallelPlan, tuple[str, ...]]:
-    settings = tuple(setting for setting in words.job if setting.key != "out")
-    out = plan_output(last_value(words, "out"))
-    sharding = {"all", "use_megatron_fsdp"}.intersection(launch.free)
-    free = free_parameters(("all",) if sharding else None, keep, "nest.free")
-    job = dataclasses.replace(recipe, free=free, packages=installed_packages())
-    plan, notes = plan_recipe(
-        job,
-        cluster=None,
-        overrides=settings,
-        choose=launch.alternative,
-        hosts=hosts,
-        mixed=MixedGpus(launch.mixed_gpus),
-    )
-    if out is not None:
-        plan_file.write(plan, out)
-    return plan, notes
-
-
-def _refuse_settings(words: LaunchWords) -> None:
-    for setting in words.launch:
-        if setting.origin is None and setting.key.partition(".")[0] in _NOT_HERE:
-            what, limit = f"nest.{setting.key}", "it works with Megatron-LM's own script alone"
-            raise UserInputError(what, setting.value, limit, fix="Leave it out.")
-
-
-def _stated(overrides: Iterable[str], path: str | None) -> Iterator[str]:
-    yield from (word.lstrip("+~").partition("=")[0] for word in overrides)
-    if path is not None and isinstance(node := read_yaml(Path(path), "config-file"), Mapping):
-        yield from (name for name, _ in leaves(node))
+    for name in EXECUTION_FIELDS:
+        arguments |= {f"model.{name}": name, f"comm_overlap.{name}": name}
+    choices = {name: choice for choice, names in CHOICES.items() for name in names}
+    said = dict.fromkeys(choices[arguments[path]] for path in stated if path in arguments)
+    return tuple(choice for choice in said if choice not in free)

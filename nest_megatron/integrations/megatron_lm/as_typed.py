@@ -11,7 +11,8 @@ from nest_megatron.config.request import request_for
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.present_layout import on_device, refusal, typed_layout
-from nest_megatron.integrations.typed_command import CommandPlan, made_for, read_typed
+from nest_megatron.integrations.stated_job import made_for
+from nest_megatron.integrations.typed_command import CommandPlan, read_typed
 from nest_megatron.layout.plan import LaunchCommand, ParallelPlan
 from nest_megatron.planner import Request
 from nest_megatron.planner.layouts import Variant, estimate_for
@@ -45,9 +46,7 @@ def estimate_command(
         launch[LAUNCHER] = LaunchCommand(
             script=command.script, argv=command.argv, environment=command.environment
         )
-    found = dataclasses.replace(
-        found, provenance=made_for(found, job, "estimate --from"), launch=launch
-    )
+    found = dataclasses.replace(made_for(found, job, "estimate --from"), launch=launch)
     return CommandPlan(job=job, request=request, plan=found, changes=())
 
 

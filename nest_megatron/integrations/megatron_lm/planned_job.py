@@ -26,7 +26,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, STATED_ELSEWHERE
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, read_argv
 from nest_megatron.integrations.megatron_lm.present_layout import refused
-from nest_megatron.integrations.plan_settings import rates_of, reliability_of
+from nest_megatron.integrations.stated_job import rates_of, reliability_of
 from nest_megatron.layout.before_after import Difference
 from nest_megatron.layout.dims import DEGREES, ParallelDims, RankOrder
 from nest_megatron.layout.execution_rules import allowed_execution

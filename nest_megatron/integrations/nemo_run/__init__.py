@@ -22,6 +22,7 @@ def __getattr__(name: str) -> Any:
     try:
         from nest_megatron.integrations.nemo_run.plugin import NestPlugin
     except ImportError as error:
-        told = f"NeMo-Run cannot be imported ({error}); {install_command('run')}"
-        raise ImportError(told) from error
+        raise ImportError(
+            f"NeMo-Run cannot be imported ({error}); {install_command('run')}"
+        ) from error
     return NestPlugin

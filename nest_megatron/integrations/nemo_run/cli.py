@@ -20,8 +20,6 @@ from nest_megatron.integrations.nemo_run.task import TaskOptions, plan_recipe
 from nest_megatron.report.console import show
 
 _RECIPES = "nemo.collections.llm.recipes"
-#: Where NeMo-Run looks for the factories of ``nemo llm pretrain``.
-_PRETRAIN = "nemo.collections.llm.api.pretrain"
 
 
 @run.cli.factory
@@ -32,7 +30,7 @@ def nest(
     return run.Config(NestPlugin, mode=mode, cluster=cluster, plan=plan)
 
 
-@run.cli.factory(namespace=_PRETRAIN)
+@run.cli.factory(namespace="nemo.collections.llm.api.pretrain")
 def nest_auto(
     recipe: str,
     num_nodes: int = 1,
@@ -54,18 +52,16 @@ def nest_auto(
     Raises:
         NestError: if there is no such recipe, or no plan for it.
     """
-    task = _pretrain_recipe(recipe)(num_nodes=num_nodes, num_gpus_per_node=num_gpus_per_node)
-    options = TaskOptions(cluster=cluster, overrides=overrides, keep=keep, vocab_size=vocab_size)
+    try:
+        make = importlib.import_module(f"{_RECIPES}.{recipe}").pretrain_recipe
+    except (ModuleNotFoundError, AttributeError) as error:
+        fix = f"Give the name of a module in {_RECIPES} that has a pretrain_recipe."
+        raise UserInputError("nest_auto recipe", recipe, str(error), fix) from error
+    task = make(num_nodes=num_nodes, num_gpus_per_node=num_gpus_per_node)
+    options = TaskOptions(
+        cluster=cluster, overrides=overrides or [], keep=keep or [], vocab_size=vocab_size
+    )
     plan, changes = plan_recipe(task, options, None)
     with contextlib.redirect_stdout(sys.stderr):  # the task's own YAML may go to standard output
         show(fields_report(plan, changes))
     return task
-
-
-def _pretrain_recipe(name: str) -> Any:
-    try:
-        return importlib.import_module(f"{_RECIPES}.{name}").pretrain_recipe
-    except (ModuleNotFoundError, AttributeError) as error:
-        limit = str(error)
-        fix = f"Give the name of a module in {_RECIPES} that has a pretrain_recipe."
-        raise UserInputError("nest_auto recipe", name, limit, fix) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,12 @@ def read_executor(source: str) -> Any:
         import nemo_run
         from nemo_run.cli.config import ConfigSerializer
     except ImportError as error:
-        limit = f"NeMo-Run cannot be imported ({error})"
-        fix = f"{install_command('run')}."
-        raise UserInputError("--launcher", "nemo_run", limit, fix) from error
+        raise UserInputError(
+            "--launcher",
+            "nemo_run",
+            f"NeMo-Run cannot be imported ({error})",
+            f"{install_command('run')}.",
+        ) from error
     try:
         if Path(source).suffix:
             found = ConfigSerializer().load(Path(source))
@@ -38,14 +41,28 @@ def read_executor(source: str) -> Any:
             found = nemo_run.cli.resolve_factory(nemo_run.Executor, source)()
         executor = fiddle.build(found)
     except Exception as error:
-        limit = f"NeMo-Run cannot make it: {error}"
-        fix = "Name a factory that `run.cli.factory` registered, or a .yaml, .json or .toml file."
-        raise UserInputError(_OPTION, source, limit, fix) from error
+        raise UserInputError(
+            _OPTION,
+            source,
+            f"NeMo-Run cannot make it: {error}",
+            "Name a factory that `run.cli.factory` registered, or a .yaml, .json or .toml file.",
+        ) from error
     if not isinstance(executor, nemo_run.Executor):
-        limit = f"it makes a {type(executor).__name__}"
-        fix = "Name an executor, such as a SlurmExecutor."
-        raise UserInputError(_OPTION, source, limit, fix)
+        raise UserInputError(
+            _OPTION,
+            source,
+            f"it makes a {type(executor).__name__}",
+            "Name an executor, such as a SlurmExecutor.",
+        )
     return executor
+
+
+def size_of(executor: Any) -> tuple[int, int] | None:
+    """Nodes, and processes on each, that an executor starts; ``None`` if it does not say."""
+    try:
+        return executor.nnodes(), executor.nproc_per_node()
+    except NotImplementedError:
+        return None
 
 
 def require_size(executor: Any, num_nodes: int, gpus_per_node: int) -> None:
@@ -54,14 +71,14 @@ def require_size(executor: Any, num_nodes: int, gpus_per_node: int) -> None:
     Raises:
         UserInputError: naming both.
     """
-    try:
-        size = executor.nnodes(), executor.nproc_per_node()
-    except NotImplementedError:
-        return
-    if size != (num_nodes, gpus_per_node):
-        limit = f"the job has {num_nodes} x {gpus_per_node} ranks"
-        fix = "Change its nodes and its tasks or GPUs on each."
-        raise UserInputError(_OPTION, f"{size[0]} x {size[1]}", limit, fix)
+    size = size_of(executor)
+    if size not in (None, (num_nodes, gpus_per_node)):
+        raise UserInputError(
+            _OPTION,
+            " x ".join(map(str, size)),
+            f"the job has {num_nodes} x {gpus_per_node} ranks",
+            "Change its nodes and its tasks or GPUs on each.",
+        )
 
 
 def run_script(
@@ -110,15 +127,9 @@ def run_script(
             experiment.cancel(job)
             raise
     (ended,) = experiment.jobs  # leaving the experiment waits for it
-    printed = "".join(_printed(folder))
+    found = {path.resolve() for pattern in _LOGS for path in folder.rglob(pattern)}
+    logs = filter(Path.is_file, sorted(found))  # a file that another names is read once
+    printed = "".join(path.read_text(encoding="utf-8", errors="replace") for path in logs)
     if late.is_set():
         return None, printed
     return int(str(getattr(ended.state, "name", ended.state)) != "SUCCEEDED"), printed
-
-
-def _printed(folder: Path) -> Iterator[str]:
-    """What the files of a task hold; a file that another names is read once."""
-    found = {path.resolve() for pattern in _LOGS for path in folder.rglob(pattern)}
-    for path in sorted(found):
-        if path.is_file():
-            yield path.read_text(encoding="utf-8", errors="replace")

@@ -1,21 +1,19 @@
-"""``NestPlugin``: each task of an experiment is planned as it is added.
+"""``NestPlugin``: each task of an experiment is planned as it is added."""
 
-NeMo-Run's command line reads the types of the plugin's fields, and does not know ``str | None``.
-"""
-# ruff: noqa: UP045
+from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import nemo_run as run
 from nemo_run.run import api
 
 from nest_megatron.integrations.launched import fields_report
+from nest_megatron.integrations.nemo_run.experiment import size_of
 from nest_megatron.integrations.nemo_run.task import (
     TaskOptions,
     adapt,
@@ -25,17 +23,16 @@ from nest_megatron.integrations.nemo_run.task import (
 )
 from nest_megatron.integrations.plan_output import told_where
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.report.console import say, show
 
 _log = logging.getLogger(__name__)
 
 #: Plugins that no task has called yet.
-_waiting: "weakref.WeakSet[NestPlugin]" = weakref.WeakSet()
+_waiting: weakref.WeakSet[NestPlugin] = weakref.WeakSet()
 
 
 @dataclass(kw_only=True, eq=False)
-class NestPlugin(run.Plugin):
+class NestPlugin(TaskOptions, run.Plugin):
     """Plan each task that it is given to: a recipe of NeMo 2.x, or a script that takes ``+nest``.
 
     A recipe gets the plan in its fields where the experiment is put together; the caller's recipe
@@ -49,57 +46,32 @@ class NestPlugin(run.Plugin):
 
     __hash__ = object.__hash__  # the base class compares fields, and so has none
 
-    mode: str = "auto"
-    cluster: Optional[str] = None
-    plan: Optional[str] = None
-    overrides: list[str] = field(default_factory=list)
-    free: Optional[list[str]] = None
-    keep: list[str] = field(default_factory=list)
-    vocab_size: Optional[int] = None
-    watch: Optional[int] = None
-
     def __post_init__(self) -> None:
-        self.options()
+        super().__post_init__()
         _watch_direct_runs()
         _waiting.add(self)
-
-    def options(self) -> TaskOptions:
-        """What is wanted, checked; ``UserInputError`` if it contradicts itself."""
-        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(TaskOptions)}
-        return TaskOptions(**own)
 
     def setup(self, task: Any, executor: Any) -> None:
         """Plan a copy of a task; ``NestError`` if there is no plan, so that nothing is launched."""
         _waiting.discard(self)
         if isinstance(task, run.Script):
-            words = script_words(task, self.options())
+            words = script_words(task, self)
             task.args.extend(words)
             say(f"nest: {task.path} plans as it starts: {' '.join(words)}")
             return
         before = stated_layout(task)
-        try:
-            size = executor.nnodes(), executor.nproc_per_node()
-        except NotImplementedError:
-            size = None
-        plan, changes = plan_recipe(task, self.options(), size)
+        plan, changes = plan_recipe(task, self, size_of(executor))
         variables = getattr(executor, "env_vars", None)
         show(fields_report(plan, changes))
         for sentence in () if variables is None else adapt(variables, before, plan):
             say(f"nest: {sentence}")
-        say(told_where(_store(plan, executor)))
-
-
-def _store(plan: ParallelPlan, executor: Any) -> Path:
-    """Write the plan beside the experiments.
-
-    The experiment's own folder does not exist yet, and NeMo-Run makes it only where none is.
-    """
-    folder = Path(executor.experiment_dir)
-    base = folder.parents[2] if len(folder.parents) > 2 else folder.parent
-    path = base / "nest_plans" / f"{executor.experiment_id}-{Path(executor.job_dir).name}.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plan_file.write(plan, path)
-    return path
+        # the experiment's own folder does not exist yet, and NeMo-Run makes it only where none is
+        folder = Path(executor.experiment_dir)
+        base = folder.parents[2] if len(folder.parents) > 2 else folder.parent
+        path = base / "nest_plans" / f"{executor.experiment_id}-{Path(executor.job_dir).name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        plan_file.write(plan, path)
+        say(told_where(path))
 
 
 def _watch_direct_runs() -> None:

@@ -5,13 +5,12 @@ Megatron-Bridge's ``PerfEnvPlugin`` set the same from the layout that they find.
 from the recipe's own layout is brought to the planned one, so that both orders of the plugins end
 alike. Source: ``PerfEnvPlugin.setup`` of NeMo 2.7.3.
 """
+# ruff: noqa: UP045
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Optional
 
 from nest_megatron.config.launch import Mode
 from nest_megatron.errors import UserInputError
@@ -29,13 +28,10 @@ from nest_megatron.layout.plan import ParallelPlan
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _CHUNK = "NCCL_P2P_NET_CHUNKSIZE"
-#: What ``PerfEnvPlugin`` sets for any layout, so that its having run is seen.
-_OF_PERF_ENV = "TORCH_NCCL_HIGH_PRIORITY"
 _BLACKWELL = 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DividedRanks:
+class DividedRanks(NamedTuple):
     """What of a layout variables hang on.
 
     Args:
@@ -47,19 +43,21 @@ class DividedRanks:
     pipelined: bool
 
 
+_DEGREES = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+)
+
+
 def stated_layout(recipe: Any) -> DividedRanks:
     """The layout that a recipe states now."""
-    return _layout(lambda name: find(recipe, f"trainer.strategy.{name}"))
+    return _divided(find(recipe, f"trainer.strategy.{name}") for name in _DEGREES)
 
 
-def _layout(size_of: Callable[[str], Any]) -> DividedRanks:
-    def is_divided(*names: str) -> bool:
-        return any(isinstance(size := size_of(name), int) and size > 1 for name in names)
-
-    return DividedRanks(
-        splits=is_divided("tensor_model_parallel_size", "context_parallel_size"),
-        pipelined=is_divided("pipeline_model_parallel_size"),
-    )
+def _divided(sizes: Iterable[object]) -> DividedRanks:
+    tp, cp, pp = (isinstance(size, int) and size > 1 for size in sizes)
+    return DividedRanks(splits=tp or cp, pipelined=pp)
 
 
 def adapt(
@@ -73,49 +71,41 @@ def adapt(
     Returns:
         What was changed and why, and what another plugin may still undo, one sentence each.
     """
-    now = _layout(lambda name: getattr(plan.layout.dims, name))
-    return [*_connections(variables, before, now, plan), *_chunks(variables, before, now)]
-
-
-def _connections(
-    variables: MutableMapping[str, str], before: DividedRanks, now: DividedRanks, plan: ParallelPlan
-) -> Iterator[str]:
-    """Kernels of a layer in program order, where communication hides under them."""
+    now = _divided(getattr(plan.layout.dims, name) for name in _DEGREES)
     old, fsdp = variables.get(_CONNECTIONS), plan.layout.uses_megatron_fsdp
-    if now.splits and not fsdp:
+    said = []
+    if now.splits and not fsdp:  # kernels of a layer in program order, where traffic hides
         wanted = "32" if device_architecture(plan) >= _BLACKWELL else "1"
         if old != wanted:
             variables[_CONNECTIONS] = wanted
             was = f" instead of {old}" if old is not None else ""
-            yield f"{_CONNECTIONS}={wanted}{was}: tensor or context parallel work overlaps."
-        return
-    if old is not None and (fsdp or before.splits):
+            said = [f"{_CONNECTIONS}={wanted}{was}: tensor or context parallel work overlaps."]
+    elif old is not None and (fsdp or before.splits):
         del variables[_CONNECTIONS]
         why = "Megatron-FSDP needs several" if fsdp else "no layer or sequence is divided any more"
-        yield f"{_CONNECTIONS}={old} is taken out: {why}."
-    if fsdp and now.splits:
-        yield (
+        said = [f"{_CONNECTIONS}={old} is taken out: {why}."]
+    if now.splits and fsdp:
+        said.append(
             f"PerfEnvPlugin sets {_CONNECTIONS} again, which Megatron-FSDP must not have: put it "
             "before NestPlugin."
         )
-
-
-def _chunks(
-    variables: MutableMapping[str, str], before: DividedRanks, now: DividedRanks
-) -> Iterator[str]:
     if before.pipelined and not now.pipelined and _CHUNK in variables:
-        yield f"{_CHUNK}={variables.pop(_CHUNK)} is taken out: there is one pipeline rank."
-    unseen = _OF_PERF_ENV in variables and _CHUNK not in variables
+        chunk = variables.pop(_CHUNK)
+        said.append(f"{_CHUNK}={chunk} is taken out: there is one pipeline rank.")
+    unseen = "TORCH_NCCL_HIGH_PRIORITY" in variables and _CHUNK not in variables  # which it sets
     if now.pipelined and not before.pipelined and unseen:
-        yield (
+        said.append(
             "PerfEnvPlugin saw the recipe's one pipeline rank: put it behind NestPlugin if it has "
             "an nccl_pp_comm_chunksize."
         )
+    return said
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class TaskOptions:
     """What a user wants of a task's plan; ``UserInputError`` for a mode without what it needs.
+
+    NeMo-Run's command line reads the types of the fields, and does not know ``str | None``.
 
     Args:
         mode: ``auto`` searches; ``pinned`` takes a reviewed plan and refuses any other task.
@@ -129,23 +119,28 @@ class TaskOptions:
     """
 
     mode: str = Mode.AUTO.value
-    cluster: str | None = None
-    plan: str | None = None
-    overrides: Sequence[str] | str | None = ()
-    free: Sequence[str] | str | None = None
-    keep: Sequence[str] | str | None = ()
-    vocab_size: int | None = None
-    watch: int | None = None
+    cluster: Optional[str] = None
+    plan: Optional[str] = None
+    overrides: list[str] = field(default_factory=list)
+    free: Optional[list[str]] = None
+    keep: list[str] = field(default_factory=list)
+    vocab_size: Optional[int] = None
+    watch: Optional[int] = None
 
     def __post_init__(self) -> None:
         if self.mode not in (Mode.AUTO, Mode.PINNED):
             raise _wrong("mode", self.mode, "it is auto or pinned", "Correct it.")
         if self.mode == Mode.PINNED and self.plan is None:
-            limit = "mode='pinned' launches a reviewed plan"
-            raise _wrong("plan", None, limit, "Name the file that `nest-megatron pin` made.")
+            raise _wrong(
+                "plan",
+                None,
+                "mode='pinned' launches a reviewed plan",
+                "Name the file that `nest-megatron pin` made.",
+            )
         if self.mode == Mode.AUTO and self.plan is not None:
-            limit = "mode='auto' searches for a plan"
-            raise _wrong("plan", self.plan, limit, "Give mode='pinned'.")
+            raise _wrong(
+                "plan", self.plan, "mode='auto' searches for a plan", "Give mode='pinned'."
+            )
         if self.watch is not None and self.watch < 0:
             raise _wrong("watch", self.watch, "it is at least 0", "Give a number of steps.")
 
@@ -163,46 +158,54 @@ def plan_recipe(
         NestError: if there is no plan, or the recipe and the executor are of different sizes.
     """
     if attribute(recipe, "trainer") is ABSENT:
-        limit = "it is no recipe of NeMo 2.x and no script"
-        fix = "Plan its configuration: nest_megatron.integrations.megatron_bridge.auto_recipe."
-        raise _wrong("task", type(recipe).__name__, limit, fix)
+        raise _wrong(
+            "task",
+            type(recipe).__name__,
+            "it is no recipe of NeMo 2.x and no script",
+            "Plan its configuration: nest_megatron.integrations.megatron_bridge.auto_recipe.",
+        )
     job = read_recipe(recipe, vocab_size=options.vocab_size)
     if size is not None and job.num_gpus not in (None, size[0] * size[1]):
         nodes, per_node = size
-        limit = f"the executor starts {nodes} x {per_node} processes"
-        fix = f"Give the recipe num_nodes={nodes} and {per_node} devices, or change the executor."
-        raise _wrong("trainer.num_nodes * trainer.devices", job.num_gpus, limit, fix)
+        raise _wrong(
+            "trainer.num_nodes * trainer.devices",
+            job.num_gpus,
+            f"the executor starts {nodes} x {per_node} processes",
+            f"Give the recipe num_nodes={nodes} and {per_node} devices, or change the executor.",
+        )
     if options.mode == Mode.PINNED:
         plan = pinned_recipe(job, Path(str(options.plan))).plan
         changes = apply_plan(recipe, plan)
     else:
-        plan, changes = _searched(recipe, options)
+        plan, changes = auto_recipe(
+            recipe,
+            cluster=options.cluster,
+            overrides=_names(options.overrides),
+            free=options.free,
+            keep=options.keep or (),
+            vocab_size=options.vocab_size,
+        )
     if options.watch:
         watch_recipe(recipe, plan, steps=options.watch)
     return plan, changes
 
 
-def _searched(recipe: Any, options: TaskOptions) -> tuple[ParallelPlan, tuple[Change, ...]]:
-    return auto_recipe(
-        recipe,
-        cluster=options.cluster,
-        overrides=_names(options.overrides),
-        free=options.free,
-        keep=options.keep or (),
-        vocab_size=options.vocab_size,
-    )
-
-
 def script_words(script: Any, options: TaskOptions) -> list[str]:
     """The words with which a script plans itself, if it takes any and they can say it."""
     if not script.path or "python" not in script.entrypoint:
-        limit = "only a Python script with a path takes +nest=auto"
-        fix = "Give run.Script(path=..., entrypoint='python'), or plan in the script itself."
-        raise _wrong("task", script.path or "inline", limit, fix)
+        raise _wrong(
+            "task",
+            script.path or "inline",
+            "only a Python script with a path takes +nest=auto",
+            "Give run.Script(path=..., entrypoint='python'), or plan in the script itself.",
+        )
     if options.keep or options.vocab_size:
-        limit = "a script keeps what its own words say, and knows its tokenizer"
-        fix = "Leave them out; free=[...] names what may change."
-        raise _wrong("keep, vocab_size", options.keep or options.vocab_size, limit, fix)
+        raise _wrong(
+            "keep, vocab_size",
+            options.keep or options.vocab_size,
+            "a script keeps what its own words say, and knows its tokenizer",
+            "Leave them out; free=[...] names what may change.",
+        )
     said = {"cluster": options.cluster, "plan": options.plan}
     words = [f"+nest={options.mode}", *(f"nest.{k}={v}" for k, v in said.items() if v is not None)]
     words += [f"nest.{override}" for override in _names(options.overrides)]

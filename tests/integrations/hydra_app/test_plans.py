@@ -20,8 +20,7 @@ from nest_megatron.cost_model.execution_flags import execution_traits
 from nest_megatron.cost_model.memory_flags import not_modelled
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.hydra import plans, ranks
-from nest_megatron.integrations.hydra.expressible_space import require_expressible
-from nest_megatron.integrations.hydra.plans import Plans
+from nest_megatron.integrations.hydra.plans import Plans, require_expressible
 from nest_megatron.integrations.hydra.ranks import num_gpus
 from nest_megatron.integrations.hydra.read import read_app
 from nest_megatron.integrations.hydra.resolver import register

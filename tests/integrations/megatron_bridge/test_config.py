@@ -17,9 +17,9 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_bridge import (
     apply_plan,
     auto_recipe,
+    config,
     hook,
     plan_changes,
-    read,
     read_recipe,
     to_dotlist,
     to_yaml,
@@ -70,7 +70,7 @@ def test_the_launcher_knows_the_ranks() -> None:
 def test_a_null_tokenizer_of_megatron_core_0_16_adds_a_row(
     target: Target, legacy: bool | None, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read, "installed_target", lambda: target)
+    monkeypatch.setattr(config, "installed_target", lambda: target)
     cfg = llama()
     cfg.model.vocab_size, cfg.tokenizer.vocab_size = None, 32_000
     if legacy is not None:

@@ -1,0 +1,487 @@
+"""A NeMo 2.x recipe (a Fiddle ``run.Partial`` of ``llm.pretrain`` or its like): read, planned."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from nest_megatron.cluster.records import Cluster, Precision
+from nest_megatron.config.job import Job
+from nest_megatron.config.overrides import parse
+from nest_megatron.cost_model.target_defaults import NEMO, NEMO_LACKS
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.base_models import (
+    build_within,
+    hub_name,
+    is_here,
+    known_rows,
+    offline,
+)
+from nest_megatron.integrations.execution_fields import ExecutionPlaces
+from nest_megatron.integrations.field_mapping import (
+    Recorded,
+    fields_beside,
+    layout_fields,
+    planned_items,
+)
+from nest_megatron.integrations.field_mapping import plan_changes as recipe_changes
+from nest_megatron.integrations.fields import (
+    ABSENT,
+    FieldValue,
+    carry_out,
+    changes,
+    class_names,
+    value_or,
+)
+from nest_megatron.integrations.megatron_lm.attach import is_blackwell
+from nest_megatron.integrations.megatron_lm.search_space import free_parameters
+from nest_megatron.integrations.plan_recipe import plan_recipe
+from nest_megatron.integrations.recipe import (
+    DEGREES,
+    RECOMPUTE,
+    Recipe,
+    lightning_precision,
+    memory_fields,
+)
+from nest_megatron.integrations.restore import packed_sequence_size, restored_by_nemo
+from nest_megatron.integrations.watching import STEPS
+from nest_megatron.layout import plan_file
+from nest_megatron.layout.diff import Change, reason
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.packages import install_command
+
+_STRATEGY = "trainer.strategy"
+_OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
+#: Rows of the tokenizer that NeMo's mock data builds where none is given.
+#: The last is called as the first, in another module (``llm.t5.data``).
+_MOCK_ROWS = {
+    "MockDataModule": 50_257,
+    "BERTMockDataModule": 30_522,
+    "T5MockDataModule": 28_996,
+}
+#: What ``DeepEPCallback`` sets, on Ampere and Hopper; its backend stays the model's.
+_DEEPEP = {
+    "moe_token_dispatcher_type": "flex",
+    "moe_shared_expert_overlap": False,
+}
+
+
+class NemoRecipe(Recipe):
+    """A recipe of NeMo 2.x.
+
+    Source: NeMo 2.7.3 ``nemo.lightning.MegatronStrategy``, which copies its own sizes over those of
+    ``model.config`` before the model is built.
+    """
+
+    items = MappingProxyType(
+        {
+            **{name: f"{_STRATEGY}.{name}" for name in (*DEGREES, "use_tp_pp_dp_mapping")},
+            **{name: f"model.config.{name}" for name in RECOMPUTE},
+            "use_distributed_optimizer": "optim.config.use_distributed_optimizer",
+            "data_parallel_sharding_strategy": f"{_STRATEGY}.ddp.data_parallel_sharding_strategy",
+            "overlap_grad_reduce": f"{_STRATEGY}.ddp.overlap_grad_reduce",
+            "overlap_param_gather": f"{_STRATEGY}.ddp.overlap_param_gather",
+            "micro_batch_size": "data.micro_batch_size",
+            "global_batch_size": "data.global_batch_size",
+        }
+    )
+    model = "model.config"
+    data = "data"
+    ddp = f"{_STRATEGY}.ddp"
+    incompatible = MappingProxyType(
+        {
+            name: f"{_STRATEGY}.{name}"
+            for name in (
+                "microbatch_group_size_per_vp_stage",
+                "num_distributed_optimizer_instances",
+            )
+        }
+    )
+    pipeline_types = (f"{_STRATEGY}.pipeline_dtype", "trainer.plugins.pipeline_dtype")
+    ckpt_format = f"{_STRATEGY}.save_ckpt_format"
+    async_save = f"{_STRATEGY}.ckpt_async_save"
+    seq_length = "data.seq_length"
+    rampup_batch_size = "data.rampup_batch_size"
+    iterations = "trainer.max_steps"
+    called = variable = "recipe"
+    parts = ("model", "model.config", "data", "trainer", "trainer.strategy", "optim.config")
+    described = "a recipe of nemo.collections.llm"
+    made_by = "a pretrain_recipe() returns, with its model and optimizer set"
+    restored_by = staticmethod(restored_by_nemo)
+    states_size = True
+
+    def __init__(self, root: Any) -> None:
+        super().__init__(root, NEMO)
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The trainer's."""
+        found: list[Any] = value_or(self.root.trainer, "callbacks", [])
+        return found
+
+    @property
+    def places(self) -> ExecutionPlaces:
+        """Callbacks that set overlaps of communication, a built one's in what it was given.
+
+        Their settings replace those of the model (``MegatronCommOverlapCallback.setup``).
+        """
+        overlap = []
+        for index, callback in enumerate(self.callbacks):
+            if "MegatronCommOverlapCallback" in class_names(callback):
+                path = f"trainer.callbacks[{index}]"
+                given = f"{path}.user_comm_overlap_cfg"
+                overlap.append(path if self.find(given) is ABSENT else given)
+        lacks = "only MegatronCommOverlapCallback makes the user buffers, and there is none"
+        return ExecutionPlaces(
+            root=self.root,
+            model=self.model,
+            version=NEMO.megatron_core,
+            overlap=tuple(overlap),
+            lacks=NEMO_LACKS if overlap else {**NEMO_LACKS, "tp_comm_overlap": lacks},
+            forced=_DEEPEP if any(map(turns_on_deepep, self.callbacks)) else {},
+        )
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whether the strategy's ``fsdp`` says so."""
+        return bool(self.find(f"{_STRATEGY}.fsdp") == "megatron")
+
+    def size(self) -> tuple[int, int]:
+        """GPUs of the job and of each node, which a recipe may leave to the launch: an error."""
+        devices = value_or(self.root.trainer, "devices", "auto")
+        per_node = len(devices) if isinstance(devices, list | tuple) else devices
+        if isinstance(per_node, int) and per_node > 0:
+            return per_node * value_or(self.root.trainer, "num_nodes", 1), per_node
+        raise UserInputError(
+            "trainer.devices",
+            devices,
+            "a plan needs the number of GPUs in a node",
+            "Set it, for example to 8.",
+        )
+
+    def require_plannable(self) -> None:
+        """Refuse another strategy, too."""
+        super().require_plannable()
+        strategy = class_names(self.root.trainer.strategy)
+        if "MegatronStrategy" not in strategy:
+            raise UserInputError(
+                "trainer.strategy",
+                strategy[0],
+                "only MegatronStrategy lays a model out over ranks",
+                "Launch this job without nest.",
+            )
+
+    def memory(self) -> Mapping[str, Any]:
+        """Settings of callbacks win over those of the plugin, and these over the others."""
+        paths = (self.model, "optim.config", self.ddp, _STRATEGY)
+        overlaps = map(self.find, self.places.overlap)
+        return memory_fields(*overlaps, self._plugin, *map(self.find, paths))
+
+    @property
+    def _plugin(self) -> Any:
+        plugins = value_or(self.root.trainer, "plugins", [])
+        plugins = plugins if isinstance(plugins, list | tuple) else [plugins]
+        named = (each for each in plugins if any("Precision" in name for name in class_names(each)))
+        return next(named, None)
+
+    def number_format(self) -> tuple[Precision, Any]:
+        """That of the plugin, or Lightning's own."""
+        plugin = self._plugin
+        stated = value_or(self.root.trainer if plugin is None else plugin, "precision", "32")
+        return lightning_precision(stated, "trainer.plugins.precision"), plugin
+
+    def vocabulary(self, given: int | None) -> tuple[int, bool, tuple[str, ...]]:
+        """A size in the config is taken as it is, that of the tokenizer is padded.
+
+        Source: ``GPTConfig.configure_model``.
+        """
+        recipe = self.root
+        if (preset := value_or(recipe.model.config, "vocab_size")) is not None:
+            return preset, True, ()
+        if given is not None:
+            return given, False, ()
+        for holder in (recipe.model, recipe.data):
+            if (tokenizer := value_or(holder, "tokenizer")) is not None:
+                rows, notes = _rows(tokenizer)
+                return rows, False, notes
+        base = hub_name(self.find("resume.restore_config.path"))
+        if base is not None and (found := known_rows(base)) is not None:
+            return found, False, (_of_base(base, found),)
+        kind = class_names(recipe.data)[0]
+        if kind == "MockDataModule" and "T5Model" in class_names(recipe.model):
+            kind = "T5MockDataModule"
+        if kind in _MOCK_ROWS:
+            rows = _MOCK_ROWS[kind]
+            note = f"The recipe names no tokenizer; {rows} rows are assumed, as {kind} takes."
+            return rows, False, (note,)
+        limit = "the recipe names no tokenizer"
+        if base is not None:
+            limit += f", and how many rows that of {base} has is not known"
+        raise _no_vocabulary(kind, limit)
+
+    def wanted(self, plan: ParallelPlan) -> Iterator[FieldValue]:
+        """The plan, and what it makes stale cleared."""
+        gpus, (_, devices) = plan.layout.num_gpus, self.size()
+        per_node, why = min(devices, gpus), "the GPUs that were planned for"
+        if gpus % per_node:  # whole nodes stay as the recipe has them
+            raise UserInputError(
+                "num_gpus",
+                gpus,
+                f"the recipe's nodes have {per_node} GPUs each",
+                "Set trainer.devices to the size of a node, and plan for whole nodes.",
+            )
+        yield "trainer.num_nodes", gpus // per_node, why
+        if per_node != devices:
+            yield "trainer.devices", per_node, why
+        length, why = plan.train.seq_length, "the sequences that were planned for"
+        if packed_sequence_size(self.root.data) is None:  # else the length is that of a pack
+            yield self.seq_length, length, why
+        cp = plan.layout.dims.context_parallel_size
+        if cp > 1 and value_or(self.root.model.config, "seq_length", length) % (2 * cp):
+            yield "model.config.seq_length", length, why
+        fsdp, why = plan.layout.uses_megatron_fsdp, reason(plan, "use_megatron_fsdp")
+        inside = f"{self.ddp}."
+        layout = layout_fields(self, plan)
+        if isinstance(self.find(self.ddp), str):  # it has no fields, and becomes an object
+            yield from (row for row in layout if not row[0].startswith(inside))
+            why_ddp = "the plan's time counts on gradients and weights that travel beside the work"
+            yield self.ddp, self._ddp_config(plan), why_ddp
+        else:
+            yield from layout
+            yield f"{inside}use_megatron_fsdp", fsdp, why
+        yield "trainer.strategy.fsdp", "megatron" if fsdp else None, why
+        yield from fields_beside(self, plan)
+        yield from self._execution(plan)
+
+    def _ddp_config(self, plan: ParallelPlan) -> Any:
+        """A configuration in the place of the text ``megatron``, of the kind that recipes use."""
+        from megatron.core.distributed import DistributedDataParallelConfig
+
+        if not _is_unbuilt(self.root):
+            raise UserInputError(
+                self.ddp,
+                "megatron",
+                "a strategy that is built already cannot take another DDP configuration",
+                "Give the recipe itself, before it is built.",
+            )
+        chosen = planned_items(plan)
+        names = (*_OVERLAPS, "use_distributed_optimizer", "data_parallel_sharding_strategy")
+        return type(self.root.trainer.strategy)(
+            DistributedDataParallelConfig,
+            check_for_nan_in_grad=True,  # what the strategy sets by itself
+            use_megatron_fsdp=plan.layout.uses_megatron_fsdp,
+            **{name: chosen[name] for name in names},
+        )
+
+    def _execution(self, plan: ParallelPlan) -> Iterator[FieldValue]:
+        """How layers are carried out, without the callback that would change it in training."""
+        places, option = self.places, "tp_comm_overlap"
+        added = plan.layout.execution.tp_comm_overlap and not places.overlap
+        if added and _is_unbuilt(self.root):
+            yield self._overlap_callback(plan)
+            able = {name: why for name, why in places.lacks.items() if name != option}
+            places = dataclasses.replace(places, lacks=able)
+            own = f"{places.model}.{option}"  # the callback sets it as training starts
+            found = tuple(row for row in places.fields(plan) if row[0] != own)
+        else:
+            found = tuple(places.fields(plan))
+        works = not is_blackwell(plan.cluster.accelerator.name)
+        if not places.forced or not plan.model.is_moe or (works and not changes(self.root, found)):
+            yield from found
+            return
+        yield from dataclasses.replace(places, forced={}).fields(plan)
+        others = [each for each in self.callbacks if not turns_on_deepep(each)]
+        why = "the plan states the dispatcher itself, which this callback would replace"
+        yield "trainer.callbacks", others, why
+
+    def _overlap_callback(self, plan: ParallelPlan) -> FieldValue:
+        """The callbacks with the one that makes user buffers, which a plain recipe does not have.
+
+        It exchanges between stages as plans do, and would overlap gradients and weights by itself
+        (``MegatronCommOverlapCallback``).
+        """
+        from nemo.lightning.pytorch.callbacks.megatron_comm_overlap import (
+            MegatronCommOverlapCallback,
+        )
+
+        callback = type(self.root.trainer.strategy)(
+            MegatronCommOverlapCallback,
+            tp_comm_overlap=True,
+            **{name: plan.arguments[name] for name in _OVERLAPS},
+        )
+        why = "it makes the user buffers of tp_comm_overlap"
+        return "trainer.callbacks", [*self.callbacks, callback], why
+
+
+def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Job:
+    """Read model, batch, sequence, devices and layout from a recipe; nothing is changed.
+
+    Args:
+        recipe: a Fiddle ``Partial`` or ``Config`` with ``model``, ``data``, ``trainer``, ``optim``,
+            or an object with the same attributes.
+        vocab_size: of the tokenizer, where the recipe names one whose files are not here.
+
+    Raises:
+        UnplannableModelError: if this planner does not support the model, naming what it lacks.
+        UserInputError: if a field is missing or wrong.
+    """
+    return NemoRecipe(recipe).job(vocab_size)
+
+
+def turns_on_deepep(callback: Any) -> bool:
+    """Whether it is the callback that turns DeepEP on."""
+    return "DeepEPCallback" in class_names(callback)
+
+
+def require_language_models(installed: str | None = None) -> None:
+    """Explain an installed release of NeMo, or the one named, that has no language models."""
+    what = "nemo-toolkit"
+    fix = f"{install_command('nemo')} (nemo-toolkit >=2.4,<3; 2.7.3 is what was tried)."
+    if installed is None:
+        try:
+            installed = importlib.metadata.version(what)
+        except importlib.metadata.PackageNotFoundError:
+            raise UserInputError(what, None, "it is not installed", fix) from None
+    if int(installed.partition(".")[0]) >= 3:
+        raise UserInputError(
+            what,
+            installed,
+            "since 3.0.0 it has no collection of language models and no MegatronStrategy",
+            fix,
+        )
+
+
+def _rows(tokenizer: Any) -> tuple[int, tuple[str, ...]]:
+    """Rows of a tokenizer, which is built if it is not yet and can be, and what was assumed."""
+    if not hasattr(tokenizer, "__fn_or_cls__"):
+        return int(tokenizer.vocab_size), ()
+    import fiddle
+
+    names = (value_or(tokenizer, each) for each in ("pretrained_model_name", "model_name"))
+    name = next(filter(None, map(hub_name, names)), None)
+    is_cached = name is not None and is_here(name)
+    if name is not None and not is_cached and (known := known_rows(name)) is not None:
+        return known, (_of_base(name, known),)
+    try:
+        with offline() if is_cached else contextlib.nullcontext():
+            return int(build_within(lambda: fiddle.build(tokenizer)).vocab_size), ()
+    except TimeoutError as error:
+        raise _no_vocabulary(
+            name or repr(tokenizer),
+            f"the tokenizer cannot be fetched ({error}; is there a network here?)",
+        ) from error
+    except Exception as error:
+        raise _no_vocabulary(
+            name or repr(tokenizer), f"the tokenizer cannot be built here ({type(error).__name__})"
+        ) from error
+
+
+def _of_base(name: str, rows: int) -> str:
+    return (
+        f"The vocabulary has {rows:,} rows, as {name} has; its tokenizer is not here. vocab_size= "
+        "says another number."
+    )
+
+
+def _no_vocabulary(value: str, limit: str) -> UserInputError:
+    fix = "Give vocab_size=, or set model.config.vocab_size."
+    return UserInputError("recipe.data.tokenizer", value, limit, fix)
+
+
+def auto_recipe(
+    recipe: Any,
+    *,
+    cluster: str | Cluster | None = None,
+    overrides: Sequence[str] = (),
+    free: Sequence[str] | None = None,
+    keep: Sequence[str] = (),
+    vocab_size: int | None = None,
+) -> tuple[ParallelPlan, tuple[Change, ...]]:
+    """Plan a recipe and write the plan into it.
+
+    A recipe's factory sets every degree, and its defaults cannot be told from its user's settings,
+    so all of them are free unless they are kept (``docs/decisions/006-what-a-recipe-keeps.md``).
+
+    Args:
+        recipe: as for ``read_recipe``; changed in place.
+        cluster: a name of the catalogue or a file, taken with the recipe's number of GPUs; a
+            record; or ``None`` for the GPUs of this host.
+        overrides: settings as ``nest-megatron plan`` takes them, the model and the batch apart.
+        free: the only choices that may change; ``None`` is all of them.
+        keep: choices that stay as the recipe states them, such as ``tensor_model_parallel_size``,
+            ``micro_batch_size``, ``recompute``, ``zero_stage``, ``stage_layout``.
+        vocab_size: of the tokenizer, where the recipe names one whose files are not here.
+
+    Returns:
+        The plan, and every field that has another value now, with the reason.
+
+    Raises:
+        NothingFitsError: if no plan fits in memory, naming the missing bytes.
+        SearchEndedError: if time ended the search before it had a plan.
+        UserInputError: for a recipe that cannot be planned, or a choice that cannot be kept.
+    """
+    job = read_recipe(recipe, vocab_size=vocab_size)
+    job = dataclasses.replace(job, free=free_parameters(free, keep))
+    plan, _ = plan_recipe(job, cluster=cluster, overrides=parse(overrides))
+    return plan, apply_plan(recipe, plan, free=("num_gpus",))
+
+
+def apply_plan(
+    recipe: Any, plan: ParallelPlan | Recorded, *, free: Sequence[str] = ()
+) -> tuple[Change, ...]:
+    """Write a plan into a recipe, in place; nothing is changed if any of it cannot be.
+
+    Degrees go to the strategy, which overwrites those of ``model.config``.
+
+    Args:
+        recipe: as for ``read_recipe``.
+        free: what else may change where it differs from the plan: ``global_batch_size``,
+            ``seq_length``, ``num_gpus``.
+
+    Returns:
+        Every field that has another value now, in the order of the plan, with the reason.
+
+    Raises:
+        UserInputError: if the plan is for another model or job, breaks a rule of megatron-core, or
+            needs a field that this NeMo does not have.
+    """
+    return carry_out(recipe, plan_changes(recipe, plan, free=free))
+
+
+def plan_changes(
+    recipe: Any, plan: ParallelPlan | Recorded, *, free: Sequence[str] = ()
+) -> tuple[Change, ...]:
+    """As ``apply_plan``, but the recipe stays as it is."""
+    return recipe_changes(NemoRecipe(recipe), plan, free)
+
+
+def watch_recipe(recipe: Any, plan: ParallelPlan, *, steps: int = STEPS) -> None:
+    """Have a planned recipe's run keep a record of itself, beside what the plan predicts.
+
+    Where it trains, nest-megatron has to be installed, and writes to the history of that host.
+
+    Args:
+        recipe: as for ``read_recipe``; its callbacks get one more, in place.
+        plan: the one in its fields.
+        steps: how many are watched.
+    """
+    from nest_megatron.integrations.lightning import WatchCallback
+
+    def is_other(callback: Any) -> bool:
+        return getattr(callback, "__fn_or_cls__", type(callback)) is not WatchCallback
+
+    fields: dict[str, Any] = {"plan": plan_file.dump(plan), "steps": steps}
+    if _is_unbuilt(recipe):
+        callback = type(recipe.trainer.strategy)(WatchCallback, **fields)
+    else:
+        callback = WatchCallback(**fields)
+    others = filter(is_other, value_or(recipe.trainer, "callbacks", []))
+    recipe.trainer.callbacks = [*others, callback]
+
+
+def _is_unbuilt(recipe: Any) -> bool:
+    return hasattr(recipe.trainer.strategy, "__fn_or_cls__")
