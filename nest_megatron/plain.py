@@ -14,9 +14,8 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NewType, TypeVar
+from typing import TYPE_CHECKING, Any, NewType, TypeVar, dataclass_transform
 
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.units import is_quantity, read_quantity
@@ -35,7 +34,15 @@ NonNegative = NewType("NonNegative", float)
 _RESTRICTED = ((Count, int, 1), (Index, int, 0), (Positive, float, None), (NonNegative, float, 0))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass_transform(
+    frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,)
+)
+def frozen_record(kind: type[Record]) -> type[Record]:
+    """Make a class a frozen dataclass with slots, of keywords alone: what all records are."""
+    return dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(kind)
+
+
+@frozen_record
 class Source:
     """Who wrote plain data: how strictly it is read, and what errors advise.
 

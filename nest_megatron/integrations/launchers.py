@@ -17,6 +17,7 @@ from nest_megatron.cluster.topology import hosts_of, tasks_per_node
 from nest_megatron.config.job import LaunchedRanks
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_text
+from nest_megatron.plain import frozen_record
 
 _RANKS, _PER_NODE, _NODES, _HOSTS = "ranks", "ranks per node", "nodes", "hosts"
 _GPUS, _GPUS_PER_NODE = "GPUs", "GPUs per node"
@@ -27,7 +28,7 @@ _COUNT = r"0*[1-9][0-9]{0,8}"
 _EACH_GPU = ("gpu", "auto")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class Launcher:
     """A program that starts others.
 
@@ -144,7 +145,7 @@ _FILLED_IN = re.compile(r"[$`]")
 _TIMES = {"k": 1_000, "m": 1_000_000}  # Slurm's suffixes of numbers of nodes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class LaunchPlace:
     """Where a launch runs.
 
@@ -446,9 +447,12 @@ class _Launch:
             if given:
                 return None
             example = "" if value.pattern == _COUNT else ", or a range such as 2:4"
-            limit = f"it must be a whole number of at least 1{example}"
-            fix = "Correct the launcher's option, or leave the launcher out."
-            raise UserInputError(name.replace("_", "-"), text, limit, fix)
+            raise UserInputError(
+                name.replace("_", "-"),
+                text,
+                f"it must be a whole number of at least 1{example}",
+                "Correct the launcher's option, or leave the launcher out.",
+            )
         counts = _counts(text)
         if len(counts) > 1:
             most = max(counts)

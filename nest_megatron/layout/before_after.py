@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from nest_megatron.layout.estimate import PricedLayout
 from nest_megatron.layout.objective import SURE
+from nest_megatron.plain import frozen_record
 from nest_megatron.units import Bytes, Seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class Difference:
     """By how much a layout's step is longer than another's of the same job.
 
@@ -32,7 +31,7 @@ class Difference:
         return max(self.chance_faster, 1.0 - self.chance_faster) >= SURE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class ChoiceChange:
     """One choice by Megatron's name, or by a recipe's field, with what it was and is."""
 
@@ -41,7 +40,7 @@ class ChoiceChange:
     after: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class LayoutChange:
     """Choices that are changed together, and what that does.
 
@@ -59,7 +58,7 @@ class LayoutChange:
     fits: bool | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class Changes:
     """From one layout to another.
 
@@ -75,7 +74,7 @@ class Changes:
     whole: Difference
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class BeforeAfter:
     """A job as it runs today beside its plan.
 

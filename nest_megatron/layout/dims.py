@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
+from nest_megatron.plain import frozen_record
 
 
 class RankOrder(Name):
@@ -32,7 +32,7 @@ SHORT_DEGREES = {
 DEGREES = tuple(SHORT_DEGREES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class ParallelDims:
     """Degrees, spelled as Megatron spells them.
 
@@ -59,15 +59,20 @@ class ParallelDims:
         for field in DEGREES:
             value = getattr(self, field)
             if type(value) is not int or value < 1:
-                limit = "a degree is a whole number of at least 1"
-                fix = "Give a positive whole number."
-                raise UserInputError(f"parallel.{field}", value, limit, fix)
+                raise UserInputError(
+                    f"parallel.{field}",
+                    value,
+                    "a degree is a whole number of at least 1",
+                    "Give a positive whole number.",
+                )
         stage, experts = self.ranks_per_stage, self.expert_ranks
         if stage % experts:
-            what = "parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size"
-            limit = f"it must divide the {stage} ranks of one pipeline stage (tp*cp*dp)"
-            fix = "Lower one of the two, or raise the data-parallel size."
-            raise UserInputError(what, experts, limit, fix)
+            raise UserInputError(
+                "parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size",
+                experts,
+                f"it must divide the {stage} ranks of one pipeline stage (tp*cp*dp)",
+                "Lower one of the two, or raise the data-parallel size.",
+            )
 
     def flags(self) -> dict[str, Any]:
         """The degrees as Megatron's flags have them: ``None`` for one virtual stage."""

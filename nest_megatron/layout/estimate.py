@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.objective import Uncertainty
 from nest_megatron.layout.price import Price
-from nest_megatron.plain import added
+from nest_megatron.plain import added, frozen_record
 from nest_megatron.units import Bytes, Seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class Placement:
     """Where ranks lie.
 
@@ -29,7 +28,7 @@ class Placement:
     rank_permutation: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class StageEstimate:
     """One pipeline rank; passes are those of all its chunks for one micro batch.
 
@@ -50,7 +49,7 @@ class StageEstimate:
         return sum(self.memory_bytes.values())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class Estimate:
     """The prediction for a layout.
 
@@ -71,7 +70,7 @@ class Estimate:
     stages: tuple[StageEstimate, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class PricedLayout:
     """A layout of a job with its estimate, and what it costs.
 
@@ -86,7 +85,7 @@ class PricedLayout:
     not_modelled: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class Alternative:
     """A runner-up: another layout at its best, and how much slower it is.
 

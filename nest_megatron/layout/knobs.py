@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +22,7 @@ from nest_megatron.model.execution import (
 )
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.names import Name
+from nest_megatron.plain import frozen_record
 
 #: Fields of ``Execution`` that packed sequences leave no room for. The schedule of two micro
 #: batches is not told where sequences begin (``forward_step`` of ``pretrain_gpt.py`` and of
@@ -72,7 +73,7 @@ class Package(Name):
         }[self]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class Knob:
     """A choice that leaves numbers alone.
 
@@ -231,7 +232,7 @@ KNOBS: tuple[Knob, ...] = (
 _BY_NAME = {knob.name: knob for knob in KNOBS}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class KnobConditions:
     """What decides which choices there are, beside the layout.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
@@ -11,9 +10,10 @@ from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import PLAIN, Execution
+from nest_megatron.plain import frozen_record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class PartialLayout:
     """A layout whose stages are not decided.
 
@@ -36,10 +36,12 @@ class PartialLayout:
     def __post_init__(self) -> None:
         together = self.micro_batch_size * self.dims.data_parallel_size
         if self.micro_batch_size < 1 or self.global_batch_size % together:
-            what = "train.global_batch_size"
-            limit = f"it must be a multiple of micro batch times data-parallel size ({together})"
-            fix = "Change the global batch, the micro batch, or the degrees."
-            raise UserInputError(what, self.global_batch_size, limit, fix)
+            raise UserInputError(
+                "train.global_batch_size",
+                self.global_batch_size,
+                f"it must be a multiple of micro batch times data-parallel size ({together})",
+                "Change the global batch, the micro batch, or the degrees.",
+            )
 
     @property
     def num_gpus(self) -> int:
@@ -66,7 +68,7 @@ class PartialLayout:
 _DECIDED = dataclasses.fields(PartialLayout)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class Layout(PartialLayout):
     """A whole layout, as a launch needs it.
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.layout.zero import ZeroStage
+from nest_megatron.plain import frozen_record
 
 HOPPER = r"G?H\d"
 BLACKWELL = r"G?B\d"
@@ -22,7 +23,7 @@ INSTINCT = r"MI3\d"
 _WHOLE_TENSOR = "|".join((HOPPER, BLACKWELL, INSTINCT))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class NumericKnob:
     """A choice that changes numbers: never made, but priced.
 

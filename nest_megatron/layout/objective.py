@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from nest_megatron.names import Name
-from nest_megatron.plain import added, written_as
+from nest_megatron.plain import added, frozen_record, written_as
 from nest_megatron.units import Bytes, Seconds
 
 #: Chance from which one of two plans counts as the faster one; below it they tie.
@@ -23,7 +21,7 @@ class Objective(Name):
     CAUTIOUS = "cautious"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class Uncertainty:
     """How far a prediction can be off.
 
@@ -51,7 +49,7 @@ class Uncertainty:
     median_s: Seconds | None = added(None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class MechanismChange:
     """What runs of a site say of one mechanism.
 
@@ -67,7 +65,7 @@ class MechanismChange:
     step_percent: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class MemoryPart:
     """What runs of a site say of one part of the error of a plan's peak.
 
@@ -80,7 +78,7 @@ class MemoryPart:
     peak_percent: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class MemoryChange:
     """What runs of a site say of a plan's peak memory.
 
@@ -103,7 +101,7 @@ class MemoryChange:
     parts: tuple[MemoryPart, ...] = added(())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class SiteChange:
     """What a site's calibration changes of a plan's prediction.
 
@@ -133,7 +131,7 @@ class SiteChange:
     memory: MemoryChange | None = added(None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class Choice:
     """How a plan was chosen among those that the search kept.
 
@@ -168,7 +166,7 @@ class Choice:
         return self.value_s <= self.bound_s * (1 + self.tie_percent / 100)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class Shortlist:
     """Few plans of which one is as fast as the fastest, with a chance of 90 %.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
@@ -16,7 +16,7 @@ from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.objective import Choice, Shortlist, SiteChange, Uncertainty
 from nest_megatron.layout.price import Price
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.plain import added
+from nest_megatron.plain import added, frozen_record
 from nest_megatron.units import Bytes, Seconds
 
 #: Version of the file format; a reader refuses others.
@@ -28,7 +28,7 @@ FAR_OFF_PERCENT = 10.0
 MEGATRON_LM = "Megatron-LM"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class SearchRecord:
     """What the search looked at and proved.
 
@@ -66,7 +66,7 @@ class SearchRecord:
         return self.ended_early and self.gap_percent > FAR_OFF_PERCENT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class Provenance:
     """Where the plan comes from.
 
@@ -118,7 +118,7 @@ class Provenance:
         return 0 if self.site is None else self.site.own_runs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class Goodput:
     """What failures and checkpoints leave of a job's time.
 
@@ -137,7 +137,7 @@ class Goodput:
     restart_s: Seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class Headroom:
     """Memory that a plan leaves free on the GPU with the highest peak, the reserve apart.
 
@@ -161,7 +161,7 @@ class Headroom:
         return self.left < self.wanted - 1e-9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class PresentLayout:
     """The layout that ran when a plan was made: the first that its search looked at.
 
@@ -186,7 +186,7 @@ class PresentLayout:
         return self.peak_memory_bytes <= self.capacity_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class LaunchCommand:
     """How to start it: the script, its flags, and the environment (``None``: must be unset)."""
 
@@ -196,7 +196,7 @@ class LaunchCommand:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class ParallelPlan:
     """A complete plan; ``plan_file`` writes and reads it exactly.
 

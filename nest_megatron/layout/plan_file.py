@@ -91,8 +91,12 @@ def parse(text: str, name: str) -> dict[str, Any]:
             name, None, limit=error.limit, fix="It may have been cut short; plan again."
         ) from error
     if not isinstance(fields, dict):
-        fix = "Name a file written by nest-megatron plan."
-        raise PlanFileError("plan", name, limit="it is no plan file", fix=fix)
+        raise PlanFileError(
+            "plan",
+            name,
+            limit="it is no plan file",
+            fix="Name a file written by nest-megatron plan.",
+        )
     return fields
 
 
@@ -120,9 +124,12 @@ def from_fields(fields: Mapping[str, Any], name: str) -> ParallelPlan:
             f"{name}: {error.what}", error.value, limit=error.limit, fix=error.fix
         ) from error
     if checksum(plan) != stated:
-        limit = "it does not match the contents, so the file was cut short or edited"
-        fix = "Write it again with nest-megatron plan; what you want fixed goes on that command."
-        raise PlanFileError(f"{name}: provenance.checksum", stated, limit, fix)
+        raise PlanFileError(
+            f"{name}: provenance.checksum",
+            stated,
+            "it does not match the contents, so the file was cut short or edited",
+            "Write it again with nest-megatron plan; what you want fixed goes on that command.",
+        )
     return plan
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.batch_schedule import PredictedBatch
 from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.plain import frozen_record
 from nest_megatron.units import Seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class Rates:
     """What the user pays, and how long the run is; what is ``None`` is not known.
 
@@ -31,11 +31,12 @@ class Rates:
         for key, example in examples.items():
             value = getattr(self, key.partition(".")[2])
             if value is not None and not 0 < value < math.inf:
-                limit, fix = "it must be above 0 and finite", f"For example {key}={example}."
-                raise UserInputError(key, value, limit, fix)
+                raise UserInputError(
+                    key, value, "it must be above 0 and finite", f"For example {key}={example}."
+                )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class Price:
     """What a plan costs; what is ``None`` is not known.
 

@@ -11,7 +11,6 @@ Source: ``megatron.core.parallel_state.RankGenerator`` and ``initialize_model_pa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
 from math import gcd, prod
@@ -19,6 +18,7 @@ from operator import mul
 
 from nest_megatron.layout.dims import ParallelDims, RankOrder
 from nest_megatron.names import Name
+from nest_megatron.plain import frozen_record
 
 
 class GroupKind(Name):
@@ -34,7 +34,7 @@ class GroupKind(Name):
     EDP = "edp"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class _Axis:
     """One dimension of a grid: ``size`` ranks, ``stride`` apart."""
 

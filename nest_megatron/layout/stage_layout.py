@@ -41,10 +41,12 @@ def layout_string(spec: TransformerSpec, partition: StagePartition) -> str:
     """
     units = _unit_letters(spec)
     if partition.boundaries[-1] != spec.num_units:
-        what = "stage partition boundaries"
-        limit = f"model {spec.name} has {spec.num_units} units (layers, embedding, MTP, head)"
-        fix = "Cut the units of this very model."
-        raise UserInputError(what, partition.boundaries[-1], limit, fix)
+        raise UserInputError(
+            "stage partition boundaries",
+            partition.boundaries[-1],
+            f"model {spec.name} has {spec.num_units} units (layers, embedding, MTP, head)",
+            "Cut the units of this very model.",
+        )
     chunks = map(partition.chunk, range(partition.num_chunks))
     if spec.hybrid_layer_pattern:
         layers, depths = _hybrid_symbols(spec)
@@ -88,8 +90,11 @@ def _parse_pattern(text: str, spec: TransformerSpec, pp: int) -> StagePartition:
     """A hybrid model's pattern with its stages; without ``|`` all layers are one."""
     stages = text.partition("/")[0].split("|")
     if len(stages) % pp:
-        limit = f"its {len(stages)} stages are not a multiple of the {pp} ranks"
-        raise _bad_pattern(text, limit, "Cut as many stages with |.")
+        raise _bad_pattern(
+            text,
+            f"its {len(stages)} stages are not a multiple of the {pp} ranks",
+            "Cut as many stages with |.",
+        )
     symbols, depths = _hybrid_symbols(spec)
     if text.replace("|", "") != symbols + depths:
         raise _bad_pattern(text, f"its layers must be {symbols + depths}", "Cut this very model.")
@@ -158,10 +163,12 @@ def uniform_partition(
     if first is None and last is None:
         per_rank = _even_layers(spec, pp, account_embedding + account_loss)
     elif account_embedding or account_loss:
-        what = "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers"
-        limit = "they exclude the account_for_..._in_pipeline_split flags"
-        fix = "Use one way to state an uneven split."
-        raise UserInputError(what, (first, last), limit, fix)
+        raise UserInputError(
+            "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers",
+            (first, last),
+            "they exclude the account_for_..._in_pipeline_split flags",
+            "Use one way to state an uneven split.",
+        )
     else:
         per_rank = _uneven_layers(spec, pp, first, last)
     counts = [_split_evenly(per_rank[k % pp], vpp) for k in range(pp * vpp)]
@@ -182,9 +189,12 @@ def spread_partition(spec: TransformerSpec, dims: ParallelDims) -> StagePartitio
         return uniform_partition(spec, pp, dims.virtual_pipeline_model_parallel_size)
     except UserInputError:
         if chunks > units:
-            what = "pipeline_model_parallel_size * virtual_pipeline_model_parallel_size"
-            limit = f"every stage holds a unit, and the model has {units}"
-            raise UserInputError(what, chunks, limit, fix="Use fewer stages.") from None
+            raise UserInputError(
+                "pipeline_model_parallel_size * virtual_pipeline_model_parallel_size",
+                chunks,
+                f"every stage holds a unit, and the model has {units}",
+                fix="Use fewer stages.",
+            ) from None
     boundaries = tuple(k * units // chunks for k in range(chunks + 1))
     return StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)
 
@@ -259,8 +269,9 @@ def _even_layers(spec: TransformerSpec, pp: int, extra: int) -> list[int]:
         ways = uneven_flags(spec, pp)
         if extra:
             ways = f"Add {_LAYOUT_FLAG} in the place of --account-for-..-in-pipeline-split"
-        fix = f"{ways}, or use another pipeline_model_parallel_size."
-        raise UserInputError("num_layers", layers, limit, fix)
+        raise UserInputError(
+            "num_layers", layers, limit, f"{ways}, or use another pipeline_model_parallel_size."
+        )
     return [layers // pp] * pp
 
 
@@ -271,18 +282,22 @@ def _uneven_layers(
     stages, middle = pp - len(given), spec.num_layers - sum(given)
     fits = middle % stages == 0 and middle > 0 if stages > 0 else stages == middle == 0
     if not fits or min(given) < 1:
-        what = "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers"
-        limit = f"{middle} layers are left for {stages} middle pipeline ranks"
-        fix = f"{uneven_flags(spec, pp)}."
-        raise UserInputError(what, (first, last), limit, fix)
+        raise UserInputError(
+            "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers",
+            (first, last),
+            f"{middle} layers are left for {stages} middle pipeline ranks",
+            f"{uneven_flags(spec, pp)}.",
+        )
     per_rank = [middle // stages] * stages if stages else []
     return [*given[: first is not None], *per_rank, *given[first is not None :]]
 
 
 def _split_evenly(layers: int, vpp: int) -> int:
     if layers % vpp:
-        what = "virtual_pipeline_model_parallel_size"
-        limit = f"it must divide the {layers} layers of a pipeline rank"
-        fix = f"Give {_LAYOUT}, or another number of virtual stages."
-        raise UserInputError(what, vpp, limit, fix)
+        raise UserInputError(
+            "virtual_pipeline_model_parallel_size",
+            vpp,
+            f"it must divide the {layers} layers of a pipeline rank",
+            f"Give {_LAYOUT}, or another number of virtual stages.",
+        )
     return layers // vpp

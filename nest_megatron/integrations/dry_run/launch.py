@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.dry_run.recorder import SHELLS, WRAPPERS
 from nest_megatron.integrations.dry_run.run import MAX_SECONDS, DryRun, RecordedLaunch, dry_run
 from nest_megatron.integrations.launchers import assignment
+from nest_megatron.plain import frozen_record
 
 #: Programs, by a part of their path or module, whose model is not in their words.
 _UNREAD = {
@@ -33,7 +33,7 @@ _TRAINING = re.compile(
 _OF_A_NODE = re.compile(r"--(node[-_]rank|machine[-_]rank)(=.*)?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class ScriptLaunch:
     """What a script would launch.
 
@@ -102,8 +102,12 @@ def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> Scrip
         rest = ["bash", *rest]
     script = next((word for word in rest if word.endswith(_SUFFIXES)), "")
     if script and not Path(script).is_file():
-        fix = "Correct the path; it is relative to the current folder."
-        raise UserInputError("script", script, limit="there is no such file", fix=fix)
+        raise UserInputError(
+            "script",
+            script,
+            limit="there is no such file",
+            fix="Correct the path; it is relative to the current folder.",
+        )
     run = dry_run(rest, variables, cluster)
     found = _chosen(run, shlex.join(rest))
     before = {**os.environ}
@@ -138,9 +142,12 @@ def _chosen(run: DryRun, call: str) -> RecordedLaunch:
     if len(found) == 1:
         return min(trains, key=lambda each: each.words)  # that of the first node
     if found:
-        limit = f"it launches {len(found)} jobs, and one is planned: {_differences(trains)}"
-        fix = "Set what chooses one before the script, or give its command by --from 'COMMAND'."
-        raise UserInputError("script", call, limit, fix)
+        raise UserInputError(
+            "script",
+            call,
+            f"it launches {len(found)} jobs, and one is planned: {_differences(trains)}",
+            "Set what chooses one before the script, or give its command by --from 'COMMAND'.",
+        )
     raise UserInputError("script", call, limit=_why_none(run), fix=_what_lacks(run))
 
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.dry_run import recorder
 from nest_megatron.integrations.launchers import SLURM_VARIABLES, header_options, slurm_options
+from nest_megatron.plain import frozen_record
 from nest_megatron.units import Seconds
 
 #: How long a script may take: as much processor time as ``view.py`` permits each process.
@@ -46,7 +46,7 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # of a terminal's colours
 _FILES = ("shell.bash", "recorder.py")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class RecordedLaunch:
     """A command that would start programs of Python.
 
@@ -65,7 +65,7 @@ class RecordedLaunch:
     line: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class DryRun:
     """What a script did.
 
@@ -101,8 +101,12 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
     """
     bash = shutil.which("bash")
     if bash is None:
-        fix = "Give the command itself by --from 'COMMAND'."
-        raise UserInputError(words[0], shlex.join(words), limit="bash is absent", fix=fix)
+        raise UserInputError(
+            words[0],
+            shlex.join(words),
+            limit="bash is absent",
+            fix="Give the command itself by --from 'COMMAND'.",
+        )
     with tempfile.TemporaryDirectory(prefix="nest-megatron-") as name:
         folder = Path(name).resolve()
         _furnish(folder, bash, cluster)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,6 +32,7 @@ from nest_megatron.integrations.megatron_lm.stage_options import user_partition
 from nest_megatron.layout.stage_layout import expand_layout, layout_string, uniform_partition
 from nest_megatron.model.layer_pattern import hybrid_kinds
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen_record
 
 _Values = Mapping[str, Any]
 _Sizes = dict[str, tuple[int, ...]]
@@ -51,7 +52,7 @@ _SIZES = {"hidden_size": 1, "ffn_hidden_size": 1, "num_attention_heads": 1, "seq
 _MODEL = TransformerSpec(name="saved", num_layers=1, vocab_size=1, **_SIZES)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class SavedCheckpoint:
     """What is known of a checkpoint; ``None`` is what it does not say.
 

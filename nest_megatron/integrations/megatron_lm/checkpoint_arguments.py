@@ -94,8 +94,12 @@ def taken(values: _Values, saved: _Values, version: str) -> dict[str, Any]:
         found[_PER_VIRTUAL_STAGE] = saved.get(_PER_VIRTUAL_STAGE)
     for name, value in found.items():
         if not is_plain(value):
-            limit = "the checkpoint holds an object there, which is not read"
-            raise flag_error(name, type(value).__name__, limit, f"Give it, and {_BY_HAND}.")
+            raise flag_error(
+                name,
+                type(value).__name__,
+                "the checkpoint holds an object there, which is not read",
+                f"Give it, and {_BY_HAND}.",
+            )
     return found
 
 
@@ -121,11 +125,16 @@ def _require_source(values: _Values) -> None:
     """What Megatron asserts before it looks for a checkpoint."""
     flag = flag_of(_SWITCH)
     if not (values.get("load") or values.get("pretrained_checkpoint")):
-        limit, fix = "it needs a checkpoint", "Add --load or --pretrained-checkpoint."
-        raise UserInputError(flag, True, limit, fix)
+        raise UserInputError(
+            flag, True, "it needs a checkpoint", "Add --load or --pretrained-checkpoint."
+        )
     if values.get("non_persistent_ckpt_type") == "local":
-        limit = "Megatron does not take it with --non-persistent-ckpt-type local"
-        raise UserInputError(flag, True, limit, fix=f"{_capital(_BY_HAND)}.")
+        raise UserInputError(
+            flag,
+            True,
+            "Megatron does not take it with --non-persistent-ckpt-type local",
+            fix=f"{_capital(_BY_HAND)}.",
+        )
 
 
 def _saved(values: _Values, name: str) -> SavedCheckpoint | None:
@@ -134,15 +143,22 @@ def _saved(values: _Values, name: str) -> SavedCheckpoint | None:
     saved = read_checkpoint({**alone, "load": values[name]})
     if saved is None:
         if values.get("exit_on_missing_checkpoint"):
-            limit = f"{_absent(values[name])}, and --exit-on-missing-checkpoint ends the job there"
-            raise flag_error(name, values[name], limit, "Correct the path.")
+            raise flag_error(
+                name,
+                values[name],
+                f"{_absent(values[name])}, and --exit-on-missing-checkpoint ends the job there",
+                "Correct the path.",
+            )
         return None
     if saved.format == "fsdp_dtensor" and values.get("use_megatron_fsdp"):
         return dataclasses.replace(saved, arguments={})  # Megatron takes none from this format
     if not saved.arguments:
-        limit = f"the arguments in {saved.directory} are missing or damaged"
-        fix = f"Check that the checkpoint is whole, or {_BY_HAND}."
-        raise flag_error(name, values[name], limit, fix)
+        raise flag_error(
+            name,
+            values[name],
+            f"the arguments in {saved.directory} are missing or damaged",
+            f"Check that the checkpoint is whole, or {_BY_HAND}.",
+        )
     return saved
 
 
@@ -157,12 +173,13 @@ def _without_checkpoint(values: _Values, missing: Sequence[str]) -> str:
             f"There is no folder {where} on this host, so the model is that of the command's own "
             "flags; where the job runs, --use-checkpoint-args takes it from the checkpoint there."
         )
-    limit = f"{_absent(where)}, and --use-checkpoint-args reads the model from it"
-    fix = (
+    raise flag_error(
+        name,
+        where,
+        f"{_absent(where)}, and --use-checkpoint-args reads the model from it",
         "Plan where the checkpoint lies, copy its metadata here (latest_checkpointed_iteration.txt "
-        f"and iter_*/ without the *.distcp of weights), or {_BY_HAND}."
+        f"and iter_*/ without the *.distcp of weights), or {_BY_HAND}.",
     )
-    raise flag_error(name, where, limit, fix)
 
 
 def _absent(where: str) -> str:
@@ -178,8 +195,12 @@ def _require_grouping(values: _Values) -> None:
     """Experts that the checkpoint keeps apart would stay so, whatever flag a plan adds."""
     local = values.get("transformer_impl") == "local"
     if values.get("num_experts") and not values.get("moe_grouped_gemm") and not local:
-        limit = "the checkpoint turns it off, and plans are priced with grouped experts"
-        raise flag_error("moe_grouped_gemm", False, limit, f"{_capital(_BY_HAND)}.")
+        raise flag_error(
+            "moe_grouped_gemm",
+            False,
+            "the checkpoint turns it off, and plans are priced with grouped experts",
+            f"{_capital(_BY_HAND)}.",
+        )
 
 
 def _notes(values: _Values, saved: SavedCheckpoint, version: str) -> Iterator[str]:

@@ -31,19 +31,29 @@ def heterogeneous_kinds(values: Mapping[str, Any]) -> tuple[LayerKind, ...]:
     if not path and not text:
         return ()
     if not path:
-        limit = f"without {flag_of(_PATH)} Megatron builds plain layers and says nothing"
-        fix = f"Add {flag_of(_PATH)}."
-        raise UnplannableModelError(flag_of(_TEXT), "its text", limit, fix)
+        raise UnplannableModelError(
+            flag_of(_TEXT),
+            "its text",
+            f"without {flag_of(_PATH)} Megatron builds plain layers and says nothing",
+            f"Add {flag_of(_PATH)}.",
+        )
     try:
         text = text or read_text(Path(path), flag_of(_PATH))
         differing = list(_differing(values, parse_json(text, flag_of(_PATH), name=path)))
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        limit = f"Megatron cannot read it ({error!r})"
-        fix = "Give config.json of a Llama-Nemotron model, or one with the same keys."
-        raise flag_error(_PATH, path, limit, fix) from None
+        raise flag_error(
+            _PATH,
+            path,
+            f"Megatron cannot read it ({error!r})",
+            "Give config.json of a Llama-Nemotron model, or one with the same keys.",
+        ) from None
     for name, given, expected in differing:
-        limit = f"{path} says {expected}, and Megatron ends with an error"
-        raise flag_error(name, given, limit, "Give the same in both.")
+        raise flag_error(
+            name,
+            given,
+            f"{path} says {expected}, and Megatron ends with an error",
+            "Give the same in both.",
+        )
     heads = values["num_attention_heads"]
     return read_heterogeneous_layers(
         text,

@@ -54,20 +54,30 @@ def hybrid_pattern(values: Mapping[str, Any], script: str, version: str) -> str:
     given = next((name for name in named if values.get(name)), None)
     if not by_script and (given is None or script):
         if given is not None:
-            limit = f"{script} builds no hybrid model of state-space layers"
-            fix = "Use pretrain_hybrid.py (0.16.1: pretrain_mamba.py), or drop the flag."
-            raise UnplannableModelError(flag_of(given), values[given], limit, fix)
+            raise UnplannableModelError(
+                flag_of(given),
+                values[given],
+                f"{script} builds no hybrid model of state-space layers",
+                "Use pretrain_hybrid.py (0.16.1: pretrain_mamba.py), or drop the flag.",
+            )
         return ""
     if by_script and not is_hybrid_stack(layer_spec):
-        limit = "its layers are not megatron-core's hybrid_stack_spec"
-        fix = f"Give one of --spec {', --spec '.join(_STACKS[:2])}."
-        raise UnplannableModelError("--spec", layer_spec or None, limit, fix)
+        raise UnplannableModelError(
+            "--spec",
+            layer_spec or None,
+            "its layers are not megatron-core's hybrid_stack_spec",
+            f"Give one of --spec {', --spec '.join(_STACKS[:2])}.",
+        )
     old = version.startswith("0.16")
     pattern = _pattern_of_0_16(values) if old else _pattern(values)
     kinds, *_ = hybrid_kinds(pattern)
     if old and len(kinds) != values["num_layers"]:
-        limit = f"it names {len(kinds)} layers and --num-layers is {values['num_layers']}"
-        raise flag_error("hybrid_override_pattern", pattern, limit, "Give the same number in both.")
+        raise flag_error(
+            "hybrid_override_pattern",
+            pattern,
+            f"it names {len(kinds)} layers and --num-layers is {values['num_layers']}",
+            "Give the same number in both.",
+        )
     return pattern
 
 
@@ -84,39 +94,63 @@ def _pattern(values: Mapping[str, Any]) -> str:
     """Source: 0.20 arguments.py:743-786."""
     new, old = values.get("hybrid_layer_pattern"), values.get("hybrid_override_pattern")
     if new and old:
-        limit = f"{flag_of('hybrid_layer_pattern')} is given as well"
-        raise flag_error("hybrid_override_pattern", old, limit, "Drop it.")
+        raise flag_error(
+            "hybrid_override_pattern",
+            old,
+            f"{flag_of('hybrid_layer_pattern')} is given as well",
+            "Drop it.",
+        )
     pattern, depths = str(new or old or ""), int(values.get("mtp_num_layers") or 0)
     depth = values.get("mtp_hybrid_override_pattern")
     if depth and depths and "/" not in pattern:
         pattern += depths * f"/{depth}"
     if not pattern:
-        limit, fix = "a hybrid model's layers are named by it alone", "Add it to the command."
-        raise flag_error("hybrid_layer_pattern", None, limit, fix)
+        raise flag_error(
+            "hybrid_layer_pattern",
+            None,
+            "a hybrid model's layers are named by it alone",
+            "Add it to the command.",
+        )
     if depths and "/" not in pattern:
-        limit = "a hybrid model names the layers of an MTP depth behind / in its pattern"
-        fix = "Write for example M*M*/*M in --hybrid-layer-pattern, or drop the flag."
-        raise flag_error("mtp_num_layers", depths, limit, fix)
+        raise flag_error(
+            "mtp_num_layers",
+            depths,
+            "a hybrid model names the layers of an MTP depth behind / in its pattern",
+            "Write for example M*M*/*M in --hybrid-layer-pattern, or drop the flag.",
+        )
     return pattern
 
 
 def _pattern_of_0_16(values: Mapping[str, Any]) -> str:
     layers, pattern = values.get("num_layers"), values.get("hybrid_override_pattern")
     if not layers:
-        fix = "Add it to the command."
-        raise flag_error("num_layers", layers, "the model's shape needs it", fix)
+        raise flag_error(
+            "num_layers", layers, "the model's shape needs it", "Add it to the command."
+        )
     if values.get("mtp_num_layers"):
-        limit = "a hybrid model of 0.16.1 has no MTP layers"
-        raise flag_error("mtp_num_layers", values["mtp_num_layers"], limit, "Drop it.")
+        raise flag_error(
+            "mtp_num_layers",
+            values["mtp_num_layers"],
+            "a hybrid model of 0.16.1 has no MTP layers",
+            "Drop it.",
+        )
     shares = [float(values.get(f"hybrid_{name}_ratio") or 0) for name in ("attention", "mlp")]
     even = pattern_from_ratios(int(layers), *shares)
     if pattern is None:
         return even
     strange = set(pattern) - set("M*-E")
     if strange:
-        limit = f"0.16.1 has the symbols M * - E, not {' '.join(sorted(strange))}"
-        raise UserInputError("--hybrid-override-pattern", pattern, limit, fix="Use 0.20.")
+        raise UserInputError(
+            "--hybrid-override-pattern",
+            pattern,
+            f"0.16.1 has the symbols M * - E, not {' '.join(sorted(strange))}",
+            fix="Use 0.20.",
+        )
     if any(shares) and sorted(pattern) != sorted(even):
-        limit = f"the shares beside it make other numbers of layers ({even})"
-        raise flag_error("hybrid_override_pattern", pattern, limit, "Drop the shares.")
+        raise flag_error(
+            "hybrid_override_pattern",
+            pattern,
+            f"the shares beside it make other numbers of layers ({even})",
+            "Drop the shares.",
+        )
     return str(pattern)

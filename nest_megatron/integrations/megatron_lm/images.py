@@ -48,16 +48,25 @@ def with_images(
         UserInputError: if the patches do not divide the image.
     """
     if precision.is_quantized:
-        limit, fix = "an encoder of images is priced in 16 bits", "Use --bf16 alone."
-        raise UnplannableModelError("precision", precision.value, limit, fix)
+        raise UnplannableModelError(
+            "precision",
+            precision.value,
+            "an encoder of images is priced in 16 bits",
+            "Use --bf16 alone.",
+        )
     if values.get("freeze_LM"):
-        limit, fix = "only its encoder or projector would be trained", "Launch without nest."
-        raise UnplannableModelError("--freeze-LM", True, limit, fix)
+        raise UnplannableModelError(
+            "--freeze-LM",
+            True,
+            "only its encoder or projector would be trained",
+            "Launch without nest.",
+        )
     height, width, patch = (values[name] for name in ("img_h", "img_w", "patch_dim"))
     for name, size in (("img_h", height), ("img_w", width)):
         if size % patch:
-            limit = f"it must be a multiple of --patch-dim ({patch})"
-            raise flag_error(name, size, limit, "Use whole patches.")
+            raise flag_error(
+                name, size, f"it must be a multiple of --patch-dim ({patch})", "Use whole patches."
+            )
     patches = height // patch * (width // patch)
     tokens = patches + (not values.get("disable_vision_class_token"))
     text = values.get(_LENGTH) or spec.seq_length

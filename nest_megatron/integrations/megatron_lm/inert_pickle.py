@@ -280,5 +280,6 @@ def _index(name: str, argument: bytes) -> int:
 
 
 def _refused(name: str, limit: str) -> UserInputError:
-    fix = "Check that it is a checkpoint of yours; it may be damaged."
-    return UserInputError("checkpoint", name, limit, fix)
+    return UserInputError(
+        "checkpoint", name, limit, "Check that it is a checkpoint of yours; it may be damaged."
+    )

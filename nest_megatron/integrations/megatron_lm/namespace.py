@@ -142,9 +142,12 @@ def padded_vocab_size(args: Namespace, defaults: Mapping[str, Any]) -> int | Non
         with contextlib.redirect_stdout(io.StringIO()):  # Megatron says it all again when it starts
             _build_tokenizer()(copied)
     except Exception as error:
-        limit = f"Megatron cannot build it: {error}"
-        fix = "Correct the tokenizer's flags, or give --padded-vocab-size."
-        raise flag_error("tokenizer_type", copied.tokenizer_type, limit, fix) from error
+        raise flag_error(
+            "tokenizer_type",
+            copied.tokenizer_type,
+            f"Megatron cannot build it: {error}",
+            "Correct the tokenizer's flags, or give --padded-vocab-size.",
+        ) from error
     return int(copied.padded_vocab_size)
 
 

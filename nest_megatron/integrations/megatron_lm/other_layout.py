@@ -192,8 +192,9 @@ def versus(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> Ve
     job = PlannedJob(plan, times)
     variant = job.variant(read_layout(text, "--versus"))
     if rule := job.refusal(variant):
-        limit, fix = f"Megatron refuses it: {rule}", "Name other sizes, or more of them."
-        raise UserInputError("--versus", text, limit, fix)
+        raise UserInputError(
+            "--versus", text, f"Megatron refuses it: {rule}", "Name other sizes, or more of them."
+        )
     return _versus(job, plan, variant)
 
 
@@ -217,8 +218,12 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
         rule = job.rule(composed) or f"{error.what} = {error.value}: {error.limit}"
         return dataclasses.replace(_nearest(job, space, asked), rule=rule)
     if isinstance(found, EndedEarly):
-        limit = f"a search of {SEARCH_S:g} s found no layout with these sizes, and proved nothing"
-        raise UserInputError("--why-not", text, limit, fix="Name more sizes.")
+        raise UserInputError(
+            "--why-not",
+            text,
+            f"a search of {SEARCH_S:g} s found no layout with these sizes, and proved nothing",
+            fix="Name more sizes.",
+        )
     if isinstance(found, NoPlan):
         grid = found.shortage.grid
         variant = job.variant_of(grid, spread_partition(plan.model, grid.dims))

@@ -13,7 +13,6 @@ import itertools
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -30,12 +29,13 @@ from nest_megatron.integrations.launchers import (
 )
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, RELEASES
 from nest_megatron.model.frequency import read_frequency
+from nest_megatron.plain import frozen_record
 
 VERSIONS = RELEASES
 _NEST_TOKEN = re.compile(r"^\+?\+?nest[.=]")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class Argument:
     """One option of Megatron's parser, as recorded."""
 
@@ -78,9 +78,12 @@ def _read(split: SplitCommand, version: str) -> ReadCommand:
     given, unknown = parse_words(argv, version)
     loose = [token for token in (split.script, *unknown) if token.startswith("$")]
     if loose:
-        limit = "the shell has not expanded it, so its flags cannot be read"
-        fix = "Paste the expanded command (bash -x prints it)."
-        raise UserInputError("command", loose[0], limit, fix)
+        raise UserInputError(
+            "command",
+            loose[0],
+            "the shell has not expanded it, so its flags cannot be read",
+            "Paste the expanded command (bash -x prints it).",
+        )
     values = {argument.dest: argument.default for argument in load_arguments(version)}
     return ReadCommand(
         version=version,
@@ -106,8 +109,12 @@ def parse_words(words: Sequence[str], version: str) -> tuple[dict[str, Any], tup
 def load_arguments(version: str) -> tuple[Argument, ...]:
     """Every option of one recorded Megatron release; another is refused."""
     if version not in VERSIONS:
-        limit, fix = "its options are not recorded", nearest(version, VERSIONS)
-        raise UserInputError("Megatron-LM version", version, limit, fix)
+        raise UserInputError(
+            "Megatron-LM version",
+            version,
+            "its options are not recorded",
+            nearest(version, VERSIONS),
+        )
     name = f"megatron_{version.replace('.', '_')}.json"
     data = packaged(__package__, f"arguments_data/{name}")
     rows: list[dict[str, Any]] = data["arguments"]
@@ -187,8 +194,9 @@ class _Parser(argparse.ArgumentParser):
     """Raises our own error instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        limit, fix = "Megatron's own parser refuses it", "Correct that flag."
-        raise UserInputError("Megatron-LM command", message, limit, fix)
+        raise UserInputError(
+            "Megatron-LM command", message, "Megatron's own parser refuses it", "Correct that flag."
+        )
 
 
 def _parser_options(argument: Argument) -> dict[str, Any]:
@@ -239,7 +247,7 @@ def _notes(unknown: tuple[str, ...], version: str) -> Iterable[str]:
 _SHELLS = ("bash", "sh")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class SplitCommand:
     """A command in its parts; see ``ReadCommand`` for the fields."""
 
@@ -279,8 +287,9 @@ def tokens(command: str | Sequence[str]) -> list[str]:
     try:
         return shlex.split(command.replace("\\\n", " "), comments=True)
     except ValueError as error:
-        fix = "Close the quotes."
-        raise UserInputError("command", command, limit=str(error), fix=fix) from error
+        raise UserInputError(
+            "command", command, limit=str(error), fix="Close the quotes."
+        ) from error
 
 
 def _unwrap_shell(words: list[str]) -> list[str]:
@@ -305,6 +314,9 @@ def _find_script(tokens: list[str]) -> tuple[int, int]:
             return at, 2
     if tokens and tokens[0].startswith("-"):
         return 0, 0
-    limit = "it names no training script (a file ending in .py) and does not begin with a flag"
-    fix = "Give the whole command, or the script's flags alone."
-    raise UserInputError("command", " ".join(tokens[:4]), limit, fix)
+    raise UserInputError(
+        "command",
+        " ".join(tokens[:4]),
+        "it names no training script (a file ending in .py) and does not begin with a flag",
+        "Give the whole command, or the script's flags alone.",
+    )

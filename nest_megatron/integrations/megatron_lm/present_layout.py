@@ -204,9 +204,12 @@ def _dims(job: Job, request: Request) -> ParallelDims:
     replica = degrees[_TP] * degrees[_PP] * degrees["context_parallel_size"]
     gpus = request.cluster.num_gpus
     if gpus % replica:
-        limit = f"tp * cp * pp must divide the {gpus} GPUs of the job (arguments.py:317)"
-        fix = "Change a degree, or say with cluster.num_gpus or the launcher how many GPUs run it."
-        raise UserInputError("tp * cp * pp", replica, limit, fix)
+        raise UserInputError(
+            "tp * cp * pp",
+            replica,
+            f"tp * cp * pp must divide the {gpus} GPUs of the job (arguments.py:317)",
+            "Change a degree, or say with cluster.num_gpus or the launcher how many GPUs run it.",
+        )
     inner = values.get("use_tp_pp_dp_mapping")
     order = RankOrder.TP_CP_EP_PP_DP if inner else RankOrder.TP_CP_EP_DP_PP
     return ParallelDims(**degrees, data_parallel_size=gpus // replica, rank_order=order)
@@ -215,8 +218,9 @@ def _dims(job: Job, request: Request) -> ParallelDims:
 def _micro_batch(values: Mapping[str, Any]) -> int:
     if (micro := values.get("micro_batch_size")) is not None:
         return int(micro)
-    limit, fix = "Megatron-LM does not start without it", "Add it to the command."
-    raise flag_error("micro_batch_size", None, limit, fix)
+    raise flag_error(
+        "micro_batch_size", None, "Megatron-LM does not start without it", "Add it to the command."
+    )
 
 
 def _execution(job: Job, request: Request, composed: Settings) -> Execution:

@@ -210,8 +210,9 @@ def _require_degrees(values: Mapping[str, Any]) -> None:
     for name in (*PARALLEL_ARGUMENTS, "micro_batch_size", "global_batch_size"):
         value = values.get(name)
         if name.endswith("_size") and isinstance(value, int) and value < 1:
-            fix = "Correct the flag, or leave it out."
-            raise flag_error(name, value, "it must be at least 1", fix)
+            raise flag_error(
+                name, value, "it must be at least 1", "Correct the flag, or leave it out."
+            )
 
 
 def refuse_unplannable(values: Mapping[str, Any], script: str) -> None:
@@ -316,8 +317,12 @@ def _required(values: Mapping[str, Any], *names: str) -> int:
 def _precision(values: Mapping[str, Any]) -> Precision:
     for name, flag, other in (("fp16", "fp16", "bf16"), ("fp4", "fp4_format", "fp8_format")):
         if values.get(name) and values.get(other.removesuffix("_format")):
-            limit = f"{flag_of(other)} is given as well, and Megatron takes one"
-            raise flag_error(flag, values[name], limit, "Drop one of the two.")
+            raise flag_error(
+                flag,
+                values[name],
+                f"{flag_of(other)} is given as well, and Megatron takes one",
+                "Drop one of the two.",
+            )
     stated = (precision for name, precision in _PRECISIONS.items() if values.get(name))
     return next(stated, Precision.FP32)
 
@@ -354,12 +359,13 @@ def read_zero(values: Mapping[str, Any]) -> ZeroStage | None:
 def _sharding(values: Mapping[str, Any]) -> DataParallelSharding:
     if values.get("use_megatron_fsdp"):
         if values.get("megatron_fsdp_version") == 2:
-            limit = (
+            raise flag_error(
+                "megatron_fsdp_version",
+                2,
                 "it takes neither the distributed optimizer nor tensor, pipeline or context "
-                "parallelism, and is not planned"
+                "parallelism, and is not planned",
+                "Use version 1, or launch without nest.",
             )
-            fix = "Use version 1, or launch without nest."
-            raise flag_error("megatron_fsdp_version", 2, limit, fix)
         return DataParallelSharding.MEGATRON_FSDP
     torch_fsdp = values.get("use_torch_fsdp2")
     return DataParallelSharding.TORCH_FSDP2 if torch_fsdp else DataParallelSharding.DDP

@@ -6,7 +6,6 @@ Only the destinations in ``WRITABLE`` are touched; everything else keeps its wor
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.config.job import Option, ReadCommand
@@ -23,6 +22,7 @@ from nest_megatron.layout.execution_arguments import EXECUTION_ARGUMENTS, EXECUT
 from nest_megatron.layout.knobs import execution_reason
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.options import OPTION_RULES, contradicted
+from nest_megatron.plain import frozen_record
 from nest_megatron.units import format_gib
 
 #: Set together with the layout; those in the second row only where the user says nothing.
@@ -52,7 +52,7 @@ WRITABLE = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class Rewrite:
     """A rewritten command's arguments, and what changed.
 

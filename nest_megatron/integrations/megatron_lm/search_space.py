@@ -74,8 +74,9 @@ def free_parameters(
     """
     freed, stay = _choices("free", free or ()), _choices("keep", keep)
     if both := set(freed) & set(stay):
-        limit, fix = "a choice is either freed or kept", "Name it once."
-        raise UserInputError("free, keep", sorted(both), limit, fix)
+        raise UserInputError(
+            "free, keep", sorted(both), "a choice is either freed or kept", "Name it once."
+        )
     if free is None:  # all that leaves the checkpoints' format as it is
         freed = tuple(name for name in CHOICES if name != "use_megatron_fsdp")
     elif "all" in freed:
@@ -102,8 +103,9 @@ def freed_flags(free: FreeParameters) -> frozenset[str]:
     for name in free.names:
         plain = name.strip().lstrip("-").replace("-", "_")
         if plain not in known:
-            limit, fix = "it is no flag that a plan sets", nearest(plain, known)
-            raise UserInputError(free.option, name, limit, fix)
+            raise UserInputError(
+                free.option, name, "it is no flag that a plan sets", nearest(plain, known)
+            )
         names.update(known[plain])
     for flags in _TOGETHER:
         if names.intersection(flags):
@@ -196,8 +198,9 @@ def with_required(
 
 
 def _not_loadable(name: str, value: object, need: Requirement) -> UserInputError:
-    limit = f"{need.who} needs {need.value}: {need.reason}"
-    return flag_error(name, value, limit, f"Change it, or {need.fix}.")
+    return flag_error(
+        name, value, f"{need.who} needs {need.value}: {need.reason}", f"Change it, or {need.fix}."
+    )
 
 
 def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
@@ -283,9 +286,12 @@ def _fixed_stages(
     if virtual and not stated and not freed.intersection(STAGE_OPTIONS):
         stated = virtual if _PIPELINE in fixed else []  # Megatron divides evenly
     if stated and _PIPELINE in freed:
-        limit = "it divides the model for one number of pipeline ranks, and that number is freed"
-        fix = "Free stage_layout as well, or keep the number."
-        raise flag_error(stated[0], values[stated[0]], limit, fix)
+        raise flag_error(
+            stated[0],
+            values[stated[0]],
+            "it divides the model for one number of pipeline ranks, and that number is freed",
+            "Free stage_layout as well, or keep the number.",
+        )
     return stated_partition(spec, values, fixed.get(_PIPELINE, 1)) if stated else None
 
 
@@ -297,10 +303,11 @@ def _virtual(
         return direct if isinstance(direct, int) else None
     pp = fixed.get(_PIPELINE)
     if pp is None or layers < 1 or spec.num_layers % (pp * layers):
-        limit = (
+        raise flag_error(
+            VIRTUAL_STAGES[0],
+            layers,
             f"with {pp or 'a free number of'} pipeline ranks it makes no whole number of "
-            f"virtual stages of the {spec.num_layers} layers"
+            f"virtual stages of the {spec.num_layers} layers",
+            f"Add --free {_VIRTUAL}, or --pipeline-model-parallel-size.",
         )
-        fix = f"Add --free {_VIRTUAL}, or --pipeline-model-parallel-size."
-        raise flag_error(VIRTUAL_STAGES[0], layers, limit, fix)
     return spec.num_layers // (pp * layers)

@@ -67,9 +67,12 @@ def require_model(spec: TransformerSpec, composed: Settings, command: ReadComman
             continue
         value, found = command.values.get(name), getattr(spec, name, None)
         if found != value:
-            limit = f"the model of the command has {found} with it"
-            fix = "Give its flags, with those that they need, with --set."
-            raise UserInputError(key, value, limit, fix)
+            raise UserInputError(
+                key,
+                value,
+                f"the model of the command has {found} with it",
+                "Give its flags, with those that they need, with --set.",
+            )
 
 
 def _wanted(command: ReadCommand, composed: Settings) -> Iterator[tuple[str, Option]]:
@@ -107,9 +110,12 @@ def _destination(option: Option, composed: Settings, version: str) -> str:
         return option.dest
     name = option.flag.removeprefix("--").replace("-", "_")
     if f"model.{name}" in composed.given:
-        limit = "no flag of Megatron-LM says it"
-        fix = "Give the flags that do with --set."
-        raise UserInputError(f"model.{name}", option.value, limit, fix)
+        raise UserInputError(
+            f"model.{name}",
+            option.value,
+            "no flag of Megatron-LM says it",
+            "Give the flags that do with --set.",
+        )
     limit = f"Megatron-LM {version} has no such flag"
     fix = nearest(option.flag, known_flags(version))
     if not option.flag.startswith("--"):
@@ -120,8 +126,12 @@ def _destination(option: Option, composed: Settings, version: str) -> str:
 
 def _require_one(other: Option | None, option: Option, what: str) -> None:
     if other is not None and not _same(option, other):
-        limit = f"{' '.join(other.tokens)} is set, too"
-        raise UserInputError(what, option.value, limit, fix="Leave one of them out.")
+        raise UserInputError(
+            what,
+            option.value,
+            f"{' '.join(other.tokens)} is set, too",
+            fix="Leave one of them out.",
+        )
 
 
 def _same(option: Option, other: Option | None) -> bool:

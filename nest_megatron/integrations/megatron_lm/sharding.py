@@ -103,11 +103,19 @@ def for_optimizer(zeros: Collection[ZeroStage], job: Job) -> tuple[ZeroStage, ..
         return allowed
     refuses = f"Megatron-LM {job.version} refuses it"
     if needs and set(zeros) == {ZeroStage.NONE}:
-        limit = f"{refuses} without --use-distributed-optimizer"
-        raise flag_error(needs, True, limit, "Add that flag, drop this one, or free zero_stage.")
+        raise flag_error(
+            needs,
+            True,
+            f"{refuses} without --use-distributed-optimizer",
+            "Add that flag, drop this one, or free zero_stage.",
+        )
     stages = ", ".join(str(int(zero)) for zero in zeros)
-    limit = f"{refuses} where replicas divide states (ZeRO-{stages})"
-    raise flag_error("optimizer", job.optimizer, limit, "Drop that flag, or free zero_stage.")
+    raise flag_error(
+        "optimizer",
+        job.optimizer,
+        f"{refuses} where replicas divide states (ZeRO-{stages})",
+        "Drop that flag, or free zero_stage.",
+    )
 
 
 def _needs_shared_states(job: Job) -> str | None:
@@ -155,8 +163,12 @@ def _refused_format(job: Job) -> UserInputError:
         owner = flag_of(IMPLEMENTATION[job.ckpt_format == "torch_dcp"])
         limit = f"only {owner} saves it, and the job lacks that flag"
         fix = f"Add {owner}, {free}"
-    limit = f"{limit}; Megatron-LM {job.version} refuses the two together"
-    return flag_error(CKPT_FORMAT, job.ckpt_format, limit, fix)
+    return flag_error(
+        CKPT_FORMAT,
+        job.ckpt_format,
+        f"{limit}; Megatron-LM {job.version} refuses the two together",
+        fix,
+    )
 
 
 def _fixed_by_user(job: Job, other: DataParallelSharding, freed: Collection[str]) -> list[str]:
@@ -180,9 +192,12 @@ def _on_its_mesh(space: SearchSpace, sharding: DataParallelSharding) -> SearchSp
     }[sharding]
     for name in needs:
         if space.fixed.get(name, 1) != 1:
-            limit = f"it must be 1 under {flag_of(f'use_{sharding.value}')}"
-            fix = "Use 1, or another data-parallel sharding."
-            raise flag_error(name, space.fixed[name], limit, fix)
+            raise flag_error(
+                name,
+                space.fixed[name],
+                f"it must be 1 under {flag_of(f'use_{sharding.value}')}",
+                "Use 1, or another data-parallel sharding.",
+            )
     return dataclasses.replace(space, fixed={**space.fixed, **dict.fromkeys(needs, 1)})
 
 

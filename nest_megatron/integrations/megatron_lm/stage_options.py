@@ -95,9 +95,12 @@ def _split(spec: TransformerSpec, values: Mapping[str, Any], pp: int) -> StagePa
     virtual = _virtual_size(spec, values, pp)
     first, last = values.get(_FIRST), values.get(_LAST)
     if virtual > 1 and pp == 2 and first is not None and last is not None:
-        limit = "with virtual stages Megatron needs a rank between the first and the last one"
-        fix = "Give one of the two, or a layout."
-        raise _refusal(f"{_FIRST}, {_LAST}", (first, last), limit, fix)
+        raise _refusal(
+            f"{_FIRST}, {_LAST}",
+            (first, last),
+            "with virtual stages Megatron needs a rank between the first and the last one",
+            "Give one of the two, or a layout.",
+        )
     return uniform_partition(
         spec,
         pp,
@@ -122,11 +125,13 @@ def _virtual_size(spec: TransformerSpec, values: Mapping[str, Any], pp: int) -> 
         return int(values.get(_STAGES_A_RANK) or 1)
     total = spec.num_layers + bool(values.get(_EMBEDDING)) + bool(values.get(_LOSS))
     if total % (pp * layers):
-        limit = (
+        raise _refusal(
+            _LAYERS_A_STAGE,
+            layers,
             f"{total} layers, embedding and loss included where they are accounted for, make no "
-            f"whole number of such stages on each of {pp} pipeline ranks"
+            f"whole number of such stages on each of {pp} pipeline ranks",
+            f"Use {_STAGES_A_RANK}, or a layout.",
         )
-        raise _refusal(_LAYERS_A_STAGE, layers, limit, f"Use {_STAGES_A_RANK}, or a layout.")
     return int(total // (pp * layers))
 
 
@@ -134,29 +139,44 @@ def _check_exclusions(values: Mapping[str, Any]) -> None:
     for name, others in _EXCLUDED.items():
         for other in others:
             if _is_given(values, name) and _is_given(values, other):
-                limit = f"Megatron refuses it beside {other} ({values[other]})"
-                raise _refusal(name, values[name], limit, "Give one of the two.")
+                raise _refusal(
+                    name,
+                    values[name],
+                    f"Megatron refuses it beside {other} ({values[other]})",
+                    "Give one of the two.",
+                )
 
 
 def _check_hybrid(values: Mapping[str, Any]) -> None:
     for name in _NOT_OF_HYBRIDS:
         if _is_given(values, name):
-            limit = "it does not cut the stages of a hybrid model"
-            fix = "Leave it out; Megatron-LM 0.20 takes | in --hybrid-layer-pattern."
-            raise _refusal(name, values[name], limit, fix)
+            raise _refusal(
+                name,
+                values[name],
+                "it does not cut the stages of a hybrid model",
+                "Leave it out; Megatron-LM 0.20 takes | in --hybrid-layer-pattern.",
+            )
 
 
 def _check_places(spec: TransformerSpec, partition: StagePartition) -> None:
     """Refuse virtual stages without a pipeline, and MTP layers where Megatron has none."""
     pp = partition.pipeline_model_parallel_size
     if pp == 1 and partition.num_chunks > 1:
-        limit = f"{partition.num_chunks} virtual stages need more than one pipeline rank"
-        raise _refusal("pipeline_model_parallel_size", pp, limit, "Raise it, or give one stage.")
+        raise _refusal(
+            "pipeline_model_parallel_size",
+            pp,
+            f"{partition.num_chunks} virtual stages need more than one pipeline rank",
+            "Raise it, or give one stage.",
+        )
     chunk = misplaced_mtp_chunk(spec, partition)
     if chunk is not None:
         found = f"m in stage {chunk + 1} of {partition.num_chunks}"
-        limit = "MTP layers lie in the last virtual stage of a rank other than the first"
-        raise _refusal(_LAYOUT, found, limit, "Write m in the last stage.")
+        raise _refusal(
+            _LAYOUT,
+            found,
+            "MTP layers lie in the last virtual stage of a rank other than the first",
+            "Write m in the last stage.",
+        )
 
 
 def _is_given(values: Mapping[str, Any], name: str) -> bool:

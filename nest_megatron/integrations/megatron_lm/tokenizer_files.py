@@ -70,12 +70,13 @@ def stated_vocab_size(values: _Values, family: ModelFamily, version: str, notes:
         notes.append(f"vocab_size is not given; {rows} is assumed from {tokenizer}.")
         return rows
     named = values.get("tokenizer_model") or values.get("vocab_file") or "no file is named"
-    limit = f"it comes from the files of {tokenizer}, which are not on this host ({named})"
-    fix = (
+    raise flag_error(
+        "vocab_size",
+        None,
+        f"it comes from the files of {tokenizer}, which are not on this host ({named})",
         "Add --vocab-size with the tokenizer's number of tokens (--set --vocab-size=N beside "
-        "--from), or name its files here."
+        "--from), or name its files here.",
     )
-    raise flag_error("vocab_size", None, limit, fix)
 
 
 def vocabulary_rows(values: _Values, tokenizer: str, version: str) -> tuple[int, str] | None:
@@ -223,5 +224,9 @@ def _varint(content: bytes, at: int, path: Path) -> tuple[int, int]:
 
 
 def _refused(path: Path, limit: str) -> UserInputError:
-    fix = "Correct the tokenizer's flags, or give --padded-vocab-size."
-    return UserInputError("the tokenizer's file", str(path), limit, fix)
+    return UserInputError(
+        "the tokenizer's file",
+        str(path),
+        limit,
+        "Correct the tokenizer's flags, or give --padded-vocab-size.",
+    )

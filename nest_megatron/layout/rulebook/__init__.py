@@ -55,8 +55,9 @@ def first_broken(request: LaunchRequest, *, but: Collection[str] = ()) -> str:
 def require_launchable(request: LaunchRequest, *, but: Collection[str] = ()) -> None:
     """Raise on the first broken rule, those of the names in ``but`` apart."""
     for rule, found in check(request, but=but):
-        limit = f"{found.limit} (Megatron-LM {rule.source})"
-        raise UserInputError(found.what, found.value, limit, fix=found.fix)
+        raise UserInputError(
+            found.what, found.value, f"{found.limit} (Megatron-LM {rule.source})", fix=found.fix
+        )
 
 
 def require_legal(request: LaunchRequest) -> None:

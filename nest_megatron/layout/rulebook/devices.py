@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import MappingProxyType
 
 from nest_megatron.cluster.records import Cluster
@@ -18,11 +18,12 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.layout.rulebook.facts import Facts
 from nest_megatron.layout.rulebook.rule import Rule, violations
 from nest_megatron.model.execution import PLAIN, Execution
+from nest_megatron.plain import frozen_record
 
 _WHOLE_TENSOR = ("delayed", "tensorwise")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class DeviceRules:
     """Limits of the devices of one kind.
 

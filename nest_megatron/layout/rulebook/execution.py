@@ -96,8 +96,16 @@ def _rule(
     id: str, when: str, source: str, holds: Callable[..., bool], limit: str, release: str = ""
 ) -> Rule:
     """A rule that looks where a field of ``Execution`` is not at Megatron's default."""
-    fix = "Leave it out, or change the layout."
-    return Rule(id, source, holds, when, limit, fix, when=when, release=release)
+    return Rule(
+        id,
+        source,
+        holds,
+        when,
+        limit,
+        "Leave it out, or change the layout.",
+        when=when,
+        release=release,
+    )
 
 
 FORMAT_RULES: tuple[Rule, ...] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from operator import attrgetter
 from typing import Any
 
@@ -24,6 +24,7 @@ from nest_megatron.layout.stage_layout import layout_string
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import PLAIN, Execution, GraphImpl
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen_record
 
 #: The releases of Megatron-LM whose rules are known, and the one where none is named.
 RELEASES = ("0.16.1", "0.20")
@@ -37,7 +38,7 @@ OF_DIMS = (*DEGREES, "rank_order", "world_size")
 _OF_GRIDS = ("micro_batch_size", "sequence_parallel", "zero", "recompute", "execution")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class LaunchRequest:
     """Everything about a job that Megatron's rules look at.
 

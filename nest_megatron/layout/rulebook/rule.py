@@ -7,9 +7,10 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from nest_megatron.layout.rulebook.facts import Facts, parameters, sources
 from nest_megatron.model.execution import PLAIN, Execution
+from nest_megatron.plain import frozen_record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_record
 class Violation:
     """One broken rule, in words for a user."""
 
@@ -93,8 +94,12 @@ class Rule:
             value = tuple(values) if values[1:] else values[0]
         else:
             value = facts.read(self.value)
-        limit, fix = self.limit.format_map(facts), self.fix.format_map(facts)
-        return Violation(what=what, value=value, limit=limit, fix=fix)
+        return Violation(
+            what=what,
+            value=value,
+            limit=self.limit.format_map(facts),
+            fix=self.fix.format_map(facts),
+        )
 
 
 def violations(facts: Facts, rules: Iterable[Rule]) -> Iterator[tuple[Rule, Violation]]:
