@@ -125,7 +125,7 @@ _PACKAGES = MappingProxyType(
     {FlexBackend.DEEPEP: Package.DEEP_EP, FlexBackend.HYBRIDEP: Package.HYBRID_EP}
 )
 
-KNOBS: tuple[Knob, ...] = (
+KNOBS = (
     Knob(
         name="moe_token_dispatcher_type",
         group="token_dispatcher",

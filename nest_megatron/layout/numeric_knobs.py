@@ -129,7 +129,7 @@ _FP8_WEIGHTS = NumericKnob(
     of_sharded_optimizer=True,
 )
 
-NUMERIC_KNOBS: tuple[NumericKnob, ...] = (
+NUMERIC_KNOBS = (
     _GRADIENTS,
     *_MOMENTS,
     _TENSORWISE,

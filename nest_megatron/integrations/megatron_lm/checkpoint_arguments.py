@@ -9,7 +9,7 @@ torch is not needed. Source: ``load_args_from_checkpoint`` and its callers (core
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, read_checkpoint
 from nest_megatron.integrations.megatron_lm.inert_pickle import is_plain
-from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error, flag_of
+from nest_megatron.integrations.megatron_lm.layout_arguments import Values, flag_error, flag_of
 from nest_megatron.integrations.megatron_lm.parser import options_for
 
 _SWITCH, _DEGREES_SWITCH = "use_checkpoint_args", "use_mp_args_from_checkpoint_args"
@@ -28,7 +28,6 @@ _PER_VIRTUAL_STAGE = "num_layers_per_virtual_pipeline_stage"
 #: Without these a command says nothing of the model.
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 _BY_HAND = "leave --use-checkpoint-args out and give the model's flags"
-_Values = Mapping[str, Any]
 
 
 def with_checkpoint_arguments(command: ReadCommand) -> ReadCommand:
@@ -67,7 +66,7 @@ def with_checkpoint_arguments(command: ReadCommand) -> ReadCommand:
     return with_degrees_as_flags(merged)
 
 
-def taken(values: _Values, saved: _Values, version: str) -> dict[str, Any]:
+def taken(values: Values, saved: Values, version: str) -> dict[str, Any]:
     """What Megatron sets from saved arguments, by destination.
 
     Args:
@@ -121,7 +120,7 @@ def with_degrees_as_flags(command: ReadCommand) -> ReadCommand:
     )
 
 
-def _require_source(values: _Values) -> None:
+def _require_source(values: Values) -> None:
     """What Megatron asserts before it looks for a checkpoint."""
     flag = flag_of(_SWITCH)
     if not (values.get("load") or values.get("pretrained_checkpoint")):
@@ -137,7 +136,7 @@ def _require_source(values: _Values) -> None:
         )
 
 
-def _saved(values: _Values, name: str) -> SavedCheckpoint | None:
+def _saved(values: Values, name: str) -> SavedCheckpoint | None:
     """The checkpoint of ``--load`` or ``--pretrained-checkpoint``; ``None`` if there is none."""
     alone = {**values, "pretrained_checkpoint": None, "moe_use_upcycling": None}
     saved = read_checkpoint({**alone, "load": values[name]})
@@ -162,7 +161,7 @@ def _saved(values: _Values, name: str) -> SavedCheckpoint | None:
     return saved
 
 
-def _without_checkpoint(values: _Values, missing: Sequence[str]) -> str:
+def _without_checkpoint(values: Values, missing: Sequence[str]) -> str:
     """The note of a job that starts without a checkpoint, from its own flags."""
     name = missing[-1]
     where = values[name]
@@ -191,7 +190,7 @@ def _absent(where: str) -> str:
     )
 
 
-def _require_grouping(values: _Values) -> None:
+def _require_grouping(values: Values) -> None:
     """Experts that the checkpoint keeps apart would stay so, whatever flag a plan adds."""
     local = values.get("transformer_impl") == "local"
     if values.get("num_experts") and not values.get("moe_grouped_gemm") and not local:
@@ -203,7 +202,7 @@ def _require_grouping(values: _Values) -> None:
         )
 
 
-def _notes(values: _Values, saved: SavedCheckpoint, version: str) -> Iterator[str]:
+def _notes(values: Values, saved: SavedCheckpoint, version: str) -> Iterator[str]:
     if not saved.arguments:
         yield (
             f"{saved.directory} is of the format {saved.format}, of which Megatron takes no "
@@ -220,7 +219,7 @@ def _notes(values: _Values, saved: SavedCheckpoint, version: str) -> Iterator[st
             )
 
 
-def _as_of_now(saved: _Values, version: str) -> dict[str, Any]:
+def _as_of_now(saved: Values, version: str) -> dict[str, Any]:
     """Saved arguments under today's names."""
     found = dict(saved)
     if "disable_bias_linear" in found:

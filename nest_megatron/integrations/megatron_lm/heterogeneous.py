@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from nest_megatron.documents import parse_json
 from nest_megatron.errors import UnplannableModelError
 from nest_megatron.files import read_text
-from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error, flag_of
+from nest_megatron.integrations.megatron_lm.layout_arguments import Values, flag_error, flag_of
 from nest_megatron.model.heterogeneous import read_heterogeneous_layers
 from nest_megatron.model.layer_pattern import LayerKind
 
@@ -17,7 +16,7 @@ _PATH = "heterogeneous_layers_config_path"
 _TEXT = "heterogeneous_layers_config_encoded_json"
 
 
-def heterogeneous_kinds(values: Mapping[str, Any]) -> tuple[LayerKind, ...]:
+def heterogeneous_kinds(values: Values) -> tuple[LayerKind, ...]:
     """The layers of a command's file; empty where it names none.
 
     Raises:
@@ -66,9 +65,7 @@ def heterogeneous_kinds(values: Mapping[str, Any]) -> tuple[LayerKind, ...]:
     )
 
 
-def _differing(
-    values: Mapping[str, Any], file: Mapping[str, Any]
-) -> Iterator[tuple[str, object, object]]:
+def _differing(values: Values, file: Values) -> Iterator[tuple[str, object, object]]:
     """Arguments that Megatron compares with the file, and that differ from it."""
     in_group = [block["attention"]["n_heads_in_group"] for block in file["block_configs"]]
     sizes = [size for size in in_group if size is not None]

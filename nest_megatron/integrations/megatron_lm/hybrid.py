@@ -8,12 +8,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Any
 
 from nest_megatron.errors import UnplannableModelError, UserInputError
-from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error, flag_of
+from nest_megatron.integrations.megatron_lm.layout_arguments import Values, flag_error, flag_of
 from nest_megatron.model.layer_pattern import hybrid_kinds, pattern_from_ratios
 
 #: Arguments that only hybrid models have.
@@ -41,7 +39,7 @@ def is_hybrid_stack(spec: str) -> bool:
     return spec in _STACKS
 
 
-def hybrid_pattern(values: Mapping[str, Any], script: str, version: str) -> str:
+def hybrid_pattern(values: Values, script: str, version: str) -> str:
     """A hybrid model's layers as ``--hybrid-layer-pattern`` of 0.20 states them; empty for others.
 
     Raises:
@@ -81,7 +79,7 @@ def hybrid_pattern(values: Mapping[str, Any], script: str, version: str) -> str:
     return pattern
 
 
-def saved_pattern(arguments: Mapping[str, Any]) -> str:
+def saved_pattern(arguments: Values) -> str:
     """The layers of the hybrid model that a checkpoint's arguments describe; empty for others.
 
     Raises: as ``hybrid_pattern``.
@@ -90,7 +88,7 @@ def saved_pattern(arguments: Mapping[str, Any]) -> str:
     return hybrid_pattern(arguments, "", version).replace("|", "")
 
 
-def _pattern(values: Mapping[str, Any]) -> str:
+def _pattern(values: Values) -> str:
     """Source: 0.20 arguments.py:743-786."""
     new, old = values.get("hybrid_layer_pattern"), values.get("hybrid_override_pattern")
     if new and old:
@@ -121,7 +119,7 @@ def _pattern(values: Mapping[str, Any]) -> str:
     return pattern
 
 
-def _pattern_of_0_16(values: Mapping[str, Any]) -> str:
+def _pattern_of_0_16(values: Values) -> str:
     layers, pattern = values.get("num_layers"), values.get("hybrid_override_pattern")
     if not layers:
         raise flag_error(

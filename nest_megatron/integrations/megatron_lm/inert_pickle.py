@@ -188,7 +188,7 @@ def _require_bounded(content: bytes, name: str, left: int) -> None:
         elif kind == "MARK":
             marks.append(len(stack))
         elif kind in _GETS:
-            stack.append(memo[argument])
+            stack.append(memo[argument or 0])
         elif kind in _PUTS:
             index = len(memo) if argument is None else argument
             if index > len(memo) + 1:  # the reader makes room for all below it

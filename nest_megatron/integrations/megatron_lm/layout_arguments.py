@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -10,6 +10,8 @@ from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.execution_arguments import EXECUTION_ARGUMENTS
 
+#: Megatron's arguments by destination.
+Values = Mapping[str, Any]
 #: Arguments that say how many virtual stages a rank has.
 VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 #: Arguments that state the stage boundaries.

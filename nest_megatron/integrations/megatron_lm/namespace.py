@@ -14,7 +14,11 @@ from typing import Any
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.errors import NestError
 from nest_megatron.integrations.megatron_lm.checkpoint_arguments import with_degrees_as_flags
-from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS, flag_error
+from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    PARALLEL_ARGUMENTS,
+    Values,
+    flag_error,
+)
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, load_arguments, read_argv
 from nest_megatron.integrations.megatron_lm.rewrite import WRITABLE
 from nest_megatron.integrations.process_variables import set_variables
@@ -47,7 +51,7 @@ def recorded_version(release: str) -> str:
 
 
 def command_of(
-    args: Namespace, argv: Sequence[str], script: str, version: str, defaults: Mapping[str, Any]
+    args: Namespace, argv: Sequence[str], script: str, version: str, defaults: Values
 ) -> ReadCommand:
     """The job as Megatron has parsed it, beside the words that the user typed.
 
@@ -71,7 +75,7 @@ def command_of(
     return with_degrees_as_flags(merged)
 
 
-def with_defaults(args: Namespace, defaults: Mapping[str, Any]) -> Namespace:
+def with_defaults(args: Namespace, defaults: Values) -> Namespace:
     """A copy of Megatron's arguments with what the script sets where the user says nothing."""
     copied = copy.copy(args)
     for name, value in defaults.items():
@@ -80,9 +84,7 @@ def with_defaults(args: Namespace, defaults: Mapping[str, Any]) -> Namespace:
     return copied
 
 
-def write(
-    args: Namespace, values: Mapping[str, Any], environment: Mapping[str, str | None]
-) -> None:
+def write(args: Namespace, values: Values, environment: Mapping[str, str | None]) -> None:
     """Set a plan's values in Megatron's Namespace, and the variables that go with them."""
     assert values.keys() <= WRITABLE
     for dest, value in values.items():
@@ -124,7 +126,7 @@ def flags_of(version: str) -> dict[str, str]:
     return flags
 
 
-def padded_vocab_size(args: Namespace, defaults: Mapping[str, Any]) -> int | None:
+def padded_vocab_size(args: Namespace, defaults: Values) -> int | None:
     """Rows of the embedding under the user's own tensor-parallel size; ``None`` without padding.
 
     Megatron's own tokenizer says it, on a copy of the arguments, because for most tokenizers the

@@ -14,7 +14,7 @@ import importlib
 import io
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import field
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from nest_megatron.config.job import ReadCommand
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     RECOMPUTE,
     VIRTUAL_STAGES,
+    Values,
     arguments_of,
 )
 from nest_megatron.integrations.megatron_lm.parser import load_arguments
@@ -53,11 +54,11 @@ class JobArguments:
 
     script: str
     argv: tuple[str, ...]
-    values: Mapping[str, Any] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
+    defaults: Values = field(default_factory=dict)
 
 
-def job_arguments(command: ReadCommand, defaults: Mapping[str, Any]) -> JobArguments:
+def job_arguments(command: ReadCommand, defaults: Values) -> JobArguments:
     """The arguments of a command; those at the recorded release's default are left out."""
     recorded = {argument.dest: argument.default for argument in load_arguments(command.version)}
     plain = {name: value for name, value in command.values.items() if _is_plain(value)}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import Settings
@@ -17,7 +15,7 @@ from nest_megatron.integrations.megatron_lm.attach import (
     is_blackwell,
     layout_request,
 )
-from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
+from nest_megatron.integrations.megatron_lm.layout_arguments import Values, flag_error
 from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zero
 from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
 from nest_megatron.layout.dims import ParallelDims, RankOrder
@@ -156,7 +154,7 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
     return Variant(settings=settings, layout=layout), asked
 
 
-def _overlapped(settings: CostSettings, values: Mapping[str, Any], zero: ZeroStage) -> CostSettings:
+def _overlapped(settings: CostSettings, values: Values, zero: ZeroStage) -> CostSettings:
     """What hides of the traffic between replicas: what the flags have overlapped, and no more.
 
     FSDP overlaps gradients by itself (0.16.1 megatron_fsdp.py:277).
@@ -215,7 +213,7 @@ def _dims(job: Job, request: Request) -> ParallelDims:
     return ParallelDims(**degrees, data_parallel_size=gpus // replica, rank_order=order)
 
 
-def _micro_batch(values: Mapping[str, Any]) -> int:
+def _micro_batch(values: Values) -> int:
     if (micro := values.get("micro_batch_size")) is not None:
         return int(micro)
     raise flag_error(

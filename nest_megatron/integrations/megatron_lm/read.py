@@ -13,7 +13,6 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import PurePath
 from types import MappingProxyType
-from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.job import Job, ReadCommand
@@ -34,6 +33,7 @@ from nest_megatron.integrations.megatron_lm.images import script_arguments, with
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
     STAGE_OPTIONS,
+    Values,
     flag_error,
     flag_of,
     reasons,
@@ -99,9 +99,7 @@ def read_job(command: ReadCommand, *, vocab_size: int | None = None) -> Job:
     return job_of(command, command.values, vocab_size=vocab_size)
 
 
-def job_of(
-    command: ReadCommand, values: Mapping[str, Any], *, vocab_size: int | None = None
-) -> Job:
+def job_of(command: ReadCommand, values: Values, *, vocab_size: int | None = None) -> Job:
     """As ``read_job``, from values that stand for those of the command."""
     job = job_from_values(
         {**_of_script(command.unknown), **script_arguments(command.unknown), **values},
@@ -131,7 +129,7 @@ def _of_script(unknown: Collection[str]) -> Mapping[str, str]:
 
 
 def job_from_values(
-    values: Mapping[str, Any],
+    values: Values,
     *,
     explicit: Collection[str],
     script: str = "",
@@ -182,7 +180,7 @@ def job_from_values(
     )
 
 
-def _fixed(values: Mapping[str, Any], explicit: Collection[str]) -> Iterator[str]:
+def _fixed(values: Values, explicit: Collection[str]) -> Iterator[str]:
     """Arguments of a layout that the user states."""
     for name in PARALLEL_ARGUMENTS:
         is_said = name in explicit or name == "hybrid_layer_pattern"
@@ -190,7 +188,7 @@ def _fixed(values: Mapping[str, Any], explicit: Collection[str]) -> Iterator[str
             yield name
 
 
-def _has_own_layers(values: Mapping[str, Any]) -> bool:
+def _has_own_layers(values: Values) -> bool:
     """Whether ``--spec`` names other layers than Megatron's own."""
     return bool(values.get("spec")) and not is_hybrid_stack(" ".join(map(str, values["spec"])))
 
@@ -205,7 +203,7 @@ _COUNTED_ON_HOST = (
 )
 
 
-def _require_degrees(values: Mapping[str, Any]) -> None:
+def _require_degrees(values: Values) -> None:
     """Refuse degrees below 1, which Megatron divides by before it checks them."""
     for name in (*PARALLEL_ARGUMENTS, "micro_batch_size", "global_batch_size"):
         value = values.get(name)
@@ -215,7 +213,7 @@ def _require_degrees(values: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_unplannable(values: Mapping[str, Any], script: str) -> None:
+def refuse_unplannable(values: Values, script: str) -> None:
     """Raise for models that this planner does not support, naming the flag."""
     fix = "Launch this job without nest."
     of_stacks = _family(script) is ModelFamily.T5 or _sees_images(script)
@@ -244,7 +242,7 @@ def _sees_images(script: str) -> bool:
 
 
 def _spec(
-    values: Mapping[str, Any],
+    values: Values,
     script: str,
     version: str,
     vocab_size: int | None,
@@ -288,7 +286,7 @@ def _family(script: str) -> ModelFamily:
 _OF_STACKS = ("encoder_num_layers", "decoder_num_layers")
 
 
-def _stacks(values: Mapping[str, Any], notes: list[str]) -> dict[str, int]:
+def _stacks(values: Values, notes: list[str]) -> dict[str, int]:
     """What a T5-like model has beside its encoder's sizes, which stand for the model's.
 
     Both stacks have ``--encoder-num-layers``: the script builds the decoder with ``num_layers``,
@@ -307,14 +305,14 @@ def _stacks(values: Mapping[str, Any], notes: list[str]) -> dict[str, int]:
     }
 
 
-def _required(values: Mapping[str, Any], *names: str) -> int:
+def _required(values: Values, *names: str) -> int:
     given = next((values[name] for name in names if values.get(name) is not None), None)
     if given is not None:
         return int(given)
     raise flag_error(names[0], None, "the model's shape needs it", "Add it to the command.")
 
 
-def _precision(values: Mapping[str, Any]) -> Precision:
+def _precision(values: Values) -> Precision:
     for name, flag, other in (("fp16", "fp16", "bf16"), ("fp4", "fp4_format", "fp8_format")):
         if values.get(name) and values.get(other.removesuffix("_format")):
             raise flag_error(
@@ -327,7 +325,7 @@ def _precision(values: Mapping[str, Any]) -> Precision:
     return next(stated, Precision.FP32)
 
 
-def read_recompute(values: Mapping[str, Any]) -> Recompute | None:
+def read_recompute(values: Values) -> Recompute | None:
     """The user's recomputation, ``None`` if they said nothing of it."""
     granularity = values.get("recompute_granularity")
     if values.get("recompute_activations"):
@@ -347,7 +345,7 @@ def read_recompute(values: Mapping[str, Any]) -> Recompute | None:
     return selective_recompute(modules)
 
 
-def read_zero(values: Mapping[str, Any]) -> ZeroStage | None:
+def read_zero(values: Values) -> ZeroStage | None:
     """The user's ZeRO stage, ``None`` if they said nothing of it."""
     if values.get("use_megatron_fsdp"):
         return ZERO_STAGES[values.get("data_parallel_sharding_strategy") or "no_shard"]
@@ -356,7 +354,7 @@ def read_zero(values: Mapping[str, Any]) -> ZeroStage | None:
     return ZeroStage.OPTIMIZER if values.get("use_distributed_optimizer") else None
 
 
-def _sharding(values: Mapping[str, Any]) -> DataParallelSharding:
+def _sharding(values: Values) -> DataParallelSharding:
     if values.get("use_megatron_fsdp"):
         if values.get("megatron_fsdp_version") == 2:
             raise flag_error(
@@ -371,7 +369,7 @@ def _sharding(values: Mapping[str, Any]) -> DataParallelSharding:
     return DataParallelSharding.TORCH_FSDP2 if torch_fsdp else DataParallelSharding.DDP
 
 
-def _job_notes(values: Mapping[str, Any], script: str, version: str) -> Iterator[str]:
+def _job_notes(values: Values, script: str, version: str) -> Iterator[str]:
     yield from schedule_notes(values, version)
     engine = values.get("transformer_impl") or "transformer_engine"
     backend = text(values.get("attention_backend") or "auto")

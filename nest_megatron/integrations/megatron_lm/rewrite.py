@@ -6,7 +6,6 @@ Only the destinations in ``WRITABLE`` are touched; everything else keeps its wor
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 from nest_megatron.config.job import Option, ReadCommand
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
@@ -14,6 +13,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     RECOMPUTE,
     STAGE_OPTIONS,
     VIRTUAL_STAGES,
+    Values,
     reasons,
 )
 from nest_megatron.integrations.megatron_lm.parser import namespace_values, options_for
@@ -63,12 +63,12 @@ class Rewrite:
 
     argv: tuple[str, ...]
     changes: tuple[Change, ...]
-    values: Mapping[str, Any]
+    values: Values
 
 
 def rewrite(
     command: ReadCommand,
-    planned: Mapping[str, Any],
+    planned: Values,
     plan: ParallelPlan,
     kept: Collection[str] = (),
 ) -> Rewrite:

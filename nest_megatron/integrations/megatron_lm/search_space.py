@@ -16,6 +16,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     RECOMPUTE,
     STAGE_OPTIONS,
     VIRTUAL_STAGES,
+    Values,
     flag_error,
     states_stages,
 )
@@ -267,7 +268,7 @@ def _unset_degrees(
     return kept
 
 
-def _with_packs(space: SearchSpace, command: ReadCommand, stated: Mapping[str, Any]) -> SearchSpace:
+def _with_packs(space: SearchSpace, command: ReadCommand, stated: Values) -> SearchSpace:
     """Pipelines that packed sequences allow; what the user states is kept."""
     limits = pipeline_limits(command.values, command.script, command.version)
     if any(stated.get(name) for name in (_PIPELINE, *STAGE_OPTIONS, *VIRTUAL_STAGES)):
@@ -277,7 +278,7 @@ def _with_packs(space: SearchSpace, command: ReadCommand, stated: Mapping[str, A
 
 def _fixed_stages(
     spec: TransformerSpec,
-    values: Mapping[str, Any],
+    values: Values,
     fixed: Mapping[str, int],
     freed: frozenset[str],
 ) -> StagePartition | None:
@@ -295,9 +296,7 @@ def _fixed_stages(
     return stated_partition(spec, values, fixed.get(_PIPELINE, 1)) if stated else None
 
 
-def _virtual(
-    values: Mapping[str, Any], fixed: Mapping[str, int], spec: TransformerSpec
-) -> int | None:
+def _virtual(values: Values, fixed: Mapping[str, int], spec: TransformerSpec) -> int | None:
     layers, direct = map(values.get, VIRTUAL_STAGES)
     if isinstance(direct, int) or not isinstance(layers, int):
         return direct if isinstance(direct, int) else None

@@ -8,12 +8,12 @@ Source lines are those of Megatron-LM core_v0.16.1; ``args`` stands for
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     STAGE_OPTIONS,
     VIRTUAL_STAGES,
+    Values,
     flag_of,
     states_stages,
 )
@@ -39,7 +39,7 @@ _NOT_OF_HYBRIDS = (_LAYOUT, _EMBEDDING, _LOSS, *VIRTUAL_STAGES)
 
 
 def user_partition(
-    spec: TransformerSpec, values: Mapping[str, Any], pipeline_model_parallel_size: int
+    spec: TransformerSpec, values: Values, pipeline_model_parallel_size: int
 ) -> StagePartition | None:
     """The stages that a user's own flags make of a model; ``None`` if no boundaries are stated.
 
@@ -71,7 +71,7 @@ def user_partition(
 
 
 def stated_partition(
-    spec: TransformerSpec, values: Mapping[str, Any], pipeline_model_parallel_size: int
+    spec: TransformerSpec, values: Values, pipeline_model_parallel_size: int
 ) -> StagePartition | None:
     """As ``user_partition``, and the even stages that a number of virtual ones makes by itself."""
     if not any(values.get(name) for name in VIRTUAL_STAGES):
@@ -79,7 +79,7 @@ def stated_partition(
     return _partition(spec, values, pipeline_model_parallel_size)
 
 
-def _partition(spec: TransformerSpec, values: Mapping[str, Any], pp: int) -> StagePartition:
+def _partition(spec: TransformerSpec, values: Values, pp: int) -> StagePartition:
     if pp < 1:
         raise _refusal("pipeline_model_parallel_size", pp, "it is at least 1", "Raise it.")
     _check_exclusions(values)
@@ -91,7 +91,7 @@ def _partition(spec: TransformerSpec, values: Mapping[str, Any], pp: int) -> Sta
     return partition
 
 
-def _split(spec: TransformerSpec, values: Mapping[str, Any], pp: int) -> StagePartition:
+def _split(spec: TransformerSpec, values: Values, pp: int) -> StagePartition:
     virtual = _virtual_size(spec, values, pp)
     first, last = values.get(_FIRST), values.get(_LAST)
     if virtual > 1 and pp == 2 and first is not None and last is not None:
@@ -112,7 +112,7 @@ def _split(spec: TransformerSpec, values: Mapping[str, Any], pp: int) -> StagePa
     )
 
 
-def _virtual_size(spec: TransformerSpec, values: Mapping[str, Any], pp: int) -> int:
+def _virtual_size(spec: TransformerSpec, values: Values, pp: int) -> int:
     """Virtual stages of a rank, from either of the two flags that say it.
 
     Source: args:524-550; embedding and loss count as layers where they are accounted for.
@@ -135,7 +135,7 @@ def _virtual_size(spec: TransformerSpec, values: Mapping[str, Any], pp: int) -> 
     return int(total // (pp * layers))
 
 
-def _check_exclusions(values: Mapping[str, Any]) -> None:
+def _check_exclusions(values: Values) -> None:
     for name, others in _EXCLUDED.items():
         for other in others:
             if _is_given(values, name) and _is_given(values, other):
@@ -147,7 +147,7 @@ def _check_exclusions(values: Mapping[str, Any]) -> None:
                 )
 
 
-def _check_hybrid(values: Mapping[str, Any]) -> None:
+def _check_hybrid(values: Values) -> None:
     for name in _NOT_OF_HYBRIDS:
         if _is_given(values, name):
             raise _refusal(
@@ -179,7 +179,7 @@ def _check_places(spec: TransformerSpec, partition: StagePartition) -> None:
         )
 
 
-def _is_given(values: Mapping[str, Any], name: str) -> bool:
+def _is_given(values: Values, name: str) -> bool:
     return states_stages(name, values.get(name))
 
 

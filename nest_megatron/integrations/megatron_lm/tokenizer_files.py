@@ -7,17 +7,16 @@ the pieces of a SentencePiece model; neither transformers nor sentencepiece is n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from nest_megatron.documents import Limits, parse_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import expanded, read_bytes, read_text
-from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error, flag_of
+from nest_megatron.integrations.megatron_lm.layout_arguments import Values, flag_error, flag_of
 from nest_megatron.model.spec import ModelFamily
 
-_Values = Mapping[str, Any]
 _OLD = "0.16.1"
 _MOST_BYTES = 512 << 20
 _LIMITS = Limits(num_bytes=_MOST_BYTES, num_nodes=_MOST_BYTES // 8)
@@ -41,7 +40,7 @@ _DEFAULT_TOKENIZERS = {
 }
 
 
-def stated_vocab_size(values: _Values, family: ModelFamily, version: str, notes: list[str]) -> int:
+def stated_vocab_size(values: Values, family: ModelFamily, version: str, notes: list[str]) -> int:
     """Vocabulary rows before padding: of the tokenizer's files where they are on this host.
 
     Args:
@@ -79,7 +78,7 @@ def stated_vocab_size(values: _Values, family: ModelFamily, version: str, notes:
     )
 
 
-def vocabulary_rows(values: _Values, tokenizer: str, version: str) -> tuple[int, str] | None:
+def vocabulary_rows(values: Values, tokenizer: str, version: str) -> tuple[int, str] | None:
     """Tokens before padding, and where the number is from.
 
     Args:
@@ -104,7 +103,7 @@ def vocabulary_rows(values: _Values, tokenizer: str, version: str) -> tuple[int,
     return None if found is None else (found, str(path))
 
 
-def _tokens(path: Path, tokenizer: str, version: str, values: _Values, *, bert: bool) -> int | None:
+def _tokens(path: Path, tokenizer: str, version: str, values: Values, *, bert: bool) -> int | None:
     if tokenizer in _HUGGING_FACE:
         added = values.get("special_tokens") or () if version != _OLD else ()
         names = _hugging_face(path, added if tokenizer == "HuggingFaceTokenizer" else ())
@@ -143,7 +142,7 @@ def _hugging_face(path: Path, added: Any) -> set[str] | None:
     return names | set(added)
 
 
-def _model_tokens(whole: _Values, file: Path) -> Iterator[str]:
+def _model_tokens(whole: Values, file: Path) -> Iterator[str]:
     vocab = whole["model"].get("vocab") if isinstance(whole.get("model"), dict) else None
     if not isinstance(vocab, dict | list):
         raise _refused(file, "it has no model.vocab")
@@ -151,7 +150,7 @@ def _model_tokens(whole: _Values, file: Path) -> Iterator[str]:
         yield each if isinstance(each, str) else str(each[0])
 
 
-def _stated(table: _Values, *, is_map: bool) -> Iterator[str]:
+def _stated(table: Values, *, is_map: bool) -> Iterator[str]:
     """Tokens that a file adds or names, some of which may be in the vocabulary already."""
     if is_map:
         yield from table

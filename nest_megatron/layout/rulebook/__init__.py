@@ -25,9 +25,9 @@ from nest_megatron.layout.rulebook.stages import STAGE_RULES
 from nest_megatron.model.spec import TransformerSpec
 
 #: What of a layout is said by its degrees, its batch and its ZeRO stage.
-LAYOUT_RULES: tuple[Rule, ...] = (*DEGREE_RULES, *SCHEDULE_RULES, *SHARDING_RULES)
+LAYOUT_RULES = (*DEGREE_RULES, *SCHEDULE_RULES, *SHARDING_RULES)
 
-RULES: tuple[Rule, ...] = (
+RULES = (
     *LAYOUT_RULES,
     *RECOMPUTE_RULES,
     *FORMAT_RULES,

@@ -69,7 +69,7 @@ _AMD_CLOSED = frozenset({"tp_comm_overlap", _FLEX, "cuda_graph_impl", "cuda_grap
 _ROCM = "ROCm/TransformerEngine quantization.py @030b792, README.rst @01b4205"
 _NVIDIA = "NVIDIA/TransformerEngine quantization.py @001597e"
 
-DEVICES: tuple[DeviceRules, ...] = (
+DEVICES = (
     DeviceRules(
         devices=r"G?H\d",
         words="Hopper",
@@ -159,7 +159,7 @@ def _recipes(accelerator: str) -> tuple[str, ...]:
     return () if found is None else found.recipes
 
 
-DEVICE_RULES: tuple[Rule, ...] = (
+DEVICE_RULES = (
     Rule(
         "device_recipe",
         "Transformer Engine quantization.py (``DEVICES``)",

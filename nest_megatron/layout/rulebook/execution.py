@@ -108,7 +108,7 @@ def _rule(
     )
 
 
-FORMAT_RULES: tuple[Rule, ...] = (
+FORMAT_RULES = (
     Rule(
         "fp8_shapes",
         "Transformer Engine assert_dim_for_fp8_exec (run)",
@@ -121,7 +121,7 @@ FORMAT_RULES: tuple[Rule, ...] = (
     ),
 )
 
-EXECUTION_RULES: tuple[Rule, ...] = (
+EXECUTION_RULES = (
     _rule(
         "permute_fusion",
         "moe_permute_fusion",

@@ -33,7 +33,7 @@ def _of_engine(spec: TransformerSpec, modules: frozenset[RecomputeModule]) -> li
     return sorted(module.value for module in modules & (_OF_ENGINE | biased))
 
 
-RECOMPUTE_RULES: tuple[Rule, ...] = (
+RECOMPUTE_RULES = (
     Rule(
         "hybrid_recompute",
         "ssm/mamba_block.py (run, silent)",
