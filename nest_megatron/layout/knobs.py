@@ -9,7 +9,6 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import field
-from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.layout.rulebook.devices import closed_on
@@ -121,9 +120,7 @@ _OFFLOADED = ("core_attn", "attn_proj", "expert_fc1")
 _OFFLOADED_DENSE = ("qkv_linear", "core_attn", "attn_proj")
 
 #: Kernels of the flex dispatcher that a plan may choose, and what they need.
-_PACKAGES = MappingProxyType(
-    {FlexBackend.DEEPEP: Package.DEEP_EP, FlexBackend.HYBRIDEP: Package.HYBRID_EP}
-)
+_PACKAGES = {FlexBackend.DEEPEP: Package.DEEP_EP, FlexBackend.HYBRIDEP: Package.HYBRID_EP}
 
 KNOBS = (
     Knob(
@@ -225,7 +222,7 @@ KNOBS = (
         costs="copies over the host's link, beside the passes where they are shorter, and pinned "
         "memory there",
         values=(_OFFLOADED, ()),
-        needs=MappingProxyType({_OFFLOADED: Package.ENGINE_2_9}),
+        needs={_OFFLOADED: Package.ENGINE_2_9},
     ),
 )
 

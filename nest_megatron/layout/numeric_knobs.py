@@ -9,7 +9,6 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import field
-from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
@@ -92,7 +91,7 @@ def _moments(width: str) -> NumericKnob:
         flags=f"--use-precision-aware-optimizer --exp-avg-dtype {width} --exp-avg-sq-dtype {width}",
         changes=f"Adam keeps its moments in {width}",
         family=f"moments in {width}",
-        values=MappingProxyType({"use_precision_aware_optimizer": True, **values}),
+        values={"use_precision_aware_optimizer": True, **values},
         of_sharded_optimizer=True,
         of_adam=True,
     )
@@ -104,7 +103,7 @@ def _fp8(number_format: str, recipe: str, devices: str, how: str) -> NumericKnob
         flags=f"--fp8-format {number_format} --fp8-recipe {recipe}",
         changes=f"GEMMs of layers run in fp8, {how}",
         family="format",
-        values=MappingProxyType({"fp8_recipe": recipe}),
+        values={"fp8_recipe": recipe},
         precisions=(Precision.BF16, Precision.FP8),
         precision=Precision.FP8,
         devices=devices,
@@ -115,7 +114,7 @@ _GRADIENTS = NumericKnob(
     flags="--grad-reduce-in-bf16",
     changes="gradients are summed over replicas and micro batches in bf16",
     family="gradients",
-    values=MappingProxyType({"grad_reduce_in_bf16": True}),
+    values={"grad_reduce_in_bf16": True},
     instead_of=("accumulate_allreduce_grads_in_fp32",),
 )
 _MOMENTS = (_moments("bf16"), _moments("fp8"))
@@ -124,7 +123,7 @@ _FP8_WEIGHTS = NumericKnob(
     flags="--fp8-param-gather",
     changes="weights are kept and gathered in fp8 alone",
     family="weights",
-    values=MappingProxyType({"fp8_param_gather": True}),
+    values={"fp8_param_gather": True},
     precisions=(Precision.FP8,),
     of_sharded_optimizer=True,
 )
@@ -139,7 +138,7 @@ NUMERIC_KNOBS = (
         flags="--fp4-format e2m1 --fp4-recipe nvfp4",
         changes="GEMMs of layers run in four bits, in place of any fp8",
         family="format",
-        values=MappingProxyType({"fp8_recipe": None}),
+        values={"fp8_recipe": None},
         precisions=(Precision.BF16, Precision.FP8),
         precision=Precision.NVFP4,
         devices=BLACKWELL,
@@ -149,7 +148,7 @@ NUMERIC_KNOBS = (
         flags="--moe-expert-capacity-factor 1.0",
         changes="an expert drops the tokens that exceed its share",
         family="capacity",
-        values=MappingProxyType({"moe_expert_capacity_factor": 1.0}),
+        values={"moe_expert_capacity_factor": 1.0},
         of_experts=True,
     ),
     # No Transformer Engine's cross entropy: Megatron-LM 0.20 refuses it as unstable
@@ -160,14 +159,14 @@ _HOST_OPTIMIZER = NumericKnob(
     flags="--optimizer-cpu-offload --use-precision-aware-optimizer",
     changes="Adam runs on the host, where its states are",
     family="states on the host",
-    values=MappingProxyType({"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}),
+    values={"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True},
     of_sharded_optimizer=True,
     of_adam=True,
 )
 _FP8_AND_ITS_WEIGHTS = dataclasses.replace(
     _TENSORWISE,
     flags=f"{_TENSORWISE.flags} {_FP8_WEIGHTS.flags}",
-    values=MappingProxyType({**_TENSORWISE.values, **_FP8_WEIGHTS.values}),
+    values={**_TENSORWISE.values, **_FP8_WEIGHTS.values},
     precisions=(Precision.BF16,),
     of_sharded_optimizer=True,
 )

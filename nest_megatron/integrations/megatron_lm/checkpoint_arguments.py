@@ -9,10 +9,8 @@ torch is not needed. Source: ``load_args_from_checkpoint`` and its callers (core
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.config.job import ReadCommand
@@ -28,6 +26,8 @@ _PER_VIRTUAL_STAGE = "num_layers_per_virtual_pipeline_stage"
 #: Without these a command says nothing of the model.
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 _BY_HAND = "leave --use-checkpoint-args out and give the model's flags"
+#: What Megatron takes from saved arguments, by release.
+_TABLES = packaged(__package__, "arguments_data/checkpoint_arguments.toml")
 
 
 def with_checkpoint_arguments(command: ReadCommand) -> ReadCommand:
@@ -42,24 +42,42 @@ def with_checkpoint_arguments(command: ReadCommand) -> ReadCommand:
     """
     if not command.values.get(_SWITCH):
         return command
-    _require_source(command.values)
+    named = [name for name in ("pretrained_checkpoint", "load") if command.values.get(name)]
+    if not named:
+        raise UserInputError(
+            flag_of(_SWITCH),
+            True,
+            "it needs a checkpoint",
+            "Add --load or --pretrained-checkpoint.",
+        )
+    if command.values.get("non_persistent_ckpt_type") == "local":
+        raise UserInputError(
+            flag_of(_SWITCH),
+            True,
+            "Megatron does not take it with --non-persistent-ckpt-type local",
+            f"L{_BY_HAND[1:]}.",
+        )
     values, notes, missing = dict(command.values), list(command.notes), []
-    for name in ("pretrained_checkpoint", "load"):
-        if not values.get(name):
-            continue
-        saved = _saved(values, name)
-        if saved is None:
+    for name in named:
+        if (saved := _saved(values, name)) is None:
             missing.append(name)
         else:
             values.update(taken(values, saved.arguments, command.version))
             notes += _notes(values, saved, command.version)
-    if len(missing) == len([n for n in ("pretrained_checkpoint", "load") if values.get(n)]):
-        notes.append(_without_checkpoint(values, missing))
-    _require_grouping(values)
+    if missing == named:
+        notes.append(_without_checkpoint(values, missing[-1]))
+    grouped = values.get("moe_grouped_gemm") or values.get("transformer_impl") == "local"
+    if values.get("num_experts") and not grouped:  # and would stay so, whatever flag a plan adds
+        raise flag_error(
+            "moe_grouped_gemm",
+            False,
+            "the checkpoint turns it off, and plans are priced with grouped experts",
+            f"L{_BY_HAND[1:]}.",
+        )
     names = {name for name, value in values.items() if value != command.values.get(name)}
     merged = dataclasses.replace(
         command,
-        values=MappingProxyType({**values, _SWITCH: False}),
+        values={**values, _SWITCH: False},
         explicit=command.explicit | names,
         notes=tuple(notes),
     )
@@ -79,15 +97,18 @@ def taken(values: Values, saved: Values, version: str) -> dict[str, Any]:
     saved = _as_of_now(saved, version)
     found = {
         name: saved[name]
-        for name, is_replaced in _table(version)
-        if saved.get(name) is not None and (is_replaced or values.get(name) is None)
+        for kind in ("replaced", "filled")
+        for name in (*_TABLES["both"][kind], *_TABLES[version][kind])
+        if saved.get(name) is not None and (kind == "replaced" or values.get(name) is None)
     }
     if saved.get("num_experts") is None:
         found["moe_ffn_hidden_size"] = None
     elif saved.get("moe_ffn_hidden_size") is not None:
         found["moe_ffn_hidden_size"] = saved["moe_ffn_hidden_size"]
-    extra = _both("tokenizer") if values.get("use_tokenizer_model_from_checkpoint_args") else ()
-    extra = (*extra, *(_both("degrees") if values.get(_DEGREES_SWITCH) else ()))
+    switches = {"tokenizer": "use_tokenizer_model_from_checkpoint_args", "degrees": _DEGREES_SWITCH}
+    extra = (
+        n for kind, flag in switches.items() if values.get(flag) for n in _TABLES["both"][kind]
+    )
     found |= {name: saved[name] for name in extra if saved.get(name) is not None}
     if values.get(_DEGREES_SWITCH) and values.get(_PER_VIRTUAL_STAGE) is None:
         found[_PER_VIRTUAL_STAGE] = saved.get(_PER_VIRTUAL_STAGE)
@@ -108,32 +129,16 @@ def with_degrees_as_flags(command: ReadCommand) -> ReadCommand:
     if all(option.dest != _DEGREES_SWITCH for option in command.options):
         return command
     others = [option for option in command.options if option.dest != _DEGREES_SWITCH]
-    names = [*_both("degrees"), _PER_VIRTUAL_STAGE]
+    names = [*_TABLES["both"]["degrees"], _PER_VIRTUAL_STAGE]
     stated = {name: values[name] for name in names if values.get(name) is not None}
     note = f"The checkpoint's degrees are written out in the place of {flag}."
     return dataclasses.replace(
         command,
         options=(*others, *options_for(stated, command.version)),
-        values=MappingProxyType({**values, _DEGREES_SWITCH: False}),
+        values={**values, _DEGREES_SWITCH: False},
         explicit=command.explicit | stated.keys(),
         notes=(*command.notes, note),
     )
-
-
-def _require_source(values: Values) -> None:
-    """What Megatron asserts before it looks for a checkpoint."""
-    flag = flag_of(_SWITCH)
-    if not (values.get("load") or values.get("pretrained_checkpoint")):
-        raise UserInputError(
-            flag, True, "it needs a checkpoint", "Add --load or --pretrained-checkpoint."
-        )
-    if values.get("non_persistent_ckpt_type") == "local":
-        raise UserInputError(
-            flag,
-            True,
-            "Megatron does not take it with --non-persistent-ckpt-type local",
-            fix=f"{_capital(_BY_HAND)}.",
-        )
 
 
 def _saved(values: Values, name: str) -> SavedCheckpoint | None:
@@ -161,9 +166,8 @@ def _saved(values: Values, name: str) -> SavedCheckpoint | None:
     return saved
 
 
-def _without_checkpoint(values: Values, missing: Sequence[str]) -> str:
+def _without_checkpoint(values: Values, name: str) -> str:
     """The note of a job that starts without a checkpoint, from its own flags."""
-    name = missing[-1]
     where = values[name]
     if all(values.get(each) for each in _SHAPE):
         if Path(where).is_dir():
@@ -190,18 +194,6 @@ def _absent(where: str) -> str:
     )
 
 
-def _require_grouping(values: Values) -> None:
-    """Experts that the checkpoint keeps apart would stay so, whatever flag a plan adds."""
-    local = values.get("transformer_impl") == "local"
-    if values.get("num_experts") and not values.get("moe_grouped_gemm") and not local:
-        raise flag_error(
-            "moe_grouped_gemm",
-            False,
-            "the checkpoint turns it off, and plans are priced with grouped experts",
-            f"{_capital(_BY_HAND)}.",
-        )
-
-
 def _notes(values: Values, saved: SavedCheckpoint, version: str) -> Iterator[str]:
     if not saved.arguments:
         yield (
@@ -210,7 +202,7 @@ def _notes(values: Values, saved: SavedCheckpoint, version: str) -> Iterator[str
         )
         return
     yield f"--use-checkpoint-args: the model is read from {saved.directory}."
-    for name in (*_rows("not_taken", "both"), *_rows("not_taken", version)):
+    for name in (*_TABLES["not_taken"]["both"], *_TABLES["not_taken"][version]):
         before, now = saved.arguments.get(name), values.get(name)
         if before and name in values and is_plain(before) and before != now:
             yield (
@@ -230,28 +222,3 @@ def _as_of_now(saved: Values, version: str) -> dict[str, Any]:
             found |= {"hybrid_layer_pattern": pattern, "num_layers": None}
         found.setdefault("gdp_num_householder", 3)
     return found
-
-
-@cache
-def _data() -> dict[str, Any]:
-    found: dict[str, Any] = packaged(__package__, "arguments_data/checkpoint_arguments.toml")
-    return found
-
-
-def _rows(table: str, name: str) -> tuple[str, ...]:
-    return tuple(_data()[table][name])
-
-
-def _both(name: str) -> tuple[str, ...]:
-    return _rows("both", name)
-
-
-@cache
-def _table(version: str) -> tuple[tuple[str, bool], ...]:
-    """Destinations, and whether they replace what the command says."""
-    kinds = (("replaced", True), ("filled", False))
-    return tuple((n, flag) for k, flag in kinds for n in (*_both(k), *_rows(version, k)))
-
-
-def _capital(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}"

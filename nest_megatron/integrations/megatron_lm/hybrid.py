@@ -30,13 +30,10 @@ _STACKS = (
 )
 
 
-def is_hybrid_stack(spec: str) -> bool:
-    """Whether ``--spec`` names megatron-core's own hybrid layers.
-
-    >>> is_hybrid_stack("megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec")
-    True
-    """
-    return spec in _STACKS
+def own_layers(values: Values) -> str:
+    """The layers that ``--spec`` names; empty for megatron-core's own hybrid layers."""
+    named = " ".join(map(str, values.get("spec") or ()))
+    return "" if named in _STACKS else named
 
 
 def hybrid_pattern(values: Values, script: str, version: str) -> str:
@@ -47,8 +44,8 @@ def hybrid_pattern(values: Values, script: str, version: str) -> str:
         UnplannableModelError: for layers that are not megatron-core's own.
     """
     by_script = any(word in PurePath(script).stem.split("_") for word in _SCRIPTS)
-    layer_spec = " ".join(map(str, values.get("spec") or ()))
-    named = (*HYBRID_ARGUMENTS, *(("spec",) if is_hybrid_stack(layer_spec) else ()))
+    layers = own_layers(values)
+    named = HYBRID_ARGUMENTS if layers else (*HYBRID_ARGUMENTS, "spec")
     given = next((name for name in named if values.get(name)), None)
     if not by_script and (given is None or script):
         if given is not None:
@@ -59,10 +56,10 @@ def hybrid_pattern(values: Values, script: str, version: str) -> str:
                 "Use pretrain_hybrid.py (0.16.1: pretrain_mamba.py), or drop the flag.",
             )
         return ""
-    if by_script and not is_hybrid_stack(layer_spec):
+    if by_script and (layers or not values.get("spec")):
         raise UnplannableModelError(
             "--spec",
-            layer_spec or None,
+            layers or None,
             "its layers are not megatron-core's hybrid_stack_spec",
             f"Give one of --spec {', --spec '.join(_STACKS[:2])}.",
         )

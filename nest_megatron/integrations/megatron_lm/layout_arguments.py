@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nest_megatron.documents import packaged
@@ -55,42 +54,33 @@ PARALLEL_ARGUMENTS = (
 )
 
 
-def states_stages(dest: str, value: object) -> bool:
+def states_stages(values: Values, dest: str) -> bool:
     """Whether an argument of ``STAGE_OPTIONS`` is given; a pattern without ``|`` cuts nothing.
 
-    >>> states_stages("hybrid_layer_pattern", "M*M*"), states_stages("hybrid_layer_pattern", "M|*")
-    (False, True)
+    >>> [states_stages({"hybrid_layer_pattern": text}, STAGE_OPTIONS[-1]) for text in ("M*", "M|*")]
+    [False, True]
     """
+    value = values.get(dest)
     if dest == "hybrid_layer_pattern":
         return isinstance(value, str) and "|" in value
     return value is not None and value is not False
 
 
-@cache
-def _roles() -> dict[str, Any]:
-    found: dict[str, Any] = packaged(__package__, "arguments_data/roles.toml")
-    return found
+_ROLES = packaged(__package__, "arguments_data/roles.toml")
+#: Why arguments are ``refused``, ``set`` or ``removed``, by destination.
+REASONS: Mapping[str, Mapping[str, str]] = _ROLES["reasons"]
+#: Arguments that plans write, by the release that has them first; the newest first.
+SINCE: Mapping[str, Sequence[str]] = _ROLES["since"]
 
 
 def arguments_of(role: str) -> tuple[str, ...]:
     """The arguments of one table of ``arguments_data/roles.toml``."""
-    return tuple(name for names in _roles()[role].values() for name in names)
-
-
-def reasons(kind: str) -> dict[str, str]:
-    """Why arguments are ``refused``, ``set`` or ``removed``, by destination; from the same file."""
-    found: dict[str, str] = _roles()["reasons"][kind]
-    return found
+    return tuple(name for names in _ROLES[role].values() for name in names)
 
 
 def flag_of(dest: str) -> str:
     """An argument as it is typed."""
     return f"--{dest.replace('_', '-')}"
-
-
-def first_releases() -> dict[str, str]:
-    """Arguments that plans write, by the release that has them first; the newest first."""
-    return {name: release for release, names in _roles()["since"].items() for name in names}
 
 
 def newest_flags(argv: Iterable[str], given: Iterable[str] = ()) -> str:
@@ -105,13 +95,10 @@ def newest_flags(argv: Iterable[str], given: Iterable[str] = ()) -> str:
     ''
     """
     flags = {word.partition("=")[0] for word in argv} - {word.partition("=")[0] for word in given}
-    new = {flag_of(name): release for name, release in first_releases().items()}
-    new = {flag: release for flag, release in new.items() if flag in flags}
-    if not new:
-        return ""
-    newest = next(iter(new.values()))
-    named = ", ".join(flag for flag, release in new.items() if release == newest)
-    return f"No release of Megatron-LM before core_v{newest} has {named}."
+    for release, names in SINCE.items():
+        if new := [flag for flag in map(flag_of, names) if flag in flags]:
+            return f"No release of Megatron-LM before core_v{release} has {', '.join(new)}."
+    return ""
 
 
 def flag_error(dest: str, value: object, limit: str, fix: str) -> UserInputError:

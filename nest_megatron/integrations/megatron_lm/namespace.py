@@ -8,7 +8,6 @@ import dataclasses
 import io
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.config.job import ReadCommand
@@ -69,9 +68,7 @@ def command_of(
         for argument in load_arguments(version)
         if argument.dest in PARALLEL_ARGUMENTS and values.get(argument.dest) != argument.default
     }
-    merged = dataclasses.replace(
-        typed, values=MappingProxyType(values), explicit=typed.explicit | untyped
-    )
+    merged = dataclasses.replace(typed, values=values, explicit=typed.explicit | untyped)
     return with_degrees_as_flags(merged)
 
 

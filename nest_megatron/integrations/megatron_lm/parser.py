@@ -14,7 +14,6 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from nest_megatron.config.job import LaunchedRanks, Option, ReadCommand
@@ -87,11 +86,11 @@ def _read(split: SplitCommand, version: str) -> ReadCommand:
     values = {argument.dest: argument.default for argument in load_arguments(version)}
     return ReadCommand(
         version=version,
-        environment=MappingProxyType(dict(split.environment)),
+        environment=dict(split.environment),
         launcher=split.launcher,
         script=split.script,
         options=options_of(argv, version),
-        values=MappingProxyType({**values, **given}),
+        values={**values, **given},
         explicit=frozenset(given),
         unknown=unknown,
         notes=(*split.ranks.notes, *_notes(unknown, version)),
@@ -139,7 +138,7 @@ def options_of(argv: Sequence[str], version: str) -> tuple[Option, ...]:
 
 
 def _num_values(argument: Argument, rest: Sequence[str]) -> int:
-    if argument.action not in ("store", "append"):
+    if argument.action != "store":
         return 0
     if argument.nargs is None:
         return 1
@@ -186,7 +185,15 @@ def build_parser(version: str) -> argparse.ArgumentParser:
     """A parser with Megatron's options and no defaults (what was not given stays absent)."""
     parser = _Parser(prog="Megatron-LM", allow_abbrev=False, add_help=False)
     for argument in load_arguments(version):
-        parser.add_argument(*argument.flags, **_parser_options(argument))
+        flags, options = argument.flags, dict[str, Any]()
+        if argument.action == "store":
+            options = {"nargs": argument.nargs, "choices": argument.choices or None}
+            options["type"] = _CONVERTERS[argument.type]
+        elif argument.action == "boolean_optional":
+            flags, options = flags[:1], {"action": argparse.BooleanOptionalAction}
+        else:
+            options = {"action": argument.action}
+        parser.add_argument(*flags, dest=argument.dest, default=argparse.SUPPRESS, **options)
     return parser
 
 
@@ -197,24 +204,6 @@ class _Parser(argparse.ArgumentParser):
         raise UserInputError(
             "Megatron-LM command", message, "Megatron's own parser refuses it", "Correct that flag."
         )
-
-
-def _parser_options(argument: Argument) -> dict[str, Any]:
-    options: dict[str, Any] = {"dest": argument.dest, "default": argparse.SUPPRESS}
-    if argument.action == "boolean_optional":
-        return {**options, "action": _OnOff, "nargs": 0}
-    if argument.action != "store":
-        return {**options, "action": argument.action}
-    given = {"nargs": argument.nargs, "choices": argument.choices or None}
-    stated = {name: value for name, value in given.items() if value is not None}
-    return {**options, "type": _CONVERTERS[argument.type], **stated}
-
-
-class _OnOff(argparse.Action):
-    def __call__(
-        self, _parser: Any, namespace: Any, _values: Any, option_string: str | None = None
-    ) -> None:
-        setattr(namespace, self.dest, not str(option_string).startswith("--no-"))
 
 
 _CONVERTERS: dict[str, Callable[[str], Any]] = {
@@ -244,9 +233,6 @@ def _notes(unknown: tuple[str, ...], version: str) -> Iterable[str]:
             yield f"Megatron {version} has no flag {name}; it is passed on as it is."
 
 
-_SHELLS = ("bash", "sh")
-
-
 @frozen_record
 class SplitCommand:
     """A command in its parts; see ``ReadCommand`` for the fields."""
@@ -266,7 +252,9 @@ def split_command(command: str | Sequence[str], place: LaunchPlace = NOWHERE) ->
     ('pretrain_gpt.py', ('--bf16',), 32)
     """
     words = _unwrap_shell(tokens(command))
-    leading = list(itertools.takewhile(_leads, words))
+    leading = list(
+        itertools.takewhile(lambda w: assignment(w) or w in ("env", "export", "exec"), words)
+    )
     rest = words[len(leading) :]
     at, length = _find_script(rest)
     launcher = tuple(rest[:at])
@@ -295,13 +283,9 @@ def tokens(command: str | Sequence[str]) -> list[str]:
 def _unwrap_shell(words: list[str]) -> list[str]:
     """``srun ... bash -c "python x.py ..."`` as one flat command."""
     for at, (shell, flags, command) in enumerate(zip(words, words[1:], words[2:], strict=False)):
-        if shell.rpartition("/")[2] in _SHELLS and re.fullmatch(r"-[a-z]*c", flags):
+        if shell.rpartition("/")[2] in ("bash", "sh") and re.fullmatch(r"-[a-z]*c", flags):
             return [*words[:at], *tokens(command)]
     return words
-
-
-def _leads(token: str) -> bool:
-    return assignment(token) is not None or token in ("env", "export", "exec")
 
 
 def _find_script(tokens: list[str]) -> tuple[int, int]:

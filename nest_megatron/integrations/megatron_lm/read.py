@@ -10,9 +10,8 @@ Source: ``megatron.training.arguments.validate_args`` and ``core_transformer_con
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import PurePath
-from types import MappingProxyType
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.job import Job, ReadCommand
@@ -27,16 +26,16 @@ from nest_megatron.integrations.megatron_lm.heterogeneous import heterogeneous_k
 from nest_megatron.integrations.megatron_lm.hybrid import (
     HYBRID_ARGUMENTS,
     hybrid_pattern,
-    is_hybrid_stack,
+    own_layers,
 )
 from nest_megatron.integrations.megatron_lm.images import script_arguments, with_images
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
+    REASONS,
     STAGE_OPTIONS,
     Values,
     flag_error,
     flag_of,
-    reasons,
     states_stages,
 )
 from nest_megatron.integrations.megatron_lm.packing import is_packed, needs_of_packs, packing_notes
@@ -51,6 +50,7 @@ from nest_megatron.layout.recompute import (
     selective_recompute,
 )
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
+from nest_megatron.layout.rulebook.job import ACTIVATION_FLAGS
 from nest_megatron.layout.zero import ZERO_STAGES, DataParallelSharding, ZeroStage
 from nest_megatron.model.arguments import spec_from_arguments
 from nest_megatron.model.layer_pattern import hybrid_kinds
@@ -64,18 +64,12 @@ _VARIANT_ARGUMENTS = (
 #: What must be off, by the reason.
 _REFUSED_ARGUMENTS = {
     name: reason
-    for name, reason in {**REFUSED, **reasons("refused")}.items()
+    for name, reason in {**REFUSED, **REASONS["refused"]}.items()
     if name not in (*HYBRID_ARGUMENTS, *_VARIANT_ARGUMENTS)
 }
 _REFUSED_SCRIPTS = ("vision", "multimodal", "mimo", "ict", "retro", "rl")
 #: Families of models that a script other than one for GPT builds, by a word of its name.
 _FAMILIES = {"bert": ModelFamily.BERT, "t5": ModelFamily.T5}
-#: The function, and whether a linear unit gates it.
-_ACTIVATIONS = {
-    "swiglu": ("silu", True),
-    "squared_relu": ("squared_relu", False),
-    "quick_geglu": ("quick_gelu", True),
-}
 #: The first that is given counts.
 _PRECISIONS = {
     "fp8": Precision.FP8,
@@ -101,8 +95,11 @@ def read_job(command: ReadCommand, *, vocab_size: int | None = None) -> Job:
 
 def job_of(command: ReadCommand, values: Values, *, vocab_size: int | None = None) -> Job:
     """As ``read_job``, from values that stand for those of the command."""
+    words = (word.partition("=") for word in command.unknown)
+    given = {flag: value or "given" for flag, _, value in words}
+    refused = {d: given[flag_of(d)] for d in _REFUSED_ARGUMENTS if flag_of(d) in given}
     job = job_from_values(
-        {**_of_script(command.unknown), **script_arguments(command.unknown), **values},
+        {**refused, **script_arguments(command.unknown), **values},
         explicit=command.explicit,
         script=command.script,
         version=command.version,
@@ -117,17 +114,6 @@ def job_of(command: ReadCommand, values: Values, *, vocab_size: int | None = Non
     )
 
 
-def _of_script(unknown: Collection[str]) -> Mapping[str, str]:
-    """Arguments of a script's own parser, as far as they decide whether a job can be planned."""
-    words = [word.partition("=") for word in unknown]
-    return {
-        dest: value or "given"
-        for dest in _REFUSED_ARGUMENTS
-        for flag, _, value in words
-        if flag == flag_of(dest)
-    }
-
-
 def job_from_values(
     values: Values,
     *,
@@ -138,7 +124,11 @@ def job_from_values(
 ) -> Job:
     """A job from Megatron's arguments by destination; ``explicit`` are those that the user sets."""
     refuse_unplannable(values, script)
-    _require_degrees(values)
+    for name in (*PARALLEL_ARGUMENTS, "micro_batch_size", "global_batch_size"):
+        value = values.get(name)
+        if name.endswith("_size") and isinstance(value, int) and value < 1:
+            fix = "Correct the flag, or leave it out."  # Megatron divides by it before it checks it
+            raise flag_error(name, value, "it must be at least 1", fix)
     assumed: list[str] = []
     values = {**values, "hybrid_layer_pattern": hybrid_pattern(values, script, version)}
     spec = _spec(values, script, version, vocab_size, assumed)
@@ -162,12 +152,17 @@ def job_from_values(
         micro_batch_size=values.get("micro_batch_size"),
         precision=precision,
         transformer_impl=values.get("transformer_impl") or "transformer_engine",
-        fixed=MappingProxyType({name: values.get(name) for name in _fixed(values, explicit)}),
+        fixed={
+            name: values.get(name)
+            for name in PARALLEL_ARGUMENTS
+            if (name in explicit or name == "hybrid_layer_pattern")
+            and (name not in STAGE_OPTIONS or states_stages(values, name))
+        },
         recompute=read_recompute(values),
         zero=read_zero(values),
         sharding=_sharding(values),
         graphs=cuda_graphs(values),
-        capturable=not (schedule or is_packed(values) or _has_own_layers(values)),
+        capturable=not (schedule or is_packed(values) or own_layers(values)),
         packs=is_packed(values),
         required=needs_of_packs(values, version),
         closed=closed_fields(values.get("deterministic_mode"), packs=is_packed(values)),
@@ -176,21 +171,8 @@ def job_from_values(
         save_interval=values.get("save_interval") if values.get("save") else None,
         memory_flags=flags,
         use_distributed_optimizer=bool(values.get("use_distributed_optimizer")),
-        notes=(*assumed, *_job_notes(values, script, version), *time_notes(flags)),
+        notes=(*assumed, *_notes(values, script, version), *time_notes(flags)),
     )
-
-
-def _fixed(values: Values, explicit: Collection[str]) -> Iterator[str]:
-    """Arguments of a layout that the user states."""
-    for name in PARALLEL_ARGUMENTS:
-        is_said = name in explicit or name == "hybrid_layer_pattern"
-        if is_said and (name not in STAGE_OPTIONS or states_stages(name, values.get(name))):
-            yield name
-
-
-def _has_own_layers(values: Values) -> bool:
-    """Whether ``--spec`` names other layers than Megatron's own."""
-    return bool(values.get("spec")) and not is_hybrid_stack(" ".join(map(str, values["spec"])))
 
 
 #: Micro batches that a virtual stage runs one after the other.
@@ -203,16 +185,6 @@ _COUNTED_ON_HOST = (
 )
 
 
-def _require_degrees(values: Values) -> None:
-    """Refuse degrees below 1, which Megatron divides by before it checks them."""
-    for name in (*PARALLEL_ARGUMENTS, "micro_batch_size", "global_batch_size"):
-        value = values.get(name)
-        if name.endswith("_size") and isinstance(value, int) and value < 1:
-            raise flag_error(
-                name, value, "it must be at least 1", "Correct the flag, or leave it out."
-            )
-
-
 def refuse_unplannable(values: Values, script: str) -> None:
     """Raise for models that this planner does not support, naming the flag."""
     fix = "Launch this job without nest."
@@ -221,9 +193,7 @@ def refuse_unplannable(values: Values, script: str) -> None:
         if values.get(name) and not (of_stacks and name in _OF_STACKS):
             raise UnplannableModelError(flag_of(name), values[name], limit=reason, fix=fix)
     words = _script_words(script)
-    layer_spec = " ".join(map(str, values.get("spec") or ()))
-    if layer_spec and is_hybrid_stack(layer_spec):
-        layer_spec = ""
+    layer_spec = own_layers(values)
     found = next((w for w in _REFUSED_SCRIPTS if w in words or f"{w}." in layer_spec), None)
     if found:
         limit = "only models like GPT, BERT, T5 and those of pretrain_vlm.py are supported"
@@ -251,7 +221,7 @@ def _spec(
     family = _family(script)
     pattern = (values.get("hybrid_layer_pattern") or "").replace("|", "")
     kinds, _, mtp = hybrid_kinds(pattern) if pattern else ((), (), values.get("mtp_num_layers"))
-    stated = (kind for flag, kind in _ACTIVATIONS.items() if values.get(flag))
+    stated = (kind for kind, flag in ACTIVATION_FLAGS.items() if flag and values.get(flag))
     activation, gated = next(stated, ("gelu", False))
     rotary = {"position_embedding_type": "rope"}
     return spec_from_arguments(
@@ -369,7 +339,7 @@ def _sharding(values: Values) -> DataParallelSharding:
     return DataParallelSharding.TORCH_FSDP2 if torch_fsdp else DataParallelSharding.DDP
 
 
-def _job_notes(values: Values, script: str, version: str) -> Iterator[str]:
+def _notes(values: Values, script: str, version: str) -> Iterator[str]:
     yield from schedule_notes(values, version)
     engine = values.get("transformer_impl") or "transformer_engine"
     backend = text(values.get("attention_backend") or "auto")

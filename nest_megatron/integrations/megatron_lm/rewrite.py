@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from nest_megatron.config.job import Option, ReadCommand
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
+    REASONS,
     RECOMPUTE,
     STAGE_OPTIONS,
     VIRTUAL_STAGES,
     Values,
-    reasons,
 )
 from nest_megatron.integrations.megatron_lm.parser import namespace_values, options_for
 from nest_megatron.layout.diff import Change, reason
@@ -151,7 +151,7 @@ def _changes(
         if before == after or (before is None and after and _is_default(dest, after, plan)):
             continue
         if after is None:
-            reason = refused.get(dest) or reasons("removed").get(dest, "the plan does not need it")
+            reason = refused.get(dest) or REASONS["removed"].get(dest, "the plan does not need it")
         else:
             reason = _reason(dest, plan)
         flag = (wanted if dest in wanted else mine)[dest].flag
@@ -172,7 +172,7 @@ def _reason(dest: str, plan: ParallelPlan) -> str:
         return reason(plan, dest)
     count, predicted = plan.layout.num_microbatches, plan.predicted
     return (
-        reasons("set")
+        REASONS["set"]
         .get(dest, "belongs to the plan")
         .format(
             level=plan.placement.group_levels,

@@ -129,7 +129,7 @@ def kept_flags(job: Job, request: Request, settings: Settings) -> frozenset[str]
         replaced.update((*sharding.STAGE, *sharding.IMPLEMENTATION, sharding.CKPT_FORMAT))
     ours = job.command.explicit.intersection(FAMILIES["all"])
     values = job.command.values
-    ours -= {name for name in STAGE_OPTIONS if not states_stages(name, values.get(name))}
+    ours -= {name for name in STAGE_OPTIONS if not states_stages(values, name)}
     return ours - replaced - freed_flags(job.free)
 
 
@@ -282,7 +282,7 @@ def _fixed_stages(
     fixed: Mapping[str, int],
     freed: frozenset[str],
 ) -> StagePartition | None:
-    stated = [name for name in STAGE_OPTIONS if states_stages(name, values.get(name))]
+    stated = [name for name in STAGE_OPTIONS if states_stages(values, name)]
     virtual = [name for name in VIRTUAL_STAGES if values.get(name)]
     if virtual and not stated and not freed.intersection(STAGE_OPTIONS):
         stated = virtual if _PIPELINE in fixed else []  # Megatron divides evenly

@@ -6,7 +6,6 @@ import dataclasses
 import shlex
 from collections.abc import Iterator
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.config.compose import Settings
@@ -53,7 +52,7 @@ def with_flags(command: ReadCommand, composed: Settings) -> ReadCommand:
     return dataclasses.replace(
         command,
         options=(*others, *changed.values()),
-        values=MappingProxyType({**command.values, **dict.fromkeys(removed), **found}),
+        values={**command.values, **dict.fromkeys(removed), **found},
         explicit=command.explicit - removed | found.keys(),
         notes=(*command.notes, *notes),
     )

@@ -14,6 +14,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     STAGE_OPTIONS,
     VIRTUAL_STAGES,
     Values,
+    flag_error,
     flag_of,
     states_stages,
 )
@@ -65,7 +66,7 @@ def user_partition(
             Also for what it takes and should not: a stage without a unit (issue 1852), first and
             last layers that leave some layer to no rank or to two, and both of them for one rank.
     """
-    if not any(_is_given(values, name) for name in STAGE_OPTIONS):
+    if not any(states_stages(values, name) for name in STAGE_OPTIONS):
         return None
     return _partition(spec, values, pipeline_model_parallel_size)
 
@@ -81,13 +82,40 @@ def stated_partition(
 
 def _partition(spec: TransformerSpec, values: Values, pp: int) -> StagePartition:
     if pp < 1:
-        raise _refusal("pipeline_model_parallel_size", pp, "it is at least 1", "Raise it.")
-    _check_exclusions(values)
-    if spec.hybrid_layer_pattern:
-        _check_hybrid(values)
-    layout = values.get(_PATTERN) if _is_given(values, _PATTERN) else values.get(_LAYOUT)
+        raise flag_error("pipeline_model_parallel_size", pp, "it is at least 1", "Raise it.")
+    for name, others in _EXCLUDED.items():
+        for other in others:
+            if states_stages(values, name) and states_stages(values, other):
+                raise flag_error(
+                    name,
+                    values[name],
+                    f"Megatron refuses it beside {other} ({values[other]})",
+                    "Give one of the two.",
+                )
+    for name in _NOT_OF_HYBRIDS if spec.hybrid_layer_pattern else ():
+        if states_stages(values, name):
+            raise flag_error(
+                name,
+                values[name],
+                "it does not cut the stages of a hybrid model",
+                "Leave it out; Megatron-LM 0.20 takes | in --hybrid-layer-pattern.",
+            )
+    layout = values.get(_PATTERN if states_stages(values, _PATTERN) else _LAYOUT)
     partition = _split(spec, values, pp) if layout is None else parse_layout(str(layout), spec, pp)
-    _check_places(spec, partition)
+    if pp == 1 and partition.num_chunks > 1:
+        raise flag_error(
+            "pipeline_model_parallel_size",
+            pp,
+            f"{partition.num_chunks} virtual stages need more than one pipeline rank",
+            "Raise it, or give one stage.",
+        )
+    if (chunk := misplaced_mtp_chunk(spec, partition)) is not None:
+        raise flag_error(
+            _LAYOUT,
+            f"m in stage {chunk + 1} of {partition.num_chunks}",
+            "MTP layers lie in the last virtual stage of a rank other than the first",
+            "Write m in the last stage.",
+        )
     return partition
 
 
@@ -95,8 +123,8 @@ def _split(spec: TransformerSpec, values: Values, pp: int) -> StagePartition:
     virtual = _virtual_size(spec, values, pp)
     first, last = values.get(_FIRST), values.get(_LAST)
     if virtual > 1 and pp == 2 and first is not None and last is not None:
-        raise _refusal(
-            f"{_FIRST}, {_LAST}",
+        raise UserInputError(
+            f"{flag_of(_FIRST)}, {flag_of(_LAST)}",
             (first, last),
             "with virtual stages Megatron needs a rank between the first and the last one",
             "Give one of the two, or a layout.",
@@ -119,13 +147,13 @@ def _virtual_size(spec: TransformerSpec, values: Values, pp: int) -> int:
     """
     for name in (_STAGES_A_RANK, _LAYERS_A_STAGE):
         if values.get(name) is not None and values[name] < 1:
-            raise _refusal(name, values[name], "it is at least 1", "Raise it, or leave it out.")
+            raise flag_error(name, values[name], "it is at least 1", "Raise it, or leave it out.")
     layers = values.get(_LAYERS_A_STAGE)
     if layers is None:
         return int(values.get(_STAGES_A_RANK) or 1)
     total = spec.num_layers + bool(values.get(_EMBEDDING)) + bool(values.get(_LOSS))
     if total % (pp * layers):
-        raise _refusal(
+        raise flag_error(
             _LAYERS_A_STAGE,
             layers,
             f"{total} layers, embedding and loss included where they are accounted for, make no "
@@ -133,56 +161,3 @@ def _virtual_size(spec: TransformerSpec, values: Values, pp: int) -> int:
             f"Use {_STAGES_A_RANK}, or a layout.",
         )
     return int(total // (pp * layers))
-
-
-def _check_exclusions(values: Values) -> None:
-    for name, others in _EXCLUDED.items():
-        for other in others:
-            if _is_given(values, name) and _is_given(values, other):
-                raise _refusal(
-                    name,
-                    values[name],
-                    f"Megatron refuses it beside {other} ({values[other]})",
-                    "Give one of the two.",
-                )
-
-
-def _check_hybrid(values: Values) -> None:
-    for name in _NOT_OF_HYBRIDS:
-        if _is_given(values, name):
-            raise _refusal(
-                name,
-                values[name],
-                "it does not cut the stages of a hybrid model",
-                "Leave it out; Megatron-LM 0.20 takes | in --hybrid-layer-pattern.",
-            )
-
-
-def _check_places(spec: TransformerSpec, partition: StagePartition) -> None:
-    """Refuse virtual stages without a pipeline, and MTP layers where Megatron has none."""
-    pp = partition.pipeline_model_parallel_size
-    if pp == 1 and partition.num_chunks > 1:
-        raise _refusal(
-            "pipeline_model_parallel_size",
-            pp,
-            f"{partition.num_chunks} virtual stages need more than one pipeline rank",
-            "Raise it, or give one stage.",
-        )
-    chunk = misplaced_mtp_chunk(spec, partition)
-    if chunk is not None:
-        found = f"m in stage {chunk + 1} of {partition.num_chunks}"
-        raise _refusal(
-            _LAYOUT,
-            found,
-            "MTP layers lie in the last virtual stage of a rank other than the first",
-            "Write m in the last stage.",
-        )
-
-
-def _is_given(values: Values, name: str) -> bool:
-    return states_stages(name, values.get(name))
-
-
-def _refusal(what: str, value: object, limit: str, fix: str) -> UserInputError:
-    flags = ", ".join(flag_of(name.strip()) for name in what.split(","))
-    return UserInputError(flags, value, limit, fix)

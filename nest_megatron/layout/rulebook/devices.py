@@ -11,7 +11,6 @@ import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import field
-from types import MappingProxyType
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.errors import UserInputError
@@ -47,24 +46,20 @@ class DeviceRules:
 
 
 _FLEX = "moe_flex_dispatcher_backend"
-_AMD_REFUSED = MappingProxyType(
-    {
-        "blockwise": "ROCm's Transformer Engine has such GEMMs since July 2026 (pull 658) "
-        "where it is built with HipKittens, and no public run says how fast they are",
-        "nvfp4": "matrix units of AMD take another 4-bit format, and no public run says how fast "
-        "ROCm's Transformer Engine trains in this one",
-    }
-)
-_AMD_NOTES = MappingProxyType(
-    {
-        "tp_comm_overlap": "ROCm's Transformer Engine has user buffers since 2026 (pull 367), its "
-        "releases up to 2.8 have none; --tp-comm-overlap is priced as on NVIDIA's devices.",
-        _FLEX: "the kernels of the flex dispatcher are NVIDIA's; on AMD's devices Primus-Turbo "
-        "brings others (use_turbo_deepep), which are priced alike.",
-        "cuda_graph_impl": "ROCm's Transformer Engine supports graphs in part (its README); their "
-        "gain is priced as on NVIDIA's devices.",
-    }
-)
+_AMD_REFUSED = {
+    "blockwise": "ROCm's Transformer Engine has such GEMMs since July 2026 (pull 658) "
+    "where it is built with HipKittens, and no public run says how fast they are",
+    "nvfp4": "matrix units of AMD take another 4-bit format, and no public run says how fast "
+    "ROCm's Transformer Engine trains in this one",
+}
+_AMD_NOTES = {
+    "tp_comm_overlap": "ROCm's Transformer Engine has user buffers since 2026 (pull 367), its "
+    "releases up to 2.8 have none; --tp-comm-overlap is priced as on NVIDIA's devices.",
+    _FLEX: "the kernels of the flex dispatcher are NVIDIA's; on AMD's devices Primus-Turbo "
+    "brings others (use_turbo_deepep), which are priced alike.",
+    "cuda_graph_impl": "ROCm's Transformer Engine supports graphs in part (its README); their "
+    "gain is priced as on NVIDIA's devices.",
+}
 _AMD_CLOSED = frozenset({"tp_comm_overlap", _FLEX, "cuda_graph_impl", "cuda_graph_scope"})
 _ROCM = "ROCm/TransformerEngine quantization.py @030b792, README.rst @01b4205"
 _NVIDIA = "NVIDIA/TransformerEngine quantization.py @001597e"
@@ -92,15 +87,13 @@ DEVICES = (
         devices="RTX-PRO",
         words="RTX PRO (compute capability 12.0)",
         recipes=_WHOLE_TENSOR,
-        refused=MappingProxyType(
-            {
-                "nvfp4": "its default recipe, with transform and random rounding, does not train "
-                "at compute capability 12.0 (NVIDIA/TransformerEngine issue 3062, pull 3281)"
-            }
-        ),
-        notes=MappingProxyType(
-            {_FLEX: "Megatron-Bridge has the flex dispatcher up to compute capability 10.x alone."}
-        ),
+        refused={
+            "nvfp4": "its default recipe, with transform and random rounding, does not train "
+            "at compute capability 12.0 (NVIDIA/TransformerEngine issue 3062, pull 3281)"
+        },
+        notes={
+            _FLEX: "Megatron-Bridge has the flex dispatcher up to compute capability 10.x alone."
+        },
         closed=frozenset({_FLEX}),
         source=f"{_NVIDIA}; Megatron-Bridge flex_dispatcher_backend.py @067f987",
     ),
@@ -118,13 +111,11 @@ DEVICES = (
         words="MI350X and MI355X",
         recipes=(*_WHOLE_TENSOR, "mxfp8"),
         refused=_AMD_REFUSED,
-        notes=MappingProxyType(
-            {
-                **_AMD_NOTES,
-                "mxfp8": "ROCm's Transformer Engine runs MXFP8 where NVTE_ROCM_ENABLE_MXFP8=1 "
-                "stands in the environment of every rank.",
-            }
-        ),
+        notes={
+            **_AMD_NOTES,
+            "mxfp8": "ROCm's Transformer Engine runs MXFP8 where NVTE_ROCM_ENABLE_MXFP8=1 "
+            "stands in the environment of every rank.",
+        },
         closed=_AMD_CLOSED,
         source=_ROCM,
     ),
