@@ -65,12 +65,11 @@ class ParallelDims:
                     "a degree is a whole number of at least 1",
                     "Give a positive whole number.",
                 )
-        stage, experts = self.ranks_per_stage, self.expert_ranks
-        if stage % experts:
+        if self.ranks_per_stage % self.expert_ranks:
             raise UserInputError(
                 "parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size",
-                experts,
-                f"it must divide the {stage} ranks of one pipeline stage (tp*cp*dp)",
+                self.expert_ranks,
+                f"it must divide the {self.ranks_per_stage} ranks of one pipeline stage (tp*cp*dp)",
                 "Lower one of the two, or raise the data-parallel size.",
             )
 
@@ -83,8 +82,7 @@ class ParallelDims:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        tp, cp = self.tensor_model_parallel_size, self.context_parallel_size
-        return tp * cp * self.data_parallel_size * self.pipeline_model_parallel_size
+        return self.ranks_per_stage * self.pipeline_model_parallel_size
 
     @property
     def ranks_per_stage(self) -> int:

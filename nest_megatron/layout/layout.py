@@ -8,7 +8,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute
-from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
+from nest_megatron.layout.zero import DataParallelSharding, ZeroStage, shards_optimizer
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.plain import frozen_record
 
@@ -90,10 +90,8 @@ class Layout(PartialLayout):
 
     @property
     def shards_optimizer(self) -> bool:
-        """Whether ``--use-distributed-optimizer`` is on: FSDP of PyTorch divides states itself."""
-        torch_fsdp2 = self.sharding is DataParallelSharding.TORCH_FSDP2
-        divides = self.zero >= ZeroStage.OPTIMIZER or self.uses_megatron_fsdp
-        return divides and not torch_fsdp2
+        """Whether ``--use-distributed-optimizer`` is on."""
+        return shards_optimizer(self.zero, self.sharding)
 
     @property
     def uses_megatron_fsdp(self) -> bool:

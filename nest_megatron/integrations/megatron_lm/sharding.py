@@ -21,7 +21,12 @@ from nest_megatron.layout.rulebook.sharding import (
     STATE_FORMATS,
     allows_optimizer,
 )
-from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
+from nest_megatron.layout.zero import (
+    DataParallelSharding,
+    ZeroStage,
+    shards_optimizer,
+    uses_megatron_fsdp,
+)
 from nest_megatron.planner.request import Offer
 from nest_megatron.solver.space import SearchSpace
 
@@ -81,13 +86,9 @@ def loads(
     zero: ZeroStage, sharding: DataParallelSharding | None, required: Mapping[str, Requirement]
 ) -> bool:
     """Whether a checkpoint can be loaded under a ZeRO stage; what it leaves unsaid is passed."""
-    sharding = sharding or zero.sharding
-    shards = zero >= ZeroStage.OPTIMIZER and sharding is not DataParallelSharding.TORCH_FSDP2
-    fsdp = sharding is DataParallelSharding.MEGATRON_FSDP
-    has = dict(zip(CHECKPOINT_NEEDS, (fsdp, shards or fsdp), strict=True))
-    return all(
-        required[name].value in (None, has[name]) for name in CHECKPOINT_NEEDS if name in required
-    )
+    has = (uses_megatron_fsdp(zero, sharding), shards_optimizer(zero, sharding))
+    pairs = zip(CHECKPOINT_NEEDS, has, strict=True)
+    return all(required[name].value in (None, on) for name, on in pairs if name in required)
 
 
 def for_optimizer(zeros: Collection[ZeroStage], job: Job) -> tuple[ZeroStage, ...]:

@@ -19,7 +19,12 @@ from nest_megatron.layout.recompute import (
     RecomputeModule,
 )
 from nest_megatron.layout.stage_layout import layout_string
-from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
+from nest_megatron.layout.zero import (
+    DataParallelSharding,
+    ZeroStage,
+    shards_optimizer,
+    uses_megatron_fsdp,
+)
 from nest_megatron.model.execution import PLAIN, Execution, GraphImpl
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import frozen_record
@@ -245,13 +250,9 @@ DERIVED: Mapping[str, Callable[..., Any]] = {
     "is_interleaved": lambda vpp: vpp > 1,
     "is_fsdp": lambda zero: zero.is_fsdp,
     "zero_name": lambda zero: zero.name,
-    "uses_megatron_fsdp": lambda zero, sharding: (
-        (sharding or zero.sharding) is DataParallelSharding.MEGATRON_FSDP
-    ),
+    "uses_megatron_fsdp": uses_megatron_fsdp,
     "uses_torch_fsdp2": lambda sharding: sharding is DataParallelSharding.TORCH_FSDP2,
-    "shards_optimizer": lambda zero, uses_megatron_fsdp, uses_torch_fsdp2: (
-        (zero >= ZeroStage.OPTIMIZER or uses_megatron_fsdp) and not uses_torch_fsdp2
-    ),
+    "shards_optimizer": shards_optimizer,
     "expert_replicas": lambda tp, cp, dp, expert_ranks: tp * cp * dp // expert_ranks,
     "modules": lambda recompute: frozenset(recompute.modules),
     "recomputes_layers": lambda recompute: recompute.granularity is RecomputeGranularity.FULL,
