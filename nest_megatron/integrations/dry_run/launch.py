@@ -58,7 +58,8 @@ def is_script_call(words: Sequence[str]) -> bool:
     >>> is_script_call(["torchrun", "pretrain_gpt.py"])
     False
     """
-    first = _first_program(words)
+    programs = (word for word in words if assignment(word) is None)
+    first = next((word for word in programs if word.rpartition("/")[2] not in WRAPPERS), "")
     name = first.rpartition("/")[2]
     return name in (*SHELLS, "sbatch", "source", ".") or first.endswith(_SUFFIXES)
 
@@ -72,14 +73,6 @@ def names_script(words: Sequence[str]) -> bool:
     if not is_script_call(words):
         return False
     return not any(re.fullmatch(r"-[a-z]*c", word) for word in words)
-
-
-def _first_program(words: Sequence[str]) -> str:
-    """The first word that is no assignment and no program such as ``env`` before another."""
-    for word in words:
-        if assignment(word) is None and word.rpartition("/")[2] not in WRAPPERS:
-            return word
-    return ""
 
 
 def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> ScriptLaunch:
@@ -110,13 +103,11 @@ def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> Scrip
         )
     run = dry_run(rest, variables, cluster)
     found = _chosen(run, shlex.join(rest))
-    before = {**os.environ}
-    set_here = {
-        name: value
+    given = (
+        f"{name}={value}"
         for name, value in found.environment.items()
-        if before.get(name) != value and not name.startswith("SLURM_")
-    }
-    given = [f"{name}={value}" for name, value in set_here.items()]
+        if os.environ.get(name) != value and not name.startswith("SLURM_")
+    )
     return ScriptLaunch(
         words=(*given, *found.words),
         environment=found.environment,
@@ -156,13 +147,13 @@ def _is_training(word: str) -> bool:
 
 
 def _of_all_nodes(words: Sequence[str]) -> tuple[str, ...]:
-    found: list[str] = []
-    for before, word in zip(("", *words), words, strict=False):
-        one = _OF_A_NODE.fullmatch(word)
-        of_one = _OF_A_NODE.fullmatch(before)
-        if one is None and (of_one is None or of_one[2]):
-            found.append(word)
-    return tuple(found)
+    told = [_OF_A_NODE.fullmatch(word) for word in words]
+    before = (None, *told)
+    return tuple(
+        word
+        for word, one, of_one in zip(words, told, before, strict=False)
+        if one is None and (of_one is None or of_one[2])
+    )
 
 
 def _differences(launches: Sequence[RecordedLaunch]) -> str:

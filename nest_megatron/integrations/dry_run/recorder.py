@@ -40,7 +40,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 def main(words: list[str]) -> int:
     """Do what is done for a program that is called by these words."""
-    name = words[0].rpartition("/")[2]
+    name = _name(words[0])
     name = "python" if _PYTHON.fullmatch(name) else name
     if name in SHELLS:
         _run_shell(words[1:])
@@ -72,13 +72,17 @@ def main(words: list[str]) -> int:
     return 0
 
 
+def _name(word: str) -> str:
+    return word.rpartition("/")[2]
+
+
 def _launch(words: list[str]) -> None:
     own = takewhile(lambda n: words[n] != "-m" and not _PROGRAM.search(words[n]), range(len(words)))
-    at = next((n for n in own if n and _starts_shell(words, n)), None)
-    if at is not None:  # srun ... bash -c TEXT, docker run ... train.sh
+    starts = (n for n in own if n and (_name(words[n]) in SHELLS or _is_shell_script(words[n])))
+    if (at := next(starts, None)) is not None:  # srun ... bash -c TEXT, docker run ... train.sh
         place, before = _around()
         around = json.dumps([place, [*before, *words[:at]]])
-        rest = words[at + 1 :] if words[at].rpartition("/")[2] in SHELLS else words[at:]
+        rest = words[at + 1 :] if _name(words[at]) in SHELLS else words[at:]
         _run_shell(rest, NEST_DRY_RUN_AROUND=around)
     if "-m" in words or any(map(_PROGRAM.search, words)):
         _write(words)
@@ -91,10 +95,6 @@ def _around() -> tuple[str, list[str]]:
     text = os.environ.get("NEST_DRY_RUN_AROUND")
     place, before = json.loads(text) if text else (os.environ.get("NEST_DRY_RUN_AT", ""), [])
     return place, before
-
-
-def _starts_shell(words: list[str], at: int) -> bool:
-    return words[at].rpartition("/")[2] in SHELLS or _is_shell_script(words[at])
 
 
 def _is_shell_script(path: str) -> bool:
@@ -119,7 +119,7 @@ def _pass_on(words: list[str]) -> None:
     """Go on as the program that a wrapper starts, with the variables that stand before it."""
     variables = dict(os.environ)
     for at, word in enumerate(words[1:], 1):
-        name = word.rpartition("/")[2]
+        name = _name(word)
         if (PROGRAMS / name).exists() or ("/" in word and os.access(word, os.X_OK)):
             found = PROGRAMS / name if "/" not in word else PROGRAMS / ".recorder"
             passed = [word, *words[at + 1 :]] if "/" not in word else ["", *words[at:]]
@@ -145,13 +145,12 @@ def _batch_script(words: list[str]) -> list[str]:
 
 
 def _write(words: list[str], script: list[str] | None = None) -> None:
-    """Write a launch down: the words, the variables and the folder."""
+    """Write a launch down: the words and the variables."""
     place, before = _around()
     record = {
         "words": [word.removeprefix(f"{PROGRAMS}/") for word in (*before, *words)],
         "place": place,
         "environment": dict(os.environ),
-        "folder": os.environ.get("PWD") or str(Path.cwd()),
         "script": script,
     }
     name = f"{time.time_ns():020}-{os.getpid()}"

@@ -53,14 +53,12 @@ class RecordedLaunch:
     Args:
         words: as the program is called, those of ``srun`` and the like around it before them.
         environment: all variables that it would have.
-        folder: the current one.
         header: Slurm's options of the batch script that it stands in.
         line: of the script; ``""`` where it is not known.
     """
 
     words: tuple[str, ...]
     environment: Mapping[str, str]
-    folder: str
     header: tuple[str, ...]
     line: str
 
@@ -213,14 +211,14 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 
 def _launch(record: Mapping[str, Any], header: tuple[str, ...]) -> RecordedLaunch:
-    environment = dict(record["environment"])
-    for name in list(environment):
-        if name in _OWN or name.startswith(("NEST_DRY_RUN", "BASH_FUNC_")):
-            del environment[name]
+    environment = {
+        name: value
+        for name, value in record["environment"].items()
+        if name not in _OWN and not name.startswith(("NEST_DRY_RUN", "BASH_FUNC_"))
+    }
     return RecordedLaunch(
         words=tuple(record["words"]),
         environment=environment,
-        folder=record["folder"],
         header=header,
         line=record["place"].rpartition(":")[2],
     )
