@@ -58,8 +58,12 @@ def with_present_layout(request: Request, job: Job, composed: Settings) -> Reque
         note = f"The present layout is no point of the search, Megatron refuses it: {refused}"
         return dataclasses.replace(request, notes=(*request.notes, note))
     layout = variant.layout
-    if not _keeps_fixed(request, layout) or _breaks_policy(request, layout):
+    if not _keeps_fixed(request, layout):
         return request
+    if request.policy:
+        plan = estimate_for(request, layout)
+        if any(any(violations(plan, file)) for file in request.policy):
+            return request
     space = _reaching(request.space, layout, request.cluster)
     return dataclasses.replace(request, present=layout, space=space)
 
@@ -86,13 +90,6 @@ def _keeps_fixed(request: Request, layout: Layout) -> bool:
         and (not space.even_stages or is_uniform(request.spec, layout.partition))
         and (not space.use_all_gpus or layout.num_gpus == request.cluster.num_gpus)
     )
-
-
-def _breaks_policy(request: Request, layout: Layout) -> bool:
-    if not request.policy:
-        return False
-    plan = estimate_for(request, layout)
-    return any(any(violations(plan, file)) for file in request.policy)
 
 
 def _reaching(space: SearchSpace, present: Layout, cluster: Cluster) -> SearchSpace:
@@ -131,10 +128,14 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
     stages = stated_partition(spec, values, pp) or uniform_partition(spec, pp)
     virtual = stages.num_chunks // pp
     zero = read_zero(values)
+    if (micro := values.get(_MICRO)) is None:
+        raise flag_error(
+            _MICRO, None, "Megatron-LM does not start without it", "Add it to the command."
+        )
     grid = PartialLayout(
         dims=dataclasses.replace(dims, virtual_pipeline_model_parallel_size=virtual),
         global_batch_size=request.global_batch_size,
-        micro_batch_size=_micro_batch(values),
+        micro_batch_size=int(micro),
         # Megatron turns it off where there is no tensor group
         sequence_parallel=bool(values.get("sequence_parallel"))
         and dims.tensor_model_parallel_size > 1,
@@ -211,14 +212,6 @@ def _dims(job: Job, request: Request) -> ParallelDims:
     inner = values.get("use_tp_pp_dp_mapping")
     order = RankOrder.TP_CP_EP_PP_DP if inner else RankOrder.TP_CP_EP_DP_PP
     return ParallelDims(**degrees, data_parallel_size=gpus // replica, rank_order=order)
-
-
-def _micro_batch(values: Values) -> int:
-    if (micro := values.get("micro_batch_size")) is not None:
-        return int(micro)
-    raise flag_error(
-        "micro_batch_size", None, "Megatron-LM does not start without it", "Add it to the command."
-    )
 
 
 def _execution(job: Job, request: Request, composed: Settings) -> Execution:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nest_megatron.config.compose import Settings
-from nest_megatron.config.job import FreeParameters, Job, ReadCommand, Requirement
+from nest_megatron.config.job import FreeParameters, Job, Requirement
 from nest_megatron.config.space import fixed_degrees, read_space
 from nest_megatron.errors import UserInputError, nearest, require_known
 from nest_megatron.integrations.megatron_lm import sharding
@@ -207,22 +207,19 @@ def _not_loadable(name: str, value: object, need: Requirement) -> UserInputError
 def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
     own, spec, stated = read_space(settings), job.spec, _stated(job, freed)
     if job.command is not None:
-        own = _with_packs(own, job.command, stated)
-    if not job.full_recompute:
-        own = dataclasses.replace(own, full_recompute=False)
+        command, pipelines = job.command, (_PIPELINE, *STAGE_OPTIONS, *VIRTUAL_STAGES)
+        limits = pipeline_limits(command.values, command.script, command.version)
+        if not any(map(stated.get, pipelines)):  # what the user states is kept
+            own = dataclasses.replace(own, limits={**limits, **own.limits})
     fixed = {name: int(stated[name]) for name in DEGREES if stated.get(name) is not None}
     if says_all := job.command is None and bool(job.stated):
         fixed = {**_unset_degrees(spec, fixed, freed), **fixed}
     partition = _fixed_stages(spec, stated, fixed, freed)
-    if partition is not None:
-        pp = partition.pipeline_model_parallel_size
-        fixed |= {_PIPELINE: pp, _VIRTUAL: partition.num_chunks // pp}
-    else:
+    if partition is None:
         virtual = _virtual(stated, fixed, spec)
         if virtual is None and says_all and not freed.intersection(VIRTUAL_STAGES):
             virtual = 1
         fixed |= {} if virtual is None else {_VIRTUAL: virtual}
-    even = says_all and partition is None and not freed.intersection(STAGE_OPTIONS)
     orders, recompute = own.rank_orders, own.recompute
     if settings.parallel.rank_order is None and _ORDER not in freed:
         if stated.get(_ORDER):
@@ -231,25 +228,19 @@ def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
             orders = (RankOrder.TP_CP_EP_DP_PP,)
     if recompute is None and not freed.intersection(RECOMPUTE):
         recompute = job.recompute or (NO_RECOMPUTE if says_all else None)
+    # sequence parallelism belongs to all degrees together, and is no choice by itself
+    keeps_degrees = says_all and not freed.intersection(DEGREES) - {"micro_batch_size"}
+    is_whole = fixed.get(_TENSOR, 1) > 1 and not job.stated.get("sequence_parallel")
     return dataclasses.replace(
         own,
         fixed={**fixed, **own.fixed},
         rank_orders=orders,
         recompute=recompute,
+        full_recompute=job.full_recompute,
         partition=partition,
-        even_stages=own.even_stages or even,
-        sequence_parallel=not (says_all and _splits_nothing(job, fixed, freed)),
+        even_stages=says_all and partition is None and not freed.intersection(STAGE_OPTIONS),
+        sequence_parallel=not (keeps_degrees and is_whole),
     )
-
-
-def _splits_nothing(job: Job, fixed: Mapping[str, int], freed: frozenset[str]) -> bool:
-    """Whether a recipe has tensor parallelism without sequence parallelism, and keeps it so.
-
-    It belongs to all degrees together, and has no name of its own among the choices.
-    """
-    if freed.intersection(DEGREES) - {"micro_batch_size"}:
-        return False
-    return fixed.get(_TENSOR, 1) > 1 and not job.stated.get("sequence_parallel")
 
 
 def _unset_degrees(
@@ -266,14 +257,6 @@ def _unset_degrees(
     if spec.is_moe and _EXPERT_TENSOR not in freed and tp is not None:
         kept[_EXPERT_TENSOR] = tp
     return kept
-
-
-def _with_packs(space: SearchSpace, command: ReadCommand, stated: Values) -> SearchSpace:
-    """Pipelines that packed sequences allow; what the user states is kept."""
-    limits = pipeline_limits(command.values, command.script, command.version)
-    if any(stated.get(name) for name in (_PIPELINE, *STAGE_OPTIONS, *VIRTUAL_STAGES)):
-        return space
-    return dataclasses.replace(space, limits={**limits, **space.limits})
 
 
 def _fixed_stages(
@@ -298,8 +281,8 @@ def _fixed_stages(
 
 def _virtual(values: Values, fixed: Mapping[str, int], spec: TransformerSpec) -> int | None:
     layers, direct = map(values.get, VIRTUAL_STAGES)
-    if isinstance(direct, int) or not isinstance(layers, int):
-        return direct if isinstance(direct, int) else None
+    if direct is not None or layers is None:
+        return None if direct is None else int(direct)
     pp = fixed.get(_PIPELINE)
     if pp is None or layers < 1 or spec.num_layers % (pp * layers):
         raise flag_error(
@@ -309,4 +292,4 @@ def _virtual(values: Values, fixed: Mapping[str, int], spec: TransformerSpec) ->
             f"virtual stages of the {spec.num_layers} layers",
             f"Add --free {_VIRTUAL}, or --pipeline-model-parallel-size.",
         )
-    return spec.num_layers // (pp * layers)
+    return int(spec.num_layers // (pp * layers))
