@@ -48,8 +48,15 @@ _NO_OPTIM = "add --no-load-optim to start the optimizer afresh"
 _CONVERT = "convert it, laid out as it was, with --ckpt-convert-format torch_dist"
 _ALONE = "launch this job without nest"
 _TRACKER, _INF = "latest_checkpointed_iteration.txt", float("inf")
-_SIZES = {"hidden_size": 1, "ffn_hidden_size": 1, "num_attention_heads": 1, "seq_length": 1}
-_MODEL = TransformerSpec(name="saved", num_layers=1, vocab_size=1, **_SIZES)  # type: ignore[arg-type]
+_MODEL = TransformerSpec(
+    name="saved",
+    num_layers=1,
+    vocab_size=1,
+    hidden_size=1,
+    ffn_hidden_size=1,
+    num_attention_heads=1,
+    seq_length=1,
+)
 
 
 @frozen_record

@@ -53,14 +53,12 @@ def heterogeneous_kinds(values: Values) -> tuple[LayerKind, ...]:
             f"{path} says {expected}, and Megatron ends with an error",
             "Give the same in both.",
         )
-    heads = values["num_attention_heads"]
+    names = ("hidden_size", "num_attention_heads", "num_query_groups")
     return read_heterogeneous_layers(
         text,
         None,
         flag_of,
-        hidden_size=values["hidden_size"],
-        num_attention_heads=heads,
-        num_query_groups=values["num_query_groups"],
+        **{name: values[name] for name in names},
         ffn_hidden_size=values.get("ffn_hidden_size") or 4 * values["hidden_size"],
     )
 
@@ -82,8 +80,7 @@ def _differing(values: Values, file: Values) -> Iterator[tuple[str, object, obje
         "use_rope_scaling": True,
         "use_rotary_position_embeddings": True,
         "num_layers": file["num_hidden_layers"],
-        "hidden_size": file["hidden_size"],
-        "num_attention_heads": file["num_attention_heads"],
+        **{name: file[name] for name in ("hidden_size", "num_attention_heads")},
         "untie_embeddings_and_output_weights": not file["tie_word_embeddings"],
         "rotary_base": file["rope_theta"],
         "rope_scaling_factor": file["rope_scaling"]["factor"],

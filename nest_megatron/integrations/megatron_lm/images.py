@@ -70,12 +70,8 @@ def with_images(
     patches = height // patch * (width // patch)
     tokens = patches + (not values.get("disable_vision_class_token"))
     text = values.get(_LENGTH) or spec.seq_length
-    same = {field.name for field in dataclasses.fields(EncoderSpec)} - {"num_layers"}
-    shared = {
-        field.name: getattr(spec, field.name)
-        for field in dataclasses.fields(spec)
-        if field.name in same
-    }
+    shared = {each.name for each in dataclasses.fields(EncoderSpec)} - {"num_layers"}
+    shared &= {each.name for each in dataclasses.fields(spec)}
     stated = values.get("encoder_num_layers") or values.get("num_layers")
     return dataclasses.replace(
         spec,
@@ -84,7 +80,7 @@ def with_images(
         max_position_embeddings=max(spec.max_position_embeddings or 0, text + tokens),
         untie_embeddings_and_output_weights=True,  # LLaVAModel's default, which the script leaves
         vision=EncoderSpec(
-            **shared,
+            **{name: getattr(spec, name) for name in shared},
             num_layers=stated or spec.num_layers,
             num_patches=patches,
             num_class_tokens=1,

@@ -21,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 from nest_megatron.config.job import ReadCommand
+from nest_megatron.integrations.megatron_lm.inert_pickle import is_plain
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     RECOMPUTE,
     VIRTUAL_STAGES,
@@ -40,7 +41,6 @@ from nest_megatron.units import Bytes
 
 #: What concerns the whole model, other ranks or the run: one layer has Megatron's default.
 _NOT_OF_A_LAYER = (*VIRTUAL_STAGES, *RECOMPUTE, *arguments_of("not_of_a_layer"))
-_PLAIN = (bool, int, float, str)
 
 
 @frozen_record
@@ -61,20 +61,13 @@ class JobArguments:
 def job_arguments(command: ReadCommand, defaults: Values) -> JobArguments:
     """The arguments of a command; those at the recorded release's default are left out."""
     recorded = {argument.dest: argument.default for argument in load_arguments(command.version)}
-    plain = {name: value for name, value in command.values.items() if _is_plain(value)}
+    plain = {name: value for name, value in command.values.items() if is_plain(value)}
     return JobArguments(
         script=command.script,
         argv=command.argv,
         values={name: value for name, value in plain.items() if value != recorded.get(name)},
-        defaults={name: value for name, value in defaults.items() if _is_plain(value)},
+        defaults={name: value for name, value in defaults.items() if is_plain(value)},
     )
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is the same after it was written as JSON, lists for tuples apart."""
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, _PLAIN)
 
 
 class JobLayers:
@@ -91,7 +84,7 @@ class JobLayers:
         self._parsed = args = _parsed(job.script, job.argv)
         for name, value in job.values.items():
             before = getattr(args, name, None)
-            if _is_plain(before):  # what is of Megatron's types stays
+            if is_plain(before):  # what is of Megatron's types stays
                 setattr(args, name, tuple(value) if isinstance(before, tuple) else value)
 
     def __call__(self, spec: TransformerSpec, shard: LayerShard) -> Layers:
@@ -183,7 +176,9 @@ def _layers(spec: TransformerSpec, shard: LayerShard, args: Namespace) -> Layers
         config = core_transformer_config_from_args(args)
         described = _bert_layer(args)
     elif (builders := _builders()) is not None:
-        given = _given_to_model(builders, args)
+        given: dict[str, Any] = {}
+        with mock.patch.object(builders, "GPTModel", lambda **model: given.update(model)):
+            builders.gpt_builder(args, True, True)
         config, described = given["config"], given["transformer_layer_spec"]
         block = given.get("mtp_block_spec")
         mtp = None if block is None else block.layer_specs[0]
@@ -214,13 +209,6 @@ def _builders() -> ModuleType | None:
         if error.name != "gpt_builders":
             raise
         return None
-
-
-def _given_to_model(builders: ModuleType, args: Namespace) -> dict[str, Any]:
-    described: dict[str, Any] = {}
-    with mock.patch.object(builders, "GPTModel", lambda **given: described.update(given)):
-        builders.gpt_builder(args, True, True)
-    return described
 
 
 def _bert_layer(args: Namespace) -> Any:
