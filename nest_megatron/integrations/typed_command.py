@@ -16,12 +16,12 @@ from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import FreeParameters, Job, LaunchedRanks, ReadCommand
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.dry_run.launch import (
-    ScriptLaunch,
     is_script_call,
     names_script,
     script_launch,
     unread_model,
 )
+from nest_megatron.integrations.dry_run.run import RecordedLaunch
 from nest_megatron.integrations.launchers import SLURM_VARIABLES, LaunchPlace, slurm_options
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_command
 from nest_megatron.integrations.megatron_lm.parser import read_command, tokens
@@ -163,7 +163,7 @@ def _read(composed: Settings, text: str | Sequence[str], version: str) -> Job:
     return dataclasses.replace(job, spec=job.spec.with_padded_vocab(tp))
 
 
-def recorded_launch(text: str | Sequence[str], composed: Settings) -> ScriptLaunch | None:
+def recorded_launch(text: str | Sequence[str], composed: Settings) -> RecordedLaunch | None:
     """What the script launches that words start, which bash runs; ``None`` for other words.
 
     Raises:
@@ -197,7 +197,7 @@ def _named_cluster(composed: Settings) -> Cluster | None:
     return None if composed.cluster is None else read_cluster(composed)
 
 
-def _place(composed: Settings, launch: ScriptLaunch | None) -> LaunchPlace:
+def _place(composed: Settings, launch: RecordedLaunch | None) -> LaunchPlace:
     """Where a command is launched: from this process or a script, on the cluster that is named."""
     cluster = _named_cluster(composed)
     gpus = None if cluster is None else cluster.host_size
@@ -207,7 +207,7 @@ def _place(composed: Settings, launch: ScriptLaunch | None) -> LaunchPlace:
 
 
 @contextlib.contextmanager
-def _naming_what_lacks(launch: ScriptLaunch | None) -> Iterator[None]:
+def _naming_what_lacks(launch: RecordedLaunch | None) -> Iterator[None]:
     """Let errors of a command name what its script left out and what nothing sets."""
     try:
         yield

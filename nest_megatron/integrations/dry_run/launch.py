@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shlex
@@ -14,7 +15,6 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.dry_run.recorder import SHELLS, WRAPPERS
 from nest_megatron.integrations.dry_run.run import MAX_SECONDS, DryRun, RecordedLaunch, dry_run
 from nest_megatron.integrations.launchers import assignment
-from nest_megatron.plain import frozen_record
 
 #: Programs, by a part of their path or module, whose model is not in their words.
 _UNREAD = {
@@ -31,23 +31,6 @@ _TRAINING = re.compile(
 )
 #: Options in which the launches of one job differ, one on each node.
 _OF_A_NODE = re.compile(r"--(node[-_]rank|machine[-_]rank)(=.*)?")
-
-
-@frozen_record
-class ScriptLaunch:
-    """What a script would launch.
-
-    Args:
-        words: the command, variables that the script sets before it.
-        environment: all variables that it would have.
-        header: options of Slurm on the lines of the batch script that it stands in.
-        notes: what was left out, one sentence each.
-    """
-
-    words: tuple[str, ...]
-    environment: Mapping[str, str]
-    header: tuple[str, ...]
-    notes: tuple[str, ...]
 
 
 def is_script_call(words: Sequence[str]) -> bool:
@@ -75,7 +58,7 @@ def names_script(words: Sequence[str]) -> bool:
     return not any(re.fullmatch(r"-[a-z]*c", word) for word in words)
 
 
-def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> ScriptLaunch:
+def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> RecordedLaunch:
     """The launch of the script that words start, which bash runs (``docs/launch_scripts.md``).
 
     It runs in the current folder with the variables of this process.
@@ -108,10 +91,9 @@ def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> Scrip
         for name, value in found.environment.items()
         if os.environ.get(name) != value and not name.startswith("SLURM_")
     )
-    return ScriptLaunch(
+    return dataclasses.replace(
+        found,
         words=(*given, *found.words),
-        environment=found.environment,
-        header=found.header,
         notes=tuple(_notes(run, found, script or rest[0])),
     )
 

@@ -51,16 +51,19 @@ class RecordedLaunch:
     """A command that would start programs of Python.
 
     Args:
-        words: as the program is called, those of ``srun`` and the like around it before them.
+        words: as the program is called, those of ``srun`` and the like around it before them; of
+            the one that trains variables that the script sets, too.
         environment: all variables that it would have.
         header: Slurm's options of the batch script that it stands in.
         line: of the script; ``""`` where it is not known.
+        notes: what was left out of the script, one sentence each.
     """
 
     words: tuple[str, ...]
     environment: Mapping[str, str]
     header: tuple[str, ...]
     line: str
+    notes: tuple[str, ...] = ()
 
 
 @frozen_record
