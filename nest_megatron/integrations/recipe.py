@@ -33,8 +33,8 @@ from nest_megatron.integrations.fields import (
     value_or,
     whole,
 )
+from nest_megatron.integrations.megatron_lm.layout_arguments import stated_partition
 from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zero
-from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
 from nest_megatron.integrations.restore import (
     Restored,
     closed_choices,

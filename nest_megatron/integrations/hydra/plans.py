@@ -56,9 +56,9 @@ from nest_megatron.integrations.plan_output import pinned_by, pinned_file, plan_
 from nest_megatron.integrations.plan_recipe import require_pinned_for
 from nest_megatron.integrations.site_policy import read_launched, require_launch
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.arguments import LAYOUT_ARGUMENTS
 from nest_megatron.layout.diff import Change, plan_values, reason
 from nest_megatron.layout.knobs import KNOBS
+from nest_megatron.layout.layout import LAYOUT_ARGUMENTS
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.model.execution import Execution
 from nest_megatron.report.console import say, show

@@ -23,7 +23,7 @@ from nest_megatron.integrations.architecture import CLASSIFIED, OF_FAMILIES, REF
 from nest_megatron.integrations.hydra.view import SPELLINGS, AppView, has_path, raw_value
 from nest_megatron.integrations.megatron_lm.read import job_from_values
 from nest_megatron.integrations.recipe import lightning_precision
-from nest_megatron.layout.arguments import LAYOUT_ARGUMENTS
+from nest_megatron.layout.layout import LAYOUT_ARGUMENTS
 from nest_megatron.model.arguments import EXPERT_NAMES, LINEAR_NAMES, SAME_NAMES
 from nest_megatron.model.spec import TransformerSpec
 

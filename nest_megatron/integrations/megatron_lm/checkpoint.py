@@ -19,7 +19,6 @@ from nest_megatron.config.job import Requirement
 from nest_megatron.documents import read_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_bytes
-from nest_megatron.integrations.megatron_lm.hybrid import saved_pattern
 from nest_megatron.integrations.megatron_lm.inert_pickle import (
     MAX_METADATA_BYTES,
     MAX_STATE_BYTES,
@@ -28,8 +27,8 @@ from nest_megatron.integrations.megatron_lm.inert_pickle import (
     load_inert,
     load_state,
 )
-from nest_megatron.integrations.megatron_lm.layout_arguments import Values
-from nest_megatron.integrations.megatron_lm.stage_options import user_partition
+from nest_megatron.integrations.megatron_lm.layout_arguments import Values, user_partition
+from nest_megatron.integrations.megatron_lm.model_arguments import saved_pattern
 from nest_megatron.layout.stage_layout import expand_layout, layout_string, uniform_partition
 from nest_megatron.model.layer_pattern import hybrid_kinds
 from nest_megatron.model.spec import TransformerSpec

@@ -15,9 +15,12 @@ from nest_megatron.integrations.megatron_lm.attach import (
     is_blackwell,
     layout_request,
 )
-from nest_megatron.integrations.megatron_lm.layout_arguments import Values, flag_error
+from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    Values,
+    flag_error,
+    stated_partition,
+)
 from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zero
-from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
 from nest_megatron.layout.dims import ParallelDims, RankOrder
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import Layout, PartialLayout

@@ -22,13 +22,6 @@ from nest_megatron.errors import UnplannableModelError
 from nest_megatron.integrations.architecture import REFUSED, unpriced
 from nest_megatron.integrations.megatron_lm.checkpoint_arguments import with_checkpoint_arguments
 from nest_megatron.integrations.megatron_lm.growing_batch import schedule_notes, stated_schedule
-from nest_megatron.integrations.megatron_lm.heterogeneous import heterogeneous_kinds
-from nest_megatron.integrations.megatron_lm.hybrid import (
-    HYBRID_ARGUMENTS,
-    hybrid_pattern,
-    own_layers,
-)
-from nest_megatron.integrations.megatron_lm.images import script_arguments, with_images
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
     REASONS,
@@ -37,6 +30,14 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     flag_error,
     flag_of,
     states_stages,
+)
+from nest_megatron.integrations.megatron_lm.model_arguments import (
+    HYBRID_ARGUMENTS,
+    heterogeneous_kinds,
+    hybrid_pattern,
+    own_layers,
+    script_arguments,
+    with_images,
 )
 from nest_megatron.integrations.megatron_lm.packing import is_packed, needs_of_packs, packing_notes
 from nest_megatron.integrations.megatron_lm.sharding import require_optimizer

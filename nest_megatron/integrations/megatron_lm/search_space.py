@@ -18,10 +18,10 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     VIRTUAL_STAGES,
     Values,
     flag_error,
+    stated_partition,
     states_stages,
 )
 from nest_megatron.integrations.megatron_lm.packing import pipeline_limits
-from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.execution_arguments import EXECUTION_ARGUMENTS
 from nest_megatron.layout.partition import StagePartition

@@ -13,7 +13,6 @@ from typing import Any
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UnplannableModelError
 from nest_megatron.integrations.megatron_lm.parser import options_for
-from nest_megatron.layout.arguments import layout_arguments
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.execution_arguments import (
     EXECUTION_FIELDS,
@@ -21,6 +20,7 @@ from nest_megatron.layout.execution_arguments import (
     execution_arguments,
     execution_environment,
 )
+from nest_megatron.layout.layout import layout_arguments
 from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, LaunchRequest

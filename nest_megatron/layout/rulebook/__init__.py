@@ -13,11 +13,10 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.rulebook.degrees import DEGREE_RULES
 from nest_megatron.layout.rulebook.devices import DEVICE_RULES
-from nest_megatron.layout.rulebook.execution import EXECUTION_RULES, FORMAT_RULES
+from nest_megatron.layout.rulebook.execution import EXECUTION_RULES, FORMAT_RULES, RECOMPUTE_RULES
 from nest_megatron.layout.rulebook.facts import LaunchRequest
 from nest_megatron.layout.rulebook.job import ENGINE_RULES, JOB_RULES
 from nest_megatron.layout.rulebook.options import OPTION_RULES
-from nest_megatron.layout.rulebook.recomputation import RECOMPUTE_RULES
 from nest_megatron.layout.rulebook.rule import Rule, Violation, violations
 from nest_megatron.layout.rulebook.schedule import SCHEDULE_RULES
 from nest_megatron.layout.rulebook.sharding import OPTIMIZER_RULES, SHARDING_RULES
