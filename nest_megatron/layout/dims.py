@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
 from nest_megatron.plain import frozen_record
@@ -73,11 +71,10 @@ class ParallelDims:
                 "Lower one of the two, or raise the data-parallel size.",
             )
 
-    def flags(self) -> dict[str, Any]:
-        """The degrees as Megatron's flags have them: ``None`` for one virtual stage."""
-        values = {name: getattr(self, name) for name in DEGREES}
-        virtual = self.virtual_pipeline_model_parallel_size
-        return {**values, "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None}
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degrees by Megatron's names."""
+        return {name: getattr(self, name) for name in DEGREES}
 
     @property
     def world_size(self) -> int:

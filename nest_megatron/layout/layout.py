@@ -59,6 +59,11 @@ class PartialLayout:
         """Micro batches that each replica works through in one step."""
         return self.global_batch_size // (self.micro_batch_size * self.dims.data_parallel_size)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The degrees and the micro batch, by Megatron's names."""
+        return {**self.dims.degrees, "micro_batch_size": self.micro_batch_size}
+
     def with_stages(
         self, partition: StagePartition, sharding: DataParallelSharding | None = None
     ) -> Layout:
@@ -126,10 +131,12 @@ LAYOUT_ARGUMENTS = (
 def layout_arguments(spec: TransformerSpec, layout: Layout) -> dict[str, Any]:
     """What a layout sets in a job, by Megatron's names; ``None`` is a flag left out."""
     recompute, granularity = layout.recompute, layout.recompute.granularity
+    virtual = layout.dims.virtual_pipeline_model_parallel_size
     pipelined = layout.dims.pipeline_model_parallel_size > 1
     fsdp = layout.uses_megatron_fsdp
     return {
-        **layout.dims.flags(),
+        **layout.dims.degrees,
+        "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
         "sequence_parallel": layout.sequence_parallel,
         "pipeline_model_parallel_layout": (
             layout_string(spec, layout.partition) if pipelined else None

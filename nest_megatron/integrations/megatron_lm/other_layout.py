@@ -264,7 +264,7 @@ def _nearest(job: PlannedJob, space: SearchSpace, asked: Mapping[str, Any]) -> W
                 continue
             bounded |= _is_bounded(found)
             if isinstance(found, ParallelPlan) and not _not_kept(found, asked_for):
-                far = sum(abs(math.log2(size_of(found, n) / asked[n])) for n in changed)
+                far = sum(abs(math.log2(found.layout.sizes[n] / asked[n])) for n in changed)
                 plans.append((far, found.predicted.iteration_time_s, changed, found))
         if plans:
             _, _, changed, found = min(plans, key=lambda each: each[:3])
@@ -281,14 +281,7 @@ def _is_bounded(found: ParallelPlan | NoPlan | EndedEarly) -> bool:
 
 def _not_kept(plan: ParallelPlan, space: SearchSpace) -> list[str]:
     """Sizes that a search was told and its plan has not."""
-    return [name for name, size in space.fixed.items() if size_of(plan, name) != size]
-
-
-def size_of(plan: ParallelPlan, name: str) -> int:
-    """A size of a plan's layout by its name in ``WhyNot.asked``."""
-    if name == "micro_batch_size":
-        return plan.layout.micro_batch_size
-    return int(getattr(plan.layout.dims, name))
+    return [name for name, size in space.fixed.items() if plan.layout.sizes[name] != size]
 
 
 def _versus(job: PlannedJob, plan: ParallelPlan, variant: Variant) -> Versus:
@@ -333,7 +326,7 @@ def _nearest_words(found: WhyNot) -> str:
     if (nearest := found.nearest) is None:
         said = "was found that makes" if found.bounded else "makes"
         return f"No change of one or two of the sizes {said} it legal and fit."
-    sizes = {name: size_of(nearest, name) for name in found.changed}
+    sizes = {name: nearest.layout.sizes[name] for name in found.changed}
     names = ", ".join(f"{_short(n)} {found.asked[n]} -> {size}" for n, size in sizes.items())
     step = format_seconds(nearest.predicted.iteration_time_s)
     return f"{names}: {step} a step. {layout_words(nearest)}"

@@ -71,15 +71,9 @@ def with_present_layout(request: Request, job: Job, composed: Settings) -> Reque
     return dataclasses.replace(request, present=layout, space=space)
 
 
-def _sizes(grid: PartialLayout) -> dict[str, int]:
-    flags = {name: size or 1 for name, size in grid.dims.flags().items()}
-    own = {"data_parallel_size": grid.dims.data_parallel_size, _MICRO: grid.micro_batch_size}
-    return {**flags, **own}
-
-
 def _keeps_fixed(request: Request, layout: Layout) -> bool:
     """Whether a layout is one of the space but for its limits."""
-    space, sizes = request.space, _sizes(layout)
+    space, sizes = request.space, layout.sizes
     zeros = (*space.zero_stages, ZeroStage.NONE)
     return (
         all(sizes[name] == value for name, value in space.fixed.items())
@@ -101,7 +95,7 @@ def _reaching(space: SearchSpace, present: Layout, cluster: Cluster) -> SearchSp
     A limit that the user has set holds for other layouts.
     """
     recompute, micro = present.recompute, present.micro_batch_size
-    free = {n: v for n, v in _sizes(present).items() if n not in (*space.fixed, *space.limits)}
+    free = {n: v for n, v in present.sizes.items() if n not in (*space.fixed, *space.limits)}
     power = micro & (micro - 1) == 0
     beyond = {
         name: value
