@@ -284,7 +284,7 @@ EXECUTION_RULES = (
         "cuda_graph_full_recompute",
         "tc:1780-1822",
         lambda captured, recomputes_layers: (
-            not recomputes_layers or captured.allows_full_recompute()
+            not recomputes_layers or captured.impl == GraphImpl.FULL_ITERATION
         ),
         "recompute_granularity",
         "{captured.impl} CUDA graphs of layers hold no full recomputation; a graph of the full "
