@@ -104,14 +104,12 @@ def vocabulary_rows(values: Values, tokenizer: str, version: str) -> tuple[int, 
 
 
 def _tokens(path: Path, tokenizer: str, version: str, values: Values, *, bert: bool) -> int | None:
+    added = () if version == _OLD else values.get("special_tokens") or ()
     if tokenizer in _HUGGING_FACE:
-        added = values.get("special_tokens") or () if version != _OLD else ()
         names = _hugging_face(path, added if tokenizer == "HuggingFaceTokenizer" else ())
         return None if names is None else len(names)
     if tokenizer == "GPT2BPETokenizer":
-        return len(
-            {*_object(path), *((values.get("special_tokens") or ()) if version != _OLD else ())}
-        )
+        return len({*_object(path), *added})
     if bert:  # a:_BertWordPieceTokenizer
         lines = {line.strip() for line in read_text(path, "--vocab-file").splitlines()}
         extra = range(values.get("vocab_extra_ids") or 0)
@@ -129,7 +127,12 @@ def _hugging_face(path: Path, added: Any) -> set[str] | None:
     file = folder / "tokenizer.json" if path.is_dir() else path
     if file.is_file() and file.suffix == ".json":
         whole = _object(file)
-        names = {*_model_tokens(whole, file), *_contents(whole.get("added_tokens"))}
+        vocab = whole["model"].get("vocab") if isinstance(whole.get("model"), dict) else None
+        if not isinstance(vocab, dict | list):
+            raise _refused(file, "it has no model.vocab")
+        names = set(_contents(whole.get("added_tokens")))
+        # Unigram has pairs of a token and its score
+        names.update(each if isinstance(each, str) else str(each[0]) for each in vocab)
     elif (folder / "vocab.json").is_file():
         names = set(_object(folder / "vocab.json"))
     elif (folder / "tokenizer.model").is_file():
@@ -140,14 +143,6 @@ def _hugging_face(path: Path, added: Any) -> set[str] | None:
         if (folder / other).is_file():
             names |= set(_stated(_object(folder / other), is_map=other == "added_tokens.json"))
     return names | set(added)
-
-
-def _model_tokens(whole: Values, file: Path) -> Iterator[str]:
-    vocab = whole["model"].get("vocab") if isinstance(whole.get("model"), dict) else None
-    if not isinstance(vocab, dict | list):
-        raise _refused(file, "it has no model.vocab")
-    for each in vocab:  # Unigram has pairs of a token and its score
-        yield each if isinstance(each, str) else str(each[0])
 
 
 def _stated(table: Values, *, is_map: bool) -> Iterator[str]:
