@@ -24,6 +24,7 @@ from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zer
 from nest_megatron.layout.dims import ParallelDims, RankOrder
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import Layout, PartialLayout
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.policy import violations
 from nest_megatron.layout.recompute import NO_RECOMPUTE, RecomputeGranularity
 from nest_megatron.layout.rulebook import first_broken
@@ -54,10 +55,10 @@ def with_present_layout(request: Request, job: Job, composed: Settings) -> Reque
     a setting, a checkpoint or a policy, forbids it.
     """
     try:
-        variant, asked = typed_layout(job, request, composed)
+        variant, refused = typed_layout(job, request, composed)
     except UserInputError:  # such as no micro batch: it is no job that runs
         return request
-    if refused := refusal(request, job, asked)(variant):
+    if refused:
         note = f"The present layout is no point of the search, Megatron refuses it: {refused}"
         return dataclasses.replace(request, notes=(*request.notes, note))
     layout = variant.layout
@@ -109,8 +110,8 @@ def _reaching(space: SearchSpace, present: Layout, cluster: Cluster) -> SearchSp
     return dataclasses.replace(space, present=beyond, present_recompute=own)
 
 
-def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Variant, Execution]:
-    """A command's layout, and how its layers are asked to be carried out.
+def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Variant, str]:
+    """A command's layout, and why Megatron refuses it.
 
     What is not typed is Megatron's default (``validate_args``): degrees of 1, one replica on the
     GPUs that are left, nothing overlapped or divided.
@@ -149,7 +150,8 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
         overlap_grad_reduce=bool(values.get("overlap_grad_reduce")),
         overlap_param_gather=bool(values.get("overlap_param_gather")),
     )
-    return Variant(settings=settings, layout=layout), asked
+    variant = Variant(settings=settings, layout=layout)
+    return variant, refusal(request, job, asked)(variant)
 
 
 def _overlapped(settings: CostSettings, values: Values, zero: ZeroStage) -> CostSettings:
@@ -218,3 +220,19 @@ def _execution(job: Job, request: Request, composed: Settings) -> Execution:
     flags = {**own_flags, **({} if own is None else {_DISPATCHER: own})}
     name = request.cluster.accelerator.name
     return CostInputs.of(composed, job, name, spec=request.spec, flags=flags).execution()
+
+
+def typed_plan(job: Job, request: Request, composed: Settings) -> tuple[ParallelPlan, Variant]:
+    """The plan that a command is as it is typed, and its layout.
+
+    Raises:
+        UserInputError: for what Megatron refuses.
+    """
+    variant, refused = typed_layout(job, request, composed)
+    if refused:
+        limit, fix = f"Megatron-LM {job.version} refuses it: {refused}", "Change its flags (--set)."
+        if job.command is None:
+            limit = f"the rules of Megatron-LM {job.version} refuse it: {refused}"
+            fix = "Change the recipe's fields."
+        raise UserInputError("--from", job.script, limit, fix)
+    return estimate_for(request, variant.layout, settings=variant.settings), variant
