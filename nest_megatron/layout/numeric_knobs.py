@@ -8,12 +8,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.plain import frozen_record
 
 HOPPER = r"G?H\d"
 BLACKWELL = r"G?B\d"
@@ -22,7 +21,7 @@ INSTINCT = r"MI3\d"
 _WHOLE_TENSOR = "|".join((HOPPER, BLACKWELL, INSTINCT))
 
 
-@frozen_record
+@dataclass(frozen=True, slots=True)
 class NumericKnob:
     """A choice that changes numbers: never made, but priced.
 
@@ -39,6 +38,7 @@ class NumericKnob:
     flags: str
     changes: str
     family: str
+    _: KW_ONLY
     values: Mapping[str, Any] = field(default_factory=dict)
     precisions: tuple[Precision, ...] = (Precision.BF16, Precision.FP8, Precision.NVFP4)
     precision: Precision | None = None
@@ -88,9 +88,9 @@ def _moments(width: str) -> NumericKnob:
     """Adam's moments in a width; its other states stay as they are."""
     values = {"exp_avg_dtype": width, "exp_avg_sq_dtype": width}
     return NumericKnob(
-        flags=f"--use-precision-aware-optimizer --exp-avg-dtype {width} --exp-avg-sq-dtype {width}",
-        changes=f"Adam keeps its moments in {width}",
-        family=f"moments in {width}",
+        f"--use-precision-aware-optimizer --exp-avg-dtype {width} --exp-avg-sq-dtype {width}",
+        f"Adam keeps its moments in {width}",
+        f"moments in {width}",
         values={"use_precision_aware_optimizer": True, **values},
         of_sharded_optimizer=True,
         of_adam=True,
@@ -100,9 +100,9 @@ def _moments(width: str) -> NumericKnob:
 def _fp8(number_format: str, recipe: str, devices: str, how: str) -> NumericKnob:
     """GEMMs of layers in fp8, of a 16-bit job or of one with another recipe."""
     return NumericKnob(
-        flags=f"--fp8-format {number_format} --fp8-recipe {recipe}",
-        changes=f"GEMMs of layers run in fp8, {how}",
-        family="format",
+        f"--fp8-format {number_format} --fp8-recipe {recipe}",
+        f"GEMMs of layers run in fp8, {how}",
+        "format",
         values={"fp8_recipe": recipe},
         precisions=(Precision.BF16, Precision.FP8),
         precision=Precision.FP8,
@@ -111,18 +111,18 @@ def _fp8(number_format: str, recipe: str, devices: str, how: str) -> NumericKnob
 
 
 _GRADIENTS = NumericKnob(
-    flags="--grad-reduce-in-bf16",
-    changes="gradients are summed over replicas and micro batches in bf16",
-    family="gradients",
+    "--grad-reduce-in-bf16",
+    "gradients are summed over replicas and micro batches in bf16",
+    "gradients",
     values={"grad_reduce_in_bf16": True},
     instead_of=("accumulate_allreduce_grads_in_fp32",),
 )
 _MOMENTS = (_moments("bf16"), _moments("fp8"))
 _TENSORWISE = _fp8("hybrid", "tensorwise", _WHOLE_TENSOR, "with one scale for each tensor")
 _FP8_WEIGHTS = NumericKnob(
-    flags="--fp8-param-gather",
-    changes="weights are kept and gathered in fp8 alone",
-    family="weights",
+    "--fp8-param-gather",
+    "weights are kept and gathered in fp8 alone",
+    "weights",
     values={"fp8_param_gather": True},
     precisions=(Precision.FP8,),
     of_sharded_optimizer=True,
@@ -135,9 +135,9 @@ NUMERIC_KNOBS = (
     _fp8("e4m3", "blockwise", HOPPER, "with a scale for each block of 128 elements"),
     _fp8("e4m3", "mxfp8", BLACKWELL, "with a scale for each 32 elements"),
     NumericKnob(
-        flags="--fp4-format e2m1 --fp4-recipe nvfp4",
-        changes="GEMMs of layers run in four bits, in place of any fp8",
-        family="format",
+        "--fp4-format e2m1 --fp4-recipe nvfp4",
+        "GEMMs of layers run in four bits, in place of any fp8",
+        "format",
         values={"fp8_recipe": None},
         precisions=(Precision.BF16, Precision.FP8),
         precision=Precision.NVFP4,
@@ -145,9 +145,9 @@ NUMERIC_KNOBS = (
     ),
     _FP8_WEIGHTS,
     NumericKnob(
-        flags="--moe-expert-capacity-factor 1.0",
-        changes="an expert drops the tokens that exceed its share",
-        family="capacity",
+        "--moe-expert-capacity-factor 1.0",
+        "an expert drops the tokens that exceed its share",
+        "capacity",
         values={"moe_expert_capacity_factor": 1.0},
         of_experts=True,
     ),
@@ -156,9 +156,9 @@ NUMERIC_KNOBS = (
 )
 
 _HOST_OPTIMIZER = NumericKnob(
-    flags="--optimizer-cpu-offload --use-precision-aware-optimizer",
-    changes="Adam runs on the host, where its states are",
-    family="states on the host",
+    "--optimizer-cpu-offload --use-precision-aware-optimizer",
+    "Adam runs on the host, where its states are",
+    "states on the host",
     values={"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True},
     of_sharded_optimizer=True,
     of_adam=True,

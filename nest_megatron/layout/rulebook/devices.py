@@ -10,19 +10,18 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import KW_ONLY, dataclass, field
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.rulebook.facts import Facts
 from nest_megatron.layout.rulebook.rule import Rule, violations
 from nest_megatron.model.execution import PLAIN, Execution
-from nest_megatron.plain import frozen_record
 
 _WHOLE_TENSOR = ("delayed", "tensorwise")
 
 
-@frozen_record
+@dataclass(frozen=True, slots=True)
 class DeviceRules:
     """Limits of the devices of one kind.
 
@@ -30,19 +29,20 @@ class DeviceRules:
         devices: pattern that the accelerator's name begins with.
         words: how a message calls them.
         recipes: scalings of fp8 (``--fp8-recipe``) and NVFP4 that Transformer Engine trains in.
+        source: file, pull request or issue that says so.
         refused: others of which more is to be said than that it has none.
         notes: what a job's own choice needs there, by scaling or by field of ``Execution``.
         closed: fields of ``Execution`` that a plan leaves as the job has them.
-        source: file, pull request or issue that says so.
     """
 
     devices: str
     words: str
     recipes: tuple[str, ...]
+    source: str
+    _: KW_ONLY
     refused: Mapping[str, str] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
     closed: frozenset[str] = frozenset()
-    source: str
 
 
 _FLEX = "moe_flex_dispatcher_backend"
@@ -66,27 +66,28 @@ _NVIDIA = "NVIDIA/TransformerEngine quantization.py @001597e"
 
 DEVICES = (
     DeviceRules(
-        devices=r"G?H\d",
-        words="Hopper",
-        recipes=(*_WHOLE_TENSOR, "blockwise"),
-        source=_NVIDIA,
+        r"G?H\d",
+        "Hopper",
+        (*_WHOLE_TENSOR, "blockwise"),
+        _NVIDIA,
     ),
     DeviceRules(
-        devices=r"G?B\d",
-        words="B200, B300, GB200 and GB300",
-        recipes=(*_WHOLE_TENSOR, "blockwise", "mxfp8", "nvfp4"),
-        source=_NVIDIA,
+        r"G?B\d",
+        "B200, B300, GB200 and GB300",
+        (*_WHOLE_TENSOR, "blockwise", "mxfp8", "nvfp4"),
+        _NVIDIA,
     ),
     DeviceRules(
-        devices="L40",
-        words="Ada",
-        recipes=_WHOLE_TENSOR,
-        source=_NVIDIA,
+        "L40",
+        "Ada",
+        _WHOLE_TENSOR,
+        _NVIDIA,
     ),
     DeviceRules(
-        devices="RTX-PRO",
-        words="RTX PRO (compute capability 12.0)",
-        recipes=_WHOLE_TENSOR,
+        "RTX-PRO",
+        "RTX PRO (compute capability 12.0)",
+        _WHOLE_TENSOR,
+        f"{_NVIDIA}; Megatron-Bridge flex_dispatcher_backend.py @067f987",
         refused={
             "nvfp4": "its default recipe, with transform and random rounding, does not train "
             "at compute capability 12.0 (NVIDIA/TransformerEngine issue 3062, pull 3281)"
@@ -95,21 +96,21 @@ DEVICES = (
             _FLEX: "Megatron-Bridge has the flex dispatcher up to compute capability 10.x alone."
         },
         closed=frozenset({_FLEX}),
-        source=f"{_NVIDIA}; Megatron-Bridge flex_dispatcher_backend.py @067f987",
     ),
     DeviceRules(
-        devices="MI3[02]",
-        words="MI300X and MI325X",
-        recipes=_WHOLE_TENSOR,
+        "MI3[02]",
+        "MI300X and MI325X",
+        _WHOLE_TENSOR,
+        _ROCM,
         refused=_AMD_REFUSED,
         notes=_AMD_NOTES,
         closed=_AMD_CLOSED,
-        source=_ROCM,
     ),
     DeviceRules(
-        devices="MI35",
-        words="MI350X and MI355X",
-        recipes=(*_WHOLE_TENSOR, "mxfp8"),
+        "MI35",
+        "MI350X and MI355X",
+        (*_WHOLE_TENSOR, "mxfp8"),
+        _ROCM,
         refused=_AMD_REFUSED,
         notes={
             **_AMD_NOTES,
@@ -117,7 +118,6 @@ DEVICES = (
             "stands in the environment of every rank.",
         },
         closed=_AMD_CLOSED,
-        source=_ROCM,
     ),
 )
 
