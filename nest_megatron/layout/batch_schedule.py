@@ -123,7 +123,7 @@ def read_schedule(
     growth, steps = values(RAMPUP), values(STEPS)
     if growth and steps:
         raise UserInputError(
-            name(RAMPUP), growth, f"{name(STEPS)} is given as well", fix="Give one of the two."
+            name(RAMPUP), growth, f"{name(STEPS)} is given as well", "Give one of the two."
         )
     if not (growth or steps):
         return None
@@ -132,8 +132,8 @@ def read_schedule(
             raise UserInputError(
                 name(length),
                 value,
-                limit="it is at least 1",
-                fix="Give the length of the run, or leave it out.",
+                "it is at least 1",
+                "Give the length of the run, or leave it out.",
             )
     parts = _ramp(growth, last, name) if growth else _steps(steps, seq_length, name(STEPS))
     return BatchSchedule(

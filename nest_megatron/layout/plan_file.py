@@ -88,14 +88,14 @@ def parse(text: str, name: str) -> dict[str, Any]:
         fields = parse_yaml(text, name)
     except UserInputError as error:
         raise PlanFileError(
-            name, None, limit=error.limit, fix="It may have been cut short; plan again."
+            name, None, error.limit, "It may have been cut short; plan again."
         ) from error
     if not isinstance(fields, dict):
         raise PlanFileError(
             "plan",
             name,
-            limit="it is no plan file",
-            fix="Name a file written by nest-megatron plan.",
+            "it is no plan file",
+            "Name a file written by nest-megatron plan.",
         )
     return fields
 
@@ -120,9 +120,7 @@ def from_fields(fields: Mapping[str, Any], name: str) -> ParallelPlan:
     try:
         plan = from_plain(ParallelPlan, fields)
     except UserInputError as error:
-        raise PlanFileError(
-            f"{name}: {error.what}", error.value, limit=error.limit, fix=error.fix
-        ) from error
+        raise PlanFileError(f"{name}: {error.what}", error.value, error.limit, error.fix) from error
     if checksum(plan) != stated:
         raise PlanFileError(
             f"{name}: provenance.checksum",

@@ -115,7 +115,7 @@ class PolicyFile:
         """The error for what a rule does not allow."""
         fix = "Stay within it, or ask the operators of the cluster."
         limit = f"{allowed} ({self.where(rule)})"
-        error = PolicyError(what, value=value, limit=limit, fix=fix)
+        error = PolicyError(what, value, limit, fix)
         error.rule = rule
         return error
 

@@ -209,7 +209,7 @@ def spread_partition(spec: TransformerSpec, dims: ParallelDims) -> StagePartitio
                 "pipeline_model_parallel_size * virtual_pipeline_model_parallel_size",
                 chunks,
                 f"every stage holds a unit, and the model has {units}",
-                fix="Use fewer stages.",
+                "Use fewer stages.",
             ) from None
     boundaries = tuple(k * units // chunks for k in range(chunks + 1))
     return StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)

@@ -81,8 +81,8 @@ def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> Recor
         raise UserInputError(
             "script",
             script,
-            limit="there is no such file",
-            fix="Correct the path; it is relative to the current folder.",
+            "there is no such file",
+            "Correct the path; it is relative to the current folder.",
         )
     run = dry_run(rest, variables, cluster)
     found = _chosen(run, shlex.join(rest))
@@ -121,7 +121,7 @@ def _chosen(run: DryRun, call: str) -> RecordedLaunch:
             f"it launches {len(found)} jobs, and one is planned: {_differences(trains)}",
             "Set what chooses one before the script, or give its command by --from 'COMMAND'.",
         )
-    raise UserInputError("script", call, limit=_why_none(run), fix=_what_lacks(run))
+    raise UserInputError("script", call, _why_none(run), _what_lacks(run))
 
 
 def _is_training(word: str) -> bool:

@@ -105,8 +105,8 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
         raise UserInputError(
             words[0],
             shlex.join(words),
-            limit="bash is absent",
-            fix="Give the command itself by --from 'COMMAND'.",
+            "bash is absent",
+            "Give the command itself by --from 'COMMAND'.",
         )
     with tempfile.TemporaryDirectory(prefix="nest-megatron-") as name:
         folder = Path(name).resolve()

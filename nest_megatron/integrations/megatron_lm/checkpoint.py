@@ -407,4 +407,4 @@ def _latest(base: Path) -> tuple[int | None, bool]:
 
 
 def _refuse(what: str, value: object, limit: str, fix: str) -> NoReturn:
-    raise UserInputError(what, value, limit, fix=f"{fix[0].upper()}{fix[1:]}.")
+    raise UserInputError(what, value, limit, f"{fix[0].upper()}{fix[1:]}.")

@@ -154,7 +154,7 @@ def _pattern_of_0_16(values: Values) -> str:
             "--hybrid-override-pattern",
             pattern,
             f"0.16.1 has the symbols M * - E, not {' '.join(sorted(strange))}",
-            fix="Use 0.20.",
+            "Use 0.20.",
         )
     if any(shares) and sorted(pattern) != sorted(even):
         raise flag_error(

@@ -222,7 +222,7 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
             "--why-not",
             text,
             f"a search of {SEARCH_S:g} s found no layout with these sizes, and proved nothing",
-            fix="Name more sizes.",
+            "Name more sizes.",
         )
     if isinstance(found, NoPlan):
         grid = found.shortage.grid

@@ -275,9 +275,7 @@ def tokens(command: str | Sequence[str]) -> list[str]:
     try:
         return shlex.split(command.replace("\\\n", " "), comments=True)
     except ValueError as error:
-        raise UserInputError(
-            "command", command, limit=str(error), fix="Close the quotes."
-        ) from error
+        raise UserInputError("command", command, str(error), "Close the quotes.") from error
 
 
 def _unwrap_shell(words: list[str]) -> list[str]:

@@ -192,7 +192,7 @@ def refuse_unplannable(values: Values, script: str) -> None:
     of_stacks = _family(script) is ModelFamily.T5 or _sees_images(script)
     for name, reason in _REFUSED_ARGUMENTS.items():
         if values.get(name) and not (of_stacks and name in _OF_STACKS):
-            raise UnplannableModelError(flag_of(name), values[name], limit=reason, fix=fix)
+            raise UnplannableModelError(flag_of(name), values[name], reason, fix)
     words = _script_words(script)
     layer_spec = own_layers(values)
     found = next((w for w in _REFUSED_SCRIPTS if w in words or f"{w}." in layer_spec), None)

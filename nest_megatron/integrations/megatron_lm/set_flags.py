@@ -129,7 +129,7 @@ def _require_one(other: Option | None, option: Option, what: str) -> None:
             what,
             option.value,
             f"{' '.join(other.tokens)} is set, too",
-            fix="Leave one of them out.",
+            "Leave one of them out.",
         )
 
 

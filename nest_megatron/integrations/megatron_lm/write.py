@@ -85,16 +85,16 @@ def model_argv(
         raise UnplannableModelError(
             f"model {spec.name}: heterogeneous_layers",
             f"{spec.num_layers} layers",
-            limit="Megatron-LM reads them from a file of yours",
-            fix="Plan your own command, with --heterogeneous-layers-config-path, by --from, or for "
+            "Megatron-LM reads them from a file of yours",
+            "Plan your own command, with --heterogeneous-layers-config-path, by --from, or for "
             "NeMo or Megatron-Bridge (target=nemo_2.7, target=megatron_bridge_0.3).",
         )
     if not has_activation_flag(spec):
         raise UnplannableModelError(
             f"model {spec.name}: activation",
             f"{'gated ' * spec.gated_linear_unit}{spec.activation}",
-            limit="Megatron-LM's command line has no flag for it",
-            fix="Launch through NeMo or Megatron-Bridge, whose configurations can state it.",
+            "Megatron-LM's command line has no flag for it",
+            "Launch through NeMo or Megatron-Bridge, whose configurations can state it.",
         )
     stated = _stated(spec, version.startswith("0.16"), tokenizer_type)
     values = {n: stated[n] if n in stated else getattr(spec, n, None) for n in _OF_MODEL}

@@ -55,7 +55,7 @@ def require_launchable(request: LaunchRequest, *, but: Collection[str] = ()) -> 
     """Raise on the first broken rule, those of the names in ``but`` apart."""
     for rule, found in check(request, but=but):
         raise UserInputError(
-            found.what, found.value, f"{found.limit} (Megatron-LM {rule.source})", fix=found.fix
+            found.what, found.value, f"{found.limit} (Megatron-LM {rule.source})", found.fix
         )
 
 
@@ -66,7 +66,7 @@ def require_legal(request: LaunchRequest) -> None:
         UserInputError: for the first rule broken.
     """
     for _, broken in violations(request.facts, LAYOUT_RULES):
-        raise UserInputError(broken.what, broken.value, limit=broken.limit, fix=broken.fix)
+        raise UserInputError(broken.what, broken.value, broken.limit, broken.fix)
 
 
 def is_legal_grid(spec: TransformerSpec, dims: ParallelDims, *, sequence_parallel: bool) -> bool:

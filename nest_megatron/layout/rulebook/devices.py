@@ -184,7 +184,7 @@ def require_recipe(accelerator: str, recipe: str | None) -> None:
     """
     facts = Facts(accelerator=accelerator, recipe=recipe)
     for _, broken in violations(facts, DEVICE_RULES):
-        raise UserInputError(broken.what, broken.value, limit=broken.limit, fix=broken.fix)
+        raise UserInputError(broken.what, broken.value, broken.limit, broken.fix)
 
 
 def has_multicast(cluster: Cluster) -> bool:
