@@ -80,8 +80,8 @@ _PRECISIONS = {
 }
 
 
-def read_job(command: ReadCommand, *, vocab_size: int | None = None) -> Job:
-    """The job of a command; its tokenizer's vocabulary is given where the command does not say it.
+def read_job(command: ReadCommand) -> Job:
+    """The job of a command.
 
     What ``--use-checkpoint-args`` takes from a checkpoint is taken first.
 
@@ -91,11 +91,15 @@ def read_job(command: ReadCommand, *, vocab_size: int | None = None) -> Job:
     """
     command = with_checkpoint_arguments(command)
     require_optimizer(command.values, command.version)
-    return job_of(command, command.values, vocab_size=vocab_size)
+    return job_of(command, command.values)
 
 
 def job_of(command: ReadCommand, values: Values, *, vocab_size: int | None = None) -> Job:
-    """As ``read_job``, from values that stand for those of the command."""
+    """As ``read_job``, from values that stand for those of the command.
+
+    Args:
+        vocab_size: rows of the tokenizer's vocabulary, where the values do not say it.
+    """
     words = (word.partition("=") for word in command.unknown)
     given = {flag: value or "given" for flag, _, value in words}
     refused = {d: given[flag_of(d)] for d in _REFUSED_ARGUMENTS if flag_of(d) in given}

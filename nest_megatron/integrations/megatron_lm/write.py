@@ -53,7 +53,7 @@ _OF_MODEL = (
     *("layernorm_epsilon", "layernorm_zero_centered_gamma"),
     *(*filter(None, ACTIVATION_FLAGS.values()), "bias_gelu_fusion", "hidden_dropout"),
     *("attention_dropout", "add_bias_linear", "untie_embeddings_and_output_weights"),
-    *("tokenizer_type", "vocab_size", "make_vocab_size_divisible_by", "padded_vocab_size"),
+    *("vocab_size", "make_vocab_size_divisible_by", "padded_vocab_size"),
     *(*_EXPERTS, "mtp_num_layers"),
 )
 #: Arguments of a layout before and behind those of how layers are carried out.
@@ -69,14 +69,8 @@ _SHARDING = (
 )
 
 
-def model_argv(
-    spec: TransformerSpec, *, tokenizer_type: str | None = None, version: str = DEFAULT_VERSION
-) -> list[str]:
+def model_argv(spec: TransformerSpec, *, version: str = DEFAULT_VERSION) -> list[str]:
     """Flags with which Megatron-LM builds this model.
-
-    Args:
-        tokenizer_type: ``NullTokenizer`` of 0.16.1 adds an end-of-document token of its own, so one
-            row less is asked for.
 
     Raises:
         UnplannableModelError: if the command line cannot state the model's activation or layers.
@@ -96,12 +90,12 @@ def model_argv(
             "Megatron-LM's command line has no flag for it",
             "Launch through NeMo or Megatron-Bridge, whose configurations can state it.",
         )
-    stated = _stated(spec, version.startswith("0.16"), tokenizer_type)
+    stated = _stated(spec, version.startswith("0.16"))
     values = {n: stated[n] if n in stated else getattr(spec, n, None) for n in _OF_MODEL}
     return [word for option in options_for(values, version) for word in option.tokens]
 
 
-def _stated(spec: TransformerSpec, is_0_16: bool, tokenizer_type: str | None) -> dict[str, Any]:
+def _stated(spec: TransformerSpec, is_0_16: bool) -> dict[str, Any]:
     """Arguments that are no field of the model by the same name; ``None`` for what it has not.
 
     ``pretrain_t5.py`` gives the decoder the layers of the encoder. 0.20 reads a hybrid model's
@@ -150,8 +144,6 @@ def _stated(spec: TransformerSpec, is_0_16: bool, tokenizer_type: str | None) ->
         "layernorm_zero_centered_gamma": spec.apply_layernorm_1p,
         ACTIVATION_FLAGS[activation] or "": True,
         "bias_gelu_fusion": not (spec.activation == "squared_relu" and spec.add_bias_linear),
-        "tokenizer_type": tokenizer_type,
-        "vocab_size": spec.vocab_size - (tokenizer_type == "NullTokenizer" and is_0_16),
         "padded_vocab_size": spec.vocab_size if spec.vocab_is_padded else None,
         "moe_layer_freq": pattern_text(spec.moe_layer_pattern) if spec.moe_layer_pattern else None,
         "moe_router_pre_softmax": spec.moe_router_topk == 1 and not balanced,
@@ -311,7 +303,7 @@ def pattern_text(pattern: Sequence[int]) -> str:
     return "(" + "+".join(f"[{flag}]*{count}" for flag, count in runs) + ")"
 
 
-def script_name(spec: TransformerSpec, version: str = DEFAULT_VERSION) -> str:
+def script_name(spec: TransformerSpec, version: str) -> str:
     """Megatron-LM's own script for a model."""
     if spec.hybrid_layer_pattern:
         return "pretrain_mamba.py" if version.startswith("0.16") else "pretrain_hybrid.py"
