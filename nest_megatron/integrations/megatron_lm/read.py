@@ -40,7 +40,6 @@ from nest_megatron.integrations.megatron_lm.model_arguments import (
     with_images,
 )
 from nest_megatron.integrations.megatron_lm.packing import is_packed, needs_of_packs, packing_notes
-from nest_megatron.integrations.megatron_lm.sharding import require_optimizer
 from nest_megatron.integrations.megatron_lm.tokenizer_files import stated_vocab_size
 from nest_megatron.layout.cuda_graphs import cuda_graphs
 from nest_megatron.layout.knobs import closed_fields
@@ -50,8 +49,10 @@ from nest_megatron.layout.recompute import (
     RecomputeMethod,
     selective_recompute,
 )
-from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, Facts
 from nest_megatron.layout.rulebook.job import ACTIVATION_FLAGS
+from nest_megatron.layout.rulebook.rule import violations
+from nest_megatron.layout.rulebook.sharding import OPTIMIZER_RULES, STATE_FORMATS
 from nest_megatron.layout.zero import ZERO_STAGES, DataParallelSharding, ZeroStage
 from nest_megatron.model.arguments import spec_from_arguments
 from nest_megatron.model.layer_pattern import hybrid_kinds
@@ -92,6 +93,21 @@ def read_job(command: ReadCommand) -> Job:
     command = with_checkpoint_arguments(command)
     require_optimizer(command.values, command.version)
     return job_of(command, command.values)
+
+
+def require_optimizer(values: Values, version: str) -> None:
+    """Raise for options of the optimizer that do not go together (``OPTIMIZER_RULES``).
+
+    Args:
+        values: Megatron's arguments by destination, before or after its validation.
+
+    Raises:
+        UserInputError: naming the flag, and the one that it needs.
+    """
+    words = {n: text(values[n]) for n in (*STATE_FORMATS, "fp8_recipe") if values.get(n)}
+    facts = Facts(options={**values, "fp8_recipe": "delayed", **words}, version=version)
+    for _, broken in violations(facts, OPTIMIZER_RULES):
+        raise flag_error(broken.what, broken.value, broken.limit, broken.fix)
 
 
 def job_of(command: ReadCommand, values: Values, *, vocab_size: int | None = None) -> Job:

@@ -1,16 +1,18 @@
-"""What the search may choose for a job: what it states stays, the rest is free."""
+"""What the search may choose for a job: what it states stays, the rest is free.
+
+A job stays with its own data-parallel sharding, unless the user frees it; another is priced.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import FreeParameters, Job, Requirement
 from nest_megatron.config.space import fixed_degrees, read_space
 from nest_megatron.errors import UserInputError, nearest, require_known
-from nest_megatron.integrations.megatron_lm import sharding
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
     RECOMPUTE,
@@ -18,6 +20,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     VIRTUAL_STAGES,
     Values,
     flag_error,
+    flag_of,
     stated_partition,
     states_stages,
 )
@@ -26,32 +29,50 @@ from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.execution_arguments import EXECUTION_ARGUMENTS
 from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import NO_RECOMPUTE
+from nest_megatron.layout.rulebook.sharding import (
+    AWARE,
+    allows_optimizer,
+)
 from nest_megatron.layout.stage_layout import parse_layout
-from nest_megatron.layout.zero import ZeroStage
+from nest_megatron.layout.zero import (
+    DataParallelSharding,
+    ZeroStage,
+    shards_optimizer,
+    uses_megatron_fsdp,
+)
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Request
 from nest_megatron.planner.request import Offer
 from nest_megatron.solver.space import DEGREES, SearchSpace
 
+#: Flags that name the implementation, and those of the ZeRO stage within it.
+IMPLEMENTATION = ("use_megatron_fsdp", "use_torch_fsdp2")
+STAGE = ("use_distributed_optimizer", "data_parallel_sharding_strategy")
+CKPT_FORMAT = "ckpt_format"
+#: What of the sharding a checkpoint may need.
+CHECKPOINT_NEEDS = ("use_megatron_fsdp", "use_distributed_optimizer")
+
+#: What a plan may choose, and the format that it sets where another is typed.
+_FORMATS = {
+    DataParallelSharding.DDP: "torch_dist",
+    DataParallelSharding.MEGATRON_FSDP: "fsdp_dtensor",
+}
+
 #: Names that free several flags at once.
 FAMILIES = {
-    "all": (*PARALLEL_ARGUMENTS, sharding.CKPT_FORMAT),
+    "all": (*PARALLEL_ARGUMENTS, CKPT_FORMAT),
     "virtual_pipeline_model_parallel_size": VIRTUAL_STAGES,
     "stage_layout": STAGE_OPTIONS,
     "recompute": RECOMPUTE,
-    "zero_stage": sharding.STAGE,
-    "use_megatron_fsdp": sharding.IMPLEMENTATION,
-    "use_torch_fsdp2": sharding.IMPLEMENTATION,
+    "zero_stage": STAGE,
+    "use_megatron_fsdp": IMPLEMENTATION,
+    "use_torch_fsdp2": IMPLEMENTATION,
     "rank_order": ("use_tp_pp_dp_mapping",),
 }
 #: Choices of a layout, and the flags that state each.
 LAYOUT = {
     **{name: (name,) for name in DEGREES if name in PARALLEL_ARGUMENTS},
-    **{
-        name: flags
-        for name, flags in FAMILIES.items()
-        if name not in ("all", sharding.IMPLEMENTATION[1])
-    },
+    **{name: flags for name, flags in FAMILIES.items() if name not in ("all", IMPLEMENTATION[1])},
 }
 #: What a user can keep, one choice each, and the flags that state it.
 CHOICES = {**LAYOUT, **EXECUTION_ARGUMENTS}
@@ -126,7 +147,7 @@ def kept_flags(job: Job, request: Request, settings: Settings) -> frozenset[str]
     if parallel.recompute_granularity is not None:
         replaced.update(RECOMPUTE)
     if parallel.zero_stage is not None:
-        replaced.update((*sharding.STAGE, *sharding.IMPLEMENTATION, sharding.CKPT_FORMAT))
+        replaced.update((*STAGE, *IMPLEMENTATION, CKPT_FORMAT))
     ours = job.command.explicit.intersection(FAMILIES["all"])
     values = job.command.values
     ours -= {name for name in STAGE_OPTIONS if not states_stages(values, name)}
@@ -151,10 +172,10 @@ def job_space(job: Job, settings: Settings) -> tuple[SearchSpace, Offer | None]:
     """
     freed, offer = freed_flags(job.free), None
     space = _space(settings, job, freed)
-    space = dataclasses.replace(space, zero_stages=sharding.for_optimizer(space.zero_stages, job))
+    space = dataclasses.replace(space, zero_stages=for_optimizer(space.zero_stages, job))
     if settings.parallel.zero_stage is None:
-        space, offer = sharding.with_own_sharding(space, job, freed)
-        if sharding.IMPLEMENTATION[0] in job.required:
+        space, offer = _with_own_sharding(space, job, freed)
+        if IMPLEMENTATION[0] in job.required:
             offer = None  # a checkpoint's sharding is not to be changed
     return with_required(space, job.spec, job.required), offer
 
@@ -181,11 +202,11 @@ def with_required(
             raise _not_loadable(name, fixed[name], need)
 
     def loading(needs: Mapping[str, Requirement]) -> tuple[ZeroStage, ...]:
-        return tuple(z for z in space.zero_stages if sharding.loads(z, space.sharding, needs))
+        return tuple(z for z in space.zero_stages if _loads(z, space.sharding, needs))
 
     zeros = loading(required)
     if not zeros:
-        needs = {name: required[name] for name in sharding.CHECKPOINT_NEEDS if name in required}
+        needs = {name: required[name] for name in CHECKPOINT_NEEDS if name in required}
         alone = [name for name in needs if not loading({name: needs[name]})]
         name = next(iter((*alone, *needs)))
         raise _not_loadable(name, not needs[name].value, needs[name])
@@ -293,3 +314,152 @@ def _virtual(values: Values, fixed: Mapping[str, int], spec: TransformerSpec) ->
             f"Add --free {_VIRTUAL}, or --pipeline-model-parallel-size.",
         )
     return int(spec.num_layers // (pp * layers))
+
+
+def _with_own_sharding(
+    space: SearchSpace, job: Job, freed: Collection[str]
+) -> tuple[SearchSpace, Offer | None]:
+    """The space under the job's own sharding, and the space beside it that is only priced.
+
+    Args:
+        space: with every ZeRO stage that the configuration and the optimizer allow.
+        freed: destinations that the search may change.
+
+    Raises:
+        UserInputError: if the job's own sharding contradicts its degrees or its checkpoint format.
+    """
+    if CKPT_FORMAT not in freed and not _saves(job.sharding, job.ckpt_format):
+        raise _refused_format(job)
+    fixed = {s: _fixed_by_user(job, s, freed) for s in _FORMATS if s is not job.sharding}
+    every = space.zero_stages
+    if not any(fixed.values()):
+        return space, None
+    others = tuple(zero for zero in every if fixed.get(zero.sharding))
+    saved, offer = job.ckpt_format or _FORMATS.get(job.sharding, "torch_dist"), None
+    if others:
+        offer = Offer(
+            space=dataclasses.replace(space, zero_stages=others),
+            own=job.sharding,
+            free={sharding: _spelled(job.free.option, names) for sharding, names in fixed.items()},
+            ckpt_format={s: kind for s, kind in _FORMATS.items() if not _saves(s, saved)},
+        )
+    freely = tuple(zero for zero in every if fixed.get(zero.sharding) == [])
+    if freely:  # from torch FSDP2 to what saves the format that is kept
+        return dataclasses.replace(space, zero_stages=freely), offer
+    zeros = job.sharding.zero_stages
+    if job.zero is not None and not set(freed).intersection((*IMPLEMENTATION, *STAGE)):
+        zeros = (job.zero,)
+    zeros = for_optimizer(zeros, job)
+    own = dataclasses.replace(space, zero_stages=zeros, sharding=job.sharding)
+    return _on_its_mesh(own, job.sharding), offer
+
+
+def _loads(
+    zero: ZeroStage, sharding: DataParallelSharding | None, required: Mapping[str, Requirement]
+) -> bool:
+    """Whether a checkpoint can be loaded under a ZeRO stage; what it leaves unsaid is passed."""
+    has = (uses_megatron_fsdp(zero, sharding), shards_optimizer(zero, sharding))
+    pairs = zip(CHECKPOINT_NEEDS, has, strict=True)
+    return all(required[name].value in (None, on) for name, on in pairs if name in required)
+
+
+def for_optimizer(zeros: Collection[ZeroStage], job: Job) -> tuple[ZeroStage, ...]:
+    """The stages that the job's optimizer and its flags run under; none is a user's error."""
+    needs = _needs_shared_states(job)
+    allowed = tuple(
+        zero
+        for zero in zeros
+        if allows_optimizer(job.optimizer, zero, job.version)
+        and not (needs and zero is ZeroStage.NONE)
+    )
+    if allowed:
+        return allowed
+    refuses = f"Megatron-LM {job.version} refuses it"
+    if needs and set(zeros) == {ZeroStage.NONE}:
+        raise flag_error(
+            needs,
+            True,
+            f"{refuses} without --use-distributed-optimizer",
+            "Add that flag, drop this one, or free zero_stage.",
+        )
+    stages = ", ".join(str(int(zero)) for zero in zeros)
+    raise flag_error(
+        "optimizer",
+        job.optimizer,
+        f"{refuses} where replicas divide states (ZeRO-{stages})",
+        "Drop that flag, or free zero_stage.",
+    )
+
+
+def _needs_shared_states(job: Job) -> str | None:
+    """A flag of the job that asserts that replicas divide the optimizer's states.
+
+    Source: ``validate_args`` (0.16.1 :652; 0.20 :1096), which a framework's recipe does not run;
+    ``OptimizerConfig.__post_init__``.
+    """
+    of_script = ("fp8_param_gather",) if job.script else ()
+    return next(filter(job.memory_flags.get, (*of_script, AWARE)), None)
+
+
+def _saves(sharding: DataParallelSharding, ckpt_format: str | None) -> bool:
+    """Whether Megatron lets it save that format (args:690, :1042, :1050; 0.20 :1169, :1668)."""
+    alone = {
+        "fsdp_dtensor": DataParallelSharding.MEGATRON_FSDP,
+        "torch_dcp": DataParallelSharding.TORCH_FSDP2,
+    }
+    if ckpt_format in alone:
+        return sharding is alone[ckpt_format]
+    return ckpt_format is None or sharding is not DataParallelSharding.MEGATRON_FSDP
+
+
+def _refused_format(job: Job) -> UserInputError:
+    free = f"or free it with {_spelled(job.free.option, [CKPT_FORMAT])}."
+    if job.sharding is DataParallelSharding.MEGATRON_FSDP:
+        limit = "--use-megatron-fsdp saves fsdp_dtensor and no other format"
+        fix = f"Use --ckpt-format fsdp_dtensor, drop --use-megatron-fsdp, {free}"
+    else:
+        owner = flag_of(IMPLEMENTATION[job.ckpt_format == "torch_dcp"])
+        limit = f"only {owner} saves it, and the job lacks that flag"
+        fix = f"Add {owner}, {free}"
+    return flag_error(
+        CKPT_FORMAT,
+        job.ckpt_format,
+        f"{limit}; Megatron-LM {job.version} refuses the two together",
+        fix,
+    )
+
+
+def _fixed_by_user(job: Job, other: DataParallelSharding, freed: Collection[str]) -> list[str]:
+    """What must be freed before another implementation may be taken; nothing if it may."""
+    of_torch = job.sharding is DataParallelSharding.TORCH_FSDP2
+    names = [] if IMPLEMENTATION[0] in freed else [IMPLEMENTATION[of_torch]]
+    if CKPT_FORMAT not in freed and not _saves(other, job.ckpt_format):
+        names.append(CKPT_FORMAT)
+    return names
+
+
+def _on_its_mesh(space: SearchSpace, sharding: DataParallelSharding) -> SearchSpace:
+    """Neither FSDP has a pipeline, and torch's has no expert parallelism (args:606-612)."""
+    needs = {
+        DataParallelSharding.DDP: (),
+        DataParallelSharding.MEGATRON_FSDP: ("pipeline_model_parallel_size",),
+        DataParallelSharding.TORCH_FSDP2: (
+            "pipeline_model_parallel_size",
+            "expert_model_parallel_size",
+        ),
+    }[sharding]
+    for name in needs:
+        if space.fixed.get(name, 1) != 1:
+            raise flag_error(
+                name,
+                space.fixed[name],
+                f"it must be 1 under {flag_of(f'use_{sharding.value}')}",
+                "Use 1, or another data-parallel sharding.",
+            )
+    return dataclasses.replace(space, fixed={**space.fixed, **dict.fromkeys(needs, 1)})
+
+
+def _spelled(option: str, names: list[str]) -> str:
+    if option == "free":  # of a recipe, where it lists all that may change
+        return "free=['all']"
+    return f"{option} {','.join(names)}" if option[0] == "-" else f"{option}=[{','.join(names)}]"
