@@ -29,10 +29,7 @@ from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.execution_arguments import EXECUTION_ARGUMENTS
 from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import NO_RECOMPUTE
-from nest_megatron.layout.rulebook.sharding import (
-    AWARE,
-    allows_optimizer,
-)
+from nest_megatron.layout.rulebook.sharding import AWARE, allows_optimizer
 from nest_megatron.layout.stage_layout import parse_layout
 from nest_megatron.layout.zero import (
     DataParallelSharding,
@@ -49,8 +46,11 @@ from nest_megatron.solver.space import DEGREES, SearchSpace
 IMPLEMENTATION = ("use_megatron_fsdp", "use_torch_fsdp2")
 STAGE = ("use_distributed_optimizer", "data_parallel_sharding_strategy")
 CKPT_FORMAT = "ckpt_format"
-#: What of the sharding a checkpoint may need.
-CHECKPOINT_NEEDS = ("use_megatron_fsdp", "use_distributed_optimizer")
+#: What of the sharding a checkpoint may need, and whether a ZeRO stage has it.
+_OF_CHECKPOINTS = {
+    "use_megatron_fsdp": uses_megatron_fsdp,
+    "use_distributed_optimizer": shards_optimizer,
+}
 
 #: What a plan may choose, and the format that it sets where another is typed.
 _FORMATS = {
@@ -202,11 +202,19 @@ def with_required(
             raise _not_loadable(name, fixed[name], need)
 
     def loading(needs: Mapping[str, Requirement]) -> tuple[ZeroStage, ...]:
-        return tuple(z for z in space.zero_stages if _loads(z, space.sharding, needs))
+        return tuple(
+            zero
+            for zero in space.zero_stages
+            if all(
+                needs[name].value in (None, has(zero, space.sharding))
+                for name, has in _OF_CHECKPOINTS.items()
+                if name in needs
+            )
+        )
 
     zeros = loading(required)
     if not zeros:
-        needs = {name: required[name] for name in CHECKPOINT_NEEDS if name in required}
+        needs = {name: required[name] for name in _OF_CHECKPOINTS if name in required}
         alone = [name for name in needs if not loading({name: needs[name]})]
         name = next(iter((*alone, *needs)))
         raise _not_loadable(name, not needs[name].value, needs[name])
@@ -350,22 +358,31 @@ def _with_own_sharding(
     if job.zero is not None and not set(freed).intersection((*IMPLEMENTATION, *STAGE)):
         zeros = (job.zero,)
     zeros = for_optimizer(zeros, job)
-    own = dataclasses.replace(space, zero_stages=zeros, sharding=job.sharding)
-    return _on_its_mesh(own, job.sharding), offer
-
-
-def _loads(
-    zero: ZeroStage, sharding: DataParallelSharding | None, required: Mapping[str, Requirement]
-) -> bool:
-    """Whether a checkpoint can be loaded under a ZeRO stage; what it leaves unsaid is passed."""
-    has = (uses_megatron_fsdp(zero, sharding), shards_optimizer(zero, sharding))
-    pairs = zip(CHECKPOINT_NEEDS, has, strict=True)
-    return all(required[name].value in (None, on) for name, on in pairs if name in required)
+    # neither FSDP has a pipeline, and torch's has no expert parallelism (args:606-612)
+    alone = [] if job.sharding is DataParallelSharding.DDP else [_PIPELINE]
+    if job.sharding is DataParallelSharding.TORCH_FSDP2:
+        alone.append("expert_model_parallel_size")
+    for name in alone:
+        if space.fixed.get(name, 1) != 1:
+            raise flag_error(
+                name,
+                space.fixed[name],
+                f"it must be 1 under {flag_of(f'use_{job.sharding.value}')}",
+                "Use 1, or another data-parallel sharding.",
+            )
+    fixed_sizes = {**space.fixed, **dict.fromkeys(alone, 1)}
+    own = dataclasses.replace(space, zero_stages=zeros, sharding=job.sharding, fixed=fixed_sizes)
+    return own, offer
 
 
 def for_optimizer(zeros: Collection[ZeroStage], job: Job) -> tuple[ZeroStage, ...]:
-    """The stages that the job's optimizer and its flags run under; none is a user's error."""
-    needs = _needs_shared_states(job)
+    """The stages that the job's optimizer and its flags run under; none is a user's error.
+
+    A flag may assert that replicas divide the optimizer's states. Source: ``validate_args`` (0.16.1
+    :652; 0.20 :1096), which a framework's recipe does not run; ``OptimizerConfig.__post_init__``.
+    """
+    of_script = ("fp8_param_gather",) if job.script else ()
+    needs = next(filter(job.memory_flags.get, (*of_script, AWARE)), None)
     allowed = tuple(
         zero
         for zero in zeros
@@ -391,24 +408,14 @@ def for_optimizer(zeros: Collection[ZeroStage], job: Job) -> tuple[ZeroStage, ..
     )
 
 
-def _needs_shared_states(job: Job) -> str | None:
-    """A flag of the job that asserts that replicas divide the optimizer's states.
-
-    Source: ``validate_args`` (0.16.1 :652; 0.20 :1096), which a framework's recipe does not run;
-    ``OptimizerConfig.__post_init__``.
-    """
-    of_script = ("fp8_param_gather",) if job.script else ()
-    return next(filter(job.memory_flags.get, (*of_script, AWARE)), None)
-
-
 def _saves(sharding: DataParallelSharding, ckpt_format: str | None) -> bool:
     """Whether Megatron lets it save that format (args:690, :1042, :1050; 0.20 :1169, :1668)."""
-    alone = {
+    owners = {
         "fsdp_dtensor": DataParallelSharding.MEGATRON_FSDP,
         "torch_dcp": DataParallelSharding.TORCH_FSDP2,
     }
-    if ckpt_format in alone:
-        return sharding is alone[ckpt_format]
+    if ckpt_format in owners:
+        return sharding is owners[ckpt_format]
     return ckpt_format is None or sharding is not DataParallelSharding.MEGATRON_FSDP
 
 
@@ -436,27 +443,6 @@ def _fixed_by_user(job: Job, other: DataParallelSharding, freed: Collection[str]
     if CKPT_FORMAT not in freed and not _saves(other, job.ckpt_format):
         names.append(CKPT_FORMAT)
     return names
-
-
-def _on_its_mesh(space: SearchSpace, sharding: DataParallelSharding) -> SearchSpace:
-    """Neither FSDP has a pipeline, and torch's has no expert parallelism (args:606-612)."""
-    needs = {
-        DataParallelSharding.DDP: (),
-        DataParallelSharding.MEGATRON_FSDP: ("pipeline_model_parallel_size",),
-        DataParallelSharding.TORCH_FSDP2: (
-            "pipeline_model_parallel_size",
-            "expert_model_parallel_size",
-        ),
-    }[sharding]
-    for name in needs:
-        if space.fixed.get(name, 1) != 1:
-            raise flag_error(
-                name,
-                space.fixed[name],
-                f"it must be 1 under {flag_of(f'use_{sharding.value}')}",
-                "Use 1, or another data-parallel sharding.",
-            )
-    return dataclasses.replace(space, fixed={**space.fixed, **dict.fromkeys(needs, 1)})
 
 
 def _spelled(option: str, names: list[str]) -> str:
