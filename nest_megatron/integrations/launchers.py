@@ -284,7 +284,19 @@ class _Launch:
     def read(self) -> LaunchedRanks:
         """The number of ranks, or why it is not known."""
         launcher, said = self._parts[0] if self._parts else (_WRAPPER, {})
-        nodes, ranks = self._of_launcher(launcher, said)
+        said = {**self._variables(launcher), **said}
+        if launcher in (_TORCHRUN, _DEEPSPEED):
+            nodes, ranks = self._of_agents(launcher, said)
+        elif launcher is _MPI:
+            nodes, ranks = self._of_mpi(said)
+        elif launcher is _ACCELERATE:
+            if _RANKS not in said:
+                self._unsaid.append("accelerate is not told --num_processes")
+            nodes, ranks = self._count(said, _NODES), self._count(said, _RANKS)
+        else:
+            nodes, ranks = self._of_tasks()
+            if ranks == 1 and launcher is not _SLURM:
+                ranks = None  # a process of a step of one task may stand for those that it starts
         if ranks is None:
             ranks = self._of_variable(self._typed)
         if ranks is None and launcher not in (_TORCHRUN, _DEEPSPEED, _ACCELERATE):
@@ -302,21 +314,6 @@ class _Launch:
             notes=tuple(dict.fromkeys(self._notes)) if ranks else (),
             unsaid="" if ranks else self._unsaid[0],
         )
-
-    def _of_launcher(self, launcher: Launcher, said: _Said) -> _Sizes:
-        """Nodes and ranks, as the innermost launcher counts them."""
-        said = {**self._variables(launcher), **said}
-        if launcher in (_TORCHRUN, _DEEPSPEED):
-            return self._of_agents(launcher, said)
-        if launcher is _MPI:
-            return self._of_mpi(said)
-        if launcher is _ACCELERATE:
-            if _RANKS not in said:
-                self._unsaid.append("accelerate is not told --num_processes")
-            return self._count(said, _NODES), self._count(said, _RANKS)
-        nodes, tasks = self._of_tasks()
-        # a process of a step of one task may stand for those that it starts
-        return nodes, None if tasks == 1 and launcher is not _SLURM else tasks
 
     def _of_agents(self, launcher: Launcher, said: _Said) -> _Sizes:
         """Of an agent on each node, which starts that node's ranks."""
@@ -456,22 +453,17 @@ class _Launch:
                 f"it must be a whole number of at least 1{example}",
                 "Correct the launcher's option, or leave the launcher out.",
             )
-        counts = _counts(text)
+        listed = text.partition(":")[0] if "-" in text else text  # 2-10:2 is every second
+        counts = {
+            int(part.rstrip("kKmM")) * _TIMES.get(part[-1].lower(), 1)
+            for part in re.split("[-:,]", listed)
+        }
         if len(counts) > 1:
             most = max(counts)
             self._notes.append(f"{name} {text} is a range; its largest, {most} nodes, is planned.")
         if given:
             self._notes.append(f"{name}={text} of the environment is taken.")
         return max(counts)
-
-
-def _counts(text: str) -> set[int]:
-    """A count; the ends of a range; all of a list."""
-    text = text.partition(":")[0] if "-" in text else text  # 2-10:2 is every second
-    return {
-        int(part.rstrip("kKmM")) * _TIMES.get(part[-1].lower(), 1)
-        for part in re.split("[-:,]", text)
-    }
 
 
 def _parts(words: Sequence[str]) -> Iterator[tuple[Launcher, _Said]]:
