@@ -24,7 +24,6 @@ from nest_megatron.integrations.megatron_lm.saved_by_plan import saved_by
 from nest_megatron.integrations.megatron_lm.search_space import with_required
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.layout.rulebook.rule import Violation
 from nest_megatron.planner import Progress, Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.planner.conflict import binding
@@ -228,7 +227,7 @@ def _worth(found: Sequence[Planned]) -> tuple[float, ...]:
 
 def _planned(job: TableJob, entry: TableEntry, loads: Resharding | None) -> Planned:
     """An entry with its plan, or with the reason why it has none."""
-    rules: Sequence[Violation] = ()
+    rules: Sequence[UserInputError] = ()
     try:
         asked = job.asked(entry.num_gpus, loads)
         try:

@@ -17,7 +17,7 @@ from nest_megatron.layout.rulebook.execution import EXECUTION_RULES, FORMAT_RULE
 from nest_megatron.layout.rulebook.facts import LaunchRequest
 from nest_megatron.layout.rulebook.job import ENGINE_RULES, JOB_RULES
 from nest_megatron.layout.rulebook.options import OPTION_RULES
-from nest_megatron.layout.rulebook.rule import Rule, Violation, violations
+from nest_megatron.layout.rulebook.rule import Rule, violations
 from nest_megatron.layout.rulebook.schedule import SCHEDULE_RULES
 from nest_megatron.layout.rulebook.sharding import OPTIMIZER_RULES, SHARDING_RULES
 from nest_megatron.layout.rulebook.stages import STAGE_RULES
@@ -40,7 +40,9 @@ RULES = (
 )
 
 
-def check(request: LaunchRequest, *, but: Collection[str] = ()) -> Iterator[tuple[Rule, Violation]]:
+def check(
+    request: LaunchRequest, *, but: Collection[str] = ()
+) -> Iterator[tuple[Rule, UserInputError]]:
     """Rules that a request breaks, in the order of ``RULES``, but those that ``but`` names."""
     return violations(request.facts, (rule for rule in RULES if rule.id not in but))
 
@@ -66,7 +68,7 @@ def require_legal(request: LaunchRequest) -> None:
         UserInputError: for the first rule broken.
     """
     for _, broken in violations(request.facts, LAYOUT_RULES):
-        raise UserInputError(broken.what, broken.value, broken.limit, broken.fix)
+        raise broken
 
 
 def is_legal_grid(spec: TransformerSpec, dims: ParallelDims, *, sequence_parallel: bool) -> bool:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.errors import UserInputError
 from nest_megatron.layout.rulebook.facts import Facts
 from nest_megatron.layout.rulebook.rule import Rule, violations
 from nest_megatron.model.execution import PLAIN, Execution
@@ -184,7 +183,7 @@ def require_recipe(accelerator: str, recipe: str | None) -> None:
     """
     facts = Facts(accelerator=accelerator, recipe=recipe)
     for _, broken in violations(facts, DEVICE_RULES):
-        raise UserInputError(broken.what, broken.value, broken.limit, broken.fix)
+        raise broken
 
 
 def has_multicast(cluster: Cluster) -> bool:
