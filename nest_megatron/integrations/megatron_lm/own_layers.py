@@ -106,43 +106,36 @@ class JobLayers:
         return layers
 
     def _arguments(self, spec: TransformerSpec, shard: LayerShard) -> Namespace:
+        """The job's arguments with a layer in the place of its model, divided as the shard is."""
         args = copy.deepcopy(self._parsed)
-        for name in _NOT_OF_A_LAYER:
-            if hasattr(self._default, name):
-                setattr(args, name, copy.deepcopy(getattr(self._default, name)))
-        for name, value in _shape(spec, shard).items():
-            setattr(args, name, value)
+        default = copy.deepcopy(vars(self._default))
+        vars(args).update({n: value for n, value in default.items() if n in _NOT_OF_A_LAYER})
+        dims, micro = smallest_dims(spec, shard), shard.micro_batch_size
+        vars(args).update(
+            rank=0,
+            world_size=dims.world_size,
+            tensor_model_parallel_size=dims.tensor_model_parallel_size,
+            pipeline_model_parallel_size=1,
+            context_parallel_size=1,  # such a rank is a shorter sequence (``megatron_core.stage``)
+            expert_model_parallel_size=dims.expert_model_parallel_size,
+            expert_tensor_parallel_size=launched_expert_tensor_size(spec, dims),
+            sequence_parallel=shard.sequence_parallel,
+            micro_batch_size=micro,
+            global_batch_size=micro * dims.data_parallel_size,
+            seq_length=spec.seq_length // shard.context_parallel_size,
+            num_layers=1,
+            num_experts=spec.num_experts,
+            moe_layer_freq=1,
+            moe_token_dispatcher_type="alltoall",
+            mtp_num_layers=spec.mtp_num_layers,
+            padded_vocab_size=spec.padded_vocab_size(shard.tensor_model_parallel_size),
+            perform_initialization=False,
+        )
         args.use_cpu_initialization = self.where is not Where.GPU
         windows = getattr(args, "window_attn_skip_freq", None)
         if isinstance(windows, list):
             args.window_attn_skip_freq = windows[:1]
         return args
-
-
-def _shape(spec: TransformerSpec, shard: LayerShard) -> dict[str, Any]:
-    """How a layer is divided; a context rank is a shorter sequence (``megatron_core.stage``)."""
-    dims = smallest_dims(spec, shard)
-    micro = shard.micro_batch_size
-    return {
-        "rank": 0,
-        "world_size": dims.world_size,
-        "tensor_model_parallel_size": dims.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": 1,
-        "context_parallel_size": 1,
-        "expert_model_parallel_size": dims.expert_model_parallel_size,
-        "expert_tensor_parallel_size": launched_expert_tensor_size(spec, dims),
-        "sequence_parallel": shard.sequence_parallel,
-        "micro_batch_size": micro,
-        "global_batch_size": micro * dims.data_parallel_size,
-        "seq_length": spec.seq_length // shard.context_parallel_size,
-        "num_layers": 1,
-        "num_experts": spec.num_experts,
-        "moe_layer_freq": 1,
-        "moe_token_dispatcher_type": "alltoall",
-        "mtp_num_layers": spec.mtp_num_layers,
-        "padded_vocab_size": spec.padded_vocab_size(shard.tensor_model_parallel_size),
-        "perform_initialization": False,
-    }
 
 
 def _parsed(script: str, argv: Sequence[str]) -> Namespace:
