@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import io
 from argparse import Namespace
@@ -74,11 +73,8 @@ def command_of(
 
 def with_defaults(args: Namespace, defaults: Values) -> Namespace:
     """A copy of Megatron's arguments with what the script sets where the user says nothing."""
-    copied = copy.copy(args)
-    for name, value in defaults.items():
-        if getattr(copied, name, None) is None:
-            setattr(copied, name, value)
-    return copied
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    return Namespace(**{**vars(args), **defaults, **given})
 
 
 def write(args: Namespace, values: Values, environment: Mapping[str, str | None]) -> None:

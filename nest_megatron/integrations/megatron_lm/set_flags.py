@@ -6,7 +6,6 @@ import dataclasses
 import shlex
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any
 
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import Option, ReadCommand
@@ -20,7 +19,7 @@ from nest_megatron.model.spec import TransformerSpec
 _TRAIN = ("global_batch_size", "micro_batch_size", "seq_length", "fp8_recipe")
 #: Flags that say what another one does, and win over it.
 _INSTEAD = {"vocab_size": "padded_vocab_size"}
-_ABSOLUTE, _POSITIONS = "learned_absolute", "max_position_embeddings"
+_POSITIONS = "max_position_embeddings"
 
 
 def with_flags(command: ReadCommand, composed: Settings) -> ReadCommand:
@@ -91,17 +90,13 @@ def _wanted(command: ReadCommand, composed: Settings) -> Iterator[tuple[str, Opt
         if section == "train" and name in _TRAIN and value is not None:
             found[name] = option
     if (length := found.get("seq_length")) and _POSITIONS not in found:
-        yield from _positions(command.values, length)
+        values, kind = command.values, command.values.get("position_embedding_type")
+        rotary = values.get("use_rotary_position_embeddings")
+        reaches = length.value.isdigit() and int(length.value) > (values.get(_POSITIONS) or 0)
+        if reaches and (rotary or kind not in (None, "learned_absolute")):
+            # rotary positions reach as far as the sequences are long
+            yield _POSITIONS, Option(_POSITIONS, (flag_of(_POSITIONS), length.value))
     yield from found.items()
-
-
-def _positions(values: Any, length: Option) -> Iterator[tuple[str, Option]]:
-    """Rotary positions reach as far as the sequences are long."""
-    rotary = values.get("use_rotary_position_embeddings")
-    if not rotary and values.get("position_embedding_type") in (None, _ABSOLUTE):
-        return
-    if length.value.isdigit() and int(length.value) > (values.get(_POSITIONS) or 0):
-        yield _POSITIONS, Option(_POSITIONS, (flag_of(_POSITIONS), length.value))
 
 
 def _destination(option: Option, composed: Settings, version: str) -> str:
