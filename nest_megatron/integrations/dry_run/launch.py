@@ -179,23 +179,20 @@ def _why_none(run: DryRun) -> str:
         return f"it launches no job of Megatron-LM that trains ({', '.join(names)}){why}"
     if unread := _SWIFT if "megatron" in run.skipped else unread_model(run.skipped):
         return f"it launches nothing that trains; {unread}"
-    ended = f"it ended with exit code {run.code}" if run.code is not None else "it was ended"
+    ended = f"it ended with exit code {run.code}"
     if run.code is None:
-        ended += f" after {MAX_SECONDS:g} s"
+        ended = f"it was ended after {MAX_SECONDS:g} s"
     said = f"; its last words are: {' | '.join(run.printed)[-300:]}" if run.printed else ""
     return f"it launches nothing that trains; {ended}{said}"
 
 
 def _what_lacks(run: DryRun) -> str:
-    sentences = []
-    if run.unset:
-        sentences.append(f"Set what nothing sets: {_with_lines(run.unset)}.")
-    if run.absent:
-        sentences.append(f"Not on this host: {_with_lines(run.absent)}.")
-    if run.skipped:
-        sentences.append(f"Programs that were not run: {_with_lines(run.skipped)}.")
-    sentences.append("Or give the training command itself by --from 'COMMAND'.")
-    return " ".join(sentences)
+    lists = {
+        "Set what nothing sets": run.unset,
+        "Not on this host": run.absent,
+        "Programs that were not run": run.skipped,
+    }
+    return " ".join([*_told(lists), "Or give the training command itself by --from 'COMMAND'."])
 
 
 def _notes(run: DryRun, found: RecordedLaunch, script: str) -> Iterator[str]:
@@ -206,14 +203,13 @@ def _notes(run: DryRun, found: RecordedLaunch, script: str) -> Iterator[str]:
         for each in run.launches
         if not any(map(_is_training, each.words))
     }
-    for what, names in (
-        ("Programs that were not run", {**run.skipped, **others}),
-        ("Answered for the cluster that is planned for", run.answered),
-        ("Variables that nothing sets, empty as in the shell", run.unset),
-        ("Not on this host", run.absent),
-    ):
-        if names:
-            yield f"{what}: {_with_lines(names)}."
+    lists = {
+        "Programs that were not run": {**run.skipped, **others},
+        "Answered for the cluster that is planned for": run.answered,
+        "Variables that nothing sets, empty as in the shell": run.unset,
+        "Not on this host": run.absent,
+    }
+    yield from _told(lists)
     if found.header:
         yield "What Slurm tells a task is made up: hosts are node1 and so on, and the rank is 0."
     if run.code is None:
@@ -225,6 +221,10 @@ def _notes(run: DryRun, found: RecordedLaunch, script: str) -> Iterator[str]:
         )
 
 
-def _with_lines(names: Mapping[str, str]) -> str:
-    shown = [f"{name} (line {line})" if line else name for name, line in names.items()]
-    return ", ".join(shown[:40]) + (f" and {len(shown) - 40} more" if len(shown) > 40 else "")
+def _told(lists: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """A sentence for each list that has names, which come with their lines."""
+    for what, names in lists.items():
+        shown = [f"{name} (line {line})" if line else name for name, line in names.items()]
+        more = f" and {len(shown) - 40} more" if len(shown) > 40 else ""
+        if shown:
+            yield f"{what}: {', '.join(shown[:40])}{more}."

@@ -130,10 +130,7 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
                 pending += [(options, each) for each in _records(folder)]
         return DryRun(
             launches=tuple(launches),
-            skipped=_listed(folder / "skipped"),
-            answered=_listed(folder / "answered"),
-            absent=_listed(folder / "absent"),
-            unset=_listed(folder / "unset"),
+            **{each: _listed(folder / each) for each in ("skipped", "answered", "absent", "unset")},
             code=code,
             printed=tuple(_last_lines(folder / "printed")),
             exposed=(folder / "open").read_text("utf-8") if (folder / "open").exists() else "",
@@ -172,9 +169,8 @@ def _furnish(folder: Path, bash: str, cluster: Cluster | None) -> None:
 
 def _run(folder: Path, words: Sequence[str], environment: Mapping[str, str]) -> int | None:
     """Run words in the view of ``view.py``; the exit status, ``None`` where time ended them."""
-    kept = {name: value for name, value in environment.items() if name not in _OWN}
     given = {
-        **kept,
+        **{name: value for name, value in environment.items() if name not in _OWN},
         "PATH": str(folder / "bin"),
         "NEST_DRY_RUN": str(folder),
         "NEST_DRY_RUN_PATH": os.environ.get("PATH", ""),
@@ -244,11 +240,18 @@ def _slurm_variables(options: Sequence[str], environment: Mapping[str, str]) -> 
     if "--ntasks" not in sizes and nodes.isdigit() and per_node.isdigit():
         sizes["--ntasks"] = str(int(nodes) * int(per_node))
     found = {name: value for option, value in sizes.items() for name in SLURM_VARIABLES[option]}
-    found |= dict.fromkeys(SLURM_VARIABLES["--nodes"], nodes)
-    found |= dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), "1")
-    found |= dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), f"node[1-{nodes}]")
-    found |= dict.fromkeys(("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"), "0")
-    found["SLURM_SUBMIT_DIR"] = environment.get("PWD") or str(Path.cwd())
+    hosts = f"node[1-{nodes}]"
+    found |= {
+        **dict.fromkeys(SLURM_VARIABLES["--nodes"], nodes),
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOBID": "1",
+        "SLURM_JOB_NODELIST": hosts,
+        "SLURM_NODELIST": hosts,
+        "SLURM_PROCID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_SUBMIT_DIR": environment.get("PWD") or str(Path.cwd()),
+    }
     return {name: value for name, value in found.items() if name not in environment}
 
 
