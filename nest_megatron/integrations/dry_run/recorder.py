@@ -38,7 +38,7 @@ _SHELL_LINE = re.compile(rb"#!\s*\S*?(/env\s+)?(bash|sh|dash|zsh|ksh)\b")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
-def main(words: list[str]) -> int:
+def main(words: list[str]) -> None:
     """Do what is done for a program that is called by these words."""
     name = _name(words[0])
     name = "python" if _PYTHON.fullmatch(name) else name
@@ -47,7 +47,7 @@ def main(words: list[str]) -> int:
     if name == "sbatch":
         _write(words, script=_batch_script(words))
     elif name == "nvidia-smi":
-        return _answer(words[1:])
+        _answer(words[1:])
     elif name == "scontrol":
         if words[1:2] == ["show"] and words[2:3] in (["hostnames"], ["hostname"]):
             print(*(f"node{at}" for at in range(1, _num_nodes() + 1)), sep="\n")
@@ -69,7 +69,6 @@ def main(words: list[str]) -> int:
         _run_shell(words)
     else:
         _note(words[0])
-    return 0
 
 
 def _name(word: str) -> str:
@@ -174,7 +173,7 @@ def _num_nodes() -> int:
     return min(int(text), 4096) if text.isdigit() else 1
 
 
-def _answer(words: list[str]) -> int:
+def _answer(words: list[str]) -> None:
     """Answer for the GPUs of a node of the cluster that is planned for."""
     settings = _settings()
     count = int(settings["gpus_per_node"])
@@ -197,8 +196,7 @@ def _answer(words: list[str]) -> int:
             row = {**known, "index": str(n), "uuid": f"GPU-{n}"}
             print(", ".join(row.get(field, "[N/A]") for field in fields))
     _note("nvidia-smi", "answered" if query or set(words) & {"-L", "--list-gpus"} else "skipped")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -255,16 +255,14 @@ def split_command(command: str | Sequence[str], place: LaunchPlace = NOWHERE) ->
     leading = list(
         itertools.takewhile(lambda w: assignment(w) or w in ("env", "export", "exec"), words)
     )
-    rest = words[len(leading) :]
-    at, length = _find_script(rest)
-    launcher = tuple(rest[:at])
-    environment = tuple(filter(None, map(assignment, (*leading, *launcher))))
+    launcher, script, argv = _at_script(words[len(leading) :])
+    before = (*leading, *launcher)
     return SplitCommand(
-        environment=environment,
-        launcher=launcher,
-        script=rest[at + length - 1] if length else "",
-        argv=tuple(rest[at + length :]),
-        ranks=launched_ranks((*leading, *launcher), place),
+        environment=tuple(filter(None, map(assignment, before))),
+        launcher=tuple(launcher),
+        script=script,
+        argv=tuple(argv),
+        ranks=launched_ranks(before, place),
     )
 
 
@@ -286,19 +284,19 @@ def _unwrap_shell(words: list[str]) -> list[str]:
     return words
 
 
-def _find_script(tokens: list[str]) -> tuple[int, int]:
-    """Index of the script and the number of tokens that name it (``-m module`` takes two)."""
-    for at, token in enumerate(tokens):
-        if token.endswith(".py") and not token.startswith("-"):
-            return at, 1
-        module = tokens[at + 1] if token in ("-m", "--module") and at + 1 < len(tokens) else ""
+def _at_script(words: list[str]) -> tuple[list[str], str, list[str]]:
+    """What stands before a script, the script (``-m module`` has two words), and what follows."""
+    for at, word in enumerate(words):
+        if word.endswith(".py") and not word.startswith("-"):
+            return words[:at], word, words[at + 1 :]
+        module = words[at + 1] if word in ("-m", "--module") and at + 1 < len(words) else ""
         if module and not is_launcher(module):
-            return at, 2
-    if tokens and tokens[0].startswith("-"):
-        return 0, 0
+            return words[:at], module, words[at + 2 :]
+    if words and words[0].startswith("-"):
+        return [], "", words
     raise UserInputError(
         "command",
-        " ".join(tokens[:4]),
+        " ".join(words[:4]),
         "it names no training script (a file ending in .py) and does not begin with a flag",
         "Give the whole command, or the script's flags alone.",
     )
