@@ -50,7 +50,9 @@ def main(words: list[str]) -> None:
         _answer(words[1:])
     elif name == "scontrol":
         if words[1:2] == ["show"] and words[2:3] in (["hostnames"], ["hostname"]):
-            print(*(f"node{at}" for at in range(1, _num_nodes() + 1)), sep="\n")
+            text = os.environ.get("SLURM_NNODES", "1")
+            nodes = min(int(text), 4096) if text.isdigit() else 1
+            print(*(f"node{at}" for at in range(1, nodes + 1)), sep="\n")
             _note(name, "answered")
         else:
             _note(name)
@@ -166,11 +168,6 @@ def _note(name: str, kind: str = "skipped") -> None:
 def _settings() -> dict[str, str]:
     found: dict[str, str] = json.loads((FOLDER / "settings.json").read_text(encoding="utf-8"))
     return found
-
-
-def _num_nodes() -> int:
-    text = os.environ.get("SLURM_NNODES", "1")
-    return min(int(text), 4096) if text.isdigit() else 1
 
 
 def _answer(words: list[str]) -> None:

@@ -112,7 +112,11 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
         folder = Path(name).resolve()
         _furnish(folder, bash, cluster)
         start = {**os.environ, **variables}
-        options = _batch_options(words, start)
+        options: tuple[str, ...] = ()
+        script = next((Path(word) for word in words[1:] or words if Path(word).is_file()), None)
+        in_job = "SLURM_JOB_ID" in start or words[0].endswith("sbatch")
+        if script is not None and not in_job:  # bash starts a batch script
+            options = header_options(script.read_text(encoding="utf-8", errors="replace"))
         code = _run(folder, words, {**start, **_slurm_variables(options, start)})
         launches: list[RecordedLaunch] = []
         pending = [(options, record) for record in _records(folder)]
@@ -123,10 +127,11 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
                 launches.append(_launch(record, header))
             elif batches < _MAX_BATCHES:
                 batches += 1
-                script, given = record["script"], record["environment"]
-                text = Path(script[1]).read_text(encoding="utf-8", errors="replace")
+                given = record["environment"]
+                text = Path(record["script"][1]).read_text(encoding="utf-8", errors="replace")
                 options = (*header_options(text), *record["words"][1:])
-                code = _run(folder, script, {**given, **_slurm_variables(options, given)})
+                given |= _slurm_variables(options, given)
+                code = _run(folder, record["script"], given)
                 pending += [(options, each) for each in _records(folder)]
         return DryRun(
             launches=tuple(launches),
@@ -221,14 +226,6 @@ def _launch(record: Mapping[str, Any], header: tuple[str, ...]) -> RecordedLaunc
         header=header,
         line=record["place"].rpartition(":")[2],
     )
-
-
-def _batch_options(words: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Options on the ``#SBATCH`` lines of a script that is started by bash, outside of a job."""
-    script = next((Path(word) for word in words[1:] or words if Path(word).is_file()), None)
-    if script is None or "SLURM_JOB_ID" in environment or words[0].endswith("sbatch"):
-        return ()
-    return header_options(script.read_text(encoding="utf-8", errors="replace"))
 
 
 def _slurm_variables(options: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
