@@ -18,7 +18,7 @@ from nest_megatron.integrations.megatron_lm.attach import (
     OF_THE_COMMAND_LINE,
     launch_request,
 )
-from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
+from nest_megatron.integrations.megatron_lm.layout_arguments import stated_partition
 from nest_megatron.integrations.megatron_lm.write import planned_arguments
 from nest_megatron.integrations.recipe import TAKEN_BACK, Recipe
 from nest_megatron.integrations.restore import finetuning_fields

@@ -60,7 +60,6 @@ SLURM_VARIABLES = {
     "--gpus": ("SLURM_GPUS",),
     "--gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
 }
-_SLURM_SHORT = {"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-w": "--nodelist"}
 _SLURM_OPTIONS = {
     "--nodes": _NODES,
     "--ntasks": _RANKS,
@@ -86,10 +85,7 @@ _TORCHRUN = Launcher(
 )
 _SLURM = Launcher(
     names=("srun", "sbatch", "salloc"),
-    options={
-        **_SLURM_OPTIONS,
-        **{short: _SLURM_OPTIONS[long] for short, long in _SLURM_SHORT.items()},
-    },
+    options={**_SLURM_OPTIONS, "-N": _NODES, "-n": _RANKS, "-G": _GPUS, "-w": _HOSTS},
     variables={
         name: _SLURM_OPTIONS[option] for option, names in SLURM_VARIABLES.items() for name in names
     },
@@ -207,9 +203,14 @@ def slurm_options(words: Sequence[str]) -> dict[str, str]:
     }
 
 
+def _launcher(word: str) -> Launcher | None:
+    """The launcher that a word names."""
+    return _BY_NAME.get(word.rpartition("/")[2])
+
+
 def is_launcher(word: str) -> bool:
     """Whether a word names a program that starts ranks, or the nodes of ranks."""
-    return _BY_NAME.get(word.rpartition("/")[2], _WRAPPER) is not _WRAPPER
+    return _launcher(word) not in (None, _WRAPPER)
 
 
 def assignment(word: str) -> tuple[str, str] | None:
@@ -231,9 +232,15 @@ class _Value:
     pattern: str = _COUNT
 
 
-def _said(launcher: Launcher, words: Sequence[str]) -> dict[str, _Value]:
+#: What options or variables say, by what it is about.
+_Said = Mapping[str, _Value]
+#: Numbers of nodes and ranks.
+_Sizes = tuple[int | None, int | None]
+
+
+def _said(launcher: Launcher, words: Sequence[str]) -> _Said:
     """What the options of a launcher say; the last of several holds."""
-    found: dict[str, _Value] = {}
+    found = dict[str, _Value]()
     for word, following in zip(words, (*words[1:], ""), strict=False):
         name, equals, value = word.partition("=")
         if word[:2] in launcher.options and word[2:3].isdigit():  # -N4
@@ -276,7 +283,19 @@ class _Launch:
     def read(self) -> LaunchedRanks:
         """The number of ranks, or why it is not known."""
         launcher, said = self._parts[0] if self._parts else (_WRAPPER, {})
-        nodes, ranks = self._of_launcher(launcher, said)
+        said = {**self._variables(launcher), **said}
+        if launcher in (_TORCHRUN, _DEEPSPEED):
+            nodes, ranks = self._of_agents(launcher, said)
+        elif launcher is _MPI:
+            nodes, ranks = self._of_mpi(said)
+        elif launcher is _ACCELERATE:
+            if _RANKS not in said:
+                self._unsaid.append("accelerate is not told --num_processes")
+            nodes, ranks = self._count(said, _NODES), self._count(said, _RANKS)
+        else:
+            nodes, ranks = self._of_tasks()
+            if ranks == 1 and launcher is not _SLURM:
+                ranks = None  # a process of a step of one task may stand for those that it starts
         if ranks is None:
             ranks = self._of_variable(self._typed)
         if ranks is None and launcher not in (_TORCHRUN, _DEEPSPEED, _ACCELERATE):
@@ -285,7 +304,7 @@ class _Launch:
             ranks = self._of_variable(self._environment)
         if ranks is None and not self._unsaid:
             what = "neither a launcher nor Slurm nor WORLD_SIZE says it"
-            if self._first and self._first.rpartition("/")[2] not in _BY_NAME:
+            if self._first and _launcher(self._first) is None:
                 what = f"{self._first} is no launcher that is known, and nothing else says it"
             self._unsaid.append(what)
         return LaunchedRanks(
@@ -295,26 +314,7 @@ class _Launch:
             unsaid="" if ranks else self._unsaid[0],
         )
 
-    def _of_launcher(
-        self, launcher: Launcher, said: dict[str, _Value]
-    ) -> tuple[int | None, int | None]:
-        """Nodes and ranks, as the innermost launcher counts them."""
-        said = {**self._variables(launcher), **said}
-        if launcher in (_TORCHRUN, _DEEPSPEED):
-            return self._of_agents(launcher, said)
-        if launcher is _MPI:
-            return self._of_mpi(said)
-        if launcher is _ACCELERATE:
-            if _RANKS not in said:
-                self._unsaid.append("accelerate is not told --num_processes")
-            return self._count(said, _NODES), self._count(said, _RANKS)
-        nodes, tasks = self._of_tasks()
-        # a process of a step of one task may stand for those that it starts
-        return nodes, None if tasks == 1 and launcher is not _SLURM else tasks
-
-    def _of_agents(
-        self, launcher: Launcher, said: dict[str, _Value]
-    ) -> tuple[int | None, int | None]:
+    def _of_agents(self, launcher: Launcher, said: _Said) -> _Sizes:
         """Of an agent on each node, which starts that node's ranks."""
         nodes, per_node = self._count(said, _NODES), self._count(said, _PER_NODE)
         if _SELECTED in said:
@@ -334,7 +334,7 @@ class _Launch:
             per_node = 1 if _PER_NODE not in said else self._slurm_count(_GPUS_PER_NODE)
         return nodes, nodes * per_node if nodes and per_node else None
 
-    def _of_mpi(self, said: dict[str, _Value]) -> tuple[int | None, int | None]:
+    def _of_mpi(self, said: _Said) -> _Sizes:
         slots = self._slots(said)
         nodes, tasks = self._of_tasks()
         nodes = len(slots) if slots else nodes
@@ -345,9 +345,9 @@ class _Launch:
             return nodes, nodes * per_node if nodes and per_node else None
         return nodes, sum(slots) if slots else tasks
 
-    def _of_tasks(self) -> tuple[int | None, int | None]:
+    def _of_tasks(self) -> _Sizes:
         """Nodes and tasks, by the nearest words for Slurm that say them."""
-        known: dict[str, _Value] = {}
+        known = dict[str, _Value]()
         nodes = tasks = None
         for said in self._slurm:
             known = {**said, **known}
@@ -364,7 +364,7 @@ class _Launch:
                 break
         return nodes, tasks
 
-    def _of_gpus(self, nodes: int | None) -> tuple[int | None, int | None]:
+    def _of_gpus(self, nodes: int | None) -> _Sizes:
         """A rank on each GPU that Slurm is told of, where it is told no number of tasks."""
         known = {name: value for said in reversed(self._slurm) for name, value in said.items()}
         nodes = self._nodes(known) or nodes
@@ -380,9 +380,9 @@ class _Launch:
         name = next((name for name in _WORLD if name in environment), None)
         return self._count({_RANKS: _Value(environment[name], name)} if name else {}, _RANKS)
 
-    def _variables(self, launcher: Launcher) -> dict[str, _Value]:
+    def _variables(self, launcher: Launcher) -> _Said:
         """What variables of the environment say in the place of a launcher's options."""
-        found: dict[str, _Value] = {}
+        found = dict[str, _Value]()
         for name, quantity in launcher.variables.items():
             if (text := self._environment.get(name)) is None:
                 continue
@@ -392,12 +392,12 @@ class _Launch:
             found.setdefault(quantity, _Value(text, name, pattern))
         return found
 
-    def _nodes(self, said: dict[str, _Value]) -> int | None:
+    def _nodes(self, said: _Said) -> int | None:
         hosts = said.get(_HOSTS)
         named = len(hosts_of(hosts.text)) if hosts and not _FILLED_IN.search(hosts.text) else None
         return self._count(said, _NODES) or named
 
-    def _gpus(self, said: dict[str, _Value], nodes: int | None) -> int | None:
+    def _gpus(self, said: _Said, nodes: int | None) -> int | None:
         gpus, per_node = self._count(said, _GPUS), self._count(said, _GPUS_PER_NODE)
         return gpus or (per_node and per_node * (nodes or 1))
 
@@ -413,7 +413,7 @@ class _Launch:
             self._unsaid.append("no cluster says how many GPUs a node has")
         return found
 
-    def _slots(self, said: dict[str, _Value]) -> list[int] | None:
+    def _slots(self, said: _Said) -> list[int] | None:
         """Ranks that each host takes, by a list of hosts or a file of them."""
         if hosts := said.get(_HOSTS):
             parts = [part.partition(":")[2] or "1" for part in hosts.text.split(",")]
@@ -431,7 +431,7 @@ class _Launch:
             return None
         return [int(each[1]) for each in found if each]
 
-    def _count(self, said: Mapping[str, _Value], quantity: str) -> int | None:
+    def _count(self, said: _Said, quantity: str) -> int | None:
         """A count; the most of a range; what a shell fills in is not known."""
         if (value := said.get(quantity)) is None:
             return None
@@ -446,10 +446,17 @@ class _Launch:
             if given:
                 return None
             example = "" if value.pattern == _COUNT else ", or a range such as 2:4"
-            limit = f"it must be a whole number of at least 1{example}"
-            fix = "Correct the launcher's option, or leave the launcher out."
-            raise UserInputError(name.replace("_", "-"), text, limit, fix)
-        counts = _counts(text)
+            raise UserInputError(
+                name.replace("_", "-"),
+                text,
+                f"it must be a whole number of at least 1{example}",
+                "Correct the launcher's option, or leave the launcher out.",
+            )
+        listed = text.partition(":")[0] if "-" in text else text  # 2-10:2 is every second
+        counts = {
+            int(part.rstrip("kKmM")) * _TIMES.get(part[-1].lower(), 1)
+            for part in re.split("[-:,]", listed)
+        }
         if len(counts) > 1:
             most = max(counts)
             self._notes.append(f"{name} {text} is a range; its largest, {most} nodes, is planned.")
@@ -458,19 +465,11 @@ class _Launch:
         return max(counts)
 
 
-def _counts(text: str) -> set[int]:
-    """A count; the ends of a range; all of a list."""
-    text = text.partition(":")[0] if "-" in text else text  # 2-10:2 is every second
-    return {
-        int(part.rstrip("kKmM")) * _TIMES.get(part[-1].lower(), 1)
-        for part in re.split("[-:,]", text)
-    }
-
-
-def _parts(words: Sequence[str]) -> Iterator[tuple[Launcher, dict[str, _Value]]]:
+def _parts(words: Sequence[str]) -> Iterator[tuple[Launcher, _Said]]:
     """The launchers among words, innermost first, with what their own options say."""
-    starts = [at for at, word in enumerate(words) if word.rpartition("/")[2] in _BY_NAME]
-    for start, end in zip(reversed(starts), (len(words), *reversed(starts)), strict=False):
-        launcher = _BY_NAME[words[start].rpartition("/")[2]]
-        if launcher is not _WRAPPER:
-            yield launcher, _said(launcher, words[start + 1 : end])
+    end = len(words)
+    for at in reversed(range(end)):
+        if (launcher := _launcher(words[at])) is not None:
+            if launcher is not _WRAPPER:
+                yield launcher, _said(launcher, words[at + 1 : end])
+            end = at

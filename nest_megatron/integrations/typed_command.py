@@ -15,12 +15,12 @@ from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import FreeParameters, Job, LaunchedRanks
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.dry_run.launch import (
-    ScriptLaunch,
     is_script_call,
     names_script,
     script_launch,
     unread_model,
 )
+from nest_megatron.integrations.dry_run.run import RecordedLaunch
 from nest_megatron.integrations.launchers import SLURM_VARIABLES, LaunchPlace, slurm_options
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_command
 from nest_megatron.integrations.megatron_lm.parser import read_command, tokens
@@ -190,7 +190,7 @@ def _read(composed: Settings, text: str | Sequence[str], version: str) -> Job:
     return dataclasses.replace(job, spec=job.spec.with_padded_vocab(tp))
 
 
-def recorded_launch(text: str | Sequence[str], composed: Settings) -> ScriptLaunch | None:
+def recorded_launch(text: str | Sequence[str], composed: Settings) -> RecordedLaunch | None:
     """What the script launches that words start, which bash runs; ``None`` for other words.
 
     Raises:

@@ -123,14 +123,19 @@ def read_schedule(
     """
     growth, steps = values(RAMPUP), values(STEPS)
     if growth and steps:
-        limit = f"{name(STEPS)} is given as well"
-        raise UserInputError(name(RAMPUP), growth, limit, fix="Give one of the two.")
+        raise UserInputError(
+            name(RAMPUP), growth, f"{name(STEPS)} is given as well", "Give one of the two."
+        )
     if not (growth or steps):
         return None
     for length, value in (("train_samples", samples), ("train_iters", iterations)):
         if value is not None and value < 0:
-            fix = "Give the length of the run, or leave it out."
-            raise UserInputError(name(length), value, limit="it is at least 1", fix=fix)
+            raise UserInputError(
+                name(length),
+                value,
+                "it is at least 1",
+                "Give the length of the run, or leave it out.",
+            )
     parts = _ramp(growth, last, name) if growth else _steps(steps, seq_length, name(STEPS))
     return BatchSchedule(
         parts=tuple(_until(parts, samples or None, iterations or None)),
@@ -151,15 +156,18 @@ def _ramp(
     try:
         start, step, samples = map(int, growth)
     except (TypeError, ValueError):
-        fix = "For example 16 16 1000000."
-        raise refuse("it is START INCREMENT SAMPLES, three whole numbers", fix) from None
+        raise refuse(
+            "it is START INCREMENT SAMPLES, three whole numbers", "For example 16 16 1000000."
+        ) from None
     if last is None:
         raise refuse(f"it ends at {name('global_batch_size')}, which is not given", "Give it.")
     if min(start, step, samples) < 1:
         raise refuse("each is at least 1", "Correct it.")
     if last <= start or (last - start) % step:
-        limit = f"the batch does not grow from {start} in steps of {step} to {last}"
-        raise refuse(limit, "Change one of the three sizes.")
+        raise refuse(
+            f"the batch does not grow from {start} in steps of {step} to {last}",
+            "Change one of the three sizes.",
+        )
     count = (last - start) // step
     ends = [samples * k // count for k in range(count + 1)]
     sizes = range(start, last, step)
@@ -174,14 +182,18 @@ def _steps(text: str, seq_length: int, what: str) -> tuple[BatchPart, ...]:
     try:
         found = sorted((_number(at) // seq_length, _number(size)) for at, _, size in rows)
     except (OverflowError, ValueError):
-        limit, fix = "it is TOKENS:SIZE TOKENS:SIZE ...", 'For example "0:768 250B:1536".'
-        raise UserInputError(what, text, limit, fix) from None
+        raise UserInputError(
+            what, text, "it is TOKENS:SIZE TOKENS:SIZE ...", 'For example "0:768 250B:1536".'
+        ) from None
     starts, sizes = [at for at, _ in found], [size for _, size in found]
     rises = all(begin < end for begin, end in itertools.pairwise(starts))
     if not found or starts[0] != 0 or not rises or min(sizes) < 1:
-        limit = f"thresholds begin at 0 and rise, in sequences of {seq_length} tokens: {starts}"
-        fix = "Correct them; sizes are at least 1."
-        raise UserInputError(what, text, limit, fix)
+        raise UserInputError(
+            what,
+            text,
+            f"thresholds begin at 0 and rise, in sequences of {seq_length} tokens: {starts}",
+            "Correct them; sizes are at least 1.",
+        )
     lengths = (end - begin for begin, end in itertools.pairwise(starts))
     return tuple(
         BatchPart(global_batch_size=size, samples=length)

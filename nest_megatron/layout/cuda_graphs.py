@@ -47,10 +47,6 @@ class CudaGraphs:
         """Whether a part of a layer is inside a graph."""
         return self.impl == _WHOLE_STEP or not self.scope or module in self.scope
 
-    def allows_full_recompute(self) -> bool:
-        """Only a graph of the whole step holds full recomputation (tc:1782 / tc:2856)."""
-        return self.impl == _WHOLE_STEP
-
     def without_modules(self, spec: TransformerSpec) -> frozenset[RecomputeModule]:
         """Modules that may not be recomputed (tc:1790-1822 / tc:2863-2907)."""
         hidden = spec.hidden_dropout != 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
@@ -59,27 +58,29 @@ class ParallelDims:
         for field in DEGREES:
             value = getattr(self, field)
             if type(value) is not int or value < 1:
-                limit = "a degree is a whole number of at least 1"
-                fix = "Give a positive whole number."
-                raise UserInputError(f"parallel.{field}", value, limit, fix)
-        stage, experts = self.ranks_per_stage, self.expert_ranks
-        if stage % experts:
-            what = "parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size"
-            limit = f"it must divide the {stage} ranks of one pipeline stage (tp*cp*dp)"
-            fix = "Lower one of the two, or raise the data-parallel size."
-            raise UserInputError(what, experts, limit, fix)
+                raise UserInputError(
+                    f"parallel.{field}",
+                    value,
+                    "a degree is a whole number of at least 1",
+                    "Give a positive whole number.",
+                )
+        if self.ranks_per_stage % self.expert_ranks:
+            raise UserInputError(
+                "parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size",
+                self.expert_ranks,
+                f"it must divide the {self.ranks_per_stage} ranks of one pipeline stage (tp*cp*dp)",
+                "Lower one of the two, or raise the data-parallel size.",
+            )
 
-    def flags(self) -> dict[str, Any]:
-        """The degrees as Megatron's flags have them: ``None`` for one virtual stage."""
-        values = {name: getattr(self, name) for name in DEGREES}
-        virtual = self.virtual_pipeline_model_parallel_size
-        return {**values, "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None}
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degrees by Megatron's names."""
+        return {name: getattr(self, name) for name in DEGREES}
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        tp, cp = self.tensor_model_parallel_size, self.context_parallel_size
-        return tp * cp * self.data_parallel_size * self.pipeline_model_parallel_size
+        return self.ranks_per_stage * self.pipeline_model_parallel_size
 
     @property
     def ranks_per_stage(self) -> int:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from nest_megatron.layout.rulebook.devices import closed_on
@@ -72,7 +71,7 @@ class Package(Name):
         }[self]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Knob:
     """A choice that leaves numbers alone.
 
@@ -92,6 +91,7 @@ class Knob:
     name: str
     reason: str
     costs: str
+    _: KW_ONLY
     group: str = ""
     spelled: str = ""
     always: bool = False
@@ -120,111 +120,109 @@ _OFFLOADED = ("core_attn", "attn_proj", "expert_fc1")
 _OFFLOADED_DENSE = ("qkv_linear", "core_attn", "attn_proj")
 
 #: Kernels of the flex dispatcher that a plan may choose, and what they need.
-_PACKAGES = MappingProxyType(
-    {FlexBackend.DEEPEP: Package.DEEP_EP, FlexBackend.HYBRIDEP: Package.HYBRID_EP}
-)
+_PACKAGES = {FlexBackend.DEEPEP: Package.DEEP_EP, FlexBackend.HYBRIDEP: Package.HYBRID_EP}
 
-KNOBS: tuple[Knob, ...] = (
+KNOBS = (
     Knob(
-        name="moe_token_dispatcher_type",
+        "moe_token_dispatcher_type",
+        "the token dispatcher that was priced",
+        "flex runs its kernels on 16 to 20 SMs and keeps buffers on each rank",
         group="token_dispatcher",
-        reason="the token dispatcher that was priced",
-        costs="flex runs its kernels on 16 to 20 SMs and keeps buffers on each rank",
         values=(TokenDispatcher.FLEX, TokenDispatcher.ALLTOALL),
     ),
     Knob(
-        name="moe_flex_dispatcher_backend",
+        "moe_flex_dispatcher_backend",
+        "a token goes to each node once, however many of its experts are there",
+        "as above",
         group="token_dispatcher",
-        reason="a token goes to each node once, however many of its experts are there",
-        costs="as above",
         values=(*_PACKAGES, None),
         needs=_PACKAGES,
     ),
     Knob(
-        name="moe_permute_fusion",
-        reason="tokens are sorted by expert in one kernel",
-        costs="nothing",
+        "moe_permute_fusion",
+        "tokens are sorted by expert in one kernel",
+        "nothing",
         always=True,
     ),
     Knob(
-        name="moe_router_fusion",
-        reason="scores and top-k of the router are one kernel",
-        costs="nothing",
+        "moe_router_fusion",
+        "scores and top-k of the router are one kernel",
+        "nothing",
         always=True,
     ),
     Knob(
-        name="moe_shared_expert_overlap",
-        reason="the shared experts run while tokens travel",
-        costs="shared experts cannot be recomputed",
+        "moe_shared_expert_overlap",
+        "the shared experts run while tokens travel",
+        "shared experts cannot be recomputed",
         values=(True, False),
     ),
     Knob(
-        name="overlap_moe_expert_parallel_comm",
-        reason="tokens of one micro batch travel while another computes",
-        costs="one more micro batch in memory; a pipeline needs virtual stages",
+        "overlap_moe_expert_parallel_comm",
+        "tokens of one micro batch travel while another computes",
+        "one more micro batch in memory; a pipeline needs virtual stages",
         values=(True, False),
     ),
     Knob(
-        name="delay_wgrad_compute",
-        reason="weight gradients fill what the overlapped all-to-all leaves idle",
-        costs="inputs of GEMMs are kept longer; not priced by itself: the public runs that "
+        "delay_wgrad_compute",
+        "weight gradients fill what the overlapped all-to-all leaves idle",
+        "inputs of GEMMs are kept longer; not priced by itself: the public runs that "
         "overlap the all-to-all have it too, so what that hides is of both",
     ),
     Knob(
-        name="use_transformer_engine_op_fuser",
-        reason="the experts' GEMMs and activation are fused kernels",
-        costs="experimental in 0.20, absent from 0.16.1: left to the job",
+        "use_transformer_engine_op_fuser",
+        "the experts' GEMMs and activation are fused kernels",
+        "experimental in 0.20, absent from 0.16.1: left to the job",
     ),
     Knob(
-        name="tp_comm_overlap",
-        reason="tensor-parallel traffic runs beside the GEMMs that need it",
-        costs="user buffers on each rank, and some SMs",
+        "tp_comm_overlap",
+        "tensor-parallel traffic runs beside the GEMMs that need it",
+        "user buffers on each rank, and some SMs",
         always=True,
     ),
     Knob(
-        name="cp_comm_type",
-        reason="how attention reaches the whole sequence fastest on these links",
-        costs="all_gather holds all keys and values; a2a needs whole heads on each rank",
+        "cp_comm_type",
+        "how attention reaches the whole sequence fastest on these links",
+        "all_gather holds all keys and values; a2a needs whole heads on each rank",
         values=tuple(ContextTraffic),
     ),
     Knob(
-        name="hierarchical_context_parallel_sizes",
+        "hierarchical_context_parallel_sizes",
+        "heads are exchanged inside, keys and values go round outside",
+        "as above",
         group="cp_comm_type",
-        reason="heads are exchanged inside, keys and values go round outside",
-        costs="as above",
         values=((2, 2), (2, 4), (4, 2), (4, 4), (8, 2), ()),
     ),
     Knob(
-        name="cuda_graph_impl",
-        group="cuda_graphs",
-        reason="the host launches a layer's kernels more slowly than the device runs them",
-        costs="two or three tensors of a layer's input for each layer and micro batch in flight "
+        "cuda_graph_impl",
+        "the host launches a layer's kernels more slowly than the device runs them",
+        "two or three tensors of a layer's input for each layer and micro batch in flight "
         "(an estimate), and copies to them",
+        group="cuda_graphs",
         values=(GraphImpl.TRANSFORMER_ENGINE, GraphImpl.NONE),
     ),
     Knob(
-        name="cuda_graph_scope",
+        "cuda_graph_scope",
+        "what of a layer has fixed shapes: all but the experts",
+        "as above",
         group="cuda_graphs",
         spelled="--cuda-graph-scope (0.20: --cuda-graph-modules)",
-        reason="what of a layer has fixed shapes: all but the experts",
-        costs="as above",
         values=(("attn", "moe_router", "moe_preprocess"), ()),
     ),
     Knob(
-        name="cpu_offloading_num_layers",
+        "cpu_offloading_num_layers",
+        "activations of these layers wait on the host, which frees memory",
+        "traffic to the host, and pinned memory there",
         group="activation_offloading",
-        reason="activations of these layers wait on the host, which frees memory",
-        costs="traffic to the host, and pinned memory there",
     ),
     Knob(
-        name="offload_modules",
+        "offload_modules",
+        "inputs of these modules wait on the host, so that less is recomputed",
+        "copies over the host's link, beside the passes where they are shorter, and pinned "
+        "memory there",
         group="activation_offloading",
         spelled="--fine-grained-activation-offloading --offload-modules",
-        reason="inputs of these modules wait on the host, so that less is recomputed",
-        costs="copies over the host's link, beside the passes where they are shorter, and pinned "
-        "memory there",
         values=(_OFFLOADED, ()),
-        needs=MappingProxyType({_OFFLOADED: Package.ENGINE_2_9}),
+        needs={_OFFLOADED: Package.ENGINE_2_9},
     ),
 )
 

@@ -1,16 +1,22 @@
-"""How a job is laid over its ranks: degrees, batch split, stages, recomputation and sharding."""
+"""How a job is laid over its ranks: degrees, batch split, stages, recomputation and sharding.
+
+``layout_arguments`` names it in Megatron's words.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.dims import DEGREES, ParallelDims
 from nest_megatron.layout.partition import StagePartition
-from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute
-from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
+from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute, RecomputeGranularity
+from nest_megatron.layout.stage_layout import layout_string
+from nest_megatron.layout.zero import STRATEGIES, DataParallelSharding, ZeroStage, shards_optimizer
 from nest_megatron.model.execution import PLAIN, Execution
+from nest_megatron.model.spec import TransformerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +42,12 @@ class PartialLayout:
     def __post_init__(self) -> None:
         together = self.micro_batch_size * self.dims.data_parallel_size
         if self.micro_batch_size < 1 or self.global_batch_size % together:
-            what = "train.global_batch_size"
-            limit = f"it must be a multiple of micro batch times data-parallel size ({together})"
-            fix = "Change the global batch, the micro batch, or the degrees."
-            raise UserInputError(what, self.global_batch_size, limit, fix)
+            raise UserInputError(
+                "train.global_batch_size",
+                self.global_batch_size,
+                f"it must be a multiple of micro batch times data-parallel size ({together})",
+                "Change the global batch, the micro batch, or the degrees.",
+            )
 
     @property
     def num_gpus(self) -> int:
@@ -50,6 +58,11 @@ class PartialLayout:
     def num_microbatches(self) -> int:
         """Micro batches that each replica works through in one step."""
         return self.global_batch_size // (self.micro_batch_size * self.dims.data_parallel_size)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The degrees and the micro batch, by Megatron's names."""
+        return {**self.dims.degrees, "micro_batch_size": self.micro_batch_size}
 
     def with_stages(
         self, partition: StagePartition, sharding: DataParallelSharding | None = None
@@ -88,12 +101,56 @@ class Layout(PartialLayout):
 
     @property
     def shards_optimizer(self) -> bool:
-        """Whether ``--use-distributed-optimizer`` is on: FSDP of PyTorch divides states itself."""
-        torch_fsdp2 = self.sharding is DataParallelSharding.TORCH_FSDP2
-        divides = self.zero >= ZeroStage.OPTIMIZER or self.uses_megatron_fsdp
-        return divides and not torch_fsdp2
+        """Whether ``--use-distributed-optimizer`` is on."""
+        return shards_optimizer(self.zero, self.sharding)
 
     @property
     def uses_megatron_fsdp(self) -> bool:
         """Whether ``--use-megatron-fsdp`` is on."""
         return self.sharding is DataParallelSharding.MEGATRON_FSDP
+
+
+#: Names that ``layout_arguments`` gives a value.
+LAYOUT_ARGUMENTS = (
+    *DEGREES,
+    "sequence_parallel",
+    "pipeline_model_parallel_layout",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "use_distributed_optimizer",
+    "use_megatron_fsdp",
+    "data_parallel_sharding_strategy",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "use_torch_fsdp2",
+)
+
+
+def layout_arguments(spec: TransformerSpec, layout: Layout) -> dict[str, Any]:
+    """What a layout sets in a job, by Megatron's names; ``None`` is a flag left out."""
+    recompute, granularity = layout.recompute, layout.recompute.granularity
+    virtual = layout.dims.virtual_pipeline_model_parallel_size
+    pipelined = layout.dims.pipeline_model_parallel_size > 1
+    fsdp = layout.uses_megatron_fsdp
+    return {
+        **layout.dims.degrees,
+        "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
+        "sequence_parallel": layout.sequence_parallel,
+        "pipeline_model_parallel_layout": (
+            layout_string(spec, layout.partition) if pipelined else None
+        ),
+        "recompute_granularity": (
+            None if granularity is RecomputeGranularity.NONE else granularity
+        ),
+        "recompute_method": recompute.method,
+        "recompute_num_layers": recompute.num_layers,
+        "recompute_modules": recompute.modules,
+        "use_distributed_optimizer": layout.shards_optimizer,
+        "use_megatron_fsdp": fsdp,
+        "data_parallel_sharding_strategy": STRATEGIES[layout.zero] if fsdp else None,
+        "overlap_grad_reduce": layout.overlap_grad_reduce,
+        "overlap_param_gather": layout.shards_optimizer and layout.overlap_param_gather,
+        "use_torch_fsdp2": layout.sharding is DataParallelSharding.TORCH_FSDP2,
+    }

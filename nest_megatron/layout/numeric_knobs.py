@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
@@ -22,7 +21,7 @@ INSTINCT = r"MI3\d"
 _WHOLE_TENSOR = "|".join((HOPPER, BLACKWELL, INSTINCT))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class NumericKnob:
     """A choice that changes numbers: never made, but priced.
 
@@ -39,6 +38,7 @@ class NumericKnob:
     flags: str
     changes: str
     family: str
+    _: KW_ONLY
     values: Mapping[str, Any] = field(default_factory=dict)
     precisions: tuple[Precision, ...] = (Precision.BF16, Precision.FP8, Precision.NVFP4)
     precision: Precision | None = None
@@ -88,10 +88,10 @@ def _moments(width: str) -> NumericKnob:
     """Adam's moments in a width; its other states stay as they are."""
     values = {"exp_avg_dtype": width, "exp_avg_sq_dtype": width}
     return NumericKnob(
-        flags=f"--use-precision-aware-optimizer --exp-avg-dtype {width} --exp-avg-sq-dtype {width}",
-        changes=f"Adam keeps its moments in {width}",
-        family=f"moments in {width}",
-        values=MappingProxyType({"use_precision_aware_optimizer": True, **values}),
+        f"--use-precision-aware-optimizer --exp-avg-dtype {width} --exp-avg-sq-dtype {width}",
+        f"Adam keeps its moments in {width}",
+        f"moments in {width}",
+        values={"use_precision_aware_optimizer": True, **values},
         of_sharded_optimizer=True,
         of_adam=True,
     )
@@ -100,10 +100,10 @@ def _moments(width: str) -> NumericKnob:
 def _fp8(number_format: str, recipe: str, devices: str, how: str) -> NumericKnob:
     """GEMMs of layers in fp8, of a 16-bit job or of one with another recipe."""
     return NumericKnob(
-        flags=f"--fp8-format {number_format} --fp8-recipe {recipe}",
-        changes=f"GEMMs of layers run in fp8, {how}",
-        family="format",
-        values=MappingProxyType({"fp8_recipe": recipe}),
+        f"--fp8-format {number_format} --fp8-recipe {recipe}",
+        f"GEMMs of layers run in fp8, {how}",
+        "format",
+        values={"fp8_recipe": recipe},
         precisions=(Precision.BF16, Precision.FP8),
         precision=Precision.FP8,
         devices=devices,
@@ -111,44 +111,44 @@ def _fp8(number_format: str, recipe: str, devices: str, how: str) -> NumericKnob
 
 
 _GRADIENTS = NumericKnob(
-    flags="--grad-reduce-in-bf16",
-    changes="gradients are summed over replicas and micro batches in bf16",
-    family="gradients",
-    values=MappingProxyType({"grad_reduce_in_bf16": True}),
+    "--grad-reduce-in-bf16",
+    "gradients are summed over replicas and micro batches in bf16",
+    "gradients",
+    values={"grad_reduce_in_bf16": True},
     instead_of=("accumulate_allreduce_grads_in_fp32",),
 )
 _MOMENTS = (_moments("bf16"), _moments("fp8"))
 _TENSORWISE = _fp8("hybrid", "tensorwise", _WHOLE_TENSOR, "with one scale for each tensor")
 _FP8_WEIGHTS = NumericKnob(
-    flags="--fp8-param-gather",
-    changes="weights are kept and gathered in fp8 alone",
-    family="weights",
-    values=MappingProxyType({"fp8_param_gather": True}),
+    "--fp8-param-gather",
+    "weights are kept and gathered in fp8 alone",
+    "weights",
+    values={"fp8_param_gather": True},
     precisions=(Precision.FP8,),
     of_sharded_optimizer=True,
 )
 
-NUMERIC_KNOBS: tuple[NumericKnob, ...] = (
+NUMERIC_KNOBS = (
     _GRADIENTS,
     *_MOMENTS,
     _TENSORWISE,
     _fp8("e4m3", "blockwise", HOPPER, "with a scale for each block of 128 elements"),
     _fp8("e4m3", "mxfp8", BLACKWELL, "with a scale for each 32 elements"),
     NumericKnob(
-        flags="--fp4-format e2m1 --fp4-recipe nvfp4",
-        changes="GEMMs of layers run in four bits, in place of any fp8",
-        family="format",
-        values=MappingProxyType({"fp8_recipe": None}),
+        "--fp4-format e2m1 --fp4-recipe nvfp4",
+        "GEMMs of layers run in four bits, in place of any fp8",
+        "format",
+        values={"fp8_recipe": None},
         precisions=(Precision.BF16, Precision.FP8),
         precision=Precision.NVFP4,
         devices=BLACKWELL,
     ),
     _FP8_WEIGHTS,
     NumericKnob(
-        flags="--moe-expert-capacity-factor 1.0",
-        changes="an expert drops the tokens that exceed its share",
-        family="capacity",
-        values=MappingProxyType({"moe_expert_capacity_factor": 1.0}),
+        "--moe-expert-capacity-factor 1.0",
+        "an expert drops the tokens that exceed its share",
+        "capacity",
+        values={"moe_expert_capacity_factor": 1.0},
         of_experts=True,
     ),
     # No Transformer Engine's cross entropy: Megatron-LM 0.20 refuses it as unstable
@@ -156,17 +156,17 @@ NUMERIC_KNOBS: tuple[NumericKnob, ...] = (
 )
 
 _HOST_OPTIMIZER = NumericKnob(
-    flags="--optimizer-cpu-offload --use-precision-aware-optimizer",
-    changes="Adam runs on the host, where its states are",
-    family="states on the host",
-    values=MappingProxyType({"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}),
+    "--optimizer-cpu-offload --use-precision-aware-optimizer",
+    "Adam runs on the host, where its states are",
+    "states on the host",
+    values={"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True},
     of_sharded_optimizer=True,
     of_adam=True,
 )
 _FP8_AND_ITS_WEIGHTS = dataclasses.replace(
     _TENSORWISE,
     flags=f"{_TENSORWISE.flags} {_FP8_WEIGHTS.flags}",
-    values=MappingProxyType({**_TENSORWISE.values, **_FP8_WEIGHTS.values}),
+    values={**_TENSORWISE.values, **_FP8_WEIGHTS.values},
     precisions=(Precision.BF16,),
     of_sharded_optimizer=True,
 )

@@ -27,14 +27,19 @@ class StagePartition:
     def __post_init__(self) -> None:
         rises = all(a < b for a, b in pairwise(self.boundaries))
         if self.boundaries[:1] != (0,) or self.num_chunks < 1 or not rises:
-            what = "stage partition boundaries"
-            limit = "they rise strictly from 0, so that every virtual stage holds a unit"
-            fix = "Use fewer stages than units."
-            raise UserInputError(what, self.boundaries, limit, fix)
+            raise UserInputError(
+                "stage partition boundaries",
+                self.boundaries,
+                "they rise strictly from 0, so that every virtual stage holds a unit",
+                "Use fewer stages than units.",
+            )
         if self.num_chunks % self.pipeline_model_parallel_size:
-            limit = f"chunks come in whole rounds of {self.pipeline_model_parallel_size} ranks"
-            fix = "Give every rank the same number of virtual stages."
-            raise UserInputError("stage partition", self.num_chunks, limit, fix)
+            raise UserInputError(
+                "stage partition",
+                self.num_chunks,
+                f"chunks come in whole rounds of {self.pipeline_model_parallel_size} ranks",
+                "Give every rank the same number of virtual stages.",
+            )
 
     @property
     def num_chunks(self) -> int:

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.layout.arguments import layout_arguments
 from nest_megatron.layout.batch_schedule import PredictedBatch, TrainChoice
 from nest_megatron.layout.before_after import BeforeAfter
 from nest_megatron.layout.estimate import Alternative, Estimate, Placement, PricedLayout
-from nest_megatron.layout.layout import Layout
+from nest_megatron.layout.layout import Layout, layout_arguments
 from nest_megatron.layout.objective import Choice, Shortlist, SiteChange, Uncertainty
 from nest_megatron.layout.price import Price
 from nest_megatron.model.spec import TransformerSpec

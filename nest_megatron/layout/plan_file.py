@@ -88,11 +88,15 @@ def parse(text: str, name: str) -> dict[str, Any]:
         fields = parse_yaml(text, name)
     except UserInputError as error:
         raise PlanFileError(
-            name, None, limit=error.limit, fix="It may have been cut short; plan again."
+            name, None, error.limit, "It may have been cut short; plan again."
         ) from error
     if not isinstance(fields, dict):
-        fix = "Name a file written by nest-megatron plan."
-        raise PlanFileError("plan", name, limit="it is no plan file", fix=fix)
+        raise PlanFileError(
+            "plan",
+            name,
+            "it is no plan file",
+            "Name a file written by nest-megatron plan.",
+        )
     return fields
 
 
@@ -116,13 +120,14 @@ def from_fields(fields: Mapping[str, Any], name: str) -> ParallelPlan:
     try:
         plan = from_plain(ParallelPlan, fields)
     except UserInputError as error:
-        raise PlanFileError(
-            f"{name}: {error.what}", error.value, limit=error.limit, fix=error.fix
-        ) from error
+        raise PlanFileError(f"{name}: {error.what}", error.value, error.limit, error.fix) from error
     if checksum(plan) != stated:
-        limit = "it does not match the contents, so the file was cut short or edited"
-        fix = "Write it again with nest-megatron plan; what you want fixed goes on that command."
-        raise PlanFileError(f"{name}: provenance.checksum", stated, limit, fix)
+        raise PlanFileError(
+            f"{name}: provenance.checksum",
+            stated,
+            "it does not match the contents, so the file was cut short or edited",
+            "Write it again with nest-megatron plan; what you want fixed goes on that command.",
+        )
     return plan
 
 

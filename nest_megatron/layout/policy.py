@@ -114,7 +114,7 @@ class PolicyFile:
         """The error for what a rule does not allow."""
         fix = "Stay within it, or ask the operators of the cluster."
         limit = f"{allowed} ({self.where(rule)})"
-        error = PolicyError(what, value=value, limit=limit, fix=fix)
+        error = PolicyError(what, value, limit, fix)
         error.rule = rule
         return error
 
@@ -137,10 +137,8 @@ def require_allowed(plan: ParallelPlan, policy: Policy) -> None:
 def violations(plan: ParallelPlan, file: PolicyFile) -> Iterator[PolicyError]:
     """Every rule of a file that a plan breaks."""
     rules, grid = file.plan, plan.layout
-    degrees = {**plan.layout.dims.flags(), "micro_batch_size": grid.micro_batch_size}
-    degrees["data_parallel_size"] = grid.dims.data_parallel_size
     for name, (least, most) in rules.ranges.items():
-        value = degrees[name] or 1
+        value = grid.sizes[name]
         if not least <= value <= most:
             yield file.broken(f"plan.ranges.{name}", name, value, f"it is {least} to {most}")
     tp, node = grid.dims.tensor_model_parallel_size, plan.cluster.gpus_per_node
@@ -148,18 +146,14 @@ def violations(plan: ParallelPlan, file: PolicyFile) -> Iterator[PolicyError]:
         limit = f"a node has {node} GPUs, and tensor-parallel groups stay inside one"
         rule = "plan.tensor_parallel_inside_node"
         yield file.broken(rule, "tensor_model_parallel_size", tp, limit)
-    for rule, what, value, forbidden in (
-        (
-            "recompute",
-            "recompute_granularity",
-            grid.recompute.granularity,
-            rules.forbidden_recompute,
-        ),
-        ("sharding", "sharding", plan.layout.sharding, rules.forbidden_sharding),
-        ("precision", "precision", plan.train.precision, rules.forbidden_precision),
+    for rule, choice in (
+        ("recompute", grid.recompute.granularity),
+        ("sharding", grid.sharding),
+        ("precision", plan.train.precision),
     ):
-        if value in forbidden:
-            yield file.broken(f"plan.forbidden_{rule}", what, value.value, "it is forbidden")
+        if choice in getattr(rules, f"forbidden_{rule}"):
+            what = "recompute_granularity" if rule == "recompute" else rule
+            yield file.broken(f"plan.forbidden_{rule}", what, choice.value, "it is forbidden")
     found = plan.predicted
     reserve = float(plan.provenance.settings.get("memory_reserve_bytes", 0.0))
     free = 1 - (found.peak_memory_bytes + reserve) / plan.cluster.accelerator.memory_bytes

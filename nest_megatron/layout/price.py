@@ -31,8 +31,9 @@ class Rates:
         for key, example in examples.items():
             value = getattr(self, key.partition(".")[2])
             if value is not None and not 0 < value < math.inf:
-                limit, fix = "it must be above 0 and finite", f"For example {key}={example}."
-                raise UserInputError(key, value, limit, fix)
+                raise UserInputError(
+                    key, value, "it must be above 0 and finite", f"For example {key}={example}."
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +74,15 @@ def price(
         batches: the run's parts, where its batch grows: they say how long it is.
     """
     step_tokens = layout.global_batch_size * seq_length
-    tokens, working_s = _run(rates.tokens, step_tokens, step_s)
+    tokens = rates.tokens
+    working_s = None if tokens is None else -(-tokens // step_tokens) * step_s
     if batches:
-        tokens, working_s = _run_of(batches, seq_length)
+        parts = [(batch.steps, batch) for batch in batches if batch.steps is not None]
+        if len(parts) < len(batches):
+            tokens = working_s = None
+        else:
+            tokens = sum(steps * each.global_batch_size * seq_length for steps, each in parts)
+            working_s = sum(steps * each.iteration_time_s for steps, each in parts)
     run_s = None if working_s is None or not kept else working_s / kept
     hours = None if run_s is None else layout.num_gpus * run_s / 3600
     per_dollar = None
@@ -90,24 +97,6 @@ def price(
         run_dollars=_times(hours, rates.gpu_hour),
         run_mwh=_times(hours, rates.gpu_watts, 1e-6),
     )
-
-
-#: Tokens of a run and the time of its steps, where they are known.
-_Run = tuple[int | None, Seconds | None]
-
-
-def _run(tokens: int | None, step_tokens: int, step_s: Seconds) -> _Run:
-    return tokens, None if tokens is None else -(-tokens // step_tokens) * step_s
-
-
-def _run_of(batches: Sequence[PredictedBatch], seq_length: int) -> _Run:
-    tokens, seconds = 0, 0.0
-    for batch in batches:
-        if batch.steps is None:
-            return None, None
-        tokens += batch.steps * batch.global_batch_size * seq_length
-        seconds += batch.steps * batch.iteration_time_s
-    return tokens, seconds
 
 
 def _times(*factors: float | None) -> float | None:

@@ -11,7 +11,6 @@ Source: ``megatron.core.parallel_state.RankGenerator`` and ``initialize_model_pa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
 from math import gcd, prod
@@ -34,13 +33,8 @@ class GroupKind(Name):
     EDP = "edp"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Axis:
-    """One dimension of a grid: ``size`` ranks, ``stride`` apart."""
-
-    name: str
-    size: int
-    stride: int
+#: Sizes and strides of dimensions of a grid, that of the fastest first.
+_Axes = tuple[tuple[int, int], ...]
 
 
 def group_of_rank(dims: ParallelDims, kind: GroupKind, rank: int) -> tuple[int, ...]:
@@ -50,9 +44,9 @@ def group_of_rank(dims: ParallelDims, kind: GroupKind, rank: int) -> tuple[int, 
     ...               GroupKind.DP, 3)
     (1, 3, 5, 7)
     """
-    members = _member_axes(dims, kind)
-    base = rank - sum(rank // axis.stride % axis.size * axis.stride for axis in members)
-    spans = (range(0, axis.size * axis.stride, axis.stride) for axis in reversed(members))
+    members = _axes(dims, kind)
+    base = rank - sum(rank // stride % size * stride for size, stride in members)
+    spans = (range(0, size * stride, stride) for size, stride in reversed(members))
     return tuple(base + sum(steps) for steps in product(*spans))
 
 
@@ -77,8 +71,8 @@ def group_shape(
     >>> group_shape(dims, GroupKind.DP, (8, 32, 64))
     (2, 4, 2)
     """
-    axes = _merged(_member_axes(dims, kind))
-    size = prod(axis.size for axis in axes)
+    axes = _merged(_axes(dims, kind))
+    size = prod(size for size, _ in axes)
     shape: list[int] = []
     placed = 1
     for devices in group_sizes[:-1]:
@@ -103,62 +97,56 @@ def pipeline_link_level(dims: ParallelDims, stage: int, group_sizes: tuple[int, 
     The next rank of the last one is rank 0: the link that virtual stages add, and over which both
     share tied embeddings.
     """
-    following = (stage + 1) % dims.pipeline_model_parallel_size
-    return _pair_level(dims, min(stage, following), max(stage, following), group_sizes)
+    size = dims.pipeline_model_parallel_size
+    first, last = sorted((stage, (stage + 1) % size))
+    ((_, stride),) = _axes(dims, GroupKind.PP)
+    begin, distance = first * stride, (last - first) * stride
+    if distance == 0:
+        return 0
+    # ``stride`` ranks beside each other have their peers as far away, repeated along the axes that
+    # vary more slowly than the pipeline's
+    for level, devices in enumerate(group_sizes[:-1]):
+        starts = _starts(size * stride, devices, dims.world_size)
+        if all((at + begin) % devices + stride - 1 + distance < devices for at in starts):
+            return level
+    return len(group_sizes) - 1
 
 
-def _dense_axes(dims: ParallelDims) -> tuple[_Axis, ...]:
-    inner = {"tp": dims.tensor_model_parallel_size, "cp": dims.context_parallel_size}
-    return _laid_out(dims, inner, {"dp": dims.data_parallel_size})
-
-
-def _expert_axes(dims: ParallelDims) -> tuple[_Axis, ...]:
-    inner = {"etp": dims.expert_tensor_parallel_size, "ep": dims.expert_model_parallel_size}
-    return _laid_out(dims, inner, {"edp": dims.expert_data_parallel_size})
-
-
-def _laid_out(dims: ParallelDims, inner: dict[str, int], dp: dict[str, int]) -> tuple[_Axis, ...]:
-    """Axes of a grid with their strides, fastest first."""
-    pp = {"pp": dims.pipeline_model_parallel_size}
-    outer = {**dp, **pp} if dims.rank_order is RankOrder.TP_CP_EP_DP_PP else {**pp, **dp}
-    sizes = {**inner, **outer}
+def _axes(dims: ParallelDims, kind: GroupKind) -> _Axes:
+    """Axes along which the members of a group differ."""
+    if kind.startswith("e"):
+        inner = {"etp": dims.expert_tensor_parallel_size, "ep": dims.expert_model_parallel_size}
+        replicas = {"edp": dims.expert_data_parallel_size}
+    else:
+        inner = {"tp": dims.tensor_model_parallel_size, "cp": dims.context_parallel_size}
+        replicas = {"dp": dims.data_parallel_size}
+    stages = {"pp": dims.pipeline_model_parallel_size}
+    inside = dims.rank_order is RankOrder.TP_CP_EP_PP_DP
+    sizes = {**inner, **stages, **replicas} if inside else {**inner, **replicas, **stages}
     strides = accumulate(sizes.values(), mul, initial=1)
-    pairs = zip(sizes.items(), strides, strict=False)  # the last stride is the number of ranks
-    return tuple(_Axis(name=name, size=size, stride=stride) for (name, size), stride in pairs)
-
-
-def _pipeline_axis(dims: ParallelDims) -> _Axis:
-    return next(axis for axis in _dense_axes(dims) if axis.name == "pp")
-
-
-def _member_axes(dims: ParallelDims, kind: GroupKind) -> tuple[_Axis, ...]:
-    """Axes along which the members of a group differ, fastest first."""
+    axes = zip(sizes.items(), strides, strict=False)  # the last stride is the number of ranks
     names = kind.split("-")
-    axes = _expert_axes(dims) if kind.startswith("e") else _dense_axes(dims)
-    return tuple(axis for axis in axes if axis.name in names)
+    return tuple((size, stride) for (name, size), stride in axes if name in names)
 
 
-def _merged(axes: tuple[_Axis, ...]) -> tuple[_Axis, ...]:
+def _merged(axes: _Axes) -> _Axes:
     """Axes without those of size 1, neighbouring ones joined to one progression."""
-    merged: list[_Axis] = []
-    for axis in axes:
-        if axis.size == 1:
-            continue
-        if merged and merged[-1].stride * merged[-1].size == axis.stride:
-            last = merged.pop()
-            merged.append(_Axis(name=last.name, size=last.size * axis.size, stride=last.stride))
-        else:
-            merged.append(axis)
+    merged: list[tuple[int, int]] = []
+    for size, stride in axes:
+        if merged and prod(merged[-1]) == stride:
+            merged[-1] = (merged[-1][0] * size, merged[-1][1])
+        elif size > 1:
+            merged.append((size, stride))
     return tuple(merged)
 
 
-def _fewest_members(axes: tuple[_Axis, ...], devices: int, world_size: int) -> int:
+def _fewest_members(axes: _Axes, devices: int, world_size: int) -> int:
     """Fewest members of any group with these axes that share one block of ``devices`` devices."""
     members = 1
-    for position, axis in enumerate(axes):
-        if axis.stride >= devices or (position > 0 and devices % axis.stride):
+    for position, (size, stride) in enumerate(axes):
+        if stride >= devices or (position > 0 and devices % stride):
             break  # in the second case the block may cut an inner run: count one run only
-        members *= _fewest_of_axis(axis.size, axis.stride, devices, world_size)
+        members *= _fewest_of_axis(size, stride, devices, world_size)
     return members
 
 
@@ -191,20 +179,3 @@ def _starts(step: int, devices: int, world_size: int) -> Iterator[int]:
     """Places inside a block at which groups ``step`` ranks apart start; they repeat."""
     count = min(max(1, world_size // step), devices // gcd(step, devices))
     return (k * step % devices for k in range(count))
-
-
-def _pair_level(dims: ParallelDims, first: int, last: int, group_sizes: tuple[int, ...]) -> int:
-    """Innermost level whose blocks hold each rank of one pipeline rank and its peer of another.
-
-    ``stride`` ranks beside each other have their peers as far away, repeated along the axes that
-    vary more slowly than the pipeline's.
-    """
-    axis = _pipeline_axis(dims)
-    begin, distance = first * axis.stride, (last - first) * axis.stride
-    if distance == 0:
-        return 0
-    for level, devices in enumerate(group_sizes[:-1]):
-        starts = _starts(axis.size * axis.stride, devices, dims.world_size)
-        if all((at + begin) % devices + axis.stride - 1 + distance < devices for at in starts):
-            return level
-    return len(group_sizes) - 1

@@ -57,19 +57,26 @@ class Recompute:
         object.__setattr__(self, "_hash", hash(values))
         full = self.granularity is RecomputeGranularity.FULL
         if full != (self.method is not None) or full != (self.num_layers is not None):
-            what = "parallel.recompute_method / recompute_num_layers"
-            limit = "they go with recompute_granularity full, and only with it"
-            fix = "Set both with full (uniform, 1 keeps one input a layer), neither otherwise."
-            raise UserInputError(what, (self.method, self.num_layers), limit, fix)
+            raise UserInputError(
+                "parallel.recompute_method / recompute_num_layers",
+                (self.method, self.num_layers),
+                "they go with recompute_granularity full, and only with it",
+                "Set both with full (uniform, 1 keeps one input a layer), neither otherwise.",
+            )
         if self.num_layers is not None and self.num_layers < 1:
-            what = "parallel.recompute_num_layers"
-            limit, fix = "it counts layers, so it is at least 1", "Give a positive whole number."
-            raise UserInputError(what, self.num_layers, limit, fix)
+            raise UserInputError(
+                "parallel.recompute_num_layers",
+                self.num_layers,
+                "it counts layers, so it is at least 1",
+                "Give a positive whole number.",
+            )
         if bool(self.modules) != (self.granularity is RecomputeGranularity.SELECTIVE):
-            what = "parallel.recompute_modules"
-            limit = "it goes with recompute_granularity selective, and only with it"
-            fix = "Name at least one module with selective, none otherwise."
-            raise UserInputError(what, self.modules, limit, fix)
+            raise UserInputError(
+                "parallel.recompute_modules",
+                self.modules,
+                "it goes with recompute_granularity selective, and only with it",
+                "Name at least one module with selective, none otherwise.",
+            )
 
     def __hash__(self) -> int:
         """Computed once: settings are keys of a search's dictionaries."""
@@ -106,9 +113,12 @@ def selective_recompute(modules: Iterable[str]) -> Recompute:
     named, known = tuple(modules), tuple(RecomputeModule)
     for name in named:
         if name not in known:
-            limit = f"the modules that are supported are {', '.join(known)}"
-            fix = nearest(str(name), known)
-            raise UserInputError("recompute_modules", name, limit, fix)
+            raise UserInputError(
+                "recompute_modules",
+                name,
+                f"the modules that are supported are {', '.join(known)}",
+                nearest(str(name), known),
+            )
     return Recompute(
         granularity=RecomputeGranularity.SELECTIVE,
         modules=tuple(module for module in known if module in named),

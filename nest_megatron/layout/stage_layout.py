@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from itertools import accumulate, groupby
+from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
@@ -41,18 +42,18 @@ def layout_string(spec: TransformerSpec, partition: StagePartition) -> str:
     """
     units = _unit_letters(spec)
     if partition.boundaries[-1] != spec.num_units:
-        what = "stage partition boundaries"
-        limit = f"model {spec.name} has {spec.num_units} units (layers, embedding, MTP, head)"
-        fix = "Cut the units of this very model."
-        raise UserInputError(what, partition.boundaries[-1], limit, fix)
+        raise UserInputError(
+            "stage partition boundaries",
+            partition.boundaries[-1],
+            f"model {spec.name} has {spec.num_units} units (layers, embedding, MTP, head)",
+            "Cut the units of this very model.",
+        )
     chunks = map(partition.chunk, range(partition.num_chunks))
     if spec.hybrid_layer_pattern:
         layers, depths = _hybrid_symbols(spec)
-        stages = (
-            "".join(layers[at - 1] for at in chunk if at in _layers(spec)) for chunk in chunks
-        )
+        stages = (layers[max(chunk.start - 1, 0) : chunk.stop - 1] for chunk in chunks)
         return "|".join(stages) + depths
-    *inner, last = (_compact("".join(units[at] for at in chunk)) for chunk in chunks)
+    *inner, last = (_compact("".join(units[chunk.start : chunk.stop])) for chunk in chunks)
     return _repeated(inner) + last
 
 
@@ -88,11 +89,20 @@ def _parse_pattern(text: str, spec: TransformerSpec, pp: int) -> StagePartition:
     """A hybrid model's pattern with its stages; without ``|`` all layers are one."""
     stages = text.partition("/")[0].split("|")
     if len(stages) % pp:
-        limit = f"its {len(stages)} stages are not a multiple of the {pp} ranks"
-        raise _bad_pattern(text, limit, "Cut as many stages with |.")
+        raise UserInputError(
+            "hybrid_layer_pattern",
+            text,
+            f"its {len(stages)} stages are not a multiple of the {pp} ranks",
+            "Cut as many stages with |.",
+        )
     symbols, depths = _hybrid_symbols(spec)
     if text.replace("|", "") != symbols + depths:
-        raise _bad_pattern(text, f"its layers must be {symbols + depths}", "Cut this very model.")
+        raise UserInputError(
+            "hybrid_layer_pattern",
+            text,
+            f"its layers must be {symbols + depths}",
+            "Cut this very model.",
+        )
     ends = accumulate(map(len, stages[:-1]), initial=1)
     boundaries = (0, *list(ends)[1:], spec.num_units)
     return StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)
@@ -102,14 +112,6 @@ def _hybrid_symbols(spec: TransformerSpec) -> tuple[str, str]:
     """The symbols of a hybrid model's layers, and those behind the first ``/`` with it."""
     layers, slash, depths = spec.hybrid_layer_pattern.replace("|", "").partition("/")
     return layers, slash + depths
-
-
-def _layers(spec: TransformerSpec) -> range:
-    return range(1, 1 + spec.num_layers)
-
-
-def _bad_pattern(text: str, limit: str, fix: str) -> UserInputError:
-    return UserInputError("hybrid_layer_pattern", text, limit, fix)
 
 
 def expand_layout(text: str) -> tuple[str, ...]:
@@ -156,15 +158,36 @@ def uniform_partition(
     """
     pp, vpp = pipeline_model_parallel_size, virtual_pipeline_model_parallel_size
     if first is None and last is None:
-        per_rank = _even_layers(spec, pp, account_embedding + account_loss)
+        layers, extra = spec.num_layers, account_embedding + account_loss
+        if (layers + extra) % pp:
+            ways = uneven_flags(spec, pp)
+            if extra:
+                ways = f"Add {_LAYOUT_FLAG} in the place of --account-for-..-in-pipeline-split"
+            raise UserInputError(
+                "num_layers",
+                layers + extra,
+                f"without a layout it must be a multiple of the {pp} pipeline ranks",
+                f"{ways}, or use another pipeline_model_parallel_size.",
+            )
+        per_rank = [(layers + extra) // pp] * pp
     elif account_embedding or account_loss:
-        what = "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers"
-        limit = "they exclude the account_for_..._in_pipeline_split flags"
-        fix = "Use one way to state an uneven split."
-        raise UserInputError(what, (first, last), limit, fix)
+        raise UserInputError(
+            "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers",
+            (first, last),
+            "they exclude the account_for_..._in_pipeline_split flags",
+            "Use one way to state an uneven split.",
+        )
     else:
         per_rank = _uneven_layers(spec, pp, first, last)
-    counts = [_split_evenly(per_rank[k % pp], vpp) for k in range(pp * vpp)]
+    for layers in per_rank:
+        if layers % vpp:
+            raise UserInputError(
+                "virtual_pipeline_model_parallel_size",
+                vpp,
+                f"it must divide the {layers} layers of a pipeline rank",
+                f"Give {_LAYOUT}, or another number of virtual stages.",
+            )
+    counts = [layers // vpp for layers in per_rank] * vpp
     counts[0] -= account_embedding
     counts[-1] -= account_loss
     boundaries = (0, *(1 + n for n in accumulate(counts[:-1])), spec.num_units)
@@ -182,18 +205,25 @@ def spread_partition(spec: TransformerSpec, dims: ParallelDims) -> StagePartitio
         return uniform_partition(spec, pp, dims.virtual_pipeline_model_parallel_size)
     except UserInputError:
         if chunks > units:
-            what = "pipeline_model_parallel_size * virtual_pipeline_model_parallel_size"
-            limit = f"every stage holds a unit, and the model has {units}"
-            raise UserInputError(what, chunks, limit, fix="Use fewer stages.") from None
+            raise UserInputError(
+                "pipeline_model_parallel_size * virtual_pipeline_model_parallel_size",
+                chunks,
+                f"every stage holds a unit, and the model has {units}",
+                "Use fewer stages.",
+            ) from None
     boundaries = tuple(k * units // chunks for k in range(chunks + 1))
     return StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)
 
 
-def is_uniform(spec: TransformerSpec, partition: StagePartition) -> bool:
-    """Whether Megatron makes this partition when it is given the degrees alone."""
+def is_uniform(spec: TransformerSpec, partition: StagePartition, **ends: Any) -> bool:
+    """Whether Megatron makes this partition when it is given the degrees alone.
+
+    Args:
+        ends: what else it is given, of ``first`` and ``last``.
+    """
     pp = partition.pipeline_model_parallel_size
     try:
-        return uniform_partition(spec, pp, partition.num_chunks // pp) == partition
+        return uniform_partition(spec, pp, partition.num_chunks // pp, **ends) == partition
     except UserInputError:
         return False
 
@@ -201,13 +231,9 @@ def is_uniform(spec: TransformerSpec, partition: StagePartition) -> bool:
 def is_uneven_at_ends(spec: TransformerSpec, partition: StagePartition) -> bool:
     """Whether numbers of layers for the first and the last rank alone make this partition."""
     pp, boundaries = partition.pipeline_model_parallel_size, partition.boundaries
-    if partition.num_chunks != pp or pp < 2:
-        return False
     first, last = boundaries[1] - 1, 1 + spec.num_layers - boundaries[-2]
-    try:
-        return uniform_partition(spec, pp, first=first, last=last) == partition
-    except UserInputError:
-        return False
+    plain = partition.num_chunks == pp > 1
+    return plain and is_uniform(spec, partition, first=first, last=last)
 
 
 def _unit_letters(spec: TransformerSpec) -> tuple[str, ...]:
@@ -252,18 +278,6 @@ def uneven_flags(spec: TransformerSpec, pp: int) -> str:
     )
 
 
-def _even_layers(spec: TransformerSpec, pp: int, extra: int) -> list[int]:
-    layers = spec.num_layers + extra
-    if layers % pp:
-        limit = f"without a layout it must be a multiple of the {pp} pipeline ranks"
-        ways = uneven_flags(spec, pp)
-        if extra:
-            ways = f"Add {_LAYOUT_FLAG} in the place of --account-for-..-in-pipeline-split"
-        fix = f"{ways}, or use another pipeline_model_parallel_size."
-        raise UserInputError("num_layers", layers, limit, fix)
-    return [layers // pp] * pp
-
-
 def _uneven_layers(
     spec: TransformerSpec, pp: int, first: int | None, last: int | None
 ) -> list[int]:
@@ -271,18 +285,11 @@ def _uneven_layers(
     stages, middle = pp - len(given), spec.num_layers - sum(given)
     fits = middle % stages == 0 and middle > 0 if stages > 0 else stages == middle == 0
     if not fits or min(given) < 1:
-        what = "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers"
-        limit = f"{middle} layers are left for {stages} middle pipeline ranks"
-        fix = f"{uneven_flags(spec, pp)}."
-        raise UserInputError(what, (first, last), limit, fix)
+        raise UserInputError(
+            "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers",
+            (first, last),
+            f"{middle} layers are left for {stages} middle pipeline ranks",
+            f"{uneven_flags(spec, pp)}.",
+        )
     per_rank = [middle // stages] * stages if stages else []
     return [*given[: first is not None], *per_rank, *given[first is not None :]]
-
-
-def _split_evenly(layers: int, vpp: int) -> int:
-    if layers % vpp:
-        what = "virtual_pipeline_model_parallel_size"
-        limit = f"it must divide the {layers} layers of a pipeline rank"
-        fix = f"Give {_LAYOUT}, or another number of virtual stages."
-        raise UserInputError(what, vpp, limit, fix)
-    return layers // vpp

@@ -55,6 +55,17 @@ class ZeroStage(IntEnum):
         return DataParallelSharding.MEGATRON_FSDP if self.is_fsdp else DataParallelSharding.DDP
 
 
+def uses_megatron_fsdp(zero: ZeroStage, sharding: DataParallelSharding | None) -> bool:
+    """Whether ``--use-megatron-fsdp`` is on."""
+    return (sharding or zero.sharding) is DataParallelSharding.MEGATRON_FSDP
+
+
+def shards_optimizer(zero: ZeroStage, sharding: DataParallelSharding | None) -> bool:
+    """Whether ``--use-distributed-optimizer`` is on: FSDP of PyTorch divides states itself."""
+    divides = zero >= ZeroStage.OPTIMIZER or uses_megatron_fsdp(zero, sharding)
+    return divides and sharding is not DataParallelSharding.TORCH_FSDP2
+
+
 #: What Megatron-FSDP calls the stages.
 STRATEGIES = {
     ZeroStage.NONE: "no_shard",

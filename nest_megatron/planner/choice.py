@@ -14,7 +14,7 @@ from nest_megatron.cost_model.site import expected
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.uncertainty import Predictive
 from nest_megatron.errors import UserInputError, typed_setting
-from nest_megatron.layout.arguments import layout_arguments
+from nest_megatron.layout.layout import layout_arguments
 from nest_megatron.layout.objective import Choice, Shortlist
 from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.plain import to_plain

@@ -17,7 +17,7 @@ from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import NO_RECOMPUTE
-from nest_megatron.layout.rulebook.rule import Violation, violations
+from nest_megatron.layout.rulebook.rule import violations
 from nest_megatron.layout.rulebook.search import is_searched
 from nest_megatron.planner.request import Request
 from nest_megatron.solver.executions import launched
@@ -30,13 +30,13 @@ _EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 _DP, _MICRO = "data_parallel_size", "micro_batch_size"
 
 
-def binding(request: Request, out_of_time: OutOfTime = lambda: False) -> tuple[Violation, ...]:
+def binding(request: Request, out_of_time: OutOfTime = lambda: False) -> tuple[UserInputError, ...]:
     """The rules that the least illegal combination breaks.
 
     Nothing where a combination breaks none of them, so that something else must bind, or where time
     did not allow to look at all.
     """
-    found: tuple[Violation, ...] = ()
+    found: tuple[UserInputError, ...] = ()
     for broken in _broken(request):
         if not broken or out_of_time():
             return ()
@@ -72,7 +72,7 @@ def is_legal_without(
     return False
 
 
-def _broken(request: Request) -> Iterator[tuple[Violation, ...]]:
+def _broken(request: Request) -> Iterator[tuple[UserInputError, ...]]:
     """Rules that each combination breaks; none for one that only the search excludes."""
     space, spec = request.space, request.spec
     model, world = request.cost_model(), request.cluster.num_gpus
@@ -110,7 +110,7 @@ def _broken(request: Request) -> Iterator[tuple[Violation, ...]]:
                 rank_order=order,
             )
         except UserInputError as error:
-            yield (Violation(what=error.what, value=error.value, limit=error.limit, fix=error.fix),)
+            yield (error,)
             continue
         grid = PartialLayout(  # of a batch that divides: whether the real one does is a rule
             dims=dims,
@@ -129,22 +129,22 @@ def _broken(request: Request) -> Iterator[tuple[Violation, ...]]:
         yield broken + tuple(_other_limits(request, dims))
 
 
-def _other_limits(request: Request, dims: ParallelDims) -> Iterator[Violation]:
+def _other_limits(request: Request, dims: ParallelDims) -> Iterator[UserInputError]:
     """What the space demands beside Megatron's rules."""
     space = request.space
     wanted = space.fixed.get(_DP, dims.data_parallel_size)
     if wanted != dims.data_parallel_size:
-        yield Violation(
-            what=_DP,
-            value=wanted,
-            limit=f"the other degrees leave {dims.data_parallel_size} of the GPUs for it",
-            fix="Leave it out.",
+        yield UserInputError(
+            _DP,
+            wanted,
+            f"the other degrees leave {dims.data_parallel_size} of the GPUs for it",
+            "Leave it out.",
         )
     elif not space.allows(_DP, wanted, request.cluster):
         least, most = space.least.get(_DP, 1), space.limit(_DP, request.cluster)
-        yield Violation(
-            what=_DP,
-            value=wanted,
-            limit=f"it is {least} to {most} here, and the other degrees leave it no other value",
-            fix=f"Widen its limits (search.max_{_DP}), or those of other degrees.",
+        yield UserInputError(
+            _DP,
+            wanted,
+            f"it is {least} to {most} here, and the other degrees leave it no other value",
+            f"Widen its limits (search.max_{_DP}), or those of other degrees.",
         )

@@ -8,10 +8,10 @@ from math import prod
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.layout.arguments import layout_arguments
 from nest_megatron.layout.diff import plan_values, reason
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.estimate import Alternative
+from nest_megatron.layout.layout import layout_arguments
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rank_order import GroupKind, group_of_rank, group_shape
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind

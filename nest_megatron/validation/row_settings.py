@@ -30,8 +30,8 @@ from nest_megatron.layout.recompute import (
     RecomputeModule,
     selective_recompute,
 )
+from nest_megatron.layout.rulebook.execution import allows_recompute
 from nest_megatron.layout.rulebook.facts import LaunchRequest
-from nest_megatron.layout.rulebook.recomputation import allows_recompute
 from nest_megatron.layout.stage_layout import parse_layout, uniform_partition
 from nest_megatron.layout.zero import STRATEGIES, ZeroStage
 from nest_megatron.model.spec import TransformerSpec

@@ -23,7 +23,7 @@ import pytest
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm import checkpoint
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, read_checkpoint
-from nest_megatron.layout.arguments import LAYOUT_ARGUMENTS
+from nest_megatron.layout.layout import LAYOUT_ARGUMENTS
 
 OLD, NEW = "0.16.1", "0.20"
 _SIZES = {"tp": "tensor_model", "pp": "pipeline_model", "vpp": "virtual_pipeline_model"}

@@ -115,6 +115,6 @@ def test_recipes_recompute_no_whole_layer_beside_graphs(fields: dict[str, Any]) 
 def test_megatrons_own_flags_say_the_same() -> None:
     job = read_job(read_command(f"{BASE} --cuda-graph-impl local"))
     assert job.graphs is not None
-    assert not job.graphs.allows_full_recompute()
+    assert job.graphs.impl != "full_iteration"
     job = read_job(read_command(BASE))
     assert job.graphs is None

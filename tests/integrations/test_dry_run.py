@@ -14,8 +14,9 @@ import pytest
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.dry_run import run as dry
-from nest_megatron.integrations.dry_run.launch import ScriptLaunch, script_launch
+from nest_megatron.integrations.dry_run.launch import script_launch
 from nest_megatron.integrations.dry_run.recorder import LAUNCHERS
+from nest_megatron.integrations.dry_run.run import RecordedLaunch
 from nest_megatron.integrations.megatron_lm.parser import read_command
 
 BASH = shutil.which("bash")
@@ -34,7 +35,7 @@ def write(folder: Path, text: str, name: str = "train.sh") -> Path:
     return path
 
 
-def read(path: Path, *args: str) -> ScriptLaunch:
+def read(path: Path, *args: str) -> RecordedLaunch:
     return script_launch(["bash", str(path), *args])
 
 

@@ -7,7 +7,7 @@ import pytest
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
-from nest_megatron.integrations.megatron_lm.sharding import for_optimizer
+from nest_megatron.integrations.megatron_lm.search_space import for_optimizer
 from nest_megatron.layout.zero import ZeroStage
 from tests import catalogue
 from tests.integrations.test_sharding import job

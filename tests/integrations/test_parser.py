@@ -7,7 +7,7 @@ import pytest
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
-    first_releases,
+    SINCE,
     flag_of,
 )
 from nest_megatron.integrations.megatron_lm.parser import (
@@ -145,7 +145,7 @@ def test_recorded_arguments_are_complete(version: str) -> None:
 
 
 def test_first_releases_agree_with_the_flags_of_the_recorded_ones() -> None:
-    first = first_releases()
+    first = {name: release for release, names in SINCE.items() for name in names}
     for name, release in first.items():
         is_old = tuple(map(int, release.split("."))) <= (0, 16, 1)
         assert (flag_of(name) in known_flags("0.16.1")) == is_old, name

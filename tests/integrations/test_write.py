@@ -105,13 +105,6 @@ def test_environment() -> None:
     assert environment(request(grid=dims(tp=2), zero=ZeroStage.WEIGHTS)) == {name: None}
 
 
-@pytest.mark.parametrize(("version", "rows"), [("0.16.1", "128255"), ("0.20", "128256")])
-def test_null_tokenizer_of_0_16_adds_a_row(version: str, rows: str) -> None:
-    argv = model_argv(LLAMA, tokenizer_type="NullTokenizer", version=version)
-    assert argv[argv.index("--vocab-size") + 1] == rows
-    assert read_job(read_command([*argv, "--bf16"], version)).spec.vocab_size == LLAMA.vocab_size
-
-
 def test_activations_without_a_flag_are_refused() -> None:
     with pytest.raises(UnplannableModelError):
         model_argv(dataclasses.replace(LLAMA, activation="gelu"))

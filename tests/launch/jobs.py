@@ -20,13 +20,14 @@ from nest_megatron.integrations.megatron_lm.planning import (
 )
 from nest_megatron.integrations.megatron_lm.write import model_argv
 from nest_megatron.model.spec import TransformerSpec
+from tests.contract.hand_models import null_tokenizer
 
 TRAINING = ["--bf16", "--micro-batch-size", "1", "--lr", "1e-4", "--train-iters", "10"]
 
 
 def job_argv(spec: TransformerSpec, *words: str) -> list[str]:
     """A user's flags for a model, and more words; a later flag wins."""
-    return [*model_argv(spec, tokenizer_type="NullTokenizer"), *TRAINING, *words]
+    return [*model_argv(spec), *null_tokenizer(spec), *TRAINING, *words]
 
 
 def namespace(argv: list[str], version: str = "0.16.1", world_size: int = 64) -> Namespace:

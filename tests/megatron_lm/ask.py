@@ -13,6 +13,7 @@ from typing import Any
 from nest_megatron.integrations.megatron_lm.namespace import recorded_version
 from nest_megatron.integrations.megatron_lm.write import environment, model_argv, parallel_argv
 from nest_megatron.layout.rulebook.facts import LaunchRequest
+from tests.contract.hand_models import null_tokenizer
 
 TRAINING = ["--train-iters", "2", "--lr", "1e-3", "--min-lr", "1e-4", "--mock-data"]
 TRAINING += ["--no-rope-fusion"]  # it needs Transformer Engine
@@ -23,7 +24,8 @@ def megatron_case(request: LaunchRequest) -> dict[str, Any]:
     variables = environment(request)
     return {
         "argv": [
-            *model_argv(request.spec, tokenizer_type="NullTokenizer", version=request.version),
+            *model_argv(request.spec, version=request.version),
+            *null_tokenizer(request.spec, request.version),
             *parallel_argv(request),
             *TRAINING,
             *_job_argv(request),

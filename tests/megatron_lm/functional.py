@@ -23,7 +23,7 @@ from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_command
 from nest_megatron.integrations.megatron_lm.namespace import recorded_version
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.planning import job_request
-from nest_megatron.integrations.megatron_lm.read import read_job
+from nest_megatron.integrations.megatron_lm.read import job_of, read_job
 from nest_megatron.integrations.megatron_lm.search_space import kept_flags
 from nest_megatron.planner import NoPlan, plan
 from tests.megatron_lm.ask import ask_megatron
@@ -228,7 +228,7 @@ def written(job: Job, version: str) -> Written:
         except UserInputError as error:
             if error.what != "--vocab-size":
                 raise
-            read = read_job(command, vocab_size=_ROWS)
+            read = job_of(command, command.values, vocab_size=_ROWS)
         cluster = _cluster(composed, job)
         tp = command.values["tensor_model_parallel_size"]
         read = dataclasses.replace(read, spec=read.spec.with_padded_vocab(tp))

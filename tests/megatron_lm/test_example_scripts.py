@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.dry_run.launch import ScriptLaunch, script_launch
+from nest_megatron.integrations.dry_run.launch import script_launch
+from nest_megatron.integrations.dry_run.run import RecordedLaunch
 from tests.integrations.test_dry_run import BASH, run_by_bash
 from tests.megatron_lm.training import HOME
 
@@ -38,7 +39,7 @@ def without_numbers(words: list[str]) -> list[str]:
     return [re.sub(r"\d+", "0", word) for word in words]
 
 
-def launch_of(name: str, *args: str) -> ScriptLaunch | str:
+def launch_of(name: str, *args: str) -> RecordedLaunch | str:
     """A script's launch, or why there is none."""
     try:
         return script_launch(["bash", str(EXAMPLES / name), *args])
@@ -69,4 +70,4 @@ def test_the_launch_is_the_one_that_bash_would_start(name: str, tmp_path: Path) 
 @pytest.mark.parametrize("folder", READ)
 def test_training_examples_launch(folder: str) -> None:
     found = [launch_of(name) for name in scripts() if name.startswith(f"{folder}/")]
-    assert any(isinstance(each, ScriptLaunch) for each in found)
+    assert any(isinstance(each, RecordedLaunch) for each in found)

@@ -21,6 +21,7 @@ from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rank_order import GroupKind, group_of_rank
 from tests import catalogue
+from tests.contract.hand_models import null_tokenizer
 from tests.megatron_lm.training import HOME, ON_CPU, Trained, alone, run
 
 pytestmark = [
@@ -63,7 +64,7 @@ def play(world: World, rank: int, words: list[str], **more: str) -> Trained:
 def planned(world: World, rank: int, path: Path) -> Trained:
     """The full model, as far as it is built."""
     spec = catalogue.model(world.model)
-    words = [*model_argv(spec, tokenizer_type="NullTokenizer"), *ONE_STEP, *ON_CPU]
+    words = [*model_argv(spec), *null_tokenizer(spec), *ONE_STEP, *ON_CPU]
     words += ["--micro-batch-size", "1", "--global-batch-size", str(world.batch)]
     words += ["+nest=auto", "nest.cluster=dgx_h100", "nest.free=all", f"nest.out={path}"]
     return play(world, rank, [*words, *world.words], NEST_TEST_BUILD="meta")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
 
@@ -33,23 +33,6 @@ _TRAINING = re.compile(
 _OF_A_NODE = re.compile(r"--(node[-_]rank|machine[-_]rank)(=.*)?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptLaunch:
-    """What a script would launch.
-
-    Args:
-        words: the command, variables that the script sets before it.
-        environment: all variables that it would have.
-        header: options of Slurm on the lines of the batch script that it stands in.
-        notes: what was left out, one sentence each.
-    """
-
-    words: tuple[str, ...]
-    environment: Mapping[str, str]
-    header: tuple[str, ...]
-    notes: tuple[str, ...]
-
-
 def is_script_call(words: Sequence[str]) -> bool:
     """Whether words start a shell, a batch job or a script of the shell.
 
@@ -58,7 +41,8 @@ def is_script_call(words: Sequence[str]) -> bool:
     >>> is_script_call(["torchrun", "pretrain_gpt.py"])
     False
     """
-    first = _first_program(words)
+    programs = (word for word in words if assignment(word) is None)
+    first = next((word for word in programs if word.rpartition("/")[2] not in WRAPPERS), "")
     name = first.rpartition("/")[2]
     return name in (*SHELLS, "sbatch", "source", ".") or first.endswith(_SUFFIXES)
 
@@ -74,15 +58,7 @@ def names_script(words: Sequence[str]) -> bool:
     return not any(re.fullmatch(r"-[a-z]*c", word) for word in words)
 
 
-def _first_program(words: Sequence[str]) -> str:
-    """The first word that is no assignment and no program such as ``env`` before another."""
-    for word in words:
-        if assignment(word) is None and word.rpartition("/")[2] not in WRAPPERS:
-            return word
-    return ""
-
-
-def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> ScriptLaunch:
+def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> RecordedLaunch:
     """The launch of the script that words start, which bash runs (``docs/launch_scripts.md``).
 
     It runs in the current folder with the variables of this process.
@@ -102,21 +78,22 @@ def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> Scrip
         rest = ["bash", *rest]
     script = next((word for word in rest if word.endswith(_SUFFIXES)), "")
     if script and not Path(script).is_file():
-        fix = "Correct the path; it is relative to the current folder."
-        raise UserInputError("script", script, limit="there is no such file", fix=fix)
+        raise UserInputError(
+            "script",
+            script,
+            "there is no such file",
+            "Correct the path; it is relative to the current folder.",
+        )
     run = dry_run(rest, variables, cluster)
     found = _chosen(run, shlex.join(rest))
-    before = {**os.environ}
-    set_here = {
-        name: value
+    given = (
+        f"{name}={value}"
         for name, value in found.environment.items()
-        if before.get(name) != value and not name.startswith("SLURM_")
-    }
-    given = [f"{name}={value}" for name, value in set_here.items()]
-    return ScriptLaunch(
+        if os.environ.get(name) != value and not name.startswith("SLURM_")
+    )
+    return dataclasses.replace(
+        found,
         words=(*given, *found.words),
-        environment=found.environment,
-        header=found.header,
         notes=tuple(_notes(run, found, script or rest[0])),
     )
 
@@ -138,10 +115,13 @@ def _chosen(run: DryRun, call: str) -> RecordedLaunch:
     if len(found) == 1:
         return min(trains, key=lambda each: each.words)  # that of the first node
     if found:
-        limit = f"it launches {len(found)} jobs, and one is planned: {_differences(trains)}"
-        fix = "Set what chooses one before the script, or give its command by --from 'COMMAND'."
-        raise UserInputError("script", call, limit, fix)
-    raise UserInputError("script", call, limit=_why_none(run), fix=_what_lacks(run))
+        raise UserInputError(
+            "script",
+            call,
+            f"it launches {len(found)} jobs, and one is planned: {_differences(trains)}",
+            "Set what chooses one before the script, or give its command by --from 'COMMAND'.",
+        )
+    raise UserInputError("script", call, _why_none(run), _what_lacks(run))
 
 
 def _is_training(word: str) -> bool:
@@ -149,13 +129,13 @@ def _is_training(word: str) -> bool:
 
 
 def _of_all_nodes(words: Sequence[str]) -> tuple[str, ...]:
-    found: list[str] = []
-    for before, word in zip(("", *words), words, strict=False):
-        one = _OF_A_NODE.fullmatch(word)
-        of_one = _OF_A_NODE.fullmatch(before)
-        if one is None and (of_one is None or of_one[2]):
-            found.append(word)
-    return tuple(found)
+    told = [_OF_A_NODE.fullmatch(word) for word in words]
+    before = (None, *told)
+    return tuple(
+        word
+        for word, one, of_one in zip(words, told, before, strict=False)
+        if one is None and (of_one is None or of_one[2])
+    )
 
 
 def _differences(launches: Sequence[RecordedLaunch]) -> str:
@@ -199,23 +179,20 @@ def _why_none(run: DryRun) -> str:
         return f"it launches no job of Megatron-LM that trains ({', '.join(names)}){why}"
     if unread := _SWIFT if "megatron" in run.skipped else unread_model(run.skipped):
         return f"it launches nothing that trains; {unread}"
-    ended = f"it ended with exit code {run.code}" if run.code is not None else "it was ended"
+    ended = f"it ended with exit code {run.code}"
     if run.code is None:
-        ended += f" after {MAX_SECONDS:g} s"
+        ended = f"it was ended after {MAX_SECONDS:g} s"
     said = f"; its last words are: {' | '.join(run.printed)[-300:]}" if run.printed else ""
     return f"it launches nothing that trains; {ended}{said}"
 
 
 def _what_lacks(run: DryRun) -> str:
-    sentences = []
-    if run.unset:
-        sentences.append(f"Set what nothing sets: {_with_lines(run.unset)}.")
-    if run.absent:
-        sentences.append(f"Not on this host: {_with_lines(run.absent)}.")
-    if run.skipped:
-        sentences.append(f"Programs that were not run: {_with_lines(run.skipped)}.")
-    sentences.append("Or give the training command itself by --from 'COMMAND'.")
-    return " ".join(sentences)
+    lists = {
+        "Set what nothing sets": run.unset,
+        "Not on this host": run.absent,
+        "Programs that were not run": run.skipped,
+    }
+    return " ".join([*_told(lists), "Or give the training command itself by --from 'COMMAND'."])
 
 
 def _notes(run: DryRun, found: RecordedLaunch, script: str) -> Iterator[str]:
@@ -226,14 +203,13 @@ def _notes(run: DryRun, found: RecordedLaunch, script: str) -> Iterator[str]:
         for each in run.launches
         if not any(map(_is_training, each.words))
     }
-    for what, names in (
-        ("Programs that were not run", {**run.skipped, **others}),
-        ("Answered for the cluster that is planned for", run.answered),
-        ("Variables that nothing sets, empty as in the shell", run.unset),
-        ("Not on this host", run.absent),
-    ):
-        if names:
-            yield f"{what}: {_with_lines(names)}."
+    lists = {
+        "Programs that were not run": {**run.skipped, **others},
+        "Answered for the cluster that is planned for": run.answered,
+        "Variables that nothing sets, empty as in the shell": run.unset,
+        "Not on this host": run.absent,
+    }
+    yield from _told(lists)
     if found.header:
         yield "What Slurm tells a task is made up: hosts are node1 and so on, and the rank is 0."
     if run.code is None:
@@ -245,6 +221,10 @@ def _notes(run: DryRun, found: RecordedLaunch, script: str) -> Iterator[str]:
         )
 
 
-def _with_lines(names: Mapping[str, str]) -> str:
-    shown = [f"{name} (line {line})" if line else name for name, line in names.items()]
-    return ", ".join(shown[:40]) + (f" and {len(shown) - 40} more" if len(shown) > 40 else "")
+def _told(lists: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """A sentence for each list that has names, which come with their lines."""
+    for what, names in lists.items():
+        shown = [f"{name} (line {line})" if line else name for name, line in names.items()]
+        more = f" and {len(shown) - 40} more" if len(shown) > 40 else ""
+        if shown:
+            yield f"{what}: {', '.join(shown[:40])}{more}."

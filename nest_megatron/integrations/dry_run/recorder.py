@@ -38,19 +38,21 @@ _SHELL_LINE = re.compile(rb"#!\s*\S*?(/env\s+)?(bash|sh|dash|zsh|ksh)\b")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
-def main(words: list[str]) -> int:
+def main(words: list[str]) -> None:
     """Do what is done for a program that is called by these words."""
-    name = words[0].rpartition("/")[2]
+    name = _name(words[0])
     name = "python" if _PYTHON.fullmatch(name) else name
     if name in SHELLS:
         _run_shell(words[1:])
     if name == "sbatch":
         _write(words, script=_batch_script(words))
     elif name == "nvidia-smi":
-        return _answer(words[1:])
+        _answer(words[1:])
     elif name == "scontrol":
         if words[1:2] == ["show"] and words[2:3] in (["hostnames"], ["hostname"]):
-            print(*(f"node{at}" for at in range(1, _num_nodes() + 1)), sep="\n")
+            text = os.environ.get("SLURM_NNODES", "1")
+            nodes = min(int(text), 4096) if text.isdigit() else 1
+            print(*(f"node{at}" for at in range(1, nodes + 1)), sep="\n")
             _note(name, "answered")
         else:
             _note(name)
@@ -69,16 +71,19 @@ def main(words: list[str]) -> int:
         _run_shell(words)
     else:
         _note(words[0])
-    return 0
+
+
+def _name(word: str) -> str:
+    return word.rpartition("/")[2]
 
 
 def _launch(words: list[str]) -> None:
     own = takewhile(lambda n: words[n] != "-m" and not _PROGRAM.search(words[n]), range(len(words)))
-    at = next((n for n in own if n and _starts_shell(words, n)), None)
-    if at is not None:  # srun ... bash -c TEXT, docker run ... train.sh
+    starts = (n for n in own if n and (_name(words[n]) in SHELLS or _is_shell_script(words[n])))
+    if (at := next(starts, None)) is not None:  # srun ... bash -c TEXT, docker run ... train.sh
         place, before = _around()
         around = json.dumps([place, [*before, *words[:at]]])
-        rest = words[at + 1 :] if words[at].rpartition("/")[2] in SHELLS else words[at:]
+        rest = words[at + 1 :] if _name(words[at]) in SHELLS else words[at:]
         _run_shell(rest, NEST_DRY_RUN_AROUND=around)
     if "-m" in words or any(map(_PROGRAM.search, words)):
         _write(words)
@@ -91,10 +96,6 @@ def _around() -> tuple[str, list[str]]:
     text = os.environ.get("NEST_DRY_RUN_AROUND")
     place, before = json.loads(text) if text else (os.environ.get("NEST_DRY_RUN_AT", ""), [])
     return place, before
-
-
-def _starts_shell(words: list[str], at: int) -> bool:
-    return words[at].rpartition("/")[2] in SHELLS or _is_shell_script(words[at])
 
 
 def _is_shell_script(path: str) -> bool:
@@ -119,7 +120,7 @@ def _pass_on(words: list[str]) -> None:
     """Go on as the program that a wrapper starts, with the variables that stand before it."""
     variables = dict(os.environ)
     for at, word in enumerate(words[1:], 1):
-        name = word.rpartition("/")[2]
+        name = _name(word)
         if (PROGRAMS / name).exists() or ("/" in word and os.access(word, os.X_OK)):
             found = PROGRAMS / name if "/" not in word else PROGRAMS / ".recorder"
             passed = [word, *words[at + 1 :]] if "/" not in word else ["", *words[at:]]
@@ -145,13 +146,12 @@ def _batch_script(words: list[str]) -> list[str]:
 
 
 def _write(words: list[str], script: list[str] | None = None) -> None:
-    """Write a launch down: the words, the variables and the folder."""
+    """Write a launch down: the words and the variables."""
     place, before = _around()
     record = {
         "words": [word.removeprefix(f"{PROGRAMS}/") for word in (*before, *words)],
         "place": place,
         "environment": dict(os.environ),
-        "folder": os.environ.get("PWD") or str(Path.cwd()),
         "script": script,
     }
     name = f"{time.time_ns():020}-{os.getpid()}"
@@ -170,12 +170,7 @@ def _settings() -> dict[str, str]:
     return found
 
 
-def _num_nodes() -> int:
-    text = os.environ.get("SLURM_NNODES", "1")
-    return min(int(text), 4096) if text.isdigit() else 1
-
-
-def _answer(words: list[str]) -> int:
+def _answer(words: list[str]) -> None:
     """Answer for the GPUs of a node of the cluster that is planned for."""
     settings = _settings()
     count = int(settings["gpus_per_node"])
@@ -198,8 +193,7 @@ def _answer(words: list[str]) -> int:
             row = {**known, "index": str(n), "uuid": f"GPU-{n}"}
             print(", ".join(row.get(field, "[N/A]") for field in fields))
     _note("nvidia-smi", "answered" if query or set(words) & {"-L", "--list-gpus"} else "skipped")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

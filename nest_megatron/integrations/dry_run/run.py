@@ -51,18 +51,19 @@ class RecordedLaunch:
     """A command that would start programs of Python.
 
     Args:
-        words: as the program is called, those of ``srun`` and the like around it before them.
+        words: as the program is called, those of ``srun`` and the like around it before them; of
+            the one that trains variables that the script sets, too.
         environment: all variables that it would have.
-        folder: the current one.
         header: Slurm's options of the batch script that it stands in.
         line: of the script; ``""`` where it is not known.
+        notes: what was left out of the script, one sentence each.
     """
 
     words: tuple[str, ...]
     environment: Mapping[str, str]
-    folder: str
     header: tuple[str, ...]
     line: str
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +102,21 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
     """
     bash = shutil.which("bash")
     if bash is None:
-        fix = "Give the command itself by --from 'COMMAND'."
-        raise UserInputError(words[0], shlex.join(words), limit="bash is absent", fix=fix)
+        raise UserInputError(
+            words[0],
+            shlex.join(words),
+            "bash is absent",
+            "Give the command itself by --from 'COMMAND'.",
+        )
     with tempfile.TemporaryDirectory(prefix="nest-megatron-") as name:
         folder = Path(name).resolve()
         _furnish(folder, bash, cluster)
         start = {**os.environ, **variables}
-        options = _batch_options(words, start)
+        options: tuple[str, ...] = ()
+        script = next((Path(word) for word in words[1:] or words if Path(word).is_file()), None)
+        in_job = "SLURM_JOB_ID" in start or words[0].endswith("sbatch")
+        if script is not None and not in_job:  # bash starts a batch script
+            options = header_options(script.read_text(encoding="utf-8", errors="replace"))
         code = _run(folder, words, {**start, **_slurm_variables(options, start)})
         launches: list[RecordedLaunch] = []
         pending = [(options, record) for record in _records(folder)]
@@ -118,17 +127,15 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
                 launches.append(_launch(record, header))
             elif batches < _MAX_BATCHES:
                 batches += 1
-                script, given = record["script"], record["environment"]
-                text = Path(script[1]).read_text(encoding="utf-8", errors="replace")
+                given = record["environment"]
+                text = Path(record["script"][1]).read_text(encoding="utf-8", errors="replace")
                 options = (*header_options(text), *record["words"][1:])
-                code = _run(folder, script, {**given, **_slurm_variables(options, given)})
+                given |= _slurm_variables(options, given)
+                code = _run(folder, record["script"], given)
                 pending += [(options, each) for each in _records(folder)]
         return DryRun(
             launches=tuple(launches),
-            skipped=_listed(folder / "skipped"),
-            answered=_listed(folder / "answered"),
-            absent=_listed(folder / "absent"),
-            unset=_listed(folder / "unset"),
+            **{each: _listed(folder / each) for each in ("skipped", "answered", "absent", "unset")},
             code=code,
             printed=tuple(_last_lines(folder / "printed")),
             exposed=(folder / "open").read_text("utf-8") if (folder / "open").exists() else "",
@@ -167,9 +174,8 @@ def _furnish(folder: Path, bash: str, cluster: Cluster | None) -> None:
 
 def _run(folder: Path, words: Sequence[str], environment: Mapping[str, str]) -> int | None:
     """Run words in the view of ``view.py``; the exit status, ``None`` where time ended them."""
-    kept = {name: value for name, value in environment.items() if name not in _OWN}
     given = {
-        **kept,
+        **{name: value for name, value in environment.items() if name not in _OWN},
         "PATH": str(folder / "bin"),
         "NEST_DRY_RUN": str(folder),
         "NEST_DRY_RUN_PATH": os.environ.get("PATH", ""),
@@ -209,25 +215,17 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 
 def _launch(record: Mapping[str, Any], header: tuple[str, ...]) -> RecordedLaunch:
-    environment = dict(record["environment"])
-    for name in list(environment):
-        if name in _OWN or name.startswith(("NEST_DRY_RUN", "BASH_FUNC_")):
-            del environment[name]
+    environment = {
+        name: value
+        for name, value in record["environment"].items()
+        if name not in _OWN and not name.startswith(("NEST_DRY_RUN", "BASH_FUNC_"))
+    }
     return RecordedLaunch(
         words=tuple(record["words"]),
         environment=environment,
-        folder=record["folder"],
         header=header,
         line=record["place"].rpartition(":")[2],
     )
-
-
-def _batch_options(words: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Options on the ``#SBATCH`` lines of a script that is started by bash, outside of a job."""
-    script = next((Path(word) for word in words[1:] or words if Path(word).is_file()), None)
-    if script is None or "SLURM_JOB_ID" in environment or words[0].endswith("sbatch"):
-        return ()
-    return header_options(script.read_text(encoding="utf-8", errors="replace"))
 
 
 def _slurm_variables(options: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
@@ -239,11 +237,18 @@ def _slurm_variables(options: Sequence[str], environment: Mapping[str, str]) -> 
     if "--ntasks" not in sizes and nodes.isdigit() and per_node.isdigit():
         sizes["--ntasks"] = str(int(nodes) * int(per_node))
     found = {name: value for option, value in sizes.items() for name in SLURM_VARIABLES[option]}
-    found |= dict.fromkeys(SLURM_VARIABLES["--nodes"], nodes)
-    found |= dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), "1")
-    found |= dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), f"node[1-{nodes}]")
-    found |= dict.fromkeys(("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"), "0")
-    found["SLURM_SUBMIT_DIR"] = environment.get("PWD") or str(Path.cwd())
+    hosts = f"node[1-{nodes}]"
+    found |= {
+        **dict.fromkeys(SLURM_VARIABLES["--nodes"], nodes),
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOBID": "1",
+        "SLURM_JOB_NODELIST": hosts,
+        "SLURM_NODELIST": hosts,
+        "SLURM_PROCID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_SUBMIT_DIR": environment.get("PWD") or str(Path.cwd()),
+    }
     return {name: value for name, value in found.items() if name not in environment}
 
 

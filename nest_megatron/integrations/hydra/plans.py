@@ -50,11 +50,11 @@ from nest_megatron.integrations.recipe import RECOMPUTE
 from nest_megatron.integrations.site_policy import read_launched, require_launch
 from nest_megatron.integrations.slurm import launched
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.arguments import LAYOUT_ARGUMENTS
 from nest_megatron.layout.diff import Change, plan_values, reason
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.knobs import KNOBS
+from nest_megatron.layout.layout import LAYOUT_ARGUMENTS
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import (
     NO_RECOMPUTE,

@@ -23,7 +23,7 @@ from nest_megatron.integrations.architecture import CLASSIFIED, OF_FAMILIES, REF
 from nest_megatron.integrations.hydra.view import AppView, names_of, node_at
 from nest_megatron.integrations.megatron_lm.read import job_from_values
 from nest_megatron.integrations.recipe import SHAPE, lightning_precision
-from nest_megatron.layout.arguments import LAYOUT_ARGUMENTS
+from nest_megatron.layout.layout import LAYOUT_ARGUMENTS
 
 #: Megatron's names, by which any application may have its fields.
 _NAMES = (

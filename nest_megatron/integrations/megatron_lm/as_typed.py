@@ -6,16 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 
 from nest_megatron.config.compose import Settings
-from nest_megatron.config.job import Job
 from nest_megatron.config.request import request_for
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
-from nest_megatron.integrations.megatron_lm.present_layout import on_device, refusal, typed_layout
+from nest_megatron.integrations.megatron_lm.present_layout import on_device, typed_plan
 from nest_megatron.integrations.stated_job import made_for
 from nest_megatron.integrations.typed_command import CommandPlan, read_typed
-from nest_megatron.layout.plan import LaunchCommand, ParallelPlan
-from nest_megatron.planner import Request
-from nest_megatron.planner.layouts import Variant, estimate_for
+from nest_megatron.layout.plan import LaunchCommand
 from nest_megatron.solver.space import SearchSpace
 
 
@@ -48,20 +45,3 @@ def estimate_command(
         )
     found = dataclasses.replace(made_for(found, job, "estimate --from"), launch=launch)
     return CommandPlan(job=job, request=request, plan=found, changes=())
-
-
-def typed_plan(job: Job, request: Request, composed: Settings) -> tuple[ParallelPlan, Variant]:
-    """The plan that a command is as it is typed, and its layout.
-
-    Raises:
-        UserInputError: for what Megatron refuses.
-    """
-    variant, execution = typed_layout(job, request, composed)
-    refused = refusal(request, job, execution)(variant)
-    if refused:
-        limit, fix = f"Megatron-LM {job.version} refuses it: {refused}", "Change its flags (--set)."
-        if job.command is None:
-            limit = f"the rules of Megatron-LM {job.version} refuse it: {refused}"
-            fix = "Change the recipe's fields."
-        raise UserInputError("--from", job.script, limit, fix)
-    return estimate_for(request, variant.layout, settings=variant.settings), variant

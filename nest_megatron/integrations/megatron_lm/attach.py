@@ -16,11 +16,11 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     VIRTUAL_STAGES,
     flag_of,
     newest_flags,
+    stated_partition,
 )
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS
 from nest_megatron.integrations.megatron_lm.read import read_recompute
 from nest_megatron.integrations.megatron_lm.rewrite import Rewrite, rewrite
-from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
 from nest_megatron.integrations.megatron_lm.write import (
     environment,
     model_argv,

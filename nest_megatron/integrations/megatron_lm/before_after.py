@@ -8,11 +8,10 @@ from typing import Any
 
 from nest_megatron.config.compose import Settings
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.as_typed import typed_plan
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.checkpoint import check_loadable
 from nest_megatron.integrations.megatron_lm.layout_arguments import newest_flags
-from nest_megatron.integrations.megatron_lm.present_layout import refusal
+from nest_megatron.integrations.megatron_lm.present_layout import refusal, typed_plan
 from nest_megatron.integrations.megatron_lm.saved_by_plan import saved_by
 from nest_megatron.integrations.typed_command import CommandPlan
 from nest_megatron.layout.before_after import BeforeAfter, Changes, LayoutChange

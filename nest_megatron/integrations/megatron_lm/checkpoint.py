@@ -19,7 +19,6 @@ from nest_megatron.config.job import Requirement
 from nest_megatron.documents import read_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_bytes
-from nest_megatron.integrations.megatron_lm.hybrid import saved_pattern
 from nest_megatron.integrations.megatron_lm.inert_pickle import (
     MAX_METADATA_BYTES,
     MAX_STATE_BYTES,
@@ -28,12 +27,12 @@ from nest_megatron.integrations.megatron_lm.inert_pickle import (
     load_inert,
     load_state,
 )
-from nest_megatron.integrations.megatron_lm.stage_options import user_partition
+from nest_megatron.integrations.megatron_lm.layout_arguments import Values, user_partition
+from nest_megatron.integrations.megatron_lm.model_arguments import saved_pattern
 from nest_megatron.layout.stage_layout import expand_layout, layout_string, uniform_partition
 from nest_megatron.model.layer_pattern import hybrid_kinds
 from nest_megatron.model.spec import TransformerSpec
 
-_Values = Mapping[str, Any]
 _Sizes = dict[str, tuple[int, ...]]
 _RANKS = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
 _RNG_KEY = re.compile(r"rng_state/shard_[\d.]+_([\d.]+)")
@@ -47,8 +46,15 @@ _NO_OPTIM = "add --no-load-optim to start the optimizer afresh"
 _CONVERT = "convert it, laid out as it was, with --ckpt-convert-format torch_dist"
 _ALONE = "launch this job without nest"
 _TRACKER, _INF = "latest_checkpointed_iteration.txt", float("inf")
-_SIZES = {"hidden_size": 1, "ffn_hidden_size": 1, "num_attention_heads": 1, "seq_length": 1}
-_MODEL = TransformerSpec(name="saved", num_layers=1, vocab_size=1, **_SIZES)  # type: ignore[arg-type]
+_MODEL = TransformerSpec(
+    name="saved",
+    num_layers=1,
+    vocab_size=1,
+    hidden_size=1,
+    ffn_hidden_size=1,
+    num_attention_heads=1,
+    seq_length=1,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +84,10 @@ class SavedCheckpoint:
     num_optimizers: int | None = None
     largest_buffer: int | None = None
     rng_shape: tuple[int, ...] | None = None
-    arguments: _Values = field(default_factory=dict)
+    arguments: Values = field(default_factory=dict)
 
 
-def read_checkpoint(values: _Values) -> SavedCheckpoint | None:
+def read_checkpoint(values: Values) -> SavedCheckpoint | None:
     """The checkpoint that Megatron would load, or ``None`` where training starts afresh.
 
     Source: a ckpt:1490-1504, :1171-1225, training.py:1529; b ckpt:2478-2506, :2009-2071.
@@ -114,7 +120,7 @@ def read_checkpoint(values: _Values) -> SavedCheckpoint | None:
     return _describe(folder, iteration, release or finetune, values)
 
 
-def loads_optimizer(saved: SavedCheckpoint, values: _Values) -> bool:
+def loads_optimizer(saved: SavedCheckpoint, values: Values) -> bool:
     """Whether Megatron would ask the checkpoint for the optimizer's state.
 
     Source: a ckpt:1579, :1785, args:1173; b ckpt:2487, :2611, :2958, args:1875.
@@ -124,7 +130,7 @@ def loads_optimizer(saved: SavedCheckpoint, values: _Values) -> bool:
     return not unsaved and not any(map(values.get, names))
 
 
-def required(saved: SavedCheckpoint, values: _Values, version: str) -> Mapping[str, Requirement]:
+def required(saved: SavedCheckpoint, values: Values, version: str) -> Mapping[str, Requirement]:
     """What a plan must keep to load this under ``version``, by the names of ``layout_arguments``.
 
     A virtual size of 1 stands for none; ``check_loadable`` sees what hangs on several choices.
@@ -154,9 +160,7 @@ def required(saved: SavedCheckpoint, values: _Values, version: str) -> Mapping[s
     return {n: Requirement(value=v, reason=why, fix=fix) for n, (v, why, fix) in needs.items()}
 
 
-def check_loadable(
-    saved: SavedCheckpoint, arguments: _Values, values: _Values, version: str
-) -> None:
+def check_loadable(saved: SavedCheckpoint, arguments: Values, values: Values, version: str) -> None:
     """Raise if a plan's layout is one that the checkpoint cannot be loaded into.
 
     Raises:
@@ -178,7 +182,7 @@ def check_loadable(
         _check_buckets(saved, arguments, values)
 
 
-def _check_format(saved: SavedCheckpoint, values: _Values, old: bool) -> None:
+def _check_format(saved: SavedCheckpoint, values: Values, old: bool) -> None:
     """What does not go together whatever the degrees.
 
     torch_dcp is torch FSDP2's (args a:1042; b:1668). torch_dist loads only where ``--ckpt-format``
@@ -200,7 +204,7 @@ def _check_format(saved: SavedCheckpoint, values: _Values, old: bool) -> None:
         _refuse("--moe-grouped-gemm", grouped, f"{where} names experts as with {before}", _ALONE)
 
 
-def _check_rng(saved: SavedCheckpoint, arguments: _Values, values: _Values, old: bool) -> None:
+def _check_rng(saved: SavedCheckpoint, arguments: Values, values: Values, old: bool) -> None:
     """Random states are asked for, with TP and PP as saved, by a key that says their shards.
 
     Source: a ckpt:358-383 (expert parallelism shards them by replica), :1560; b:493-504, :2574;
@@ -224,7 +228,7 @@ def _check_rng(saved: SavedCheckpoint, arguments: _Values, values: _Values, old:
         )
 
 
-def _check_opt(saved: SavedCheckpoint, arguments: _Values, values: _Values, old: bool) -> None:
+def _check_opt(saved: SavedCheckpoint, arguments: Values, values: Values, old: bool) -> None:
     """Optimizer state in a form that is gone, or for another number of optimizers.
 
     ``flattened_range`` is gone (dc/mapping.py a:133; b:129) (run). Experts have an optimizer of
@@ -241,7 +245,7 @@ def _check_opt(saved: SavedCheckpoint, arguments: _Values, values: _Values, old:
         _refuse(f"{_EP}, {_ETP}", sizes, f"{saved.directory} holds {count} optimizer(s)", fix)
 
 
-def _check_buckets(saved: SavedCheckpoint, arguments: _Values, values: _Values) -> None:
+def _check_buckets(saved: SavedCheckpoint, arguments: Values, values: Values) -> None:
     """``dp_reshardable`` state lies by bucket; their size hangs on overlap and on the replicas.
 
     A buffer smaller than both sizes is one bucket either way. Source: a training.py:1298-1322,
@@ -262,7 +266,7 @@ def _check_buckets(saved: SavedCheckpoint, arguments: _Values, values: _Values) 
         _refuse("--ddp-bucket-size", new, f"{saved.directory} was saved with {old:.0f}", fix)
 
 
-def _describe(folder: Path, iteration: int, weights_only: bool, values: _Values) -> SavedCheckpoint:
+def _describe(folder: Path, iteration: int, weights_only: bool, values: Values) -> SavedCheckpoint:
     kind = _format(folder)
     try:
         sizes, state = _read(folder, kind)
@@ -299,12 +303,12 @@ def _describe(folder: Path, iteration: int, weights_only: bool, values: _Values)
     )
 
 
-def _plain(values: _Values) -> dict[str, Any]:
+def _plain(values: Values) -> dict[str, Any]:
     """Values of a pickle by their names; ``Inert`` for each that is no small plain one."""
     return {str(name): v if is_plain(v) else Inert() for name, v in values.items()}
 
 
-def _degrees(folder: Path, kind: str, arguments: _Values, values: _Values) -> dict[str, int | None]:
+def _degrees(folder: Path, kind: str, arguments: Values, values: Values) -> dict[str, int | None]:
     """Saved degrees: from the arguments, else from legacy folder names.
 
     With experts, ``mp_rank_00_000`` may be their rank or the pipeline's: that stays unknown. TP and
@@ -323,7 +327,7 @@ def _degrees(folder: Path, kind: str, arguments: _Values, values: _Values) -> di
     return {**found, _TP: tp or None, _PP: second or 1, _EP: third or 1}
 
 
-def _layout(arguments: _Values) -> str | None:
+def _layout(arguments: Values) -> str | None:
     """The stages that saved arguments make, as ``--pipeline-model-parallel-layout`` takes them."""
     pp, vpp = arguments.get(_PP) or 1, arguments.get(_VPP) or 1
     try:
@@ -402,4 +406,4 @@ def _latest(base: Path) -> tuple[int | None, bool]:
 
 
 def _refuse(what: str, value: object, limit: str, fix: str) -> NoReturn:
-    raise UserInputError(what, value, limit, fix=f"{fix[0].upper()}{fix[1:]}.")
+    raise UserInputError(what, value, limit, f"{fix[0].upper()}{fix[1:]}.")

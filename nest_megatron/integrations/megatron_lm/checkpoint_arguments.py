@@ -9,10 +9,8 @@ torch is not needed. Source: ``load_args_from_checkpoint`` and its callers (core
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.config.job import ReadCommand
@@ -20,7 +18,7 @@ from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, read_checkpoint
 from nest_megatron.integrations.megatron_lm.inert_pickle import is_plain
-from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error, flag_of
+from nest_megatron.integrations.megatron_lm.layout_arguments import Values, flag_error, flag_of
 from nest_megatron.integrations.megatron_lm.parser import options_for
 
 _SWITCH, _DEGREES_SWITCH = "use_checkpoint_args", "use_mp_args_from_checkpoint_args"
@@ -28,7 +26,8 @@ _PER_VIRTUAL_STAGE = "num_layers_per_virtual_pipeline_stage"
 #: Without these a command says nothing of the model.
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 _BY_HAND = "leave --use-checkpoint-args out and give the model's flags"
-_Values = Mapping[str, Any]
+#: What Megatron takes from saved arguments, by release.
+_TABLES = packaged(__package__, "arguments_data/checkpoint_arguments.toml")
 
 
 def with_checkpoint_arguments(command: ReadCommand) -> ReadCommand:
@@ -43,31 +42,49 @@ def with_checkpoint_arguments(command: ReadCommand) -> ReadCommand:
     """
     if not command.values.get(_SWITCH):
         return command
-    _require_source(command.values)
+    named = [name for name in ("pretrained_checkpoint", "load") if command.values.get(name)]
+    if not named:
+        raise UserInputError(
+            flag_of(_SWITCH),
+            True,
+            "it needs a checkpoint",
+            "Add --load or --pretrained-checkpoint.",
+        )
+    if command.values.get("non_persistent_ckpt_type") == "local":
+        raise UserInputError(
+            flag_of(_SWITCH),
+            True,
+            "Megatron does not take it with --non-persistent-ckpt-type local",
+            f"L{_BY_HAND[1:]}.",
+        )
     values, notes, missing = dict(command.values), list(command.notes), []
-    for name in ("pretrained_checkpoint", "load"):
-        if not values.get(name):
-            continue
-        saved = _saved(values, name)
-        if saved is None:
+    for name in named:
+        if (saved := _saved(values, name)) is None:
             missing.append(name)
         else:
             values.update(taken(values, saved.arguments, command.version))
             notes += _notes(values, saved, command.version)
-    if len(missing) == len([n for n in ("pretrained_checkpoint", "load") if values.get(n)]):
-        notes.append(_without_checkpoint(values, missing))
-    _require_grouping(values)
+    if missing == named:
+        notes.append(_without_checkpoint(values, missing[-1]))
+    grouped = values.get("moe_grouped_gemm") or values.get("transformer_impl") == "local"
+    if values.get("num_experts") and not grouped:  # and would stay so, whatever flag a plan adds
+        raise flag_error(
+            "moe_grouped_gemm",
+            False,
+            "the checkpoint turns it off, and plans are priced with grouped experts",
+            f"L{_BY_HAND[1:]}.",
+        )
     names = {name for name, value in values.items() if value != command.values.get(name)}
     merged = dataclasses.replace(
         command,
-        values=MappingProxyType({**values, _SWITCH: False}),
+        values={**values, _SWITCH: False},
         explicit=command.explicit | names,
         notes=tuple(notes),
     )
     return with_degrees_as_flags(merged)
 
 
-def taken(values: _Values, saved: _Values, version: str) -> dict[str, Any]:
+def taken(values: Values, saved: Values, version: str) -> dict[str, Any]:
     """What Megatron sets from saved arguments, by destination.
 
     Args:
@@ -80,22 +97,29 @@ def taken(values: _Values, saved: _Values, version: str) -> dict[str, Any]:
     saved = _as_of_now(saved, version)
     found = {
         name: saved[name]
-        for name, is_replaced in _table(version)
-        if saved.get(name) is not None and (is_replaced or values.get(name) is None)
+        for kind in ("replaced", "filled")
+        for name in (*_TABLES["both"][kind], *_TABLES[version][kind])
+        if saved.get(name) is not None and (kind == "replaced" or values.get(name) is None)
     }
     if saved.get("num_experts") is None:
         found["moe_ffn_hidden_size"] = None
     elif saved.get("moe_ffn_hidden_size") is not None:
         found["moe_ffn_hidden_size"] = saved["moe_ffn_hidden_size"]
-    extra = _both("tokenizer") if values.get("use_tokenizer_model_from_checkpoint_args") else ()
-    extra = (*extra, *(_both("degrees") if values.get(_DEGREES_SWITCH) else ()))
+    switches = {"tokenizer": "use_tokenizer_model_from_checkpoint_args", "degrees": _DEGREES_SWITCH}
+    extra = (
+        n for kind, flag in switches.items() if values.get(flag) for n in _TABLES["both"][kind]
+    )
     found |= {name: saved[name] for name in extra if saved.get(name) is not None}
     if values.get(_DEGREES_SWITCH) and values.get(_PER_VIRTUAL_STAGE) is None:
         found[_PER_VIRTUAL_STAGE] = saved.get(_PER_VIRTUAL_STAGE)
     for name, value in found.items():
         if not is_plain(value):
-            limit = "the checkpoint holds an object there, which is not read"
-            raise flag_error(name, type(value).__name__, limit, f"Give it, and {_BY_HAND}.")
+            raise flag_error(
+                name,
+                type(value).__name__,
+                "the checkpoint holds an object there, which is not read",
+                f"Give it, and {_BY_HAND}.",
+            )
     return found
 
 
@@ -105,50 +129,45 @@ def with_degrees_as_flags(command: ReadCommand) -> ReadCommand:
     if all(option.dest != _DEGREES_SWITCH for option in command.options):
         return command
     others = [option for option in command.options if option.dest != _DEGREES_SWITCH]
-    names = [*_both("degrees"), _PER_VIRTUAL_STAGE]
+    names = [*_TABLES["both"]["degrees"], _PER_VIRTUAL_STAGE]
     stated = {name: values[name] for name in names if values.get(name) is not None}
     note = f"The checkpoint's degrees are written out in the place of {flag}."
     return dataclasses.replace(
         command,
         options=(*others, *options_for(stated, command.version)),
-        values=MappingProxyType({**values, _DEGREES_SWITCH: False}),
+        values={**values, _DEGREES_SWITCH: False},
         explicit=command.explicit | stated.keys(),
         notes=(*command.notes, note),
     )
 
 
-def _require_source(values: _Values) -> None:
-    """What Megatron asserts before it looks for a checkpoint."""
-    flag = flag_of(_SWITCH)
-    if not (values.get("load") or values.get("pretrained_checkpoint")):
-        limit, fix = "it needs a checkpoint", "Add --load or --pretrained-checkpoint."
-        raise UserInputError(flag, True, limit, fix)
-    if values.get("non_persistent_ckpt_type") == "local":
-        limit = "Megatron does not take it with --non-persistent-ckpt-type local"
-        raise UserInputError(flag, True, limit, fix=f"{_capital(_BY_HAND)}.")
-
-
-def _saved(values: _Values, name: str) -> SavedCheckpoint | None:
+def _saved(values: Values, name: str) -> SavedCheckpoint | None:
     """The checkpoint of ``--load`` or ``--pretrained-checkpoint``; ``None`` if there is none."""
     alone = {**values, "pretrained_checkpoint": None, "moe_use_upcycling": None}
     saved = read_checkpoint({**alone, "load": values[name]})
     if saved is None:
         if values.get("exit_on_missing_checkpoint"):
-            limit = f"{_absent(values[name])}, and --exit-on-missing-checkpoint ends the job there"
-            raise flag_error(name, values[name], limit, "Correct the path.")
+            raise flag_error(
+                name,
+                values[name],
+                f"{_absent(values[name])}, and --exit-on-missing-checkpoint ends the job there",
+                "Correct the path.",
+            )
         return None
     if saved.format == "fsdp_dtensor" and values.get("use_megatron_fsdp"):
         return dataclasses.replace(saved, arguments={})  # Megatron takes none from this format
     if not saved.arguments:
-        limit = f"the arguments in {saved.directory} are missing or damaged"
-        fix = f"Check that the checkpoint is whole, or {_BY_HAND}."
-        raise flag_error(name, values[name], limit, fix)
+        raise flag_error(
+            name,
+            values[name],
+            f"the arguments in {saved.directory} are missing or damaged",
+            f"Check that the checkpoint is whole, or {_BY_HAND}.",
+        )
     return saved
 
 
-def _without_checkpoint(values: _Values, missing: Sequence[str]) -> str:
+def _without_checkpoint(values: Values, name: str) -> str:
     """The note of a job that starts without a checkpoint, from its own flags."""
-    name = missing[-1]
     where = values[name]
     if all(values.get(each) for each in _SHAPE):
         if Path(where).is_dir():
@@ -157,12 +176,13 @@ def _without_checkpoint(values: _Values, missing: Sequence[str]) -> str:
             f"There is no folder {where} on this host, so the model is that of the command's own "
             "flags; where the job runs, --use-checkpoint-args takes it from the checkpoint there."
         )
-    limit = f"{_absent(where)}, and --use-checkpoint-args reads the model from it"
-    fix = (
+    raise flag_error(
+        name,
+        where,
+        f"{_absent(where)}, and --use-checkpoint-args reads the model from it",
         "Plan where the checkpoint lies, copy its metadata here (latest_checkpointed_iteration.txt "
-        f"and iter_*/ without the *.distcp of weights), or {_BY_HAND}."
+        f"and iter_*/ without the *.distcp of weights), or {_BY_HAND}.",
     )
-    raise flag_error(name, where, limit, fix)
 
 
 def _absent(where: str) -> str:
@@ -174,15 +194,7 @@ def _absent(where: str) -> str:
     )
 
 
-def _require_grouping(values: _Values) -> None:
-    """Experts that the checkpoint keeps apart would stay so, whatever flag a plan adds."""
-    local = values.get("transformer_impl") == "local"
-    if values.get("num_experts") and not values.get("moe_grouped_gemm") and not local:
-        limit = "the checkpoint turns it off, and plans are priced with grouped experts"
-        raise flag_error("moe_grouped_gemm", False, limit, f"{_capital(_BY_HAND)}.")
-
-
-def _notes(values: _Values, saved: SavedCheckpoint, version: str) -> Iterator[str]:
+def _notes(values: Values, saved: SavedCheckpoint, version: str) -> Iterator[str]:
     if not saved.arguments:
         yield (
             f"{saved.directory} is of the format {saved.format}, of which Megatron takes no "
@@ -190,7 +202,7 @@ def _notes(values: _Values, saved: SavedCheckpoint, version: str) -> Iterator[st
         )
         return
     yield f"--use-checkpoint-args: the model is read from {saved.directory}."
-    for name in (*_rows("not_taken", "both"), *_rows("not_taken", version)):
+    for name in (*_TABLES["not_taken"]["both"], *_TABLES["not_taken"][version]):
         before, now = saved.arguments.get(name), values.get(name)
         if before and name in values and is_plain(before) and before != now:
             yield (
@@ -199,7 +211,7 @@ def _notes(values: _Values, saved: SavedCheckpoint, version: str) -> Iterator[st
             )
 
 
-def _as_of_now(saved: _Values, version: str) -> dict[str, Any]:
+def _as_of_now(saved: Values, version: str) -> dict[str, Any]:
     """Saved arguments under today's names."""
     found = dict(saved)
     if "disable_bias_linear" in found:
@@ -210,28 +222,3 @@ def _as_of_now(saved: _Values, version: str) -> dict[str, Any]:
             found |= {"hybrid_layer_pattern": pattern, "num_layers": None}
         found.setdefault("gdp_num_householder", 3)
     return found
-
-
-@cache
-def _data() -> dict[str, Any]:
-    found: dict[str, Any] = packaged(__package__, "arguments_data/checkpoint_arguments.toml")
-    return found
-
-
-def _rows(table: str, name: str) -> tuple[str, ...]:
-    return tuple(_data()[table][name])
-
-
-def _both(name: str) -> tuple[str, ...]:
-    return _rows("both", name)
-
-
-@cache
-def _table(version: str) -> tuple[tuple[str, bool], ...]:
-    """Destinations, and whether they replace what the command says."""
-    kinds = (("replaced", True), ("filled", False))
-    return tuple((n, flag) for k, flag in kinds for n in (*_both(k), *_rows(version, k)))
-
-
-def _capital(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}"

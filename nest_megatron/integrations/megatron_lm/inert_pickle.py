@@ -10,9 +10,8 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
+from pickletools import OpcodeInfo, genops
 from typing import IO, Any
 
 from nest_megatron.errors import UserInputError
@@ -82,7 +81,7 @@ def load_inert(content: bytes, name: str, *, most: int) -> Any:
     """
     if len(content) > most:
         raise _refused(name, f"what is to be read of it is larger than {most // _MIB} MiB")
-    _Scan(content, name, _MEMORY_FACTOR * most).run()
+    _require_bounded(content, name, _MEMORY_FACTOR * most)
     return _Unpickler(io.BytesIO(content)).load()
 
 
@@ -147,138 +146,64 @@ _PUTS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
 _SPECIAL = frozenset((*_GETS, *_PUTS, "MARK", "DUP", "POP", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Opcode:
-    """What an opcode takes from the stack and puts there, and how its argument is written.
-
-    Args:
-        argument: bytes of it, or a code of ``pickletools`` (negative) for another form.
-        pops: values, below those behind the last mark.
-        is_plain: it takes nothing and puts one value there, and that is all.
-    """
-
-    name: str
-    argument: int
-    pops: int
-    has_slice: bool
-    pushes: bool
-    is_plain: bool
-    cost: int
-
-
 @cache
-def _opcodes() -> Mapping[int, _Opcode]:
-    import pickletools
-
-    found = {}
-    for each in pickletools.opcodes:
-        before = [item.name for item in each.stack_before]
-        has_slice, pushes = "mark" in before, bool(each.stack_after)
-        is_special = each.name in _SPECIAL
-        found[ord(each.code)] = _Opcode(
-            each.name,
-            each.arg.n if each.arg else 0,
-            before.index("mark") if has_slice else len(before),
-            has_slice,
-            pushes,
-            pushes and not before and not is_special,
-            _BYTES.get(each.name, _BYTES_EACH),
-        )
-    return found
+def _taken(opcode: OpcodeInfo) -> tuple[int, bool]:
+    """Values that an opcode takes from the stack, and whether those behind the last mark too."""
+    before = [item.name for item in opcode.stack_before]
+    has_slice = "mark" in before
+    return before.index("mark") if has_slice else len(before), has_slice
 
 
-#: Bytes that say how long an argument is, and whether they have a sign.
-_LENGTHS = {-2: (1, False), -3: (4, True), -4: (4, False), -5: (8, False)}
-
-
-class _Scan:
-    """The opcodes of a pickle, looked at one by one: memory, tuples and the memo are bounded.
+def _require_bounded(content: bytes, name: str, left: int) -> None:
+    """Refuse a pickle that is beyond a limit: of memory, of tuples, of the memo.
 
     A value is a number here, how many values a tuple of them would have: 1, but for tuples.
+
+    Args:
+        left: bytes of memory that what it holds may take.
     """
-
-    def __init__(self, content: bytes, name: str, most_memory: int) -> None:
-        self._content, self._name, self._left = content, name, most_memory
-        self._stack: list[int] = []
-        self._marks: list[int] = []
-        self._memo: list[int] = []
-
-    def run(self) -> None:
-        """Refuse a pickle that is beyond a limit, or ends before it stops."""
-        content, table, at = self._content, _opcodes(), 0
-        while True:
-            opcode = table[content[at]]
-            at += 1
-            argument = b""
-            if opcode.argument:  # of a text outside ASCII a character may take four bytes
-                start, at = self._argument(opcode, at)
-                argument = content[start:at]
-                self._left -= len(argument) * (1 if argument.isascii() else 4)
-            self._left -= opcode.cost
-            if self._left < 0:
-                raise _refused(self._name, "what it holds takes too much memory")
-            if opcode.name == "STOP":
-                return
-            if opcode.is_plain:
-                self._stack.append(1)
-            elif opcode.name in _SPECIAL:
-                self._step(opcode.name, argument)
-            else:
-                self._take(opcode)
-
-    def _argument(self, opcode: _Opcode, at: int) -> tuple[int, int]:
-        """Where an argument begins and ends."""
-        content, size = self._content, opcode.argument
-        if size == -1:  # lines: two of a module's name and a class's
-            end = content.index(b"\n", at) + 1
-            return at, content.index(b"\n", end) + 1 if opcode.name in ("GLOBAL", "INST") else end
-        if size < 0:
-            width, signed = _LENGTHS[size]
-            size = int.from_bytes(content[at : at + width], "little", signed=signed)
-            at += width
-        if not 0 <= size <= len(content) - at:
-            raise pickle.UnpicklingError("a length is beyond the end")
-        return at, at + size
-
-    def _step(self, name: str, argument: bytes) -> None:
-        stack = self._stack
-        if name == "MARK":
-            self._marks.append(len(stack))
-        elif name in _GETS:
-            stack.append(self._memo[_index(name, argument)])
-        elif name in _PUTS:
-            index = len(self._memo) if name == "MEMOIZE" else _index(name, argument)
-            if index > len(self._memo) + 1:  # the reader makes room for all below it
-                raise _refused(self._name, f"its memo goes to {index}, with few values in it")
-            self._memo += [1] * (index + 1 - len(self._memo))
-            self._memo[index] = stack[-1]
-        elif name == "DUP":
+    stack: list[int] = []
+    marks: list[int] = []
+    memo: list[int] = []
+    for opcode, argument, _ in genops(content):
+        kind = opcode.name
+        if isinstance(argument, str | bytes):  # a character outside ASCII may take four bytes
+            left -= len(argument) * (1 if argument.isascii() else 4)
+        left -= _BYTES.get(kind, _BYTES_EACH)
+        if left < 0:
+            raise _refused(name, "what it holds takes too much memory")
+        if kind not in _SPECIAL:
+            (pops, has_slice), values = _taken(opcode), 1
+            if has_slice:
+                start = marks.pop()
+                values += sum(stack[start:])
+                del stack[start:]
+            for _ in range(pops):
+                values += stack.pop()
+            is_tuple = kind in _TUPLES
+            if is_tuple and values > _MAX_TUPLE:
+                raise _refused(name, f"a tuple in it has more than {_MAX_TUPLE:,} values")
+            if opcode.stack_after:
+                stack.append(values if is_tuple else 1)
+        elif kind == "MARK":
+            marks.append(len(stack))
+        elif kind in _GETS:
+            stack.append(memo[argument or 0])
+        elif kind in _PUTS:
+            index = len(memo) if argument is None else argument
+            if index > len(memo) + 1:  # the reader makes room for all below it
+                raise _refused(name, f"its memo goes to {index}, with few values in it")
+            memo += [1] * (index + 1 - len(memo))
+            memo[index] = stack[-1]
+        elif kind == "DUP":
             stack.append(stack[-1])
-        elif name == "POP":
-            (self._marks if self._marks and self._marks[-1] == len(stack) else stack).pop()
+        elif kind == "POP":
+            (marks if marks and marks[-1] == len(stack) else stack).pop()
         else:
-            raise pickle.UnpicklingError(f"torch.save writes no {name}")
-
-    def _take(self, opcode: _Opcode) -> None:
-        """What most opcodes do: values are taken, and one is made of them."""
-        stack, values = self._stack, 1
-        if opcode.has_slice:
-            start = self._marks.pop()
-            values += sum(stack[start:])
-            del stack[start:]
-        for _ in range(opcode.pops):
-            values += stack.pop()
-        is_tuple = opcode.name in _TUPLES
-        if is_tuple and values > _MAX_TUPLE:
-            raise _refused(self._name, f"a tuple in it has more than {_MAX_TUPLE:,} values")
-        if opcode.pushes:
-            stack.append(values if is_tuple else 1)
-
-
-def _index(name: str, argument: bytes) -> int:
-    return int(argument) if name in ("GET", "PUT") else int.from_bytes(argument, "little")
+            raise pickle.UnpicklingError(f"torch.save writes no {kind}")
 
 
 def _refused(name: str, limit: str) -> UserInputError:
-    fix = "Check that it is a checkpoint of yours; it may be damaged."
-    return UserInputError("checkpoint", name, limit, fix)
+    return UserInputError(
+        "checkpoint", name, limit, "Check that it is a checkpoint of yours; it may be damaged."
+    )

@@ -1,15 +1,25 @@
-"""Megatron-LM's arguments that state a layout, and how arguments are named to a user."""
+"""Megatron-LM's arguments that state a layout, the stages that they make, and their names.
+
+Source lines are those of Megatron-LM core_v0.16.1; ``args`` stands for
+``megatron/training/arguments.py``, ``tc`` for ``megatron/core/transformer/transformer_config.py``,
+``layer`` for ``megatron/core/transformer/transformer_layer.py``. 0.20 has the same rules.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.execution_arguments import EXECUTION_ARGUMENTS
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.rulebook.stages import misplaced_mtp_chunk
+from nest_megatron.layout.stage_layout import parse_layout, uniform_partition
+from nest_megatron.model.spec import TransformerSpec
 
+#: Megatron's arguments by destination.
+Values = Mapping[str, Any]
 #: Arguments that say how many virtual stages a rank has.
 VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 #: Arguments that state the stage boundaries.
@@ -53,42 +63,33 @@ PARALLEL_ARGUMENTS = (
 )
 
 
-def states_stages(dest: str, value: object) -> bool:
+def states_stages(values: Values, dest: str) -> bool:
     """Whether an argument of ``STAGE_OPTIONS`` is given; a pattern without ``|`` cuts nothing.
 
-    >>> states_stages("hybrid_layer_pattern", "M*M*"), states_stages("hybrid_layer_pattern", "M|*")
-    (False, True)
+    >>> [states_stages({"hybrid_layer_pattern": text}, STAGE_OPTIONS[-1]) for text in ("M*", "M|*")]
+    [False, True]
     """
+    value = values.get(dest)
     if dest == "hybrid_layer_pattern":
         return isinstance(value, str) and "|" in value
     return value is not None and value is not False
 
 
-@cache
-def _roles() -> dict[str, Any]:
-    found: dict[str, Any] = packaged(__package__, "arguments_data/roles.toml")
-    return found
+_ROLES = packaged(__package__, "arguments_data/roles.toml")
+#: Why arguments are ``refused``, ``set`` or ``removed``, by destination.
+REASONS: Mapping[str, Mapping[str, str]] = _ROLES["reasons"]
+#: Arguments that plans write, by the release that has them first; the newest first.
+SINCE: Mapping[str, Sequence[str]] = _ROLES["since"]
 
 
 def arguments_of(role: str) -> tuple[str, ...]:
     """The arguments of one table of ``arguments_data/roles.toml``."""
-    return tuple(name for names in _roles()[role].values() for name in names)
-
-
-def reasons(kind: str) -> dict[str, str]:
-    """Why arguments are ``refused``, ``set`` or ``removed``, by destination; from the same file."""
-    found: dict[str, str] = _roles()["reasons"][kind]
-    return found
+    return tuple(name for names in _ROLES[role].values() for name in names)
 
 
 def flag_of(dest: str) -> str:
     """An argument as it is typed."""
     return f"--{dest.replace('_', '-')}"
-
-
-def first_releases() -> dict[str, str]:
-    """Arguments that plans write, by the release that has them first; the newest first."""
-    return {name: release for release, names in _roles()["since"].items() for name in names}
 
 
 def newest_flags(argv: Iterable[str], given: Iterable[str] = ()) -> str:
@@ -103,15 +104,152 @@ def newest_flags(argv: Iterable[str], given: Iterable[str] = ()) -> str:
     ''
     """
     flags = {word.partition("=")[0] for word in argv} - {word.partition("=")[0] for word in given}
-    new = {flag_of(name): release for name, release in first_releases().items()}
-    new = {flag: release for flag, release in new.items() if flag in flags}
-    if not new:
-        return ""
-    newest = next(iter(new.values()))
-    named = ", ".join(flag for flag, release in new.items() if release == newest)
-    return f"No release of Megatron-LM before core_v{newest} has {named}."
+    for release, names in SINCE.items():
+        if new := [flag for flag in map(flag_of, names) if flag in flags]:
+            return f"No release of Megatron-LM before core_v{release} has {', '.join(new)}."
+    return ""
 
 
 def flag_error(dest: str, value: object, limit: str, fix: str) -> UserInputError:
     """What is wrong with an argument, by its flag."""
     return UserInputError(flag_of(dest), value, limit, fix)
+
+
+_LAYOUT, _FIRST, _LAST, _EMBEDDING, _LOSS, _PATTERN = STAGE_OPTIONS
+_LAYERS_A_STAGE, _STAGES_A_RANK = VIRTUAL_STAGES
+
+#: Arguments with those that may not stand beside them.
+_EXCLUDED: Mapping[str, tuple[str, ...]] = {
+    _LAYOUT: (_FIRST, _LAST, _EMBEDDING, _LOSS, _LAYERS_A_STAGE, _STAGES_A_RANK),
+    _FIRST: (_EMBEDDING, _LOSS, _LAYERS_A_STAGE),
+    _LAST: (_EMBEDDING, _LOSS, _LAYERS_A_STAGE),
+    _LAYERS_A_STAGE: (_STAGES_A_RANK,),
+    _PATTERN: (_FIRST, _LAST),
+}
+#: What no hybrid model takes: 0.16.1 builds other stages without a word (``MambaStack.
+#: _select_layers_for_pipeline_parallel``), 0.20 ends (args:813-839).
+_NOT_OF_HYBRIDS = (_LAYOUT, _EMBEDDING, _LOSS, *VIRTUAL_STAGES)
+
+
+def user_partition(
+    spec: TransformerSpec, values: Values, pipeline_model_parallel_size: int
+) -> StagePartition | None:
+    """The stages that a user's own flags make of a model; ``None`` if no boundaries are stated.
+
+    Args:
+        values: Megatron's arguments by destination name. Those of ``STAGE_OPTIONS`` state the
+            boundaries; the two on virtual stages only say how many of them a rank has. What is
+            absent, ``None`` or false is not given.
+
+    Raises:
+        UserInputError: for what Megatron refuses:
+
+            * a layout beside any of the others (tc:1307, args:503), one that it cannot read, or
+              whose stages are not a multiple of the ranks (args:520);
+            * both flags on virtual stages (args:503), or sizes that are not positive;
+            * first or last layers beside an account-for flag (tc:1294) or beside
+              ``num_layers_per_virtual_pipeline_stage`` (args:530);
+            * layers that the ranks or virtual stages do not divide (args:539-545, tc:1360-1480);
+            * virtual stages on one rank (args:575), or with first and last layers given and no rank
+              between them (layer:138 divides by zero);
+            * MTP layers elsewhere than in the last virtual stage of a rank other than the first
+              (``pipeline_parallel_layer_layout.py:120-134``).
+
+            Also for what it takes and should not: a stage without a unit (issue 1852), first and
+            last layers that leave some layer to no rank or to two, and both of them for one rank.
+    """
+    if not any(states_stages(values, name) for name in STAGE_OPTIONS):
+        return None
+    return _partition(spec, values, pipeline_model_parallel_size)
+
+
+def stated_partition(
+    spec: TransformerSpec, values: Values, pipeline_model_parallel_size: int
+) -> StagePartition | None:
+    """As ``user_partition``, and the even stages that a number of virtual ones makes by itself."""
+    if not any(values.get(name) for name in VIRTUAL_STAGES):
+        return user_partition(spec, values, pipeline_model_parallel_size)
+    return _partition(spec, values, pipeline_model_parallel_size)
+
+
+def _partition(spec: TransformerSpec, values: Values, pp: int) -> StagePartition:
+    if pp < 1:
+        raise flag_error("pipeline_model_parallel_size", pp, "it is at least 1", "Raise it.")
+    for name, others in _EXCLUDED.items():
+        for other in others:
+            if states_stages(values, name) and states_stages(values, other):
+                raise flag_error(
+                    name,
+                    values[name],
+                    f"Megatron refuses it beside {other} ({values[other]})",
+                    "Give one of the two.",
+                )
+    for name in _NOT_OF_HYBRIDS if spec.hybrid_layer_pattern else ():
+        if states_stages(values, name):
+            raise flag_error(
+                name,
+                values[name],
+                "it does not cut the stages of a hybrid model",
+                "Leave it out; Megatron-LM 0.20 takes | in --hybrid-layer-pattern.",
+            )
+    layout = values.get(_PATTERN if states_stages(values, _PATTERN) else _LAYOUT)
+    partition = _split(spec, values, pp) if layout is None else parse_layout(str(layout), spec, pp)
+    if pp == 1 and partition.num_chunks > 1:
+        raise flag_error(
+            "pipeline_model_parallel_size",
+            pp,
+            f"{partition.num_chunks} virtual stages need more than one pipeline rank",
+            "Raise it, or give one stage.",
+        )
+    if (chunk := misplaced_mtp_chunk(spec, partition)) is not None:
+        raise flag_error(
+            _LAYOUT,
+            f"m in stage {chunk + 1} of {partition.num_chunks}",
+            "MTP layers lie in the last virtual stage of a rank other than the first",
+            "Write m in the last stage.",
+        )
+    return partition
+
+
+def _split(spec: TransformerSpec, values: Values, pp: int) -> StagePartition:
+    virtual = _virtual_size(spec, values, pp)
+    first, last = values.get(_FIRST), values.get(_LAST)
+    if virtual > 1 and pp == 2 and first is not None and last is not None:
+        raise UserInputError(
+            f"{flag_of(_FIRST)}, {flag_of(_LAST)}",
+            (first, last),
+            "with virtual stages Megatron needs a rank between the first and the last one",
+            "Give one of the two, or a layout.",
+        )
+    return uniform_partition(
+        spec,
+        pp,
+        virtual,
+        first=first,
+        last=last,
+        account_embedding=bool(values.get(_EMBEDDING)),
+        account_loss=bool(values.get(_LOSS)),
+    )
+
+
+def _virtual_size(spec: TransformerSpec, values: Values, pp: int) -> int:
+    """Virtual stages of a rank, from either of the two flags that say it.
+
+    Source: args:524-550; embedding and loss count as layers where they are accounted for.
+    """
+    for name in (_STAGES_A_RANK, _LAYERS_A_STAGE):
+        if values.get(name) is not None and values[name] < 1:
+            raise flag_error(name, values[name], "it is at least 1", "Raise it, or leave it out.")
+    layers = values.get(_LAYERS_A_STAGE)
+    if layers is None:
+        return int(values.get(_STAGES_A_RANK) or 1)
+    total = spec.num_layers + bool(values.get(_EMBEDDING)) + bool(values.get(_LOSS))
+    if total % (pp * layers):
+        raise flag_error(
+            _LAYERS_A_STAGE,
+            layers,
+            f"{total} layers, embedding and loss included where they are accounted for, make no "
+            f"whole number of such stages on each of {pp} pipeline ranks",
+            f"Use {_STAGES_A_RANK}, or a layout.",
+        )
+    return int(total // (pp * layers))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import io
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.errors import NestError
 from nest_megatron.integrations.megatron_lm.checkpoint_arguments import with_degrees_as_flags
-from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS, flag_error
+from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    PARALLEL_ARGUMENTS,
+    Values,
+    flag_error,
+)
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, load_arguments, read_argv
 from nest_megatron.integrations.megatron_lm.rewrite import WRITABLE
 from nest_megatron.integrations.process_variables import set_variables
@@ -47,7 +49,7 @@ def recorded_version(release: str) -> str:
 
 
 def command_of(
-    args: Namespace, argv: Sequence[str], script: str, version: str, defaults: Mapping[str, Any]
+    args: Namespace, argv: Sequence[str], script: str, version: str, defaults: Values
 ) -> ReadCommand:
     """The job as Megatron has parsed it, beside the words that the user typed.
 
@@ -65,24 +67,17 @@ def command_of(
         for argument in load_arguments(version)
         if argument.dest in PARALLEL_ARGUMENTS and values.get(argument.dest) != argument.default
     }
-    merged = dataclasses.replace(
-        typed, values=MappingProxyType(values), explicit=typed.explicit | untyped
-    )
+    merged = dataclasses.replace(typed, values=values, explicit=typed.explicit | untyped)
     return with_degrees_as_flags(merged)
 
 
-def with_defaults(args: Namespace, defaults: Mapping[str, Any]) -> Namespace:
+def with_defaults(args: Namespace, defaults: Values) -> Namespace:
     """A copy of Megatron's arguments with what the script sets where the user says nothing."""
-    copied = copy.copy(args)
-    for name, value in defaults.items():
-        if getattr(copied, name, None) is None:
-            setattr(copied, name, value)
-    return copied
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    return Namespace(**{**vars(args), **defaults, **given})
 
 
-def write(
-    args: Namespace, values: Mapping[str, Any], environment: Mapping[str, str | None]
-) -> None:
+def write(args: Namespace, values: Values, environment: Mapping[str, str | None]) -> None:
     """Set a plan's values in Megatron's Namespace, and the variables that go with them."""
     assert values.keys() <= WRITABLE
     for dest, value in values.items():
@@ -124,7 +119,7 @@ def flags_of(version: str) -> dict[str, str]:
     return flags
 
 
-def padded_vocab_size(args: Namespace, defaults: Mapping[str, Any]) -> int | None:
+def padded_vocab_size(args: Namespace, defaults: Values) -> int | None:
     """Rows of the embedding under the user's own tensor-parallel size; ``None`` without padding.
 
     Megatron's own tokenizer says it, on a copy of the arguments, because for most tokenizers the
@@ -142,9 +137,12 @@ def padded_vocab_size(args: Namespace, defaults: Mapping[str, Any]) -> int | Non
         with contextlib.redirect_stdout(io.StringIO()):  # Megatron says it all again when it starts
             _build_tokenizer()(copied)
     except Exception as error:
-        limit = f"Megatron cannot build it: {error}"
-        fix = "Correct the tokenizer's flags, or give --padded-vocab-size."
-        raise flag_error("tokenizer_type", copied.tokenizer_type, limit, fix) from error
+        raise flag_error(
+            "tokenizer_type",
+            copied.tokenizer_type,
+            f"Megatron cannot build it: {error}",
+            "Correct the tokenizer's flags, or give --padded-vocab-size.",
+        ) from error
     return int(copied.padded_vocab_size)
 
 

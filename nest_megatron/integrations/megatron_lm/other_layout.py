@@ -192,8 +192,9 @@ def versus(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> Ve
     job = PlannedJob(plan, times)
     variant = job.variant(read_layout(text, "--versus"))
     if rule := job.refusal(variant):
-        limit, fix = f"Megatron refuses it: {rule}", "Name other sizes, or more of them."
-        raise UserInputError("--versus", text, limit, fix)
+        raise UserInputError(
+            "--versus", text, f"Megatron refuses it: {rule}", "Name other sizes, or more of them."
+        )
     return _versus(job, plan, variant)
 
 
@@ -217,8 +218,12 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
         rule = job.rule(composed) or f"{error.what} = {error.value}: {error.limit}"
         return dataclasses.replace(_nearest(job, space, asked), rule=rule)
     if isinstance(found, EndedEarly):
-        limit = f"a search of {SEARCH_S:g} s found no layout with these sizes, and proved nothing"
-        raise UserInputError("--why-not", text, limit, fix="Name more sizes.")
+        raise UserInputError(
+            "--why-not",
+            text,
+            f"a search of {SEARCH_S:g} s found no layout with these sizes, and proved nothing",
+            "Name more sizes.",
+        )
     if isinstance(found, NoPlan):
         grid = found.shortage.grid
         variant = job.variant_of(grid, spread_partition(plan.model, grid.dims))
@@ -259,7 +264,7 @@ def _nearest(job: PlannedJob, space: SearchSpace, asked: Mapping[str, Any]) -> W
                 continue
             bounded |= _is_bounded(found)
             if isinstance(found, ParallelPlan) and not _not_kept(found, asked_for):
-                far = sum(abs(math.log2(size_of(found, n) / asked[n])) for n in changed)
+                far = sum(abs(math.log2(found.layout.sizes[n] / asked[n])) for n in changed)
                 plans.append((far, found.predicted.iteration_time_s, changed, found))
         if plans:
             _, _, changed, found = min(plans, key=lambda each: each[:3])
@@ -276,14 +281,7 @@ def _is_bounded(found: ParallelPlan | NoPlan | EndedEarly) -> bool:
 
 def _not_kept(plan: ParallelPlan, space: SearchSpace) -> list[str]:
     """Sizes that a search was told and its plan has not."""
-    return [name for name, size in space.fixed.items() if size_of(plan, name) != size]
-
-
-def size_of(plan: ParallelPlan, name: str) -> int:
-    """A size of a plan's layout by its name in ``WhyNot.asked``."""
-    if name == "micro_batch_size":
-        return plan.layout.micro_batch_size
-    return int(getattr(plan.layout.dims, name))
+    return [name for name, size in space.fixed.items() if plan.layout.sizes[name] != size]
 
 
 def _versus(job: PlannedJob, plan: ParallelPlan, variant: Variant) -> Versus:
@@ -328,7 +326,7 @@ def _nearest_words(found: WhyNot) -> str:
     if (nearest := found.nearest) is None:
         said = "was found that makes" if found.bounded else "makes"
         return f"No change of one or two of the sizes {said} it legal and fit."
-    sizes = {name: size_of(nearest, name) for name in found.changed}
+    sizes = {name: nearest.layout.sizes[name] for name in found.changed}
     names = ", ".join(f"{_short(n)} {found.asked[n]} -> {size}" for n, size in sizes.items())
     step = format_seconds(nearest.predicted.iteration_time_s)
     return f"{names}: {step} a step. {layout_words(nearest)}"

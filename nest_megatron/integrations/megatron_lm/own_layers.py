@@ -14,16 +14,18 @@ import importlib
 import io
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 from nest_megatron.config.job import ReadCommand
+from nest_megatron.integrations.megatron_lm.inert_pickle import is_plain
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     RECOMPUTE,
     VIRTUAL_STAGES,
+    Values,
     arguments_of,
 )
 from nest_megatron.integrations.megatron_lm.parser import load_arguments
@@ -38,7 +40,6 @@ from nest_megatron.units import Bytes
 
 #: What concerns the whole model, other ranks or the run: one layer has Megatron's default.
 _NOT_OF_A_LAYER = (*VIRTUAL_STAGES, *RECOMPUTE, *arguments_of("not_of_a_layer"))
-_PLAIN = (bool, int, float, str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,27 +53,20 @@ class JobArguments:
 
     script: str
     argv: tuple[str, ...]
-    values: Mapping[str, Any] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
+    defaults: Values = field(default_factory=dict)
 
 
-def job_arguments(command: ReadCommand, defaults: Mapping[str, Any]) -> JobArguments:
+def job_arguments(command: ReadCommand, defaults: Values) -> JobArguments:
     """The arguments of a command; those at the recorded release's default are left out."""
     recorded = {argument.dest: argument.default for argument in load_arguments(command.version)}
-    plain = {name: value for name, value in command.values.items() if _is_plain(value)}
+    plain = {name: value for name, value in command.values.items() if is_plain(value)}
     return JobArguments(
         script=command.script,
         argv=command.argv,
         values={name: value for name, value in plain.items() if value != recorded.get(name)},
-        defaults={name: value for name, value in defaults.items() if _is_plain(value)},
+        defaults={name: value for name, value in defaults.items() if is_plain(value)},
     )
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is the same after it was written as JSON, lists for tuples apart."""
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, _PLAIN)
 
 
 class JobLayers:
@@ -89,7 +83,7 @@ class JobLayers:
         self._parsed = args = _parsed(job.script, job.argv)
         for name, value in job.values.items():
             before = getattr(args, name, None)
-            if _is_plain(before):  # what is of Megatron's types stays
+            if is_plain(before):  # what is of Megatron's types stays
                 setattr(args, name, tuple(value) if isinstance(before, tuple) else value)
 
     def __call__(self, spec: TransformerSpec, shard: LayerShard) -> Layers:
@@ -111,43 +105,36 @@ class JobLayers:
         return layers
 
     def _arguments(self, spec: TransformerSpec, shard: LayerShard) -> Namespace:
+        """The job's arguments with a layer in the place of its model, divided as the shard is."""
         args = copy.deepcopy(self._parsed)
-        for name in _NOT_OF_A_LAYER:
-            if hasattr(self._default, name):
-                setattr(args, name, copy.deepcopy(getattr(self._default, name)))
-        for name, value in _shape(spec, shard).items():
-            setattr(args, name, value)
+        default = copy.deepcopy(vars(self._default))
+        vars(args).update({n: value for n, value in default.items() if n in _NOT_OF_A_LAYER})
+        dims, micro = smallest_dims(spec, shard), shard.micro_batch_size
+        vars(args).update(
+            rank=0,
+            world_size=dims.world_size,
+            tensor_model_parallel_size=dims.tensor_model_parallel_size,
+            pipeline_model_parallel_size=1,
+            context_parallel_size=1,  # such a rank is a shorter sequence (``megatron_core.stage``)
+            expert_model_parallel_size=dims.expert_model_parallel_size,
+            expert_tensor_parallel_size=launched_expert_tensor_size(spec, dims),
+            sequence_parallel=shard.sequence_parallel,
+            micro_batch_size=micro,
+            global_batch_size=micro * dims.data_parallel_size,
+            seq_length=spec.seq_length // shard.context_parallel_size,
+            num_layers=1,
+            num_experts=spec.num_experts,
+            moe_layer_freq=1,
+            moe_token_dispatcher_type="alltoall",
+            mtp_num_layers=spec.mtp_num_layers,
+            padded_vocab_size=spec.padded_vocab_size(shard.tensor_model_parallel_size),
+            perform_initialization=False,
+        )
         args.use_cpu_initialization = self.where is not Where.GPU
         windows = getattr(args, "window_attn_skip_freq", None)
         if isinstance(windows, list):
             args.window_attn_skip_freq = windows[:1]
         return args
-
-
-def _shape(spec: TransformerSpec, shard: LayerShard) -> dict[str, Any]:
-    """How a layer is divided; a context rank is a shorter sequence (``megatron_core.stage``)."""
-    dims = smallest_dims(spec, shard)
-    micro = shard.micro_batch_size
-    return {
-        "rank": 0,
-        "world_size": dims.world_size,
-        "tensor_model_parallel_size": dims.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": 1,
-        "context_parallel_size": 1,
-        "expert_model_parallel_size": dims.expert_model_parallel_size,
-        "expert_tensor_parallel_size": launched_expert_tensor_size(spec, dims),
-        "sequence_parallel": shard.sequence_parallel,
-        "micro_batch_size": micro,
-        "global_batch_size": micro * dims.data_parallel_size,
-        "seq_length": spec.seq_length // shard.context_parallel_size,
-        "num_layers": 1,
-        "num_experts": spec.num_experts,
-        "moe_layer_freq": 1,
-        "moe_token_dispatcher_type": "alltoall",
-        "mtp_num_layers": spec.mtp_num_layers,
-        "padded_vocab_size": spec.padded_vocab_size(shard.tensor_model_parallel_size),
-        "perform_initialization": False,
-    }
 
 
 def _parsed(script: str, argv: Sequence[str]) -> Namespace:
@@ -181,7 +168,9 @@ def _layers(spec: TransformerSpec, shard: LayerShard, args: Namespace) -> Layers
         config = core_transformer_config_from_args(args)
         described = _bert_layer(args)
     elif (builders := _builders()) is not None:
-        given = _given_to_model(builders, args)
+        given: dict[str, Any] = {}
+        with mock.patch.object(builders, "GPTModel", lambda **model: given.update(model)):
+            builders.gpt_builder(args, True, True)
         config, described = given["config"], given["transformer_layer_spec"]
         block = given.get("mtp_block_spec")
         mtp = None if block is None else block.layer_specs[0]
@@ -212,13 +201,6 @@ def _builders() -> ModuleType | None:
         if error.name != "gpt_builders":
             raise
         return None
-
-
-def _given_to_model(builders: ModuleType, args: Namespace) -> dict[str, Any]:
-    described: dict[str, Any] = {}
-    with mock.patch.object(builders, "GPTModel", lambda **given: described.update(given)):
-        builders.gpt_builder(args, True, True)
-    return described
 
 
 def _bert_layer(args: Namespace) -> Any:

@@ -15,7 +15,6 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from nest_megatron.config.job import LaunchedRanks, Option, ReadCommand
@@ -78,17 +77,20 @@ def _read(split: SplitCommand, version: str) -> ReadCommand:
     given, unknown = parse_words(argv, version)
     loose = [token for token in (split.script, *unknown) if token.startswith("$")]
     if loose:
-        limit = "the shell has not expanded it, so its flags cannot be read"
-        fix = "Paste the expanded command (bash -x prints it)."
-        raise UserInputError("command", loose[0], limit, fix)
+        raise UserInputError(
+            "command",
+            loose[0],
+            "the shell has not expanded it, so its flags cannot be read",
+            "Paste the expanded command (bash -x prints it).",
+        )
     values = {argument.dest: argument.default for argument in load_arguments(version)}
     return ReadCommand(
         version=version,
-        environment=MappingProxyType(dict(split.environment)),
+        environment=dict(split.environment),
         launcher=split.launcher,
         script=split.script,
         options=options_of(argv, version),
-        values=MappingProxyType({**values, **given}),
+        values={**values, **given},
         explicit=frozenset(given),
         unknown=unknown,
         notes=(*split.ranks.notes, *_notes(unknown, version)),
@@ -106,8 +108,12 @@ def parse_words(words: Sequence[str], version: str) -> tuple[dict[str, Any], tup
 def load_arguments(version: str) -> tuple[Argument, ...]:
     """Every option of one recorded Megatron release; another is refused."""
     if version not in VERSIONS:
-        limit, fix = "its options are not recorded", nearest(version, VERSIONS)
-        raise UserInputError("Megatron-LM version", version, limit, fix)
+        raise UserInputError(
+            "Megatron-LM version",
+            version,
+            "its options are not recorded",
+            nearest(version, VERSIONS),
+        )
     name = f"megatron_{version.replace('.', '_')}.json"
     data = packaged(__package__, f"arguments_data/{name}")
     rows: list[dict[str, Any]] = data["arguments"]
@@ -132,7 +138,7 @@ def options_of(argv: Sequence[str], version: str) -> tuple[Option, ...]:
 
 
 def _num_values(argument: Argument, rest: Sequence[str]) -> int:
-    if argument.action not in ("store", "append"):
+    if argument.action != "store":
         return 0
     if argument.nargs is None:
         return 1
@@ -179,7 +185,15 @@ def build_parser(version: str) -> argparse.ArgumentParser:
     """A parser with Megatron's options and no defaults (what was not given stays absent)."""
     parser = _Parser(prog="Megatron-LM", allow_abbrev=False, add_help=False)
     for argument in load_arguments(version):
-        parser.add_argument(*argument.flags, **_parser_options(argument))
+        flags, options = argument.flags, dict[str, Any]()
+        if argument.action == "store":
+            options = {"nargs": argument.nargs, "choices": argument.choices or None}
+            options["type"] = _CONVERTERS[argument.type]
+        elif argument.action == "boolean_optional":
+            flags, options = flags[:1], {"action": argparse.BooleanOptionalAction}
+        else:
+            options = {"action": argument.action}
+        parser.add_argument(*flags, dest=argument.dest, default=argparse.SUPPRESS, **options)
     return parser
 
 
@@ -187,26 +201,9 @@ class _Parser(argparse.ArgumentParser):
     """Raises our own error instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        limit, fix = "Megatron's own parser refuses it", "Correct that flag."
-        raise UserInputError("Megatron-LM command", message, limit, fix)
-
-
-def _parser_options(argument: Argument) -> dict[str, Any]:
-    options: dict[str, Any] = {"dest": argument.dest, "default": argparse.SUPPRESS}
-    if argument.action == "boolean_optional":
-        return {**options, "action": _OnOff, "nargs": 0}
-    if argument.action != "store":
-        return {**options, "action": argument.action}
-    given = {"nargs": argument.nargs, "choices": argument.choices or None}
-    stated = {name: value for name, value in given.items() if value is not None}
-    return {**options, "type": _CONVERTERS[argument.type], **stated}
-
-
-class _OnOff(argparse.Action):
-    def __call__(
-        self, _parser: Any, namespace: Any, _values: Any, option_string: str | None = None
-    ) -> None:
-        setattr(namespace, self.dest, not str(option_string).startswith("--no-"))
+        raise UserInputError(
+            "Megatron-LM command", message, "Megatron's own parser refuses it", "Correct that flag."
+        )
 
 
 _CONVERTERS: dict[str, Callable[[str], Any]] = {
@@ -236,9 +233,6 @@ def _notes(unknown: tuple[str, ...], version: str) -> Iterable[str]:
             yield f"Megatron {version} has no flag {name}; it is passed on as it is."
 
 
-_SHELLS = ("bash", "sh")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitCommand:
     """A command in its parts; see ``ReadCommand`` for the fields."""
@@ -258,17 +252,17 @@ def split_command(command: str | Sequence[str], place: LaunchPlace = NOWHERE) ->
     ('pretrain_gpt.py', ('--bf16',), 32)
     """
     words = _unwrap_shell(tokens(command))
-    leading = list(itertools.takewhile(_leads, words))
-    rest = words[len(leading) :]
-    at, length = _find_script(rest)
-    launcher = tuple(rest[:at])
-    environment = tuple(filter(None, map(assignment, (*leading, *launcher))))
+    leading = list(
+        itertools.takewhile(lambda w: assignment(w) or w in ("env", "export", "exec"), words)
+    )
+    launcher, script, argv = _at_script(words[len(leading) :])
+    before = (*leading, *launcher)
     return SplitCommand(
-        environment=environment,
-        launcher=launcher,
-        script=rest[at + length - 1] if length else "",
-        argv=tuple(rest[at + length :]),
-        ranks=launched_ranks((*leading, *launcher), place),
+        environment=tuple(filter(None, map(assignment, before))),
+        launcher=tuple(launcher),
+        script=script,
+        argv=tuple(argv),
+        ranks=launched_ranks(before, place),
     )
 
 
@@ -279,32 +273,30 @@ def tokens(command: str | Sequence[str]) -> list[str]:
     try:
         return shlex.split(command.replace("\\\n", " "), comments=True)
     except ValueError as error:
-        fix = "Close the quotes."
-        raise UserInputError("command", command, limit=str(error), fix=fix) from error
+        raise UserInputError("command", command, str(error), "Close the quotes.") from error
 
 
 def _unwrap_shell(words: list[str]) -> list[str]:
     """``srun ... bash -c "python x.py ..."`` as one flat command."""
     for at, (shell, flags, command) in enumerate(zip(words, words[1:], words[2:], strict=False)):
-        if shell.rpartition("/")[2] in _SHELLS and re.fullmatch(r"-[a-z]*c", flags):
+        if shell.rpartition("/")[2] in ("bash", "sh") and re.fullmatch(r"-[a-z]*c", flags):
             return [*words[:at], *tokens(command)]
     return words
 
 
-def _leads(token: str) -> bool:
-    return assignment(token) is not None or token in ("env", "export", "exec")
-
-
-def _find_script(tokens: list[str]) -> tuple[int, int]:
-    """Index of the script and the number of tokens that name it (``-m module`` takes two)."""
-    for at, token in enumerate(tokens):
-        if token.endswith(".py") and not token.startswith("-"):
-            return at, 1
-        module = tokens[at + 1] if token in ("-m", "--module") and at + 1 < len(tokens) else ""
+def _at_script(words: list[str]) -> tuple[list[str], str, list[str]]:
+    """What stands before a script, the script (``-m module`` has two words), and what follows."""
+    for at, word in enumerate(words):
+        if word.endswith(".py") and not word.startswith("-"):
+            return words[:at], word, words[at + 1 :]
+        module = words[at + 1] if word in ("-m", "--module") and at + 1 < len(words) else ""
         if module and not is_launcher(module):
-            return at, 2
-    if tokens and tokens[0].startswith("-"):
-        return 0, 0
-    limit = "it names no training script (a file ending in .py) and does not begin with a flag"
-    fix = "Give the whole command, or the script's flags alone."
-    raise UserInputError("command", " ".join(tokens[:4]), limit, fix)
+            return words[:at], module, words[at + 2 :]
+    if words and words[0].startswith("-"):
+        return [], "", words
+    raise UserInputError(
+        "command",
+        " ".join(words[:4]),
+        "it names no training script (a file ending in .py) and does not begin with a flag",
+        "Give the whole command, or the script's flags alone.",
+    )

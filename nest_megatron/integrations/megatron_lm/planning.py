@@ -17,14 +17,17 @@ from nest_megatron.config.target import installed_packages
 from nest_megatron.integrations.megatron_lm import checkpoint, namespace
 from nest_megatron.integrations.megatron_lm.attach import with_command
 from nest_megatron.integrations.megatron_lm.present_layout import on_device, with_present_layout
-from nest_megatron.integrations.megatron_lm.read import job_of, refuse_unplannable
+from nest_megatron.integrations.megatron_lm.read import (
+    job_of,
+    refuse_unplannable,
+    require_optimizer,
+)
 from nest_megatron.integrations.megatron_lm.search_space import (
     fixed_choices,
     freed_flags,
     job_space,
     kept_flags,
 )
-from nest_megatron.integrations.megatron_lm.sharding import require_optimizer
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import Request

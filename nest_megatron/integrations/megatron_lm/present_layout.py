@@ -17,12 +17,16 @@ from nest_megatron.integrations.megatron_lm.attach import (
     is_blackwell,
     layout_request,
 )
-from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
+from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    Values,
+    flag_error,
+    stated_partition,
+)
 from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zero
-from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
 from nest_megatron.layout.dims import ParallelDims, RankOrder
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import Layout, PartialLayout
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.policy import violations
 from nest_megatron.layout.recompute import NO_RECOMPUTE, RecomputeGranularity
 from nest_megatron.layout.rulebook import first_broken
@@ -53,28 +57,26 @@ def with_present_layout(request: Request, job: Job, composed: Settings) -> Reque
     a setting, a checkpoint or a policy, forbids it.
     """
     try:
-        variant, asked = typed_layout(job, request, composed)
+        variant, refused = typed_layout(job, request, composed)
     except UserInputError:  # such as no micro batch: it is no job that runs
         return request
-    if refused := refusal(request, job, asked)(variant):
+    if refused:
         note = f"The present layout is no point of the search, Megatron refuses it: {refused}"
         return dataclasses.replace(request, notes=(*request.notes, note))
     layout = variant.layout
-    if not _keeps_fixed(request, layout) or _breaks_policy(request, layout):
+    if not _keeps_fixed(request, layout):
         return request
+    if request.policy:
+        plan = estimate_for(request, layout)
+        if any(any(violations(plan, file)) for file in request.policy):
+            return request
     space = _reaching(request.space, layout, request.cluster)
     return dataclasses.replace(request, present=layout, space=space)
 
 
-def _sizes(grid: PartialLayout) -> dict[str, int]:
-    flags = {name: size or 1 for name, size in grid.dims.flags().items()}
-    own = {"data_parallel_size": grid.dims.data_parallel_size, _MICRO: grid.micro_batch_size}
-    return {**flags, **own}
-
-
 def _keeps_fixed(request: Request, layout: Layout) -> bool:
     """Whether a layout is one of the space but for its limits."""
-    space, sizes = request.space, _sizes(layout)
+    space, sizes = request.space, layout.sizes
     zeros = (*space.zero_stages, ZeroStage.NONE)
     return (
         all(sizes[name] == value for name, value in space.fixed.items())
@@ -90,20 +92,13 @@ def _keeps_fixed(request: Request, layout: Layout) -> bool:
     )
 
 
-def _breaks_policy(request: Request, layout: Layout) -> bool:
-    if not request.policy:
-        return False
-    plan = estimate_for(request, layout)
-    return any(any(violations(plan, file)) for file in request.policy)
-
-
 def _reaching(space: SearchSpace, present: Layout, cluster: Cluster) -> SearchSpace:
     """A space with the sizes and the recomputation of what runs today.
 
     A limit that the user has set holds for other layouts.
     """
     recompute, micro = present.recompute, present.micro_batch_size
-    free = {n: v for n, v in _sizes(present).items() if n not in (*space.fixed, *space.limits)}
+    free = {n: v for n, v in present.sizes.items() if n not in (*space.fixed, *space.limits)}
     power = micro & (micro - 1) == 0
     beyond = {
         name: value
@@ -117,8 +112,8 @@ def _reaching(space: SearchSpace, present: Layout, cluster: Cluster) -> SearchSp
     return dataclasses.replace(space, present=beyond, present_recompute=own)
 
 
-def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Variant, Execution]:
-    """A command's layout, and how its layers are asked to be carried out.
+def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Variant, str]:
+    """A command's layout, and why Megatron refuses it.
 
     What is not typed is Megatron's default (``validate_args``): degrees of 1, one replica on the
     GPUs that are left, nothing overlapped or divided.
@@ -133,10 +128,14 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
     stages = stated_partition(spec, values, pp) or uniform_partition(spec, pp)
     virtual = stages.num_chunks // pp
     zero = read_zero(values)
+    if (micro := values.get(_MICRO)) is None:
+        raise flag_error(
+            _MICRO, None, "Megatron-LM does not start without it", "Add it to the command."
+        )
     grid = PartialLayout(
         dims=dataclasses.replace(dims, virtual_pipeline_model_parallel_size=virtual),
         global_batch_size=request.global_batch_size,
-        micro_batch_size=_micro_batch(values),
+        micro_batch_size=int(micro),
         # Megatron turns it off where there is no tensor group
         sequence_parallel=bool(values.get("sequence_parallel"))
         and dims.tensor_model_parallel_size > 1,
@@ -153,10 +152,11 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
         overlap_grad_reduce=bool(values.get("overlap_grad_reduce")),
         overlap_param_gather=bool(values.get("overlap_param_gather")),
     )
-    return Variant(settings=settings, layout=layout), asked
+    variant = Variant(settings=settings, layout=layout)
+    return variant, refusal(request, job, asked)(variant)
 
 
-def _overlapped(settings: CostSettings, values: Mapping[str, Any], zero: ZeroStage) -> CostSettings:
+def _overlapped(settings: CostSettings, values: Values, zero: ZeroStage) -> CostSettings:
     """What hides of the traffic between replicas: what the flags have overlapped, and no more.
 
     FSDP overlaps gradients by itself (0.16.1 megatron_fsdp.py:277).
@@ -217,19 +217,15 @@ def _dims(job: Job, request: Request) -> ParallelDims:
     replica = degrees[_TP] * degrees[_PP] * degrees["context_parallel_size"]
     gpus = request.cluster.num_gpus
     if gpus % replica:
-        limit = f"tp * cp * pp must divide the {gpus} GPUs of the job (arguments.py:317)"
-        fix = "Change a degree, or say with cluster.num_gpus or the launcher how many GPUs run it."
-        raise UserInputError("tp * cp * pp", replica, limit, fix)
+        raise UserInputError(
+            "tp * cp * pp",
+            replica,
+            f"tp * cp * pp must divide the {gpus} GPUs of the job (arguments.py:317)",
+            "Change a degree, or say with cluster.num_gpus or the launcher how many GPUs run it.",
+        )
     inner = values.get("use_tp_pp_dp_mapping")
     order = RankOrder.TP_CP_EP_PP_DP if inner else RankOrder.TP_CP_EP_DP_PP
     return ParallelDims(**degrees, data_parallel_size=gpus // replica, rank_order=order)
-
-
-def _micro_batch(values: Mapping[str, Any]) -> int:
-    if (micro := values.get("micro_batch_size")) is not None:
-        return int(micro)
-    limit, fix = "Megatron-LM does not start without it", "Add it to the command."
-    raise flag_error("micro_batch_size", None, limit, fix)
 
 
 def _execution(job: Job, request: Request, composed: Settings) -> Execution:
@@ -239,3 +235,19 @@ def _execution(job: Job, request: Request, composed: Settings) -> Execution:
     flags = {**own_flags, **({} if own is None else {_DISPATCHER: own})}
     name = request.cluster.accelerator.name
     return CostInputs.of(composed, job, name, spec=request.spec, flags=flags).execution()
+
+
+def typed_plan(job: Job, request: Request, composed: Settings) -> tuple[ParallelPlan, Variant]:
+    """The plan that a command is as it is typed, and its layout.
+
+    Raises:
+        UserInputError: for what Megatron refuses.
+    """
+    variant, refused = typed_layout(job, request, composed)
+    if refused:
+        limit, fix = f"Megatron-LM {job.version} refuses it: {refused}", "Change its flags (--set)."
+        if job.command is None:
+            limit = f"the rules of Megatron-LM {job.version} refuse it: {refused}"
+            fix = "Change the recipe's fields."
+        raise UserInputError("--from", job.script, limit, fix)
+    return estimate_for(request, variant.layout, settings=variant.settings), variant

@@ -10,10 +10,8 @@ Source: ``megatron.training.arguments.validate_args`` and ``core_transformer_con
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import PurePath
-from types import MappingProxyType
-from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.job import Job, ReadCommand
@@ -24,23 +22,24 @@ from nest_megatron.errors import UnplannableModelError
 from nest_megatron.integrations.architecture import REFUSED, unpriced
 from nest_megatron.integrations.megatron_lm.checkpoint_arguments import with_checkpoint_arguments
 from nest_megatron.integrations.megatron_lm.growing_batch import schedule_notes, stated_schedule
-from nest_megatron.integrations.megatron_lm.heterogeneous import heterogeneous_kinds
-from nest_megatron.integrations.megatron_lm.hybrid import (
-    HYBRID_ARGUMENTS,
-    hybrid_pattern,
-    is_hybrid_stack,
-)
-from nest_megatron.integrations.megatron_lm.images import script_arguments, with_images
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
+    REASONS,
     STAGE_OPTIONS,
+    Values,
     flag_error,
     flag_of,
-    reasons,
     states_stages,
 )
+from nest_megatron.integrations.megatron_lm.model_arguments import (
+    HYBRID_ARGUMENTS,
+    heterogeneous_kinds,
+    hybrid_pattern,
+    own_layers,
+    script_arguments,
+    with_images,
+)
 from nest_megatron.integrations.megatron_lm.packing import is_packed, needs_of_packs, packing_notes
-from nest_megatron.integrations.megatron_lm.sharding import require_optimizer
 from nest_megatron.integrations.megatron_lm.tokenizer_files import stated_vocab_size
 from nest_megatron.layout.cuda_graphs import cuda_graphs
 from nest_megatron.layout.knobs import closed_fields
@@ -50,7 +49,10 @@ from nest_megatron.layout.recompute import (
     RecomputeMethod,
     selective_recompute,
 )
-from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, Facts
+from nest_megatron.layout.rulebook.job import ACTIVATION_FLAGS
+from nest_megatron.layout.rulebook.rule import violations
+from nest_megatron.layout.rulebook.sharding import OPTIMIZER_RULES, STATE_FORMATS
 from nest_megatron.layout.zero import ZERO_STAGES, DataParallelSharding, ZeroStage
 from nest_megatron.model.arguments import spec_from_arguments
 from nest_megatron.model.layer_pattern import hybrid_kinds
@@ -64,18 +66,12 @@ _VARIANT_ARGUMENTS = (
 #: What must be off, by the reason.
 _REFUSED_ARGUMENTS = {
     name: reason
-    for name, reason in {**REFUSED, **reasons("refused")}.items()
+    for name, reason in {**REFUSED, **REASONS["refused"]}.items()
     if name not in (*HYBRID_ARGUMENTS, *_VARIANT_ARGUMENTS)
 }
 _REFUSED_SCRIPTS = ("vision", "multimodal", "mimo", "ict", "retro", "rl")
 #: Families of models that a script other than one for GPT builds, by a word of its name.
 _FAMILIES = {"bert": ModelFamily.BERT, "t5": ModelFamily.T5}
-#: The function, and whether a linear unit gates it.
-_ACTIVATIONS = {
-    "swiglu": ("silu", True),
-    "squared_relu": ("squared_relu", False),
-    "quick_geglu": ("quick_gelu", True),
-}
 #: The first that is given counts.
 _PRECISIONS = {
     "fp8": Precision.FP8,
@@ -85,8 +81,8 @@ _PRECISIONS = {
 }
 
 
-def read_job(command: ReadCommand, *, vocab_size: int | None = None) -> Job:
-    """The job of a command; its tokenizer's vocabulary is given where the command does not say it.
+def read_job(command: ReadCommand) -> Job:
+    """The job of a command.
 
     What ``--use-checkpoint-args`` takes from a checkpoint is taken first.
 
@@ -96,15 +92,35 @@ def read_job(command: ReadCommand, *, vocab_size: int | None = None) -> Job:
     """
     command = with_checkpoint_arguments(command)
     require_optimizer(command.values, command.version)
-    return job_of(command, command.values, vocab_size=vocab_size)
+    return job_of(command, command.values)
 
 
-def job_of(
-    command: ReadCommand, values: Mapping[str, Any], *, vocab_size: int | None = None
-) -> Job:
-    """As ``read_job``, from values that stand for those of the command."""
+def require_optimizer(values: Values, version: str) -> None:
+    """Raise for options of the optimizer that do not go together (``OPTIMIZER_RULES``).
+
+    Args:
+        values: Megatron's arguments by destination, before or after its validation.
+
+    Raises:
+        UserInputError: naming the flag, and the one that it needs.
+    """
+    words = {n: text(values[n]) for n in (*STATE_FORMATS, "fp8_recipe") if values.get(n)}
+    facts = Facts(options={**values, "fp8_recipe": "delayed", **words}, version=version)
+    for _, broken in violations(facts, OPTIMIZER_RULES):
+        raise flag_error(broken.what, broken.value, broken.limit, broken.fix)
+
+
+def job_of(command: ReadCommand, values: Values, *, vocab_size: int | None = None) -> Job:
+    """As ``read_job``, from values that stand for those of the command.
+
+    Args:
+        vocab_size: rows of the tokenizer's vocabulary, where the values do not say it.
+    """
+    words = (word.partition("=") for word in command.unknown)
+    given = {flag: value or "given" for flag, _, value in words}
+    refused = {d: given[flag_of(d)] for d in _REFUSED_ARGUMENTS if flag_of(d) in given}
     job = job_from_values(
-        {**_of_script(command.unknown), **script_arguments(command.unknown), **values},
+        {**refused, **script_arguments(command.unknown), **values},
         explicit=command.explicit,
         script=command.script,
         version=command.version,
@@ -119,19 +135,8 @@ def job_of(
     )
 
 
-def _of_script(unknown: Collection[str]) -> Mapping[str, str]:
-    """Arguments of a script's own parser, as far as they decide whether a job can be planned."""
-    words = [word.partition("=") for word in unknown]
-    return {
-        dest: value or "given"
-        for dest in _REFUSED_ARGUMENTS
-        for flag, _, value in words
-        if flag == flag_of(dest)
-    }
-
-
 def job_from_values(
-    values: Mapping[str, Any],
+    values: Values,
     *,
     explicit: Collection[str],
     script: str = "",
@@ -140,7 +145,11 @@ def job_from_values(
 ) -> Job:
     """A job from Megatron's arguments by destination; ``explicit`` are those that the user sets."""
     refuse_unplannable(values, script)
-    _require_degrees(values)
+    for name in (*PARALLEL_ARGUMENTS, "micro_batch_size", "global_batch_size"):
+        value = values.get(name)
+        if name.endswith("_size") and isinstance(value, int) and value < 1:
+            fix = "Correct the flag, or leave it out."  # Megatron divides by it before it checks it
+            raise flag_error(name, value, "it must be at least 1", fix)
     assumed: list[str] = []
     values = {**values, "hybrid_layer_pattern": hybrid_pattern(values, script, version)}
     spec = _spec(values, script, version, vocab_size, assumed)
@@ -164,12 +173,17 @@ def job_from_values(
         micro_batch_size=values.get("micro_batch_size"),
         precision=precision,
         transformer_impl=values.get("transformer_impl") or "transformer_engine",
-        fixed=MappingProxyType({name: values.get(name) for name in _fixed(values, explicit)}),
+        fixed={
+            name: values.get(name)
+            for name in PARALLEL_ARGUMENTS
+            if (name in explicit or name == "hybrid_layer_pattern")
+            and (name not in STAGE_OPTIONS or states_stages(values, name))
+        },
         recompute=read_recompute(values),
         zero=read_zero(values),
         sharding=_sharding(values),
         graphs=cuda_graphs(values),
-        capturable=not (schedule or is_packed(values) or _has_own_layers(values)),
+        capturable=not (schedule or is_packed(values) or own_layers(values)),
         packs=is_packed(values),
         required=needs_of_packs(values, version),
         closed=closed_fields(values.get("deterministic_mode"), packs=is_packed(values)),
@@ -178,21 +192,8 @@ def job_from_values(
         save_interval=values.get("save_interval") if values.get("save") else None,
         memory_flags=flags,
         use_distributed_optimizer=bool(values.get("use_distributed_optimizer")),
-        notes=(*assumed, *_job_notes(values, script, version), *time_notes(flags)),
+        notes=(*assumed, *_notes(values, script, version), *time_notes(flags)),
     )
-
-
-def _fixed(values: Mapping[str, Any], explicit: Collection[str]) -> Iterator[str]:
-    """Arguments of a layout that the user states."""
-    for name in PARALLEL_ARGUMENTS:
-        is_said = name in explicit or name == "hybrid_layer_pattern"
-        if is_said and (name not in STAGE_OPTIONS or states_stages(name, values.get(name))):
-            yield name
-
-
-def _has_own_layers(values: Mapping[str, Any]) -> bool:
-    """Whether ``--spec`` names other layers than Megatron's own."""
-    return bool(values.get("spec")) and not is_hybrid_stack(" ".join(map(str, values["spec"])))
 
 
 #: Micro batches that a virtual stage runs one after the other.
@@ -205,26 +206,15 @@ _COUNTED_ON_HOST = (
 )
 
 
-def _require_degrees(values: Mapping[str, Any]) -> None:
-    """Refuse degrees below 1, which Megatron divides by before it checks them."""
-    for name in (*PARALLEL_ARGUMENTS, "micro_batch_size", "global_batch_size"):
-        value = values.get(name)
-        if name.endswith("_size") and isinstance(value, int) and value < 1:
-            fix = "Correct the flag, or leave it out."
-            raise flag_error(name, value, "it must be at least 1", fix)
-
-
-def refuse_unplannable(values: Mapping[str, Any], script: str) -> None:
+def refuse_unplannable(values: Values, script: str) -> None:
     """Raise for models that this planner does not support, naming the flag."""
     fix = "Launch this job without nest."
     of_stacks = _family(script) is ModelFamily.T5 or _sees_images(script)
     for name, reason in _REFUSED_ARGUMENTS.items():
         if values.get(name) and not (of_stacks and name in _OF_STACKS):
-            raise UnplannableModelError(flag_of(name), values[name], limit=reason, fix=fix)
+            raise UnplannableModelError(flag_of(name), values[name], reason, fix)
     words = _script_words(script)
-    layer_spec = " ".join(map(str, values.get("spec") or ()))
-    if layer_spec and is_hybrid_stack(layer_spec):
-        layer_spec = ""
+    layer_spec = own_layers(values)
     found = next((w for w in _REFUSED_SCRIPTS if w in words or f"{w}." in layer_spec), None)
     if found:
         limit = "only models like GPT, BERT, T5 and those of pretrain_vlm.py are supported"
@@ -243,7 +233,7 @@ def _sees_images(script: str) -> bool:
 
 
 def _spec(
-    values: Mapping[str, Any],
+    values: Values,
     script: str,
     version: str,
     vocab_size: int | None,
@@ -252,7 +242,7 @@ def _spec(
     family = _family(script)
     pattern = (values.get("hybrid_layer_pattern") or "").replace("|", "")
     kinds, _, mtp = hybrid_kinds(pattern) if pattern else ((), (), values.get("mtp_num_layers"))
-    stated = (kind for flag, kind in _ACTIVATIONS.items() if values.get(flag))
+    stated = (kind for kind, flag in ACTIVATION_FLAGS.items() if flag and values.get(flag))
     activation, gated = next(stated, ("gelu", False))
     rotary = {"position_embedding_type": "rope"}
     return spec_from_arguments(
@@ -287,7 +277,7 @@ def _family(script: str) -> ModelFamily:
 _OF_STACKS = ("encoder_num_layers", "decoder_num_layers")
 
 
-def _stacks(values: Mapping[str, Any], notes: list[str]) -> dict[str, int]:
+def _stacks(values: Values, notes: list[str]) -> dict[str, int]:
     """What a T5-like model has beside its encoder's sizes, which stand for the model's.
 
     Both stacks have ``--encoder-num-layers``: the script builds the decoder with ``num_layers``,
@@ -306,23 +296,27 @@ def _stacks(values: Mapping[str, Any], notes: list[str]) -> dict[str, int]:
     }
 
 
-def _required(values: Mapping[str, Any], *names: str) -> int:
+def _required(values: Values, *names: str) -> int:
     given = next((values[name] for name in names if values.get(name) is not None), None)
     if given is not None:
         return int(given)
     raise flag_error(names[0], None, "the model's shape needs it", "Add it to the command.")
 
 
-def _precision(values: Mapping[str, Any]) -> Precision:
+def _precision(values: Values) -> Precision:
     for name, flag, other in (("fp16", "fp16", "bf16"), ("fp4", "fp4_format", "fp8_format")):
         if values.get(name) and values.get(other.removesuffix("_format")):
-            limit = f"{flag_of(other)} is given as well, and Megatron takes one"
-            raise flag_error(flag, values[name], limit, "Drop one of the two.")
+            raise flag_error(
+                flag,
+                values[name],
+                f"{flag_of(other)} is given as well, and Megatron takes one",
+                "Drop one of the two.",
+            )
     stated = (precision for name, precision in _PRECISIONS.items() if values.get(name))
     return next(stated, Precision.FP32)
 
 
-def read_recompute(values: Mapping[str, Any]) -> Recompute | None:
+def read_recompute(values: Values) -> Recompute | None:
     """The user's recomputation, ``None`` if they said nothing of it."""
     granularity = values.get("recompute_granularity")
     if values.get("recompute_activations"):
@@ -342,7 +336,7 @@ def read_recompute(values: Mapping[str, Any]) -> Recompute | None:
     return selective_recompute(modules)
 
 
-def read_zero(values: Mapping[str, Any]) -> ZeroStage | None:
+def read_zero(values: Values) -> ZeroStage | None:
     """The user's ZeRO stage, ``None`` if they said nothing of it."""
     if values.get("use_megatron_fsdp"):
         return ZERO_STAGES[values.get("data_parallel_sharding_strategy") or "no_shard"]
@@ -351,21 +345,22 @@ def read_zero(values: Mapping[str, Any]) -> ZeroStage | None:
     return ZeroStage.OPTIMIZER if values.get("use_distributed_optimizer") else None
 
 
-def _sharding(values: Mapping[str, Any]) -> DataParallelSharding:
+def _sharding(values: Values) -> DataParallelSharding:
     if values.get("use_megatron_fsdp"):
         if values.get("megatron_fsdp_version") == 2:
-            limit = (
+            raise flag_error(
+                "megatron_fsdp_version",
+                2,
                 "it takes neither the distributed optimizer nor tensor, pipeline or context "
-                "parallelism, and is not planned"
+                "parallelism, and is not planned",
+                "Use version 1, or launch without nest.",
             )
-            fix = "Use version 1, or launch without nest."
-            raise flag_error("megatron_fsdp_version", 2, limit, fix)
         return DataParallelSharding.MEGATRON_FSDP
     torch_fsdp = values.get("use_torch_fsdp2")
     return DataParallelSharding.TORCH_FSDP2 if torch_fsdp else DataParallelSharding.DDP
 
 
-def _job_notes(values: Mapping[str, Any], script: str, version: str) -> Iterator[str]:
+def _notes(values: Values, script: str, version: str) -> Iterator[str]:
     yield from schedule_notes(values, version)
     engine = values.get("transformer_impl") or "transformer_engine"
     backend = text(values.get("attention_backend") or "auto")

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from nest_megatron.config.job import Option, ReadCommand
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
+    REASONS,
     RECOMPUTE,
     STAGE_OPTIONS,
     VIRTUAL_STAGES,
-    reasons,
+    Values,
 )
 from nest_megatron.integrations.megatron_lm.parser import namespace_values, options_for
 from nest_megatron.layout.diff import Change, reason
@@ -40,16 +40,10 @@ _WITH_NEW_FSDP = "gradient_accumulation_fusion"
 #: Several spellings of one choice: where the user's own stays, none is added.
 _STATEMENTS = (RECOMPUTE, (*STAGE_OPTIONS, *VIRTUAL_STAGES), *EXECUTION_ARGUMENTS.values())
 
-#: Every destination that a plan may write. Nothing else of a job is ever changed.
-WRITABLE = frozenset(
-    {
-        *PARALLEL_ARGUMENTS,
-        *_WITH_LAYOUT,
-        _IF_ABSENT,
-        _WITH_NEW_FSDP,
-        *(rule.what for rule in OPTION_RULES),
-    }
-)
+#: What a plan sets, and with the options that it contradicts every destination that it may write.
+#: Nothing else of a job is ever changed.
+_SET = frozenset((*PARALLEL_ARGUMENTS, *_WITH_LAYOUT, _IF_ABSENT, _WITH_NEW_FSDP))
+WRITABLE = _SET | {rule.what for rule in OPTION_RULES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +57,12 @@ class Rewrite:
 
     argv: tuple[str, ...]
     changes: tuple[Change, ...]
-    values: Mapping[str, Any]
+    values: Values
 
 
 def rewrite(
     command: ReadCommand,
-    planned: Mapping[str, Any],
+    planned: Values,
     plan: ParallelPlan,
     kept: Collection[str] = (),
 ) -> Rewrite:
@@ -83,17 +77,18 @@ def rewrite(
     stated = {dest for flags in _STATEMENTS if set(flags) & set(kept) for dest in flags}
     refused = contradicted(plan, command.values, command.version)
     settled = stated.union(kept).difference(refused.keys() & EXECUTION_FIELDS.keys())
+    settled |= command.explicit & {_IF_ABSENT}
+    if command.values.get("use_megatron_fsdp"):
+        settled |= {_WITH_NEW_FSDP}
     wanted = {
         option.dest: option
         for option in options_for(planned, version)
-        if option.dest is not None and option.dest not in settled and _sets(option.dest, command)
+        if option.dest is not None and option.dest in _SET - settled
     }
-    owned = {
-        option.dest
-        for option in given
-        if option.dest in refused
-        or (option.dest not in settled and _owns(option.dest, wanted, plan))
-    }
+    free = {*PARALLEL_ARGUMENTS} - settled
+    if plan.model.num_experts is None:  # a dense model's expert grid is the user's own
+        free -= {"expert_tensor_parallel_size"}
+    owned = free | wanted.keys() | refused.keys()
     tokens: list[str] = []
     placed: set[str] = set()
     for option in given:
@@ -106,40 +101,18 @@ def rewrite(
     for dest, option in wanted.items():
         if dest not in placed:
             tokens += option.tokens
-    free = set(PARALLEL_ARGUMENTS) - settled
-    decided = {dest for dest in free if _owns(dest, wanted, plan)}
-    written = {*decided, *wanted, *refused}
-    assert written <= WRITABLE
+    assert owned <= WRITABLE
     values = {dest: planned[dest] for dest in wanted}
     return Rewrite(
         argv=tuple(tokens),
         changes=tuple(_changes(given, owned, wanted, plan, refused)),
-        values=namespace_values(values, written, version),
+        values=namespace_values(values, owned, version),
     )
-
-
-def _sets(dest: str, command: ReadCommand) -> bool:
-    if dest == _IF_ABSENT:
-        return dest not in command.explicit
-    if dest == _WITH_NEW_FSDP:
-        return not command.values.get("use_megatron_fsdp")
-    return dest in (*PARALLEL_ARGUMENTS, *_WITH_LAYOUT)
-
-
-def _owns(dest: str | None, wanted: Mapping[str, Option], plan: ParallelPlan) -> bool:
-    """Whether the user's own flag gives way to the plan (or to its silence)."""
-    if dest in (None, _IF_ABSENT):
-        return False
-    if dest in (*_WITH_LAYOUT, _WITH_NEW_FSDP):
-        return dest in wanted
-    if dest == "expert_tensor_parallel_size" and dest not in wanted:
-        return plan.model.num_experts is not None
-    return dest in PARALLEL_ARGUMENTS
 
 
 def _changes(
     given: Sequence[Option],
-    owned: set[str | None],
+    owned: Collection[str],
     wanted: Mapping[str, Option],
     plan: ParallelPlan,
     refused: Mapping[str, str],
@@ -151,7 +124,7 @@ def _changes(
         if before == after or (before is None and after and _is_default(dest, after, plan)):
             continue
         if after is None:
-            reason = refused.get(dest) or reasons("removed").get(dest, "the plan does not need it")
+            reason = refused.get(dest) or REASONS["removed"].get(dest, "the plan does not need it")
         else:
             reason = _reason(dest, plan)
         flag = (wanted if dest in wanted else mine)[dest].flag
@@ -172,7 +145,7 @@ def _reason(dest: str, plan: ParallelPlan) -> str:
         return reason(plan, dest)
     count, predicted = plan.layout.num_microbatches, plan.predicted
     return (
-        reasons("set")
+        REASONS["set"]
         .get(dest, "belongs to the plan")
         .format(
             level=plan.placement.group_levels,

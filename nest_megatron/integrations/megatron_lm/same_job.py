@@ -64,20 +64,19 @@ def fields(config: Any, name: str, may_differ: Collection[str] = ()) -> dict[str
     }
 
 
-def comparable(value: object) -> str:
+def comparable(value: object, above: tuple[int, ...] = ()) -> str:
     """A value as text that is the same in every process that has an equal one.
 
     Objects are shown by their class and their own attributes, never by where they lie in memory.
+
+    Args:
+        above: what it is a part of, by ``id``.
 
     >>> comparable([None, 1e-4, "a", {"x", "y"}])
     "[None, 0.0001, 'a', {'x', 'y'}]"
     >>> comparable(Namespace(depth=2)), comparable(comparable)
     ('Namespace(depth=2)', 'nest_megatron.integrations.megatron_lm.same_job.comparable')
     """
-    return _text(value, ())
-
-
-def _text(value: object, above: tuple[int, ...]) -> str:
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
     if isinstance(value, os.PathLike):
@@ -89,10 +88,10 @@ def _text(value: object, above: tuple[int, ...]) -> str:
     inside = (*above, id(value))
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{k!r}: {v}" for k, v in _items(value, inside)) + "}"
-    if isinstance(value, set | frozenset | list | tuple):
-        items = [_text(item, inside) for item in value]
-        is_list = isinstance(value, list | tuple)
-        return f"[{', '.join(items)}]" if is_list else "{" + ", ".join(sorted(items)) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(comparable(item, inside) for item in value)}]"
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(comparable(item, inside) for item in value)) + "}"
     return _object(value, inside)
 
 
@@ -123,7 +122,7 @@ def _attributes(value: object) -> Mapping[str, Any] | None:
 
 
 def _items(value: Mapping[Any, Any], inside: tuple[int, ...]) -> list[tuple[Any, str]]:
-    pairs = [(key, _text(each, inside)) for key, each in value.items()]
+    pairs = [(key, comparable(each, inside)) for key, each in value.items()]
     return sorted(pairs, key=lambda pair: str(pair[0]))
 
 
@@ -159,11 +158,11 @@ def differences(
         for rank, values in of_ranks.items():
             ranks_of.setdefault(values.get(name, ABSENT), []).append(rank)
         if len(ranks_of) > 1:
-            most = _LONGEST_VALUE
-            shown = [
-                f"{v[:most]}{'...' * (len(v) > most)} on {named(ranks, hosts)}"
-                for v, ranks in ranks_of.items()
-            ]
+            shown = (
+                f"{text[:_LONGEST_VALUE]}{'...' * (len(text) > _LONGEST_VALUE)} on "
+                f"{named(ranks, hosts)}"
+                for text, ranks in ranks_of.items()
+            )
             lines.append(f"\n  {name}: {'; '.join(shown)}")
     if len(lines) > _MOST_NAMES:
         lines[_MOST_NAMES:] = [f"\n  ... and {len(lines) - _MOST_NAMES} more"]
@@ -177,11 +176,10 @@ def named(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
     ('ranks 0-2, 5 (a, b)', 'rank 3')
     """
     ranks = sorted(ranks)
-    runs: list[str] = []
-    for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
-        found = [rank for _, rank in run]
-        runs.append(f"{found[0]}-{found[-1]}" if len(found) > 1 else str(found[0]))
+    grouped = itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
+    found = [[rank for _, rank in run] for _, run in grouped]
+    runs = (f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in found)
     known = list(dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts))
     shown = [*known[:_MOST_HOSTS], *(["..."] if len(known) > _MOST_HOSTS else [])]
     there = f" ({', '.join(shown)})" if shown else ""
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(runs)}{there}"
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(runs)}{there}"

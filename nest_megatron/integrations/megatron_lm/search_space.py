@@ -1,56 +1,78 @@
-"""What the search may choose for a job: what it states stays, the rest is free."""
+"""What the search may choose for a job: what it states stays, the rest is free.
+
+A job stays with its own data-parallel sharding, unless the user frees it; another is priced.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from nest_megatron.config.compose import Settings
-from nest_megatron.config.job import FreeParameters, Job, ReadCommand, Requirement
+from nest_megatron.config.job import FreeParameters, Job, Requirement
 from nest_megatron.config.space import fixed_degrees, read_space
 from nest_megatron.errors import UserInputError, nearest, require_known
-from nest_megatron.integrations.megatron_lm import sharding
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
     RECOMPUTE,
     STAGE_OPTIONS,
     VIRTUAL_STAGES,
+    Values,
     flag_error,
+    flag_of,
+    stated_partition,
     states_stages,
 )
 from nest_megatron.integrations.megatron_lm.packing import pipeline_limits
-from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.execution_arguments import EXECUTION_ARGUMENTS
 from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import NO_RECOMPUTE
+from nest_megatron.layout.rulebook.sharding import AWARE, allows_optimizer
 from nest_megatron.layout.stage_layout import parse_layout
-from nest_megatron.layout.zero import ZeroStage
+from nest_megatron.layout.zero import (
+    DataParallelSharding,
+    ZeroStage,
+    shards_optimizer,
+    uses_megatron_fsdp,
+)
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Request
 from nest_megatron.planner.request import Offer
 from nest_megatron.solver.space import DEGREES, SearchSpace
 
+#: Flags that name the implementation, and those of the ZeRO stage within it.
+IMPLEMENTATION = ("use_megatron_fsdp", "use_torch_fsdp2")
+STAGE = ("use_distributed_optimizer", "data_parallel_sharding_strategy")
+CKPT_FORMAT = "ckpt_format"
+#: What of the sharding a checkpoint may need, and whether a ZeRO stage has it.
+_OF_CHECKPOINTS = {
+    "use_megatron_fsdp": uses_megatron_fsdp,
+    "use_distributed_optimizer": shards_optimizer,
+}
+
+#: What a plan may choose, and the format that it sets where another is typed.
+_FORMATS = {
+    DataParallelSharding.DDP: "torch_dist",
+    DataParallelSharding.MEGATRON_FSDP: "fsdp_dtensor",
+}
+
 #: Names that free several flags at once.
 FAMILIES = {
-    "all": (*PARALLEL_ARGUMENTS, sharding.CKPT_FORMAT),
+    "all": (*PARALLEL_ARGUMENTS, CKPT_FORMAT),
     "virtual_pipeline_model_parallel_size": VIRTUAL_STAGES,
     "stage_layout": STAGE_OPTIONS,
     "recompute": RECOMPUTE,
-    "zero_stage": sharding.STAGE,
-    "use_megatron_fsdp": sharding.IMPLEMENTATION,
-    "use_torch_fsdp2": sharding.IMPLEMENTATION,
+    "zero_stage": STAGE,
+    "use_megatron_fsdp": IMPLEMENTATION,
+    "use_torch_fsdp2": IMPLEMENTATION,
     "rank_order": ("use_tp_pp_dp_mapping",),
 }
 #: Choices of a layout, and the flags that state each.
 LAYOUT = {
     **{name: (name,) for name in DEGREES if name in PARALLEL_ARGUMENTS},
-    **{
-        name: flags
-        for name, flags in FAMILIES.items()
-        if name not in ("all", sharding.IMPLEMENTATION[1])
-    },
+    **{name: flags for name, flags in FAMILIES.items() if name not in ("all", IMPLEMENTATION[1])},
 }
 #: What a user can keep, one choice each, and the flags that state it.
 CHOICES = {**LAYOUT, **EXECUTION_ARGUMENTS}
@@ -74,8 +96,9 @@ def free_parameters(
     """
     freed, stay = _choices("free", free or ()), _choices("keep", keep)
     if both := set(freed) & set(stay):
-        limit, fix = "a choice is either freed or kept", "Name it once."
-        raise UserInputError("free, keep", sorted(both), limit, fix)
+        raise UserInputError(
+            "free, keep", sorted(both), "a choice is either freed or kept", "Name it once."
+        )
     if free is None:  # all that leaves the checkpoints' format as it is
         freed = tuple(name for name in CHOICES if name != "use_megatron_fsdp")
     elif "all" in freed:
@@ -102,8 +125,9 @@ def freed_flags(free: FreeParameters) -> frozenset[str]:
     for name in free.names:
         plain = name.strip().lstrip("-").replace("-", "_")
         if plain not in known:
-            limit, fix = "it is no flag that a plan sets", nearest(plain, known)
-            raise UserInputError(free.option, name, limit, fix)
+            raise UserInputError(
+                free.option, name, "it is no flag that a plan sets", nearest(plain, known)
+            )
         names.update(known[plain])
     for flags in _TOGETHER:
         if names.intersection(flags):
@@ -123,10 +147,10 @@ def kept_flags(job: Job, request: Request, settings: Settings) -> frozenset[str]
     if parallel.recompute_granularity is not None:
         replaced.update(RECOMPUTE)
     if parallel.zero_stage is not None:
-        replaced.update((*sharding.STAGE, *sharding.IMPLEMENTATION, sharding.CKPT_FORMAT))
+        replaced.update((*STAGE, *IMPLEMENTATION, CKPT_FORMAT))
     ours = job.command.explicit.intersection(FAMILIES["all"])
     values = job.command.values
-    ours -= {name for name in STAGE_OPTIONS if not states_stages(name, values.get(name))}
+    ours -= {name for name in STAGE_OPTIONS if not states_stages(values, name)}
     return ours - replaced - freed_flags(job.free)
 
 
@@ -148,10 +172,10 @@ def job_space(job: Job, settings: Settings) -> tuple[SearchSpace, Offer | None]:
     """
     freed, offer = freed_flags(job.free), None
     space = _space(settings, job, freed)
-    space = dataclasses.replace(space, zero_stages=sharding.for_optimizer(space.zero_stages, job))
+    space = dataclasses.replace(space, zero_stages=for_optimizer(space.zero_stages, job))
     if settings.parallel.zero_stage is None:
-        space, offer = sharding.with_own_sharding(space, job, freed)
-        if sharding.IMPLEMENTATION[0] in job.required:
+        space, offer = _with_own_sharding(space, job, freed)
+        if IMPLEMENTATION[0] in job.required:
             offer = None  # a checkpoint's sharding is not to be changed
     return with_required(space, job.spec, job.required), offer
 
@@ -178,11 +202,19 @@ def with_required(
             raise _not_loadable(name, fixed[name], need)
 
     def loading(needs: Mapping[str, Requirement]) -> tuple[ZeroStage, ...]:
-        return tuple(z for z in space.zero_stages if sharding.loads(z, space.sharding, needs))
+        return tuple(
+            zero
+            for zero in space.zero_stages
+            if all(
+                needs[name].value in (None, has(zero, space.sharding))
+                for name, has in _OF_CHECKPOINTS.items()
+                if name in needs
+            )
+        )
 
     zeros = loading(required)
     if not zeros:
-        needs = {name: required[name] for name in sharding.CHECKPOINT_NEEDS if name in required}
+        needs = {name: required[name] for name in _OF_CHECKPOINTS if name in required}
         alone = [name for name in needs if not loading({name: needs[name]})]
         name = next(iter((*alone, *needs)))
         raise _not_loadable(name, not needs[name].value, needs[name])
@@ -196,29 +228,27 @@ def with_required(
 
 
 def _not_loadable(name: str, value: object, need: Requirement) -> UserInputError:
-    limit = f"{need.who} needs {need.value}: {need.reason}"
-    return flag_error(name, value, limit, f"Change it, or {need.fix}.")
+    return flag_error(
+        name, value, f"{need.who} needs {need.value}: {need.reason}", f"Change it, or {need.fix}."
+    )
 
 
 def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
     own, spec, stated = read_space(settings), job.spec, _stated(job, freed)
     if job.command is not None:
-        own = _with_packs(own, job.command, stated)
-    if not job.full_recompute:
-        own = dataclasses.replace(own, full_recompute=False)
+        command, pipelines = job.command, (_PIPELINE, *STAGE_OPTIONS, *VIRTUAL_STAGES)
+        limits = pipeline_limits(command.values, command.script, command.version)
+        if not any(map(stated.get, pipelines)):  # what the user states is kept
+            own = dataclasses.replace(own, limits={**limits, **own.limits})
     fixed = {name: int(stated[name]) for name in DEGREES if stated.get(name) is not None}
     if says_all := job.command is None and bool(job.stated):
         fixed = {**_unset_degrees(spec, fixed, freed), **fixed}
     partition = _fixed_stages(spec, stated, fixed, freed)
-    if partition is not None:
-        pp = partition.pipeline_model_parallel_size
-        fixed |= {_PIPELINE: pp, _VIRTUAL: partition.num_chunks // pp}
-    else:
+    if partition is None:
         virtual = _virtual(stated, fixed, spec)
         if virtual is None and says_all and not freed.intersection(VIRTUAL_STAGES):
             virtual = 1
         fixed |= {} if virtual is None else {_VIRTUAL: virtual}
-    even = says_all and partition is None and not freed.intersection(STAGE_OPTIONS)
     orders, recompute = own.rank_orders, own.recompute
     if settings.parallel.rank_order is None and _ORDER not in freed:
         if stated.get(_ORDER):
@@ -227,25 +257,19 @@ def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
             orders = (RankOrder.TP_CP_EP_DP_PP,)
     if recompute is None and not freed.intersection(RECOMPUTE):
         recompute = job.recompute or (NO_RECOMPUTE if says_all else None)
+    # sequence parallelism belongs to all degrees together, and is no choice by itself
+    keeps_degrees = says_all and not freed.intersection(DEGREES) - {"micro_batch_size"}
+    is_whole = fixed.get(_TENSOR, 1) > 1 and not job.stated.get("sequence_parallel")
     return dataclasses.replace(
         own,
         fixed={**fixed, **own.fixed},
         rank_orders=orders,
         recompute=recompute,
+        full_recompute=job.full_recompute,
         partition=partition,
-        even_stages=own.even_stages or even,
-        sequence_parallel=not (says_all and _splits_nothing(job, fixed, freed)),
+        even_stages=says_all and partition is None and not freed.intersection(STAGE_OPTIONS),
+        sequence_parallel=not (keeps_degrees and is_whole),
     )
-
-
-def _splits_nothing(job: Job, fixed: Mapping[str, int], freed: frozenset[str]) -> bool:
-    """Whether a recipe has tensor parallelism without sequence parallelism, and keeps it so.
-
-    It belongs to all degrees together, and has no name of its own among the choices.
-    """
-    if freed.intersection(DEGREES) - {"micro_batch_size"}:
-        return False
-    return fixed.get(_TENSOR, 1) > 1 and not job.stated.get("sequence_parallel")
 
 
 def _unset_degrees(
@@ -264,43 +288,164 @@ def _unset_degrees(
     return kept
 
 
-def _with_packs(space: SearchSpace, command: ReadCommand, stated: Mapping[str, Any]) -> SearchSpace:
-    """Pipelines that packed sequences allow; what the user states is kept."""
-    limits = pipeline_limits(command.values, command.script, command.version)
-    if any(stated.get(name) for name in (_PIPELINE, *STAGE_OPTIONS, *VIRTUAL_STAGES)):
-        return space
-    return dataclasses.replace(space, limits={**limits, **space.limits})
-
-
 def _fixed_stages(
     spec: TransformerSpec,
-    values: Mapping[str, Any],
+    values: Values,
     fixed: Mapping[str, int],
     freed: frozenset[str],
 ) -> StagePartition | None:
-    stated = [name for name in STAGE_OPTIONS if states_stages(name, values.get(name))]
+    stated = [name for name in STAGE_OPTIONS if states_stages(values, name)]
     virtual = [name for name in VIRTUAL_STAGES if values.get(name)]
     if virtual and not stated and not freed.intersection(STAGE_OPTIONS):
         stated = virtual if _PIPELINE in fixed else []  # Megatron divides evenly
     if stated and _PIPELINE in freed:
-        limit = "it divides the model for one number of pipeline ranks, and that number is freed"
-        fix = "Free stage_layout as well, or keep the number."
-        raise flag_error(stated[0], values[stated[0]], limit, fix)
+        raise flag_error(
+            stated[0],
+            values[stated[0]],
+            "it divides the model for one number of pipeline ranks, and that number is freed",
+            "Free stage_layout as well, or keep the number.",
+        )
     return stated_partition(spec, values, fixed.get(_PIPELINE, 1)) if stated else None
 
 
-def _virtual(
-    values: Mapping[str, Any], fixed: Mapping[str, int], spec: TransformerSpec
-) -> int | None:
+def _virtual(values: Values, fixed: Mapping[str, int], spec: TransformerSpec) -> int | None:
     layers, direct = map(values.get, VIRTUAL_STAGES)
-    if isinstance(direct, int) or not isinstance(layers, int):
-        return direct if isinstance(direct, int) else None
+    if direct is not None or layers is None:
+        return None if direct is None else int(direct)
     pp = fixed.get(_PIPELINE)
     if pp is None or layers < 1 or spec.num_layers % (pp * layers):
-        limit = (
+        raise flag_error(
+            VIRTUAL_STAGES[0],
+            layers,
             f"with {pp or 'a free number of'} pipeline ranks it makes no whole number of "
-            f"virtual stages of the {spec.num_layers} layers"
+            f"virtual stages of the {spec.num_layers} layers",
+            f"Add --free {_VIRTUAL}, or --pipeline-model-parallel-size.",
         )
-        fix = f"Add --free {_VIRTUAL}, or --pipeline-model-parallel-size."
-        raise flag_error(VIRTUAL_STAGES[0], layers, limit, fix)
-    return spec.num_layers // (pp * layers)
+    return int(spec.num_layers // (pp * layers))
+
+
+def _with_own_sharding(
+    space: SearchSpace, job: Job, freed: Collection[str]
+) -> tuple[SearchSpace, Offer | None]:
+    """The space under the job's own sharding, and the space beside it that is only priced.
+
+    Args:
+        space: with every ZeRO stage that the configuration and the optimizer allow.
+        freed: destinations that the search may change.
+
+    Raises:
+        UserInputError: if the job's own sharding contradicts its degrees or its checkpoint format.
+    """
+    if CKPT_FORMAT not in freed and not _saves(job.sharding, job.ckpt_format):
+        raise _refused_format(job)
+    fixed = {s: _fixed_by_user(job, s, freed) for s in _FORMATS if s is not job.sharding}
+    every = space.zero_stages
+    if not any(fixed.values()):
+        return space, None
+    others = tuple(zero for zero in every if fixed.get(zero.sharding))
+    saved, offer = job.ckpt_format or _FORMATS.get(job.sharding, "torch_dist"), None
+    if others:
+        offer = Offer(
+            space=dataclasses.replace(space, zero_stages=others),
+            own=job.sharding,
+            free={sharding: _spelled(job.free.option, names) for sharding, names in fixed.items()},
+            ckpt_format={s: kind for s, kind in _FORMATS.items() if not _saves(s, saved)},
+        )
+    freely = tuple(zero for zero in every if fixed.get(zero.sharding) == [])
+    if freely:  # from torch FSDP2 to what saves the format that is kept
+        return dataclasses.replace(space, zero_stages=freely), offer
+    zeros = job.sharding.zero_stages
+    if job.zero is not None and not set(freed).intersection((*IMPLEMENTATION, *STAGE)):
+        zeros = (job.zero,)
+    zeros = for_optimizer(zeros, job)
+    # neither FSDP has a pipeline, and torch's has no expert parallelism (args:606-612)
+    alone = [] if job.sharding is DataParallelSharding.DDP else [_PIPELINE]
+    if job.sharding is DataParallelSharding.TORCH_FSDP2:
+        alone.append("expert_model_parallel_size")
+    for name in alone:
+        if space.fixed.get(name, 1) != 1:
+            raise flag_error(
+                name,
+                space.fixed[name],
+                f"it must be 1 under {flag_of(f'use_{job.sharding.value}')}",
+                "Use 1, or another data-parallel sharding.",
+            )
+    fixed_sizes = {**space.fixed, **dict.fromkeys(alone, 1)}
+    own = dataclasses.replace(space, zero_stages=zeros, sharding=job.sharding, fixed=fixed_sizes)
+    return own, offer
+
+
+def for_optimizer(zeros: Collection[ZeroStage], job: Job) -> tuple[ZeroStage, ...]:
+    """The stages that the job's optimizer and its flags run under; none is a user's error.
+
+    A flag may assert that replicas divide the optimizer's states. Source: ``validate_args`` (0.16.1
+    :652; 0.20 :1096), which a framework's recipe does not run; ``OptimizerConfig.__post_init__``.
+    """
+    of_script = ("fp8_param_gather",) if job.script else ()
+    needs = next(filter(job.memory_flags.get, (*of_script, AWARE)), None)
+    allowed = tuple(
+        zero
+        for zero in zeros
+        if allows_optimizer(job.optimizer, zero, job.version)
+        and not (needs and zero is ZeroStage.NONE)
+    )
+    if allowed:
+        return allowed
+    refuses = f"Megatron-LM {job.version} refuses it"
+    if needs and set(zeros) == {ZeroStage.NONE}:
+        raise flag_error(
+            needs,
+            True,
+            f"{refuses} without --use-distributed-optimizer",
+            "Add that flag, drop this one, or free zero_stage.",
+        )
+    stages = ", ".join(str(int(zero)) for zero in zeros)
+    raise flag_error(
+        "optimizer",
+        job.optimizer,
+        f"{refuses} where replicas divide states (ZeRO-{stages})",
+        "Drop that flag, or free zero_stage.",
+    )
+
+
+def _saves(sharding: DataParallelSharding, ckpt_format: str | None) -> bool:
+    """Whether Megatron lets it save that format (args:690, :1042, :1050; 0.20 :1169, :1668)."""
+    owners = {
+        "fsdp_dtensor": DataParallelSharding.MEGATRON_FSDP,
+        "torch_dcp": DataParallelSharding.TORCH_FSDP2,
+    }
+    if ckpt_format in owners:
+        return sharding is owners[ckpt_format]
+    return ckpt_format is None or sharding is not DataParallelSharding.MEGATRON_FSDP
+
+
+def _refused_format(job: Job) -> UserInputError:
+    free = f"or free it with {_spelled(job.free.option, [CKPT_FORMAT])}."
+    if job.sharding is DataParallelSharding.MEGATRON_FSDP:
+        limit = "--use-megatron-fsdp saves fsdp_dtensor and no other format"
+        fix = f"Use --ckpt-format fsdp_dtensor, drop --use-megatron-fsdp, {free}"
+    else:
+        owner = flag_of(IMPLEMENTATION[job.ckpt_format == "torch_dcp"])
+        limit = f"only {owner} saves it, and the job lacks that flag"
+        fix = f"Add {owner}, {free}"
+    return flag_error(
+        CKPT_FORMAT,
+        job.ckpt_format,
+        f"{limit}; Megatron-LM {job.version} refuses the two together",
+        fix,
+    )
+
+
+def _fixed_by_user(job: Job, other: DataParallelSharding, freed: Collection[str]) -> list[str]:
+    """What must be freed before another implementation may be taken; nothing if it may."""
+    of_torch = job.sharding is DataParallelSharding.TORCH_FSDP2
+    names = [] if IMPLEMENTATION[0] in freed else [IMPLEMENTATION[of_torch]]
+    if CKPT_FORMAT not in freed and not _saves(other, job.ckpt_format):
+        names.append(CKPT_FORMAT)
+    return names
+
+
+def _spelled(option: str, names: list[str]) -> str:
+    if option == "free":  # of a recipe, where it lists all that may change
+        return "free=['all']"
+    return f"{option} {','.join(names)}" if option[0] == "-" else f"{option}=[{','.join(names)}]"

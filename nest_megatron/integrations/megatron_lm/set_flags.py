@@ -6,8 +6,6 @@ import dataclasses
 import shlex
 from collections.abc import Iterator
 from operator import attrgetter
-from types import MappingProxyType
-from typing import Any
 
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import Option, ReadCommand
@@ -21,7 +19,7 @@ from nest_megatron.model.spec import TransformerSpec
 _TRAIN = ("global_batch_size", "micro_batch_size", "seq_length", "fp8_recipe")
 #: Flags that say what another one does, and win over it.
 _INSTEAD = {"vocab_size": "padded_vocab_size"}
-_ABSOLUTE, _POSITIONS = "learned_absolute", "max_position_embeddings"
+_POSITIONS = "max_position_embeddings"
 
 
 def with_flags(command: ReadCommand, composed: Settings) -> ReadCommand:
@@ -53,7 +51,7 @@ def with_flags(command: ReadCommand, composed: Settings) -> ReadCommand:
     return dataclasses.replace(
         command,
         options=(*others, *changed.values()),
-        values=MappingProxyType({**command.values, **dict.fromkeys(removed), **found}),
+        values={**command.values, **dict.fromkeys(removed), **found},
         explicit=command.explicit - removed | found.keys(),
         notes=(*command.notes, *notes),
     )
@@ -67,9 +65,12 @@ def require_model(spec: TransformerSpec, composed: Settings, command: ReadComman
             continue
         value, found = command.values.get(name), getattr(spec, name, None)
         if found != value:
-            limit = f"the model of the command has {found} with it"
-            fix = "Give its flags, with those that they need, with --set."
-            raise UserInputError(key, value, limit, fix)
+            raise UserInputError(
+                key,
+                value,
+                f"the model of the command has {found} with it",
+                "Give its flags, with those that they need, with --set.",
+            )
 
 
 def _wanted(command: ReadCommand, composed: Settings) -> Iterator[tuple[str, Option]]:
@@ -89,17 +90,13 @@ def _wanted(command: ReadCommand, composed: Settings) -> Iterator[tuple[str, Opt
         if section == "train" and name in _TRAIN and value is not None:
             found[name] = option
     if (length := found.get("seq_length")) and _POSITIONS not in found:
-        yield from _positions(command.values, length)
+        values, kind = command.values, command.values.get("position_embedding_type")
+        rotary = values.get("use_rotary_position_embeddings")
+        reaches = length.value.isdigit() and int(length.value) > (values.get(_POSITIONS) or 0)
+        if reaches and (rotary or kind not in (None, "learned_absolute")):
+            # rotary positions reach as far as the sequences are long
+            yield _POSITIONS, Option(_POSITIONS, (flag_of(_POSITIONS), length.value))
     yield from found.items()
-
-
-def _positions(values: Any, length: Option) -> Iterator[tuple[str, Option]]:
-    """Rotary positions reach as far as the sequences are long."""
-    rotary = values.get("use_rotary_position_embeddings")
-    if not rotary and values.get("position_embedding_type") in (None, _ABSOLUTE):
-        return
-    if length.value.isdigit() and int(length.value) > (values.get(_POSITIONS) or 0):
-        yield _POSITIONS, Option(_POSITIONS, (flag_of(_POSITIONS), length.value))
 
 
 def _destination(option: Option, composed: Settings, version: str) -> str:
@@ -107,9 +104,12 @@ def _destination(option: Option, composed: Settings, version: str) -> str:
         return option.dest
     name = option.flag.removeprefix("--").replace("-", "_")
     if f"model.{name}" in composed.given:
-        limit = "no flag of Megatron-LM says it"
-        fix = "Give the flags that do with --set."
-        raise UserInputError(f"model.{name}", option.value, limit, fix)
+        raise UserInputError(
+            f"model.{name}",
+            option.value,
+            "no flag of Megatron-LM says it",
+            "Give the flags that do with --set.",
+        )
     limit = f"Megatron-LM {version} has no such flag"
     fix = nearest(option.flag, known_flags(version))
     if not option.flag.startswith("--"):
@@ -120,8 +120,12 @@ def _destination(option: Option, composed: Settings, version: str) -> str:
 
 def _require_one(other: Option | None, option: Option, what: str) -> None:
     if other is not None and not _same(option, other):
-        limit = f"{' '.join(other.tokens)} is set, too"
-        raise UserInputError(what, option.value, limit, fix="Leave one of them out.")
+        raise UserInputError(
+            what,
+            option.value,
+            f"{' '.join(other.tokens)} is set, too",
+            "Leave one of them out.",
+        )
 
 
 def _same(option: Option, other: Option | None) -> bool:

@@ -7,17 +7,16 @@ the pieces of a SentencePiece model; neither transformers nor sentencepiece is n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from nest_megatron.documents import Limits, parse_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import expanded, read_bytes, read_text
-from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error, flag_of
+from nest_megatron.integrations.megatron_lm.layout_arguments import Values, flag_error, flag_of
 from nest_megatron.model.spec import ModelFamily
 
-_Values = Mapping[str, Any]
 _OLD = "0.16.1"
 _MOST_BYTES = 512 << 20
 _LIMITS = Limits(num_bytes=_MOST_BYTES, num_nodes=_MOST_BYTES // 8)
@@ -41,7 +40,7 @@ _DEFAULT_TOKENIZERS = {
 }
 
 
-def stated_vocab_size(values: _Values, family: ModelFamily, version: str, notes: list[str]) -> int:
+def stated_vocab_size(values: Values, family: ModelFamily, version: str, notes: list[str]) -> int:
     """Vocabulary rows before padding: of the tokenizer's files where they are on this host.
 
     Args:
@@ -70,15 +69,16 @@ def stated_vocab_size(values: _Values, family: ModelFamily, version: str, notes:
         notes.append(f"vocab_size is not given; {rows} is assumed from {tokenizer}.")
         return rows
     named = values.get("tokenizer_model") or values.get("vocab_file") or "no file is named"
-    limit = f"it comes from the files of {tokenizer}, which are not on this host ({named})"
-    fix = (
+    raise flag_error(
+        "vocab_size",
+        None,
+        f"it comes from the files of {tokenizer}, which are not on this host ({named})",
         "Add --vocab-size with the tokenizer's number of tokens (--set --vocab-size=N beside "
-        "--from), or name its files here."
+        "--from), or name its files here.",
     )
-    raise flag_error("vocab_size", None, limit, fix)
 
 
-def vocabulary_rows(values: _Values, tokenizer: str, version: str) -> tuple[int, str] | None:
+def vocabulary_rows(values: Values, tokenizer: str, version: str) -> tuple[int, str] | None:
     """Tokens before padding, and where the number is from.
 
     Args:
@@ -103,15 +103,13 @@ def vocabulary_rows(values: _Values, tokenizer: str, version: str) -> tuple[int,
     return None if found is None else (found, str(path))
 
 
-def _tokens(path: Path, tokenizer: str, version: str, values: _Values, *, bert: bool) -> int | None:
+def _tokens(path: Path, tokenizer: str, version: str, values: Values, *, bert: bool) -> int | None:
+    added = () if version == _OLD else values.get("special_tokens") or ()
     if tokenizer in _HUGGING_FACE:
-        added = values.get("special_tokens") or () if version != _OLD else ()
         names = _hugging_face(path, added if tokenizer == "HuggingFaceTokenizer" else ())
         return None if names is None else len(names)
     if tokenizer == "GPT2BPETokenizer":
-        return len(
-            {*_object(path), *((values.get("special_tokens") or ()) if version != _OLD else ())}
-        )
+        return len({*_object(path), *added})
     if bert:  # a:_BertWordPieceTokenizer
         lines = {line.strip() for line in read_text(path, "--vocab-file").splitlines()}
         extra = range(values.get("vocab_extra_ids") or 0)
@@ -129,7 +127,12 @@ def _hugging_face(path: Path, added: Any) -> set[str] | None:
     file = folder / "tokenizer.json" if path.is_dir() else path
     if file.is_file() and file.suffix == ".json":
         whole = _object(file)
-        names = {*_model_tokens(whole, file), *_contents(whole.get("added_tokens"))}
+        vocab = whole["model"].get("vocab") if isinstance(whole.get("model"), dict) else None
+        if not isinstance(vocab, dict | list):
+            raise _refused(file, "it has no model.vocab")
+        names = set(_contents(whole.get("added_tokens")))
+        # Unigram has pairs of a token and its score
+        names.update(each if isinstance(each, str) else str(each[0]) for each in vocab)
     elif (folder / "vocab.json").is_file():
         names = set(_object(folder / "vocab.json"))
     elif (folder / "tokenizer.model").is_file():
@@ -142,15 +145,7 @@ def _hugging_face(path: Path, added: Any) -> set[str] | None:
     return names | set(added)
 
 
-def _model_tokens(whole: _Values, file: Path) -> Iterator[str]:
-    vocab = whole["model"].get("vocab") if isinstance(whole.get("model"), dict) else None
-    if not isinstance(vocab, dict | list):
-        raise _refused(file, "it has no model.vocab")
-    for each in vocab:  # Unigram has pairs of a token and its score
-        yield each if isinstance(each, str) else str(each[0])
-
-
-def _stated(table: _Values, *, is_map: bool) -> Iterator[str]:
+def _stated(table: Values, *, is_map: bool) -> Iterator[str]:
     """Tokens that a file adds or names, some of which may be in the vocabulary already."""
     if is_map:
         yield from table
@@ -223,5 +218,9 @@ def _varint(content: bytes, at: int, path: Path) -> tuple[int, int]:
 
 
 def _refused(path: Path, limit: str) -> UserInputError:
-    fix = "Correct the tokenizer's flags, or give --padded-vocab-size."
-    return UserInputError("the tokenizer's file", str(path), limit, fix)
+    return UserInputError(
+        "the tokenizer's file",
+        str(path),
+        limit,
+        "Correct the tokenizer's flags, or give --padded-vocab-size.",
+    )

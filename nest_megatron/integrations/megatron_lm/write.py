@@ -13,7 +13,6 @@ from typing import Any
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UnplannableModelError
 from nest_megatron.integrations.megatron_lm.parser import options_for
-from nest_megatron.layout.arguments import layout_arguments
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.execution_arguments import (
     EXECUTION_FIELDS,
@@ -21,7 +20,7 @@ from nest_megatron.layout.execution_arguments import (
     execution_arguments,
     execution_environment,
 )
-from nest_megatron.layout.layout import Layout
+from nest_megatron.layout.layout import layout_arguments
 from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, LaunchRequest
@@ -30,41 +29,48 @@ from nest_megatron.layout.rulebook.sharding import initializes_on_meta_device, o
 from nest_megatron.layout.zero import STRATEGIES, DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import PLAIN
 from nest_megatron.model.layer_pattern import LayerBlock
-from nest_megatron.model.sizes import DELTA_NET_SIZES, LATENT_SIZES
+from nest_megatron.model.sizes import DELTA_NET_SIZES, LATENT_SIZES, MAMBA_SIZES
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.plain import to_plain
 
-#: Arguments in the order in which they are written.
-_DEGREES = (
-    "tensor_model_parallel_size",
-    "sequence_parallel",
-    "context_parallel_size",
-    "pipeline_model_parallel_size",
-    "pipeline_model_parallel_layout",
+_ROTARY = ("rotary_base", "rotary_percent")
+_SPARSE = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
+_EXPERTS = (
+    *("num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk"),
+    *("moe_router_pre_softmax", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+    *("moe_latent_size", "moe_router_enable_expert_bias", "moe_router_score_function"),
 )
-_RECOMPUTE = (
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
+#: Arguments of a model in the order in which they are written.
+_OF_MODEL = (
+    *("num_layers", "encoder_num_layers", "decoder_num_layers", "hybrid_override_pattern"),
+    *("is_hybrid_model", "spec", "seq_length", "encoder_seq_length", "decoder_seq_length"),
+    *(*MAMBA_SIZES, "hidden_size", "ffn_hidden_size", "num_attention_heads"),
+    *("group_query_attention", "num_query_groups", "kv_channels", "add_qkv_bias", "qk_layernorm"),
+    *("qk_l2_norm", "softmax_type", "window_size", "window_attn_skip_freq", "no_rope_freq"),
+    *("attention_output_gate", "experimental_attention_variant", "linear_attention_freq"),
+    *(*DELTA_NET_SIZES, *_SPARSE, "multi_latent_attention", *LATENT_SIZES),
+    *("max_position_embeddings", "position_embedding_type", *_ROTARY, "normalization"),
+    *("layernorm_epsilon", "layernorm_zero_centered_gamma"),
+    *(*filter(None, ACTIVATION_FLAGS.values()), "bias_gelu_fusion", "hidden_dropout"),
+    *("attention_dropout", "add_bias_linear", "untie_embeddings_and_output_weights"),
+    *("vocab_size", "make_vocab_size_divisible_by", "padded_vocab_size"),
+    *(*_EXPERTS, "mtp_num_layers"),
+)
+#: Arguments of a layout before and behind those of how layers are carried out.
+_DEGREES = (
+    *("tensor_model_parallel_size", "sequence_parallel", "context_parallel_size"),
+    *("pipeline_model_parallel_size", "pipeline_model_parallel_layout", "hybrid_layer_pattern"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "moe_grouped_gemm"),
 )
 _SHARDING = (
-    "use_distributed_optimizer",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "use_megatron_fsdp",
-    "use_torch_fsdp2",
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    *("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
+    *("use_megatron_fsdp", "use_torch_fsdp2"),
 )
 
 
-def model_argv(
-    spec: TransformerSpec, *, tokenizer_type: str | None = None, version: str = DEFAULT_VERSION
-) -> list[str]:
+def model_argv(spec: TransformerSpec, *, version: str = DEFAULT_VERSION) -> list[str]:
     """Flags with which Megatron-LM builds this model.
-
-    Args:
-        tokenizer_type: ``NullTokenizer`` of 0.16.1 adds an end-of-document token of its own, so one
-            row less is asked for.
 
     Raises:
         UnplannableModelError: if the command line cannot state the model's activation or layers.
@@ -73,115 +79,78 @@ def model_argv(
         raise UnplannableModelError(
             f"model {spec.name}: heterogeneous_layers",
             f"{spec.num_layers} layers",
-            limit="Megatron-LM reads them from a file of yours",
-            fix="Plan your own command, with --heterogeneous-layers-config-path, by --from, or for "
+            "Megatron-LM reads them from a file of yours",
+            "Plan your own command, with --heterogeneous-layers-config-path, by --from, or for "
             "NeMo or Megatron-Bridge (target=nemo_2.7, target=megatron_bridge_0.3).",
         )
-    rope = spec.position_embedding_type == "rope"
-    adds_row = tokenizer_type == "NullTokenizer" and version.startswith("0.16")
-    values = dict(
-        **_layers(spec, version),
-        hidden_size=spec.hidden_size,
-        ffn_hidden_size=spec.ffn_hidden_size,
-        num_attention_heads=spec.num_attention_heads,
-        **_attention(spec),
-        max_position_embeddings=spec.max_position_embeddings or spec.seq_length,
-        position_embedding_type=spec.position_embedding_type,
-        rotary_base=spec.rotary_base if rope else None,
-        rotary_percent=spec.rotary_percent if rope else None,
-        normalization=spec.normalization,
-        layernorm_epsilon=spec.layernorm_epsilon,
-        layernorm_zero_centered_gamma=spec.apply_layernorm_1p,
-        **_activation(spec),
-        hidden_dropout=spec.hidden_dropout,
-        attention_dropout=spec.attention_dropout,
-        add_bias_linear=spec.add_bias_linear,
-        untie_embeddings_and_output_weights=spec.untie_embeddings_and_output_weights,
-        tokenizer_type=tokenizer_type,
-        vocab_size=spec.vocab_size - adds_row,
-        make_vocab_size_divisible_by=spec.make_vocab_size_divisible_by,
-        padded_vocab_size=spec.vocab_size if spec.vocab_is_padded else None,
-        **(_experts(spec) if spec.num_experts is not None else {}),
-        mtp_num_layers=None if spec.hybrid_layer_pattern else spec.mtp_num_layers,
-    )
+    if not has_activation_flag(spec):
+        raise UnplannableModelError(
+            f"model {spec.name}: activation",
+            f"{'gated ' * spec.gated_linear_unit}{spec.activation}",
+            "Megatron-LM's command line has no flag for it",
+            "Launch through NeMo or Megatron-Bridge, whose configurations can state it.",
+        )
+    stated = _stated(spec, version.startswith("0.16"))
+    values = {n: stated[n] if n in stated else getattr(spec, n, None) for n in _OF_MODEL}
     return [word for option in options_for(values, version) for word in option.tokens]
 
 
-def _stacks(spec: TransformerSpec) -> dict[str, object]:
-    """Layers and tokens; ``pretrain_t5.py`` gives the decoder the layers of the encoder."""
-    if spec.family is not ModelFamily.T5:
-        return {"num_layers": spec.num_layers, "seq_length": spec.seq_length}
-    return {
-        "encoder_num_layers": spec.encoder_num_layers,
-        "decoder_num_layers": spec.num_layers,
-        "encoder_seq_length": spec.seq_length,
-        "decoder_seq_length": spec.decoder_seq_length,
-    }
+def _stated(spec: TransformerSpec, is_0_16: bool) -> dict[str, Any]:
+    """Arguments that are no field of the model by the same name; ``None`` for what it has not.
 
-
-def _layers(spec: TransformerSpec, version: str) -> dict[str, object]:
-    """How many layers, and of which kinds; 0.20 reads a hybrid model's from ``parallel_argv``."""
-    pattern = spec.hybrid_layer_pattern.replace("|", "")
-    if not pattern:
-        return _stacks(spec)
-    old = version.startswith("0.16")
-    package = "mamba" if old else "hybrid"
-    stack = [f"megatron.core.models.{package}.{package}_layer_specs", f"{package}_stack_spec"]
-    return {
-        "num_layers": spec.num_layers if old else None,
-        **({"hybrid_override_pattern": pattern} if old else {}),
-        "is_hybrid_model": old,
-        "spec": stack,
-        "seq_length": spec.seq_length,
-        "mamba_state_dim": spec.mamba_state_dim,
-        "mamba_head_dim": spec.mamba_head_dim,
-        "mamba_num_groups": spec.mamba_num_groups,
-        "mamba_num_heads": spec.mamba_num_heads,
-    }
-
-
-def _attention(spec: TransformerSpec) -> dict[str, object]:
-    latent, window = spec.multi_latent_attention, spec.window_size
+    ``pretrain_t5.py`` gives the decoder the layers of the encoder. 0.20 reads a hybrid model's
+    layers from ``parallel_argv``. Both releases know gated delta nets by their old name.
+    """
+    pattern, latent = spec.hybrid_layer_pattern.replace("|", ""), spec.multi_latent_attention
     grouped = spec.num_query_groups is not None and not latent
-    return {
+    window, balanced = spec.window_size, spec.moe_router_enable_expert_bias
+    is_t5, has_experts = spec.family is ModelFamily.T5, spec.num_experts is not None
+    has_delta_nets = LayerBlock.GATED_DELTA_NET in spec.blocks
+    is_sparse = spec.experimental_attention_variant == "dsa"
+    linear = has_delta_nets and not pattern
+    absent = (
+        *(() if pattern else MAMBA_SIZES),
+        *(() if has_delta_nets else DELTA_NET_SIZES),
+        *(() if is_sparse else _SPARSE),
+        *(() if latent else LATENT_SIZES),
+        *(() if spec.position_embedding_type == "rope" else _ROTARY),
+    )
+    package, activation = (
+        "mamba" if is_0_16 else "hybrid",
+        (spec.activation, spec.gated_linear_unit),
+    )
+    found = {
+        **dict.fromkeys(absent),
+        "num_layers": None if is_t5 or (pattern and not is_0_16) else spec.num_layers,
+        "decoder_num_layers": spec.num_layers if is_t5 else None,
+        "hybrid_override_pattern": (is_0_16 and pattern) or None,
+        "is_hybrid_model": is_0_16 and bool(pattern),
+        "spec": [f"megatron.core.models.{package}.{package}_layer_specs", f"{package}_stack_spec"]
+        if pattern
+        else None,
+        "seq_length": None if is_t5 else spec.seq_length,
+        "encoder_seq_length": spec.seq_length if is_t5 else None,
         "group_query_attention": grouped,
         "num_query_groups": spec.num_query_groups if grouped else None,
-        "kv_channels": spec.kv_channels,
-        "add_qkv_bias": spec.add_qkv_bias,
-        "qk_layernorm": spec.qk_layernorm,
-        "qk_l2_norm": spec.qk_l2_norm,
         "softmax_type": None if spec.softmax_type == "vanilla" else spec.softmax_type,
         "window_size": None if window is None else f"{window - 1},0",
         "window_attn_skip_freq": None if window is None else _freq(spec.window_attn_skip_freq),
         "no_rope_freq": _freq(spec.no_rope_freq),
-        "attention_output_gate": spec.attention_output_gate,
-        **_linear(spec),
-        **_sparse(spec),
-        "multi_latent_attention": latent,
-        **{name: getattr(spec, name) if latent else None for name in LATENT_SIZES},
+        "experimental_attention_variant": (
+            "gated_delta_net" if linear else "dsa" if is_sparse else None
+        ),
+        "linear_attention_freq": _freq(spec.linear_attention_freq or 1) if linear else None,
+        "max_position_embeddings": spec.max_position_embeddings or spec.seq_length,
+        "layernorm_zero_centered_gamma": spec.apply_layernorm_1p,
+        ACTIVATION_FLAGS[activation] or "": True,
+        "bias_gelu_fusion": not (spec.activation == "squared_relu" and spec.add_bias_linear),
+        "padded_vocab_size": spec.vocab_size if spec.vocab_is_padded else None,
+        "moe_layer_freq": pattern_text(spec.moe_layer_pattern) if spec.moe_layer_pattern else None,
+        "moe_router_pre_softmax": spec.moe_router_topk == 1 and not balanced,
+        "moe_router_score_function": "sigmoid" if balanced else None,
+        "mtp_num_layers": None if pattern else spec.mtp_num_layers,
     }
-
-
-def _linear(spec: TransformerSpec) -> dict[str, object]:
-    """Gated delta nets; both releases know the variant by its old name."""
-    if LayerBlock.GATED_DELTA_NET not in spec.blocks:
-        return {}
-    sizes = {name: getattr(spec, name) for name in DELTA_NET_SIZES}
-    if spec.hybrid_layer_pattern:
-        return sizes
-    frequency = _freq(spec.linear_attention_freq or 1)
-    variant = {"experimental_attention_variant": "gated_delta_net"}
-    return {**variant, "linear_attention_freq": frequency, **sizes}
-
-
-def _sparse(spec: TransformerSpec) -> dict[str, object]:
-    if spec.experimental_attention_variant != "dsa":
-        return {}
-    sizes = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
-    return {
-        "experimental_attention_variant": "dsa",
-        **{name: getattr(spec, name) for name in sizes},
-    }
+    return found if has_experts else found | dict.fromkeys(_EXPERTS)
 
 
 def _freq(value: int | Sequence[int] | None) -> str | None:
@@ -191,60 +160,43 @@ def _freq(value: int | Sequence[int] | None) -> str | None:
     return f"[{','.join(map(str, value))}]"
 
 
-def _activation(spec: TransformerSpec) -> dict[str, object]:
-    if not has_activation_flag(spec):
-        raise UnplannableModelError(
-            f"model {spec.name}: activation",
-            f"{'gated ' * spec.gated_linear_unit}{spec.activation}",
-            limit="Megatron-LM's command line has no flag for it",
-            fix="Launch through NeMo or Megatron-Bridge, whose configurations can state it.",
-        )
-    unfused = spec.activation == "squared_relu" and spec.add_bias_linear
-    flag = ACTIVATION_FLAGS[spec.activation, spec.gated_linear_unit]
-    return {**({flag: True} if flag else {}), "bias_gelu_fusion": not unfused}
-
-
-def _experts(spec: TransformerSpec) -> dict[str, object]:
-    balanced = spec.moe_router_enable_expert_bias
-    return {
-        "num_experts": spec.num_experts,
-        "moe_layer_freq": pattern_text(spec.moe_layer_pattern) if spec.moe_layer_pattern else None,
-        "moe_ffn_hidden_size": spec.moe_ffn_hidden_size,
-        "moe_router_topk": spec.moe_router_topk,
-        "moe_router_pre_softmax": spec.moe_router_topk == 1 and not balanced,
-        "moe_shared_expert_intermediate_size": spec.moe_shared_expert_intermediate_size,
-        "moe_shared_expert_gate": spec.moe_shared_expert_gate,
-        "moe_latent_size": spec.moe_latent_size,
-        "moe_router_enable_expert_bias": balanced,
-        "moe_router_score_function": "sigmoid" if balanced else None,
-    }
-
-
 def planned_arguments(request: LaunchRequest) -> dict[str, Any]:
     """Megatron's arguments that lay a model over the ranks, in the order in which they are written.
 
     ``None`` leaves an argument to Megatron; a release has those that ``options_for`` writes.
     """
-    spec, dims, layout = request.spec, request.dims, _layout(request)
+    spec, dims, sharding = request.spec, request.dims, request.sharding or request.zero.sharding
+    partition = request.partition
+    if partition is None:
+        assert dims.is_one_stage, "a pipeline needs a stage partition"
+        whole = (0, spec.num_units)
+        partition = StagePartition(boundaries=whole, pipeline_model_parallel_size=1)
+    layout = request.with_stages(partition, sharding)
     found = to_plain(layout_arguments(spec, layout))
-    if spec.has_split_encoder:  # a copy of it would reach the encoder; the stages are even
+    overlaps = overlaps_gradients(request.optimizer, request.version)
+    if not overlaps or sharding is DataParallelSharding.TORCH_FSDP2:  # which overlaps by itself
+        found |= {"overlap_grad_reduce": False, "overlap_param_gather": False}
+    stages = found["pipeline_model_parallel_layout"]
+    if spec.has_split_encoder or spec.hybrid_layer_pattern:
+        # a layout would reach the encoder, which is a copy; a pattern holds its stages itself
         found["pipeline_model_parallel_layout"] = None
-    pattern = None
-    if spec.hybrid_layer_pattern:
-        stages = found.pop("pipeline_model_parallel_layout")
-        pattern = stages or spec.hybrid_layer_pattern.replace("|", "")
     experts = spec.num_experts is not None
-    return {
-        **{name: found.get(name) for name in _DEGREES},
-        "hybrid_layer_pattern": pattern,
-        "expert_model_parallel_size": dims.expert_model_parallel_size if experts else None,
+    if not experts:
+        found["expert_model_parallel_size"] = None
+    found |= {
+        "hybrid_layer_pattern": stages or spec.hybrid_layer_pattern.replace("|", "")
+        if spec.hybrid_layer_pattern
+        else None,
         "expert_tensor_parallel_size": launched_expert_tensor_size(spec, dims),
         "moe_grouped_gemm": experts and request.moe_grouped_gemm,
+        "recompute_modules": found["recompute_modules"] or None,
+    }
+    return {
+        **{name: found[name] for name in _DEGREES},
         **dict(_execution(request)),
         "use_tp_pp_dp_mapping": dims.rank_order is RankOrder.TP_CP_EP_PP_DP,
         "micro_batch_size": request.micro_batch_size,
         **_batch(request),
-        **{name: found[name] or None for name in _RECOMPUTE},
         **{name: found[name] for name in _SHARDING},
         **(_of_fsdp(request) if layout.uses_megatron_fsdp else {}),
         **precision_arguments(request.precision, request.fp8_recipe),
@@ -255,30 +207,6 @@ def parallel_argv(request: LaunchRequest) -> list[str]:
     """Flags that lay a model over the ranks as planned; a pipeline needs a partition."""
     options = options_for(planned_arguments(request), request.version)
     return [word for option in options for word in option.tokens]
-
-
-def _layout(request: LaunchRequest) -> Layout:
-    """The layout of a job; PyTorch's FSDP2 overlaps by itself, and has no flags for it."""
-    partition, pp = request.partition, request.dims.pipeline_model_parallel_size
-    if partition is None:
-        assert pp == 1, "a pipeline needs a stage partition"
-        whole = (0, request.spec.num_units)
-        partition = StagePartition(boundaries=whole, pipeline_model_parallel_size=1)
-    sharding = request.sharding or request.zero.sharding
-    overlaps = overlaps_gradients(request.optimizer, request.version)
-    overlaps &= sharding is not DataParallelSharding.TORCH_FSDP2
-    return Layout(
-        dims=request.dims,
-        global_batch_size=request.global_batch_size,
-        micro_batch_size=request.micro_batch_size,
-        sequence_parallel=request.sequence_parallel,
-        recompute=request.recompute,
-        zero=request.zero,
-        partition=partition,
-        sharding=sharding,
-        overlap_grad_reduce=overlaps,
-        overlap_param_gather=overlaps,
-    )
 
 
 def _execution(request: LaunchRequest) -> Iterator[tuple[str, Any]]:
@@ -375,7 +303,7 @@ def pattern_text(pattern: Sequence[int]) -> str:
     return "(" + "+".join(f"[{flag}]*{count}" for flag, count in runs) + ")"
 
 
-def script_name(spec: TransformerSpec, version: str = DEFAULT_VERSION) -> str:
+def script_name(spec: TransformerSpec, version: str) -> str:
     """Megatron-LM's own script for a model."""
     if spec.hybrid_layer_pattern:
         return "pretrain_mamba.py" if version.startswith("0.16") else "pretrain_hybrid.py"

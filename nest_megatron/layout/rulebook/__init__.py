@@ -13,21 +13,20 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.rulebook.degrees import DEGREE_RULES
 from nest_megatron.layout.rulebook.devices import DEVICE_RULES
-from nest_megatron.layout.rulebook.execution import EXECUTION_RULES, FORMAT_RULES
+from nest_megatron.layout.rulebook.execution import EXECUTION_RULES, FORMAT_RULES, RECOMPUTE_RULES
 from nest_megatron.layout.rulebook.facts import LaunchRequest
 from nest_megatron.layout.rulebook.job import ENGINE_RULES, JOB_RULES
 from nest_megatron.layout.rulebook.options import OPTION_RULES
-from nest_megatron.layout.rulebook.recomputation import RECOMPUTE_RULES
-from nest_megatron.layout.rulebook.rule import Rule, Violation, violations
+from nest_megatron.layout.rulebook.rule import Rule, violations
 from nest_megatron.layout.rulebook.schedule import SCHEDULE_RULES
 from nest_megatron.layout.rulebook.sharding import OPTIMIZER_RULES, SHARDING_RULES
 from nest_megatron.layout.rulebook.stages import STAGE_RULES
 from nest_megatron.model.spec import TransformerSpec
 
 #: What of a layout is said by its degrees, its batch and its ZeRO stage.
-LAYOUT_RULES: tuple[Rule, ...] = (*DEGREE_RULES, *SCHEDULE_RULES, *SHARDING_RULES)
+LAYOUT_RULES = (*DEGREE_RULES, *SCHEDULE_RULES, *SHARDING_RULES)
 
-RULES: tuple[Rule, ...] = (
+RULES = (
     *LAYOUT_RULES,
     *RECOMPUTE_RULES,
     *FORMAT_RULES,
@@ -41,7 +40,9 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def check(request: LaunchRequest, *, but: Collection[str] = ()) -> Iterator[tuple[Rule, Violation]]:
+def check(
+    request: LaunchRequest, *, but: Collection[str] = ()
+) -> Iterator[tuple[Rule, UserInputError]]:
     """Rules that a request breaks, in the order of ``RULES``, but those that ``but`` names."""
     return violations(request.facts, (rule for rule in RULES if rule.id not in but))
 
@@ -55,8 +56,9 @@ def first_broken(request: LaunchRequest, *, but: Collection[str] = ()) -> str:
 def require_launchable(request: LaunchRequest, *, but: Collection[str] = ()) -> None:
     """Raise on the first broken rule, those of the names in ``but`` apart."""
     for rule, found in check(request, but=but):
-        limit = f"{found.limit} (Megatron-LM {rule.source})"
-        raise UserInputError(found.what, found.value, limit, fix=found.fix)
+        raise UserInputError(
+            found.what, found.value, f"{found.limit} (Megatron-LM {rule.source})", found.fix
+        )
 
 
 def require_legal(request: LaunchRequest) -> None:
@@ -66,7 +68,7 @@ def require_legal(request: LaunchRequest) -> None:
         UserInputError: for the first rule broken.
     """
     for _, broken in violations(request.facts, LAYOUT_RULES):
-        raise UserInputError(broken.what, broken.value, limit=broken.limit, fix=broken.fix)
+        raise broken
 
 
 def is_legal_grid(spec: TransformerSpec, dims: ParallelDims, *, sequence_parallel: bool) -> bool:

@@ -102,7 +102,7 @@ def launched_expert_tensor_size(spec: TransformerSpec, dims: ParallelDims) -> in
     return None
 
 
-DEGREE_RULES: tuple[Rule, ...] = (
+DEGREE_RULES = (
     Rule(
         "vocab_over_tp",
         "tensor_parallel/utils.py:118 (at build)",

@@ -10,11 +10,9 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import KW_ONLY, dataclass, field
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.errors import UserInputError
 from nest_megatron.layout.rulebook.facts import Facts
 from nest_megatron.layout.rulebook.rule import Rule, violations
 from nest_megatron.model.execution import PLAIN, Execution
@@ -22,7 +20,7 @@ from nest_megatron.model.execution import PLAIN, Execution
 _WHOLE_TENSOR = ("delayed", "tensorwise")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DeviceRules:
     """Limits of the devices of one kind.
 
@@ -30,102 +28,95 @@ class DeviceRules:
         devices: pattern that the accelerator's name begins with.
         words: how a message calls them.
         recipes: scalings of fp8 (``--fp8-recipe``) and NVFP4 that Transformer Engine trains in.
+        source: file, pull request or issue that says so.
         refused: others of which more is to be said than that it has none.
         notes: what a job's own choice needs there, by scaling or by field of ``Execution``.
         closed: fields of ``Execution`` that a plan leaves as the job has them.
-        source: file, pull request or issue that says so.
     """
 
     devices: str
     words: str
     recipes: tuple[str, ...]
+    source: str
+    _: KW_ONLY
     refused: Mapping[str, str] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
     closed: frozenset[str] = frozenset()
-    source: str
 
 
 _FLEX = "moe_flex_dispatcher_backend"
-_AMD_REFUSED = MappingProxyType(
-    {
-        "blockwise": "ROCm's Transformer Engine has such GEMMs since July 2026 (pull 658) "
-        "where it is built with HipKittens, and no public run says how fast they are",
-        "nvfp4": "matrix units of AMD take another 4-bit format, and no public run says how fast "
-        "ROCm's Transformer Engine trains in this one",
-    }
-)
-_AMD_NOTES = MappingProxyType(
-    {
-        "tp_comm_overlap": "ROCm's Transformer Engine has user buffers since 2026 (pull 367), its "
-        "releases up to 2.8 have none; --tp-comm-overlap is priced as on NVIDIA's devices.",
-        _FLEX: "the kernels of the flex dispatcher are NVIDIA's; on AMD's devices Primus-Turbo "
-        "brings others (use_turbo_deepep), which are priced alike.",
-        "cuda_graph_impl": "ROCm's Transformer Engine supports graphs in part (its README); their "
-        "gain is priced as on NVIDIA's devices.",
-    }
-)
+_AMD_REFUSED = {
+    "blockwise": "ROCm's Transformer Engine has such GEMMs since July 2026 (pull 658) "
+    "where it is built with HipKittens, and no public run says how fast they are",
+    "nvfp4": "matrix units of AMD take another 4-bit format, and no public run says how fast "
+    "ROCm's Transformer Engine trains in this one",
+}
+_AMD_NOTES = {
+    "tp_comm_overlap": "ROCm's Transformer Engine has user buffers since 2026 (pull 367), its "
+    "releases up to 2.8 have none; --tp-comm-overlap is priced as on NVIDIA's devices.",
+    _FLEX: "the kernels of the flex dispatcher are NVIDIA's; on AMD's devices Primus-Turbo "
+    "brings others (use_turbo_deepep), which are priced alike.",
+    "cuda_graph_impl": "ROCm's Transformer Engine supports graphs in part (its README); their "
+    "gain is priced as on NVIDIA's devices.",
+}
 _AMD_CLOSED = frozenset({"tp_comm_overlap", _FLEX, "cuda_graph_impl", "cuda_graph_scope"})
 _ROCM = "ROCm/TransformerEngine quantization.py @030b792, README.rst @01b4205"
 _NVIDIA = "NVIDIA/TransformerEngine quantization.py @001597e"
 
-DEVICES: tuple[DeviceRules, ...] = (
+DEVICES = (
     DeviceRules(
-        devices=r"G?H\d",
-        words="Hopper",
-        recipes=(*_WHOLE_TENSOR, "blockwise"),
-        source=_NVIDIA,
+        r"G?H\d",
+        "Hopper",
+        (*_WHOLE_TENSOR, "blockwise"),
+        _NVIDIA,
     ),
     DeviceRules(
-        devices=r"G?B\d",
-        words="B200, B300, GB200 and GB300",
-        recipes=(*_WHOLE_TENSOR, "blockwise", "mxfp8", "nvfp4"),
-        source=_NVIDIA,
+        r"G?B\d",
+        "B200, B300, GB200 and GB300",
+        (*_WHOLE_TENSOR, "blockwise", "mxfp8", "nvfp4"),
+        _NVIDIA,
     ),
     DeviceRules(
-        devices="L40",
-        words="Ada",
-        recipes=_WHOLE_TENSOR,
-        source=_NVIDIA,
+        "L40",
+        "Ada",
+        _WHOLE_TENSOR,
+        _NVIDIA,
     ),
     DeviceRules(
-        devices="RTX-PRO",
-        words="RTX PRO (compute capability 12.0)",
-        recipes=_WHOLE_TENSOR,
-        refused=MappingProxyType(
-            {
-                "nvfp4": "its default recipe, with transform and random rounding, does not train "
-                "at compute capability 12.0 (NVIDIA/TransformerEngine issue 3062, pull 3281)"
-            }
-        ),
-        notes=MappingProxyType(
-            {_FLEX: "Megatron-Bridge has the flex dispatcher up to compute capability 10.x alone."}
-        ),
+        "RTX-PRO",
+        "RTX PRO (compute capability 12.0)",
+        _WHOLE_TENSOR,
+        f"{_NVIDIA}; Megatron-Bridge flex_dispatcher_backend.py @067f987",
+        refused={
+            "nvfp4": "its default recipe, with transform and random rounding, does not train "
+            "at compute capability 12.0 (NVIDIA/TransformerEngine issue 3062, pull 3281)"
+        },
+        notes={
+            _FLEX: "Megatron-Bridge has the flex dispatcher up to compute capability 10.x alone."
+        },
         closed=frozenset({_FLEX}),
-        source=f"{_NVIDIA}; Megatron-Bridge flex_dispatcher_backend.py @067f987",
     ),
     DeviceRules(
-        devices="MI3[02]",
-        words="MI300X and MI325X",
-        recipes=_WHOLE_TENSOR,
+        "MI3[02]",
+        "MI300X and MI325X",
+        _WHOLE_TENSOR,
+        _ROCM,
         refused=_AMD_REFUSED,
         notes=_AMD_NOTES,
         closed=_AMD_CLOSED,
-        source=_ROCM,
     ),
     DeviceRules(
-        devices="MI35",
-        words="MI350X and MI355X",
-        recipes=(*_WHOLE_TENSOR, "mxfp8"),
+        "MI35",
+        "MI350X and MI355X",
+        (*_WHOLE_TENSOR, "mxfp8"),
+        _ROCM,
         refused=_AMD_REFUSED,
-        notes=MappingProxyType(
-            {
-                **_AMD_NOTES,
-                "mxfp8": "ROCm's Transformer Engine runs MXFP8 where NVTE_ROCM_ENABLE_MXFP8=1 "
-                "stands in the environment of every rank.",
-            }
-        ),
+        notes={
+            **_AMD_NOTES,
+            "mxfp8": "ROCm's Transformer Engine runs MXFP8 where NVTE_ROCM_ENABLE_MXFP8=1 "
+            "stands in the environment of every rank.",
+        },
         closed=_AMD_CLOSED,
-        source=_ROCM,
     ),
 )
 
@@ -158,7 +149,7 @@ def _recipes(accelerator: str) -> tuple[str, ...]:
     return () if found is None else found.recipes
 
 
-DEVICE_RULES: tuple[Rule, ...] = (
+DEVICE_RULES = (
     Rule(
         "device_recipe",
         "Transformer Engine quantization.py (``DEVICES``)",
@@ -192,7 +183,7 @@ def require_recipe(accelerator: str, recipe: str | None) -> None:
     """
     facts = Facts(accelerator=accelerator, recipe=recipe)
     for _, broken in violations(facts, DEVICE_RULES):
-        raise UserInputError(broken.what, broken.value, limit=broken.limit, fix=broken.fix)
+        raise broken
 
 
 def has_multicast(cluster: Cluster) -> bool:

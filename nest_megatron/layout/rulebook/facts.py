@@ -15,13 +15,16 @@ from nest_megatron.layout.dims import SHORT_DEGREES, ParallelDims
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import (
-    NO_RECOMPUTE,
-    Recompute,
     RecomputeGranularity,
     RecomputeModule,
 )
 from nest_megatron.layout.stage_layout import layout_string
-from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
+from nest_megatron.layout.zero import (
+    DataParallelSharding,
+    ZeroStage,
+    shards_optimizer,
+    uses_megatron_fsdp,
+)
 from nest_megatron.model.execution import PLAIN, Execution, GraphImpl
 from nest_megatron.model.spec import TransformerSpec
 
@@ -38,8 +41,8 @@ _OF_GRIDS = ("micro_batch_size", "sequence_parallel", "zero", "recompute", "exec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchRequest:
-    """Everything about a job that Megatron's rules look at.
+class LaunchRequest(PartialLayout):
+    """Everything about a job that Megatron's rules look at: its layout, which may break them, too.
 
     Args:
         partition: ``None`` while a search has not chosen one.
@@ -51,7 +54,6 @@ class LaunchRequest:
         microbatch_group_size_per_vp_stage: micro batches of a round of virtual stages; 0 is one a
             pipeline rank.
         version: the Megatron-LM release, one of ``RELEASES``.
-        execution: how the work of layers is done.
         batch_schedule: how the batch grows; every rule holds at each of its sizes.
         even_stages: layers of which every virtual stage has the same multiple, as no layout can be
             stated; 0 where stages may be uneven.
@@ -60,14 +62,10 @@ class LaunchRequest:
     """
 
     spec: TransformerSpec
-    dims: ParallelDims
-    micro_batch_size: int
-    global_batch_size: int
-    partition: StagePartition | None = None
-    recompute: Recompute = NO_RECOMPUTE
-    zero: ZeroStage = ZeroStage.NONE
-    precision: Precision = Precision.BF16
     sequence_parallel: bool = False
+    zero: ZeroStage = ZeroStage.NONE
+    partition: StagePartition | None = None
+    precision: Precision = Precision.BF16
     moe_grouped_gemm: bool = False
     gradient_bytes: int = 4
     sharding: DataParallelSharding | None = None
@@ -78,11 +76,13 @@ class LaunchRequest:
     fused_attention: bool = True
     microbatch_group_size_per_vp_stage: int = 0
     version: str = DEFAULT_VERSION
-    execution: Execution = PLAIN
     batch_schedule: BatchSchedule | None = None
     even_stages: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
     accelerator: str = ""
+
+    def __post_init__(self) -> None:
+        """A batch that replicas do not divide breaks a rule."""
 
     @classmethod
     def of(cls, spec: TransformerSpec, grid: PartialLayout, **others: Any) -> LaunchRequest:
@@ -92,9 +92,8 @@ class LaunchRequest:
         """
         engine = others.get("transformer_impl", "transformer_engine")
         others.setdefault("moe_grouped_gemm", spec.is_moe and engine != "local")
-        names = ("dims", "micro_batch_size", "global_batch_size", "recompute", "zero")
-        own = {name: getattr(grid, name) for name in (*names, "sequence_parallel")}
-        return cls(spec=spec, **own, **others)
+        own = {each.name: getattr(grid, each.name) for each in dataclasses.fields(PartialLayout)}
+        return cls(spec=spec, **{**own, "execution": PLAIN, **others})
 
     @property
     def is_0_16(self) -> bool:
@@ -250,13 +249,9 @@ DERIVED: Mapping[str, Callable[..., Any]] = {
     "is_interleaved": lambda vpp: vpp > 1,
     "is_fsdp": lambda zero: zero.is_fsdp,
     "zero_name": lambda zero: zero.name,
-    "uses_megatron_fsdp": lambda zero, sharding: (
-        (sharding or zero.sharding) is DataParallelSharding.MEGATRON_FSDP
-    ),
+    "uses_megatron_fsdp": uses_megatron_fsdp,
     "uses_torch_fsdp2": lambda sharding: sharding is DataParallelSharding.TORCH_FSDP2,
-    "shards_optimizer": lambda zero, uses_megatron_fsdp, uses_torch_fsdp2: (
-        (zero >= ZeroStage.OPTIMIZER or uses_megatron_fsdp) and not uses_torch_fsdp2
-    ),
+    "shards_optimizer": shards_optimizer,
     "expert_replicas": lambda tp, cp, dp, expert_ranks: tp * cp * dp // expert_ranks,
     "modules": lambda recompute: frozenset(recompute.modules),
     "recomputes_layers": lambda recompute: recompute.granularity is RecomputeGranularity.FULL,

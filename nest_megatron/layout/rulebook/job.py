@@ -33,7 +33,7 @@ def _position_types(spec: TransformerSpec, version: str) -> tuple[str, ...]:
     return ("learned_absolute", "rope", *newer, "relative", "none")
 
 
-JOB_RULES: tuple[Rule, ...] = (
+JOB_RULES = (
     Rule(
         "known_version",
         "arguments_data",
@@ -114,7 +114,7 @@ JOB_RULES: tuple[Rule, ...] = (
     ),
 )
 
-ENGINE_RULES: tuple[Rule, ...] = (
+ENGINE_RULES = (
     Rule(
         "fp8_engine",
         "fp8_utils.py (run)",

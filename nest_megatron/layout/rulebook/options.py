@@ -50,7 +50,7 @@ def _option(
     )
 
 
-OPTION_RULES: tuple[Rule, ...] = (
+OPTION_RULES = (
     _option(
         "tp_comm_overlap",
         "args:916",

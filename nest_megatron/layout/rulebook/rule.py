@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 
+from nest_megatron.errors import UserInputError
 from nest_megatron.layout.rulebook.facts import Facts, parameters, sources
 from nest_megatron.model.execution import PLAIN, Execution
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Violation:
-    """One broken rule, in words for a user."""
-
-    what: str
-    value: object
-    limit: str
-    fix: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +75,8 @@ class Rule:
         """Whether it looks at layers whose work is done so."""
         return not self.when or getattr(execution, self.when) != getattr(PLAIN, self.when)
 
-    def violation(self, facts: Facts) -> Violation:
-        """What breaks it, where it is broken."""
+    def violation(self, facts: Facts) -> UserInputError:
+        """What breaks it, where it is broken, in words for a user."""
         facts = Facts(facts, **{name: facts.read(word) for name, word in self.words.items()})
         what = self.what.format_map(facts)
         if isinstance(self.value, str):
@@ -94,9 +85,9 @@ class Rule:
         else:
             value = facts.read(self.value)
         limit, fix = self.limit.format_map(facts), self.fix.format_map(facts)
-        return Violation(what=what, value=value, limit=limit, fix=fix)
+        return UserInputError(what, value, limit, fix)
 
 
-def violations(facts: Facts, rules: Iterable[Rule]) -> Iterator[tuple[Rule, Violation]]:
+def violations(facts: Facts, rules: Iterable[Rule]) -> Iterator[tuple[Rule, UserInputError]]:
     """Every broken rule, in the order of the rules."""
     return ((rule, rule.violation(facts)) for rule in rules if not rule.keeps(facts))

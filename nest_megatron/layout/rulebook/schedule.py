@@ -62,7 +62,7 @@ def _rounds(pp: int, microbatch_group_size_per_vp_stage: int) -> str:
     return f"rounds of {group} micro batches ({name}), none smaller than the {pp} pipeline ranks"
 
 
-SCHEDULE_RULES: tuple[Rule, ...] = (
+SCHEDULE_RULES = (
     Rule(
         "two_stacks",
         "pretrain_t5.py model_provider",

@@ -52,7 +52,7 @@ def allows_optimizer(optimizer: str, zero: ZeroStage, version: str) -> bool:
     return zero < (ZeroStage.OPTIMIZER if version.startswith("0.16") else ZeroStage.GRADIENTS)
 
 
-SHARDING_RULES: tuple[Rule, ...] = (
+SHARDING_RULES = (
     Rule(
         "encoder_zero",
         "fsdp units are TransformerLayers; an encoder's are not planned",
@@ -95,7 +95,7 @@ SHARDING_RULES: tuple[Rule, ...] = (
     ),
 )
 
-OPTIMIZER_RULES: tuple[Rule, ...] = (
+OPTIMIZER_RULES = (
     Rule(
         "fp8_offload",
         "args:1190, :1195 (0.20 :1884, :1889)",

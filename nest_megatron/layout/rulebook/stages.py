@@ -59,7 +59,7 @@ def _grouped_layers(
     return sorted({*layers})
 
 
-STAGE_RULES: tuple[Rule, ...] = (
+STAGE_RULES = (
     Rule(
         "no_partition",
         "arguments.py:520, transformer_config.py:1340",
