@@ -88,7 +88,7 @@ def job() -> list[str]:
     from nest_megatron.config.overrides import Setting
 
     spec = read_spec(compose([Setting(key="model", value="llama3_70b")]))
-    return [*model_argv(spec, tokenizer_type="NullTokenizer"), *JOB]
+    return [*model_argv(spec), "--tokenizer-type", "NullTokenizer", *JOB]
 
 
 def main() -> None:

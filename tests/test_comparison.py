@@ -11,6 +11,7 @@ from nest_megatron.api.jobs import plan_job
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.cost_model.estimate import estimate
+from nest_megatron.cost_model.peak_limit import PeakLimit
 from nest_megatron.errors import UserInputError
 from nest_megatron.planner import Request
 from nest_megatron.research.baselines import network_blind
@@ -94,8 +95,8 @@ def test_a_likely_plan_is_taken_where_the_fastest_runs_out_too_often() -> None:
         "space": job.space,
         "solve_stages": KERNEL,
     }
-    fastest = network_blind.find_mist(ComparisonJob(**common)).plan
-    cautious = ComparisonJob(**common, max_oom_chance=1e-3)
+    fastest = network_blind.find_mist(ComparisonJob(**common, peaks=PeakLimit(model))).plan
+    cautious = ComparisonJob(**common, peaks=PeakLimit(model, 1e-3))
     found = network_blind.find_mist(cautious).plan
     assert fastest is not None
     assert found is not None

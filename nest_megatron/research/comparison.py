@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from nest_megatron.cost_model.estimate import estimate, mean_terms
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.peak_limit import PeakLimit
 from nest_megatron.cost_model.uncertainty import predictive, probability_faster
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.layout.objective import SURE
@@ -169,7 +170,7 @@ def _theirs(request: Request, ours: Compared, baseline: Baseline) -> Compared:
             global_batch_size=request.global_batch_size,
             space=request.space,
             solve_stages=solver_of(choose(request.backend), deadline.passed),
-            max_oom_chance=request.max_oom_chance,
+            peaks=PeakLimit(model, request.max_oom_chance),
             out_of_time=deadline.passed,
         )
     )

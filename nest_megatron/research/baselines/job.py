@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -43,14 +42,13 @@ NOTHING_LEGAL = "Megatron launches none of the layouts that it may choose"
 PLAIN = ("context_parallel_size", "virtual_pipeline_model_parallel_size")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonJob:
     """A job to plan on the real cluster; its stage partition is for the planners to choose.
 
     Args:
         space: what our own search may choose among; a baseline restricts it further.
-        max_oom_chance: largest chance of a plan to run out of memory, as of our own; ``None`` is
-            what the device holds.
+        peaks: the largest peaks of plans on the real cluster, by their chance to run out of memory.
         out_of_time: asked by exact searches; once true they stop with the best so far.
     """
 
@@ -58,7 +56,7 @@ class ComparisonJob:
     global_batch_size: int
     space: SearchSpace
     solve_stages: StageSolver
-    max_oom_chance: float | None = None
+    peaks: PeakLimit
     out_of_time: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
@@ -85,11 +83,6 @@ class ComparisonJob:
         """Both ends of recomputation, or the user's own setting."""
         own = self.space.recompute
         return (NO_RECOMPUTE, FULL_RECOMPUTE) if own is None else (own,)
-
-    @functools.cached_property
-    def peaks(self) -> PeakLimit:
-        """The largest peaks with which grids are plans, on the real cluster."""
-        return PeakLimit(self.model, self.max_oom_chance)
 
     def problem(self, grid: PartialLayout) -> PipelineProblem:
         """The stage problem of a grid on the real cluster, under the limit of its memory."""

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.peak_limit import PeakLimit
 from nest_megatron.cost_model.pipeline import evaluate
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import stage_problem
@@ -29,11 +30,13 @@ def job_of(
     settings: CostSettings | None = None,
 ) -> ComparisonJob:
     """A job with a fresh cost model."""
+    cost = CostModel(spec, machines, settings or CostSettings())
     return ComparisonJob(
-        model=CostModel(spec, machines, settings or CostSettings()),
+        model=cost,
         global_batch_size=batch,
         space=space or SearchSpace(),
         solve_stages=KERNEL,
+        peaks=PeakLimit(cost),
     )
 
 
