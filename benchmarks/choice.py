@@ -1,12 +1,12 @@
-"""What the default choice gives up against the fastest prediction, and what it stands.
+"""What the default choice gives up against the fastest plan that rather starts, and what it stands.
 
 Run from the project's root with a file of measured runs (``nest-megatron validate --help``)::
 
     python benchmarks/choice.py throughput.csv --every 4 --out docs/published_choices.md
 
-For jobs that NVIDIA published, as ``expert_layouts.py`` reads them, the nominal plan (the shortest
-predicted step) and the default one are searched and compared with each other and with the
-published layout. Then, for some of the jobs, the world is made different from what was priced, and
+For jobs that NVIDIA published, as ``expert_layouts.py`` reads them, the nominal plan (the fastest
+that rather starts than not) and the default one are searched and compared with each other and with
+the published layout. Then, for some of the jobs, the world is made different from what was priced, and
 both plans are priced there beside the best plan of that world.
 """
 
@@ -223,14 +223,13 @@ HEAD = """\
 Written on {today} by `{command}`.
 
 {jobs} of the pretraining jobs that NVIDIA publishes with their layout, one in {every}
-([expert_layouts.md](expert_layouts.md) has them all). Nominal: the plan with the shortest predicted
-step. Default: what is planned where nothing is said ([choice.md](choice.md)).
+([expert_layouts.md](expert_layouts.md) has them all). Nominal: the fastest plan that rather starts
+than not (`memory.max_oom_chance=0.5 search.tie_percent=0`). Default: what is planned where nothing
+is said ([choice.md](choice.md)).
 
 * The default gives up **{given_up:.1f} %** of predicted step against the nominal plan in the mean,
   {most:.1f} % at most, more than {limit:g} % in {above} of {jobs} jobs (goal: none). For it the
   mean chance to run out of memory falls from {nominal_risk:.0f} to {default_risk:.1f} %.
-* Of the {starting} jobs whose nominal plan more likely starts than not, it gives up
-  {starting_given_up:.1f} % in the mean, more than {limit:g} % in {starting_above}.
 * Its gain over the published layout is above {gain:.0f} % with a chance of {sure:.0f} in 10 in
   **{doubted} of {jobs}** jobs (goal: at most {share:g} %); by its prediction alone in {alone}.
 """
@@ -245,7 +244,6 @@ def document(
         options: that the command was given.
     """
     given_up = [each.given_up_pct for each in found]
-    starting = [each.given_up_pct for each in found if each.risks[0] <= 0.5]
     lines = [
         HEAD.format(
             today=date.today(),
@@ -256,9 +254,6 @@ def document(
             most=max(given_up),
             limit=MOST_GIVEN_UP_PCT,
             above=sum(each > MOST_GIVEN_UP_PCT for each in given_up),
-            starting=len(starting),
-            starting_given_up=statistics.fmean(starting),
-            starting_above=sum(each > MOST_GIVEN_UP_PCT for each in starting),
             nominal_risk=100 * statistics.fmean(each.risks[0] for each in found),
             default_risk=100 * statistics.fmean(each.risks[1] for each in found),
             gain=100 * GAIN,
