@@ -66,9 +66,9 @@ def _virtual(plan: ParallelPlan, size: Any) -> str:
 
 
 def _data(plan: ParallelPlan, _: Any) -> str:
-    sequences = plan.layout.num_microbatches * plan.layout.micro_batch_size
-    gpus = plan.layout.num_gpus
-    return f"replicas that fill {gpus} GPUs; each sees {sequences} sequences a step"
+    layout = plan.layout
+    sequences = layout.num_microbatches * layout.micro_batch_size
+    return f"replicas that fill {layout.num_gpus} GPUs; each sees {sequences} sequences a step"
 
 
 def _experts(plan: ParallelPlan, size: Any) -> str:

@@ -64,6 +64,10 @@ class PartialLayout:
         """The degrees and the micro batch, by Megatron's names."""
         return {**self.dims.degrees, "micro_batch_size": self.micro_batch_size}
 
+    def partial_fields(self) -> dict[str, Any]:
+        """What is decided before the stages are, by name."""
+        return {each.name: getattr(self, each.name) for each in dataclasses.fields(PartialLayout)}
+
     def with_stages(
         self, partition: StagePartition, sharding: DataParallelSharding | None = None
     ) -> Layout:
@@ -72,11 +76,8 @@ class PartialLayout:
         Args:
             sharding: what divides states among replicas; ``None`` is what carries the ZeRO stage.
         """
-        decided = {each.name: getattr(self, each.name) for each in _DECIDED}
-        return Layout(**decided, partition=partition, sharding=sharding or self.zero.sharding)
-
-
-_DECIDED = dataclasses.fields(PartialLayout)
+        sharding = sharding or self.zero.sharding
+        return Layout(**self.partial_fields(), partition=partition, sharding=sharding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,7 @@ class Layout(PartialLayout):
 
     def without_stages(self) -> PartialLayout:
         """What is decided of it before its stages are."""
-        return PartialLayout(**{each.name: getattr(self, each.name) for each in _DECIDED})
+        return PartialLayout(**self.partial_fields())
 
     @property
     def shards_optimizer(self) -> bool:

@@ -27,16 +27,16 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types here
     That is ``1e-05``, a text in PyYAML's YAML 1.1.
     """
 
-    def represent_numbers(self, items: list[Any]) -> yaml.Node:
-        """A list in one line where it holds whole numbers alone."""
-        numbers = all(isinstance(item, int) for item in items)
-        return self.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=numbers)
-
 
 _Dumper.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789")
 )
-_Dumper.add_representer(list, _Dumper.represent_numbers)
+_Dumper.add_representer(
+    list,
+    lambda dumper, items: dumper.represent_sequence(
+        "tag:yaml.org,2002:seq", items, flow_style=all(isinstance(item, int) for item in items)
+    ),
+)
 
 
 def digest(value: object) -> str:
@@ -47,8 +47,7 @@ def digest(value: object) -> str:
 
 def checksum(plan: ParallelPlan) -> str:
     """What tells a plan from all others: the checksum that its file holds."""
-    found: str = fields_of(plan)["provenance"][_CHECKSUM]
-    return found
+    return str(fields_of(plan)["provenance"][_CHECKSUM])
 
 
 def fields_of(plan: ParallelPlan) -> dict[str, Any]:

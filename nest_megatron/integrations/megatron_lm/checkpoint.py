@@ -195,8 +195,8 @@ def _check_format(saved: SavedCheckpoint, values: Values, old: bool) -> None:
         _refuse("--load", where, "torch_dcp is torch FSDP2's format; no plan uses that", _ALONE)
     if dist and values.get("ckpt_format") in ("torch", "torch_dcp"):
         _refuse("--ckpt-format", values["ckpt_format"], f"{where} is torch_dist", "name that")
-    there = saved.directory.is_dir()  # not so of what a plan's job would save
-    if dist and old and there and not (saved.directory / "common.pt").is_file():
+    common = saved.directory / "common.pt"  # no folder is there of what a plan's job would save
+    if dist and old and saved.directory.is_dir() and not common.is_file():
         _refuse("--load", where, "without common.pt 0.16.1 cannot read it", "run what saved it")
     grouped = bool(values.get("moe_grouped_gemm")) or values.get("transformer_impl") != "local"
     before = bool(saved.arguments.get("moe_grouped_gemm", grouped))

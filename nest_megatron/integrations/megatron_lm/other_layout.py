@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from nest_megatron.config.compose import Settings
 from nest_megatron.config.keywords import read_layout
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.planned_job import SEARCH_S, PlannedJob
@@ -134,7 +133,9 @@ class WhyNot(Shown):
         from nest_megatron.report.terminal import notes_report
         from nest_megatron.report.versus import layout_words, stages_table
 
-        asked = ", ".join(f"{_short(name)} {value}" for name, value in self.asked.items())
+        asked = ", ".join(
+            f"{SHORT_DEGREES.get(name, name)} {value}" for name, value in self.asked.items()
+        )
         yield Text(f"{asked}: {self._words()}")
         if self.versus is not None and self.needed_bytes is not None:
             yield heading("What each pipeline rank needs, with even stages")
@@ -161,12 +162,7 @@ class WhyNot(Shown):
                 f"no layout with these sizes is predicted to fit: the least peak{until} is "
                 f"{needed}, the limit {format_gib(limit)}, {missing} are missing."
             )
-        return self._slower()
-
-    def _slower(self) -> str:
-        versus = self.versus
-        assert versus is not None
-        found, verdict = versus.difference, plan_verdict(versus.other)
+        found, verdict = self.versus.difference, plan_verdict(self.versus.other)
         fits = f"legal, {verdict}," if verdict else "legal and fits,"
         percent = f"{abs(found.percent):.1f} %"
         said = f"{fits} but {percent} slower"
@@ -174,7 +170,7 @@ class WhyNot(Shown):
             said = f"{fits} and is predicted to be {percent} faster"
         if not found.is_sure:
             said += ", which predictions do not tell apart"
-        return f"{said}, because of {term_words(versus.terms)}."
+        return f"{said}, because of {term_words(self.versus.terms)}."
 
 
 def versus(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> Versus:
@@ -211,7 +207,11 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
     """
     job, composed = PlannedJob(plan, times), read_layout(text, "--why-not")
     space = job.space(composed)
-    asked = _asked(composed)
+    # what was named, in the order in which layouts are said
+    sections = (composed.parallel, composed.train)
+    values = {name: each.stated().get(name) for each in sections for name in vars(each)}
+    names = {key.partition(".")[2] for key in composed.given}
+    asked = {name: value for name, value in values.items() if name in names}
     try:
         found = find_plan(job.request(space))
     except UserInputError as error:
@@ -240,14 +240,6 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
     variant = job.variant_of(found.layout.without_stages(), found.layout.partition)
     beside = _versus(job, plan, variant)
     return WhyNot(asked=asked, versus=beside, bounded=_is_bounded(found))
-
-
-def _asked(composed: Settings) -> dict[str, Any]:
-    """What was named, in the order in which layouts are said."""
-    sections = (composed.parallel, composed.train)
-    values = {name: each.stated().get(name) for each in sections for name in vars(each)}
-    names = {key.partition(".")[2] for key in composed.given}
-    return {name: value for name, value in values.items() if name in names}
 
 
 def _nearest(job: PlannedJob, space: SearchSpace, asked: Mapping[str, Any]) -> WhyNot:
@@ -316,10 +308,6 @@ def _notes(plan: ParallelPlan, own: ParallelPlan) -> Iterator[str]:
         yield f"The calibration of the site ({here.name}) has changed since the plan was made."
 
 
-def _short(name: str) -> str:
-    return SHORT_DEGREES.get(name, name)
-
-
 def _nearest_words(found: WhyNot) -> str:
     from nest_megatron.report.versus import layout_words
 
@@ -327,6 +315,8 @@ def _nearest_words(found: WhyNot) -> str:
         said = "was found that makes" if found.bounded else "makes"
         return f"No change of one or two of the sizes {said} it legal and fit."
     sizes = {name: nearest.layout.sizes[name] for name in found.changed}
-    names = ", ".join(f"{_short(n)} {found.asked[n]} -> {size}" for n, size in sizes.items())
+    names = ", ".join(
+        f"{SHORT_DEGREES.get(n, n)} {found.asked[n]} -> {size}" for n, size in sizes.items()
+    )
     step = format_seconds(nearest.predicted.iteration_time_s)
     return f"{names}: {step} a step. {layout_words(nearest)}"

@@ -33,6 +33,7 @@ from nest_megatron.model.sizes import DELTA_NET_SIZES, LATENT_SIZES, MAMBA_SIZES
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.plain import to_plain
 
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ROTARY = ("rotary_base", "rotary_percent")
 _SPARSE = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 _EXPERTS = (
@@ -176,17 +177,16 @@ def planned_arguments(request: LaunchRequest) -> dict[str, Any]:
     overlaps = overlaps_gradients(request.optimizer, request.version)
     if not overlaps or sharding is DataParallelSharding.TORCH_FSDP2:  # which overlaps by itself
         found |= {"overlap_grad_reduce": False, "overlap_param_gather": False}
-    stages = found["pipeline_model_parallel_layout"]
-    if spec.has_split_encoder or spec.hybrid_layer_pattern:
-        # a layout would reach the encoder, which is a copy; a pattern holds its stages itself
-        found["pipeline_model_parallel_layout"] = None
+    stages, pattern = "pipeline_model_parallel_layout", None
+    if spec.has_split_encoder:  # a copy of it would reach the encoder; the stages are even
+        found[stages] = None
+    if spec.hybrid_layer_pattern:
+        pattern, found[stages] = found[stages] or spec.hybrid_layer_pattern.replace("|", ""), None
     experts = spec.num_experts is not None
     if not experts:
         found["expert_model_parallel_size"] = None
     found |= {
-        "hybrid_layer_pattern": stages or spec.hybrid_layer_pattern.replace("|", "")
-        if spec.hybrid_layer_pattern
-        else None,
+        "hybrid_layer_pattern": pattern,
         "expert_tensor_parallel_size": launched_expert_tensor_size(spec, dims),
         "moe_grouped_gemm": experts and request.moe_grouped_gemm,
         "recompute_modules": found["recompute_modules"] or None,
@@ -279,16 +279,17 @@ def environment(
     """
     dims = request.dims
     splits = max(dims.tensor_model_parallel_size, dims.context_parallel_size) > 1
-    connections: dict[str, str | None] = {}
+    found: dict[str, str | None] = {}
     if (request.sharding or request.zero.sharding) is not DataParallelSharding.DDP:
-        connections = {"CUDA_DEVICE_MAX_CONNECTIONS": None}
+        found[_CONNECTIONS] = None
     elif request.execution.overlap_moe_expert_parallel_comm:
-        connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+        found[_CONNECTIONS] = "32"
     elif splits and device_architecture < 10:
-        connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        found[_CONNECTIONS] = "1"
     overlaps = request.execution.tp_comm_overlap and dims.tensor_model_parallel_size > 1
-    buffers = {"UB_SKIPMC": "1"} if overlaps and not multicast else {}
-    return {**connections, **buffers, **execution_environment(request.execution)}
+    if overlaps and not multicast:
+        found["UB_SKIPMC"] = "1"
+    return found | execution_environment(request.execution)
 
 
 def pattern_text(pattern: Sequence[int]) -> str:

@@ -134,8 +134,7 @@ def device_rules(accelerator: str) -> DeviceRules | None:
 
 def closed_on(accelerator: str) -> frozenset[str]:
     """Fields of ``Execution`` that a plan for such a device leaves as the job has them."""
-    found = device_rules(accelerator)
-    return frozenset() if found is None else found.closed
+    return found.closed if (found := device_rules(accelerator)) else frozenset()
 
 
 def _limits(accelerator: str, recipe: str) -> str:
@@ -145,8 +144,7 @@ def _limits(accelerator: str, recipe: str) -> str:
 
 
 def _recipes(accelerator: str) -> tuple[str, ...]:
-    found = device_rules(accelerator)
-    return () if found is None else found.recipes
+    return found.recipes if (found := device_rules(accelerator)) else ()
 
 
 DEVICE_RULES = (
@@ -181,8 +179,7 @@ def require_recipe(accelerator: str, recipe: str | None) -> None:
     Raises:
         UserInputError: naming those that it has there.
     """
-    facts = Facts(accelerator=accelerator, recipe=recipe)
-    for _, broken in violations(facts, DEVICE_RULES):
+    for _, broken in violations(Facts(accelerator=accelerator, recipe=recipe), DEVICE_RULES):
         raise broken
 
 

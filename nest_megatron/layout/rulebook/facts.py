@@ -92,8 +92,7 @@ class LaunchRequest(PartialLayout):
         """
         engine = others.get("transformer_impl", "transformer_engine")
         others.setdefault("moe_grouped_gemm", spec.is_moe and engine != "local")
-        own = {each.name: getattr(grid, each.name) for each in dataclasses.fields(PartialLayout)}
-        return cls(spec=spec, **{**own, "execution": PLAIN, **others})
+        return cls(spec=spec, **{**grid.partial_fields(), "execution": PLAIN, **others})
 
     @property
     def is_0_16(self) -> bool:
