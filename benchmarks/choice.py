@@ -6,8 +6,8 @@ Run from the project's root with a file of measured runs (``nest-megatron valida
 
 For jobs that NVIDIA published, as ``expert_layouts.py`` reads them, the nominal plan (the fastest
 that rather starts than not) and the default one are searched and compared with each other and with
-the published layout. Then, for some of the jobs, the world is made different from what was priced, and
-both plans are priced there beside the best plan of that world.
+the published layout. Then, for some of the jobs, the world is made different from what was priced,
+and both plans are priced there beside the best plan of that world.
 """
 
 from __future__ import annotations

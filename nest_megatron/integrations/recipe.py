@@ -217,7 +217,7 @@ class Recipe(Configuration, ABC):
         for name, narrow in (("fp8", Precision.FP8), ("fp4", Precision.NVFP4)):
             if value_or(holder, name):
                 precision, fp8_recipe = narrow, str(value_or(holder, "fp8_recipe", "delayed"))
-        memory, uses_fsdp, restored = self.memory(), self.uses_fsdp, self.restored_by(self.root)
+        uses_fsdp, restored = self.uses_fsdp, self.restored_by(self.root)
         config, data, places = self.find(self.model), self.find(self.data), self.places
         family, stated, execution = family_of(config), self.stated(), places.stated()
         packs = packs_sequences(data)
@@ -238,10 +238,11 @@ class Recipe(Configuration, ABC):
         }
         flags = memory_flags(
             {
-                **{name: value for name, value in memory.items() if name != TAKEN_BACK},
+                **self.memory(),
                 **execution,
                 "params_dtype": params.value,
                 "fp8_recipe": fp8_recipe,
+                TAKEN_BACK: None,
             }
         )
         graphs = {name: value_or(config, name) for name in GRAPH_FIELDS}

@@ -366,8 +366,8 @@ class Plans:
         known = self._of_root.get(id(root))
         if known is not None and known[0]() is root and known[1] == job:
             return known[2]
-        found = self._known.get(whole := _digest(view.raw))
-        if found is None:
+        whole = _digest(view.raw)
+        if whole not in self._known:
             if getattr(self._planning, "on", False):
                 raise UserInputError(
                     "${nest:...}",
@@ -384,6 +384,7 @@ class Plans:
                 self._known[whole] = found
             finally:
                 self._planning.on = False
+        found = self._known[whole]
         view.write(found.values, is_read=True)
         self._keep(root, job, found)
         self.latest = found
