@@ -63,8 +63,9 @@ def append(record: RunRecord, path: Path | None = None) -> Path:
         with FileLock(f"{path}.lock", timeout=LOCK_TIMEOUT_S, mode=0o666):
             append_line(path, line_of(record))
     except Timeout as error:
-        limit = f"another process has held its lock for {LOCK_TIMEOUT_S:g} s"
-        raise _unusable(path, limit) from error
+        raise _unusable(
+            path, f"another process has held its lock for {LOCK_TIMEOUT_S:g} s"
+        ) from error
     except (OSError, NotImplementedError) as error:  # a disk without locks
         reason = getattr(error, "strerror", None) or str(error)
         raise _unusable(path, f"it cannot be written to: {reason}") from error

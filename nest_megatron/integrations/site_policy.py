@@ -36,11 +36,16 @@ def require_launch(mode: Mode, free: Collection[str] = (), release: str | None =
     for file in policy:
         rules = file.launch
         if mode is Mode.AUTO and rules.pinned_only:
-            limit = "only pinned plans are launched here"
-            raise file.broken("launch.pinned_only", "+nest", mode.value, limit)
+            raise file.broken(
+                "launch.pinned_only", "+nest", mode.value, "only pinned plans are launched here"
+            )
         if release is not None and rules.megatron_lm and release not in rules.megatron_lm:
-            limit = f"it is {' or '.join(rules.megatron_lm)}"
-            raise file.broken("launch.megatron_lm", "Megatron-LM", release, limit)
+            raise file.broken(
+                "launch.megatron_lm",
+                "Megatron-LM",
+                release,
+                f"it is {' or '.join(rules.megatron_lm)}",
+            )
 
 
 def allowed_on_mismatch(asked: str | None) -> tuple[OnMismatch, ...]:
@@ -62,8 +67,12 @@ def allowed_on_mismatch(asked: str | None) -> tuple[OnMismatch, ...]:
             words, before = " or ".join(allowed), left
             left = tuple(each for each in allowed or left if each in left)
             if not left:
-                limit = f"other rules allow {' or '.join(before)} alone"
-                raise file.broken(rule, "nest.on_mismatch", words, limit)
+                raise file.broken(
+                    rule,
+                    "nest.on_mismatch",
+                    words,
+                    f"other rules allow {' or '.join(before)} alone",
+                )
             if asked is not None and asked not in left:
                 raise file.broken(rule, "nest.on_mismatch", asked, f"it is {words}")
     return tuple(sorted(left, key=lambda each: each != asked))
@@ -109,8 +118,12 @@ def read_launched(path: Path, num_gpus: int | None = None) -> PinnedPlan:
     found, policy = parse_pinned(content, path, num_gpus), read_policy()
     for file in _asking_for_review(policy, found):
         if _is_outside(place, file):
-            limit = f"plans are launched from {' or '.join(file.launch.plan_folders)}"
-            raise file.broken("launch.plan_folders", "nest.plan", str(path), limit)
+            raise file.broken(
+                "launch.plan_folders",
+                "nest.plan",
+                str(path),
+                f"plans are launched from {' or '.join(file.launch.plan_folders)}",
+            )
         if file.launch.signers:
             signers = read_signers(file.launch.signers, file.owners)
             signed = verify_pinned(path, signers, num_gpus=num_gpus, content=content)

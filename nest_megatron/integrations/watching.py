@@ -58,8 +58,9 @@ class WatchedLoop:
         run: RunRecord | None = None,
     ) -> None:
         if steps < 1:
-            fix = "Give at least 1, or do not watch it."
-            raise UserInputError("steps", steps, limit="it is at least 1", fix=fix)
+            raise UserInputError(
+                "steps", steps, limit="it is at least 1", fix="Give at least 1, or do not watch it."
+            )
         self.plan, self._steps, self._launch, self._run = plan, steps, launch, run
         self._recorder: Recorder | None = None
         self._has_begun = False
@@ -155,9 +156,12 @@ def loop_of_hydra(steps: int) -> WatchedLoop:
     plans = sys.modules.get("nest_megatron.integrations.hydra.plans")
     found = None if plans is None else plans.PLANS.latest
     if plans is None or found is None:
-        limit = "no Hydra application was planned in this process"
-        fix = "Give the plan, or start the application with +nest=auto."
-        raise UserInputError("plan", None, limit, fix)
+        raise UserInputError(
+            "plan",
+            None,
+            "no Hydra application was planned in this process",
+            "Give the plan, or start the application with +nest=auto.",
+        )
     return WatchedLoop(found.plan, steps=steps, launch=plans.PLANS.launch, run=plans.PLANS.run)
 
 
@@ -168,9 +172,12 @@ def require_planned(plan: ParallelPlan, num_ranks: int) -> None:
         NestError: if it is another layout than the plan's.
     """
     if num_ranks != plan.layout.num_gpus:
-        limit = f"the plan is for {plan.layout.num_gpus}"
-        fix = "Plan for the ranks that run."
-        raise UserInputError("ranks", num_ranks, limit, fix)
+        raise UserInputError(
+            "ranks",
+            num_ranks,
+            f"the plan is for {plan.layout.num_gpus}",
+            "Plan for the ranks that run.",
+        )
     state = sys.modules.get("megatron.core.parallel_state")
     if state is not None and state.model_parallel_is_initialized():
         from nest_megatron.integrations.megatron_lm.groups import compare_groups
@@ -192,6 +199,9 @@ def require_planned_batch(plan: ParallelPlan) -> None:
         return
     planned = plan.layout.global_batch_size, plan.layout.num_microbatches
     if (batch, num_microbatches) != planned:
-        value = f"{batch} sequences in {num_microbatches} micro batches"
-        limit = f"the plan is for {planned[0]} in {planned[1]}"
-        raise UserInputError("batch", value, limit, fix="Plan for the batch that runs.")
+        raise UserInputError(
+            "batch",
+            f"{batch} sequences in {num_microbatches} micro batches",
+            f"the plan is for {planned[0]} in {planned[1]}",
+            fix="Plan for the batch that runs.",
+        )

@@ -74,9 +74,12 @@ def run_command(
         UserInputError: for a command without a script, or a job that cannot be run for a while.
     """
     if not command.script:
-        limit = "it has no training script, so it cannot be started"
-        fix = "Give the whole command: torchrun ... pretrain_gpt.py <flags>."
-        raise UserInputError("--from", " ".join(command.argv[:4]), limit, fix)
+        raise UserInputError(
+            "--from",
+            " ".join(command.argv[:4]),
+            "it has no training script, so it cannot be started",
+            "Give the whole command: torchrun ... pretrain_gpt.py <flags>.",
+        )
     launch = plan.launch[LAUNCHER]
     ours = ("+nest=pinned", f"nest.plan={pinned}", f"nest.watch={iterations}")
     num_nodes, per_node = launch_size(plan)

@@ -92,12 +92,19 @@ def read_tuned(
     names = [name for name in asked.free.split(",") if name.strip()]
     job, request = read_request(asked.command, composed, free=names, version=asked.megatron_version)
     if job.command is None:
-        limit, fix = "a run is a Megatron-LM command", "Measure the recipe's plans by hand."
-        raise UserInputError("--from", job.script, limit, fix)
+        raise UserInputError(
+            "--from",
+            job.script,
+            "a run is a Megatron-LM command",
+            "Measure the recipe's plans by hand.",
+        )
     if job.batch_schedule is not None:
-        limit = "the batch grows, so that the first steps are not those that are planned for"
-        fix = "Leave --rampup-batch-size out to tune at the batch where it ends."
-        raise UserInputError("--from", "--rampup-batch-size", limit, fix)
+        raise UserInputError(
+            "--from",
+            "--rampup-batch-size",
+            "the batch grows, so that the first steps are not those that are planned for",
+            "Leave --rampup-batch-size out to tune at the batch where it ends.",
+        )
     if "search.num_alternatives" not in composed.given:
         request = dataclasses.replace(request, num_alternatives=_LAYOUTS - 1)
     site = None if request.site is None else request.site.without(trials)

@@ -59,9 +59,12 @@ class Local:
         """Run a command in a process group of its own."""
         if command.num_nodes > 1 and not command.starts_ranks:
             hosts = command.num_nodes
-            limit = f"the command starts ranks on this host alone, and the job has {hosts} hosts"
-            fix = "Inside a Slurm allocation give --launcher srun; elsewhere --launcher submitit."
-            raise UserInputError("--launcher", "local", limit, fix)
+            raise UserInputError(
+                "--launcher",
+                "local",
+                f"the command starts ranks on this host alone, and the job has {hosts} hosts",
+                "Inside a Slurm allocation give --launcher srun; elsewhere --launcher submitit.",
+            )
         launcher = command.launcher
         if command.is_torchrun and not meets(launcher):
             launcher = (*launcher, "--standalone")  # two jobs on one host do not meet
@@ -92,9 +95,12 @@ def step_words(command: RunCommand, environment: Mapping[str, str]) -> list[str]
         UserInputError: outside an allocation.
     """
     if "SLURM_JOB_ID" not in environment:
-        limit = "this process runs in no Slurm allocation (SLURM_JOB_ID is not set)"
-        fix = "Run it inside sbatch or salloc, or give --launcher submitit."
-        raise UserInputError("--launcher", "srun", limit, fix)
+        raise UserInputError(
+            "--launcher",
+            "srun",
+            "this process runs in no Slurm allocation (SLURM_JOB_ID is not set)",
+            "Run it inside sbatch or salloc, or give --launcher submitit.",
+        )
     if command.starts_ranks:  # the user's own srun
         return command.words()
     tasks = 1 if command.is_torchrun else command.gpus_per_node
@@ -194,9 +200,12 @@ def launcher_named(name: str, options: Sequence[str], command: RunCommand) -> La
     require_known("--launcher", name, LAUNCHERS)
     given = _pairs(options)
     if given and name not in ("submitit", "nemo_run"):
-        limit = "options are those of submitit and NeMo-Run"
-        fix = "Leave them out, or add --launcher submitit or nemo_run."
-        raise UserInputError("--launcher-option", options[0], limit, fix)
+        raise UserInputError(
+            "--launcher-option",
+            options[0],
+            "options are those of submitit and NeMo-Run",
+            "Leave them out, or add --launcher submitit or nemo_run.",
+        )
     if name == "auto":
         in_allocation = "SLURM_JOB_ID" in os.environ and command.num_nodes > 1
         name = "srun" if in_allocation and not command.starts_ranks else "local"
@@ -205,9 +214,12 @@ def launcher_named(name: str, options: Sequence[str], command: RunCommand) -> La
         return Submitit(options=given, cluster=cluster)
     if name == "nemo_run":
         if given.keys() != {"executor"}:
-            limit = "NeMo-Run is told one executor, and nothing else"
-            fix = "Give --launcher-option executor=NAME, or a .yaml file."
-            raise UserInputError("--launcher-option", list(options), limit, fix)
+            raise UserInputError(
+                "--launcher-option",
+                list(options),
+                "NeMo-Run is told one executor, and nothing else",
+                "Give --launcher-option executor=NAME, or a .yaml file.",
+            )
         return NemoRun(str(given["executor"]))
     return Srun() if name == "srun" else Local()
 
@@ -217,9 +229,12 @@ def _pairs(options: Iterable[str]) -> dict[str, Any]:
     for option in options:
         key, equals, value = option.partition("=")
         if not equals:
-            fix = "Write --launcher-option slurm_partition=h100."
-            limit = "it must be KEY=VALUE"
-            raise UserInputError("--launcher-option", option, limit, fix)
+            raise UserInputError(
+                "--launcher-option",
+                option,
+                "it must be KEY=VALUE",
+                "Write --launcher-option slurm_partition=h100.",
+            )
         found[key] = parse_yaml(value, "--launcher-option")
     return found
 
@@ -247,9 +262,12 @@ def run_process(
                 preexec_fn=_end_with_parent,  # noqa: PLW1509 - one call into libc
             )
         except OSError as error:
-            limit = f"it cannot be started: {error.strerror or error}"
-            fix = "Start it by hand once, in this folder and environment."
-            raise UserInputError("--from", words[0], limit, fix) from error
+            raise UserInputError(
+                "--from",
+                words[0],
+                f"it cannot be started: {error.strerror or error}",
+                "Start it by hand once, in this folder and environment.",
+            ) from error
         code: int | None = None
         try:
             code = child.wait(timeout_s)

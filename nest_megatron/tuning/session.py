@@ -90,14 +90,17 @@ def new_session(folder: Path, asked: Asked) -> Iterator[Session]:
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
-        limit = f"it cannot be made: {error.strerror or error}"
-        fix = "Name another."
-        raise UserInputError("--out", str(folder), limit, fix) from error
+        raise UserInputError(
+            "--out", str(folder), f"it cannot be made: {error.strerror or error}", "Name another."
+        ) from error
     with _held(folder):
         if any(path.name not in (_LOCK, _HOLDER) for path in folder.iterdir()):
-            limit = "there are files in it"
-            fix = f"Name another folder, or go on with --resume {folder}."
-            raise UserInputError("--out", str(folder), limit, fix)
+            raise UserInputError(
+                "--out",
+                str(folder),
+                "there are files in it",
+                f"Name another folder, or go on with --resume {folder}.",
+            )
         _append(folder, to_plain(asked))
         yield Session(folder, asked, {})
 
@@ -111,15 +114,22 @@ def resumed_session(folder: Path) -> Iterator[Session]:
     """
     journal = folder / _JOURNAL
     if not journal.is_file():
-        limit = f"it holds no tuning (there is no {_JOURNAL})"
-        raise UserInputError(_OPTION, str(folder), limit, fix="Check the path.")
+        raise UserInputError(
+            _OPTION,
+            str(folder),
+            f"it holds no tuning (there is no {_JOURNAL})",
+            fix="Check the path.",
+        )
     with _held(folder):
         asked, trials = _read(journal)
         if asked.nest_megatron_version != __version__:
             began = asked.nest_megatron_version
-            limit = f"nest-megatron {began} began it, and this is {__version__}"
-            fix = "Begin anew: predictions of two versions are not compared."
-            raise UserInputError(_OPTION, str(folder), limit, fix)
+            raise UserInputError(
+                _OPTION,
+                str(folder),
+                f"nest-megatron {began} began it, and this is {__version__}",
+                "Begin anew: predictions of two versions are not compared.",
+            )
         yield Session(folder, asked, trials)
 
 
@@ -132,8 +142,7 @@ def _read(journal: Path) -> tuple[Asked, dict[int, Trial]]:
         except ValueError:
             warn_once(f"{journal}: line {number} is cut off, and is passed over.")
     if not documents:
-        fix = "Begin anew."
-        raise UserInputError(_OPTION, str(journal), limit="it is empty", fix=fix)
+        raise UserInputError(_OPTION, str(journal), limit="it is empty", fix="Begin anew.")
     trials = (from_plain(Trial, each, "journal:") for each in documents[1:])
     return from_plain(Asked, documents[0], "journal:"), {trial.number: trial for trial in trials}
 
@@ -157,9 +166,12 @@ def _held(folder: Path) -> Iterator[None]:
     with open_locked(folder / _LOCK) as lock:
         if lock is None:
             holder = read_text(path, "tune").strip() if path.is_file() else "an unknown process"
-            limit = f"{holder} tunes in it"
-            fix = "Wait for its end, end it, or name another folder."
-            raise UserInputError("tune", str(folder), limit, fix)
+            raise UserInputError(
+                "tune",
+                str(folder),
+                f"{holder} tunes in it",
+                "Wait for its end, end it, or name another folder.",
+            )
         when = time.strftime("%Y-%m-%d %H:%M:%S")
         write_text(path, f"process {os.getpid()} on {socket.gethostname()}, since {when},\n")
         yield

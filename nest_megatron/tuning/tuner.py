@@ -172,8 +172,9 @@ class Tuner:
             running = running_file(self.session.folder / trial.folder)
             with open_locked(running, _ENDING_S) as lock:
                 if lock is None:
-                    limit, fix = "it still runs", "End it, or wait for its end."
-                    raise UserInputError("tune", trial.folder, limit, fix)
+                    raise UserInputError(
+                        "tune", trial.folder, "it still runs", "End it, or wait for its end."
+                    )
             history, output = (self.session.path(trial, name) for name in (_HISTORY, _OUTPUT))
             self._ended(interrupted(trial, history, output))
 
@@ -187,9 +188,12 @@ class Tuner:
         for each in self.job.ranked.candidates:
             if each.solved.layout == own:
                 return each
-        limit = "planned again, this job has no such plan"
-        fix = "Begin anew, with the command, settings and profiles of now."
-        raise UserInputError("tune", describe_grid(own), limit, fix)
+        raise UserInputError(
+            "tune",
+            describe_grid(own),
+            "planned again, this job has no such plan",
+            "Begin anew, with the command, settings and profiles of now.",
+        )
 
 
 def trials_of(session: Session) -> frozenset[str]:

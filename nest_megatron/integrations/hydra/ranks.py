@@ -56,13 +56,19 @@ def num_gpus(view: AppView, environment: Mapping[str, str]) -> int:
     }
     found = {where: count for where, count in said.items() if count is not None}
     if not found:
-        limit = "neither the application nor a launcher says how many GPUs there are"
-        fix = "Give nest.num_gpus=64."
-        raise UserInputError("nest.num_gpus", None, limit, fix)
+        raise UserInputError(
+            "nest.num_gpus",
+            None,
+            "neither the application nor a launcher says how many GPUs there are",
+            "Give nest.num_gpus=64.",
+        )
     if len(set(found.values())) > 1:
-        limit = "they are the same number of ranks"
-        fix = "Correct the one that is wrong; nest.num_gpus is not needed."
-        raise UserInputError(" / ".join(found), list(found.values()), limit, fix)
+        raise UserInputError(
+            " / ".join(found),
+            list(found.values()),
+            "they are the same number of ranks",
+            "Correct the one that is wrong; nest.num_gpus is not needed.",
+        )
     return next(iter(found.values()))
 
 

@@ -68,8 +68,12 @@ def launch_request(
     """
     needed, placed = plan.layout.num_gpus, plan.cluster.num_gpus
     if needed > placed:
-        fix = "Use the plan as it was written, or plan again."
-        raise UserInputError("tp * pp * cp * dp", needed, f"the plan is for {placed} GPUs", fix)
+        raise UserInputError(
+            "tp * pp * cp * dp",
+            needed,
+            f"the plan is for {placed} GPUs",
+            "Use the plan as it was written, or plan again.",
+        )
     settings = restored_settings(plan.provenance.settings)
     return layout_request(
         plan.model,

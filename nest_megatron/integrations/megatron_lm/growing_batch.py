@@ -16,8 +16,12 @@ def stated_schedule(
     stated = {STEPS: values.get(STEPS)} if _ignores_rampup(version) else values
     last = values.get("global_batch_size")
     if last is not None and stated.get(STEPS):
-        limit = f"{flag_of(STEPS)} is given as well, and Megatron takes one"
-        raise flag_error("global_batch_size", last, limit, "Drop one of the two.")
+        raise flag_error(
+            "global_batch_size",
+            last,
+            f"{flag_of(STEPS)} is given as well, and Megatron takes one",
+            "Drop one of the two.",
+        )
     return read_schedule(
         stated.get,
         last=last,

@@ -47,12 +47,13 @@ def before_training() -> None:
         if words.mode is Mode.OFF:
             return
         if any(word.partition("=")[0] == "--yaml-cfg" for word in rest):
-            limit = (
+            raise UserInputError(
+                "--yaml-cfg",
+                True,
                 "Megatron's own parser fails on files like its example, which lacks arguments "
-                "that it reads (enable_msc), in every release that was tried"
+                "that it reads (enable_msc), in every release that was tried",
+                "Give the settings as flags, or launch without nest.",
             )
-            fix = "Give the settings as flags, or launch without nest."
-            raise UserInputError("--yaml-cfg", True, limit, fix)
         set_rank_variables()
         _job = LaunchedJob(words=words, launch=launch, script=sys.argv[0], argv=tuple(rest))
 

@@ -125,8 +125,12 @@ def _orders(
     """What to measure, and the profile that has the rest."""
     seconds = place.settings.profile.max_seconds
     if job.transformer_impl not in tuple(Implementation):
-        limit, fix = "layers of this kind are not measured", "Leave nest.profile.mode=measure out."
-        raise flag_error("transformer_impl", job.transformer_impl, limit, fix)
+        raise flag_error(
+            "transformer_impl",
+            job.transformer_impl,
+            "layers of this kind are not measured",
+            "Leave nest.profile.mode=measure out.",
+        )
     implementation = Implementation(job.transformer_impl)
     max_seconds = require_seconds("nest.profile.max_seconds", seconds)
     outcome = decide(job, with_profile(place, ProfileMode.ANALYTIC), free=free)

@@ -120,9 +120,12 @@ def here(implementation: Implementation) -> Machine:
     try:
         gpus = local_gpus()
     except UserInputError as error:
-        limit = f"{error.what} = {error.value}: {error.limit}"
-        fix = "Leave nest.profile.mode=measure out."
-        raise UserInputError("nest.profile.mode", "measure", limit, fix) from error
+        raise UserInputError(
+            "nest.profile.mode",
+            "measure",
+            f"{error.what} = {error.value}: {error.limit}",
+            "Leave nest.profile.mode=measure out.",
+        ) from error
     machine = this_machine(Where.CPU, implementation)
     if gpus is None:
         return machine

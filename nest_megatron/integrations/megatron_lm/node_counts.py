@@ -50,9 +50,12 @@ def gpus_per_host(cluster: Cluster) -> int:
     """
     size = cluster.host_size
     if size is None:
-        limit = "its description does not say how many GPUs a host has"
-        fix = "Describe a level of the node, or give gpus_per_host."
-        raise UserInputError(f"cluster {cluster.name}", None, limit, fix)
+        raise UserInputError(
+            f"cluster {cluster.name}",
+            None,
+            "its description does not say how many GPUs a host has",
+            "Describe a level of the node, or give gpus_per_host.",
+        )
     return size
 
 
@@ -65,9 +68,12 @@ def sized(composed: Settings, counts: Sequence[int]) -> Settings:
     cluster = read_cluster(composed)
     size, most = gpus_per_host(cluster), max(counts) * gpus_per_host(cluster)
     if "cluster.num_gpus" in composed.given and cluster.num_gpus < most:
-        limit = f"{max(counts)} nodes have {most} GPUs, and cluster.num_gpus={cluster.num_gpus}"
-        fix = f"End at {cluster.num_gpus // size}, or leave cluster.num_gpus out."
-        raise UserInputError(_WHAT, _words(counts), limit, fix)
+        raise UserInputError(
+            _WHAT,
+            _words(counts),
+            f"{max(counts)} nodes have {most} GPUs, and cluster.num_gpus={cluster.num_gpus}",
+            f"End at {cluster.num_gpus // size}, or leave cluster.num_gpus out.",
+        )
     fields = {**(composed.cluster or {}), "num_gpus": most}
     given = composed.given | {"cluster.num_gpus"}
     return dataclasses.replace(composed, cluster=fields, given=given)
@@ -171,9 +177,12 @@ def plan_for_nodes(job: TableJob, counts: Sequence[int]) -> PlanTable:
     tables = [(loads, _loading(job, alone, loads)) for loads in _candidates(job, alone)]
     if not tables:
         entry, _ = alone[0]
-        fix = "Give numbers of nodes that the batch divides over and the model fits on."
-        limit = f"there is no plan for any of them; for {entry.num_nodes}: {entry.told}"
-        raise UserInputError(_WHAT, _words(counts), limit, fix)
+        raise UserInputError(
+            _WHAT,
+            _words(counts),
+            f"there is no plan for any of them; for {entry.num_nodes}: {entry.told}",
+            "Give numbers of nodes that the batch divides over and the model fits on.",
+        )
     loads, found = max(tables, key=lambda each: _worth(each[1]))
     return PlanTable(
         entries=_advised(found, _fewer(job, found, loads)),

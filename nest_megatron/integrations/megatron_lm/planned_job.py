@@ -90,8 +90,12 @@ class PlannedJob:
         """All layouts with the sizes that were named; the sharding is the plan's otherwise."""
         schedule = self._plan.train.batch_schedule
         if composed.parallel.sequence_parallel is False:
-            limit, fix = "plans have it wherever tensor parallelism is on", "Give it to --versus."
-            raise UserInputError("sequence_parallel", False, limit, fix)
+            raise UserInputError(
+                "sequence_parallel",
+                False,
+                "plans have it wherever tensor parallelism is on",
+                "Give it to --versus.",
+            )
         own, zero = self._plan.layout.sharding, read_zero(composed.parallel)
         zeros = (self._plan.layout.zero if zero is None else zero,)
         order = read_rank_order(composed.parallel)
@@ -180,8 +184,12 @@ class PlannedJob:
             gpus = self._plan.layout.num_gpus
             replica = math.prod(degrees[name] for name in REPLICA_DEGREES)
             if gpus % replica:
-                limit, fix = f"it must divide the plan's {gpus} GPUs", "Change one of the sizes."
-                raise UserInputError("tp * cp * pp", replica, limit, fix)
+                raise UserInputError(
+                    "tp * cp * pp",
+                    replica,
+                    f"it must divide the plan's {gpus} GPUs",
+                    "Change one of the sizes.",
+                )
             degrees["data_parallel_size"] = gpus // replica
         return ParallelDims(**degrees, rank_order=rank_order or own.rank_order)
 

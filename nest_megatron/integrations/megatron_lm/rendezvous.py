@@ -170,9 +170,12 @@ def connect_store(context: RankContext) -> TimedStore:
         port = int(context.environment["MASTER_PORT"])
         return _joined(context, port, context.rendezvous_timeout_s)
     if "MASTER_ADDR" not in context.environment:
-        limit = f"{context.world_size} ranks meet there"
-        fix = "Export it with rank 0's host, as for any launch without torchrun."
-        raise UserInputError("MASTER_ADDR", None, limit, fix)
+        raise UserInputError(
+            "MASTER_ADDR",
+            None,
+            f"{context.world_size} ranks meet there",
+            "Export it with rank 0's host, as for any launch without torchrun.",
+        )
     return _host(context) if context.rank == 0 else _find(context)
 
 
@@ -193,9 +196,12 @@ def _host(context: RankContext) -> TimedStore:
             store.call("set", "hello", "yes")
             return store
     tried = ", ".join(map(str, ports(context)))
-    limit = f"none of the ports {tried} is free on rank 0's host ({socket.gethostname()})"
-    fix = "Give a free one with nest.port, or launch with torchrun."
-    raise UserInputError("nest.port", context.port, limit, fix)
+    raise UserInputError(
+        "nest.port",
+        context.port,
+        f"none of the ports {tried} is free on rank 0's host ({socket.gethostname()})",
+        "Give a free one with nest.port, or launch with torchrun.",
+    )
 
 
 def _find(context: RankContext) -> TimedStore:

@@ -74,10 +74,12 @@ def short_run(argv: Sequence[str], version: str, iterations: int) -> tuple[str, 
     values = command.values
     for name in ("rampup_batch_size", "step_batch_size_schedule"):
         if values.get(name):
-            limit = "the first steps have another batch than the one that is planned for"
-            fix = "Leave it out of the command to tune at the batch where it ends."
-            flag = f"--{name.replace('_', '-')}"
-            raise UserInputError(flag, values[name], limit, fix)
+            raise UserInputError(
+                f"--{name.replace('_', '-')}",
+                values[name],
+                "the first steps have another batch than the one that is planned for",
+                "Leave it out of the command to tune at the batch where it ends.",
+            )
     restores = bool(values.get("use_checkpoint_args"))
     left_out = _WRITES | _LASTS | _RESTORES | (frozenset() if restores else _RESTORED)
     kept = (each for each in command.options if each.dest not in left_out)
