@@ -37,6 +37,7 @@ from nest_megatron.cost_model.uncertainty import (  # noqa: E402
     predictive,
     probability_faster,
 )
+from nest_megatron.errors import UserInputError  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.layout.plan import ParallelPlan  # noqa: E402
 from nest_megatron.planner import Request, plan  # noqa: E402
@@ -136,18 +137,20 @@ NOMINAL = {"max_oom_chance": 0.5, "tie_percent": 0.0}
 
 
 def planned(run: Published, world: World, seconds: float, **rule: float) -> ParallelPlan | None:
-    """The plan of a rule for a job in some world; ``None`` where none is found in time."""
-    found = plan(
-        Request(
-            spec=run.job.spec,
-            cluster=world.cluster,
-            settings=world.settings,
-            global_batch_size=run.prediction.layout.global_batch_size,
-            space=space_of(run),
-            max_seconds=seconds,
-            **rule,
-        )
+    """The plan of a rule for a job in some world; ``None`` where none is legal, or found in time."""
+    asked = Request(
+        spec=run.job.spec,
+        cluster=world.cluster,
+        settings=world.settings,
+        global_batch_size=run.prediction.layout.global_batch_size,
+        space=space_of(run),
+        max_seconds=seconds,
+        **rule,
     )
+    try:
+        found = plan(asked)
+    except UserInputError:
+        return None
     return found if isinstance(found, ParallelPlan) else None
 
 
