@@ -137,7 +137,7 @@ NOMINAL = {"max_oom_chance": 0.5, "tie_percent": 0.0}
 
 
 def planned(run: Published, world: World, seconds: float, **rule: float) -> ParallelPlan | None:
-    """The plan of a rule for a job in some world; ``None`` where none is legal, or found in time."""
+    """The plan of a rule for a job in some world; ``None`` where none is legal or found in time."""
     asked = Request(
         spec=run.job.spec,
         cluster=world.cluster,
