@@ -57,9 +57,8 @@ WITH_OWN_LOADER = {
     "integrations/dry_run/run.py",
     "integrations/hydra/ranks.py",
     "integrations/megatron_lm/agreement.py",
-    "integrations/megatron_lm/job_hosts.py",
-    "integrations/megatron_lm/messages.py",
-    "integrations/recorder.py",
+    "integrations/megatron_lm/measure.py",
+    "integrations/megatron_lm/measure_child.py",
 }
 
 
