@@ -14,12 +14,13 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import out_of_memory
 from nest_megatron.cost_model.settings import stored_settings
 from nest_megatron.cost_model.site import expected
-from nest_megatron.cost_model.uncertainty import probability_faster
+from nest_megatron.cost_model.uncertainty import Predictive, probability_faster
 from nest_megatron.files import now
 from nest_megatron.layout.batch_schedule import BatchSchedule, PredictedBatch, TrainChoice
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.estimate import Alternative, Estimate, Placement
 from nest_megatron.layout.layout import Layout, PartialLayout
+from nest_megatron.layout.objective import Uncertainty
 from nest_megatron.layout.plan import ParallelPlan, Provenance, SearchRecord
 from nest_megatron.layout.plan_file import digest
 from nest_megatron.layout.policy import Policy
@@ -27,7 +28,6 @@ from nest_megatron.layout.price import Price, Rates, price
 from nest_megatron.layout.rank_order import GroupKind, group_level, group_of_rank
 from nest_megatron.planner.choice import Chosen
 from nest_megatron.planner.request import Request
-from nest_megatron.planner.uncertain import described
 from nest_megatron.profile.records import ANALYTIC_NAME, Source
 from nest_megatron.solver.backend import choose
 from nest_megatron.solver.outcome import NO_THRESHOLD
@@ -103,6 +103,23 @@ def assemble(
         ),
         batches=batches,
         **others,
+    )
+
+
+def described(known: Predictive, out_of_memory: float) -> Uncertainty:
+    """A predictive distribution in few numbers, for plan files."""
+    low_s, high_s = known.interval(0.9)
+    return Uncertainty(
+        mean_s=known.expected_s,
+        low_s=low_s,
+        high_s=high_s,
+        percentile_90_s=known.quantile_s(0.9),
+        confidence=known.confidence.level,
+        kind=known.confidence.kind,
+        runs=known.confidence.runs,
+        error_percent=known.confidence.error_pct,
+        out_of_memory=out_of_memory,
+        median_s=None if known.learned is None else known.median_s,
     )
 
 

@@ -19,7 +19,6 @@ from nest_megatron.layout.objective import Choice, Shortlist
 from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.plain import to_plain
 from nest_megatron.planner.request import Request
-from nest_megatron.planner.uncertain import shortlisted
 from nest_megatron.solver.ranking import SearchResult, SolvedLayout, layout_of
 from nest_megatron.units import Bytes, Seconds, to_seconds
 
@@ -78,6 +77,8 @@ class Chosen:
 
     def shortlist(self, model: CostModel) -> Shortlist:
         """Which of the plan and its runners-up could be the fastest."""
+        from nest_megatron.planner.to_measure import shortlisted
+
         plans = (self.plan, *self.others)
         steps = [self.known[plan].step for plan in plans]
         return shortlisted(model, steps, [plan.layout for plan in plans])

@@ -1,4 +1,4 @@
-"""What to measure where several plans could be the fastest: which profile, for how long, on what.
+"""Which plans could be the fastest, and what to measure then: which profile, how long, on what.
 
 A profile of layers needs one GPU: blocks are timed without their collectives. One of the network
 needs the nodes that the groups of the layouts cross.
@@ -14,13 +14,21 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.compute import operator_times
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.shortlist import LAYERS, NETWORK
+from nest_megatron.cost_model.shortlist import (
+    LAYERS,
+    NETWORK,
+    Measurement,
+    measurements,
+    shortlist,
+)
+from nest_megatron.cost_model.uncertainty import Predictive
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.objective import SURE
+from nest_megatron.layout.objective import SURE, Shortlist
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rank_order import GroupKind, group_level
 from nest_megatron.model.operators import block_graph
 from nest_megatron.model.spec import ModelFamily
+from nest_megatron.profile.choose import MEASURE_COMMAND
 from nest_megatron.profile.records import Source
 from nest_megatron.profile.session import BUDGET_S, Task, divides, telling_apart
 from nest_megatron.units import Seconds
@@ -131,3 +139,41 @@ def _crosses(model: CostModel, mechanism: Mechanism, grids: Sequence[PartialLayo
     return any(
         group_level(grid.dims, kind, sizes) > 0 for grid in grids for kind in _GROUPS[mechanism]
     )
+
+
+def shortlisted(
+    model: CostModel, plans: Sequence[Predictive], grids: Sequence[PartialLayout]
+) -> Shortlist:
+    """Few plans of which one is as fast as the fastest, and what to measure to know more."""
+    found = shortlist(plans, SURE)
+    can_be_made = [*profiles(model, grids, [grids[number] for number in found.plans])]
+    measured = measurements(plans, SURE, [each.mechanisms for each in can_be_made])
+    return Shortlist(
+        numbers=found.plans,
+        chance=found.chance,
+        chances=tuple(found.chances[number] for number in found.plans),
+        measurements=tuple(
+            _words(each, None if each.profile is None else can_be_made[each.profile])
+            for each in measured
+        ),
+    )
+
+
+def _words(found: Measurement, profile: Profile | None) -> str:
+    """A measurement, what it costs and what it is worth, for people."""
+    faster = f"to make the choice {found.gain_percent:.1f} % faster"
+    if profile is not None and profile.num_nodes:
+        # how far a prediction can be off does not follow from a network that was measured
+        return f"{_time(profile)} on {_NODES[profile.num_nodes]} (the network): expected {faster}"
+    if profile is None:
+        what = "a run of " + ("the plan" if found.plan == 0 else f"runner-up {found.plan}")
+    else:
+        what = f"{_time(profile)} on one GPU ({profile.num_shapes} shapes of layers)"
+    return f"{what}: expected to leave {found.shortlist_size:.1f} plans and {faster}"
+
+
+_NODES = {1: "one node", 2: "two nodes"}
+
+
+def _time(profile: Profile) -> str:
+    return f"{minutes(profile.seconds)} of `{MEASURE_COMMAND} --for PLAN.YAML`"

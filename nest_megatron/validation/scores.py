@@ -19,9 +19,9 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import out_of_memory
 from nest_megatron.cost_model.shortlist import shortlist
 from nest_megatron.cost_model.uncertainty import Predictive, predictive, probability_faster
+from nest_megatron.layout.objective import SURE
 from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.planner.choice import Candidate, allowed, ties
-from nest_megatron.planner.uncertain import LEVEL
 from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.units import Seconds, to_ticks
 from nest_megatron.validation.predict import RowPrediction
@@ -151,10 +151,6 @@ def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
     return statistics.correlation(rankdata(left).tolist(), rankdata(right).tolist())
 
 
-#: Chance from which an order of two layouts counts as sure.
-_SURE = 0.9
-
-
 def candidate_of(model: CostModel, prediction: RowPrediction) -> Candidate:
     """A measured run as a plan that a search may choose; no settings of a user speak for it."""
     layout = prediction.layout
@@ -203,7 +199,7 @@ def choice_scores(layouts: Sequence[tuple[Candidate, Seconds]]) -> ChoiceScores:
         return float(100.0 * (measured[place] / best - 1.0))
 
     steps = [each.step for each in candidates]
-    found = shortlist(steps, LEVEL)
+    found = shortlist(steps, SURE)
     sure = _sure_pairs(steps, measured)
     return ChoiceScores(
         nominal_regret_pct=regret_pct(min(candidates, key=lambda each: each.step.median_s)),
@@ -226,7 +222,7 @@ def _sure_pairs(steps: Sequence[Predictive], measured: Sequence[Seconds]) -> lis
     return [
         first <= (1 + NOISE) * second
         for (a, first), (b, second) in itertools.permutations(zip(steps, measured, strict=True), 2)
-        if probability_faster(a, b) >= _SURE
+        if probability_faster(a, b) >= SURE
     ]
 
 
