@@ -132,5 +132,5 @@ def flag_cost_report(planned_s: Seconds, costs: Iterable[tuple[str, Seconds]]) -
         words = f"{cost:.1f} %" if cost >= 0.05 else "nothing"
         table.add_row(f"nest.free=[{choice}]", format_seconds(freed_s), words)
     step = format_seconds(planned_s)
-    title = f"nest: what your flags cost, by shortest predicted steps ({step} with all)"
+    title = f"nest: what your flags cost, by predicted steps ({step} with all)"
     return Group(Text(title), table)
