@@ -49,7 +49,7 @@ from tests.knob_tables import LEFT_KNOBS, framework_table, knob_table, left_tabl
 EXPERTS = (
     "model=mixtral_8x7b",
     "cluster=dgx_h100",
-    "cluster.num_gpus=16",
+    "cluster.num_gpus=32",
     "train.global_batch_size=64",
     "parallel.expert_model_parallel_size=8",
     "parallel.expert_tensor_parallel_size=1",
@@ -155,7 +155,7 @@ def test_the_page_shows_the_tables() -> None:
 
 
 def test_an_unknown_package_is_an_offer_at_the_price_of_this_layout() -> None:
-    found = planned("cluster=dgx_a100", "cluster.num_gpus=16")
+    found = planned("cluster=dgx_a100")
     assert not any("flex" in offer for offer in found.offers)  # its kernels need Hopper
     many = (
         "model=qwen3_30b_a3b",

@@ -131,7 +131,7 @@ def test_a_pinned_plan_is_priced_so_today(recipe: make.Recipe, cluster: str) -> 
 
 def test_virtual_stages_of_a_hybrid_model_are_priced_by_the_rules_of_their_release() -> None:
     """Megatron-LM 0.16.1 has none, 0.20 has."""
-    plan = read(make.ROOT / make.LM / "plans" / "nemotron_h_56b_dgx_h100.yaml").plan
+    plan = read(make.ROOT / make.LM / "plans" / "nemotron_h_56b_gb200_nvl72.yaml").plan
     job = PlannedJob(plan, None)
     assert plan.arguments["virtual_pipeline_model_parallel_size"] > 1
     assert job.priced(job.own).predicted.iteration_time_s == plan.predicted.iteration_time_s

@@ -124,7 +124,7 @@ class SiteChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RiskierLayout:
-    """The fastest layout that rather starts than not, where it is faster than all allowed ones.
+    """The fastest layout that rather starts than not, where all allowed ones are slower.
 
     Args:
         out_of_memory: chance that it runs out of memory.
@@ -144,8 +144,8 @@ class Choice:
         tie_percent: plans so close to the fastest count as equal.
         num_tied: layouts that do.
         fastest_s: the shortest predicted step.
-        riskier: what the limit on the risk costs; ``None`` where it costs nothing, or that was not
-            asked for.
+        riskier: what the limit on the risk costs; ``None`` where that is no more than a tie, or no
+            runner-up is asked for.
     """
 
     max_oom_chance: float

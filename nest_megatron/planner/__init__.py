@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -180,7 +181,7 @@ def _search(
 def _with_riskier(
     request: Request, deadline: Deadline, searched: _Searched, choice: Choice
 ) -> Choice:
-    """What the limit on the risk costs: the fastest plan that rather starts than not."""
+    """What the limit on the risk costs, if more than a tie: the fastest that rather starts."""
     if request.max_oom_chance >= MOST_OOM_CHANCE or not request.num_alternatives:
         return choice
     model = searched.model
@@ -190,7 +191,7 @@ def _with_riskier(
         model=model,
         max_oom_chance=MOST_OOM_CHANCE,
         num_layouts=1,
-        slowest=searched.result.fastest.iteration - 1,
+        slowest=math.ceil(searched.result.fastest.iteration / (1 + request.tie_percent / 100)) - 1,
     ).result
     if not found.plans:
         return choice

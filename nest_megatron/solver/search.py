@@ -100,7 +100,7 @@ class Search(Caching):
         self.grids = GridSpace(self.model, self.global_batch_size, space)
         self.counts = CandidateCounts(self.grids)
         self.peaks = limit or PeakLimit(self.model)
-        self.most_bytes = max(map(self.peaks.at_most, space.zero_stages))
+        self.most_bytes = max(map(self.peaks.at_most, space.zero_stages), default=0)
         self.bounds = Bounds(self.model, self.global_batch_size)
         self.memory = MemoryBounds(self.model, self.grids)
         self.only_one = space.partition is not None or space.even_stages

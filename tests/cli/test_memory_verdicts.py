@@ -165,6 +165,7 @@ def test_near_the_limit_the_margin_is_offered_as_a_risk() -> None:
         "parallel.recompute_granularity=selective",
         "parallel.recompute_modules=[core_attn]",
         "parallel.zero_stage=1",
+        "memory.max_oom_chance=0.5",
         "memory.margin=0.06",
     )
     found = searched(fused, *as_shipped)

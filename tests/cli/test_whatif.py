@@ -243,10 +243,10 @@ def test_a_longer_step_has_a_reason_where_the_present_layout_is_shorter(
         rows = [Variant(row=first, kept=plan), Variant(row=row, kept=kept)]
         return variants_page(plan, rows)
 
-    words = "longer than that of the present layout"
+    words = "The present layout is faster where"
     assert words in notes(plan, longer)
     assert words not in notes(longer, longer), "a worse cluster"
-    assert words not in notes(plan, dataclasses.replace(longer, choice=None)), "nominal"
+    assert words not in notes(plan, dataclasses.replace(longer, choice=None)), "as it was asked for"
 
 
 def test_oversubscription_of_a_plan_file_is_that_of_its_cluster(path: Path, tmp_path: Path) -> None:

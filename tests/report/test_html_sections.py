@@ -103,7 +103,7 @@ def told_at(out_of_memory: float, plan: ParallelPlan) -> str:
 def test_the_verdict_warns_of_a_plan_that_may_run_out_of_memory() -> None:
     plan = searched_plan()
     assert plan.predicted.fits
-    assert told_at(0.05, plan).startswith('<p class="verdict">The fastest')
+    assert told_at(0.05, plan).startswith('<p class="verdict">Proven: ')
     said = 'class="verdict warning">This layout may run out of memory: the chance is 23 %. '
     assert said in told_at(0.23, plan)
     said = "This layout more likely than not runs out of memory: the chance is 57 %. "
@@ -208,7 +208,7 @@ def test_faster_means_more_steps_in_the_same_time_everywhere() -> None:
 
 def test_runners_up_of_a_hybrid_are_told_by_term_under_0_20() -> None:
     """Its virtual stages are legal there, and not under 0.16.1, whose rules refuse none of it."""
-    pinned = read_pinned(Path("recipes/megatron_lm/plans/nemotron_h_56b_dgx_h100.yaml"))
+    pinned = read_pinned(Path("recipes/megatron_lm/plans/nemotron_h_56b_gb200_nvl72.yaml"))
     assert isinstance(pinned, PinnedPlan)
     plan = pinned.plan
     assert plan.arguments["virtual_pipeline_model_parallel_size"]
