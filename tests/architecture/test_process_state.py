@@ -56,6 +56,7 @@ _FUNCTION = (ast.FunctionDef, ast.Lambda)
 VARIABLES = PACKAGE / "integrations" / "process_variables.py"
 #: Attributes that are filled by key, and hold more than values worked out once.
 FILLED = {
+    ("integrations/hydra/plans.py", "_known"): "plans by configuration, made once even if it fails",
     ("megatron_core/recorder.py", "_kept"): "tensors that a backward pass needs",
 }
 
