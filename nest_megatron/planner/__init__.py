@@ -222,8 +222,7 @@ def _present_that_fits(request: Request, model: CostModel) -> Layout | None:
     own = _present_of(request)
     if own is None:
         return None
-    peak_bytes = estimate(model, own).peak_memory_bytes
-    chance = out_of_memory(model, own, peak_bytes, request.site)
+    chance = out_of_memory(model, own, predicted_peak(model, own).peak_bytes, request.site)
     return own if chance <= MOST_OOM_CHANCE else None
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE, out_of_memory
-from nest_megatron.cost_model.pipeline import chunk_cost, rank_memory
+from nest_megatron.cost_model.peak_posterior import predicted_peak
 from nest_megatron.cost_model.site import expected
-from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.uncertainty import Predictive
 from nest_megatron.errors import UserInputError, typed_setting
 from nest_megatron.layout.layout import layout_arguments
@@ -101,7 +99,7 @@ def candidates(
 def _candidate(
     request: Request, model: CostModel, plan: SolvedLayout, present: SolvedLayout | None
 ) -> Candidate:
-    layout, peak = plan.layout, _peak_bytes(model, plan)
+    layout, peak = plan.layout, predicted_peak(model, plan.layout).peak_bytes
     return Candidate(
         solved=plan,
         peak_memory_bytes=peak,
@@ -111,14 +109,6 @@ def _candidate(
         changes=_changes(request, plan),
         is_present=plan == present,
     )
-
-
-def _peak_bytes(model: CostModel, plan: SolvedLayout) -> Bytes:
-    """The highest peak of memory over the ranks of a plan."""
-    problem, stages = stage_problem(model, plan.layout), plan.layout.partition.boundaries
-    chunks = [chunk_cost(problem, first, end) for first, end in pairwise(stages)]
-    ranks = [chunks[rank :: problem.num_stages] for rank in range(problem.num_stages)]
-    return max(rank_memory(problem, rank, held).total for rank, held in enumerate(ranks))
 
 
 def allowed(candidates: Sequence[Candidate], max_oom_chance: float) -> list[Candidate]:

@@ -302,8 +302,7 @@ class Search(Caching):
             if memory.of_family(first, sizes) <= peaks.at_most(first.zero)
         }
         for family in families:
-            most = peaks.of(family)
-            if family.zero not in roomy or memory.of_family(family) > most:
+            if family.zero not in roomy or memory.of_family(family) > (most := peaks.of(family)):
                 self.infeasible[_ACTIVATIONS] += self.counts.of_family(family)
                 continue
             stages = StageProblems(self.model, family, most)

@@ -206,10 +206,8 @@ def _host(context: RankContext) -> TimedStore:
 
 def _find(context: RankContext) -> TimedStore:
     """The store of this job among those that may answer: another job may hold a port of ours."""
-    host, ended = (
-        context.environment["MASTER_ADDR"],
-        time.monotonic() + context.rendezvous_timeout_s,
-    )
+    host = context.environment["MASTER_ADDR"]
+    ended = time.monotonic() + context.rendezvous_timeout_s
     strange: dict[int, float] = {}
     pause_s, longest_s = _PAUSE_S, max(_PAUSE_S, context.world_size / _ROUNDS_PER_S)
     while time.monotonic() < ended:
