@@ -219,11 +219,12 @@ def facts() -> dict[str, Any]:
 
 
 def _used_by_others() -> int:
-    """Bytes of the device in use before this process has touched it, as the driver says."""
+    """Bytes of the device in use before this process has touched it, the driver's own apart."""
     import pynvml
 
     pynvml.nvmlInit()
-    used = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used
+    device, version = pynvml.nvmlDeviceGetHandleByIndex(0), pynvml.nvmlMemory_v2
+    used = pynvml.nvmlDeviceGetMemoryInfo(device, version=version).used
     pynvml.nvmlShutdown()
     return int(used)
 
