@@ -152,7 +152,7 @@ def profile(command: str, cluster: Path, folder: Path, seconds: float) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     plan = folder.with_suffix(".yaml")
-    words = [*_NEST, "plan", "--from", command, "--free", "all", "--megatron-version", "0.16.1"]
+    words = [*_NEST, "plan", "--from", command, "--free", "all", "--megatron-version", "0.16"]
     words += [*_settings(cluster), "search.num_alternatives=15", f"out={plan}", "--force"]
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
     _time(plan, folder, seconds, "--no-collectives")
@@ -164,7 +164,7 @@ def measure_network(command: str, cluster: Path, folder: Path, seconds: float) -
     if not found.exists():
         folder.mkdir(parents=True, exist_ok=True)
         plan = folder / "plan.yaml"
-        words = [*_NEST, "plan", "--from", command, "--megatron-version", "0.16.1"]
+        words = [*_NEST, "plan", "--from", command, "--megatron-version", "0.16"]
         words += [*_settings(cluster), f"out={plan}", "--force"]
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
         _time(plan, folder, seconds, "--network-out", str(network), "--force")
@@ -202,7 +202,7 @@ def read_job(command: str, cluster: Path, num_layouts: int, profiles: Path) -> T
         overrides=overrides,
         config_dir=None,
         free="all",
-        megatron_version="0.16.1",
+        megatron_version="0.16",
         budget=1,
         iterations=1,
         run_timeout_s=600.0,

@@ -24,9 +24,11 @@ import click
 
 from nest_megatron.cli.commands import cli
 from nest_megatron.config.schema import PlanConfig
+from nest_megatron.cost_model.target_defaults import MEGATRON_LM, TARGETS
+from nest_megatron.integrations.megatron_lm.parser import load_arguments
 from nest_megatron.layout import rulebook
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.layout.rulebook.facts import DEGREES, RELEASES
+from nest_megatron.layout.rulebook.facts import DEGREES
 from nest_megatron.layout.rulebook.rule import Rule
 
 DOCS = Path(__file__).resolve().parent
@@ -91,11 +93,20 @@ rule reads; the check of a launch evaluates all, in this order. Where a search c
 refuses, the last column is what the certificate calls it. An `option_` is an option of the job
 beside its layout: a plan that goes without it drops it, with this reason.
 """
+RELEASES_HEAD = """\
+## Releases
+
+What `target=NAME` may be, a row of `nest_megatron/cost_model/targets.toml` each. Options are those
+of Megatron-LM's parser. Packages are of the container that is published with it, or of the source's
+own requirements.
+
+| target | megatron-core | options | packages |
+|---|---|--:|---|
+"""
 #: Fields that rules read, where not by Megatron's own name.
 _FACTS = {
     **{short: f"`{name}`" for short, name in DEGREES.items()},
     "spec": "model",
-    "is_0_16": "release",
     "version": "release",
 }
 #: Types of settings as readers know them.
@@ -194,8 +205,8 @@ def rules_page(rules: Iterable[Rule] | None = None) -> str:
     head = "| rule | release | reads | field | limit | fix | source | counted as |"
     lines = [RULES_HEAD, head, "|---|---|---|---|---|---|---|---|"]
     for rule in rulebook.RULES if rules is None else rules:
-        known = [version for version in RELEASES if version.startswith(rule.release)]
-        releases = "all" if known == [*RELEASES] else ", ".join(known)
+        ends = {"since": rule.since, "until": rule.until}
+        releases = " ".join(f"{word} {end}" for word, end in ends.items() if end) or "all"
         fields = ", ".join(_FACTS.get(name, f"`{name}`") for name in rule.reads)
         what = re.sub(r"[\w.{}]+", r"`\g<0>`", rule.what)
         texts = (rule.limit, rule.fix, rule.reason)
@@ -203,6 +214,11 @@ def rules_page(rules: Iterable[Rule] | None = None) -> str:
         release = f"{releases} ({rule.framework})" if rule.framework else releases
         cells = (f"`{rule.id}`", release, fields, what, limit, fix, rule.source, reason)
         lines.append(f"| {' | '.join(map(_cell, cells))} |")
+    lines += ["", RELEASES_HEAD.rstrip()]
+    for name, target in TARGETS.items():
+        packages = ", ".join(f"{each} {release}" for each, release in target.packages.items())
+        options = len(load_arguments(target.megatron_core)) if target in MEGATRON_LM else ""
+        lines.append(f"| `{name}` | {target.megatron_core} | {options} | {packages} |")
     return "\n".join(lines) + "\n"
 
 

@@ -141,7 +141,7 @@ def test_an_estimate_for_a_framework_refuses_what_its_megatron_core_refuses(
 
 
 def test_a_release_that_cuts_the_last_uniform_group_prices_it() -> None:
-    release: dict[str, Any] = {"target": "megatron_bridge_2026", "recompute_num_layers": 5}
+    release: dict[str, Any] = {"target": "megatron_bridge_0.6", "recompute_num_layers": 5}
     priced = nest_megatron.estimate(**NAMES, **JOB, **UNIFORM, **release)
     assert priced.arguments["recompute_num_layers"] == 5
 
@@ -239,7 +239,7 @@ def test_a_job_that_fits_nowhere_is_an_error_with_the_refusal() -> None:
 
 def test_gemma_3_is_planned_where_it_is_built() -> None:
     job: dict[str, Any] = {"model": "gemma3_1b", "cluster": "dgx_h100", **JOB}
-    with pytest.raises(NestError, match=r"norm_placement.*Megatron-LM 0.16.1 cannot build"):
+    with pytest.raises(NestError, match=r"norm_placement.*Megatron-LM 0.19 cannot build"):
         nest_megatron.plan(**job)
     staged = {**job, "target": "nemo_2.7", "pipeline_model_parallel_size": 2}
     found = nest_megatron.plan(**staged).layout

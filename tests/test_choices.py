@@ -20,7 +20,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import NUMERIC_FIELDS
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_launch
-from nest_megatron.integrations.megatron_lm.parser import VERSIONS, read_argv
+from nest_megatron.integrations.megatron_lm.parser import read_argv
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.write import parallel_argv
 from nest_megatron.layout.dims import ParallelDims
@@ -37,6 +37,8 @@ from nest_megatron.layout.knobs import (
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.numeric_knobs import MEMORY_KNOBS, NUMERIC_KNOBS
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rulebook import check
+from nest_megatron.layout.rulebook.facts import RELEASES
 from nest_megatron.layout.stage_layout import uniform_partition
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import Execution, FlexBackend, GraphImpl, TokenDispatcher
@@ -74,7 +76,7 @@ def planned(*words: str) -> ParallelPlan:
 
 
 def flags_of(found: ParallelPlan) -> dict[str, Any]:
-    command = read_argv("pretrain_gpt.py", found.launch[LAUNCHER].argv, "0.16.1")
+    command = read_argv("pretrain_gpt.py", found.launch[LAUNCHER].argv, "0.16")
     return dict(command.values)
 
 
@@ -123,11 +125,13 @@ def test_what_a_user_typed_is_held_until_it_is_freed() -> None:
     assert fixed_choices(config, {"cp_comm_type"}, {"cp_comm_type"}) == frozenset()
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", RELEASES)
 @pytest.mark.parametrize("name", CARRIED)
-def test_flags_of_both_releases_say_the_same_again(name: str, version: str) -> None:
-    request = CARRIED[name]
-    argv = parallel_argv(dataclasses.replace(request, version=version))
+def test_flags_of_each_release_say_the_same_again(name: str, version: str) -> None:
+    request = dataclasses.replace(CARRIED[name], version=version)
+    if any(check(request)):
+        pytest.skip(f"{version} has no such choice")
+    argv = parallel_argv(request)
     command = read_argv("pretrain_gpt.py", argv, version)
     assert not command.unknown
     assert execution_of(command.values) == request.execution or not request.spec.is_moe
@@ -208,11 +212,11 @@ def test_graphs_around_experts_hold_what_has_fixed_shapes() -> None:
 @pytest.mark.parametrize("words", ["--sft", "--rampup-batch-size 32 32 1000", "--spec a b"])
 def test_steps_of_other_shapes_are_not_captured(words: str) -> None:
     argv = [*LLAMA, *words.split()]
-    job = read_job(read_argv("pretrain_gpt.py", argv, "0.16.1"))
+    job = read_job(read_argv("pretrain_gpt.py", argv, "0.16"))
     assert not job.capturable
-    plain = read_job(read_argv("pretrain_gpt.py", LLAMA, "0.16.1"))
+    plain = read_job(read_argv("pretrain_gpt.py", LLAMA, "0.16"))
     assert plain.capturable
-    padded = read_argv("pretrain_gpt.py", [*LLAMA, "--moe-router-padding-for-fp8"], "0.16.1")
+    padded = read_argv("pretrain_gpt.py", [*LLAMA, "--moe-router-padding-for-fp8"], "0.16")
     assert read_job(padded).counts_on_host
 
 
@@ -227,8 +231,8 @@ def test_a_deterministic_job_is_given_no_user_buffers() -> None:
 
 def test_packed_sequences_leave_no_room_for_some_choices() -> None:
     """The schedule of two micro batches would lose where sequences begin."""
-    packed = read_job(read_argv("pretrain_gpt.py", [*LLAMA, "--sft"], "0.16.1"))
-    plain = read_job(read_argv("pretrain_gpt.py", LLAMA, "0.16.1"))
+    packed = read_job(read_argv("pretrain_gpt.py", [*LLAMA, "--sft"], "0.16"))
+    plain = read_job(read_argv("pretrain_gpt.py", LLAMA, "0.16"))
     assert plain.closed == frozenset()
     setting = KnobConditions(
         spec=catalogue.model("mixtral_8x7b"), accelerator="H100-SXM-80GB", closed=packed.closed
@@ -317,7 +321,7 @@ def test_activations_wait_on_a_host_that_is_near() -> None:
     assert not over_pcie.layout.execution.offload_modules
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", RELEASES)
 def test_what_is_left_to_the_job_is_a_flag_of_both_releases(version: str) -> None:
     for knob in LEFT_KNOBS:
         value = [] if "instances" not in knob.flag and "size" not in knob.flag else ["2"]

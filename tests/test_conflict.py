@@ -47,7 +47,7 @@ ONE = COMMAND + (
 
 def asked(command: str) -> Request:
     composed = compose(parse(["cluster=dgx_h100"]))
-    return read_request(command, composed, free=[], version="0.16.1")[1]
+    return read_request(command, composed, free=[], version="0.16")[1]
 
 
 @pytest.mark.parametrize(("command", "count"), [(FIVE, 5), (ONE, 1)])

@@ -28,7 +28,7 @@ JOB = (
 LENGTHS = ("train.sequence_length_mean=500", "train.sequence_length_std=600")
 
 
-def asked(flags: str, *settings: str, version: str = "0.16.1") -> tuple[Any, Any]:
+def asked(flags: str, *settings: str, version: str = "0.16") -> tuple[Any, Any]:
     composed = compose(parse(["cluster=dgx_h100", *settings]))
     text = JOB.format(script="pretrain_gpt.py") + flags
     return read_request(text, composed, free=(), version=version)
@@ -58,8 +58,8 @@ def test_sft_of_0_16_takes_one_pack_a_micro_batch_and_no_deep_pipeline() -> None
     ("flags", "version", "micro", "deepest"),
     [
         ("--sft", "0.20", None, None),
-        ("--sft --pipeline-model-parallel-size 4", "0.16.1", 1, None),
-        ("", "0.16.1", None, None),
+        ("--sft --pipeline-model-parallel-size 4", "0.16", 1, None),
+        ("", "0.16", None, None),
     ],
 )
 def test_what_is_left_free(

@@ -395,7 +395,7 @@ def test_releases_and_freed_flags(tmp_path: Path) -> None:
     require_launch(Mode.AUTO, ["recompute", "micro_batch_size"], "0.20")
     require_launch(Mode.AUTO)
     with pytest.raises(PolicyError, match="megatron_lm"):
-        require_launch(Mode.AUTO, release="0.16.1")
+        require_launch(Mode.AUTO, release="0.16")
     with pytest.raises(PolicyError, match="you may free micro_batch_size, recompute"):
         require_launch(Mode.AUTO, ["stage_layout"])
     with pytest.raises(PolicyError):

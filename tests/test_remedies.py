@@ -92,13 +92,13 @@ def test_a_job_is_offered_what_it_lacks_and_its_framework_has() -> None:
     assert "optimizer.optimizer_cpu_offload=True" in " ".join(bridge)
     assert not any(word.startswith("--") for word in bridge)
     _, request = read_request(
-        LLAMA3_8B, compose(parse(["cluster=dgx_h100"]), None), free=(), version="0.16.1"
+        LLAMA3_8B, compose(parse(["cluster=dgx_h100"]), None), free=(), version="0.16"
     )
     words = {word for offer in request.memory_offers for word in offer.words}
     assert GRADIENTS not in words
     assert not any("fp8-param" in word for word in words)
     _, request = read_request(
-        f"{BASE} --bf16", compose(parse(["cluster=dgx_h100"]), None), free=(), version="0.16.1"
+        f"{BASE} --bf16", compose(parse(["cluster=dgx_h100"]), None), free=(), version="0.16"
     )
     (zero,) = (o for o in request.memory_offers if "ZeRO-3" in o.words[0] and len(o.words) == 1)
     assert zero.words == ("ZeRO-2 or ZeRO-3 through Megatron-FSDP (--free use_megatron_fsdp)",)

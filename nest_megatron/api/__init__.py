@@ -30,7 +30,6 @@ from nest_megatron.config.overrides import Setting
 from nest_megatron.config.request import request_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import with_launch
-from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Progress
 from nest_megatron.planner.pins import read_plan
@@ -137,7 +136,7 @@ def plan_command(
     num_gpus: int | None = None,
     global_batch_size: int | None = None,
     free: Collection[str] = (),
-    megatron_version: str = DEFAULT_VERSION,
+    megatron_version: str | None = None,
     strict: bool = False,
     shortlist: bool = False,
     config_dir: str | os.PathLike[str] | None = None,
@@ -156,7 +155,8 @@ def plan_command(
         global_batch_size: the command's own if not given.
         free: flags of the command that may change (``tensor_model_parallel_size``), or ``["all"]``;
             of a recipe all that keep the format of checkpoints, if not given.
-        megatron_version: the release whose flags the command uses, ``0.16.1`` or ``0.20``.
+        megatron_version: the release whose flags the command uses; if not given that of
+            ``target``, else the newest stable one.
         strict: refuse flags that Megatron-LM does not have, instead of passing them on.
         shortlist: also say which plans could be the fastest.
         config_dir, on_progress: as for ``plan``.
@@ -234,7 +234,7 @@ def estimate_command(
     *,
     cluster: Source | Cluster,
     num_gpus: int | None = None,
-    megatron_version: str = DEFAULT_VERSION,
+    megatron_version: str | None = None,
     strict: bool = False,
     config_dir: str | os.PathLike[str] | None = None,
     **settings: object,

@@ -143,7 +143,7 @@ class Plan(Shown):
         if launch is None:
             framework = self.record.provenance.framework
             limit = "the plan holds no command of Megatron-LM"
-            fix = "Plan for target=megatron_lm_0.16.1, or give the recipe to Plan.apply."
+            fix = "Plan for target=megatron_lm, or give the recipe to Plan.apply."
             raise UserInputError("plan", framework, limit, fix)
         return parallel_argv(launch_request(self.record)) if layout_only else list(launch.argv)
 

@@ -75,7 +75,7 @@ class SweptCommand:
 
     text: str | tuple[str, ...]
     free: tuple[str, ...]
-    version: str
+    version: str | None
     strict: bool
     notes: tuple[str, ...] = ()
 

@@ -19,7 +19,6 @@ from nest_megatron.config.overrides import Setting, expand, parse, swept, value_
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, write_text
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.planner.layouts import keep_layout
 from nest_megatron.planner.pins import read_plan
 from nest_megatron.report.console import Shown, print_notes
@@ -115,7 +114,7 @@ def whatif_command(
     *,
     cluster: str | os.PathLike[str],
     free: Collection[str] = (),
-    megatron_version: str = DEFAULT_VERSION,
+    megatron_version: str | None = None,
     strict: bool = False,
     out: str | os.PathLike[str] | None = None,
     on_job: Callable[[str], None] | None = None,

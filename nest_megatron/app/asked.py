@@ -19,6 +19,7 @@ from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.integrations.dry_run.launch import names_script
 from nest_megatron.integrations.megatron_lm.parser import tokens
 from nest_megatron.layout import plan_file
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.report.sweep import to_csv
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Asked:
     cluster: str = ""
     command: str = ""
     free: str = ""
-    megatron_version: str = "0.16.1"
+    megatron_version: str = DEFAULT_VERSION
     num_gpus: str = ""
     global_batch_size: str = ""
     settings: str = ""

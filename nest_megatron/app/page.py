@@ -12,9 +12,9 @@ from nest_megatron.app.asked import Answer, Asked, Work
 from nest_megatron.app.fields import NameField, labelled
 from nest_megatron.app.results import Section, focus, heading_label
 from nest_megatron.app.run import Run
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, RELEASES
 
 _MODEL, _COMMAND = "A model", "My Megatron-LM command"
-_RELEASES = ("0.16.1", "0.20")
 #: With a contrast of 4.5 to 1 and more on light and on dark pages. Of two rules that are important
 #: the one in the earlier layer wins, and NiceGUI has Quasar's in a later one.
 _COLOURS = """
@@ -56,7 +56,7 @@ class Page:
         with ui.column().classes("w-full") as by_command:
             self._command = self._text("Command, or bash train.sh of the script that launches it")
             self._free = self._line("Flags that may change", value="all").classes("w-full")
-            self._release = NameField("Megatron-LM release", _RELEASES, _RELEASES[0])
+            self._release = NameField("Megatron-LM release", RELEASES, DEFAULT_VERSION)
         by_model.bind_visibility_from(self._source, "value", value=_MODEL)
         by_command.bind_visibility_from(self._source, "value", value=_COMMAND)
         self._cluster = NameField("Cluster", nest_megatron.clusters(), "dgx_h100")

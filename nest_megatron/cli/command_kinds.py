@@ -221,9 +221,8 @@ strict_option = click.option(
 version_option = click.option(
     "--megatron-version",
     metavar="RELEASE",
-    default="0.16.1",
-    show_default=True,
-    help="With --from: the release whose flags the command uses (0.16.1 or 0.20).",
+    help="With --from: the release whose flags the command uses (0.19); that of target=, if not "
+    "given, else the newest stable one.",
 )
 set_option = click.option(
     "--set",

@@ -105,7 +105,7 @@ def _table(path: Path, given: Mapping[str, object]) -> PlanTable | None:
     "--megatron-version",
     "release",
     metavar="RELEASE",
-    help="The Megatron-LM release that it may launch (0.16.1 or 0.20); by default the plan's own.",
+    help="The Megatron-LM release that it may launch (0.19); by default the plan's own.",
 )
 @click.option(
     "--sign",

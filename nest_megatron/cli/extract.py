@@ -139,7 +139,7 @@ class _Options:
     unfused: bool
     closed_form: bool
     from_command: str | tuple[str, ...] | None
-    megatron_version: str
+    megatron_version: str | None
     module: str | None
     inputs: Sequence[str]
     dtypes: Sequence[str]

@@ -43,7 +43,7 @@ class EstimateOptions:
     overrides: Sequence[str]
     config_dir: Path | None
     from_command: str | tuple[str, ...] | None
-    megatron_version: str
+    megatron_version: str | None
     strict: bool
     as_json: bool
 

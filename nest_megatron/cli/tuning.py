@@ -47,7 +47,7 @@ class TuneOptions:
     config_dir: Path | None
     from_command: str | tuple[str, ...] | None
     free: str
-    megatron_version: str
+    megatron_version: str | None
     budget: int
     iterations: int
     run_timeout_minutes: float

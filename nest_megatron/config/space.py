@@ -10,7 +10,7 @@ from nest_megatron.config.compose import Settings
 from nest_megatron.config.overrides import Choice, choice
 from nest_megatron.config.schema import ParallelConfig
 from nest_megatron.config.train import REPLICA_DEGREES
-from nest_megatron.cost_model.target_defaults import BRIDGE_0_3, MEGATRON_LM, NEMO
+from nest_megatron.cost_model.target_defaults import MEGATRON_LM, NEMO
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UnplannableModelError, UserInputError, require_at_least
 from nest_megatron.layout.dims import RankOrder
@@ -175,7 +175,7 @@ def beside_frozen_weights(
         return {}
     if target in MEGATRON_LM:
         limit = f"{target.framework} trains all weights"
-        fix = f"Add target={BRIDGE_0_3.name} or target={NEMO.name}."
+        fix = "Add target=megatron_bridge or target=nemo."
         raise UserInputError("peft.scheme", str(spec.adapters.scheme), limit, fix)
     if target is NEMO and recompute == RecomputeGranularity.FULL:
         limit = "NeMo loses the gradients of adapters with it, as the embedding is frozen"

@@ -37,6 +37,7 @@ from nest_megatron.layout.numeric_knobs import (
     NumericKnob,
     refused_together,
 )
+from nest_megatron.layout.rulebook.facts import known_release
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.model.spec import TransformerSpec
@@ -237,6 +238,18 @@ def stated_recipe(settings: Settings) -> Mapping[str, Any]:
         limit, fix = "it needs train.precision=fp8", "Add it."
         raise UserInputError("train.fp8_recipe", named, limit, fix)
     return {"fp8_recipe": named}
+
+
+def megatron_version(settings: Settings, given: str | None) -> str:
+    """The release of Megatron-LM whose flags a command has: as given, or that of the target.
+
+    Raises:
+        UserInputError: for one that is older than those that are known.
+    """
+    if given is not None:
+        return known_release(given)
+    target = read_target(settings)
+    return (target if target in MEGATRON_LM else DEFAULT_TARGET).megatron_core
 
 
 def read_target(settings: Settings, own: Target | None = None) -> Target:

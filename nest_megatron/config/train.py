@@ -14,12 +14,13 @@ from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import Job
 from nest_megatron.config.schema import TrainConfig
 from nest_megatron.config.target import read_target
-from nest_megatron.cost_model.target_defaults import MEGATRON_LM
+from nest_megatron.cost_model.target_defaults import MEGATRON_LM, newer_release_notes
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.documents import parse_json
 from nest_megatron.errors import UserInputError, shortened
 from nest_megatron.files import expanded, read_bytes, read_text
 from nest_megatron.layout.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
+from nest_megatron.layout.rulebook.facts import release_number
 from nest_megatron.model.sequence_lengths import (
     SequenceLengths,
     lengths_from_counts,
@@ -64,9 +65,9 @@ def batch_schedule_of(settings: Settings, job: Job, seq_length: int) -> BatchSch
 def _require_taken(stated: Mapping[str, object], target: Target, size: int | None) -> None:
     """Refuse a way to state a growing batch that the target does not have.
 
-    0.16.1 knows no schedule of steps, 0.20 takes no notice of a ramp.
+    Releases before 0.18 know no schedule of steps; those since take no notice of a ramp.
     """
-    taken = RAMPUP if target.megatron_core.startswith("0.16") else STEPS
+    taken = RAMPUP if release_number(target.megatron_core) < (0, 18) else STEPS
     for name in stated.keys() - {taken}:
         limit = f"{target.framework} with megatron-core {target.megatron_core} does not take it"
         fix = f"Give train.{taken}, or another target."
@@ -103,6 +104,7 @@ def batch_of(
         name = "train.global_batch_size" if job.target is None else "--global-batch-size"
         notes.append(f"{name} is not given; {batch} sequences are assumed.")
     target = read_target(settings, job.target)
+    notes += newer_release_notes(settings.target or "")
     if job.target is None and settings.target is None:
         own = f"{target.framework} is assumed (target={target.name})"
         notes.append(f"No framework is named; {own}.")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.metadata
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
@@ -11,56 +13,117 @@ from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError, nearest
 
 _TABLE = packaged(__package__, "targets.toml")
+_FRAMEWORKS: Mapping[str, Mapping[str, Any]] = _TABLE["frameworks"]
 
 
-def _target(fields: dict[str, Any]) -> Target:
-    rows = _TABLE["defaults"][fields.pop("defaults")]
-    files, release = fields.pop("files"), fields.pop("release")
+def _targets() -> Iterator[Target]:
+    for name, framework in _FRAMEWORKS.items():
+        files: dict[str, str] = {**framework["files"]}
+        for release, row in framework["releases"].items():
+            files |= framework.get("files_since", {}).get(release, {})
+            source = f"{framework['title']} {row.get('source', release)}"
+            rows = _TABLE["defaults"][name]
+            yield Target(
+                name=f"{name}_{release}",
+                framework=f"{framework['title']} {release}",
+                reason=framework["reason"],
+                fitted=row.get("fitted", name),
+                megatron_core=row.get("megatron_core", release),
+                builds=tuple(framework.get("builds", ())),
+                packages=row.get("packages", {}),
+                defaults=tuple(
+                    _default(each, files, source)
+                    for each in rows
+                    if _number(each.get("since", "0.0"))
+                    <= _number(release)
+                    <= _number(each.get("until", "99.0"))
+                ),
+            )
 
-    def default(row: Mapping[str, Any]) -> Default:
-        source: str = files[row["file"]]
-        precision = row.get("precision")
-        return Default(
-            argument=row["argument"],
-            value=row.get("value"),
-            source=source if source.startswith("nest_megatron/") else f"{release}: {source}",
-            gpu=row.get("gpu", ""),
-            precision=None if precision is None else Precision(precision),
-            experts=row.get("experts"),
-            mamba=row.get("mamba"),
-            also=row.get("also", {}),
-        )
 
-    name, fields["builds"] = fields["name"], tuple(fields.get("builds", ()))
-    defaults = tuple(default(row) for row in rows if row.get("only", name) == name)
-    return Target(defaults=defaults, **fields)
+def _default(row: Mapping[str, Any], files: Mapping[str, str], release: str) -> Default:
+    source, precision = files[row["file"]], row.get("precision")
+    return Default(
+        argument=row["argument"],
+        value=row.get("value"),
+        source=source if source.startswith("nest_megatron/") else f"{release}: {source}",
+        gpu=row.get("gpu", ""),
+        precision=None if precision is None else Precision(precision),
+        experts=row.get("experts"),
+        mamba=row.get("mamba"),
+        also=row.get("also", {}),
+    )
 
 
-#: Targets that a plan may be made for.
-TARGETS: tuple[Target, ...] = tuple(map(_target, _TABLE["targets"]))
-MEGATRON_LM_0_16, MEGATRON_LM_0_20, NEMO, BRIDGE_0_3, BRIDGE_2026 = TARGETS
-#: Those that a plan's command launches.
-MEGATRON_LM = (MEGATRON_LM_0_16, MEGATRON_LM_0_20)
+def _number(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")[:2]))
+
+
+#: Targets that a plan may be made for, by name.
+TARGETS: Mapping[str, Target] = {target.name: target for target in _targets()}
+#: Those that a plan's command launches, those of Megatron-Bridge, and NeMo's, oldest first.
+MEGATRON_LM, BRIDGE, (NEMO,) = (
+    tuple(target for name, target in TARGETS.items() if name.startswith(framework))
+    for framework in ("megatron_lm", "megatron_bridge", "nemo")
+)
+
+
+def newest_stable(framework: str) -> Target:
+    """The newest release of a framework (``megatron_lm``) that is no branch under work."""
+    return TARGETS[f"{framework}_{_FRAMEWORKS[framework]['stable']}"]
+
+
 #: What a plan is made for where neither the job nor the user names a framework.
-DEFAULT_TARGET = MEGATRON_LM_0_16
+DEFAULT_TARGET = newest_stable("megatron_lm")
+
+
+def installed_target(framework: str) -> Target:
+    """A framework as it is installed beside us; its newest stable release where it is not.
+
+    Raises: as ``target_named``.
+    """
+    try:
+        version = importlib.metadata.version(_FRAMEWORKS[framework]["package"])
+    except importlib.metadata.PackageNotFoundError:
+        return newest_stable(framework)
+    return target_named(f"{framework}_{version}")
 
 
 def target_named(name: str) -> Target:
-    """A target by its name.
+    """A target by its name; a newer release than all that are known is taken as the newest.
+
+    A framework's name alone is ``installed_target``.
 
     Raises:
         UserInputError: naming those that there are.
     """
-    names = [target.name for target in TARGETS]
-    for target in TARGETS:
-        if target.name == name:
-            return target
-    raise UserInputError(
-        "target",
-        name,
-        limit=f"targets are {', '.join(names)}",
-        fix=nearest(name, names),
-    )
+    if name in TARGETS:
+        return TARGETS[name]
+    if name in _FRAMEWORKS:
+        return installed_target(name)
+    found = re.fullmatch(r"(\w+?)_(\d+\.\d+).*", name)
+    if found is None or found[1] not in _FRAMEWORKS:
+        limit = f"targets are {', '.join((*_FRAMEWORKS, *TARGETS))}"
+        raise UserInputError("target", name, limit, fix=nearest(name, (*_FRAMEWORKS, *TARGETS)))
+    known = [*_FRAMEWORKS[found[1]]["releases"]]
+    older = [release for release in known if _number(release) <= _number(found[2])]
+    if not older:
+        limit = f"{known[0]} is the oldest release of {found[1]} that is known"
+        raise UserInputError("target", name, limit, fix=f"Use {found[1]}_{known[0]} or newer.")
+    return TARGETS[f"{found[1]}_{older[-1]}"]
+
+
+def newer_release_notes(name: str) -> Iterator[str]:
+    """One line where a target's name, or ``megatron_lm`` and a release, is newer than all known.
+
+    >>> list(newer_release_notes("nemo_2.9.1"))
+    ['nemo_2.9.1 is newer than the releases that are known: it is taken as nemo_2.7.']
+    """
+    release = re.search(r"_(\d+\.\d+)", name)
+    if release is not None and _number(release[1]) > _number(
+        (known := target_named(name).name).rpartition("_")[2]
+    ):
+        yield f"{name} is newer than the releases that are known: it is taken as {known}."
 
 
 #: Field of ``Execution`` -> why no recipe of NeMo 2.x can have it.
@@ -122,6 +185,5 @@ _IN_BRIDGE = _in("mixed_precision", "optimizer", "model")
 #: Framework (``Target.fitted``) -> what its user sets in the place of flags of ``NUMERIC_KNOBS``.
 NUMERIC_FIELDS: Mapping[str, Mapping[str, str]] = {
     NEMO.fitted: _in("trainer.plugins", "optim.config", "model.config"),
-    BRIDGE_0_3.fitted: _IN_BRIDGE,
-    BRIDGE_2026.fitted: _IN_BRIDGE,
+    **{target.fitted: _IN_BRIDGE for target in BRIDGE},
 }

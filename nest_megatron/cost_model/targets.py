@@ -90,7 +90,8 @@ class Target:
         fitted: its entry in ``calibration/frameworks.yaml``, whose values are fields of
             ``CostSettings``; one that is not there has the cost model's own.
         defaults: the first that holds counts.
-        megatron_core: the recorded release whose rules it has, ``0.16.1`` or ``0.20``.
+        megatron_core: the release whose rules it has.
+        packages: releases of what its container holds, where they are published.
         builds: fields of ``ModelVariant`` that its own models have, and ``vision``.
         cost: fields of ``CostSettings`` and ``ExecutionTraits`` that no argument of Megatron says.
     """
@@ -100,8 +101,9 @@ class Target:
     reason: str
     fitted: str
     defaults: tuple[Default, ...] = ()
-    megatron_core: str = "0.16.1"
+    megatron_core: str = "0.19"
     builds: tuple[str, ...] = ()
+    packages: Mapping[str, str] = field(default_factory=dict)
     cost: Mapping[str, object] = field(default_factory=dict)
 
     def flags(

@@ -11,10 +11,11 @@ from pathlib import Path
 from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.files import check_output, expanded, now, read_bytes
 from nest_megatron.integrations.megatron_lm.attach import launch_request
-from nest_megatron.integrations.megatron_lm.parser import VERSIONS, load_arguments
+from nest_megatron.integrations.megatron_lm.parser import load_arguments
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import MEGATRON_LM, ParallelPlan
 from nest_megatron.layout.rulebook import require_launchable
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.planner.pins import Pin, PinnedPlan, PinnedTable, is_pinned, plan_text
 from nest_megatron.planner.plan_table import TableText, is_table
 from nest_megatron.printing import one_line
@@ -69,7 +70,7 @@ def _reviewed(pin: Pin, plan: ParallelPlan) -> Pin:
             "it is not predicted to fit in memory",
             "Pin a plan that fits.",
         )
-    request = launch_request(plan, version=release or VERSIONS[0])
+    request = launch_request(plan, version=release or DEFAULT_VERSION)
     require_launchable(request, but=("activation_flag",))
     return dataclasses.replace(pin, megatron_lm=release)
 

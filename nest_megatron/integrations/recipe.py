@@ -45,7 +45,7 @@ from nest_megatron.layout.cuda_graphs import FIELDS as GRAPH_FIELDS
 from nest_megatron.layout.cuda_graphs import cuda_graphs
 from nest_megatron.layout.knobs import closed_fields
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, release_number
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.arguments import (
     EXPERT_NAMES,
@@ -302,7 +302,7 @@ class Recipe(Configuration, ABC):
             UserInputError: for sizes that megatron-core refuses.
         """
         growth, steps = self.find(self.rampup_batch_size), self.find(self.iterations)
-        if growth is ABSENT or not self.target.megatron_core.startswith("0.16"):
+        if growth is ABSENT or release_number(self.target.megatron_core) >= (0, 18):
             return None
         return read_schedule(
             {RAMPUP: growth}.get,

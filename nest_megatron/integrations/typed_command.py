@@ -13,6 +13,7 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.catalogue import read_cluster, read_spec
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import FreeParameters, Job, LaunchedRanks
+from nest_megatron.config.target import megatron_version
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.dry_run.launch import (
     is_script_call,
@@ -44,7 +45,7 @@ def read_request(
     composed: Settings,
     *,
     free: Collection[str],
-    version: str,
+    version: str | None,
     strict: bool = False,
 ) -> tuple[Job, Request]:
     """Read a command; settings on our own command line win over it.
@@ -52,6 +53,7 @@ def read_request(
     Args:
         free: parallel flags of the command that the search may change, or ``all``; of a recipe what
             leaves the format of its checkpoints, where nothing is named.
+        version: the release whose flags it uses, as of ``megatron_version``.
         strict: refuse flags that Megatron-LM does not have.
 
     Raises:
@@ -65,7 +67,7 @@ def read_request(
     if (restored := restored_by_command(command.values)) is not None:
         job = dataclasses.replace(
             job,
-            required={**restored.required(version), **job.required},
+            required={**restored.required(job.version), **job.required},
             restored=restored,
             notes=(*job.notes, restored.note()),
         )
@@ -73,7 +75,7 @@ def read_request(
 
 
 def read_typed(
-    text: str | Sequence[str], composed: Settings, *, version: str, strict: bool = False
+    text: str | Sequence[str], composed: Settings, *, version: str | None, strict: bool = False
 ) -> tuple[Job, Cluster]:
     """The job of a command, and where it runs; errors as of ``read_request``."""
     job = _read(composed, text, version)
@@ -119,7 +121,7 @@ def read_typed(
 
 
 def read_model(
-    composed: Settings, text: str | Sequence[str] | None, version: str
+    composed: Settings, text: str | Sequence[str] | None, version: str | None
 ) -> tuple[TransformerSpec, Mapping[str, Any]]:
     """The model, and the values of the command's flags.
 
@@ -135,7 +137,7 @@ def read_model(
     return job.spec, job.values
 
 
-def _read(composed: Settings, text: str | Sequence[str], version: str) -> Job:
+def _read(composed: Settings, text: str | Sequence[str], version: str | None) -> Job:
     """The job of a command, its embedding padded by its own tensor-parallel size; a recipe's."""
     model = composed.model
     if model is not None:
@@ -157,7 +159,9 @@ def _read(composed: Settings, text: str | Sequence[str], version: str) -> Job:
         if (recipe := read_recipe(text, place)) is not None:
             return recipe
     try:
-        command = read_command(text if launch is None else launch.words, version, place)
+        command = read_command(
+            text if launch is None else launch.words, megatron_version(composed, version), place
+        )
         if not command.argv:
             raise UserInputError(
                 "--from",
@@ -252,7 +256,7 @@ def plan_command(
     composed: Settings,
     *,
     free: Collection[str],
-    version: str,
+    version: str | None,
     strict: bool = False,
     begun_s: Seconds | None = None,
     shortlist: bool = False,

@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from nest_megatron.layout.knobs import KNOBS
+from nest_megatron.layout.rulebook.facts import release_number
 from nest_megatron.model.execution import Execution, GraphImpl
 from nest_megatron.plain import to_plain
 
@@ -42,10 +43,10 @@ _OLDER = ("moe_enable_deepep", "enable_cuda_graph", "external_cuda_graph")
 def execution_arguments(execution: Execution, version: str) -> dict[str, Any]:
     """Megatron's arguments of both releases, and their values that have layers carried out so.
 
-    0.16.1 spells a graph of the whole step as a scope of its own graphs (args:1432).
+    Before 0.18 a graph of the whole step is a scope of its own graphs (0.16.1 args:1432).
     """
     impl, scope = execution.cuda_graph_impl, to_plain(execution.cuda_graph_scope)
-    if impl is GraphImpl.FULL_ITERATION and version.startswith("0.16"):
+    if impl is GraphImpl.FULL_ITERATION and release_number(version) < (0, 18):
         impl, scope = GraphImpl.LOCAL, [impl.value]
     levels = list(execution.hierarchical_context_parallel_sizes)
     return {

@@ -71,7 +71,7 @@ class Provenance:
 
     Args:
         framework: what the planned job runs on; ``None`` for a plan that was made for none.
-        framework_version: its release; Megatron-LM's as recorded (``0.16.1`` or ``0.20``).
+        framework_version: its release; Megatron-LM's without its patch level (``0.19``).
         made_by: the command or the call that planned it.
         site: the calibration of the site, where one was used.
         defaults: settings that are the site's, each with its file and line.

@@ -42,7 +42,7 @@ class Pin:
     """Who froze a plan, and for which software.
 
     Args:
-        megatron_lm: the release that it may launch, ``0.16.1`` or ``0.20``; ``None`` where the
+        megatron_lm: the release that it may launch, as ``RELEASES`` has it; ``None`` where the
             plan was made for none: whichever launches it holds it to its own rules.
     """
 

@@ -35,6 +35,7 @@ from nest_megatron.layout.rulebook.facts import (
     LaunchRequest,
     facts_of,
     facts_reader,
+    release_number,
     sources,
 )
 from nest_megatron.layout.rulebook.search import OF_LAYOUT, SearchStep
@@ -99,7 +100,8 @@ def launched(model: CostModel, space: SearchSpace, grid: PartialLayout) -> Launc
 def _even_stages(space: SearchSpace) -> int:
     """Layers of which every virtual stage has the same multiple; 0 where stages may be uneven."""
     recompute = space.recompute or NO_RECOMPUTE
-    grouped = recompute.method is RecomputeMethod.UNIFORM and space.version.startswith("0.16")
+    in_groups = release_number(space.version) < (0, 17)
+    grouped = in_groups and recompute.method is RecomputeMethod.UNIFORM
     return (recompute.num_layers or 1) if space.even_stages and grouped else int(space.even_stages)
 
 

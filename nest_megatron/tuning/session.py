@@ -46,7 +46,7 @@ class Asked:
     overrides: tuple[str, ...]
     config_dir: str | None
     free: str
-    megatron_version: str
+    megatron_version: str | None
     budget: int
     iterations: int
     run_timeout_s: Seconds

@@ -155,7 +155,7 @@ _SLOWDOWNS = (
     ("megatron_core", 1.0, 0.05),
     ("megatron_lm", 1.0, 0.05),
     ("megatron_bridge", 1.0, 0.05),
-    ("megatron_bridge_2026", 1.0, 0.05),
+    ("megatron_bridge_0.5", 1.0, 0.05),
     ("composer", 1.1, 0.15),
     ("pytorch_fsdp", 1.1, 0.15),
     ("nanotron", 1.2, 0.15),
@@ -163,7 +163,7 @@ _SLOWDOWNS = (
 
 #: Frameworks that train with Megatron's loop; the time of a step that nothing hides is theirs:
 #: gradient norm and overflow check, the first kernels of an empty queue, losses, logging, data.
-_MEGATRON = ("nemo", "megatron_lm", "megatron_core", "megatron_bridge", "megatron_bridge_2026")
+_MEGATRON = ("nemo", "megatron_lm", "megatron_core", "megatron_bridge", "megatron_bridge_0.5")
 
 #: What switches of ``Execution`` do, whichever framework sets them. Priors: user buffers pipeline
 #: all but a GEMM's first and last part; parts of an all-to-all are of unequal size in training;

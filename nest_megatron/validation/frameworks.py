@@ -15,11 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.cost_model.target_defaults import (
-    BRIDGE_0_3,
-    BRIDGE_2026,
-    MEGATRON_LM_0_16,
-    MEGATRON_LM_0_20,
     NEMO,
+    TARGETS,
 )
 from nest_megatron.cost_model.targets import Default, Target
 
@@ -208,22 +205,6 @@ _NEMO_OLD = dataclasses.replace(
     ),
 )
 
-_BRIDGE_26_04 = _over(
-    BRIDGE_0_3,
-    *_defaults(
-        "Megatron-Bridge 26.04: scripts/performance/configs/deepseek/"
-        "deepseek_workload_base_configs.py",
-        {
-            "moe_token_dispatcher_type": "flex",
-            "moe_flex_dispatcher_backend": "hybridep",
-            "moe_shared_expert_overlap": False,
-        },
-    ),
-    name="megatron_bridge_26.04",
-    framework="Megatron-Bridge 26.04",
-    reason=BRIDGE_0_3.reason + "; on B200 and B300 as well",
-)
-
 _NANOTRON = _target(
     "nanotron",
     "plain PyTorch modules under ZeRO-1, flash attention",
@@ -245,7 +226,7 @@ _INTERNEVO = dataclasses.replace(
 )
 #: Of the runs and tests that its developers publish.
 MEGATRON_CORE = _over(
-    MEGATRON_LM_0_16,
+    TARGETS["megatron_lm_0.16"],
     *_defaults(
         "Megatron-LM README of 2024-07: weak scaling of GPT models",
         {
@@ -281,13 +262,13 @@ _MEGATRON_CORE_DEV = _over(
     framework="megatron-core's developers' own runs, dev branch",
 )
 _MEGATRON_LM_DEV = _over(
-    MEGATRON_LM_0_20,
+    TARGETS["megatron_lm_0.20"],
     *_recipes_for_experts("Megatron-LM dev of 2026-08: examples/moe_recipes"),
     name="megatron_lm_dev",
     framework="Megatron-LM, dev branch",
 )
 _MEGATRON_FSDP = _over(
-    MEGATRON_LM_0_20,
+    TARGETS["megatron_lm_0.20"],
     *_defaults(
         "Megatron-LM main at 0.20: megatron/core/distributed/fsdp/src/README.md, "
         "distributed_data_parallel_config.py",
@@ -321,9 +302,10 @@ RULES: tuple[FrameworkRule, ...] = (
     _rule(r"megatron-?deepspeed", _DEEPSPEED_PIPELINE),
     _rule(r"megatron-lm(?!.*\bTE\b)", _LEGACY, gpu=r"^(V100|A100)"),
     _rule(r"^deepspeed", _DEEPSPEED),
-    _rule(r"^megatron-bridge", BRIDGE_2026, since=(26, 6)),
-    _rule(r"^megatron-bridge", _BRIDGE_26_04, gpu=r"^B[23]00", since=(26, 4)),
-    _rule(r"^megatron-bridge", BRIDGE_0_3),
+    _rule(r"^megatron-bridge", TARGETS["megatron_bridge_0.6"], since=(26, 8)),
+    _rule(r"^megatron-bridge", TARGETS["megatron_bridge_0.5"], since=(26, 6)),
+    _rule(r"^megatron-bridge", TARGETS["megatron_bridge_0.4"], since=(26, 4)),
+    _rule(r"^megatron-bridge", TARGETS["megatron_bridge_0.3"]),
     _rule(r"automodel", _AUTOMODEL, splits_local_batch=True),
     _rule(r"\btrl\b", _TRL, splits_local_batch=True),
     _rule(r"ms-swift (deepspeed|zero)", _SWIFT),
@@ -349,7 +331,7 @@ RULES: tuple[FrameworkRule, ...] = (
     _rule(r"^megatron-core (moe_)?(dev|main)", _MEGATRON_CORE_DEV),
     _rule(r"^megatron-core", MEGATRON_CORE),
     _rule(r"^megatron-lm dev", _MEGATRON_LM_DEV),
-    _rule(r"^megatron", MEGATRON_LM_0_16),
+    _rule(r"^megatron", TARGETS["megatron_lm_0.16"]),
     _rule("", _OTHER),
 )
 
@@ -360,7 +342,7 @@ def rule_of(framework: str, gpu: str) -> FrameworkRule:
     >>> rule_of("NeMo 24.07", "H100-80GB").target.name
     'nemo'
     >>> rule_of("Megatron-Bridge/MCore 26.08 NeMo Container", "GB200").target.name
-    'megatron_bridge_2026'
+    'megatron_bridge_0.6'
     """
     return next(rule for rule in RULES if rule.matches(framework, gpu))
 

@@ -93,7 +93,7 @@ BAD = {
     "command in a sweep": ((*WITHOUT_MODEL, "-m", "--from", "x.py --bf16"), "--multirun"),
     "unknown release": (
         (*WITHOUT_MODEL, "--from", "pretrain_gpt.py --bf16", "--megatron-version", "9"),
-        "0.16.1",
+        "0.16",
     ),
     "indivisible estimate": (
         ("estimate", *SMALL, "parallel.tensor_model_parallel_size=3"),

@@ -17,7 +17,7 @@ from tests.integrations.test_sharding import WIDE, job
 
 def test_a_freed_choice_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     composed = compose(parse(["cluster=dgx_h100"]))
-    read, request = read_request(job(WIDE), composed, free=(), version="0.16.1")
+    read, request = read_request(job(WIDE), composed, free=(), version="0.16")
     assert request.offer is not None
     asked: list[Request] = []
     monkeypatch.setattr(kept, "running_request", lambda *_: request)

@@ -53,7 +53,7 @@ ROWS = {
 def memory_gib(command: str, context_ranks: int = 1) -> list[float]:
     """Terms of the memory of one GPU, and their sum, in the layout of the script."""
     composed = compose(parse(["cluster=dgx_h100"]), None)
-    _, inputs = read_request(command, composed, free=(), version="0.16.1")
+    _, inputs = read_request(command, composed, free=(), version="0.16")
     grid = PartialLayout(
         dims=ParallelDims(
             context_parallel_size=context_ranks, data_parallel_size=8 // context_ranks

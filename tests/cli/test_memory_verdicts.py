@@ -43,12 +43,12 @@ def composed(*settings: str) -> Settings:
 
 
 def searched(command: str, *settings: str) -> ParallelPlan | NoPlan:
-    _, wanted = read_request(command, composed(*settings), free=(), version="0.16.1")
+    _, wanted = read_request(command, composed(*settings), free=(), version="0.16")
     return find_plan(dataclasses.replace(wanted, num_alternatives=0))
 
 
 def traits_of(command: str) -> ExecutionTraits:
-    _, request = read_request(command, composed(), free=(), version="0.16.1")
+    _, request = read_request(command, composed(), free=(), version="0.16")
     return request.settings.traits
 
 

@@ -107,7 +107,7 @@ def test_a_script_of_several_plans_runs_once(
     words = ("sbatch", str(script))
     settings = (CLUSTER, "model.vocab_size=131072")
     composed = compose(parse(settings))
-    typed: dict[str, Any] = {"free": (), "version": "0.16.1", "strict": False}
+    typed: dict[str, Any] = {"free": (), "version": "0.16", "strict": False}
     command = SweptCommand(text=words, **typed).recorded(composed)
     assert command.recorded(composed).text == command.text
     assert command.typed(composed).layout.num_gpus == 16

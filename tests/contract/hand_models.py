@@ -117,7 +117,7 @@ T5 = dataclasses.replace(
 ALL = (LLAMA, MIXTRAL, DEEPSEEK, GPT_OSS, NEMOTRON, BERT, T5)
 
 
-def null_tokenizer(spec: TransformerSpec, version: str = "0.16.1") -> list[str]:
+def null_tokenizer(spec: TransformerSpec, version: str = "0.16") -> list[str]:
     """Flags of a tokenizer without files; that of 0.16.1 adds an end of documents by itself."""
     rows = spec.vocab_size - version.startswith("0.16")
     return ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(rows)]

@@ -83,7 +83,7 @@ def test_every_job_becomes_the_planners_request_in_one_way() -> None:
 def test_a_command_keeps_what_it_was_read_from() -> None:
     composed = compose(parse(["cluster=dgx_h100"]))
     text = "torchrun --nproc-per-node 8 pretrain_gpt.py " + " ".join(model_argv(LLAMA))
-    job, request = read_request(f"{text} --bf16", composed, free=("all",), version="0.16.1")
+    job, request = read_request(f"{text} --bf16", composed, free=("all",), version="0.16")
     assert job.command is not None
     assert job.command.script == "pretrain_gpt.py"
     assert (job.free.names, job.free.option) == (("all",), "--free")

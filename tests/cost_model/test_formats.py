@@ -23,7 +23,7 @@ from nest_megatron.cost_model.memory import (
     weight_bytes,
 )
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.target_defaults import BRIDGE_2026, MEGATRON_LM_0_20
+from nest_megatron.cost_model.target_defaults import TARGETS
 from nest_megatron.cost_model.traits import ExecutionTraits, Fp8Recipe
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.parser import options_for
@@ -120,7 +120,7 @@ def test_one_layout_is_one_write_less() -> None:
 def test_bytes_of_nvfp4(
     flags: dict[str, object], weight: float, copies: float, gathered: float
 ) -> None:
-    settings = MEGATRON_LM_0_20.settings("GB200-186GB", Precision.NVFP4, flags)
+    settings = TARGETS["megatron_lm_0.20"].settings("GB200-186GB", Precision.NVFP4, flags)
     assert settings.traits.fp8_recipe is Fp8Recipe.NVFP4
     assert weight_bytes(settings, in_layer=True) == weight
     assert weight_bytes(settings, in_layer=False) == 2
@@ -130,24 +130,26 @@ def test_bytes_of_nvfp4(
 
 
 def test_scales_of_mxfp8_are_counted() -> None:
-    settings = MEGATRON_LM_0_20.settings("B200", Precision.FP8, {"fp8_recipe": "mxfp8"})
+    settings = TARGETS["megatron_lm_0.20"].settings("B200", Precision.FP8, {"fp8_recipe": "mxfp8"})
     assert fp8_copy_bytes(ZeroStage.NONE, settings) == 2 * (1 + 1 / 32)
 
 
 def test_megatron_fsdp_gathers_mxfp8_as_it_is() -> None:
     flags = {"fp8_recipe": "mxfp8", "fp8_param_gather": True}
-    settings = MEGATRON_LM_0_20.settings("B200", Precision.FP8, flags)
+    settings = TARGETS["megatron_lm_0.20"].settings("B200", Precision.FP8, flags)
     widths = [
         gathered_bytes(settings, zero, in_layer=True)
         for zero in (ZeroStage.OPTIMIZER, ZeroStage.WEIGHTS)
     ]
     assert widths == [2, 1 + 1 / 32]
-    wide = MEGATRON_LM_0_20.settings("B200", Precision.FP8, {"fp8_recipe": "mxfp8"})
+    wide = TARGETS["megatron_lm_0.20"].settings("B200", Precision.FP8, {"fp8_recipe": "mxfp8"})
     assert gathered_bytes(wide, ZeroStage.WEIGHTS, in_layer=True) == 2
 
 
 def test_megatron_bridge_gathers_nvfp4_weights_since_26_06() -> None:
-    assert BRIDGE_2026.settings("GB200-186GB", Precision.NVFP4).traits.fp8_weights
+    assert (
+        TARGETS["megatron_bridge_0.6"].settings("GB200-186GB", Precision.NVFP4).traits.fp8_weights
+    )
 
 
 def test_torch_fsdp2_gathers_no_fp8_weights() -> None:
@@ -203,7 +205,7 @@ def test_only_devices_with_the_format_run_it() -> None:
 
 
 def test_command_line() -> None:
-    options = options_for(precision_arguments(Precision.NVFP4), "0.16.1")
+    options = options_for(precision_arguments(Precision.NVFP4), "0.16")
     written = " ".join(word for option in options for word in option.tokens)
     assert written == "--bf16 --fp4-format e2m1 --fp4-recipe nvfp4"
     assert format_of(Precision.NVFP4, Fp8Recipe.DELAYED) is FORMATS[Fp8Recipe.NVFP4]

@@ -14,7 +14,7 @@ from nest_megatron.cost_model.memory import static_bytes, stays_whole
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings, restored_settings, stored_settings
 from nest_megatron.cost_model.stage_problems import stage_problem
-from nest_megatron.cost_model.target_defaults import MEGATRON_LM_0_20
+from nest_megatron.cost_model.target_defaults import TARGETS
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
@@ -352,7 +352,7 @@ def test_blackwell_needs_no_transposes_under_one_scale(
     accelerator: str, recipe: str, copies: int
 ) -> None:
     flags = {"fp8": "hybrid", "fp8_recipe": recipe}
-    settings = MEGATRON_LM_0_20.settings(accelerator, Precision.FP8, flags)
+    settings = TARGETS["megatron_lm_0.20"].settings(accelerator, Precision.FP8, flags)
     assert settings.traits.fp8_weight_copies == copies
 
 

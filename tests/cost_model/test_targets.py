@@ -14,11 +14,8 @@ from nest_megatron.config.request import request_of
 from nest_megatron.config.target import CostInputs, read_target
 from nest_megatron.cost_model.settings import restored_settings, stored_settings
 from nest_megatron.cost_model.target_defaults import (
-    BRIDGE_0_3,
-    BRIDGE_2026,
     DEFAULT_TARGET,
     MEGATRON_LM,
-    MEGATRON_LM_0_16,
     NEMO,
     TARGETS,
     target_named,
@@ -34,13 +31,13 @@ from nest_megatron.validation.job import job_of
 from nest_megatron.validation.models import ModelBook
 from tests import catalogue
 
-EVERY = {target.name: target for target in (*TARGETS, *(rule.target for rule in RULES))}
+EVERY = {target.name: target for target in (*TARGETS.values(), *(rule.target for rule in RULES))}
 #: A framework as a row names it -> the target of a plan for it.
 FRAMEWORKS = {
-    "Megatron-LM 23e00ed0, TE 2.11": MEGATRON_LM_0_16,
+    "Megatron-LM 23e00ed0, TE 2.11": TARGETS["megatron_lm_0.16"],
     "NeMo 25.11": NEMO,
-    "Megatron-Bridge/MCore 26.02 NeMo Container": BRIDGE_0_3,
-    "Megatron-Bridge/MCore 26.08 NeMo Container": BRIDGE_2026,
+    "Megatron-Bridge/MCore 26.02 NeMo Container": TARGETS["megatron_bridge_0.3"],
+    "Megatron-Bridge/MCore 26.08 NeMo Container": TARGETS["megatron_bridge_0.6"],
 }
 
 
@@ -107,12 +104,12 @@ def test_flags_of_the_job_win_over_the_defaults() -> None:
 
 
 def test_a_default_goes_with_its_device_and_format() -> None:
-    flags = BRIDGE_2026.flags(
+    flags = TARGETS["megatron_bridge_0.6"].flags(
         "GB200-NVL72-186GB", Precision.FP8, spec=catalogue.model("mixtral_8x7b")
     )
     assert flags["fp8_recipe"] == "mxfp8"
     assert flags["cuda_graph_impl"] == "full_iteration"
-    flags = BRIDGE_2026.flags("H100-SXM-80GB", Precision.FP8)
+    flags = TARGETS["megatron_bridge_0.6"].flags("H100-SXM-80GB", Precision.FP8)
     assert flags["fp8_recipe"] == "tensorwise"
     assert flags["cuda_graph_impl"] == "none"
 
@@ -122,7 +119,9 @@ def test_graphs_of_layers_hold_the_modules_that_the_recipes_of_a_model_name() ->
 
     def graphs(model: str, **said: object) -> tuple[str, tuple[str, ...]]:
         spec = catalogue.model(model)
-        found = BRIDGE_0_3.execution("GB200-NVL72-186GB", Precision.BF16, said, spec)
+        found = TARGETS["megatron_bridge_0.3"].execution(
+            "GB200-NVL72-186GB", Precision.BF16, said, spec
+        )
         return found.cuda_graph_impl, found.cuda_graph_scope
 
     assert graphs("qwen3_30b_a3b") == ("transformer_engine", routed)
@@ -133,7 +132,11 @@ def test_graphs_of_layers_hold_the_modules_that_the_recipes_of_a_model_name() ->
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-@pytest.mark.parametrize("target", [NEMO, BRIDGE_0_3, BRIDGE_2026], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "target",
+    [NEMO, TARGETS["megatron_bridge_0.3"], TARGETS["megatron_bridge_0.6"]],
+    ids=lambda t: t.name,
+)
 def test_what_a_framework_sets_goes_with_the_layout_that_is_found(
     target: Target, precision: str
 ) -> None:
@@ -145,7 +148,7 @@ def test_what_a_framework_sets_goes_with_the_layout_that_is_found(
     require_plannable(found, target.megatron_core, found.model)
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+@pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)
 def test_a_plan_file_keeps_the_target_and_its_settings(target: Target) -> None:
     settings = target.settings("H100-SXM-80GB", Precision.FP8, spec=catalogue.model("mixtral_8x7b"))
     assert restored_settings(stored_settings(settings)) == settings
@@ -163,7 +166,7 @@ FLAGS = (
 )
 
 
-def read_flags(flags: str, version: str = "0.16.1") -> Job:
+def read_flags(flags: str, version: str = "0.16") -> Job:
     composed = compose(parse(["cluster=dgx_h100"]))
     return read_request(f"{FLAGS} {flags}", composed, free=(), version=version)[0]
 
@@ -193,7 +196,7 @@ def test_a_command_runs_on_its_own_release() -> None:
     assert request.settings.target == "megatron_lm_0.20"
     composed = compose(parse(["cluster=dgx_h100", "target=nemo_2.7"]))
     with pytest.raises(UserInputError, match="the job runs on Megatron-LM"):
-        read_request(FLAGS, composed, free=(), version="0.16.1")
+        read_request(FLAGS, composed, free=(), version="0.16")
 
 
 @pytest.mark.parametrize(
@@ -220,7 +223,7 @@ def test_what_megatron_refuses_on_a_layout_is_not_priced(words: list[str], overl
                 "cluster=gb200_nvl72",
                 "cluster.num_gpus=64",
                 "parallel.pipeline_model_parallel_size=1",
-                "target=megatron_bridge_2026",
+                "target=megatron_bridge_0.6",
                 "train.precision=fp8",
                 *words,
             ]
@@ -230,7 +233,7 @@ def test_what_megatron_refuses_on_a_layout_is_not_priced(words: list[str], overl
     assert plan.layout.execution.overlap_moe_expert_parallel_comm is overlaps
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+@pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)
 def test_a_command_of_megatron_is_written_for_megatron_alone(target: Target) -> None:
     words = ["model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=8", f"target={target.name}"]
     composed = compose(parse([*words, "train.global_batch_size=8"]))
@@ -241,6 +244,6 @@ def test_a_command_of_megatron_is_written_for_megatron_alone(target: Target) -> 
 
 
 def test_targets_are_swept() -> None:
-    names = [target.name for target in TARGETS]
+    names = [*TARGETS]
     jobs = expand(parse([f"target={','.join(names)}"]))
     assert [read_target(compose(job)).name for job in jobs] == names

@@ -265,7 +265,7 @@ def _command(text: str) -> object:
     from nest_megatron.integrations.megatron_lm.parser import read_command
     from nest_megatron.integrations.megatron_lm.read import read_job
 
-    return read_job(read_command(text, "0.16.1"))
+    return read_job(read_command(text, "0.16"))
 
 
 def _overrides(text: str) -> object:

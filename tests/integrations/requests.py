@@ -14,6 +14,7 @@ from nest_megatron.layout.recompute import (
     RecomputeMethod,
     RecomputeModule,
 )
+from nest_megatron.layout.rulebook import RULES
 from nest_megatron.layout.rulebook.facts import Facts, LaunchRequest
 from nest_megatron.layout.stage_layout import parse_layout, uniform_partition
 from nest_megatron.layout.zero import ZeroStage
@@ -193,8 +194,11 @@ BROKEN = {
     ),
     "flex_group": carried(MIXTRAL, dims(dp=2), **DEEPEP),
     "deepep_ranks": carried(DEEPSEEK, dims(dp=256, ep=256), **DEEPEP),
-    "ncclep_release": carried(
-        MIXTRAL, dims(dp=4, ep=4), **(DEEPEP | {"moe_flex_dispatcher_backend": FlexBackend.NCCLEP})
+    "flex_release": carried(
+        MIXTRAL,
+        dims(dp=4, ep=4),
+        {"version": "0.18"},
+        **(DEEPEP | {"moe_flex_dispatcher_backend": FlexBackend.NCCLEP}),
     ),
     "expert_overlap_dispatcher": carried(MIXTRAL, dims(dp=2), **OVERLAP),
     "expert_overlap_pipeline": carried(MIXTRAL, dims(pp=2, dp=4, ep=4), **OVERLAP),
@@ -225,7 +229,11 @@ BROKEN = {
         **OVERLAP,
     ),
     "shared_overlap": carried(
-        DEEPSEEK, dims(tp=2, dp=32, ep=64), moe_shared_expert_overlap=True, **DEEPEP
+        DEEPSEEK,
+        dims(tp=2, dp=32, ep=64),
+        {"version": "0.17"},
+        moe_shared_expert_overlap=True,
+        **DEEPEP,
     ),
     "tensor_overlap": carried(
         grid=dims(tp=4), changes={"sequence_parallel": False}, tp_comm_overlap=True
@@ -242,6 +250,9 @@ BROKEN = {
         cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE,
     ),
     "graphs_experts": carried(MIXTRAL, dims(dp=2), cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE),
+    "graphs_modules": carried(
+        cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE, cuda_graph_scope=("attn", "mlp")
+    ),
     "offloaded_layers": carried(grid=dims(pp=2), cpu_offloading_num_layers=10),
     "offloaded_modules": carried(offload_modules=("attn_proj",)),
     "offloaded_recomputed": carried(
@@ -302,7 +313,9 @@ BROKEN = {
     "interleaving": request(grid=dims(pp=4, vpp=2), global_batch_size=6),
     "virtual_stages": request(grid=dims(vpp=2), partition=None),
     "cuda_graph_experts": carried(MIXTRAL, dims(dp=2, ep=2), cuda_graph_impl=GraphImpl.LOCAL),
-    "optimizer_zero": request(grid=dims(tp=2, dp=4), zero=ZeroStage.OPTIMIZER, optimizer="muon"),
+    "optimizer_zero": request(
+        grid=dims(tp=2, dp=4), zero=ZeroStage.OPTIMIZER, optimizer="muon", version="0.17"
+    ),
     "fsdp_no_pipeline": request(grid=dims(pp=2), zero=ZeroStage.GRADIENTS),
     "fsdp_meta_device": request(
         changed(LLAMA, position_embedding_type="learned_absolute"),
@@ -313,7 +326,7 @@ BROKEN = {
     "known_version": request(version="0.9"),
     "activation_flag": request(changed(LLAMA, activation="gelu")),
     "variant": request(changed(LLAMA, variant=ModelVariant(parallel_attention=True))),
-    "position_type": request(changed(LLAMA, position_embedding_type="yarn")),
+    "position_type": request(changed(LLAMA, position_embedding_type="yarn"), version="0.17"),
     "sparse_attention": request(
         changed(
             DEEPSEEK,
@@ -437,3 +450,16 @@ OPTIONED = {
     ),
     "precision_aware_optimizer": _optioned("exp_avg_dtype", "fp8"),
 }
+
+_RULES = {rule.id: rule for rule in RULES}
+
+
+def _at_its_release(name: str, request: LaunchRequest) -> LaunchRequest:
+    """A request at the last release that has the rule which it breaks."""
+    return dataclasses.replace(request, version=_RULES[name].until or request.version)
+
+
+BROKEN, OPTIONED = (
+    {name: _at_its_release(name, request) for name, request in requests.items()}
+    for requests in (BROKEN, OPTIONED)
+)

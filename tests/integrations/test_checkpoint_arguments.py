@@ -45,7 +45,7 @@ COMMAND = (
 )
 
 
-def merged(folder: Path, flags: str = "", version: str = "0.16.1") -> ReadCommand:
+def merged(folder: Path, flags: str = "", version: str = "0.16") -> ReadCommand:
     return with_checkpoint_arguments(read_command(f"{COMMAND} --load {folder} {flags}", version))
 
 

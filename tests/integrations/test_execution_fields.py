@@ -405,7 +405,7 @@ def test_no_predictors_are_spelled_as_bridge_takes_them() -> None:
 
 def test_a_graph_of_the_step_has_the_word_of_each_release() -> None:
     step = Execution(cuda_graph_impl=GraphImpl.FULL_ITERATION)
-    old, new = (execution_arguments(step, version) for version in ("0.16.1", "0.20"))
+    old, new = (execution_arguments(step, version) for version in ("0.16", "0.20"))
     assert (old["cuda_graph_impl"], old["cuda_graph_scope"]) == ("local", ["full_iteration"])
     assert (new["cuda_graph_impl"], new["cuda_graph_modules"]) == ("full_iteration", [])
 

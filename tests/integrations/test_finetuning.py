@@ -171,7 +171,7 @@ def test_bridges_own_checkpoint_is_looked_at(tmp_path: Path) -> None:
     assert found is not None
     assert found.is_seen
     assert (found.saved.format, found.saved.tensor_model_parallel_size) == ("torch_dist", 2)
-    assert found.required("0.16.1")["use_megatron_fsdp"].value is False
+    assert found.required("0.16")["use_megatron_fsdp"].value is False
     damaged = ((b"\xff\xfe", "not UTF-8"), (b"[" * 100_000, "nested more"), (b"[]", "laid out"))
     for content, said in damaged:
         (folder / "run_config.yaml").write_bytes(content)

@@ -49,9 +49,9 @@ UNEVEN = StagePartition(boundaries=(0, 2, 5, 8, 11), pipeline_model_parallel_siz
 @pytest.mark.parametrize(
     ("command", "version", "pattern", "layers"),
     [
-        (OLD + "--num-layers 4 --hybrid-override-pattern M-M*", "0.16.1", "M-M*", 4),
-        (OLD + "--num-layers 8 --hybrid-attention-ratio 0.25", "0.16.1", "MM*MM*MM", 8),
-        (OLD + "--num-layers 3", "0.16.1", "MMM", 3),
+        (OLD + "--num-layers 4 --hybrid-override-pattern M-M*", "0.16", "M-M*", 4),
+        (OLD + "--num-layers 8 --hybrid-attention-ratio 0.25", "0.16", "MM*MM*MM", 8),
+        (OLD + "--num-layers 3", "0.16", "MMM", 3),
         (NEW + "--hybrid-layer-pattern M-|M*/*-/*- --num-layers 99", "0.20", "M-M*/*-/*-", 4),
         (NEW + "--hybrid-override-pattern MM*-", "0.20", "MM*-", 4),
         (
@@ -72,18 +72,18 @@ def test_layers(command: str, version: str, pattern: str, layers: int) -> None:
 @pytest.mark.parametrize(
     ("command", "version", "named"),
     [
-        (OLD + "--num-layers 5 --hybrid-override-pattern M-M*", "0.16.1", "num-layers"),
-        (OLD + "--num-layers 4 --hybrid-override-pattern M-MG", "0.16.1", "symbols"),
-        (OLD + "--num-layers 4 --mtp-num-layers 1", "0.16.1", "no MTP"),
+        (OLD + "--num-layers 5 --hybrid-override-pattern M-M*", "0.16", "num-layers"),
+        (OLD + "--num-layers 4 --hybrid-override-pattern M-MG", "0.16", "symbols"),
+        (OLD + "--num-layers 4 --mtp-num-layers 1", "0.16", "no MTP"),
         (
             OLD + "--num-layers 4 --hybrid-mlp-ratio 0.9 --hybrid-attention-ratio 0.5",
-            "0.16.1",
+            "0.16",
             "sum",
         ),
-        ("pretrain_mamba.py --num-layers 4", "0.16.1", "--spec"),
+        ("pretrain_mamba.py --num-layers 4", "0.16", "--spec"),
         (
             "pretrain_gpt.py --num-layers 4 --hybrid-override-pattern M-M*",
-            "0.16.1",
+            "0.16",
             "builds no hybrid",
         ),
         (NEW, "0.20", "hybrid-layer-pattern"),
@@ -143,7 +143,7 @@ def test_stages_are_written_into_the_pattern_and_read_back() -> None:
 def test_0_16_cuts_evenly_and_recomputes_no_whole_layers(
     fields: dict[str, object], broken: set[str]
 ) -> None:
-    found = {rule.id for rule, _ in check(_request("0.16.1", **fields))}
+    found = {rule.id for rule, _ in check(_request("0.16", **fields))}
     assert found & {"hybrid_stages", "hybrid_recompute"} == broken
     assert not {rule.id for rule, _ in check(_request("0.20", **fields))} - {"activation_flag"}
 
@@ -153,10 +153,10 @@ def test_mtp_layers_of_a_hybrid_model_lie_beside_the_head() -> None:
     assert "mtp_stage" in {rule.id for rule, _ in check(_request("0.20", partition=apart))}
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.20"])
+@pytest.mark.parametrize("version", ["0.16", "0.20"])
 def test_plans_have_stages_that_the_release_builds(version: str) -> None:
     """MTP layers would stand alone as soon as that is faster; 0.16.1 has no MTP."""
-    pattern = HYBRID.hybrid_layer_pattern.partition("/")[0] if version == "0.16.1" else None
+    pattern = HYBRID.hybrid_layer_pattern.partition("/")[0] if version == "0.16" else None
     spec = HYBRID
     if pattern:
         spec = dataclasses.replace(HYBRID, hybrid_layer_pattern=pattern, mtp_num_layers=None)
@@ -191,6 +191,6 @@ def test_an_estimate_is_judged_by_the_rules_of_its_own_release() -> None:
     words += [f"parallel.{name}_model_parallel_size=2" for name in ("pipeline", "virtual_pipeline")]
     new = compose(parse([*words, "target=megatron_lm_0.20"]))
     assert estimate_layout(new)[0].arguments["virtual_pipeline_model_parallel_size"] == 2
-    old = compose(parse([*words, "target=megatron_lm_0.16.1"]))
+    old = compose(parse([*words, "target=megatron_lm_0.16"]))
     with pytest.raises(UserInputError, match="no virtual stages for hybrid models"):
         estimate_layout(old)

@@ -15,8 +15,8 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
-from nest_megatron.integrations.megatron_lm.parser import VERSIONS
 from nest_megatron.integrations.typed_command import plan_command
+from nest_megatron.layout.rulebook.facts import RELEASES
 from nest_megatron.model.execution import Execution
 from nest_megatron.report.failure import NothingFitsError
 from tests.integrations.legal_commands import command_of, random_flags
@@ -72,7 +72,7 @@ def require_planned(flags: Mapping[str, Sequence[str]], version: str) -> None:
 
 def check_some_command(data: st.DataObject) -> None:
     flags = random_flags(lambda options: data.draw(st.sampled_from(options)))
-    version = data.draw(st.sampled_from(VERSIONS))
+    version = data.draw(st.sampled_from(RELEASES))
     require_planned(flags, version)
 
 
@@ -106,7 +106,7 @@ BASE: dict[str, Sequence[str]] = {
 }
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", RELEASES)
 @pytest.mark.parametrize(
     "stated",
     [
@@ -145,8 +145,8 @@ def test_a_typed_round_of_virtual_stages_stays(group: str, batch: str) -> None:
     flag = "--microbatch-group-size-per-virtual-pipeline-stage"
     flags = {**ROUNDS, "--global-batch-size": [batch], flag: [group]}
     command = command_of(flags)
-    assert is_legal(command, "0.16.1")
-    found = plan_command(command, compose(parse([*NODE, *NOMINAL])), free=[], version="0.16.1").plan
+    assert is_legal(command, "0.16")
+    found = plan_command(command, compose(parse([*NODE, *NOMINAL])), free=[], version="0.16").plan
     assert found.arguments["virtual_pipeline_model_parallel_size"] == 3
     argv = found.launch[LAUNCHER].argv
     assert argv[argv.index(flag) + 1] == group
@@ -154,7 +154,7 @@ def test_a_typed_round_of_virtual_stages_stays(group: str, batch: str) -> None:
 
 def test_rounds_that_leave_a_small_one_are_refused() -> None:
     flag = "--microbatch-group-size-per-virtual-pipeline-stage"
-    error = refusal(command_of({**ROUNDS, "--global-batch-size": ["48"], flag: ["5"]}), "0.16.1")
+    error = refusal(command_of({**ROUNDS, "--global-batch-size": ["48"], flag: ["5"]}), "0.16")
     assert "rounds of 5 micro batches" in str(error)
 
 
@@ -181,6 +181,6 @@ torchrun --nproc_per_node 8 pretrain_gpt.py --no-masked-softmax-fusion
 """
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", RELEASES)
 def test_nvidias_script_of_gpt_oss_is_planned(version: str) -> None:
     assert refusal(" ".join(GPT_OSS.split()), version) is None

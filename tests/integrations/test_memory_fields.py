@@ -41,7 +41,7 @@ def traits(job: Job) -> ExecutionTraits:
     return execution_traits(job.memory_flags, job.precision)
 
 
-def command(*flags: str, version: str = "0.16.1") -> Job:
+def command(*flags: str, version: str = "0.16") -> Job:
     text = (
         "pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
         " --max-position-embeddings 64 --tokenizer-type NullTokenizer --vocab-size 100"
@@ -150,10 +150,10 @@ def test_recipes_of_mixed_precision_by_name(name: str, gathered: bool, width: in
         (read_nemo(nemo(fp4="e2m1"), vocab_size=128256), False),
         (
             read_bridge(bridge("bf16_with_nvfp4_mixed"), vocab_size=128256, environment={}),
-            False,
+            True,
         ),
     ],
-    ids=["0.16.1", "gathered", "0.20", "nemo", "megatron_bridge"],
+    ids=["0.16", "gathered", "0.20", "nemo", "megatron_bridge"],
 )
 def test_nvfp4(job: Job, gathered: bool) -> None:
     assert job.precision is Precision.NVFP4

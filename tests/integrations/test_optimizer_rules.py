@@ -16,7 +16,7 @@ from tests.launch.jobs import job_argv, namespace, running
 AWARE = "--use-distributed-optimizer --use-precision-aware-optimizer"
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.20"])
+@pytest.mark.parametrize("version", ["0.16", "0.20"])
 @pytest.mark.parametrize(
     "flag",
     [
@@ -63,7 +63,7 @@ def test_other_jobs_may_keep_states_whole() -> None:
     assert for_optimizer((ZeroStage.NONE,), read) == (ZeroStage.NONE,)
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.20"])
+@pytest.mark.parametrize("version", ["0.16", "0.20"])
 def test_fp8_weights_are_offloaded_with_delayed_scaling_alone(version: str) -> None:
     flags = f"{AWARE} --optimizer-cpu-offload --bf16 --fp8-format hybrid --fp8-param-gather"
     with pytest.raises(UserInputError, match="--fp8-recipe = 'tensorwise'"):

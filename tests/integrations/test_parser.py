@@ -5,17 +5,13 @@ from __future__ import annotations
 import pytest
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.layout_arguments import (
-    PARALLEL_ARGUMENTS,
-    SINCE,
-    flag_of,
-)
 from nest_megatron.integrations.megatron_lm.parser import (
-    VERSIONS,
     known_flags,
     load_arguments,
+    newest_flags,
     read_command,
 )
+from nest_megatron.layout.rulebook.facts import RELEASES
 from tests.integrations import commands
 
 FLAGS = "--num-layers 4 --bf16"
@@ -78,8 +74,8 @@ def test_own_flags_pass_through_untouched_and_typos_are_named() -> None:
 
 
 def test_flags_of_the_other_release_are_named() -> None:
-    read = read_command("python a.py --cuda-graph-modules attn")
-    assert read.notes == ("--cuda-graph-modules belongs to Megatron 0.20, not to 0.16.1.",)
+    read = read_command("python a.py --cuda-graph-modules attn", "0.16")
+    assert read.notes == ("--cuda-graph-modules belongs to Megatron 0.20, not to 0.16.",)
 
 
 def test_our_own_tokens_leave_the_arguments() -> None:
@@ -127,7 +123,7 @@ def test_unknown_release() -> None:
         read_command(FLAGS, "0.1")
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", RELEASES)
 @pytest.mark.parametrize(
     "command", [commands.LLAMA3_8B, commands.MIXTRAL, commands.GPT3_175B, commands.BERT_340M]
 )
@@ -137,21 +133,23 @@ def test_megatrons_own_examples_have_no_unknown_flag(command: str, version: str)
     assert not read.notes
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", RELEASES)
 def test_recorded_arguments_are_complete(version: str) -> None:
     arguments = load_arguments(version)
-    assert len(arguments) > 600
+    assert len(arguments) > 560
     assert len({flag for a in arguments for flag in a.flags}) >= len(arguments)
 
 
-def test_first_releases_agree_with_the_flags_of_the_recorded_ones() -> None:
-    first = {name: release for release, names in SINCE.items() for name in names}
-    for name, release in first.items():
-        is_old = tuple(map(int, release.split("."))) <= (0, 16, 1)
-        assert (flag_of(name) in known_flags("0.16.1")) == is_old, name
-        assert flag_of(name) in known_flags("0.20"), name
-    new = {each.dest for each in load_arguments("0.20")} - {
-        each.dest for each in load_arguments("0.16.1")
-    }
-    written = {*PARALLEL_ARGUMENTS} - {"cuda_graph_scope_deprecated"}
-    assert (written & new) <= first.keys()
+def test_a_row_of_the_table_is_of_its_releases_alone() -> None:
+    for version in RELEASES:
+        held = {name for argument in load_arguments(version) for name in argument.flags}
+        assert ("--hybrid-layer-pattern" in held) == (version >= "0.17")
+        assert ("--cuda-graph-modules" in held) == (version >= "0.18")
+        assert ("--hybrid-attention-ratio" in held) == (version <= "0.16")
+
+
+def test_the_first_release_that_has_all_flags_is_named() -> None:
+    assert not newest_flags(known_flags(RELEASES[0]))
+    said = newest_flags(["--hybrid-layer-pattern", "--moe-paged-stash", "--bf16"])
+    assert said == "No release of Megatron-LM before 0.18 has --moe-paged-stash."
+    assert not newest_flags(["--moe-paged-stash"], given=["--moe-paged-stash"])

@@ -50,7 +50,7 @@ def of_job(job: Job, *settings: str) -> Request:
 
 def of_command(text: str, *settings: str) -> Request:
     composed = compose(parse(["cluster=dgx_h100", *settings]))
-    return read_request(text, composed, free=["all"], version="0.16.1")[1]
+    return read_request(text, composed, free=["all"], version="0.16")[1]
 
 
 def micro_batches(request: Request) -> set[int]:
@@ -196,7 +196,7 @@ def test_a_recipe_says_every_field_and_a_command_those_that_are_typed() -> None:
     assert len(kept.rank_orders) == 1
     free = of_recipe(llama()).space
     assert (free.recompute, free.even_stages, free.fixed) == (None, False, {})
-    typed = read_request(WORDS, compose(parse(["cluster=dgx_h100"])), free=[], version="0.16.1")[1]
+    typed = read_request(WORDS, compose(parse(["cluster=dgx_h100"])), free=[], version="0.16")[1]
     assert (typed.space.recompute, typed.space.even_stages) == (None, False)
     assert "virtual_pipeline_model_parallel_size" not in typed.space.fixed
 

@@ -22,7 +22,7 @@ BASE = (
 
 
 def test_llama() -> None:
-    job = read_job(read_command(commands.LLAMA3_8B))
+    job = read_job(read_command(commands.LLAMA3_8B, "0.16"))
     spec = job.spec
     assert (spec.hidden_size, spec.query_groups, spec.head_dim) == (4096, 8, 128)
     assert (spec.activation, spec.gated_linear_unit, spec.add_bias_linear) == ("silu", True, False)
@@ -50,7 +50,7 @@ def test_mixtral() -> None:
 
 
 def test_gpt3() -> None:
-    job = read_job(read_command(commands.GPT3_175B))
+    job = read_job(read_command(commands.GPT3_175B, "0.16"))
     spec = job.spec
     assert (spec.ffn_hidden_size, spec.query_groups, spec.vocab_size) == (49152, 96, 50257)
     assert (spec.activation, spec.add_bias_linear) == ("gelu", True)
@@ -115,7 +115,7 @@ def test_recompute() -> None:
 
 def test_fsdp_defaults_differ_by_release() -> None:
     fsdp = BASE + "--use-megatron-fsdp"
-    assert read_job(read_command(fsdp, "0.16.1")).zero is ZeroStage.NONE
+    assert read_job(read_command(fsdp, "0.16")).zero is ZeroStage.NONE
     assert read_job(read_command(fsdp, "0.20")).zero is ZeroStage.WEIGHTS
 
 

@@ -25,7 +25,7 @@ VOCABULARY = "flags=--vocab-size=131072"
 
 def read(*settings: str, command: str = COMMAND) -> ReadCommand:
     composed = compose(parse(["cluster=dgx_h100", *settings]))
-    job, _ = read_typed(command, composed, version="0.16.1")
+    job, _ = read_typed(command, composed, version="0.16")
     assert job.command is not None
     return job.command
 

@@ -43,7 +43,7 @@ def job(flags: str) -> str:
 
 
 def planned(
-    command: str, free: str = "", version: str = "0.16.1", *settings: str
+    command: str, free: str = "", version: str = "0.16", *settings: str
 ) -> tuple[ParallelPlan, Mapping[str, object]]:
     composed = compose(parse(["cluster=dgx_h100", "search.num_alternatives=0", *settings]))
     names = free.split(",") if free else []
@@ -91,7 +91,7 @@ OWN_FSDP = (
 )
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.20"])
+@pytest.mark.parametrize("version", ["0.16", "0.20"])
 def test_a_job_that_comes_to_megatron_fsdp_gets_every_flag(version: str) -> None:
     """Measured on gloo: without the last one 0.20 trains with 16-bit gradients."""
     found, values = planned(job(WIDE), TO_FSDP, version)
@@ -99,7 +99,7 @@ def test_a_job_that_comes_to_megatron_fsdp_gets_every_flag(version: str) -> None
     assert values["init_model_with_meta_device"] is True
     assert values["gradient_accumulation_fusion"] is False
     assert values["use_distributed_optimizer"] is True
-    assert values.get("megatron_fsdp_main_grads_dtype") == (None if version == "0.16.1" else "fp32")
+    assert values.get("megatron_fsdp_main_grads_dtype") == (None if version == "0.16" else "fp32")
 
 
 def test_narrow_gradients_stay_narrow() -> None:
@@ -121,7 +121,7 @@ EXPERTS = (
 )
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.20"])
+@pytest.mark.parametrize("version", ["0.16", "0.20"])
 def test_what_one_release_cannot_is_taken_back_there(version: str) -> None:
     """0.16.1 makes no groups of experts within an instance, and overlaps layers without forward."""
     typed = "--num-distributed-optimizer-instances 2 --overlap-moe-expert-parallel-comm"
@@ -180,7 +180,7 @@ def test_a_typed_checkpoint_format_is_freed_by_its_own_name() -> None:
         ("--ckpt-format torch_dcp", "--use-torch-fsdp2"),
     ],
 )
-@pytest.mark.parametrize("version", ["0.16.1", "0.20"])
+@pytest.mark.parametrize("version", ["0.16", "0.20"])
 def test_a_format_that_the_sharding_cannot_save_is_refused(
     flags: str, owner: str, version: str
 ) -> None:
@@ -193,7 +193,7 @@ def test_a_format_that_the_sharding_cannot_save_is_refused(
 
 
 def test_our_own_setting_asks_for_it() -> None:
-    found, _ = planned(job(WIDE), "", "0.16.1", "parallel.zero_stage=3")
+    found, _ = planned(job(WIDE), "", "0.16", "parallel.zero_stage=3")
     assert found.arguments["data_parallel_sharding_strategy"] == "optim_grads_params"
 
 
@@ -276,12 +276,12 @@ def test_torch_fsdp2_with_a_pipeline_is_refused() -> None:
         planned(job(TORCH_FSDP2 + " --pipeline-model-parallel-size 2"))
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.20"])
+@pytest.mark.parametrize("version", ["0.16", "0.20"])
 @pytest.mark.parametrize("optimizer", ["muon", "dist_muon"])
 def test_muon_gets_no_flag_that_megatron_refuses(optimizer: str, version: str) -> None:
     _, values = planned(job(f"--optimizer {optimizer}"), "use_megatron_fsdp", version)
     assert not values["use_megatron_fsdp"]
-    if version == "0.16.1":
+    if version == "0.16":
         names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
         assert not any(values[name] for name in names)
 
@@ -312,7 +312,7 @@ def test_a_plan_without_new_choices_is_written_as_before() -> None:
     assert dataclasses.replace(offered, offers=()) != offered
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.20"])
+@pytest.mark.parametrize("version", ["0.16", "0.20"])
 def test_what_a_release_makes_of_muon_is_the_plan(version: str) -> None:
     """0.20 clears ``use_distributed_optimizer`` and divides Muon's state by layers."""
     found, _ = planned(job("--optimizer muon"), "", version)

@@ -42,7 +42,7 @@ def asked(flags: str, free: str = "") -> tuple[ReadCommand, frozenset[str], Para
     """A command, its flags that stay, and its plan."""
     composed = compose(parse(["cluster=dgx_h100", "search.num_alternatives=0"]))
     names = free.split(",") if free else []
-    read, request = read_request(job(flags), composed, free=names, version="0.16.1")
+    read, request = read_request(job(flags), composed, free=names, version="0.16")
     found = plan(request)
     assert isinstance(found, ParallelPlan)
     assert read.command is not None

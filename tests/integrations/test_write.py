@@ -8,7 +8,7 @@ import pytest
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UnplannableModelError
-from nest_megatron.integrations.megatron_lm.parser import VERSIONS, known_flags, read_command
+from nest_megatron.integrations.megatron_lm.parser import known_flags, read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.write import (
     environment,
@@ -16,20 +16,32 @@ from nest_megatron.integrations.megatron_lm.write import (
     parallel_argv,
     pattern_text,
 )
+from nest_megatron.layout.execution_arguments import execution_arguments
+from nest_megatron.layout.rulebook import check
+from nest_megatron.layout.rulebook.facts import RELEASES
 from nest_megatron.layout.zero import ZeroStage
 from tests.contract import hand_models
 from tests.contract.hand_models import DEEPSEEK, LLAMA
 from tests.integrations.requests import SOUND, dims, request
 
+#: Arguments that every release has a word for, if it allows the choice at all.
+WANTED = ("moe_permute_fusion", "moe_router_fusion", "tp_comm_overlap", "offload_modules")
+
 
 @pytest.mark.parametrize("name", SOUND)
-def test_flags_exist_in_both_releases(name: str) -> None:
-    argv = [*model_argv(SOUND[name].spec), *parallel_argv(SOUND[name])]
-    flags = {token for token in argv if token.startswith("--")}
-    for version in VERSIONS:
-        assert flags <= known_flags(version)
-    read = read_command(argv)
-    assert not read.unknown
+def test_what_a_release_accepts_it_has_flags_for(name: str) -> None:
+    for version in RELEASES:
+        sound = dataclasses.replace(SOUND[name], version=version)
+        if any(check(sound)):
+            assert version < "0.18"
+            continue
+        argv = [*model_argv(sound.spec, version=version), *parallel_argv(sound)]
+        assert {token for token in argv if token.startswith("--")} <= known_flags(version)
+        read = read_command(argv, version)
+        assert not read.unknown
+        stated = execution_arguments(sound.execution, version)
+        wanted = {name for name, value in stated.items() if value and name in WANTED}
+        assert wanted <= read.explicit
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -63,12 +75,12 @@ def test_fsdp_comes_with_the_options_that_it_needs() -> None:
     assert argv[argv.index("--data-parallel-sharding-strategy") + 1] == "optim_grads"
 
 
-def fsdp(version: str = "0.16.1", **fields: object) -> list[str]:
+def fsdp(version: str = "0.16", **fields: object) -> list[str]:
     sharded = request(grid=dims(dp=4), zero=ZeroStage.WEIGHTS)
     return parallel_argv(dataclasses.replace(sharded, version=version, **fields))
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", RELEASES)
 def test_fsdp_has_what_it_needs_to_start(version: str) -> None:
     argv = fsdp(version)
     assert "--init-model-with-meta-device" in argv
@@ -80,7 +92,7 @@ def test_fsdp_keeps_the_width_of_gradients() -> None:
     flag = "--megatron-fsdp-main-grads-dtype"
     argv = fsdp("0.20")
     assert argv[argv.index(flag) + 1] == "fp32"
-    assert flag not in fsdp("0.16.1")
+    assert flag not in fsdp("0.16")
     assert flag not in fsdp("0.20", gradient_bytes=2)
     assert flag not in fsdp("0.20", precision=Precision.FP32)
     assert flag not in parallel_argv(request(zero=ZeroStage.OPTIMIZER, version="0.20"))

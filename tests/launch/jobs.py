@@ -30,7 +30,7 @@ def job_argv(spec: TransformerSpec, *words: str) -> list[str]:
     return [*model_argv(spec), *null_tokenizer(spec), *TRAINING, *words]
 
 
-def namespace(argv: list[str], version: str = "0.16.1", world_size: int = 64) -> Namespace:
+def namespace(argv: list[str], version: str = "0.16", world_size: int = 64) -> Namespace:
     """Megatron's Namespace after its parser, before its validation."""
     command = read_command(["pretrain_gpt.py", *argv], version)
     assert not command.unknown, command.unknown
@@ -53,7 +53,7 @@ def pad_like_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "_build_tokenizer", lambda: build)
 
 
-def running(args: Namespace, argv: list[str], version: str = "0.16.1") -> Job:
+def running(args: Namespace, argv: list[str], version: str = "0.16") -> Job:
     return read_running_job(args, {}, ("pretrain_gpt.py", argv), version)
 
 
@@ -65,7 +65,7 @@ def place(cluster: str = "dgx_h100", world_size: int = 64) -> JobCluster:
 def decided(
     argv: list[str],
     *free: str,
-    version: str = "0.16.1",
+    version: str = "0.16",
     world_size: int = 64,
     cluster: str = "dgx_h100",
 ) -> tuple[Namespace, Job, LaunchPlan]:

@@ -108,7 +108,7 @@ def pinned_file(plan: ParallelPlan, folder: Path, case: Case) -> Path:
         by="ada",
         note="",
         nest_megatron_version=__version__,
-        megatron_lm="0.16.1",
+        megatron_lm="0.16",
     )
     settings = {**plan.provenance.settings, **case.settings}
     made = dataclasses.replace(plan.provenance, settings=settings)

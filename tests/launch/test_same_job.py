@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from nest_megatron.integrations.megatron_lm.namespace import flags_of
-from nest_megatron.integrations.megatron_lm.parser import VERSIONS
 from nest_megatron.integrations.megatron_lm.same_job import (
     MAY_DIFFER,
     arguments,
@@ -23,6 +22,7 @@ from nest_megatron.integrations.megatron_lm.same_job import (
     fields,
     versions,
 )
+from nest_megatron.layout.rulebook.facts import RELEASES
 from tests.cli.runs import ROOT
 
 
@@ -80,12 +80,12 @@ def test_torch_s_values_have_one_text() -> None:
 
 def test_every_argument_is_compared_but_those_of_the_table() -> None:
     mine = Namespace(lr=0.1, rank=3, local_rank=1, tensorboard_dir="/a", own=1, kind=Kind.FLASH)
-    found = arguments(mine, flags_of(VERSIONS[0]), ["own"])
+    found = arguments(mine, flags_of(RELEASES[0]), ["own"])
     assert found == {"--lr": "0.1", "args.kind": "Kind.FLASH"}
 
 
 def test_a_flag_that_switches_off_is_named_with_what_it_sets() -> None:
-    name = flags_of(VERSIONS[0])["bias_gelu_fusion"]
+    name = flags_of(RELEASES[0])["bias_gelu_fusion"]
     assert name == "bias_gelu_fusion (--no-bias-gelu-fusion makes it False)"
 
 
@@ -134,7 +134,7 @@ def test_versions_are_compared() -> None:
 
 
 def test_the_table_names_arguments_that_exist_and_is_documented() -> None:
-    known = {name for version in VERSIONS for name in flags_of(version)} | {"rank"}
+    known = {name for version in RELEASES for name in flags_of(version)} | {"rank"}
     assert set(MAY_DIFFER) <= known
     text = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
     section = text.partition("## What may differ by rank")[2].partition("\n## ")[0]

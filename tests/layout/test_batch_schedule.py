@@ -14,8 +14,10 @@ from nest_megatron.config.layout import estimate_layout
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
 from nest_megatron.cost_model.estimate import estimate
+from nest_megatron.cost_model.target_defaults import TARGETS
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import megatron_bridge, nemo
+from nest_megatron.integrations.megatron_bridge import config
 from nest_megatron.integrations.megatron_lm.attach import (
     LAUNCHER,
     rewritten,
@@ -102,7 +104,7 @@ JOB = (
     "--vocab-size 50257 --tokenizer-type NullTokenizer --train-samples 4000000 "
 )
 GROWING = {
-    "0.16.1": ("--global-batch-size 64 --rampup-batch-size 4 12 1000000", (4, 16, 28, 40, 52, 64)),
+    "0.16": ("--global-batch-size 64 --rampup-batch-size 4 12 1000000", (4, 16, 28, 40, 52, 64)),
     "0.20": ("--step-batch-size-schedule '0:4 4B:28 12B:64'", (4, 28, 64)),
 }
 FIXED = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4 "
@@ -133,7 +135,7 @@ def test_a_plan_is_legal_at_every_size_and_changes_none(version: str) -> None:
     command = read_command(JOB + FIXED + GROWING[version][0], version)
     written = set(rewritten(found, command, ("pipeline_model_parallel_size",)).values)
     assert written.isdisjoint({"rampup_batch_size", "step_batch_size_schedule"})
-    assert ("global_batch_size" in written) == (version == "0.16.1")
+    assert ("global_batch_size" in written) == (version == "0.16")
     again = read_command(["pretrain_gpt.py", *found.launch[LAUNCHER].argv], version).values
     typed = read_command(JOB + GROWING[version][0], version).values
     for name in ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule"):
@@ -141,7 +143,7 @@ def test_a_plan_is_legal_at_every_size_and_changes_none(version: str) -> None:
 
 
 def test_a_plan_for_one_size_is_not_taken_for_all() -> None:
-    found = planned("0.16.1")
+    found = planned("0.16")
     grid = dataclasses.replace(found.layout, micro_batch_size=4)
     request = LaunchRequest.of(
         found.model,
@@ -155,8 +157,8 @@ def test_a_plan_for_one_size_is_not_taken_for_all() -> None:
 
 
 def test_the_step_at_each_size_is_that_of_the_same_layout() -> None:
-    found = planned("0.16.1")
-    assert [batch.global_batch_size for batch in found.batches] == list(GROWING["0.16.1"][1])
+    found = planned("0.16")
+    assert [batch.global_batch_size for batch in found.batches] == list(GROWING["0.16"][1])
     assert found.layout.global_batch_size == 64
     assert found.batches[-1].iteration_time_s == found.predicted.iteration_time_s
     steps = Counter({batch.global_batch_size: batch.steps or 0 for batch in found.batches})
@@ -176,7 +178,7 @@ RAMP = "train.rampup_batch_size=[32,32,100000]"
     ("settings", "flags"),
     [
         (
-            (RAMP, "train.global_batch_size=128"),
+            (RAMP, "train.global_batch_size=128", "target=megatron_lm_0.17"),
             ["--global-batch-size", "128", "--rampup-batch-size", "32", "32", "100000"],
         ),
         (
@@ -204,9 +206,9 @@ def test_settings_say_how_the_batch_of_a_catalogue_model_grows(
 @pytest.mark.parametrize(
     ("settings", "limit"),
     [
-        ((RAMP, "target=megatron_lm_0.20"), "does not take it"),
-        (("train.step_batch_size_schedule='0:32'",), "does not take it"),
-        ((RAMP,), "train.global_batch_size, which is not given"),
+        ((RAMP,), "does not take it"),
+        (("train.step_batch_size_schedule='0:32'", "target=megatron_lm_0.17"), "does not take it"),
+        ((RAMP, "target=megatron_lm_0.17"), "train.global_batch_size, which is not given"),
     ],
 )
 def test_settings_that_a_target_does_not_have(settings: tuple[str, ...], limit: str) -> None:
@@ -216,7 +218,7 @@ def test_settings_that_a_target_does_not_have(settings: tuple[str, ...], limit: 
 
 def test_0_20_takes_no_notice_of_a_ramp() -> None:
     composed = compose(parse(["cluster=dgx_h100"]))
-    job, request = read_request(JOB + GROWING["0.16.1"][0], composed, free=(), version="0.20")
+    job, request = read_request(JOB + GROWING["0.16"][0], composed, free=(), version="0.20")
     assert job.batch_schedule is None
     assert request.space.batch_unit is None
     assert any("ignores --rampup-batch-size" in note for note in job.notes)
@@ -235,7 +237,10 @@ def _bridge(growth: list[int] | None) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("make", [_nemo, _bridge])
-def test_a_recipe_whose_batch_grows(make: Callable[[list[int] | None], tuple[Any, Any]]) -> None:
+def test_a_recipe_whose_batch_grows(
+    make: Callable[[list[int] | None], tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "installed_target", lambda _: TARGETS["megatron_bridge_0.4"])
     growing, framework = make([8, 24, 100_000])
     settings = {"cluster": "dgx_h100", "overrides": ["cluster.num_gpus=16"]}
     found, _ = framework.auto_recipe(growing, **settings)
@@ -250,7 +255,7 @@ def test_a_recipe_whose_batch_grows(make: Callable[[list[int] | None], tuple[Any
 
 
 def test_an_estimate_is_checked_and_priced_at_each_size() -> None:
-    settings = (*CATALOGUE, RAMP, "train.global_batch_size=128")
+    settings = (*CATALOGUE, RAMP, "train.global_batch_size=128", "target=megatron_lm_0.17")
     layout = ("parallel.tensor_model_parallel_size=2", "train.micro_batch_size=4")
     found, _ = estimate_layout(compose(parse([*settings, *layout])))
     assert [batch.global_batch_size for batch in found.batches] == [32, 64, 96, 128]

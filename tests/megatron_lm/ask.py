@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nest_megatron.integrations.megatron_lm.namespace import recorded_version
+from nest_megatron.integrations.megatron_lm.namespace import known_release
 from nest_megatron.integrations.megatron_lm.write import environment, model_argv, parallel_argv
 from nest_megatron.layout.rulebook.facts import LaunchRequest
 from tests.contract.hand_models import null_tokenizer
@@ -46,7 +46,7 @@ def checkout_version() -> str:
     major, minor = (re.search(rf"^{name} = (\d+)", text, re.MULTILINE) for name in _PARTS)
     assert major is not None
     assert minor is not None
-    return recorded_version(f"{major[1]}.{minor[1]}.0")
+    return known_release(f"{major[1]}.{minor[1]}.0")
 
 
 _PARTS = ("MAJOR", "MINOR")

@@ -20,7 +20,7 @@ from nest_megatron.config.job import ReadCommand
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_command
-from nest_megatron.integrations.megatron_lm.namespace import recorded_version
+from nest_megatron.integrations.megatron_lm.namespace import known_release
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.integrations.megatron_lm.read import job_of, read_job
@@ -293,7 +293,7 @@ class Survey:
 
 def survey(checkout: Path) -> Survey:
     """Plan every job of a checkout, and ask its Megatron about each before and after."""
-    version = recorded_version(_release(checkout))
+    version = known_release(_release(checkout))
     outcomes = [written(job, version) for job in jobs(checkout)]
     planned = [each for each in outcomes if not each.refused]
     answered = ask_megatron(

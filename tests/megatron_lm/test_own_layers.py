@@ -51,7 +51,7 @@ SHARDS: dict[str, dict[str, Any]] = {
 def version() -> str:
     """The recorded release that stands for the checkout."""
     is_old = (Path(HOME) / "pretrain_bert.py").exists()
-    return "0.16.1" if is_old else "0.20"
+    return "0.16" if is_old else "0.20"
 
 
 def built(argv: list[str], shard: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:

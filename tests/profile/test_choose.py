@@ -92,7 +92,7 @@ def test_a_cpu_is_never_a_gpu_of_its_name() -> None:
 
 def test_versions_are_compared_where_they_are_known() -> None:
     store.record(whole_profile("mine"))
-    same = {"torch": "2.6.0", "megatron_core": "0.16.1", "driver": "550.54.15"}
+    same = {"torch": "2.6.0", "megatron_core": "0.16", "driver": "550.54.15"}
     assert choose_times(wanted(versions=same), AUTO).times is not None
     newer = {**same, "torch": "2.7.1"}
     choice = choose_times(wanted(versions=newer, prefix="nest."), AUTO)

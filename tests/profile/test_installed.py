@@ -75,10 +75,10 @@ def test_what_is_loaded_is_before_what_is_installed(monkeypatch: pytest.MonkeyPa
     packages(monkeypatch, {"torch": "2.12.0", "transformer-engine": "2.8"})
     text = type("TorchVersion", (str,), {})
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__=text("2.13.0")))
-    monkeypatch.setitem(sys.modules, "megatron.core", SimpleNamespace(__version__="0.16.1"))
+    monkeypatch.setitem(sys.modules, "megatron.core", SimpleNamespace(__version__="0.16"))
     monkeypatch.setattr(installed, "driver_version", lambda: None)
     found = installed.installed_versions()
-    assert found == {"torch": "2.13.0", "megatron_core": "0.16.1", "transformer_engine": "2.8"}
+    assert found == {"torch": "2.13.0", "megatron_core": "0.16", "transformer_engine": "2.8"}
     assert {type(version) for version in found.values()} == {str}
 
 

@@ -37,7 +37,7 @@ ASKED = Asked(
     overrides=("cluster=dgx_h100",),
     config_dir=None,
     free="all",
-    megatron_version="0.16.1",
+    megatron_version="0.16",
     budget=5,
     iterations=20,
     run_timeout_s=1800.0,

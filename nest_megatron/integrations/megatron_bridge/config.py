@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
@@ -16,8 +14,7 @@ from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.config.cluster_detection import number_said, processes_per_host
 from nest_megatron.config.job import Job
 from nest_megatron.config.overrides import parse
-from nest_megatron.cost_model.target_defaults import BRIDGE_0_3, BRIDGE_2026
-from nest_megatron.cost_model.targets import Target
+from nest_megatron.cost_model.target_defaults import installed_target
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.base_models import hub_name, known_rows
 from nest_megatron.integrations.execution_fields import ExecutionPlaces
@@ -30,11 +27,10 @@ from nest_megatron.integrations.recipe import DEGREES, RECOMPUTE, Recipe, memory
 from nest_megatron.integrations.restore import packed_sequence_size, restored_by_bridge
 from nest_megatron.layout.diff import Change, reason
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rulebook.facts import release_number
 
 #: Both switches of Megatron-FSDP.
 FSDP_SWITCHES = ("dist.use_megatron_fsdp", "ddp.use_megatron_fsdp")
-#: The release of Megatron-Bridge in NeMo Framework 26.06 (its ``docs/releases``).
-_SINCE_26_06 = (0, 5)
 #: Variable of HybridEP: ranks of a group of experts that share NVLink. A wrong one spoils the
 #: all-to-all (Megatron-Bridge's notes on dispatchers).
 NVLINK_RANKS = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
@@ -83,7 +79,7 @@ class BridgeConfig(Recipe):
     states_size = False
 
     def __init__(self, root: Any, environment: Mapping[str, str] | None = None) -> None:
-        super().__init__(root, installed_target())
+        super().__init__(root, installed_target("megatron_bridge"))
         self._environment = os.environ if environment is None else environment
 
     @property
@@ -113,9 +109,9 @@ class BridgeConfig(Recipe):
     def vocabulary(self, given: int | None) -> tuple[int, bool, tuple[str, ...]]:
         """A size of the model's own is taken as it is, that of the tokenizer is padded.
 
-        It replaces the model's if ``use_tokenizer_vocab_size`` is on. ``NullTokenizer`` of
-        megatron-core 0.16.1 has a row beside those that it is given, for a document's end; 0.20 has
-        none, and Megatron-Bridge 0.3.1 none with ``legacy_tokenizer``.
+        It replaces the model's if ``use_tokenizer_vocab_size`` is on. ``NullTokenizer``
+        has a row beside those that it is given, for a document's end, before megatron-core 0.18;
+        Megatron-Bridge 0.3.1 has none with ``legacy_tokenizer``.
 
         Source: ``setup._validate_and_set_vocab_size``, ``_NullTokenizer.vocab_size``.
         """
@@ -129,7 +125,7 @@ class BridgeConfig(Recipe):
         rows = self.find("tokenizer.vocab_size")
         if kind == "NullTokenizer" and isinstance(rows, int):
             is_legacy = self.find("tokenizer.legacy_tokenizer") is True
-            adds_end = self.target.megatron_core.startswith("0.16") and not is_legacy
+            adds_end = release_number(self.target.megatron_core) < (0, 18) and not is_legacy
             return rows + adds_end, False, ()
         base = hub_name(self.find("tokenizer.tokenizer_model"))
         if base is not None and (known := known_rows(base)) is not None:
@@ -147,6 +143,7 @@ class BridgeConfig(Recipe):
         Source: ``update_config_with_precision_overrides`` and the recipes beside it, of which those
         of fp8 gather weights in fp8, blockwise scaling apart.
         """
+        gathers = release_number(self.target.megatron_core) >= (0, 18)
         mixed, others = self._mixed, ("comm_overlap", "model", "optimizer", "ddp", "dist")
         holders = map(self.find, others)
         if not isinstance(mixed, str):
@@ -158,7 +155,7 @@ class BridgeConfig(Recipe):
             "fp8_param_gather": "fp8" in mixed and "subchannel" not in mixed,
             "fp4": "e2m1" if "fp4" in mixed else None,
             # its recipe gathers weights in NVFP4 since 26.06
-            "fp4_param_gather": "fp4" in mixed and self.target is BRIDGE_2026,
+            "fp4_param_gather": "fp4" in mixed and gathers,
         }
 
     def number_format(self) -> tuple[Precision, Any]:
@@ -235,17 +232,6 @@ def read_recipe(
     Raises: as ``nemo.read_recipe``.
     """
     return BridgeConfig(cfg, environment).job(vocab_size)
-
-
-def installed_target() -> Target:
-    """The installed release; the one that the contract tests know where none is installed."""
-    try:
-        version = importlib.metadata.version("megatron-bridge")
-    except importlib.metadata.PackageNotFoundError:
-        return BRIDGE_0_3
-    found = re.match(r"(\d+)\.(\d+)", version)
-    release = (int(found[1]), int(found[2])) if found else (0, 0)
-    return BRIDGE_2026 if release >= _SINCE_26_06 else BRIDGE_0_3
 
 
 def auto_recipe(

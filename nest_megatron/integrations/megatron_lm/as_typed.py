@@ -17,7 +17,7 @@ from nest_megatron.solver.space import SearchSpace
 
 
 def estimate_command(
-    text: str | Sequence[str], composed: Settings, *, version: str, strict: bool = False
+    text: str | Sequence[str], composed: Settings, *, version: str | None, strict: bool = False
 ) -> CommandPlan:
     """Price a command, or the script that launches it, as it is typed.
 

@@ -15,10 +15,9 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     STAGE_OPTIONS,
     VIRTUAL_STAGES,
     flag_of,
-    newest_flags,
     stated_partition,
 )
-from nest_megatron.integrations.megatron_lm.parser import VERSIONS
+from nest_megatron.integrations.megatron_lm.parser import newest_flags
 from nest_megatron.integrations.megatron_lm.read import read_recompute
 from nest_megatron.integrations.megatron_lm.rewrite import Rewrite, rewrite
 from nest_megatron.integrations.megatron_lm.write import (
@@ -128,10 +127,7 @@ def with_launch(plan: ParallelPlan, *, notes: tuple[str, ...] = ()) -> ParallelP
             the layout.
     """
     target = restored_settings(plan.provenance.settings).target
-    # 0.16.1 cuts hybrid models evenly alone, and a search does not assume it
-    version = VERSIONS[-1 if plan.model.hybrid_layer_pattern else 0]
-    if target is not None:
-        version = target_named(target).megatron_core
+    version = DEFAULT_VERSION if target is None else target_named(target).megatron_core
     request = launch_request(plan, version=version)
     if target is not None and not target.startswith(LAUNCHER):
         require_launchable(request, but=OF_THE_COMMAND_LINE)

@@ -10,7 +10,7 @@ from nest_megatron.config.compose import Settings
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.checkpoint import check_loadable
-from nest_megatron.integrations.megatron_lm.layout_arguments import newest_flags
+from nest_megatron.integrations.megatron_lm.parser import newest_flags
 from nest_megatron.integrations.megatron_lm.present_layout import refusal, typed_plan
 from nest_megatron.integrations.megatron_lm.saved_by_plan import saved_by
 from nest_megatron.integrations.typed_command import CommandPlan

@@ -29,6 +29,7 @@ from nest_megatron.integrations.megatron_lm.inert_pickle import (
 )
 from nest_megatron.integrations.megatron_lm.layout_arguments import Values, user_partition
 from nest_megatron.integrations.megatron_lm.model_arguments import saved_pattern
+from nest_megatron.layout.rulebook.facts import Release, release_number
 from nest_megatron.layout.stage_layout import expand_layout, layout_string, uniform_partition
 from nest_megatron.model.layer_pattern import hybrid_kinds
 from nest_megatron.model.spec import TransformerSpec
@@ -166,8 +167,8 @@ def check_loadable(saved: SavedCheckpoint, arguments: Values, values: Values, ve
     Raises:
         UserInputError: naming the choice, its value, what the checkpoint demands and the way out.
     """
-    old = version == "0.16.1"
-    _check_format(saved, values, old)
+    release = release_number(version)
+    _check_format(saved, values, release)
     for name, need in required(saved, values, version).items():
         planned, value = arguments[name], need.value
         same = (planned or (1 if name == _VPP else False)) == value
@@ -176,19 +177,20 @@ def check_loadable(saved: SavedCheckpoint, arguments: Values, values: Values, ve
         if not same:
             said = f"{saved.directory} needs {'an unreadable value' if value is None else value}"
             _refuse(name, planned, f"{said}: {need.reason}", f"keep it, or {need.fix}")
-    _check_rng(saved, arguments, values, old)
+    _check_rng(saved, arguments, values, release)
     if loads_optimizer(saved, values) and saved.format == "torch_dist":
-        _check_opt(saved, arguments, values, old)
+        _check_opt(saved, arguments, values, release)
         _check_buckets(saved, arguments, values)
 
 
-def _check_format(saved: SavedCheckpoint, values: Values, old: bool) -> None:
+def _check_format(saved: SavedCheckpoint, values: Values, release: Release) -> None:
     """What does not go together whatever the degrees.
 
     torch_dcp is torch FSDP2's (args a:1042; b:1668). torch_dist loads only where ``--ckpt-format``
-    names it, detected or not (a ckpt:902, :1112; b:1581, :1923) (run). 0.20 writes no ``common.pt``
-    (a dc/strategies/common.py:90; b dc/serialization.py:431) (run). Grouped experts have names that
-    only torch_dist translates (core/transformer/moe/experts.py); rewriting turns grouping on.
+    names it, detected or not (a ckpt:902, :1112; b:1581, :1923) (run). Since 0.19 there is no
+    ``common.pt`` (a dc/strategies/common.py:90; b dc/serialization.py:431) (run). Grouped
+    experts have names that only torch_dist translates (core/transformer/moe/experts.py);
+    rewriting turns grouping on.
     """
     where, dist = str(saved.directory), saved.format == "torch_dist"
     if saved.format == "torch_dcp":
@@ -196,18 +198,24 @@ def _check_format(saved: SavedCheckpoint, values: Values, old: bool) -> None:
     if dist and values.get("ckpt_format") in ("torch", "torch_dcp"):
         _refuse("--ckpt-format", values["ckpt_format"], f"{where} is torch_dist", "name that")
     common = saved.directory / "common.pt"  # no folder is there of what a plan's job would save
-    if dist and old and saved.directory.is_dir() and not common.is_file():
-        _refuse("--load", where, "without common.pt 0.16.1 cannot read it", "run what saved it")
+    if dist and release < (0, 19) and saved.directory.is_dir() and not common.is_file():
+        _refuse(
+            "--load",
+            where,
+            "it has no common.pt, which releases before 0.19 read",
+            "run what saved it",
+        )
     grouped = bool(values.get("moe_grouped_gemm")) or values.get("transformer_impl") != "local"
     before = bool(saved.arguments.get("moe_grouped_gemm", grouped))
     if values.get("num_experts") and not dist and before != grouped:
         _refuse("--moe-grouped-gemm", grouped, f"{where} names experts as with {before}", _ALONE)
 
 
-def _check_rng(saved: SavedCheckpoint, arguments: Values, values: Values, old: bool) -> None:
+def _check_rng(saved: SavedCheckpoint, arguments: Values, values: Values, release: Release) -> None:
     """Random states are asked for, with TP and PP as saved, by a key that says their shards.
 
-    Source: a ckpt:358-383 (expert parallelism shards them by replica), :1560; b:493-504, :2574;
+    Source: a ckpt:358-383 (0.16 alone: expert parallelism shards them by replica), :1560;
+    b:493-504, :2574;
     fsdp_dtensor a ckpt:384, :1691; b:505, :2775: a new TP rank finds none (run).
     """
     unsaved = saved.weights_only or saved.arguments.get("no_save_rng")
@@ -219,7 +227,7 @@ def _check_rng(saved: SavedCheckpoint, arguments: Values, values: Values, old: b
         broken = values.get("strict_fsdp_dtensor_load", True) and asked[1] > (stored[1] or asked[1])
     else:
         same, stored = asked == stored, list(saved.rng_shape or ())
-        if old and arguments["expert_model_parallel_size"] > 1:
+        if release == (0, 16) and arguments["expert_model_parallel_size"] > 1:
             asked.append(arguments["data_parallel_size"] * arguments["context_parallel_size"])
         broken = same and saved.rng_shape is not None and asked != stored
     if broken:
@@ -228,18 +236,20 @@ def _check_rng(saved: SavedCheckpoint, arguments: Values, values: Values, old: b
         )
 
 
-def _check_opt(saved: SavedCheckpoint, arguments: Values, values: Values, old: bool) -> None:
+def _check_opt(saved: SavedCheckpoint, arguments: Values, values: Values, release: Release) -> None:
     """Optimizer state in a form that is gone, or for another number of optimizers.
 
     ``flattened_range`` is gone (dc/mapping.py a:133; b:129) (run). Experts have an optimizer of
-    their own with EP (tensor_parallel/layers.py a:886), in 0.20 also with an ETP other than TP (b
-    :1033); one state is not divided in two nor two joined (optimizer.py a:1216; b:1605) (run).
+    their own with EP (tensor_parallel/layers.py a:886), since 0.19 also with an ETP other than TP
+    (b:1033); one state is not divided in two nor two joined (optimizer.py a:1216; b:1605) (run).
     """
     kind, count = saved.distrib_optim_sharding_type, saved.num_optimizers
     if saved.use_distributed_optimizer and kind not in ("fully_reshardable", *_FIXED_LAYOUT):
         _refuse("distrib_optim_sharding_type", kind, "0.15 was the last to read it", _NO_OPTIM)
     sizes = (arguments["expert_model_parallel_size"], arguments["expert_tensor_parallel_size"])
-    apart = sizes[0] > 1 or (not old and sizes[1] != arguments["tensor_model_parallel_size"])
+    apart = sizes[0] > 1 or (
+        release >= (0, 19) and sizes[1] != arguments["tensor_model_parallel_size"]
+    )
     if values.get("num_experts") and count is not None and apart != (count > 1):
         fix = f"fix an expert-parallel size {'of 1' if apart else 'above 1'}, or {_NO_OPTIM}"
         _refuse(f"{_EP}, {_ETP}", sizes, f"{saved.directory} holds {count} optimizer(s)", fix)

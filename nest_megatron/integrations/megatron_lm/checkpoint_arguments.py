@@ -9,6 +9,7 @@ torch is not needed. Source: ``load_args_from_checkpoint`` and its callers (core
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, r
 from nest_megatron.integrations.megatron_lm.inert_pickle import is_plain
 from nest_megatron.integrations.megatron_lm.layout_arguments import Values, flag_error, flag_of
 from nest_megatron.integrations.megatron_lm.parser import options_for
+from nest_megatron.layout.rulebook.facts import release_number
 
 _SWITCH, _DEGREES_SWITCH = "use_checkpoint_args", "use_mp_args_from_checkpoint_args"
 _PER_VIRTUAL_STAGE = "num_layers_per_virtual_pipeline_stage"
@@ -84,6 +86,16 @@ def with_checkpoint_arguments(command: ReadCommand) -> ReadCommand:
     return with_degrees_as_flags(merged)
 
 
+def _names(kind: str, version: str) -> Iterator[str]:
+    """Arguments of a table that a release has."""
+    release = release_number(version)
+    yield from _TABLES["all"].get(kind, ())
+    for limit, holds in (("since", operator.le), ("until", operator.ge)):
+        for other, names in _TABLES[limit].items():
+            if holds(release_number(other), release):
+                yield from names.get(kind, ())
+
+
 def taken(values: Values, saved: Values, version: str) -> dict[str, Any]:
     """What Megatron sets from saved arguments, by destination.
 
@@ -98,7 +110,7 @@ def taken(values: Values, saved: Values, version: str) -> dict[str, Any]:
     found = {
         name: saved[name]
         for kind in ("replaced", "filled")
-        for name in (*_TABLES["both"][kind], *_TABLES[version][kind])
+        for name in _names(kind, version)
         if saved.get(name) is not None and (kind == "replaced" or values.get(name) is None)
     }
     if saved.get("num_experts") is None:
@@ -106,9 +118,7 @@ def taken(values: Values, saved: Values, version: str) -> dict[str, Any]:
     elif saved.get("moe_ffn_hidden_size") is not None:
         found["moe_ffn_hidden_size"] = saved["moe_ffn_hidden_size"]
     switches = {"tokenizer": "use_tokenizer_model_from_checkpoint_args", "degrees": _DEGREES_SWITCH}
-    extra = (
-        n for kind, flag in switches.items() if values.get(flag) for n in _TABLES["both"][kind]
-    )
+    extra = (n for kind, flag in switches.items() if values.get(flag) for n in _TABLES["all"][kind])
     found |= {name: saved[name] for name in extra if saved.get(name) is not None}
     if values.get(_DEGREES_SWITCH) and values.get(_PER_VIRTUAL_STAGE) is None:
         found[_PER_VIRTUAL_STAGE] = saved.get(_PER_VIRTUAL_STAGE)
@@ -129,7 +139,7 @@ def with_degrees_as_flags(command: ReadCommand) -> ReadCommand:
     if all(option.dest != _DEGREES_SWITCH for option in command.options):
         return command
     others = [option for option in command.options if option.dest != _DEGREES_SWITCH]
-    names = [*_TABLES["both"]["degrees"], _PER_VIRTUAL_STAGE]
+    names = [*_TABLES["all"]["degrees"], _PER_VIRTUAL_STAGE]
     stated = {name: values[name] for name in names if values.get(name) is not None}
     note = f"The checkpoint's degrees are written out in the place of {flag}."
     return dataclasses.replace(
@@ -202,7 +212,7 @@ def _notes(values: Values, saved: SavedCheckpoint, version: str) -> Iterator[str
         )
         return
     yield f"--use-checkpoint-args: the model is read from {saved.directory}."
-    for name in (*_TABLES["not_taken"]["both"], *_TABLES["not_taken"][version]):
+    for name in _names("not_taken", version):
         before, now = saved.arguments.get(name), values.get(name)
         if before and name in values and is_plain(before) and before != now:
             yield (
@@ -216,7 +226,7 @@ def _as_of_now(saved: Values, version: str) -> dict[str, Any]:
     found = dict(saved)
     if "disable_bias_linear" in found:
         found["add_bias_linear"] = not found["disable_bias_linear"]
-    if version != "0.16.1":
+    if release_number(version) >= (0, 17):
         pattern = found.get("hybrid_override_pattern")
         if pattern is not None and found.get("hybrid_layer_pattern") is None:
             found |= {"hybrid_layer_pattern": pattern, "num_layers": None}

@@ -7,6 +7,7 @@ from typing import Any
 
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error, flag_of
 from nest_megatron.layout.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
+from nest_megatron.layout.rulebook.facts import release_number
 
 
 def stated_schedule(
@@ -33,7 +34,7 @@ def stated_schedule(
 
 
 def _ignores_rampup(version: str) -> bool:
-    return not version.startswith("0.16")
+    return release_number(version) >= (0, 18)
 
 
 def schedule_notes(values: Mapping[str, Any], version: str) -> Iterator[str]:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from nest_megatron.boot import is_asked_for
 from nest_megatron.config.launch import Mode, read_launch, read_words, split_words
 from nest_megatron.errors import OK, NestError, UserInputError
-from nest_megatron.integrations.megatron_lm.parser import VERSIONS
 from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
 from nest_megatron.integrations.process_variables import set_rank_variables
+from nest_megatron.layout.rulebook.facts import RELEASES
 from nest_megatron.report.failure import end, ending_on_errors
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def after_arguments(module: ModuleType) -> None:
         lacks = (
             f"this Megatron-LM has no {module.__name__}.validate_args, so nothing can be planned"
         )
-        tried = f"releases that were tried: {', '.join(VERSIONS)}"
+        tried = f"releases that were tried: {', '.join(RELEASES)}"
         end(NestError(f"{lacks} ({tried}). Launch without +nest."))
     bound = sys.modules.get("megatron.training.initialize")
     if getattr(bound, "validate_args", None) is original:
@@ -221,6 +221,6 @@ def _require_plan() -> None:
         raise NestError(
             "the command asks for +nest, but nothing was planned: this program calls neither "
             "megatron.training.arguments.validate_args, where Megatron-LM "
-            f"{' and '.join(VERSIONS)} check their arguments, nor Megatron-Bridge's "
+            f"{', '.join(RELEASES)} check their arguments, nor Megatron-Bridge's "
             "process_config_with_overrides with the words of its command. Launch it without +nest."
         )

@@ -31,7 +31,6 @@ from nest_megatron.integrations.megatron_lm import agreement, attach, groups, pl
 from nest_megatron.integrations.megatron_lm.measure import measure_job
 from nest_megatron.integrations.megatron_lm.namespace import (
     flags_of,
-    recorded_version,
     require_planned,
     write,
 )
@@ -52,6 +51,7 @@ from nest_megatron.integrations.site_policy import require_launch
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.launch import launch_words
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rulebook.facts import known_release
 from nest_megatron.plain import from_plain
 from nest_megatron.printing import print_cleaned
 from nest_megatron.profile.mode import ProfileMode
@@ -198,10 +198,14 @@ def _arguments(launched: LaunchedJob) -> dict[str, str]:
 
 
 def _release() -> str:
-    """The recorded release that stands for the installed one."""
+    """The release whose options and rules stand for the installed one."""
+    return known_release(_installed())
+
+
+def _installed() -> str:
     from megatron.core import __version__ as release
 
-    return recorded_version(release)
+    return str(release)
 
 
 def _find(
@@ -222,7 +226,7 @@ def _job_and_place(launched: LaunchedJob) -> tuple[Job, JobCluster]:
 def _read(launched: LaunchedJob) -> Job:
     _asked_file(launched)
     command_line = (launched.script, launched.argv)
-    return planning.read_running_job(launched.args, launched.defaults, command_line, _release())
+    return planning.read_running_job(launched.args, launched.defaults, command_line, _installed())
 
 
 def _with_ranks(

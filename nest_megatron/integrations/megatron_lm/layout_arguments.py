@@ -7,7 +7,7 @@ Source lines are those of Megatron-LM core_v0.16.1; ``args`` stands for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from nest_megatron.documents import packaged
@@ -78,8 +78,6 @@ def states_stages(values: Values, dest: str) -> bool:
 _ROLES = packaged(__package__, "arguments_data/roles.toml")
 #: Why arguments are ``refused``, ``set`` or ``removed``, by destination.
 REASONS: Mapping[str, Mapping[str, str]] = _ROLES["reasons"]
-#: Arguments that plans write, by the release that has them first; the newest first.
-SINCE: Mapping[str, Sequence[str]] = _ROLES["since"]
 
 
 def arguments_of(role: str) -> tuple[str, ...]:
@@ -90,24 +88,6 @@ def arguments_of(role: str) -> tuple[str, ...]:
 def flag_of(dest: str) -> str:
     """An argument as it is typed."""
     return f"--{dest.replace('_', '-')}"
-
-
-def newest_flags(argv: Iterable[str], given: Iterable[str] = ()) -> str:
-    """The first release of Megatron-LM that has all flags of a command, in words.
-
-    Args:
-        given: arguments whose flags are there already.
-
-    >>> newest_flags(["--bf16", "--pipeline-model-parallel-layout", "Et|tL"])
-    'No release of Megatron-LM before core_v0.13.0 has --pipeline-model-parallel-layout.'
-    >>> newest_flags(["--bf16"])
-    ''
-    """
-    flags = {word.partition("=")[0] for word in argv} - {word.partition("=")[0] for word in given}
-    for release, names in SINCE.items():
-        if new := [flag for flag in map(flag_of, names) if flag in flags]:
-            return f"No release of Megatron-LM before core_v{release} has {', '.join(new)}."
-    return ""
 
 
 def flag_error(dest: str, value: object, limit: str, fix: str) -> UserInputError:

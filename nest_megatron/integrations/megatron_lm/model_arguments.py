@@ -24,6 +24,7 @@ from nest_megatron.documents import parse_json
 from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.files import read_text
 from nest_megatron.integrations.megatron_lm.layout_arguments import Values, flag_error, flag_of
+from nest_megatron.layout.rulebook.facts import release_number
 from nest_megatron.model.encoder import EncoderSpec
 from nest_megatron.model.heterogeneous import read_heterogeneous_layers
 from nest_megatron.model.layer_pattern import LayerKind, hybrid_kinds, pattern_from_ratios
@@ -68,7 +69,7 @@ def hybrid_pattern(values: Values, script: str, version: str) -> str:
                 flag_of(given),
                 values[given],
                 f"{script} builds no hybrid model of state-space layers",
-                "Use pretrain_hybrid.py (0.16.1: pretrain_mamba.py), or drop the flag.",
+                "Use pretrain_hybrid.py (before 0.18 pretrain_mamba.py), or drop the flag.",
             )
         return ""
     if by_script and (layers or not values.get("spec")):
@@ -78,8 +79,8 @@ def hybrid_pattern(values: Values, script: str, version: str) -> str:
             "its layers are not megatron-core's hybrid_stack_spec",
             f"Give one of --spec {', --spec '.join(_STACKS[:2])}.",
         )
-    old = version.startswith("0.16")
-    pattern = _pattern_of_0_16(values) if old else _pattern(values)
+    old = release_number(version) < (0, 17)
+    pattern = _pattern_and_shares(values) if old else _pattern(values)
     kinds, *_ = hybrid_kinds(pattern)
     if old and len(kinds) != values["num_layers"]:
         raise flag_error(
@@ -96,12 +97,12 @@ def saved_pattern(arguments: Values) -> str:
 
     Raises: as ``hybrid_pattern``.
     """
-    version = "0.20" if "hybrid_layer_pattern" in arguments else "0.16.1"
+    version = "0.17" if "hybrid_layer_pattern" in arguments else "0.16"
     return hybrid_pattern(arguments, "", version).replace("|", "")
 
 
 def _pattern(values: Values) -> str:
-    """Source: 0.20 arguments.py:743-786."""
+    """That of releases since 0.17. Source: 0.20 arguments.py:743-786."""
     new, old = values.get("hybrid_layer_pattern"), values.get("hybrid_override_pattern")
     if new and old:
         raise flag_error(
@@ -131,7 +132,7 @@ def _pattern(values: Values) -> str:
     return pattern
 
 
-def _pattern_of_0_16(values: Values) -> str:
+def _pattern_and_shares(values: Values) -> str:
     layers, pattern = values.get("num_layers"), values.get("hybrid_override_pattern")
     if not layers:
         raise flag_error(
@@ -141,7 +142,7 @@ def _pattern_of_0_16(values: Values) -> str:
         raise flag_error(
             "mtp_num_layers",
             values["mtp_num_layers"],
-            "a hybrid model of 0.16.1 has no MTP layers",
+            "a hybrid model has no MTP layers before 0.17",
             "Drop it.",
         )
     shares = [float(values.get(f"hybrid_{name}_ratio") or 0) for name in ("attention", "mlp")]
@@ -153,8 +154,8 @@ def _pattern_of_0_16(values: Values) -> str:
         raise UserInputError(
             "--hybrid-override-pattern",
             pattern,
-            f"0.16.1 has the symbols M * - E, not {' '.join(sorted(strange))}",
-            "Use 0.20.",
+            f"before 0.17 the symbols are M * - E, not {' '.join(sorted(strange))}",
+            "Use Megatron-LM 0.17.",
         )
     if any(shares) and sorted(pattern) != sorted(even):
         raise flag_error(

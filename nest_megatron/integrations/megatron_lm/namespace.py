@@ -17,7 +17,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     Values,
     flag_error,
 )
-from nest_megatron.integrations.megatron_lm.parser import VERSIONS, load_arguments, read_argv
+from nest_megatron.integrations.megatron_lm.parser import load_arguments, read_argv
 from nest_megatron.integrations.megatron_lm.rewrite import WRITABLE
 from nest_megatron.integrations.process_variables import set_variables
 from nest_megatron.layout.plan import ParallelPlan
@@ -34,18 +34,6 @@ _DERIVED = (
     "sequence_parallel",
     "use_megatron_fsdp",
 )
-
-
-def recorded_version(release: str) -> str:
-    """The recorded release whose options stand for an installed one.
-
-    >>> recorded_version("0.16.1"), recorded_version("0.20.0rc0"), recorded_version("0.18.0")
-    ('0.16.1', '0.20', '0.20')
-    """
-    major, _, rest = release.partition(".")
-    minor = rest.partition(".")[0]
-    newer = major != "0" or (minor.isdigit() and int(minor) > 16)
-    return VERSIONS[-1] if newer else VERSIONS[0]
 
 
 def command_of(

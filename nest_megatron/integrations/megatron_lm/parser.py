@@ -1,7 +1,8 @@
 """Read a training command without Megatron, whose parser is rebuilt from recorded data.
 
-The data files list every option of ``megatron/training/arguments.py`` of two releases, so a command
-can be read on a laptop, in milliseconds, with no torch. What the user's own script adds is kept
+``arguments_data/arguments.json`` lists every option of ``megatron/training/arguments.py`` and the
+releases that have it (``tools/release.py`` adds one), so a command can be read on a laptop, in
+milliseconds, with no torch. What the user's own script adds is kept
 untouched.
 """
 
@@ -30,7 +31,6 @@ from nest_megatron.integrations.launchers import (
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, RELEASES
 from nest_megatron.model.frequency import read_frequency
 
-VERSIONS = RELEASES
 _NEST_TOKEN = re.compile(r"^\+?\+?nest[.=]")
 
 
@@ -106,20 +106,46 @@ def parse_words(words: Sequence[str], version: str) -> tuple[dict[str, Any], tup
 
 @cache
 def load_arguments(version: str) -> tuple[Argument, ...]:
-    """Every option of one recorded Megatron release; another is refused."""
-    if version not in VERSIONS:
+    """Every option of one Megatron release; one that is not known is refused."""
+    if version not in RELEASES:
         raise UserInputError(
             "Megatron-LM version",
             version,
             "its options are not recorded",
-            nearest(version, VERSIONS),
+            nearest(version, RELEASES),
         )
-    name = f"megatron_{version.replace('.', '_')}.json"
-    data = packaged(__package__, f"arguments_data/{name}")
-    rows: list[dict[str, Any]] = data["arguments"]
-    for row in rows:
-        row |= {name: tuple(row.get(name, ())) for name in ("flags", "choices")}
-    return tuple(Argument(**row) for row in rows)
+    at, found = RELEASES.index(version), []
+    for row in _rows():
+        first, last = row.get("since", RELEASES[0]), row.get("until", RELEASES[-1])
+        if RELEASES.index(first) <= at <= RELEASES.index(last):
+            fields = {name: row[name] for name in row.keys() - {"since", "until"}}
+            fields |= {name: tuple(row.get(name, ())) for name in ("flags", "choices")}
+            found.append(Argument(**fields))
+    return tuple(found)
+
+
+@cache
+def _rows() -> tuple[Mapping[str, Any], ...]:
+    return tuple(packaged(__package__, "arguments_data/arguments.json")["arguments"])
+
+
+def newest_flags(argv: Iterable[str], given: Iterable[str] = ()) -> str:
+    """The first release of Megatron-LM that has all flags of a command, in words.
+
+    Args:
+        given: arguments whose flags are there already.
+
+    >>> newest_flags(["--bf16", "--hybrid-layer-pattern", "M*|M*"])
+    'No release of Megatron-LM before 0.17 has --hybrid-layer-pattern.'
+    >>> newest_flags(["--bf16"])
+    ''
+    """
+    flags = {word.partition("=")[0] for word in argv} - {word.partition("=")[0] for word in given}
+    older = known_flags(RELEASES[0])
+    for before, release in reversed(tuple(itertools.pairwise(RELEASES))):
+        if new := sorted(flags & known_flags(release) - known_flags(before) - older):
+            return f"No release of Megatron-LM before {release} has {', '.join(new)}."
+    return ""
 
 
 def options_of(argv: Sequence[str], version: str) -> tuple[Option, ...]:
@@ -223,10 +249,10 @@ def _notes(unknown: tuple[str, ...], version: str) -> Iterable[str]:
         name = token.partition("=")[0]
         if not name.startswith("--"):
             continue
-        others = [v for v in VERSIONS if v != version and name in known_flags(v)]
+        others = [v for v in RELEASES if v != version and name in known_flags(v)]
         close = difflib.get_close_matches(name.replace("_", "-"), flags, n=1, cutoff=0.88)
         if others:
-            yield f"{name} belongs to Megatron {others[0]}, not to {version}."
+            yield f"{name} belongs to Megatron {others[-1]}, not to {version}."
         elif close:
             yield f"Megatron {version} has no flag {name}. Did you mean {close[0]}?"
         else:

@@ -20,11 +20,11 @@ from nest_megatron.config.space import (
 from nest_megatron.config.target import fields_of
 from nest_megatron.config.train import REPLICA_DEGREES
 from nest_megatron.cost_model.settings import restored_settings
-from nest_megatron.cost_model.target_defaults import target_named
+from nest_megatron.cost_model.target_defaults import DEFAULT_TARGET, target_named
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, STATED_ELSEWHERE
-from nest_megatron.integrations.megatron_lm.parser import VERSIONS, read_argv
+from nest_megatron.integrations.megatron_lm.parser import read_argv
 from nest_megatron.integrations.megatron_lm.present_layout import refused
 from nest_megatron.integrations.stated_job import rates_of, reliability_of
 from nest_megatron.layout.before_after import Difference
@@ -34,6 +34,7 @@ from nest_megatron.layout.knobs import KnobConditions, always_on
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rulebook.facts import RELEASES
 from nest_megatron.layout.stage_layout import parse_layout, spread_partition
 from nest_megatron.model.execution import Execution
 from nest_megatron.planner import Request
@@ -54,7 +55,7 @@ class PlannedJob:
         self._settings = restored_settings(plan.provenance.settings)
         launch = plan.launch.get(LAUNCHER)
         release = plan.provenance.framework_version
-        self._version = release if release in VERSIONS else self._target().megatron_core
+        self._version = release if release in RELEASES else self._target().megatron_core
         values: Mapping[str, Any] = {}
         if launch is not None:
             values = read_argv(launch.script, launch.argv, self._version).values
@@ -80,7 +81,7 @@ class PlannedJob:
         )
 
     def _target(self) -> Target:
-        return target_named(self._settings.target or f"megatron_lm_{VERSIONS[0]}")
+        return target_named(self._settings.target or DEFAULT_TARGET.name)
 
     def request(self, space: SearchSpace) -> Request:
         """The search for the fastest layout of a space."""

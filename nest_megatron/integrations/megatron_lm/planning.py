@@ -14,6 +14,7 @@ from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import FreeParameters, Job, ReadCommand
 from nest_megatron.config.request import request_for
 from nest_megatron.config.target import installed_packages
+from nest_megatron.cost_model.target_defaults import newer_release_notes
 from nest_megatron.integrations.megatron_lm import checkpoint, namespace
 from nest_megatron.integrations.megatron_lm.attach import with_command
 from nest_megatron.integrations.megatron_lm.present_layout import on_device, with_present_layout
@@ -30,6 +31,7 @@ from nest_megatron.integrations.megatron_lm.search_space import (
 )
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rulebook.facts import known_release
 from nest_megatron.planner import Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.profile.installed import installed_versions
@@ -114,22 +116,30 @@ def read_running_job(
     args: Namespace,
     defaults: Mapping[str, Any],
     command_line: tuple[str, Sequence[str]],
-    version: str,
+    release: str,
 ) -> Job:
     """The job of the process that this runs in.
 
     Args:
         args: Megatron's arguments before its validation.
         command_line: the script and its arguments, our own words apart.
+        release: of the installed megatron-core.
+
+    Raises:
+        UserInputError: for a release that is older than those that are known, and for a job that
+            cannot be planned.
     """
     script, argv = command_line
+    version = known_release(release)
     command = namespace.command_of(args, argv, script, version, defaults)
     # a checkpoint's arguments are merged in by now, so the model's shape is known
     values = {**command.values, "use_checkpoint_args": False}
     refuse_unplannable(values, script)  # before its tokenizer is built, which may take long
     require_optimizer(values, version)
     values["padded_vocab_size"] = namespace.padded_vocab_size(args, defaults)
-    return job_of(command, values)
+    job = job_of(command, values)
+    newer = newer_release_notes(f"megatron_lm_{release}")
+    return dataclasses.replace(job, notes=(*job.notes, *newer))
 
 
 def decide(

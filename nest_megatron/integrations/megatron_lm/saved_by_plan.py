@@ -8,6 +8,7 @@ from typing import Any
 
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rulebook.facts import release_number
 
 #: Flags that a checkpoint keeps and that decide how it can be loaded.
 _KEPT = ("ddp_bucket_size", "ddp_num_buckets", "no_save_optim", "no_save_rng", "moe_grouped_gemm")
@@ -29,7 +30,7 @@ def saved_by(
     layout, dims, experts = plan.layout, plan.layout.dims, plan.model.is_moe
     ep, tp = dims.expert_model_parallel_size, dims.tensor_model_parallel_size
     replicas = dims.data_parallel_size * dims.context_parallel_size
-    old = version == "0.16.1"
+    release = release_number(version)
     kind = (
         "fsdp_dtensor" if layout.uses_megatron_fsdp else values.get("ckpt_format") or "torch_dist"
     )
@@ -38,7 +39,7 @@ def saved_by(
         sharding = kind
     elif values.get("dist_ckpt_optim_fully_reshardable"):
         sharding = "fully_reshardable"
-    apart = ep > 1 or (not old and dims.expert_tensor_parallel_size != tp)
+    apart = ep > 1 or (release >= (0, 19) and dims.expert_tensor_parallel_size != tp)
     stages = dims.pipeline_model_parallel_size
     return SavedCheckpoint(
         directory=Path(name),
@@ -54,7 +55,7 @@ def saved_by(
         distrib_optim_sharding_type=sharding if layout.shards_optimizer else None,
         num_optimizers=1 + (experts and apart),
         largest_buffer=max(stage.parameters for stage in plan.predicted.stages),
-        rng_shape=(stages, tp, replicas) if old and ep > 1 else (stages, tp),
+        rng_shape=(stages, tp, replicas) if release == (0, 16) and ep > 1 else (stages, tp),
         arguments={
             **{name: values.get(name) for name in _KEPT},
             "data_parallel_size": dims.data_parallel_size,

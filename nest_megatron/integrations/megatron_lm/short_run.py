@@ -67,7 +67,7 @@ def short_run(argv: Sequence[str], version: str, iterations: int) -> tuple[str, 
     Raises:
         UserInputError: for a job whose batch grows: its first steps are not those of the plan.
 
-    >>> " ".join(short_run(["--bf16", "--save", "/ckpt", "--train-iters", "500"], "0.16.1", 20))
+    >>> " ".join(short_run(["--bf16", "--save", "/ckpt", "--train-iters", "500"], "0.16", 20))
     '--bf16 --train-iters 500 --exit-interval 20 --eval-iters 0 --no-one-logger'
     """
     command = read_argv("", argv, version)

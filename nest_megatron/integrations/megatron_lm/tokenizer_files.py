@@ -15,9 +15,11 @@ from nest_megatron.documents import Limits, parse_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import expanded, read_bytes, read_text
 from nest_megatron.integrations.megatron_lm.layout_arguments import Values, flag_error, flag_of
+from nest_megatron.layout.rulebook.facts import release_number
 from nest_megatron.model.spec import ModelFamily
 
-_OLD = "0.16.1"
+#: The first release without tokenizers of Megatron-LM's own.
+_NEW = (0, 17)
 _MOST_BYTES = 512 << 20
 _LIMITS = Limits(num_bytes=_MOST_BYTES, num_nodes=_MOST_BYTES // 8)
 #: ``len`` of transformers' AutoTokenizer (a:167, sft_tokenizer.py:42; b huggingface_tokenizer:345).
@@ -55,7 +57,7 @@ def stated_vocab_size(values: Values, family: ModelFamily, version: str, notes: 
     given = values.get("vocab_size")
     tokenizer = values.get("tokenizer_type") or _DEFAULT_TOKENIZERS[family]
     if given is not None and tokenizer in _NULL_TOKENIZERS:  # an end of documents beside it
-        return int(given) + (version == _OLD or tokenizer != "NullTokenizer")
+        return int(given) + (release_number(version) < (0, 18) or tokenizer != "NullTokenizer")
     if (counted := vocabulary_rows(values, tokenizer, version)) is not None:
         rows, source = counted
         notes.append(f"The vocabulary has {rows:,} tokens ({source}).")
@@ -94,7 +96,7 @@ def vocabulary_rows(values: Values, tokenizer: str, version: str) -> tuple[int, 
     """
     if tokenizer == "TikTokenizer":  # it cuts its file to this many
         return values.get("vocab_size") or _TIKTOKEN_ROWS, "--vocab-size of TikTokenizer"
-    bert = tokenizer.startswith("BertWordPiece") and version == _OLD
+    bert = tokenizer.startswith("BertWordPiece") and release_number(version) < _NEW
     name = "vocab_file" if bert or tokenizer == "GPT2BPETokenizer" else "tokenizer_model"
     path = expanded(Path(str(values.get(name) or "")), flag_of(name))
     if not values.get(name) or not path.exists():
@@ -104,7 +106,7 @@ def vocabulary_rows(values: Values, tokenizer: str, version: str) -> tuple[int, 
 
 
 def _tokens(path: Path, tokenizer: str, version: str, values: Values, *, bert: bool) -> int | None:
-    added = () if version == _OLD else values.get("special_tokens") or ()
+    added = () if release_number(version) < _NEW else values.get("special_tokens") or ()
     if tokenizer in _HUGGING_FACE:
         names = _hugging_face(path, added if tokenizer == "HuggingFaceTokenizer" else ())
         return None if names is None else len(names)
@@ -116,8 +118,12 @@ def _tokens(path: Path, tokenizer: str, version: str, values: Values, *, bert: b
         return len({*lines, "[BOS]", "[EOS]", *(f"<extra_id_{n}>" for n in extra)} - {""})
     plain = ("GPTSentencePieceTokenizer", "Llama2Tokenizer")
     changed = values.get("tokenizer_sentencepiece_legacy") or values.get("special_tokens")
-    if tokenizer in plain or (tokenizer == "SentencePieceTokenizer" and version != _OLD):
-        return None if changed and version != _OLD else sum(1 for _ in _pieces(path))
+    if tokenizer in plain or (
+        tokenizer == "SentencePieceTokenizer" and release_number(version) >= _NEW
+    ):
+        return (
+            None if changed and release_number(version) >= _NEW else sum(1 for _ in _pieces(path))
+        )
     return None
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UnplannableModelError
-from nest_megatron.integrations.megatron_lm.parser import options_for
+from nest_megatron.integrations.megatron_lm.layout_arguments import flag_of
+from nest_megatron.integrations.megatron_lm.parser import load_arguments, options_for
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.execution_arguments import (
     EXECUTION_FIELDS,
@@ -23,7 +24,12 @@ from nest_megatron.layout.execution_arguments import (
 from nest_megatron.layout.layout import layout_arguments
 from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
-from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, LaunchRequest
+from nest_megatron.layout.rulebook.facts import (
+    DEFAULT_VERSION,
+    LaunchRequest,
+    Release,
+    release_number,
+)
 from nest_megatron.layout.rulebook.job import ACTIVATION_FLAGS, has_activation_flag
 from nest_megatron.layout.rulebook.sharding import initializes_on_meta_device, overlaps_gradients
 from nest_megatron.layout.zero import STRATEGIES, DataParallelSharding, ZeroStage
@@ -57,6 +63,11 @@ _OF_MODEL = (
     *("vocab_size", "make_vocab_size_divisible_by", "padded_vocab_size"),
     *(*_EXPERTS, "mtp_num_layers"),
 )
+#: What arguments of norms were called before 0.16.
+_NAMES_OF_0_15 = {
+    "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+}
 #: Arguments of a layout before and behind those of how layers are carried out.
 _DEGREES = (
     *("tensor_model_parallel_size", "sequence_parallel", "context_parallel_size"),
@@ -82,7 +93,7 @@ def model_argv(spec: TransformerSpec, *, version: str = DEFAULT_VERSION) -> list
             f"{spec.num_layers} layers",
             "Megatron-LM reads them from a file of yours",
             "Plan your own command, with --heterogeneous-layers-config-path, by --from, or for "
-            "NeMo or Megatron-Bridge (target=nemo_2.7, target=megatron_bridge_0.3).",
+            "NeMo or Megatron-Bridge (target=nemo, target=megatron_bridge).",
         )
     if not has_activation_flag(spec):
         raise UnplannableModelError(
@@ -91,17 +102,29 @@ def model_argv(spec: TransformerSpec, *, version: str = DEFAULT_VERSION) -> list
             "Megatron-LM's command line has no flag for it",
             "Launch through NeMo or Megatron-Bridge, whose configurations can state it.",
         )
-    stated = _stated(spec, version.startswith("0.16"))
+    stated = _stated(spec, release_number(version))
     values = {n: stated[n] if n in stated else getattr(spec, n, None) for n in _OF_MODEL}
+    if release_number(version) < (0, 16):
+        values = {_NAMES_OF_0_15.get(name, name): value for name, value in values.items()}
+    known = {argument.dest for argument in load_arguments(version)}
+    for name, value in values.items():
+        if value not in (None, False) and name not in known:
+            raise UnplannableModelError(
+                f"model {spec.name}: {name}",
+                value,
+                f"Megatron-LM {version} has no {flag_of(name)}",
+                "Plan for a newer release (target=megatron_lm).",
+            )
     return [word for option in options_for(values, version) for word in option.tokens]
 
 
-def _stated(spec: TransformerSpec, is_0_16: bool) -> dict[str, Any]:
+def _stated(spec: TransformerSpec, release: Release) -> dict[str, Any]:
     """Arguments that are no field of the model by the same name; ``None`` for what it has not.
 
-    ``pretrain_t5.py`` gives the decoder the layers of the encoder. 0.20 reads a hybrid model's
-    layers from ``parallel_argv``. Both releases know gated delta nets by their old name.
+    ``pretrain_t5.py`` gives the decoder the layers of the encoder. Since 0.17 a hybrid
+    model's layers are those of ``parallel_argv``. Gated delta nets have their old name in all.
     """
+    counted = release < (0, 17)
     pattern, latent = spec.hybrid_layer_pattern.replace("|", ""), spec.multi_latent_attention
     grouped = spec.num_query_groups is not None and not latent
     window, balanced = spec.window_size, spec.moe_router_enable_expert_bias
@@ -117,15 +140,15 @@ def _stated(spec: TransformerSpec, is_0_16: bool) -> dict[str, Any]:
         *(() if spec.position_embedding_type == "rope" else _ROTARY),
     )
     package, activation = (
-        "mamba" if is_0_16 else "hybrid",
+        "mamba" if release < (0, 18) else "hybrid",
         (spec.activation, spec.gated_linear_unit),
     )
     found = {
         **dict.fromkeys(absent),
-        "num_layers": None if is_t5 or (pattern and not is_0_16) else spec.num_layers,
+        "num_layers": None if is_t5 or (pattern and not counted) else spec.num_layers,
         "decoder_num_layers": spec.num_layers if is_t5 else None,
-        "hybrid_override_pattern": (is_0_16 and pattern) or None,
-        "is_hybrid_model": is_0_16 and bool(pattern),
+        "hybrid_override_pattern": (pattern if counted else None) or None,
+        "is_hybrid_model": counted and bool(pattern),
         "spec": [f"megatron.core.models.{package}.{package}_layer_specs", f"{package}_stack_spec"]
         if pattern
         else None,
@@ -219,7 +242,7 @@ def _execution(request: LaunchRequest) -> Iterator[tuple[str, Any]]:
 
 
 def _batch(request: LaunchRequest) -> dict[str, Any]:
-    """The batch, or how it grows; 0.20 takes a schedule in the place of a size (args:698)."""
+    """The batch, or how it grows; or since 0.18 a schedule in the place of a size (args:698)."""
     schedule = request.batch_schedule
     if schedule is None:
         return {"global_batch_size": request.global_batch_size}
@@ -305,7 +328,11 @@ def pattern_text(pattern: Sequence[int]) -> str:
 
 
 def script_name(spec: TransformerSpec, version: str) -> str:
-    """Megatron-LM's own script for a model."""
+    """Megatron-LM's own script for a model; those of BERT and T5 are examples since 0.18."""
+    is_old, family = release_number(version) < (0, 18), spec.family.value
     if spec.hybrid_layer_pattern:
-        return "pretrain_mamba.py" if version.startswith("0.16") else "pretrain_hybrid.py"
-    return "pretrain_vlm.py" if spec.vision is not None else f"pretrain_{spec.family.value}.py"
+        return "pretrain_mamba.py" if is_old else "pretrain_hybrid.py"
+    if spec.vision is not None:
+        return "pretrain_vlm.py"
+    folder = "" if is_old or spec.family is ModelFamily.GPT else f"examples/{family}/"
+    return f"{folder}pretrain_{family}.py"

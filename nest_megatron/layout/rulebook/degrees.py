@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 from nest_megatron.layout.dims import ParallelDims, RankOrder
+from nest_megatron.layout.rulebook.facts import Release
 from nest_megatron.layout.rulebook.rule import Rule
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.shard import fits_fused_attention
@@ -60,12 +61,12 @@ def _divides_mamba(spec: TransformerSpec, tp: int, cp: int) -> bool:
     return groups // tp % cp == 0 or cp % (groups // tp) == 0
 
 
-def _divides_linear(spec: TransformerSpec, tp: int, cp: int, is_0_16: bool) -> bool:
-    """Key and value heads of gated delta nets split over tp and cp; 0.16.1 splits no sequence."""
+def _divides_linear(spec: TransformerSpec, tp: int, cp: int, release: Release) -> bool:
+    """Key and value heads of gated delta nets split over tp and cp; the sequence since 0.18."""
     if LayerBlock.GATED_DELTA_NET not in spec.blocks:
         return True
     heads = (spec.linear_num_key_heads, spec.linear_num_value_heads)
-    return not any(count % (tp * cp) for count in heads) and (cp == 1 or not is_0_16)
+    return not any(count % (tp * cp) for count in heads) and (cp == 1 or release >= (0, 18))
 
 
 def _divides_sequence(spec: TransformerSpec, tp: int, cp: int, sequence_parallel: bool) -> bool:
@@ -312,8 +313,8 @@ DEGREE_RULES = (
         _divides_linear,
         f"{_TP}, {_CP}",
         "their product must divide the {linear_num_key_heads} key heads and "
-        "{linear_num_value_heads} value heads of gated delta nets, and 0.16.1 has no context "
-        "parallelism with them",
+        "{linear_num_value_heads} value heads of gated delta nets, and before 0.18 there is no "
+        "context parallelism with them",
         "Use smaller sizes.",
         reason="tp and cp divide heads of gated delta nets",
     ),

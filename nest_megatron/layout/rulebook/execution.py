@@ -12,7 +12,7 @@ from collections.abc import Callable
 from nest_megatron.cluster.records import Precision
 from nest_megatron.layout.cuda_graphs import CudaGraphs
 from nest_megatron.layout.recompute import RecomputeModule
-from nest_megatron.layout.rulebook.facts import DEEPEP_RANKS, LaunchRequest, matrix_sides
+from nest_megatron.layout.rulebook.facts import DEEPEP_RANKS, LaunchRequest, Release, matrix_sides
 from nest_megatron.layout.rulebook.rule import Rule, violations
 from nest_megatron.model.execution import (
     ContextTraffic,
@@ -26,7 +26,12 @@ from nest_megatron.model.spec import TransformerSpec
 #: Modules that ``--offload-modules`` takes outside experts, and inside.
 _OFFLOADED = {"attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"}
 _OFFLOADED_OF_EXPERTS = {"expert_fc1", "moe_act", "fused_group_mlp"}
-_OF_0_20 = {"fused_group_mlp", "gdp_qkv"}
+_BACKENDS_SINCE = {
+    FlexBackend.DEEPEP: (0, 0),
+    FlexBackend.HYBRIDEP: (0, 16),
+    FlexBackend.NCCLEP: (0, 19),
+}
+_OFFLOADED_SINCE = {"fused_group_mlp": (0, 19), "gdp_qkv": (0, 20)}
 _OVERLAP, _FLEX = "overlap_moe_expert_parallel_comm", "moe_flex_dispatcher_backend"
 _GRAPHS, _OFFLOADS = "cuda_graph_impl", "offload_modules"
 
@@ -55,25 +60,28 @@ def _exchanges_whole_heads(
     return not any(count % size for count in (spec.num_attention_heads // tp, *groups))
 
 
-def _offloads_what_is_there(spec: TransformerSpec, execution: Execution, is_0_16: bool) -> bool:
+def _offloads_what_is_there(spec: TransformerSpec, execution: Execution, release: Release) -> bool:
     modules = set(execution.offload_modules)
-    known = _OFFLOADED | _OFFLOADED_OF_EXPERTS | _OF_0_20
-    known -= _OF_0_20 if is_0_16 else set()
+    known = _OFFLOADED | _OFFLOADED_OF_EXPERTS | {*_OFFLOADED_SINCE}
+    known -= {name for name, since in _OFFLOADED_SINCE.items() if release < since}
     known -= set() if spec.is_moe else _OFFLOADED_OF_EXPERTS
     return modules <= known and ("core_attn" in modules or "attn_proj" not in modules)
 
 
-def _overlaps_graphs(execution: Execution, is_0_16: bool) -> bool:
+def _overlaps_graphs(execution: Execution, release: Release) -> bool:
     impl, scope = execution.cuda_graph_impl, set(execution.cuda_graph_scope)
     if impl is GraphImpl.TRANSFORMER_ENGINE:
         return bool(scope) and scope.isdisjoint({"moe", "mlp"})
-    return impl is GraphImpl.NONE or not is_0_16
+    return impl is GraphImpl.NONE or release >= (0, 18)
 
 
 def _overlaps_shared(
-    spec: TransformerSpec, execution: Execution, modules: frozenset[RecomputeModule], is_0_16: bool
+    spec: TransformerSpec,
+    execution: Execution,
+    modules: frozenset[RecomputeModule],
+    release: Release,
 ) -> bool:
-    kinds = (TokenDispatcher.ALLTOALL, TokenDispatcher.FLEX)[: 1 if is_0_16 else 2]
+    kinds = (TokenDispatcher.ALLTOALL, TokenDispatcher.FLEX)[: 1 if release < (0, 18) else 2]
     return not spec.moe_shared_expert_intermediate_size or (
         # without shared experts the flag says nothing
         execution.moe_token_dispatcher_type in kinds
@@ -83,17 +91,21 @@ def _overlaps_shared(
 
 
 def _holds_experts(
-    spec: TransformerSpec, execution: Execution, cuda_graphs: CudaGraphs | None, is_0_16: bool
+    spec: TransformerSpec,
+    execution: Execution,
+    cuda_graphs: CudaGraphs | None,
+    release: Release,
 ) -> bool:
     scope, whole_step = execution.cuda_graph_scope, GraphImpl.FULL_ITERATION
-    # the job's own graphs are its own matter, and the buffers of fixed sizes that 0.20 has for
+    # the job's own graphs are its own matter, and the buffers of fixed sizes that 0.18 has for
     # experts in a graph of the step (moe_expert_rank_capacity_factor, moe_paged_stash)
-    planned = cuda_graphs is None and (is_0_16 or execution.cuda_graph_impl is not whole_step)
+    without_buffers = release < (0, 18) or execution.cuda_graph_impl is not whole_step
+    planned = cuda_graphs is None and without_buffers
     return not (planned and spec.is_moe and (not scope or "moe" in scope))
 
 
 def _rule(
-    id: str, when: str, source: str, holds: Callable[..., bool], limit: str, release: str = ""
+    id: str, when: str, source: str, holds: Callable[..., bool], limit: str, until: str = ""
 ) -> Rule:
     """A rule that looks where a field of ``Execution`` is not at Megatron's default."""
     return Rule(
@@ -104,7 +116,7 @@ def _rule(
         limit,
         "Leave it out, or change the layout.",
         when=when,
-        release=release,
+        until=until,
     )
 
 
@@ -153,12 +165,13 @@ EXECUTION_RULES = (
         f"DeepEP has buffers for {', '.join(map(str, sorted(DEEPEP_RANKS)))} expert ranks",
     ),
     _rule(
-        "ncclep_release",
+        "flex_release",
         _FLEX,
-        "0.20 tc:898, token_dispatcher.py:1853",
-        lambda execution: execution.moe_flex_dispatcher_backend is not FlexBackend.NCCLEP,
-        "0.16.1 has no NCCL EP",
-        release="0.16",
+        "0.16 tc:571; 0.20 tc:898, token_dispatcher.py:1853",
+        lambda execution, release: (
+            release >= _BACKENDS_SINCE[execution.moe_flex_dispatcher_backend]
+        ),
+        "Megatron-LM has HybridEP since 0.16, and NCCL EP since 0.19",
     ),
     _rule(
         "expert_overlap_dispatcher",
@@ -196,10 +209,10 @@ EXECUTION_RULES = (
         "expert_overlap_mtp",
         _OVERLAP,
         "tc:1889",
-        lambda spec, is_pipelined, is_0_16: (
-            spec.num_mtp_layers <= (1 if is_pipelined or not is_0_16 else 0)
+        lambda spec, is_pipelined, release: (
+            spec.num_mtp_layers <= (0 if release in ((0, 16), (0, 17)) and not is_pipelined else 1)
         ),
-        "the model has one MTP layer at most, on 0.16.1 only with a pipeline",
+        "the model has one MTP layer at most, on 0.16 and 0.17 only with a pipeline",
     ),
     _rule(
         "expert_overlap_graphs",
@@ -213,8 +226,8 @@ EXECUTION_RULES = (
         _OVERLAP,
         "model_chunk_schedule_plan.py (run)",
         lambda is_fsdp: not is_fsdp,
-        "0.16.1's schedule passes by the layers' forward, where Megatron-FSDP gathers weights",
-        release="0.16",
+        "before 0.18 its schedule calls no layer's forward, where Megatron-FSDP gathers weights",
+        until="0.17",
     ),
     _rule(
         "delayed_wgrad",
@@ -228,7 +241,7 @@ EXECUTION_RULES = (
         "moe_shared_expert_overlap",
         "tc:1090, tc:1232, tc:1886",
         _overlaps_shared,
-        "tokens go by alltoall (by flex too on 0.20), the all-to-all overlaps nothing else, and "
+        "tokens go by alltoall (by flex too since 0.18), the all-to-all overlaps nothing else, and "
         "shared experts are not recomputed",
     ),
     _rule(
@@ -294,7 +307,7 @@ EXECUTION_RULES = (
         when=_GRAPHS,
     ),
     Rule(
-        # 0.16.1 pads experts for local graphs over several ranks
+        # 0.16 and 0.17 pad experts for local graphs over several ranks
         "cuda_graph_experts",
         "args:1158",
         lambda captured, one_expert_rank: (
@@ -306,7 +319,8 @@ EXECUTION_RULES = (
         "local CUDA graphs with expert parallelism need --moe-pad-experts-for-cuda-graph-inference",
         "Use 1, add that flag, or change the graphs.",
         when=_GRAPHS,
-        release="0.16",
+        since="0.16",
+        until="0.17",
     ),
     _rule(
         "graphs_experts",
@@ -316,22 +330,33 @@ EXECUTION_RULES = (
         "experts without a capacity get as many tokens as come, which no graph holds",
     ),
     _rule(
+        "graphs_modules",
+        _GRAPHS,
+        "0.15 args:1497",
+        lambda execution: {*execution.cuda_graph_scope} <= {"attn"},
+        "before 0.16 graphs hold whole layers, or attention alone",
+        until="0.15",
+    ),
+    _rule(
         "offloaded_layers",
         "cpu_offloading_num_layers",
         "tc:1137-1151, tc:1722",
-        lambda spec, execution, is_pipelined, recomputes_layers, modules: (
-            execution.cpu_offloading_num_layers < spec.num_layers
+        lambda spec, execution, is_pipelined, recomputes_layers, modules, release: (
+            release >= (0, 16)
+            and execution.cpu_offloading_num_layers < spec.num_layers
             and execution.cuda_graph_impl is GraphImpl.NONE
             and not (is_pipelined or recomputes_layers or modules)
         ),
-        "fewer layers move than there are, without a pipeline, recomputation and CUDA graphs",
+        "since 0.16 fewer layers move than there are, without pipeline, recomputation and graphs",
     ),
     _rule(
         "offloaded_modules",
         _OFFLOADS,
         "tc:1273-1292, args:1222",
-        lambda spec, execution, is_local, is_0_16: (
-            not is_local and _offloads_what_is_there(spec, execution, is_0_16)
+        lambda spec, execution, is_local, release: (
+            not is_local
+            and release >= (0, 16)
+            and _offloads_what_is_there(spec, execution, release)
         ),
         "the release and the model have these modules, attn_proj goes with core_attn, and "
         "Transformer Engine moves them",
@@ -391,10 +416,10 @@ RECOMPUTE_RULES = (
         "ssm/mamba_block.py (run, silent)",
         lambda spec, recomputes_layers: not (recomputes_layers and spec.hybrid_layer_pattern),
         "recompute_granularity",
-        "MambaStack of 0.16.1 recomputes no whole layers and says nothing",
-        "Use selective, or Megatron-LM 0.20.",
+        "MambaStack recomputes no whole layers before 0.18, and says nothing",
+        "Use selective, or Megatron-LM 0.18.",
         value=lambda: "full",
-        release="0.16",
+        until="0.17",
     ),
     Rule(
         "recompute_modules",

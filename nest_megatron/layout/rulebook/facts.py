@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.errors import UserInputError
 from nest_megatron.layout.batch_schedule import BatchSchedule
 from nest_megatron.layout.cuda_graphs import CudaGraphs
 from nest_megatron.layout.dims import SHORT_DEGREES, ParallelDims
@@ -28,9 +32,12 @@ from nest_megatron.layout.zero import (
 from nest_megatron.model.execution import PLAIN, Execution, GraphImpl
 from nest_megatron.model.spec import TransformerSpec
 
-#: The releases of Megatron-LM whose rules are known, and the one where none is named.
-RELEASES = ("0.16.1", "0.20")
-DEFAULT_VERSION = RELEASES[0]
+#: The releases of Megatron-LM whose rules are known, oldest first.
+RELEASES = ("0.15", "0.16", "0.17", "0.18", "0.19", "0.20")
+#: The newest that is stable, which is meant where none is named.
+DEFAULT_VERSION = "0.19"
+#: A release without its patch level, which compares: 0.19 is (0, 19).
+Release = tuple[int, int]
 #: Groups that DeepEP has buffer sizes for. Source: deepseek-ai/DeepEP, deep_ep/buffer.py
 #: (``Buffer.get_dispatch_config``); its first releases lack 48 and 96.
 DEEPEP_RANKS = frozenset({2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160})
@@ -38,6 +45,39 @@ DEEPEP_RANKS = frozenset({2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160})
 DEGREES = {short.lower(): name for name, short in SHORT_DEGREES.items()}
 OF_DIMS = (*DEGREES, "rank_order", "world_size")
 _OF_GRIDS = ("micro_batch_size", "sequence_parallel", "zero", "recompute", "execution")
+
+
+@functools.cache
+def release_number(version: str) -> Release:
+    """A release without its patch level, as numbers; (0, 0) for what is none.
+
+    >>> release_number("0.16.1") < release_number("0.20.0rc0")
+    True
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def known_release(version: str) -> str:
+    """The release whose rules and options stand for one: a newer one has those of the newest.
+
+    >>> known_release("0.16.1"), known_release("0.21.0")
+    ('0.16', '0.20')
+
+    Raises:
+        UserInputError: for one that is older than all of them.
+    """
+    number = release_number(version)
+    older = [release for release in RELEASES if release_number(release) <= number]
+    if not older:
+        limit = f"{RELEASES[0]} is the oldest release whose options and rules are known"
+        raise UserInputError(
+            "Megatron-LM release",
+            version,
+            limit,
+            f"Use one of {', '.join(RELEASES)}.",
+        )
+    return older[-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +135,6 @@ class LaunchRequest(PartialLayout):
         return cls(spec=spec, **{**grid.partial_fields(), "execution": PLAIN, **others})
 
     @property
-    def is_0_16(self) -> bool:
-        """Whether the release is 0.16.1."""
-        return self.version.startswith("0.16")
-
-    @property
     def batch_unit(self) -> int:
         """The global batch, or what every size of one that grows is a multiple of."""
         growing = self.batch_schedule
@@ -144,7 +179,7 @@ class Facts(dict[str, Any]):
 
 def parameters(function: Callable[..., object]) -> tuple[str, ...]:
     """The names of a function's parameters: the facts that it reads."""
-    code = function.__code__
+    code = inspect.unwrap(function).__code__
     return code.co_varnames[: code.co_argcount]
 
 
@@ -230,6 +265,7 @@ def _stages(
 
 #: Facts that follow from others: those that their parameters name.
 DERIVED: Mapping[str, Callable[..., Any]] = {
+    "release": release_number,
     "is_local": lambda transformer_impl: transformer_impl == "local",
     "num_chunks": lambda pp, vpp: pp * vpp,
     "expert_ranks": lambda ep, etp: ep * etp,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.layout.rulebook.facts import RELEASES
+from nest_megatron.layout.rulebook.facts import RELEASES, release_number
 from nest_megatron.layout.rulebook.rule import Rule
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 
@@ -29,7 +29,7 @@ def _position_types(spec: TransformerSpec, version: str) -> tuple[str, ...]:
         return ()
     if spec.num_mtp_layers:
         return ("rope", "none")
-    newer = () if version == RELEASES[0] else ("yarn",)
+    newer = ("yarn",) if release_number(version) >= (0, 18) else ()
     return ("learned_absolute", "rope", *newer, "relative", "none")
 
 
@@ -79,9 +79,9 @@ JOB_RULES = (
         "experimental_attention_variant_module_specs.py",
         lambda spec: spec.experimental_attention_variant != "dsa",
         "experimental_attention_variant",
-        "Megatron-LM 0.16.1 builds no such layers",
-        "Use Megatron-LM 0.20.",
-        release="0.16",
+        "Megatron-LM builds no such layers before 0.18",
+        "Use Megatron-LM 0.18.",
+        until="0.17",
     ),
     Rule(
         "positions",

@@ -32,7 +32,8 @@ def _option(
     limit: str,
     *,
     id: str = "",
-    release: str = "",
+    since: str = "",
+    until: str = "",
     turns_off: bool = False,
 ) -> Rule:
     """A rule on an option by Megatron's name; of two of one option ``id`` tells the second."""
@@ -45,7 +46,8 @@ def _option(
         "Drop it, or change the layout.",
         value="option",
         option=True,
-        release=release,
+        since=since,
+        until=until,
         turns_off=turns_off,
     )
 
@@ -96,7 +98,7 @@ OPTION_RULES = (
         "0.20 args:746",
         lambda spec: not spec.hybrid_layer_pattern,
         "--hybrid-layer-pattern states the layers and their stages",
-        release="0.20",
+        since="0.17",
     ),
     _option(
         "distribute_saved_activations",
@@ -130,7 +132,7 @@ OPTION_RULES = (
         lambda uses_megatron_fsdp: not uses_megatron_fsdp,
         "its schedule passes by the layers' forward, where Megatron-FSDP gathers weights",
         id="overlap_beside_fsdp",
-        release="0.16",
+        until="0.17",
     ),
     _option("delay_wgrad_compute", "tc:1872", lambda hides_experts: hides_experts, _BESIDE_OVERLAP),
     _option(
@@ -139,7 +141,7 @@ OPTION_RULES = (
         lambda uses_megatron_fsdp: not uses_megatron_fsdp,
         _BESIDE_OVERLAP,
         id="delay_beside_fsdp",
-        release="0.16",
+        until="0.17",
     ),
     _option(
         "moe_shared_expert_overlap",
@@ -195,9 +197,9 @@ OPTION_RULES = (
         lambda option, uses_megatron_fsdp, one_expert_rank: (
             option <= 1 or not uses_megatron_fsdp or one_expert_rank
         ),
-        "Megatron-FSDP of 0.16.1 has no groups of experts within an instance",
+        "Megatron-FSDP of 0.16 has no groups of experts within an instance",
         id="instances_of_fsdp",
-        release="0.16",
+        until="0.16",
     ),
     _option(
         "ckpt_format",

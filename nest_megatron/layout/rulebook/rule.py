@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.layout.rulebook.facts import Facts, parameters, sources
+from nest_megatron.layout.rulebook.facts import (
+    RELEASES,
+    Facts,
+    Release,
+    parameters,
+    release_number,
+    sources,
+)
 from nest_megatron.model.execution import PLAIN, Execution
 
 
@@ -23,7 +30,7 @@ class Rule:
         value: the fact that is shown, where it is not ``what``; or a function of facts.
         words: facts that its own texts name, each worked out of others.
         reason: what the certificate of a search counts it as; empty where it does not.
-        release: what the version of the only release begins with that has it; empty where all have.
+        since, until: the first and the last release that have it; empty where all have.
         framework: the only one that has it.
         when: a field of ``Execution``; at its default the rule holds.
         option: ``what`` is an option of the job's own, which the rule looks at where it is on.
@@ -44,7 +51,8 @@ class Rule:
     value: str | Callable[..., object] = ""
     words: Mapping[str, Callable[..., object]] = field(default_factory=dict, hash=False)
     reason: str = ""
-    release: str = ""
+    since: str = ""
+    until: str = ""
     framework: str = ""
     when: str = ""
     option: bool = False
@@ -61,7 +69,7 @@ class Rule:
 
     def keeps(self, facts: Facts) -> bool:
         """Whether facts keep it."""
-        if self.release and not facts["version"].startswith(self.release):
+        if (self.since or self.until) and not self.is_of(facts["release"]):
             return True
         if self.when and not self.concerns(facts["execution"]):
             return True
@@ -70,6 +78,11 @@ class Rule:
             if bool(facts["option"]) is self.turns_off:
                 return True
         return bool(facts.read(self.holds))
+
+    def is_of(self, release: Release) -> bool:
+        """Whether a release has it."""
+        first, last = self.since or RELEASES[0], self.until or RELEASES[-1]
+        return release_number(first) <= release <= release_number(last)
 
     def concerns(self, execution: Execution) -> bool:
         """Whether it looks at layers whose work is done so."""

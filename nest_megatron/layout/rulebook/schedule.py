@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.recompute import Recompute, RecomputeMethod
+from nest_megatron.layout.rulebook.facts import release_number
 from nest_megatron.layout.rulebook.rule import Rule
 from nest_megatron.layout.stage_layout import uneven_flags
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
@@ -13,14 +14,14 @@ _EVEN = "even stages: as many layers on each pipeline rank"
 
 
 def cuts_anywhere(spec: TransformerSpec, recompute: Recompute, version: str) -> bool:
-    """Whether a layout may cut stages anywhere, which 0.16.1 does not allow all.
+    """Whether a layout may cut stages anywhere, which releases before 0.17 do not allow all.
 
-    It divides a hybrid model's layers by the ranks, has no virtual stages for them, and passes full
+    They divide a hybrid model's layers by the ranks, have no virtual stages for them, and pass full
     recomputation over in silence (``MambaStack._select_layers_for_pipeline_parallel``,
     ``forward``). Groups of ``uniform`` recomputation must divide every virtual stage's layers.
     """
     grouped = recompute.method is RecomputeMethod.UNIFORM and recompute.num_layers != 1
-    return not ((spec.hybrid_layer_pattern or grouped) and version.startswith("0.16"))
+    return not ((spec.hybrid_layer_pattern or grouped) and release_number(version) < (0, 17))
 
 
 def allows_blocks(spec: TransformerSpec) -> bool:
@@ -205,7 +206,7 @@ SCHEDULE_RULES = (
         lambda spec, vpp: vpp == 1 or not spec.hybrid_layer_pattern,
         _VPP,
         "Megatron-LM {version} has no virtual stages for hybrid models",
-        "Use 1, or Megatron-LM 0.20.",
-        release="0.16",
+        "Use 1, or Megatron-LM 0.17.",
+        until="0.16",
     ),
 )

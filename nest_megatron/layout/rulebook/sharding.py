@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nest_megatron.layout.rulebook.facts import release_number
 from nest_megatron.layout.rulebook.rule import Rule
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
@@ -38,18 +39,19 @@ def initializes_on_meta_device(spec: TransformerSpec) -> bool:
 
 
 def overlaps_gradients(optimizer: str, version: str) -> bool:
-    """0.16.1 reduces Muon's gradients after the backward pass (args:1181)."""
-    return optimizer in ELEMENTWISE_OPTIMIZERS or not version.startswith("0.16")
+    """Before 0.18 Muon's gradients are reduced after the backward pass (0.16.1 args:1181)."""
+    return optimizer in ELEMENTWISE_OPTIMIZERS or release_number(version) >= (0, 18)
 
 
 def allows_optimizer(optimizer: str, zero: ZeroStage, version: str) -> bool:
-    """Emerging optimizers take whole matrices: no FSDP, in 0.16.1 no distributed optimizer.
+    """Emerging optimizers take whole matrices: no FSDP, before 0.18 no distributed optimizer.
 
     Source: 0.16.1 args:1184-1186; 0.20 args:1144, :1739.
     """
     if optimizer in ELEMENTWISE_OPTIMIZERS:
         return True
-    return zero < (ZeroStage.OPTIMIZER if version.startswith("0.16") else ZeroStage.GRADIENTS)
+    before = release_number(version) < (0, 18)
+    return zero < (ZeroStage.OPTIMIZER if before else ZeroStage.GRADIENTS)
 
 
 SHARDING_RULES = (

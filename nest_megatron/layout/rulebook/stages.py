@@ -120,10 +120,10 @@ STAGE_RULES = (
             or is_uneven_at_ends(spec, stages)
         ),
         "partition",
-        "a hybrid model of 0.16.1 has as many layers on each rank between first and last",
-        "Use even stages, or 0.20.",
+        "before 0.17 a hybrid model has as many layers on each rank between first and last",
+        "Use even stages, or Megatron-LM 0.17.",
         value="stage_text",
-        release="0.16",
+        until="0.16",
     ),
     Rule(
         "recompute_uniform",
@@ -139,6 +139,6 @@ STAGE_RULES = (
         "Use 1, or the block method.",
         value=lambda recompute: recompute.num_layers,
         words={"layers": _grouped_layers},
-        release="0.16",
+        until="0.16",
     ),
 )

@@ -282,7 +282,7 @@ def reference() -> dict[str, object]:
         "links": catalogue_entry("calibration", "links"),
         "collectives": catalogue_entry("calibration", "collectives"),
         "rules": [(rule, _settings(rule.target)) for rule in RULES],
-        "targets": TARGETS,
+        "targets": [*TARGETS.values()],
         "settings_file": SETTINGS_FILE,
         "settings_columns": row_settings.COLUMNS,
     }

@@ -261,7 +261,7 @@ def pinned_file(folder: Path, plan: Any) -> str:
         by="ada",
         note="",
         nest_megatron_version=__version__,
-        megatron_lm="0.16.1",
+        megatron_lm="0.16",
     )
     write_pinned(PinnedPlan(pin=pin, plan=plan), folder / "pinned.yaml")
     return str(folder / "pinned.yaml")

@@ -11,7 +11,7 @@ import yaml
 
 from nest_megatron import Plan
 from nest_megatron.config.launch import read_words
-from nest_megatron.cost_model.target_defaults import BRIDGE_0_3, BRIDGE_2026
+from nest_megatron.cost_model.target_defaults import TARGETS
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_bridge import (
@@ -65,12 +65,16 @@ def test_the_launcher_knows_the_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("target", "legacy", "rows"),
-    [(BRIDGE_0_3, False, 32_001), (BRIDGE_0_3, True, 32_000), (BRIDGE_2026, None, 32_000)],
+    [
+        (TARGETS["megatron_bridge_0.3"], False, 32_001),
+        (TARGETS["megatron_bridge_0.3"], True, 32_000),
+        (TARGETS["megatron_bridge_0.6"], None, 32_000),
+    ],
 )
-def test_a_null_tokenizer_of_megatron_core_0_16_adds_a_row(
+def test_a_null_tokenizer_adds_a_row_before_megatron_core_0_18(
     target: Target, legacy: bool | None, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config, "installed_target", lambda: target)
+    monkeypatch.setattr(config, "installed_target", lambda _: target)
     cfg = llama()
     cfg.model.vocab_size, cfg.tokenizer.vocab_size = None, 32_000
     if legacy is not None:
@@ -81,7 +85,7 @@ def test_a_null_tokenizer_of_megatron_core_0_16_adds_a_row(
 def test_a_tokenizer_may_replace_the_vocabulary_of_a_model() -> None:
     cfg = llama()
     cfg.tokenizer.vocab_size, cfg.tokenizer.use_tokenizer_vocab_size = 999, True
-    assert read_recipe(cfg).spec.vocab_size == 1_000
+    assert read_recipe(cfg).spec.vocab_size == 999
     cfg.tokenizer.use_tokenizer_vocab_size = False
     assert read_recipe(cfg).spec.vocab_size == cfg.model.vocab_size
 

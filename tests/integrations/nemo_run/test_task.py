@@ -35,7 +35,7 @@ def pinned(plan: ParallelPlan, folder: Path) -> TaskOptions:
         by="ada",
         note="",
         nest_megatron_version=__version__,
-        megatron_lm="0.16.1",
+        megatron_lm="0.16",
     )
     path = folder / "pinned.yaml"
     write_pinned(PinnedPlan(pin=pin, plan=plan), path)
