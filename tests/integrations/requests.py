@@ -258,6 +258,7 @@ BROKEN = {
     "offloaded_recomputed": carried(
         changes={"recompute": uniform(1)}, offload_modules=("core_attn",)
     ),
+    "groups_over_tp": request(grid=dims(tp=16)),
     "heads_over_tp": request(grid=dims(tp=3)),
     "ffn_over_tp": request(changed(LLAMA, ffn_hidden_size=28671), dims(tp=8)),
     "mamba_over_tp_and_cp": request(changed(HYBRID, mamba_num_groups=2), dims(tp=4)),

@@ -19,7 +19,6 @@ from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_reque
 from nest_megatron.integrations.megatron_lm.launch import apply
 from nest_megatron.integrations.megatron_lm.namespace import (
     command_of,
-    known_release,
     require_planned,
 )
 from nest_megatron.integrations.megatron_lm.parser import read_argv
@@ -27,6 +26,7 @@ from nest_megatron.integrations.megatron_lm.planning import Decision
 from nest_megatron.integrations.megatron_lm.rewrite import WRITABLE
 from nest_megatron.integrations.megatron_lm.write import has_activation_flag
 from nest_megatron.layout.rulebook import check
+from nest_megatron.layout.rulebook.facts import known_release
 from nest_megatron.layout.stage_layout import expand_layout
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import ModelFamily

@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nest_megatron.integrations.megatron_lm.namespace import known_release
 from nest_megatron.integrations.megatron_lm.write import environment, model_argv, parallel_argv
-from nest_megatron.layout.rulebook.facts import LaunchRequest
+from nest_megatron.layout.rulebook.facts import LaunchRequest, known_release
 from tests.contract.hand_models import null_tokenizer
 
 TRAINING = ["--train-iters", "2", "--lr", "1e-3", "--min-lr", "1e-4", "--mock-data"]

@@ -20,11 +20,11 @@ from nest_megatron.config.job import ReadCommand
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_command
-from nest_megatron.integrations.megatron_lm.namespace import known_release
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.integrations.megatron_lm.read import job_of, read_job
 from nest_megatron.integrations.megatron_lm.search_space import kept_flags
+from nest_megatron.layout.rulebook.facts import known_release
 from nest_megatron.planner import NoPlan, plan
 from tests.megatron_lm.ask import ask_megatron
 

@@ -114,6 +114,17 @@ DEGREE_RULES = (
         reason="tensor_model_parallel_size divides the padded vocabulary",
     ),
     Rule(
+        "groups_over_tp",
+        "0.15 tc:759",
+        lambda spec, tp: all(groups % tp == 0 for groups in spec.query_group_counts),
+        _TP,
+        "before 0.16 it must divide the {query_groups} query groups",
+        "Use a divisor, or Megatron-LM 0.16.",
+        value="tp",
+        until="0.15",
+        reason=_HEADS_AND_MLP,
+    ),
+    Rule(
         "heads_over_tp",
         "tc:925-945",
         _divides_heads,

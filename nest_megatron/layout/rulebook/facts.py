@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
+from types import CodeType
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
@@ -179,7 +180,7 @@ class Facts(dict[str, Any]):
 
 def parameters(function: Callable[..., object]) -> tuple[str, ...]:
     """The names of a function's parameters: the facts that it reads."""
-    code = inspect.unwrap(function).__code__
+    code: CodeType = inspect.unwrap(function).__code__
     return code.co_varnames[: code.co_argcount]
 
 
