@@ -161,6 +161,8 @@ class ExecutionPlaces:
         if argument in self.forced:
             return self.forced[argument]
         value = self._value(argument)
+        if value == "allgather" and argument == "cp_comm_type":  # so Megatron spells it with dsa
+            return ContextTraffic.ALL_GATHER.value
         return False if value is ABSENT or value is None else value
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -181,6 +182,19 @@ def _local(config: Any) -> dict[str, Any]:
     return {"use_transformer_engine": False, "normalization": config.normalization}
 
 
+def copied(cfg: Any) -> Any:
+    """A copy of a configuration; of a ``GPTModelConfig`` deepcopy returns that of its layers."""
+    found = copy.copy(cfg)
+    for name, value in vars(cfg).items():
+        setattr(found, name, value if name == "model" else copy.deepcopy(value))
+    if hasattr(cfg.model, "transformer"):
+        found.model = copy.copy(cfg.model)
+        found.model.transformer = copy.deepcopy(cfg.model.transformer)
+    else:
+        found.model = copy.deepcopy(cfg.model)
+    return found
+
+
 def validate(cfg: Any, num_gpus: int) -> Any:
     """Ask Megatron-Bridge whether a configuration can be launched; raises what it raises.
 
@@ -190,13 +204,15 @@ def validate(cfg: Any, num_gpus: int) -> Any:
     import torch
     from megatron.bridge.training.config import runtime_config_update
 
-    changed = copy.deepcopy(cfg)
+    changed = copied(cfg)
     for name in ("apply_rope_fusion", "moe_permute_fusion", "bias_activation_fusion"):
         if hasattr(changed.model, name):  # they need Transformer Engine
             setattr(changed.model, name, False)
     changed.optimizer.use_precision_aware_optimizer = False
     for name in ("main_grads", "main_params", "exp_avg", "exp_avg_sq"):
         setattr(changed.optimizer, f"{name}_dtype", torch.float32)
+    if changed.peft is not None or changed.checkpoint.pretrained_checkpoint is not None:
+        changed.checkpoint.pretrained_checkpoint = tempfile.gettempdir()  # it has to be there
     with on_hopper() as patch:
         patch.setenv("WORLD_SIZE", str(num_gpus))
         runtime_config_update(changed)
