@@ -137,8 +137,7 @@ def changed_fields(
     set_here = getattr(holder, "__arguments__", None) or getattr(holder, "__dict__", {})
     for name in dict.fromkeys((*own, *set_here)):
         value = attribute(holder, name)
-        is_field = name in own or not name.startswith("_")
-        if name in known or not is_field or value is ABSENT:
+        if name in known or name.startswith("_") or value is ABSENT:
             continue
         default = _default(defaults[name]) if name in defaults else None
         if value != default and (value or default):

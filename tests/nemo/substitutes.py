@@ -2,7 +2,7 @@
 
 Transformer Engine, Triton and Energon are imported without a guard, their names used as bases and
 decorators. megatron-core and NeMo are loaded first, so that they go on believing that they are
-absent.
+absent, but for Triton, without which megatron-core since 0.19 is not imported.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 import types
 from collections.abc import Sequence
@@ -76,6 +77,17 @@ def _attribute(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     return _Anything(name, (), {})
+
+
+def bridge_is_here() -> bool:
+    """Whether Megatron-Bridge is installed; it can be imported from then on."""
+    try:
+        found = importlib.util.find_spec("megatron.bridge") is not None
+    except ModuleNotFoundError:
+        return False
+    if found:
+        install()
+    return found
 
 
 def install() -> None:
