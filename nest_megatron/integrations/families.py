@@ -167,7 +167,8 @@ def _qwen_vl(config: Any) -> dict[str, Any]:
         )
     vision = config.vision_config
     fields = vision.to_dict() if hasattr(vision, "to_dict") else vars(vision)
-    read = read_vision_config(fields, class_names(config)[0], str(fields.get("model_type")))
+    kind = str(fields.get("model_type")).removesuffix("_vision")  # as transformers 5 has it
+    read = read_vision_config(fields, class_names(config)[0], kind)
     if read is None:
         raise unplannable(
             "model.vision_config", fields.get("model_type"), "no such encoder of images is known"

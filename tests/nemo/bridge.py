@@ -69,7 +69,7 @@ def on_hopper() -> Iterator[pytest.MonkeyPatch]:
     hopper.name = "NVIDIA H100"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_properties", lambda *_: hopper)
-        patch.setattr(utils, "_te_version", Version("2.9.0"))
+        patch.setattr(utils, "_te_version", Version("2.14.0"))
         yield patch
 
 
