@@ -27,8 +27,6 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.recipes import (  # noqa: E402
     VOCABULARY,
     Row,
-    bridge_recipes,
-    built,
     judged,
     write_page,
 )
@@ -78,17 +76,17 @@ def _of_nemo(name: str, scheme: str) -> tuple[str, str]:
 
 def bridge_rows(wanted: re.Pattern[str]) -> Iterator[Row]:
     """Every recipe of Megatron-Bridge with adapters."""
-    for module, name, make in bridge_recipes(r"^(?!default).*_peft_config$"):
+    for _, name, make in bridge.recipes(r"^(?!default).*_peft_config$"):
         if not wanted.search(name):
             continue
         for scheme in SCHEMES:
             made = functools.partial(make, peft_scheme=scheme)
-            yield _row("Megatron-Bridge", name, scheme, _of_bridge(module, made))
+            yield _row("Megatron-Bridge", name, scheme, _of_bridge(made))
 
 
-def _of_bridge(module: Any, make: Callable[[], Any]) -> tuple[str, str]:
+def _of_bridge(make: Callable[[], Any]) -> tuple[str, str]:
     try:
-        cfg = built(module, make)
+        cfg = bridge.built(make)
     except Exception as error:  # noqa: BLE001 - whatever a recipe raises is an answer
         return "not built", f"{type(error).__name__}: {error}"
 

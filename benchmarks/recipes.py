@@ -36,7 +36,7 @@ from nest_megatron.integrations import megatron_bridge, nemo  # noqa: E402
 from nest_megatron.report.failure import NothingFitsError  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
 from nest_megatron.research.comparison_run import layout_words  # noqa: E402
-from tests.nemo import bridge, hugging_face, recipes, substitutes  # noqa: E402
+from tests.nemo import bridge, recipes, substitutes  # noqa: E402
 
 SIZES = (64, 1024, 8)
 COMMAND = ".venv-nemo/bin/python benchmarks/recipes.py --out docs/recipes.md"
@@ -116,33 +116,20 @@ def _of_nemo(make: Any, num_gpus: int, options: dict[str, Any]) -> tuple[str, st
 
 def bridge_rows(wanted: re.Pattern[str]) -> Iterator[Row]:
     """Every recipe of Megatron-Bridge for language models."""
-    for module, name, make in bridge_recipes(r"_(pretrain|sft)_config$"):
-        if _VISION.search(module.__name__) or not wanted.search(name):
+    for module, name, make in bridge.recipes(r"_(pretrain|sft)_config$"):
+        if _VISION.search(module) or not wanted.search(name):
             continue
         kind = "SFT" if name.endswith("_sft_config") else "pretraining"
-        row = _first(lambda gpus: _of_bridge(module, make, gpus))  # noqa: B023 - used here
+        row = _first(lambda gpus: _of_bridge(make, gpus))  # noqa: B023 - used here
         yield Row(framework="Megatron-Bridge", kind=kind, name=name, **row)
 
 
-def bridge_recipes(pattern: str) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Functions of Megatron-Bridge's recipes by a pattern in their names, with their modules."""
-    package = importlib.import_module("megatron.bridge.recipes")
-    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.", lambda _: None):
-        try:
-            module = importlib.import_module(info.name)
-        except ImportError:
-            continue
-        for name, make in list(vars(module).items()):
-            if re.search(pattern, name) and getattr(make, "__module__", "") == module.__name__:
-                yield module, name, make
-
-
-def _of_bridge(module: Any, make: Callable[..., Any], num_gpus: int) -> tuple[str, str]:
+def _of_bridge(make: Callable[..., Any], num_gpus: int) -> tuple[str, str]:
     words = {"mixed_precision_recipe": "bf16_with_fp8_current_scaling_mixed"}
     takes = inspect.signature(make).parameters
     options = {name: word for name, word in words.items() if name in takes}
     try:
-        cfg = built(module, make, **options)
+        cfg = bridge.built(make, **options)
     except Exception as error:  # noqa: BLE001 - whatever a recipe raises is an answer
         return "not built", f"{type(error).__name__}: {error}".splitlines()[0]
 
@@ -160,13 +147,6 @@ def _of_bridge(module: Any, make: Callable[..., Any], num_gpus: int) -> tuple[st
         lambda: bridge.validate(cfg, num_gpus),
         lambda found: megatron_bridge.plan_changes(cfg, found, environment={}),
     )
-
-
-def built(module: Any, make: Callable[..., Any], **options: str) -> Any:
-    """What a recipe of Megatron-Bridge returns, without a GPU and without a network."""
-    with bridge.on_hopper() as patch:
-        hugging_face.go_offline(patch, module)
-        return make(**options)
 
 
 def _first(judge: Callable[[int], tuple[str, str] | None]) -> dict[str, Any] | None:

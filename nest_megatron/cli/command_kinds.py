@@ -232,12 +232,24 @@ set_option = click.option(
     help="With --from: a flag in the place of the command's own, --set --vocab-size=131072 or "
     "--set '--vocab-size 131072', as often as needed.",
 )
+harmless_option = click.option(
+    "--assume-harmless",
+    "assume_harmless",
+    metavar="FIELD",
+    multiple=True,
+    help="With --from and a recipe: a field that is not known and is planned for all the same, as "
+    "often as needed; the plan notes it.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
 def with_set_flags(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a command with those of ``--set`` among its settings."""
-    others = {name: value for name, value in options.items() if name != "flags"}
+    """Options of a command with ``--set`` and ``--assume-harmless`` among its settings."""
+    short = ("flags", "assume_harmless")
+    others = {name: value for name, value in options.items() if name not in short}
+    settings = list(options["overrides"])
     if options["flags"]:
-        others["overrides"] = (*options["overrides"], f"flags={' '.join(options['flags'])}")
-    return others
+        settings.append(f"flags={' '.join(options['flags'])}")
+    if fields := options.get("assume_harmless"):
+        settings.append(f"assume_harmless=[{','.join(fields)}]")
+    return {**others, "overrides": tuple(settings)}

@@ -14,6 +14,7 @@ from nest_megatron.cli.command_kinds import (
     config_dir_option,
     free_option,
     from_option,
+    harmless_option,
     json_option,
     set_option,
     settings_argument,
@@ -43,6 +44,7 @@ from nest_megatron.cluster.placement import Launcher
 @settings_argument
 @from_option
 @set_option
+@harmless_option
 @free_option
 @version_option
 @strict_option
@@ -120,6 +122,7 @@ def plan(**options: Any) -> int:
 @settings_argument
 @from_option
 @set_option
+@harmless_option
 @version_option
 @strict_option
 @json_option

@@ -187,6 +187,10 @@ def request_for(
     if settings.flags is not None and job.command is None:
         limit, fix = "no command of Megatron-LM is there that has flags", "Add --from COMMAND."
         raise UserInputError("flags", settings.flags, limit, fix)
+    if settings.assume_harmless and not job.fields:
+        fields = list(settings.assume_harmless)
+        limit = "it names fields of a recipe of NeMo or Megatron-Bridge, and this job is none"
+        raise UserInputError("assume_harmless", fields, limit, "Leave it out.")
     if job.target is not None:
         _require_own_words(settings, job, prefix)
     spec = with_images(with_seq_length(job.spec, train.seq_length), train)

@@ -178,6 +178,7 @@ class PlanConfig:
     reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     checks: ChecksConfig = field(default_factory=ChecksConfig)
+    assume_harmless: tuple[str, ...] = _IN_FILE
     flags: str | None = None
     target: str | None = None
     out: str | None = None
@@ -257,7 +258,7 @@ def section_keys() -> tuple[str, ...]:
     inside = (
         f"{name}.{f.name}" for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)
     )
-    return (*inside, "flags", "target", "out")
+    return (*inside, "assume_harmless", "flags", "target", "out")
 
 
 def is_numeric(key: str) -> bool:

@@ -2,21 +2,26 @@
 
 A model is planned because its class and every field that it sets are known, not because nothing
 about it looks strange. ``model_fields.toml`` says of each field whether it is read, has no effect,
-or is refused; one that it does not name is refused as soon as it is set.
+or is refused; one that it does not name is refused where it is not as its class makes it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field
+from collections.abc import Collection, Iterator, Mapping
 from types import FunctionType, MappingProxyType
 from typing import Any
 
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UnplannableModelError, UserInputError
-from nest_megatron.integrations.fields import class_names, classes_of, set_fields, shown, value_or
+from nest_megatron.integrations.fields import (
+    changed_fields,
+    class_names,
+    classes_of,
+    shown,
+    value_or,
+)
 from nest_megatron.model.adapters import EXPERTS, Adapters, PeftScheme
 from nest_megatron.model.spec import TransformerSpec
 
@@ -37,18 +42,59 @@ CLASSIFIED = frozenset(
 _GENERATED = frozenset(("__init__", "__repr__", "__eq__", "__hash__", "__replace__"))
 
 
-def refuse_unplannable(config: Any, *wrappers: Any) -> None:
+def refuse_unplannable(
+    config: Any, *wrappers: Any, assume_harmless: Collection[str] = ()
+) -> tuple[str, ...]:
     """Raise ``UnplannableModelError`` for models that this planner does not support, naming why.
 
     Args:
         config: a built configuration, a provider, or the Fiddle ``Config`` that would build one.
         wrappers: what holds the config, such as NeMo's model class; looked at by name.
+        assume_harmless: fields that are not known and are planned for all the same.
+
+    Returns:
+        A note on each field that was assumed to be harmless.
     """
     for what, value, lacking in _refused(config, wrappers):
         raise unplannable(what, shown(value), lacking)
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        if not value_or(config, name, 0):
-            raise unplannable(f"model.{name}", None, "its layers are not megatron-core's")
+        if not value_or(config, name, 0) and not (name == "num_layers" and _pattern(config)):
+            raise unplannable(f"model.{name}", None, "it states no layers of megatron-core's")
+    notes = (
+        _assumed(
+            "model",
+            changed_fields(part, _TABLE["supported_classes"], CLASSIFIED),
+            assume_harmless,
+        )
+        for part in _parts(config)
+    )
+    return tuple(note for each in notes for note in each)
+
+
+def _parts(config: Any) -> tuple[Any, ...]:
+    """A model's configuration, and that of its layers, which Megatron-Bridge 0.7 keeps inside."""
+    inside = value_or(config, "transformer")
+    return (config,) if inside is None else (config, inside)
+
+
+def _pattern(config: Any) -> Any:
+    """A pattern that names every layer, so that their number may be left out."""
+    return value_or(config, "hybrid_layer_pattern") or value_or(config, "hybrid_override_pattern")
+
+
+def _assumed(
+    where: str, unknown: Iterator[tuple[str, Any]], assume_harmless: Collection[str]
+) -> tuple[str, ...]:
+    """Notes on the fields that are assumed to be harmless; the first other one is refused."""
+    notes = []
+    for name, value in unknown:
+        field, lacking = f"{where}.{name}", "what it does to time and memory is not known here"
+        if not {name, field}.intersection(assume_harmless):
+            fix = "Launch this job without nest, or plan it as if the field were not set: "
+            fix += f"--assume-harmless {name} (assume_harmless=[{name}])."
+            raise UnplannableModelError(field, shown(value), lacking, fix)
+        notes.append(f"{field} = {shown(value)} was assumed to be harmless: {lacking}.")
+    return tuple(notes)
 
 
 def unplannable(what: str, value: object, lacking: str) -> UnplannableModelError:
@@ -76,8 +122,9 @@ def _refused(config: Any, wrappers: tuple[Any, ...]) -> Iterator[tuple[str, Any,
         for pattern, lacking in _TABLE["refused_classes"].items():
             if name not in _TABLE["supported_classes"] and re.search(pattern, name):
                 yield "model", name, lacking
-    for name, lacking in _refused_classes(config):
-        yield "model", name, lacking
+    for part in _parts(config):
+        for name, lacking in _refused_classes(part):
+            yield "model", name, lacking
     for wrapper in wrappers:  # a user's own class may stand before one of NeMo's that is known
         for kind in classes_of(wrapper):
             if kind.__name__ in _TABLE["supported_models"]:
@@ -106,27 +153,17 @@ def _refused_fields(config: Any) -> Iterator[tuple[str, Any, str]]:
     of_no_family = names.isdisjoint(_TABLE["family_layers"].get(builder, ()))
     if of_no_family and builder not in (None, *_TABLE["standard_layers"]):
         yield "transformer_layer_spec", builder, foreign
-    stack = value_or(config, "mamba_stack_spec")
-    if stack is not None and not _is_standard_stack(stack):
-        yield "mamba_stack_spec", layer_builder(stack), foreign
-    core = next((kind for kind in classes_of(config) if kind.__name__ == "TransformerConfig"), None)
-    defaults = getattr(core, "__dataclass_fields__", {})  # of fields that a newer release has added
-    for name, value in set_fields(config):
-        if name not in CLASSIFIED and value != _default(defaults.get(name)):
-            yield name, value, "this field is set, and what it does to a model is not known here"
-
-
-def _default(field: Field[Any] | None) -> Any:
-    if field is None:
-        return None
-    return field.default if field.default_factory is MISSING else field.default_factory()
+    for name in ("mamba_stack_spec", "hybrid_stack_spec"):
+        stack = value_or(config, name)
+        if stack is not None and not _is_standard_stack(stack):
+            yield name, layer_builder(stack), foreign
 
 
 def _refused_classes(config: Any) -> Iterator[tuple[str, str]]:
     """Classes of a configuration that may build another model, and why.
 
-    A family that only states sizes has nothing of its own but values of known fields, and those are
-    looked at one by one; one that adds fields or overrides how a model is built must be known.
+    A family that only states sizes has nothing of its own but values of fields, and those are
+    looked at one by one; one that overrides how a model is built must be known.
     """
     mro = classes_of(config)
     for place, kind in enumerate(mro):
@@ -134,10 +171,6 @@ def _refused_classes(config: Any) -> Iterator[tuple[str, str]]:
         known = kind.__name__ in _TABLE["supported_classes"]
         if known or "__dataclass_fields__" not in own:
             continue
-        for name in own.get("__annotations__", ()):
-            if name not in CLASSIFIED:
-                lacking = f"what its field {name} does to a model is not known here"
-                yield kind.__name__, lacking
         for name, value in own.items():
             is_method = isinstance(value, FunctionType | property | classmethod | staticmethod)
             overrides = any(name in vars(base) for base in mro[place + 1 : -1])
@@ -178,16 +211,23 @@ _NO_EFFECT = (
 )
 
 
-def with_adapters(spec: TransformerSpec, peft: Any, where: str, config: Any) -> TransformerSpec:
-    """The model with what a job's ``peft`` trains; raises as ``read_adapters`` does.
+def with_adapters(
+    spec: TransformerSpec,
+    peft: Any,
+    where: str,
+    config: Any,
+    assume_harmless: Collection[str] = (),
+) -> tuple[TransformerSpec, tuple[str, ...]]:
+    """The model with what a job's ``peft`` trains, and notes; raises as ``read_adapters`` does.
 
     Args:
         config: of the model: without grouped products each expert would have adapters of its own.
     """
-    spec = dataclasses.replace(spec, adapters=read_adapters(peft, where))
+    adapters, notes = read_adapters(peft, where, assume_harmless)
+    spec = dataclasses.replace(spec, adapters=adapters)
     grouped = value_or(config, "moe_grouped_gemm", False)
     if spec.adapters is None or not spec.is_moe or grouped:
-        return spec
+        return spec, notes
     for path in EXPERTS:
         if spec.adapters.adapts(path, spec.num_layers):
             raise UserInputError(
@@ -196,35 +236,34 @@ def with_adapters(spec: TransformerSpec, peft: Any, where: str, config: Any) -> 
                 f"without it every expert has an adapter of its own on {path}, not priced here",
                 f"Set it, or leave {path.rpartition('.')[2]} out of {where}.target_modules.",
             )
-    return spec
+    return spec, notes
 
 
-def read_adapters(peft: Any, where: str) -> Adapters | None:
-    """What a job's ``peft`` adapts; ``None`` where it trains all weights.
+def read_adapters(
+    peft: Any, where: str, assume_harmless: Collection[str] = ()
+) -> tuple[Adapters | None, tuple[str, ...]]:
+    """What a job's ``peft`` adapts (``None`` where it trains all weights), and notes.
 
     Args:
         peft: ``LoRA``, ``DoRA`` or ``CanonicalLoRA`` of ``nemo.collections.llm.peft`` or
             ``megatron.bridge.peft``, built or a Fiddle ``Config``.
         where: what messages call it.
+        assume_harmless: as of ``refuse_unplannable``.
 
     Raises:
         UnplannableModelError: for another scheme, or a field whose effect is not known.
         UserInputError: for what cannot be priced, naming the field.
     """
     if peft is None:
-        return None
+        return None, ()
     name = class_names(peft)[0]
     if name not in _SCHEMES:
         raise unplannable(
             where, name, f"of fine-tuning schemes {', '.join(_SCHEMES)} are supported"
         )
-    for field, value in set_fields(peft):
-        if field not in (*_READ, *_NO_EFFECT) and not field.startswith("_"):
-            raise unplannable(
-                f"{where}.{field}",
-                shown(value),
-                "what this field does to time and memory is not known here",
-            )
+    notes = _assumed(
+        where, changed_fields(peft, (*_SCHEMES,), (*_READ, *_NO_EFFECT)), assume_harmless
+    )
     stated = {field: value_or(peft, field) for field in _READ}
     given = {field: value for field, value in stated.items() if value is not None}
     if not (targets := tuple(given.pop("target_modules", ()))):
@@ -234,4 +273,4 @@ def read_adapters(peft: Any, where: str) -> Adapters | None:
             "adapters on all but some modules are not priced",
             "Name target_modules.",
         )
-    return Adapters(scheme=_SCHEMES[name], target_modules=targets, **given)
+    return Adapters(scheme=_SCHEMES[name], target_modules=targets, **given), notes

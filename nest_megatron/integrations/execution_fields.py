@@ -97,6 +97,8 @@ class ExecutionPlaces:
         planned = execution_arguments(wanted, self.version)
         planned["cpu_offloading"] = wanted.cpu_offloading_num_layers > 0
         planned["cuda_graph_scope_deprecated"] = planned["cuda_graph_modules"]
+        if self._value("cuda_graph_modules") is not ABSENT:  # 0.19 refuses both
+            planned["cuda_graph_scope"] = None
         stated = self.stated()
         asked, changed = _unlike(wanted, PLAIN), _unlike(wanted, execution_of(stated))
         values = {name: self._value(name) for name in EXECUTION_FIELDS}
@@ -161,6 +163,8 @@ class ExecutionPlaces:
         if argument in self.forced:
             return self.forced[argument]
         value = self._value(argument)
+        if value == "allgather" and argument == "cp_comm_type":  # so Megatron spells it with dsa
+            return ContextTraffic.ALL_GATHER.value
         return False if value is ABSENT or value is None else value
 
 

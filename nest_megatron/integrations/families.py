@@ -31,6 +31,7 @@ class Family:
         cuts_chunks: they are so only where its attention is cut into chunks.
         packs: its attention takes packed sequences.
         recomputes_layers: whole layers can be recomputed.
+        keeps_scores: its attention is ``DotProductAttention``, which is not fused.
     """
 
     fields: Callable[[Any], dict[str, Any]] = lambda _: {}
@@ -38,6 +39,7 @@ class Family:
     cuts_chunks: bool = False
     packs: bool = True
     recomputes_layers: bool = True
+    keeps_scores: bool = False
 
     def requirements(self, name: str, spec: TransformerSpec) -> dict[str, Requirement]:
         """The degrees that its code fixes for a model, whose configuration's class is named."""
@@ -52,16 +54,30 @@ class Family:
 
 def family_of(config: Any) -> Family:
     """The family of a model's configuration; one without fields for megatron-core's own layers."""
-    return next((FAMILIES[name] for name in class_names(config) if name in FAMILIES), Family())
+    builder = layer_builder(value_or(config, "transformer_layer_spec"))
+    names = (builder, *class_names(config))
+    return next((FAMILIES[name] for name in names if name in FAMILIES), Family())
 
 
 def _hybrid(config: Any) -> dict[str, Any]:
-    """A pattern, or the shares that make one; 0.16.1 has no MTP layers there."""
-    pattern = value_or(config, "hybrid_override_pattern", "")
+    """A pattern, or the shares that make one; 0.16.1 has no MTP layers there.
+
+    Source: ``HybridModelProvider.finalize`` of Megatron-Bridge 0.6.
+    """
+    found = (value_or(config, f"hybrid_{name}_pattern") for name in ("layer", "override"))
+    pattern = next(filter(None, found), "")
     if not pattern:
         shares = (value_or(config, f"hybrid_{name}_ratio", 0.0) for name in ("attention", "mlp"))
         pattern = pattern_from_ratios(config.num_layers, *shares)
-    return {"hybrid_layer_pattern": pattern}
+    pattern = pattern.replace("|", "")
+    main, predictors = pattern.partition("/")[0], value_or(config, "mtp_num_layers", 0)
+    if (depth := value_or(config, "mtp_hybrid_override_pattern")) is not None:
+        pattern = "/".join((main, *(depth,) * predictors))
+    return {
+        "hybrid_layer_pattern": pattern,
+        "num_layers": len(main),
+        "mtp_num_layers": predictors or None,
+    }
 
 
 def _nemotron_h(config: Any) -> dict[str, Any]:
@@ -93,6 +109,16 @@ def _heterogeneous(config: Any) -> dict[str, Any]:
         ffn_hidden_size=value_or(config, "ffn_hidden_size") or 4 * config.hidden_size,
     )
     return {"heterogeneous_layers": layers}
+
+
+def _exaone_moe(config: Any) -> dict[str, Any]:
+    """0.7 states a window for each layer, beside the one of them all."""
+    windows = sorted({*value_or(config, "sliding_windows", ())} - {0})
+    if len(windows) > 1:
+        raise unplannable(
+            "model.sliding_windows", windows, "windows of several sizes are not supported"
+        )
+    return {"variant": ModelVariant(dense_mtp=True)}
 
 
 def _gemma2(config: Any) -> dict[str, Any]:
@@ -141,7 +167,8 @@ def _qwen_vl(config: Any) -> dict[str, Any]:
         )
     vision = config.vision_config
     fields = vision.to_dict() if hasattr(vision, "to_dict") else vars(vision)
-    read = read_vision_config(fields, class_names(config)[0], str(fields.get("model_type")))
+    kind = str(fields.get("model_type")).removesuffix("_vision")  # as transformers 5 has it
+    read = read_vision_config(fields, class_names(config)[0], kind)
     if read is None:
         raise unplannable(
             "model.vision_config", fields.get("model_type"), "no such encoder of images is known"
@@ -154,10 +181,11 @@ def _qwen_vl(config: Any) -> dict[str, Any]:
     return {"position_embedding_type": "rope", "vision": encoder}
 
 
+_WHOLE_SCORES = "its attention keeps all scores and splits no sequence"
 _HETEROGENEOUS_LAYERS = ("heterogeneous_layer_spec", "get_gpt_heterogeneous_layer_spec")
 _GEMMA2 = Family(
     fields=_gemma2,
-    ones={"context_parallel_size": "its attention keeps all scores and splits no sequence"},
+    ones={"context_parallel_size": _WHOLE_SCORES},
     packs=False,
 )
 _WHOLE_SEQUENCES = {"context_parallel_size": "its forward pass splits no sequence"}
@@ -169,8 +197,20 @@ _QWEN3_VL = Family(
     },
 )
 
-#: Base class of a family's configurations in NeMo or Megatron-Bridge -> the family.
-FAMILIES = {
+#: Base class of a family's configurations in NeMo or Megatron-Bridge, or the function that builds
+#: its layers -> the family.
+FAMILIES: dict[str | None, Family] = {
+    "ExaoneMoeModelProvider": Family(fields=_exaone_moe),
+    "exaone4_layer_spec": Family(
+        fields=lambda _: {"variant": ModelVariant(norm_placement=NormPlacement.POST)},
+        ones={"context_parallel_size": _WHOLE_SCORES},
+        packs=False,
+        keeps_scores=True,
+    ),
+    "HybridModelProvider": Family(
+        fields=_hybrid,
+        ones={"virtual_pipeline_model_parallel_size": "its provide refuses virtual stages"},
+    ),
     "MambaModelProvider": Family(fields=_hybrid),
     "NemotronHConfigBase": Family(fields=_nemotron_h),
     "SSMConfig": Family(fields=_hybrid),

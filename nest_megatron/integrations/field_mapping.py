@@ -116,11 +116,17 @@ def layout_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
         stays = False
     of_stages = (even, "virtual_pipeline_model_parallel_size") if stays else ()
     for item, value in planned_items(plan).items():
-        if item in recipe.items and item not in of_stages:
+        if item not in recipe.items or item in of_stages:
+            continue
+        why, path = reason(plan, item), recipe.items[item]
+        if item == even and plan.model.hybrid_layer_pattern:
+            path = f"{recipe.model}.hybrid_layer_pattern"
+            if value is not None or "|" in str(recipe.find(path)):
+                yield path, value or plan.model.hybrid_layer_pattern, why
+            continue
+        if item == even and pp > 1 and value is None:
             why = "the stages are even, as the degrees alone make them"
-            if item != even or pp == 1 or value is not None:
-                why = reason(plan, item)
-            yield recipe.items[item], value, why
+        yield path, value, why
     for item, cleared in _STAGE_FIELDS.items():
         if item in recipe.items and not stays:
             yield recipe.items[item], cleared, "the plan states every stage itself"

@@ -6,7 +6,8 @@ Works on plain objects and on Fiddle's ``Config`` and ``Partial`` alike, and loa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field
 from typing import Any
 
 from nest_megatron.cost_model.targets import Target
@@ -117,14 +118,36 @@ def class_names(holder: Any) -> tuple[str, ...]:
     return tuple(base.__name__ for base in classes_of(holder))
 
 
-def set_fields(holder: Any) -> Iterator[tuple[str, Any]]:
-    """Fields of a configuration that are set, and not empty or off, with their values."""
-    own = getattr(classes_of(holder)[0], "__dataclass_fields__", {})
+def changed_fields(
+    holder: Any, classes: Collection[str], known: Collection[str]
+) -> Iterator[tuple[str, Any]]:
+    """Fields that are not known and differ from what a class makes of them, with their values.
+
+    Args:
+        classes: names of those whose defaults count, the first among the bases of the holder's own;
+            a field that they do not have differs where it is neither empty nor off.
+        known: fields to pass over.
+    """
+    bases = classes_of(holder)
+    defaults: dict[str, Field[Any]] = next(
+        (vars(base).get("__dataclass_fields__", {}) for base in bases if base.__name__ in classes),
+        {},
+    )
+    own = getattr(bases[0], "__dataclass_fields__", {})
     set_here = getattr(holder, "__arguments__", None) or getattr(holder, "__dict__", {})
     for name in dict.fromkeys((*own, *set_here)):
         value = attribute(holder, name)
-        if (name in own or not name.startswith("_")) and value is not ABSENT and value:
+        if name in known or name.startswith("_") or value is ABSENT:
+            continue
+        default = _default(defaults[name]) if name in defaults else None
+        if value != default and (value or default):
             yield name, value
+
+
+def _default(field: Field[Any]) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return None if field.default is MISSING else field.default
 
 
 def shown(value: Any) -> str:

@@ -31,6 +31,12 @@ from nest_megatron.planner.pinned_job import ActualJob, require_same_job
 from nest_megatron.planner.pins import PinnedPlan
 
 
+def fields_assumed_harmless(settings: Sequence[Setting]) -> tuple[str, ...]:
+    """The fields of ``assume_harmless`` among settings, which are needed as a recipe is read."""
+    named = [setting for setting in settings if setting.key == "assume_harmless"]
+    return compose(named).assume_harmless if named else ()
+
+
 def pinned_recipe(
     job: Job, path: Path, *, hosts: Sequence[Host] = (), mixed: MixedGpus = MixedGpus.REFUSE
 ) -> PinnedPlan:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.job import Job
 from nest_megatron.cost_model.execution_flags import time_notes
 from nest_megatron.cost_model.memory_flags import READ, memory_flags
+from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.architecture import (
     UNPRICED,
@@ -109,6 +110,9 @@ SHAPE = (
     "window_size",
     "window_attn_skip_freq",
     "experimental_attention_variant",
+    "dsa_indexer_n_heads",
+    "dsa_indexer_head_dim",
+    "dsa_indexer_topk",
     "linear_attention_freq",
     "no_rope_freq",
     "mtp_num_layers",
@@ -131,6 +135,9 @@ class Recipe(Configuration, ABC):
         variable, described, made_by: what messages call it, its kind, and what makes one.
         states_size: it says how many GPUs there are; otherwise its launcher does.
         restored_by: finds the checkpoint that it starts from.
+
+    Args:
+        assume_harmless: fields that are not known and are planned for all the same.
     """
 
     parts: tuple[str, ...]
@@ -139,6 +146,10 @@ class Recipe(Configuration, ABC):
     made_by: str
     states_size: bool
     restored_by: Callable[[Any], Restored | None]
+
+    def __init__(self, root: Any, target: Target, assume_harmless: Collection[str] = ()) -> None:
+        super().__init__(root, target)
+        self._assume_harmless = assume_harmless
 
     @property
     @abstractmethod
@@ -170,8 +181,12 @@ class Recipe(Configuration, ABC):
     def wanted(self, plan: ParallelPlan) -> Iterator[FieldValue]:
         """All that a plan sets in it."""
 
-    def require_plannable(self) -> None:
-        """Refuse what is no such configuration, or has a model that cannot be planned."""
+    def require_plannable(self) -> tuple[str, ...]:
+        """Refuse what is no such configuration, or has a model that cannot be planned.
+
+        Returns:
+            Notes on what was assumed of it.
+        """
         for path in self.parts:
             if self.find(path) in (ABSENT, None):
                 raise UserInputError(
@@ -180,13 +195,16 @@ class Recipe(Configuration, ABC):
                     f"{self.described} has it",
                     f"Give what {self.made_by}.",
                 )
-        refuse_unplannable(self.find(self.model), self.root.model)
+        return refuse_unplannable(
+            self.find(self.model), self.root.model, assume_harmless=self._assume_harmless
+        )
 
     def spec(self, vocab_size: int | None) -> tuple[TransformerSpec, tuple[str, ...]]:
         """The model, and what was assumed of it; raises as ``job`` does."""
-        self.require_plannable()
+        assumed = self.require_plannable()
         config, data = self.find(self.model), self.find(self.data)
         rows, is_padded, notes = self.vocabulary(vocab_size)
+        notes = (*notes, *assumed)
         of_data = value_or(data, "seq_length", 0)  # ``run_recipe.py`` copies it to the model
         length = packed_sequence_size(data) or self.whole(
             f"{self.data}.seq_length" if of_data else self.seq_length
@@ -197,7 +215,9 @@ class Recipe(Configuration, ABC):
             spec = dataclasses.replace(spec, decoder_seq_length=decoder)
         for name in ("peft", "model_transform"):
             if (peft := value_or(self.root, name)) is not None:
-                return with_adapters(spec, peft, f"{self.variable}.{name}", config), notes
+                where = f"{self.variable}.{name}"
+                spec, assumed = with_adapters(spec, peft, where, config, self._assume_harmless)
+                return spec, (*notes, *assumed)
         return spec, notes
 
     def job(self, vocab_size: int | None = None) -> Job:
@@ -239,6 +259,7 @@ class Recipe(Configuration, ABC):
         flags = memory_flags(
             {
                 **self.memory(),
+                **({"attention_backend": "local"} if family.keeps_scores else {}),
                 **execution,
                 "params_dtype": params.value,
                 "fp8_recipe": fp8_recipe,
@@ -324,6 +345,9 @@ class Recipe(Configuration, ABC):
         stated, virtual = self.stated(), "virtual_pipeline_model_parallel_size"
         if stated.get(virtual) == 1 or stated["pipeline_model_parallel_layout"] is not None:
             stated.pop(virtual, None)
+        pattern = "hybrid_layer_pattern"
+        if "|" in str(found := self.find(f"{self.model}.{pattern}")):
+            stated[pattern] = found
         return {ARGUMENTS.get(item, item): value for item, value in stated.items()}
 
 
@@ -427,7 +451,7 @@ def _spec(
         name=class_names(config)[0],
         family=family,
         **stacks,
-        num_layers=config.num_layers,
+        num_layers=own.pop("num_layers", None) or config.num_layers,
         hidden_size=config.hidden_size,
         ffn_hidden_size=value_or(config, "ffn_hidden_size", 4 * config.hidden_size),
         seq_length=seq_length,

@@ -36,11 +36,14 @@ _SWITCHES = (
 )
 
 
-def read_recipe(text: str | Sequence[str], place: LaunchPlace = NOWHERE) -> Job | None:
+def read_recipe(
+    text: str | Sequence[str], place: LaunchPlace = NOWHERE, assume_harmless: Sequence[str] = ()
+) -> Job | None:
     """The job of a command that trains a recipe; ``None`` for any other command.
 
     Args:
         place: where it is launched.
+        assume_harmless: as of ``read_recipe`` of each framework.
         text: ``nemo llm pretrain --factory llama3_8b trainer.num_nodes=4``, or
             ``torchrun --nproc-per-node 8 run_recipe.py --recipe llama3_8b_pretrain_config``.
 
@@ -50,9 +53,9 @@ def read_recipe(text: str | Sequence[str], place: LaunchPlace = NOWHERE) -> Job 
     """
     words = list(dropwhile(_ASSIGNMENT.match, tokens(text)))
     if words and PurePath(words[0]).name == "nemo":
-        return _of_nemo(words[1:])
+        return _of_nemo(words[1:], assume_harmless)
     if any(word.partition("=")[0] == _RECIPE for word in words):
-        return _of_bridge(split_command(words, place))
+        return _of_bridge(split_command(words, place), assume_harmless)
     return None
 
 
@@ -90,7 +93,7 @@ def _fields(words: Sequence[str], where: str) -> list[str]:
     return list(words)
 
 
-def _of_nemo(words: Sequence[str]) -> Job:
+def _of_nemo(words: Sequence[str], assume_harmless: Sequence[str]) -> Job:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("collection", choices=["llm"])
     parser.add_argument("task", choices=["pretrain", "finetune"])
@@ -102,9 +105,14 @@ def _of_nemo(words: Sequence[str]) -> Job:
     own = [word for word in rest if not word.startswith("run.")]  # the executor's, and plugins'
     recipe = _nemo_recipe(given.task, given.factory, _fields(own, "trainer.num_nodes"))
     return dataclasses.replace(
-        nemo.read_recipe(recipe),
+        nemo.read_recipe(recipe, assume_harmless=assume_harmless),
         script=given.factory,
-        changes=partial(nemo.plan_changes, recipe, free=("num_gpus", "global_batch_size")),
+        changes=partial(
+            nemo.plan_changes,
+            recipe,
+            free=("num_gpus", "global_batch_size"),
+            assume_harmless=assume_harmless,
+        ),
     )
 
 
@@ -129,7 +137,7 @@ def _nemo_recipe(task: str, factory: str, fields: list[str]) -> Any:
         ) from error
 
 
-def _of_bridge(command: SplitCommand) -> Job:
+def _of_bridge(command: SplitCommand, assume_harmless: Sequence[str]) -> Job:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument(_RECIPE, required=True)
     parser.add_argument("--mode")  # what the recipe's own name says
@@ -137,15 +145,14 @@ def _of_bridge(command: SplitCommand) -> Job:
     own = [word for word in rest if not word.lstrip("+").startswith(("nest=", "nest."))]
     fields = _fields(own, "model.tensor_model_parallel_size")
     cfg = _bridge_recipe(given.recipe, fields)
-    job = megatron_bridge.read_recipe(cfg, environment={})
+    known: dict[str, Any] = {"environment": {}, "assume_harmless": assume_harmless}
+    job = megatron_bridge.read_recipe(cfg, **known)
     return dataclasses.replace(
         job,
         script=given.recipe,
         num_gpus=command.ranks.num_ranks,
         notes=(*command.ranks.notes, *job.notes),
-        changes=partial(
-            megatron_bridge.plan_changes, cfg, free=("global_batch_size",), environment={}
-        ),
+        changes=partial(megatron_bridge.plan_changes, cfg, free=("global_batch_size",), **known),
     )
 
 

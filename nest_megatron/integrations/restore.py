@@ -62,6 +62,8 @@ def packs_sequences(data: Any) -> bool:
 
 def packed_sequence_size(data: Any) -> int | None:
     """Tokens of a pack that was made beforehand, or ``None`` where nothing is packed so."""
+    if value_or(data, "enable_offline_packing", True) is False:
+        return None
     for name in _SPECS:
         size = find(data, f"{name}.packed_sequence_size")
         if isinstance(size, int) and size > 0:

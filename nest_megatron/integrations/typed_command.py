@@ -156,7 +156,7 @@ def _read(composed: Settings, text: str | Sequence[str], version: str | None) ->
     if launch is None:
         from nest_megatron.integrations.recipe_command import read_recipe
 
-        if (recipe := read_recipe(text, place)) is not None:
+        if (recipe := read_recipe(text, place, composed.assume_harmless)) is not None:
             return recipe
     try:
         command = read_command(

@@ -67,6 +67,9 @@ def cuda_graphs(values: Mapping[str, Any]) -> CudaGraphs | None:
 
     >>> cuda_graphs({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}).impl
     'full_iteration'
+    >>> both = {"cuda_graph_modules": "full", "cuda_graph_scope": ["attn"]}  # 0.19 takes the latter
+    >>> cuda_graphs({"cuda_graph_impl": "local", **both}).scope
+    frozenset({'attn'})
     """
     impl = str(values.get("cuda_graph_impl") or "none")
     if values.get("enable_cuda_graph"):
@@ -76,7 +79,8 @@ def cuda_graphs(values: Mapping[str, Any]) -> CudaGraphs | None:
     if impl == "none":
         return None
     scopes = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
-    given = next((values[name] for name in scopes if values.get(name)), ())
+    stated = (values.get(name) for name in scopes)
+    given = next((each for each in stated if each and each != "full"), ())  # full is the default
     several = isinstance(given, list | tuple | set | frozenset)
     words = given.split(",") if isinstance(given, str) else given if several else (given,)
     modules = frozenset(str(getattr(word, "name", word)).strip() for word in words) - {"full", ""}

@@ -15,6 +15,7 @@ from nest_megatron.model.layer_pattern import (
     LayerKind,
     blocks_of,
     hybrid_kinds,
+    layer_kind,
     two_block_kinds,
 )
 from nest_megatron.model.sizes import broken_limit
@@ -349,7 +350,10 @@ class TransformerSpec:
             return ()
         if self.hybrid_layer_pattern:
             return hybrid_kinds(self.hybrid_layer_pattern)[1]
-        return _decoder_kinds(self)[-1:]
+        last = _decoder_kinds(self)[-1]
+        if self.variant.dense_mtp and last.has_experts:
+            return (layer_kind(last.blocks[0], LayerBlock.DENSE),)
+        return (last,)
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
         """Vocabulary rows after Megatron's padding, which depends on the tensor-parallel size.

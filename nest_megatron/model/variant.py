@@ -62,6 +62,8 @@ class ModelVariant:
         final_norm: a norm before the output layer.
         mamba_conv_kernel: width of the convolution in a Mamba layer.
         mamba_conv_bias: the convolution has a bias.
+        dense_mtp: layers of multi-token prediction have an MLP where the last layer has experts
+            (K-EXAONE).
     """
 
     parallel_attention: bool = added(False)
@@ -76,6 +78,7 @@ class ModelVariant:
     final_norm: bool = added(True)
     mamba_conv_kernel: int = added(4)
     mamba_conv_bias: bool = added(True)
+    dense_mtp: bool = added(False)
 
     def differences(self) -> dict[str, object]:
         """The fields that are not as Megatron-LM builds them, with their values.

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.errors import UnplannableModelError
+import nest_megatron
+from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.integrations import architecture
-from nest_megatron.integrations.megatron_bridge import read_recipe
+from nest_megatron.integrations.megatron_bridge import auto_recipe, plan_changes, read_recipe
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from tests import catalogue
@@ -41,6 +42,15 @@ class GPTModelProvider(frameworks.GPTModelProvider):
 
     def finalize(self) -> None:
         """Check the sizes."""
+
+
+@dataclass
+class TransformerConfig(GPTModelProvider):
+    """Megatron-core's of a newer release, which has fields that are not known here."""
+
+    is_new: bool = True
+    new_sizes: list[int] = dataclasses.field(default_factory=lambda: [1, 2])
+    new_count: int = 0
 
 
 @dataclass
@@ -99,7 +109,7 @@ def test_sizes_alone_make_no_other_family() -> None:
     [
         (Gemma4DenseProvider, "'Gemma4DenseProvider': its own provide"),
         (MiniMaxM3ModelProvider, "'MiniMaxM3ModelProvider': its own finalize"),
-        (KimiK3ModelProvider, "what its field kimi_linear_num_heads does"),
+        (KimiK3ModelProvider, "model.kimi_linear_num_heads = '96'"),
         (Step35ModelProvider, "model.transformer_layer_spec = 'build_step35_layer_spec'"),
     ],
 )
@@ -131,6 +141,42 @@ def test_a_field_that_is_set_and_not_read_is_refused_by_name(field: str, value: 
 def test_a_field_that_is_off_is_no_reason_to_refuse() -> None:
     off = {"qk_l2_norm": False, "some_new_field_of_megatron": None, "gtp_weight_remat_size": 1}
     read_recipe(_config(GPTModelProvider, **off), environment={})
+
+
+def test_a_field_at_its_default_is_no_reason_to_refuse() -> None:
+    read_recipe(_config(TransformerConfig), environment={})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("is_new", False), ("new_sizes", [1]), ("new_count", 2)]
+)
+def test_a_field_that_is_not_at_its_default_is_refused_or_assumed_harmless(
+    field: str, value: object
+) -> None:
+    cfg = _config(TransformerConfig, **{field: value})
+    with pytest.raises(UnplannableModelError, match=rf"{field}.*--assume-harmless {field}"):
+        read_recipe(cfg, environment={})
+    job = read_recipe(cfg, environment={}, assume_harmless=[field])
+    assert any(note.startswith(f"model.{field} = {value}") for note in job.notes)
+
+
+def test_what_is_assumed_harmless_is_a_setting() -> None:
+    cfg = _config(TransformerConfig, new_count=2)
+    size = ["cluster.num_gpus=64", "search.num_alternatives=0"]
+    known = {"environment": {}, "cluster": "dgx_h100"}
+    with pytest.raises(UnplannableModelError, match="new_count"):
+        auto_recipe(cfg, overrides=[*size, "assume_harmless=[other]"], **known)
+    plan, _ = auto_recipe(cfg, overrides=[*size, "assume_harmless=[new_count]"], **known)
+    with pytest.raises(UnplannableModelError, match="new_count"):
+        plan_changes(cfg, plan, environment={})
+    assert plan_changes(cfg, plan, environment={}, assume_harmless=["model.new_count"]) == ()
+
+
+def test_it_names_fields_of_a_recipe_alone() -> None:
+    with pytest.raises(UserInputError, match="assume_harmless"):
+        nest_megatron.plan(
+            model="llama3_8b", cluster="dgx_h100", num_gpus=8, **{"assume_harmless": "[x]"}
+        )
 
 
 def test_what_is_left_out_of_account_is_said() -> None:

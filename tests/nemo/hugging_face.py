@@ -53,13 +53,141 @@ _SIZES: dict[str, tuple[str, int, int, int, int, int, int, bool]] = {
     "deepseek-ai/DeepSeek-V3": ("DeepseekV3", 61, 7168, 128, 128, 18_432, 129_280, False),
     "moonshotai/Moonlight-16B-A3B": ("DeepseekV3", 27, 2048, 16, 16, 11_264, 163_840, False),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": ("Qwen3Next", 48, 2048, 16, 2, 5120, 151_936, False),
+    "LGAI-EXAONE/EXAONE-4.0-1.2B": ("Exaone4", 30, 2048, 32, 8, 4096, 102_400, True),
+    "LGAI-EXAONE/K-EXAONE-236B-A23B": ("ExaoneMoe", 48, 6144, 64, 8, 18_432, 153_600, False),
+    "moonshotai/Kimi-K2-Instruct": ("KimiK2", 61, 7168, 64, 64, 18_432, 163_840, False),
+    "zai-org/GLM-5.2": ("GlmMoeDsa", 78, 6144, 64, 64, 12_288, 154_880, False),
+    "deepseek-ai/DeepSeek-V4-Flash": ("DeepseekV4", 43, 4096, 64, 1, 2048, 129_280, False),
+    "deepseek-ai/DeepSeek-V4-Pro": ("DeepseekV4", 61, 7168, 128, 1, 3072, 129_280, False),
+    "Qwen/Qwen3.5-9B-Base": ("Qwen3_5", 32, 4096, 16, 4, 12_288, 248_320, False),
+    "Qwen/Qwen3.5-35B-A3B-Base": ("Qwen3_5Moe", 40, 2048, 16, 2, 5632, 248_320, False),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (
+        *("NemotronH", 52, 2688, 32, 2, 1856, 131_072, False),
+    ),
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": (
+        *("NemotronH", 88, 4096, 32, 2, 2688, 131_072, False),
+    ),
+    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": (
+        *("NemotronH", 108, 8192, 64, 2, 5120, 131_072, False),
+    ),
 }
 _QWEN3_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1}
 #: What DeepSeek's files state beside the defaults of their classes, which are those of V2 and V3.
 _DEEPSEEK = {"aux_loss_alpha": 0.001, "moe_layer_freq": 1, "topk_method": "greedy"}
 _DEEPSEEK_V3 = {**_DEEPSEEK, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+_DEEPSEEK_V4 = {
+    "num_nextn_predict_layers": 1,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": 65_536,
+    },
+}
 _GLM = {"n_shared_experts": 1, "num_experts_per_tok": 8, "attention_bias": True, "head_dim": 128}
+_NEMOTRON_3 = {
+    "head_dim": 128,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "mlp_hidden_act": "relu2",
+}
+_LATENT_EXPERTS = {
+    "n_routed_experts": 512,
+    "num_experts_per_tok": 22,
+    "num_nextn_predict_layers": 1,
+    "mtp_hybrid_override_pattern": "*E",
+}
 _MORE: dict[str, dict[str, Any]] = {
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": {
+        **_NEMOTRON_3,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        "mamba_num_heads": 64,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712,
+    },
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": {
+        **_NEMOTRON_3,
+        **_LATENT_EXPERTS,
+        "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*"
+        "EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+        "mamba_num_heads": 128,
+        "moe_intermediate_size": 2688,
+        "moe_shared_expert_intermediate_size": 5376,
+        "moe_latent_size": 1024,
+    },
+    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": {
+        **_NEMOTRON_3,
+        **_LATENT_EXPERTS,
+        "hybrid_override_pattern": "MEMEMEMEM*E" * 9 + "MEMEMEMEM",
+        "mamba_num_heads": 256,
+        "moe_intermediate_size": 5120,
+        "moe_shared_expert_intermediate_size": 10_240,
+        "moe_latent_size": 2048,
+    },
+    "LGAI-EXAONE/EXAONE-4.0-1.2B": {
+        "head_dim": 64,
+        "layer_types": ["full_attention"] * 30,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_theta": 1_000_000.0,
+        },
+    },
+    "LGAI-EXAONE/K-EXAONE-236B-A23B": {
+        "head_dim": 128,
+        "moe_intermediate_size": 2048,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_shared_experts": 1,
+        "sliding_window": 128,
+        "num_nextn_predict_layers": 1,
+        "scoring_func": "sigmoid",
+    },
+    "moonshotai/Kimi-K2-Instruct": {
+        **_DEEPSEEK_V3,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 384,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 2048,
+        "num_nextn_predict_layers": 0,
+        "rope_theta": 50_000.0,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "routed_scaling_factor": 2.827,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 1.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "zai-org/GLM-5.2": {
+        "first_k_dense_replace": 3,
+        "indexer_rope_interleave": True,
+        "num_nextn_predict_layers": 1,
+    },
+    "deepseek-ai/DeepSeek-V4-Flash": {**_DEEPSEEK_V4},
+    "deepseek-ai/DeepSeek-V4-Pro": {**_DEEPSEEK_V4, "n_routed_experts": 384, "q_lora_rank": 1536},
     "Qwen/Qwen3-30B-A3B": {**_QWEN3_EXPERTS, "moe_intermediate_size": 768, "head_dim": 128},
     "Qwen/Qwen3-235B-A22B": {**_QWEN3_EXPERTS, "moe_intermediate_size": 1536, "head_dim": 128},
     "zai-org/GLM-4.5": {
@@ -122,7 +250,7 @@ _MORE: dict[str, dict[str, Any]] = {
 
 
 #: Configurations of a model's text whose class is named otherwise.
-_CLASSES = {"Gemma3": "Gemma3TextConfig"}
+_CLASSES = {"Gemma3": "Gemma3TextConfig", "KimiK2": "DeepseekV3Config"}
 
 
 def configuration(name: str) -> Any:
@@ -131,7 +259,8 @@ def configuration(name: str) -> Any:
 
     kind, layers, hidden, heads, groups, inner, vocabulary, tied = _SIZES[name]
     fields = {"head_dim": 128} if kind == "Qwen3" else {}
-    return getattr(transformers, _CLASSES.get(kind, f"{kind}Config"))(
+    of_text = kind.startswith("Qwen3_5")
+    made = getattr(transformers, _CLASSES.get(kind, f"{kind}{'Text' * of_text}Config"))(
         architectures=[f"{kind}ForCausalLM"],
         torch_dtype="bfloat16",
         num_hidden_layers=layers,
@@ -145,30 +274,26 @@ def configuration(name: str) -> Any:
         **fields,
         **_MORE.get(name, {}),
     )
+    return SimpleNamespace(text_config=made) if of_text else made
 
 
-def go_offline(patch: pytest.MonkeyPatch, module: Any) -> None:
-    """Let a recipe's module ask no Hub for a model, until ``patch`` is undone.
+def go_offline(patch: pytest.MonkeyPatch) -> None:
+    """Let recipes ask no Hub for a model, until ``patch`` is undone.
 
     The bridge of a model is made of its configuration alone, without its weights.
     """
+    import transformers
+    from megatron.bridge import AutoBridge
 
     def bridge_of(name: str, *_: object, **__: object) -> Any:
-        from megatron.bridge import AutoBridge
-
         found = AutoBridge.from_hf_config(configuration(name))
-        if name.startswith("google/gemma-3"):  # its precision and tokenizer are asked for by name
-            import transformers
-            from megatron.bridge.models.gemma import gemma3_bridge
-
-            patch.setattr(
-                transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: range(262_144)
-            )
-            patch.setattr(
-                gemma3_bridge, "AutoConfig", SimpleNamespace(from_pretrained=configuration)
-            )
+        if name.startswith("google/gemma-3"):  # its precision is asked for by name
             found._config_only_pretrained._model_name_or_path = name
         return found
 
-    offline = SimpleNamespace(from_hf_pretrained=bridge_of)
-    patch.setattr(module, "AutoBridge", offline, raising=False)
+    def rows(*_: object, **__: object) -> range:
+        return range(262_144)  # of Gemma 3, the one tokenizer that is asked for
+
+    patch.setattr(AutoBridge, "from_hf_pretrained", staticmethod(bridge_of))
+    patch.setattr(transformers.AutoTokenizer, "from_pretrained", rows)
+    patch.setattr(transformers.AutoConfig, "from_pretrained", configuration)

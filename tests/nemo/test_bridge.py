@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,23 +25,18 @@ from nest_megatron.layout.knobs import KNOBS
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.report.failure import NothingFitsError
+from tests.nemo import substitutes
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
+if not substitutes.bridge_is_here():
     pytest.skip("Megatron-Bridge is not installed (.ci/nemo installs it)", allow_module_level=True)
 
-from tests.nemo import bridge, substitutes
+from tests.nemo import bridge
 
 pytestmark = pytest.mark.nemo
 GPT3 = "gpt.gpt3_175b:gpt3_175b_pretrain_config"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def importable() -> None:
-    substitutes.install()
-
-
-@pytest.mark.parametrize("name", bridge.HUGGING_FACE)
+@pytest.mark.parametrize("name", bridge.RECIPES)
 def test_a_configuration_is_read_to_the_parameter(name: str) -> None:
     cfg = bridge.config(name)
     spec = read_recipe(cfg, environment={}).spec
@@ -50,7 +44,7 @@ def test_a_configuration_is_read_to_the_parameter(name: str) -> None:
 
 
 @pytest.mark.parametrize("num_gpus", [8, 64, pytest.param(1024, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", bridge.HUGGING_FACE)
+@pytest.mark.parametrize("name", bridge.RECIPES)
 def test_bridge_accepts_the_plan(name: str, num_gpus: int) -> None:
     cfg = bridge.config(name)
     if num_gpus < 1024:  # a step of 405B with its own batch would take days

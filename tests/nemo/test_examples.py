@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import runpy
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -68,17 +67,11 @@ def test_nemo_takes_a_pinned_plan(name: str, cluster: str) -> None:
 
 
 @pinned(make.BRIDGE)
-def test_bridge_takes_a_pinned_plan(
-    name: str, cluster: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bridge_takes_a_pinned_plan(name: str, cluster: str) -> None:
     module = pretrain(make.BRIDGE)
-    from tests.nemo import bridge, hugging_face
+    from tests.nemo import bridge
 
-    own = importlib.import_module("megatron.bridge.recipes")
-    where = sys.modules[getattr(own, f"{name}_pretrain_config").__module__]
-    hugging_face.go_offline(monkeypatch, where)
-    with bridge.on_hopper():
-        cfg, plan, _ = module.planned(name, cluster)
+    cfg, plan, _ = bridge.built(lambda: module.planned(name, cluster))
     trained = bridge.validate(cfg, plan.layout.num_gpus)
     for field in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         assert getattr(trained.model, field) == plan.arguments[field]

@@ -5,7 +5,6 @@ A plan keeps what the data and the restored checkpoint need.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from typing import Any
 
@@ -13,37 +12,37 @@ import pytest
 
 from nest_megatron.integrations import megatron_bridge, nemo
 from nest_megatron.model.parameters import total_parameters
+from tests.nemo import substitutes
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-pytest.importorskip("nemo_run", reason="nemo-run is not installed (.ci/nemo installs it)")
-if importlib.util.find_spec("megatron.bridge") is None:
+if not substitutes.bridge_is_here():
     pytest.skip("Megatron-Bridge is not installed (.ci/nemo installs it)", allow_module_level=True)
 
-from tests.nemo import bridge, hugging_face, recipes, substitutes
+from tests.nemo import bridge, hugging_face, recipes
 
 pytestmark = pytest.mark.nemo
 LONG = 65_536
 
 
-@pytest.fixture(scope="module", autouse=True)
-def importable() -> None:
-    substitutes.install()
+NEEDS_NEMO = pytest.mark.skipif(
+    importlib.util.find_spec("nemo_run") is None, reason="NeMo is not installed (.ci/nemo)"
+)
 
 
-def _sft(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Megatron-Bridge's recipe of a model, without a network."""
-    where, _, function = name.partition(":")
-    module = importlib.import_module(f"megatron.bridge.recipes.{where}")
-    hugging_face.go_offline(monkeypatch, module)
-    with bridge.on_hopper():
-        return getattr(module, function)()
+def _packs(cfg: Any) -> Any:
+    """How sequences are packed beforehand; 0.6 has another name for it."""
+    return getattr(cfg.dataset, _name_of_packs(cfg))
 
 
-def _plan_bridge(cfg: Any, *, free: tuple[str, ...] | None = None) -> Any:
+def _name_of_packs(cfg: Any) -> str:
+    found = hasattr(cfg.dataset, "offline_packing_specs")
+    return "offline_packing_specs" if found else "packed_sequence_specs"
+
+
+def _plan_bridge(cfg: Any, *overrides: str, free: tuple[str, ...] | None = None) -> Any:
     plan, _ = megatron_bridge.auto_recipe(
         cfg,
         cluster="dgx_h100",
-        overrides=["cluster.num_gpus=64"],
+        overrides=["cluster.num_gpus=64", *overrides],
         environment={},
         vocab_size=152_000,
         free=free,
@@ -52,6 +51,7 @@ def _plan_bridge(cfg: Any, *, free: tuple[str, ...] | None = None) -> Any:
     return plan
 
 
+@NEEDS_NEMO
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", ["llama3_8b", "qwen3_8b", "mixtral_8x7b"])
 def test_nemo_builds_and_accepts_a_finetuning_job(name: str, packed: bool) -> None:
@@ -63,6 +63,7 @@ def test_nemo_builds_and_accepts_a_finetuning_job(name: str, packed: bool) -> No
     assert nemo.plan_changes(source, plan) == ()
 
 
+@NEEDS_NEMO
 def test_nemo_accepts_long_sequences() -> None:
     source = recipes.finetune("qwen3_8b")
     source.model.config.seq_length = source.data.seq_length = LONG
@@ -76,26 +77,26 @@ def test_nemo_accepts_long_sequences() -> None:
     "name",
     ["llama.llama3:llama3_8b_sft_config", "qwen.qwen2:qwen25_7b_sft_config"],
 )
-def test_bridge_accepts_packed_sequences(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = _sft(name, monkeypatch)
-    assert cfg.dataset.packed_sequence_specs.packed_sequence_size > 0
+def test_bridge_accepts_packed_sequences(name: str) -> None:
+    cfg = bridge.config(name)
+    assert _packs(cfg).packed_sequence_size > 0
     plan = _plan_bridge(cfg, free=("all",))
     assert plan.layout.micro_batch_size == 1
     assert not plan.layout.uses_megatron_fsdp  # it restores torch_dist
     cp = plan.layout.dims.context_parallel_size
-    assert cp == 1 or cfg.dataset.packed_sequence_specs.pad_seq_to_mult % (2 * cp) == 0
+    assert cp == 1 or _packs(cfg).pad_seq_to_mult % (2 * cp) == 0
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_bridge_accepts_long_sequences(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = _sft("qwen.qwen3:qwen3_8b_sft_config", monkeypatch)
+def test_bridge_accepts_long_sequences(packed: bool) -> None:
+    cfg = bridge.config("qwen.qwen3:qwen3_8b_sft_config")
     cfg.model.seq_length = cfg.dataset.seq_length = LONG
     if packed:
-        cfg.dataset.packed_sequence_specs.packed_sequence_size = LONG
+        _packs(cfg).packed_sequence_size = LONG
     else:
-        cfg.dataset.packed_sequence_specs = None
-    plan = _plan_bridge(cfg)
-    assert plan.layout.dims.context_parallel_size > 1
+        setattr(cfg.dataset, _name_of_packs(cfg), None)
+        cfg.dataset.enable_offline_packing = False
+    plan = _plan_bridge(cfg, "parallel.context_parallel_size=2")
     assert cfg.model.calculate_per_token_loss
     assert plan.train.seq_length == LONG
 
@@ -113,15 +114,15 @@ def test_bridge_accepts_long_sequences(packed: bool, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_families_of_bridge_have_the_parameters_of_their_checkpoints(
-    recipe: str, model: str, monkeypatch: pytest.MonkeyPatch
+    recipe: str, model: str
 ) -> None:
     import torch
     import transformers
 
+    hub = hugging_face.configuration(model)
     spec = megatron_bridge.read_recipe(
-        _sft(recipe, monkeypatch), environment={}, vocab_size=152_000
+        bridge.config(recipe), environment={}, vocab_size=hub.vocab_size
     ).spec
     with torch.device("meta"):
-        hub = hugging_face.configuration(model)
         checkpoint = transformers.AutoModelForCausalLM.from_config(hub)
     assert total_parameters(spec) == sum(p.numel() for p in checkpoint.parameters())

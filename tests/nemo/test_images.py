@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +15,12 @@ from nest_megatron.model.encoder import EncoderSpec
 from nest_megatron.model.hugging_face_vision import read_vision_config
 from nest_megatron.model.parameters import unit_parameters
 from tests import catalogue
+from tests.nemo import substitutes
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
+if not substitutes.bridge_is_here():
     pytest.skip("Megatron-Bridge is not installed (.ci/nemo installs it)", allow_module_level=True)
 
-from tests.nemo import bridge, substitutes
+from tests.nemo import bridge
 
 pytestmark = pytest.mark.nemo
 RECIPES = {
@@ -30,11 +29,6 @@ RECIPES = {
     "qwen3_vl:qwen3_vl_30b_a3b_pretrain_config": "Qwen3VLMoe",
 }
 IMAGES = "train.image_tokens=1024"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def importable() -> None:
-    substitutes.install()
 
 
 def _hub(kind: str) -> Any:

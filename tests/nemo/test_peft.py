@@ -17,14 +17,13 @@ from nest_megatron.model.adapters import Adapters, PeftScheme
 from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.model.parameters import unit_parameters
 from nest_megatron.model.spec import TransformerSpec
+from tests.nemo import substitutes
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-if importlib.util.find_spec("megatron.bridge") is None:
+if not substitutes.bridge_is_here():
     pytest.skip("Megatron-Bridge is not installed (.ci/nemo installs it)", allow_module_level=True)
 
 from tests.contract.megatron_model import _build
 from tests.contract.megatron_shims import meta_megatron, torch
-from tests.nemo import substitutes
 
 pytestmark = pytest.mark.nemo
 PACKAGES = {"bridge": "megatron.bridge.peft", "nemo": "nemo.collections.llm.peft"}
@@ -75,11 +74,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def importable() -> None:
-    substitutes.install()
-
-
 def own(framework: str, adapters: Adapters, **fields: Any) -> Any:
     """The framework's object that adapts a model."""
     module, name = CLASSES[adapters.scheme]
@@ -117,7 +111,9 @@ def test_as_many_parameters_are_trained(case: str, tp: int, monkeypatch: Any) ->
 @pytest.mark.parametrize("scheme", CLASSES)
 def test_a_framework_s_object_is_read(framework: str, scheme: PeftScheme) -> None:
     adapters = Adapters(scheme=scheme, dim=16)
-    assert read_adapters(own(framework, adapters, alpha=7), "peft") == adapters
+    if importlib.util.find_spec(PACKAGES[framework].partition(".")[0]) is None:
+        pytest.skip(f"{framework} is not installed")
+    assert read_adapters(own(framework, adapters, alpha=7), "peft") == (adapters, ())
 
 
 @pytest.mark.parametrize(
@@ -133,7 +129,9 @@ def test_what_is_not_priced_is_refused_by_name(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (1, 2), (2, 2)])
-def test_experts_of_a_rank_share_adapters(tp: int, ep: int) -> None:
+def test_experts_of_a_rank_share_adapters(
+    tp: int, ep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the grouped product, which Transformer Engine alone builds, the adapter is built."""
     spec = dataclasses.replace(
         EXPERTS, adapters=Adapters(dim=16, target_modules=("*.mlp.experts.*",))
@@ -143,6 +141,12 @@ def test_experts_of_a_rank_share_adapters(tp: int, ep: int) -> None:
     )
     from megatron.bridge.peft.utils import ParallelLinearAdapter
 
+    monkeypatch.setattr(  # 0.6 gives all ranks the first one's values
+        ParallelLinearAdapter,
+        "_synchronize_shared_expert_parameters",
+        lambda _: None,
+        raising=False,
+    )
     hidden, ffn, total = spec.hidden_size, spec.expert_ffn_hidden_size, 0
     with meta_megatron(), as_rank(spec, dims, 0):
         config = transformer_config(spec, dims, None, sequence_parallel=tp > 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from nest_megatron.integrations.field_mapping import Recorded, fields_beside, la
 from nest_megatron.integrations.field_mapping import plan_changes as recipe_changes
 from nest_megatron.integrations.fields import ABSENT, FieldValue, carry_out, value_or
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
-from nest_megatron.integrations.plan_recipe import plan_recipe
+from nest_megatron.integrations.plan_recipe import fields_assumed_harmless, plan_recipe
 from nest_megatron.integrations.recipe import DEGREES, RECOMPUTE, Recipe, memory_fields
 from nest_megatron.integrations.restore import packed_sequence_size, restored_by_bridge
 from nest_megatron.layout.diff import Change, reason
@@ -37,11 +37,12 @@ NVLINK_RANKS = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 
 
 class BridgeConfig(Recipe):
-    """A ``ConfigContainer`` (0.3.1; HEAD has the same).
+    """A ``ConfigContainer``.
 
     Args:
         environment: the launcher's variables, which alone know the number of ranks; those of this
             process if not given.
+        assume_harmless: as of ``Recipe``.
     """
 
     items = MappingProxyType(
@@ -78,8 +79,13 @@ class BridgeConfig(Recipe):
     restored_by = staticmethod(restored_by_bridge)
     states_size = False
 
-    def __init__(self, root: Any, environment: Mapping[str, str] | None = None) -> None:
-        super().__init__(root, installed_target("megatron_bridge"))
+    def __init__(
+        self,
+        root: Any,
+        environment: Mapping[str, str] | None = None,
+        assume_harmless: Collection[str] = (),
+    ) -> None:
+        super().__init__(root, installed_target("megatron_bridge"), assume_harmless)
         self._environment = os.environ if environment is None else environment
 
     @property
@@ -221,6 +227,7 @@ def read_recipe(
     *,
     vocab_size: int | None = None,
     environment: Mapping[str, str] | None = None,
+    assume_harmless: Collection[str] = (),
 ) -> Job:
     """Read model, batch, sequence and layout from a configuration; nothing is changed.
 
@@ -228,10 +235,11 @@ def read_recipe(
         cfg: a ``ConfigContainer``, or an object with the same attributes.
         vocab_size: of the tokenizer, where its files are not here.
         environment: as of ``BridgeConfig``.
+        assume_harmless: as for ``nemo.read_recipe``.
 
     Raises: as ``nemo.read_recipe``.
     """
-    return BridgeConfig(cfg, environment).job(vocab_size)
+    return BridgeConfig(cfg, environment, assume_harmless).job(vocab_size)
 
 
 def auto_recipe(
@@ -255,10 +263,15 @@ def auto_recipe(
 
     Returns, Raises: as ``nemo.auto_recipe``.
     """
-    job = read_recipe(cfg, vocab_size=vocab_size, environment=environment)
+    settings = parse(overrides)
+    known: dict[str, Any] = {
+        "environment": environment,
+        "assume_harmless": fields_assumed_harmless(settings),
+    }
+    job = read_recipe(cfg, vocab_size=vocab_size, **known)
     job = dataclasses.replace(job, free=free_parameters(free, keep))
-    plan, _ = plan_recipe(job, cluster=cluster, overrides=parse(overrides))
-    return plan, apply_plan(cfg, plan, environment=environment)
+    plan, _ = plan_recipe(job, cluster=cluster, overrides=settings)
+    return plan, apply_plan(cfg, plan, **known)
 
 
 def apply_plan(
@@ -267,6 +280,7 @@ def apply_plan(
     *,
     free: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    assume_harmless: Collection[str] = (),
 ) -> tuple[Change, ...]:
     """Write a plan into a configuration, in place, as ``nemo.apply_plan`` does into a recipe.
 
@@ -274,8 +288,12 @@ def apply_plan(
         cfg: as for ``read_recipe``.
         free: ``global_batch_size``, ``seq_length``; the number of ranks is the launcher's.
         environment: the launcher's variables; those of this process if not given.
+        assume_harmless: as for ``read_recipe``.
     """
-    return carry_out(cfg, plan_changes(cfg, plan, free=free, environment=environment))
+    found = plan_changes(
+        cfg, plan, free=free, environment=environment, assume_harmless=assume_harmless
+    )
+    return carry_out(cfg, found)
 
 
 def plan_changes(
@@ -284,9 +302,23 @@ def plan_changes(
     *,
     free: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    assume_harmless: Collection[str] = (),
 ) -> tuple[Change, ...]:
     """As ``apply_plan``, but the configuration stays as it is."""
-    return recipe_changes(BridgeConfig(cfg, environment), plan, free)
+    found = recipe_changes(BridgeConfig(cfg, environment, assume_harmless), plan, free)
+    return tuple(dataclasses.replace(each, field=_declared(cfg, each.field)) for each in found)
+
+
+def _declared(cfg: Any, path: str) -> str:
+    """A field by the path that overrides take: 0.7 declares those of layers in a part of the model.
+
+    Source: ``GPTModelConfig.__getattr__``, which gives them as its own.
+    """
+    parent, _, name = path.partition(".")
+    inside = value_or(cfg.model, "transformer")
+    if parent != "model" or inside is None or name in type(cfg.model).__dataclass_fields__:
+        return path
+    return f"model.transformer.{name}"
 
 
 #: A value that Hydra's grammar and YAML read alike; of other objects (torch types) the text.

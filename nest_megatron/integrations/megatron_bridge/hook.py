@@ -47,7 +47,11 @@ from nest_megatron.integrations.megatron_lm.ranks import (
 from nest_megatron.integrations.megatron_lm.same_job import fields, versions
 from nest_megatron.integrations.megatron_lm.search_space import CHOICES, free_parameters
 from nest_megatron.integrations.plan_output import pinned_file, plan_output
-from nest_megatron.integrations.plan_recipe import pinned_recipe, plan_recipe
+from nest_megatron.integrations.plan_recipe import (
+    fields_assumed_harmless,
+    pinned_recipe,
+    plan_recipe,
+)
 from nest_megatron.integrations.process_variables import set_rank_variables, set_variables
 from nest_megatron.integrations.recipe import ARGUMENTS
 from nest_megatron.integrations.site_policy import require_launch
@@ -120,7 +124,8 @@ def run(
                 "Leave it out.",
             )
     set_rank_variables()
-    recipe = read_recipe(cfg)
+    harmless = fields_assumed_harmless(words.job)
+    recipe = read_recipe(cfg, assume_harmless=harmless)
     keep = stated_choices(stated, launch.free)
     job = LaunchedJob(words=words, launch=launch, script=sys.argv[0], argv=tuple(sys.argv[1:]))
     job.rendezvous = rendezvous or Rendezvous()
@@ -167,7 +172,9 @@ def run(
         # ranks are not numbered by switches here, so that no host is near another
         job.hosts = tuple(dataclasses.replace(host, groups=()) for host in job_hosts(store))
         plan = plan_file.load(broadcast(store, solve))
-        job.changes = apply_plan(cfg, plan, environment={} if launch.dry_run else None)
+        job.changes = apply_plan(
+            cfg, plan, environment={} if launch.dry_run else None, assume_harmless=harmless
+        )
         job.decision = Decision(plan=plan, values={})
         variables = dict(os.environ)
         told = tuple(adapt(plan, variables))
@@ -209,6 +216,9 @@ def adapt(plan: ParallelPlan, variables: MutableMapping[str, str]) -> Iterator[s
 def stated_choices(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...]:
     """Choices that the user made by hand and has not freed.
 
+    Args:
+        stated: fields that the user typed; 0.7 has those of layers in ``model.transformer``.
+
     >>> stated_choices(["model.context_parallel_size", "model.recompute_method"], ["recompute"])
     ('context_parallel_size',)
     """
@@ -222,5 +232,6 @@ def stated_choices(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...
     for name in EXECUTION_FIELDS:
         arguments |= {f"model.{name}": name, f"comm_overlap.{name}": name}
     choices = {name: choice for choice, names in CHOICES.items() for name in names}
-    said = dict.fromkeys(choices[arguments[path]] for path in stated if path in arguments)
+    paths = (path.replace("model.transformer.", "model.") for path in stated)
+    said = dict.fromkeys(choices[arguments[path]] for path in paths if path in arguments)
     return tuple(choice for choice in said if choice not in free)

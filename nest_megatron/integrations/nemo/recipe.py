@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -39,7 +39,7 @@ from nest_megatron.integrations.fields import (
 )
 from nest_megatron.integrations.megatron_lm.attach import is_blackwell
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
-from nest_megatron.integrations.plan_recipe import plan_recipe
+from nest_megatron.integrations.plan_recipe import fields_assumed_harmless, plan_recipe
 from nest_megatron.integrations.recipe import (
     DEGREES,
     RECOMPUTE,
@@ -114,8 +114,8 @@ class NemoRecipe(Recipe):
     restored_by = staticmethod(restored_by_nemo)
     states_size = True
 
-    def __init__(self, root: Any) -> None:
-        super().__init__(root, NEMO)
+    def __init__(self, root: Any, assume_harmless: Collection[str] = ()) -> None:
+        super().__init__(root, NEMO, assume_harmless)
 
     @property
     def callbacks(self) -> list[Any]:
@@ -163,9 +163,9 @@ class NemoRecipe(Recipe):
             "Set it, for example to 8.",
         )
 
-    def require_plannable(self) -> None:
+    def require_plannable(self) -> tuple[str, ...]:
         """Refuse another strategy, too."""
-        super().require_plannable()
+        notes = super().require_plannable()
         strategy = class_names(self.root.trainer.strategy)
         if "MegatronStrategy" not in strategy:
             raise UserInputError(
@@ -174,6 +174,7 @@ class NemoRecipe(Recipe):
                 "only MegatronStrategy lays a model out over ranks",
                 "Launch this job without nest.",
             )
+        return notes
 
     def memory(self) -> Mapping[str, Any]:
         """Settings of callbacks win over those of the plugin, and these over the others."""
@@ -317,19 +318,23 @@ class NemoRecipe(Recipe):
         return "trainer.callbacks", [*self.callbacks, callback], why
 
 
-def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Job:
+def read_recipe(
+    recipe: Any, *, vocab_size: int | None = None, assume_harmless: Collection[str] = ()
+) -> Job:
     """Read model, batch, sequence, devices and layout from a recipe; nothing is changed.
 
     Args:
         recipe: a Fiddle ``Partial`` or ``Config`` with ``model``, ``data``, ``trainer``, ``optim``,
             or an object with the same attributes.
         vocab_size: of the tokenizer, where the recipe names one whose files are not here.
+        assume_harmless: fields that are not known and are planned for all the same, by the names
+            that their refusal gives.
 
     Raises:
         UnplannableModelError: if this planner does not support the model, naming what it lacks.
         UserInputError: if a field is missing or wrong.
     """
-    return NemoRecipe(recipe).job(vocab_size)
+    return NemoRecipe(recipe, assume_harmless).job(vocab_size)
 
 
 def turns_on_deepep(callback: Any) -> bool:
@@ -424,14 +429,20 @@ def auto_recipe(
         SearchEndedError: if time ended the search before it had a plan.
         UserInputError: for a recipe that cannot be planned, or a choice that cannot be kept.
     """
-    job = read_recipe(recipe, vocab_size=vocab_size)
+    settings = parse(overrides)
+    harmless = fields_assumed_harmless(settings)
+    job = read_recipe(recipe, vocab_size=vocab_size, assume_harmless=harmless)
     job = dataclasses.replace(job, free=free_parameters(free, keep))
-    plan, _ = plan_recipe(job, cluster=cluster, overrides=parse(overrides))
-    return plan, apply_plan(recipe, plan, free=("num_gpus",))
+    plan, _ = plan_recipe(job, cluster=cluster, overrides=settings)
+    return plan, apply_plan(recipe, plan, free=("num_gpus",), assume_harmless=harmless)
 
 
 def apply_plan(
-    recipe: Any, plan: ParallelPlan | Recorded, *, free: Sequence[str] = ()
+    recipe: Any,
+    plan: ParallelPlan | Recorded,
+    *,
+    free: Sequence[str] = (),
+    assume_harmless: Collection[str] = (),
 ) -> tuple[Change, ...]:
     """Write a plan into a recipe, in place; nothing is changed if any of it cannot be.
 
@@ -441,6 +452,7 @@ def apply_plan(
         recipe: as for ``read_recipe``.
         free: what else may change where it differs from the plan: ``global_batch_size``,
             ``seq_length``, ``num_gpus``.
+        assume_harmless: as for ``read_recipe``.
 
     Returns:
         Every field that has another value now, in the order of the plan, with the reason.
@@ -449,14 +461,19 @@ def apply_plan(
         UserInputError: if the plan is for another model or job, breaks a rule of megatron-core, or
             needs a field that this NeMo does not have.
     """
-    return carry_out(recipe, plan_changes(recipe, plan, free=free))
+    found = plan_changes(recipe, plan, free=free, assume_harmless=assume_harmless)
+    return carry_out(recipe, found)
 
 
 def plan_changes(
-    recipe: Any, plan: ParallelPlan | Recorded, *, free: Sequence[str] = ()
+    recipe: Any,
+    plan: ParallelPlan | Recorded,
+    *,
+    free: Sequence[str] = (),
+    assume_harmless: Collection[str] = (),
 ) -> tuple[Change, ...]:
     """As ``apply_plan``, but the recipe stays as it is."""
-    return recipe_changes(NemoRecipe(recipe), plan, free)
+    return recipe_changes(NemoRecipe(recipe, assume_harmless), plan, free)
 
 
 def watch_recipe(recipe: Any, plan: ParallelPlan, *, steps: int = STEPS) -> None:

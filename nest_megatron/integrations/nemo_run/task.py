@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from nest_megatron.config.launch import Mode
+from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import ABSENT, attribute, find
 from nest_megatron.integrations.megatron_lm.attach import device_architecture
@@ -22,7 +23,7 @@ from nest_megatron.integrations.nemo import (
     read_recipe,
     watch_recipe,
 )
-from nest_megatron.integrations.plan_recipe import pinned_recipe
+from nest_megatron.integrations.plan_recipe import fields_assumed_harmless, pinned_recipe
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.plan import ParallelPlan
 
@@ -164,7 +165,8 @@ def plan_recipe(
             "it is no recipe of NeMo 2.x and no script",
             "Plan its configuration: nest_megatron.integrations.megatron_bridge.auto_recipe.",
         )
-    job = read_recipe(recipe, vocab_size=options.vocab_size)
+    harmless = fields_assumed_harmless(parse(_names(options.overrides)))
+    job = read_recipe(recipe, vocab_size=options.vocab_size, assume_harmless=harmless)
     if size is not None and job.num_gpus not in (None, size[0] * size[1]):
         nodes, per_node = size
         raise _wrong(
@@ -175,7 +177,7 @@ def plan_recipe(
         )
     if options.mode == Mode.PINNED:
         plan = pinned_recipe(job, Path(str(options.plan))).plan
-        changes = apply_plan(recipe, plan)
+        changes = apply_plan(recipe, plan, assume_harmless=harmless)
     else:
         plan, changes = auto_recipe(
             recipe,

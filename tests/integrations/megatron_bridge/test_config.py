@@ -82,7 +82,8 @@ def test_a_null_tokenizer_adds_a_row_before_megatron_core_0_18(
     assert read_recipe(cfg).spec.vocab_size == rows
 
 
-def test_a_tokenizer_may_replace_the_vocabulary_of_a_model() -> None:
+def test_a_tokenizer_may_replace_the_vocabulary_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "installed_target", lambda _: TARGETS["megatron_bridge_0.6"])
     cfg = llama()
     cfg.tokenizer.vocab_size, cfg.tokenizer.use_tokenizer_vocab_size = 999, True
     assert read_recipe(cfg).spec.vocab_size == 999
