@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from nest_megatron.cost_model.target_defaults import GRAPHS_OF_THE_JOB, NEMO_LACKS, OF_THE_JOB
+from nest_megatron.documents import packaged
 from nest_megatron.integrations.execution_fields import OVERLAPPED
+from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS, REASONS
+from nest_megatron.integrations.megatron_lm.parser import load_arguments
+from nest_megatron.integrations.megatron_lm.rewrite import WRITABLE
 from nest_megatron.layout.knobs import KNOBS
 from nest_megatron.layout.numeric_knobs import (
     BLACKWELL,
@@ -14,6 +21,7 @@ from nest_megatron.layout.numeric_knobs import (
     NUMERIC_KNOBS,
     NumericKnob,
 )
+from nest_megatron.layout.rulebook.facts import RELEASES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,3 +133,34 @@ def framework_table() -> str:
             bridge = f"{bridge}; a search leaves it to the job" if graphs else own
         rows.append(f"| `{knob.name}` | {f'no: {nemo}' if nemo else own} | {bridge} |")
     return "\n".join(rows)
+
+
+def newer_table() -> str:
+    """Arguments of Megatron-LM that came after 0.16, by release and by what becomes of them."""
+    head = "| since | a plan writes | priced | priced as if off | not priced: a note | refused |"
+    lines = [head, "|---|---|---|---|---|---|"]
+    for before, release in itertools.pairwise(RELEASES[1:]):
+        older = {argument.dest for argument in load_arguments(before)}
+        newer = {argument.dest: argument.flags[0] for argument in load_arguments(release)}
+        columns: dict[str, list[str]] = {what: [] for what in _PLACES}
+        for dest in sorted(newer.keys() - older):
+            place = next((what for what, names in _PLACES.items() if dest in names), None)
+            if place is not None and not _OTHER_RUNS.match(dest):
+                columns[place].append(f"`{newer[dest]}`")
+        order = ("written", "priced", "off", "unpriced", "refused")
+        cells = (" ".join(columns[what]) for what in order)
+        lines.append(f"| {release} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+#: Of generation, and of what is kept of a run.
+_OTHER_RUNS = re.compile("inference_|rl_|mamba_inference_|flight_recorder_|ckpt_|save_|logits_")
+_MODEL = packaged("nest_megatron.integrations", "model_fields.toml")
+_MEMORY = packaged("nest_megatron.cost_model", "memory_flags.toml")
+_PLACES: Mapping[str, Container[str]] = {
+    "written": {*WRITABLE, *PARALLEL_ARGUMENTS, "step_batch_size_schedule"},
+    "refused": {*REASONS["refused"], *_MODEL["refused"], *_MODEL["refused_otherwise"]},
+    "unpriced": {*_MEMORY["not_modelled"], *_MODEL["unpriced"]},
+    "priced": {*_MEMORY["priced"], *_MODEL["read"]},
+    "off": {*_MEMORY["no_effect"], *_MODEL["no_effect"], *_MODEL["of_families"]},
+}

@@ -46,7 +46,14 @@ from nest_megatron.planner import plan
 from tests import catalogue
 from tests.estimates import estimate_plan
 from tests.integrations.requests import CARRIED
-from tests.knob_tables import LEFT_KNOBS, framework_table, knob_table, left_table, numeric_table
+from tests.knob_tables import (
+    LEFT_KNOBS,
+    framework_table,
+    knob_table,
+    left_table,
+    newer_table,
+    numeric_table,
+)
 
 EXPERTS = (
     "model=mixtral_8x7b",
@@ -151,6 +158,7 @@ def test_every_field_has_a_knob_an_argument_and_a_reason() -> None:
 def test_the_page_shows_the_tables() -> None:
     page = Path(__file__).parents[1].joinpath("docs", "knobs.md").read_text(encoding="utf-8")
     assert knob_table() in page
+    assert newer_table() in page
     assert numeric_table() in page
     assert left_table() in page
     assert framework_table() in page

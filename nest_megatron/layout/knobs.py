@@ -171,7 +171,7 @@ KNOBS = (
     Knob(
         "use_transformer_engine_op_fuser",
         "the experts' GEMMs and activation are fused kernels",
-        "experimental in 0.20, absent from 0.16.1: left to the job",
+        "experimental, since 0.18: left to the job",
     ),
     Knob(
         "tp_comm_overlap",
@@ -205,7 +205,7 @@ KNOBS = (
         "what of a layer has fixed shapes: all but the experts",
         "as above",
         group="cuda_graphs",
-        spelled="--cuda-graph-scope (0.20: --cuda-graph-modules)",
+        spelled="--cuda-graph-scope (since 0.18: --cuda-graph-modules)",
         values=(("attn", "moe_router", "moe_preprocess"), ()),
     ),
     Knob(

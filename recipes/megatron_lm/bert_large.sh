@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # bert_large with its pinned plan: 16 GPUs of dgx_h100, 16 GPUs of gb200_nvl72. Written by `python recipes/make.py`.
 #   MEGATRON_LM_HOME=CHECKOUT bash bert_large.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
-# for Megatron-LM 0.16.1. LAUNCH replaces the launcher. To see the job and start nothing:
+# for Megatron-LM 0.19. LAUNCH replaces the launcher. To see the job and start nothing:
 # LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=GPUS behind your
 # flags. Losses that balance experts and the extension of a context (YaRN) are yours to add.
 set -euo pipefail
@@ -13,7 +13,7 @@ esac
 plan=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/plans/bert_large_$1.yaml
 shift
 cd "${MEGATRON_LM_HOME:?a checkout of Megatron-LM}"
-exec ${LAUNCH:-torchrun $hosts ${TORCHRUN_ARGS:-}} pretrain_bert.py \
+exec ${LAUNCH:-torchrun $hosts ${TORCHRUN_ARGS:-}} examples/bert/pretrain_bert.py \
   --num-layers 24 \
   --seq-length 512 \
   --hidden-size 1024 \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # deepseek_v3 with its pinned plan: 1024 GPUs of dgx_h100, 256 GPUs of gb200_nvl72. Written by `python recipes/make.py`.
 #   MEGATRON_LM_HOME=CHECKOUT bash deepseek_v3.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
-# for Megatron-LM 0.16.1. LAUNCH replaces the launcher. To see the job and start nothing:
+# for Megatron-LM 0.19. LAUNCH replaces the launcher. To see the job and start nothing:
 # LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=GPUS behind your
 # flags. Losses that balance experts and the extension of a context (YaRN) are yours to add.
 set -euo pipefail

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # nemotron3_nano with its pinned plan: 64 GPUs of dgx_h100, 64 GPUs of gb200_nvl72. Written by `python recipes/make.py`.
 #   MEGATRON_LM_HOME=CHECKOUT bash nemotron3_nano.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
-# for Megatron-LM 0.20. LAUNCH replaces the launcher. To see the job and start nothing:
+# for Megatron-LM 0.19. LAUNCH replaces the launcher. To see the job and start nothing:
 # LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=GPUS behind your
 # flags. Losses that balance experts and the extension of a context (YaRN) are yours to add.
 set -euo pipefail

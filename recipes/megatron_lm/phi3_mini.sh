@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # phi3_mini with its pinned plan: 32 GPUs of dgx_h100, 32 GPUs of gb200_nvl72. Written by `python recipes/make.py`.
 #   MEGATRON_LM_HOME=CHECKOUT bash phi3_mini.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
-# for Megatron-LM 0.16.1. LAUNCH replaces the launcher. To see the job and start nothing:
+# for Megatron-LM 0.19. LAUNCH replaces the launcher. To see the job and start nothing:
 # LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=GPUS behind your
 # flags. Losses that balance experts and the extension of a context (YaRN) are yours to add.
 set -euo pipefail

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # t5_11b with its pinned plan: 64 GPUs of dgx_h100, 64 GPUs of gb200_nvl72. Written by `python recipes/make.py`.
 #   MEGATRON_LM_HOME=CHECKOUT bash t5_11b.sh CLUSTER <data, tokenizer, optimizer, checkpoints>
-# for Megatron-LM 0.16.1. LAUNCH replaces the launcher. To see the job and start nothing:
+# for Megatron-LM 0.19. LAUNCH replaces the launcher. To see the job and start nothing:
 # LAUNCH=python, and nest.dry_run=true nest.cluster=CLUSTER nest.cluster.num_gpus=GPUS behind your
 # flags. Losses that balance experts and the extension of a context (YaRN) are yours to add.
 set -euo pipefail
@@ -13,7 +13,7 @@ esac
 plan=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/plans/t5_11b_$1.yaml
 shift
 cd "${MEGATRON_LM_HOME:?a checkout of Megatron-LM}"
-exec ${LAUNCH:-torchrun $hosts ${TORCHRUN_ARGS:-}} pretrain_t5.py \
+exec ${LAUNCH:-torchrun $hosts ${TORCHRUN_ARGS:-}} examples/t5/pretrain_t5.py \
   --encoder-num-layers 24 \
   --decoder-num-layers 24 \
   --encoder-seq-length 512 \
