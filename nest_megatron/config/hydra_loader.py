@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra.core.config_store import ConfigStore
     from hydra.core.override_parser.types import Override
+    from hydra.plugins.config_source import ConfigSource
     from omegaconf import DictConfig
 
 #: The tables of the grammar and the list of plugins are the process's, and filled as they are used.
@@ -32,6 +33,7 @@ def config_loader(
         folders: absolute; the first that has a file of a name is read.
         entries: configurations of no file, by their group (``None`` has none) and name.
     """
+    import hydra
     from hydra import version
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
@@ -39,7 +41,8 @@ def config_loader(
 
     with _LOCK:
         Plugins.instance()  # knows how files and packages are read
-        if not hasattr(version.getbase(), "major"):  # no application has named one
+        # no application has named one, which Hydra 1.4 asks for no more
+        if hydra.__version__.startswith("1.3.") and not hasattr(version.getbase(), "major"):
             version.setbase("1.3")
         path = ConfigSearchPathImpl()
         path.append("hydra", "pkg://hydra.conf")
@@ -47,9 +50,50 @@ def config_loader(
             path.append("folder" if number else "main", f"file://{folder}")
         path.append("schema", "structured://")
         loader = ConfigLoaderImpl(config_search_path=path)
-        schema: Any = loader.repository.get_schema_source()
-        schema.store = _own_store(entries)
+        loader.repository.sources[-1] = _schema_source(_own_store(entries))
     return loader
+
+
+def _schema_source(store: ConfigStore) -> ConfigSource:
+    """A store of its own in the place of the process's, which Hydra 1.4 always asks."""
+    from hydra.core.object_type import ObjectType
+    from hydra.plugins.config_source import ConfigResult, ConfigSource
+
+    class StructuredConfigSource(ConfigSource):  # a repository knows its last source by this name
+        def __init__(self) -> None:
+            super().__init__(provider="schema", path="structured://")
+
+        @staticmethod
+        def scheme() -> str:
+            return "structured"
+
+        def load_config(self, config_path: str) -> ConfigResult:
+            found = store.load(config_path=self._normalize_file_name(config_path))
+            return ConfigResult(
+                config=found.node,
+                path="structured://",
+                provider=found.provider or self.provider,
+                header={"package": found.package},
+            )
+
+        def available(self) -> bool:
+            return True
+
+        def is_group(self, config_path: str) -> bool:
+            return bool(store.get_type(config_path.rstrip("/")) == ObjectType.GROUP)
+
+        def is_config(self, config_path: str) -> bool:
+            name = self._normalize_file_name(config_path.rstrip("/"))
+            return bool(store.get_type(name) == ObjectType.CONFIG)
+
+        def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+            found: list[str] = []
+            for name in store.list(config_path):
+                path = f"{config_path}/{name}"
+                self._list_add_result(found, path, name, results_filter)
+            return sorted({*found})
+
+    return StructuredConfigSource()
 
 
 def _own_store(entries: Mapping[tuple[str | None, str], Any]) -> ConfigStore:
