@@ -77,6 +77,19 @@ def _parts(config: Any) -> tuple[Any, ...]:
     return (config,) if inside is None else (config, inside)
 
 
+def unknown_beside(parts: Mapping[str, Any]) -> tuple[str, ...]:
+    """Notes on fields beside the model that are set and not known.
+
+    Args:
+        parts: of a job, by the path that messages call them.
+    """
+    return tuple(
+        f"{path}.{name} = {shown(value)} is not known here, and a plan leaves it out of account."
+        for path, part in parts.items()
+        for name, value in changed_fields(part, class_names(part)[:1], _TABLE["beside_the_model"])
+    )
+
+
 def _pattern(config: Any) -> Any:
     """A pattern that names every layer, so that their number may be left out."""
     return value_or(config, "hybrid_layer_pattern") or value_or(config, "hybrid_override_pattern")

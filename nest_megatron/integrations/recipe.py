@@ -20,6 +20,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.architecture import (
     UNPRICED,
     refuse_unplannable,
+    unknown_beside,
     unplannable,
     unpriced,
     with_adapters,
@@ -135,6 +136,7 @@ class Recipe(Configuration, ABC):
         variable, described, made_by: what messages call it, its kind, and what makes one.
         states_size: it says how many GPUs there are; otherwise its launcher does.
         restored_by: finds the checkpoint that it starts from.
+        beside_the_model: configurations of training whose fields may matter to time and memory.
 
     Args:
         assume_harmless: fields that are not known and are planned for all the same.
@@ -146,6 +148,7 @@ class Recipe(Configuration, ABC):
     made_by: str
     states_size: bool
     restored_by: Callable[[Any], Restored | None]
+    beside_the_model: tuple[str, ...] = ()
 
     def __init__(self, root: Any, target: Target, assume_harmless: Collection[str] = ()) -> None:
         super().__init__(root, target)
@@ -311,6 +314,7 @@ class Recipe(Configuration, ABC):
             notes=(
                 *notes,
                 *unpriced({name: value_or(config, name) for name in UNPRICED}),
+                *unknown_beside({path: self.find(path) for path in self.beside_the_model}),
                 *(() if restored is None else (restored.note(),)),
                 *time_notes(flags),
             ),

@@ -179,6 +179,15 @@ def test_it_names_fields_of_a_recipe_alone() -> None:
         )
 
 
+def test_a_field_beside_the_model_that_is_not_known_is_noted() -> None:
+    cfg = _config(GPTModelProvider)
+    cfg.ddp.shards_by_magic = True
+    notes = read_recipe(cfg, environment={}).notes
+    assert notes == (
+        "ddp.shards_by_magic = True is not known here, and a plan leaves it out of account.",
+    )
+
+
 def test_what_is_left_out_of_account_is_said() -> None:
     found = read_recipe(_config(GPTModelProvider, qk_clip=True), environment={})
     assert found.notes == (

@@ -74,6 +74,7 @@ class BridgeConfig(Recipe):
     iterations = "train.train_iters"
     variable = "cfg"
     parts = ("model", "train", "optimizer", "ddp", "dist", "dataset", "checkpoint")
+    beside_the_model = ("train", "ddp", "optimizer", "dist", "comm_overlap", "mixed_precision")
     described = "a ConfigContainer of Megatron-Bridge"
     made_by = "a recipe such as llama3_8b_pretrain_config() returns"
     restored_by = staticmethod(restored_by_bridge)

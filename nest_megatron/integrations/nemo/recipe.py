@@ -327,8 +327,7 @@ def read_recipe(
         recipe: a Fiddle ``Partial`` or ``Config`` with ``model``, ``data``, ``trainer``, ``optim``,
             or an object with the same attributes.
         vocab_size: of the tokenizer, where the recipe names one whose files are not here.
-        assume_harmless: fields that are not known and are planned for all the same, by the names
-            that their refusal gives.
+        assume_harmless: fields that are not known and are planned for all the same.
 
     Raises:
         UnplannableModelError: if this planner does not support the model, naming what it lacks.
@@ -352,12 +351,8 @@ def require_language_models(installed: str | None = None) -> None:
         except importlib.metadata.PackageNotFoundError:
             raise UserInputError(what, None, "it is not installed", fix) from None
     if int(installed.partition(".")[0]) >= 3:
-        raise UserInputError(
-            what,
-            installed,
-            "since 3.0.0 it has no collection of language models and no MegatronStrategy",
-            fix,
-        )
+        limit = "since 3.0.0 it has no collection of language models and no MegatronStrategy"
+        raise UserInputError(what, installed, limit, fix)
 
 
 def _rows(tokenizer: Any) -> tuple[int, tuple[str, ...]]:
@@ -461,8 +456,7 @@ def apply_plan(
         UserInputError: if the plan is for another model or job, breaks a rule of megatron-core, or
             needs a field that this NeMo does not have.
     """
-    found = plan_changes(recipe, plan, free=free, assume_harmless=assume_harmless)
-    return carry_out(recipe, found)
+    return carry_out(recipe, plan_changes(recipe, plan, free=free, assume_harmless=assume_harmless))
 
 
 def plan_changes(
