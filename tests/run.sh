@@ -15,6 +15,8 @@ install() { python -m pip install --quiet --disable-pip-version-check --no-compi
 # torch by its exact version and before anything that only asks for "torch".
 install "$(grep '^torch==' requirements-dev.txt)"
 install --requirement requirements-dev.txt
+# It asks for Python 3.12, and works on 3.11: there pip builds it from its source package (25 s).
+install --no-deps --ignore-requires-python "$(grep -o 'megatron-core==[0-9.]*' requirements-dev.txt)"
 NEST_MEGATRON_REQUIRE_EXTENSION=1 install --no-build-isolation --no-deps --editable .
 
 failed=()

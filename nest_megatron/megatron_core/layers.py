@@ -302,7 +302,7 @@ _LAYER: tuple[tuple[str, Part], ...] = (
 )
 _PATTERNS = tuple((re.compile(pattern), part) for pattern, part in _LAYER)
 _MIXER = re.compile(r"input_layernorm|self_attention")
-_INSIDE_MTP = "transformer_layer"
+_INSIDE_MTP = re.compile(r"(transformer_layer|mtp_model_layer)\.?")  # 0.16, and since
 
 
 def part_of(path: str, kind: LayerKind, *, latent_attention: bool) -> Part:
@@ -322,9 +322,10 @@ def part_of(path: str, kind: LayerKind, *, latent_attention: bool) -> Part:
     if LayerBlock.GATED_DELTA_NET in kind.blocks and _MIXER.match(path):
         return Part.SSM
     if kind is LayerKind.MTP:
-        if not path.startswith(_INSIDE_MTP):
+        inside = _INSIDE_MTP.match(path)
+        if not inside:
             return Part.MTP
-        path = path.removeprefix(_INSIDE_MTP).removeprefix(".")
+        path = path[inside.end() :]
     if not path:
         return Part.RESIDUAL
     part = next((part for pattern, part in _PATTERNS if pattern.match(path)), None)

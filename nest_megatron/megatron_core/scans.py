@@ -162,7 +162,7 @@ def gated_delta_net() -> Any:
 
 @contextlib.contextmanager
 def _delta_rule_kernels() -> Iterator[None]:
-    import megatron.core.ssm.gated_delta_net as module
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
     def gated_norm(self: Any, values: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         normed = self.out_norm(values.reshape(-1, values.shape[-1]))
@@ -176,12 +176,16 @@ def _delta_rule_kernels() -> Iterator[None]:
         "HAVE_FLA": True,
         "l2norm": _UnitLength.apply,
         "causal_conv1d_fn": lambda x, weight, **_: _Convolution.apply(x, weight),
+        # since 0.18 that of flash-linear-attention, which gives a final state beside it
+        "causal_conv1d": lambda x, weight, **_: (_Convolution.apply(x, weight), None),
         "chunk_gated_delta_rule": rule,
     }
-    with (
-        mock.patch.multiple(module, create=True, **replaced),
-        mock.patch.object(module.GatedDeltaNet, "_apply_gated_norm", gated_norm),
-    ):
+    # since 0.19 class and base are in modules of their own, which import the kernels by name
+    modules = {each.__module__ for each in GatedDeltaNet.__mro__ if "delta_net" in each.__module__}
+    with contextlib.ExitStack() as stack:
+        for name in modules:
+            stack.enter_context(mock.patch.multiple(sys.modules[name], create=True, **replaced))
+        stack.enter_context(mock.patch.object(GatedDeltaNet, "_apply_gated_norm", gated_norm))
         yield
 
 

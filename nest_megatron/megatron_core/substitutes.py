@@ -76,11 +76,12 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_transformer_engine(*, shapes_only: bool) -> Iterator[None]:
-    """Let the local layers of megatron-core 0.16 be built with all that they leave out.
+    """Let the local layers of megatron-core be built with all that they leave out.
 
     Its torch norm refuses sequence parallelism; its attention does not take the sizes that latent
-    attention passes; latent attention believes to have Transformer Engine without it; and two
-    helpers of recomputation and routing are names that only Transformer Engine defines.
+    attention passes; latent attention believes to have Transformer Engine without it, and since
+    0.19 asks for its norms; and two helpers of recomputation and routing are names that only
+    Transformer Engine defines.
 
     Args:
         shapes_only: nothing is computed, so the norm may be one that only has the right shapes.
@@ -110,6 +111,7 @@ def without_transformer_engine(*, shapes_only: bool) -> Iterator[None]:
         _replaced(WrappedTorchNorm, {"__new__": _norm(shapes_only)}),
         _replaced(DotProductAttention, {"__init__": _tolerant(DotProductAttention)}),
         _replaced(latent, {"HAVE_TE": False}),
+        _replaced(latent.MLASelfAttention, {"_resolve_qk_norm_config": described_norms}),
         _replaced(moe_layer, {"HAVE_TE": True, "TELinear": _whole_linear}),
     ):
         yield
@@ -316,6 +318,18 @@ def _norm(shapes_only: bool) -> Callable[..., Any]:
         return module
 
     return build
+
+
+def described_norms(_: object, submodules: Any) -> dict[str, Any]:
+    """The norms and projections of latent attention as its description has them, as before 0.19.
+
+    Without a query's own rank (``q_lora_rank``) 0.19 refuses what ``get_gpt_layer_local_spec``
+    describes: it wants the norm inside a projection of Transformer Engine.
+    """
+    projections = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+    return {
+        name: getattr(submodules, name) for name in (*projections, "q_layernorm", "kv_layernorm")
+    }
 
 
 def _whole_linear(inputs: int, outputs: int, *, config: Any, bias: bool, **_: object) -> Any:

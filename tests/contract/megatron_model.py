@@ -168,8 +168,9 @@ def _gpt(spec: TransformerSpec, config: Any, common: dict[str, Any]) -> Any:
     layers = [*block.layer_specs, *(mtp.layer_specs if mtp else [])]
     if spec.multi_latent_attention:
         for layer in layers:
-            inner = getattr(layer.submodules, "transformer_layer", None) or layer
-            attention = inner.submodules.self_attention.submodules
+            names = ("transformer_layer", "mtp_model_layer")  # of an MTP layer: 0.16, and since
+            inside = (getattr(layer.submodules, name, None) for name in names)
+            attention = next(filter(None, inside), layer).submodules.self_attention.submodules
             attention.linear_kv_down_proj = DuplicatedLinear
             if spec.q_lora_rank is not None:
                 attention.linear_q_down_proj = DuplicatedLinear

@@ -1,6 +1,6 @@
 """The order of work that megatron-core's own pipeline schedules execute.
 
-The schedule functions of megatron-core 0.16.1 run unchanged, one pipeline rank at a time in this
+The schedule functions of megatron-core run unchanged, one pipeline rank at a time in this
 process: communication returns at once, and the forward and backward steps only write down what they
 were asked to do.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
 
@@ -47,6 +46,9 @@ class _Communicator:
         self.pp_group, self.config = group, config
         vpp = config.virtual_pipeline_model_parallel_size
         self.virtual_pipeline_model_parallel_size = vpp
+        self.total_stages, self.current_stage = group.size(), group.rank()  # since 0.17
+        self.is_pp_first_stage = group.rank() == 0
+        self.is_pp_last_stage = group.rank() == group.size() - 1
 
     def recv_forward(self, *_: object, **__: object) -> str:
         return "activation"
@@ -152,9 +154,12 @@ def _handles(**wanted: bool) -> dict[str, _Done]:
     return {name: _Done() for name, is_wanted in wanted.items() if is_wanted}
 
 
-def _collection(pipeline: _Group) -> SimpleNamespace:
+def _collection(pipeline: _Group) -> Any:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
     alone = _Group(1, 0)
-    return SimpleNamespace(tp=alone, cp=alone, embd=alone, pos_embd=alone, pp=pipeline, dp_cp=alone)
+    groups = {"tp": alone, "cp": alone, "embd": alone, "pos_embd": alone, "dp_cp": alone}
+    return ProcessGroupCollection(**groups, pp=pipeline)
 
 
 def _config(pp: int, vpp: int) -> Any:

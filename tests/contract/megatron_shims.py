@@ -1,4 +1,4 @@
-"""What must be replaced so that megatron-core 0.16.1 builds models on a machine without a GPU.
+"""What must be replaced so that megatron-core builds models on a machine without a GPU.
 
 Every replacement says why. All are undone when the context manager ends.
 """
@@ -13,6 +13,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+
+from nest_megatron.megatron_core.substitutes import described_norms
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -77,6 +79,8 @@ def meta_megatron() -> Iterator[None]:
         # without the engine megatron-core still believes to have it, and its layers are None
         swap(mock.patch.object(latent, "HAVE_TE", False))
         swap(mock.patch.object(latent, "TELinear", DuplicatedLinear))
+        norms = {"_resolve_qk_norm_config": described_norms}
+        swap(mock.patch.multiple(latent.MLASelfAttention, create=True, **norms))
         swap(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         logging.getLogger("megatron").setLevel(logging.ERROR)

@@ -104,8 +104,8 @@ def megatron_fsdp(strategy: str, **config: Any) -> dict[str, int]:
         of layers after the forward pass; what double buffers take; what is kept.
     """
     _stand_in_for_cuda()
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import mixed_precision, utils
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as module
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import utils
     from megatron.core.distributed.fsdp.src.megatron_fsdp.distributed_data_parallel_config import (
         DistributedDataParallelConfig,
     )
@@ -122,6 +122,12 @@ def megatron_fsdp(strategy: str, **config: Any) -> dict[str, int]:
     utils.GlobalMemoryBuffer.get_tensor = get_tensor
     mesh = DeviceMesh("cpu", torch.arange(RANKS).view(RANKS, 1), mesh_dim_names=("dp_cp", "tp"))
     index = utils.FSDPDistributedIndex(device_mesh=mesh, dp_shard_dim="dp_cp", tp_dim="tp")
+    policy: dict[str, Any] = {}
+    if hasattr(mixed_precision, "MixedPrecisionPolicy"):  # since 0.17
+        kind = mixed_precision.MixedPrecisionPolicy
+        policy["mixed_precision_policy"] = kind(main_grads_dtype=torch.float32)
+    else:
+        config["grad_reduce_in_fp32"] = True
     model = MegatronFSDP(
         Net(),
         index,
@@ -129,7 +135,6 @@ def megatron_fsdp(strategy: str, **config: Any) -> dict[str, int]:
             data_parallel_sharding_strategy=strategy,
             overlap_grad_reduce=True,
             overlap_param_gather=True,
-            grad_reduce_in_fp32=True,
             bucket_size=BUCKET,
             suggested_communication_unit_size=UNIT,
             **config,
@@ -137,6 +142,7 @@ def megatron_fsdp(strategy: str, **config: Any) -> dict[str, int]:
         # as ``FullyShardedDataParallel`` of ``mcore_fsdp_adapter.py`` does
         fsdp_unit_modules=[Layer] if strategy == "optim_grads_params" else [],
         device=torch.device("cpu"),
+        **policy,
     )
     buffer = model.param_and_grad_buffer
     groups, most = buffer.parameter_groups, dict.fromkeys(("weights", "gradients", "outside"), 0)
@@ -164,9 +170,10 @@ def megatron_fsdp(strategy: str, **config: Any) -> dict[str, int]:
         most.update({name: max(most[name], size) for name, size in seen.items()})
 
     _watch(module.DataParallelBuffer, "fetch_bucket", look)
+    ahead = 0  # 0.19 gathers layers at the head in the first pass alone
     for _ in range(2):
         outputs = model(_inputs())
-        ahead = whole(buffer.weight_alloc, in_layer=True)
+        ahead = max(ahead, whole(buffer.weight_alloc, in_layer=True))
         outputs.float().sum().backward()
     names = ("model_weight_buffer", "main_weight_buffer", "main_grad_buffer")
     kept = {
