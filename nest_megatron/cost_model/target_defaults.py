@@ -77,16 +77,18 @@ def newest_stable(framework: str) -> Target:
 DEFAULT_TARGET = newest_stable("megatron_lm")
 
 
-def installed_target(framework: str) -> Target:
-    """A framework as it is installed beside us; its newest stable release where it is not.
-
-    Raises: as ``target_named``.
-    """
+def installed_name(framework: str) -> str:
+    """A framework with the release that is installed beside us, else its newest stable one."""
     try:
         version = importlib.metadata.version(_FRAMEWORKS[framework]["package"])
     except importlib.metadata.PackageNotFoundError:
-        return newest_stable(framework)
-    return target_named(f"{framework}_{version}")
+        return newest_stable(framework).name
+    return f"{framework}_{version}"
+
+
+def installed_target(framework: str) -> Target:
+    """The target of ``installed_name``; raises as ``target_named``."""
+    return target_named(installed_name(framework))
 
 
 def target_named(name: str) -> Target:

@@ -15,6 +15,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.config.job import Job
 from nest_megatron.cost_model.execution_flags import time_notes
 from nest_megatron.cost_model.memory_flags import READ, memory_flags
+from nest_megatron.cost_model.target_defaults import newer_release_notes
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.architecture import (
@@ -47,7 +48,7 @@ from nest_megatron.layout.cuda_graphs import FIELDS as GRAPH_FIELDS
 from nest_megatron.layout.cuda_graphs import cuda_graphs
 from nest_megatron.layout.knobs import closed_fields
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, release_number
+from nest_megatron.layout.rulebook.facts import release_number
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.arguments import (
     EXPERT_NAMES,
@@ -136,6 +137,7 @@ class Recipe(Configuration, ABC):
         variable, described, made_by: what messages call it, its kind, and what makes one.
         states_size: it says how many GPUs there are; otherwise its launcher does.
         restored_by: finds the checkpoint that it starts from.
+        installed_name: the framework with its installed release, where that decides the target.
         beside_the_model: configurations of training whose fields may matter to time and memory.
 
     Args:
@@ -149,6 +151,7 @@ class Recipe(Configuration, ABC):
     states_size: bool
     restored_by: Callable[[Any], Restored | None]
     beside_the_model: tuple[str, ...] = ()
+    installed_name: str = ""
 
     def __init__(self, root: Any, target: Target, assume_harmless: Collection[str] = ()) -> None:
         super().__init__(root, target)
@@ -284,7 +287,7 @@ class Recipe(Configuration, ABC):
             precision=precision,
             fixed={**fixed, **execution},
             required={
-                **({} if restored is None else restored.required(DEFAULT_VERSION)),
+                **({} if restored is None else restored.required(self.target.megatron_core)),
                 **data_requirements(self, micro),
                 **family.requirements(class_names(config)[0], spec),
             },
@@ -314,6 +317,7 @@ class Recipe(Configuration, ABC):
             notes=(
                 *notes,
                 *unpriced({name: value_or(config, name) for name in UNPRICED}),
+                *newer_release_notes(self.installed_name),
                 *unknown_beside({path: self.find(path) for path in self.beside_the_model}),
                 *(() if restored is None else (restored.note(),)),
                 *time_notes(flags),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
 import pytest
 
 import nest_megatron
@@ -157,6 +159,32 @@ def test_a_plan_file_keeps_the_target_and_its_settings(target: Target) -> None:
 def test_an_unknown_target_is_refused_with_the_nearest() -> None:
     with pytest.raises(UserInputError, match=r"Did you mean nemo_2\.7"):
         target_named("nemo27")
+    with pytest.raises(UserInputError, match=r"0\.15 is the oldest release of megatron_lm"):
+        target_named("megatron_lm_0.14.2")
+
+
+def test_a_newer_release_is_the_newest_known_and_a_plan_says_so() -> None:
+    words = ["model=llama3_8b", "cluster=dgx_h100", "target=megatron_lm_0.77.1"]
+    inputs = request_of(compose(parse(words)))
+    assert inputs.settings.target == "megatron_lm_0.20"
+    (said,) = [note for note in inputs.notes if "newer" in note]
+    assert "megatron_lm_0.77.1" in said
+    assert "megatron_lm_0.20" in said
+    assert target_named("megatron_lm_0.19.2") is TARGETS["megatron_lm_0.19"]
+
+
+def test_a_framework_alone_is_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"megatron-core": "0.17.1"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert target_named("megatron_lm") is TARGETS["megatron_lm_0.17"]
+    assert target_named("megatron_bridge") is TARGETS["megatron_bridge_0.6"]  # the newest stable
+    assert target_named("nemo") is NEMO
 
 
 FLAGS = (

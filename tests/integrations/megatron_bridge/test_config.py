@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -214,3 +215,17 @@ def test_the_model_of_another_framework_is_refused() -> None:
     cfg.model = SimpleNamespace(hidden_size=8)
     with pytest.raises(UserInputError, match="megatron-core"):
         read_recipe(cfg)
+
+
+def test_an_installed_release_is_named_where_it_is_newer_than_those_that_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = {"megatron-bridge": "0.99.1"}
+    monkeypatch.setattr(importlib.metadata, "version", said.__getitem__)
+    job = read_recipe(llama())
+    assert job.target is not None
+    assert job.target.name == "megatron_bridge_0.7"
+    assert [note for note in job.notes if note.startswith("megatron_bridge_0.99.1 is newer")]
+    said["megatron-bridge"] = "0.2.1"
+    with pytest.raises(UserInputError, match=r"0\.3 is the oldest release of megatron_bridge"):
+        read_recipe(llama())
