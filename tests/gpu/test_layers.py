@@ -218,7 +218,7 @@ def test_fused_permutation_gets_its_counts_on_the_device(
         "fused_permute": permute,
         "fused_permute_with_probs": lambda tokens, probs, routing_map, num_out_tokens: permute(
             tokens, routing_map, probs=probs, num_out_tokens=num_out_tokens
-        ),
+        )[:3],  # what the kernel gives; since 0.17 Megatron adds what is padded
         "fused_unpermute": lambda tokens, index, restore_shape=None, **_: unpermute(
             tokens, index, restore_shape
         ),
