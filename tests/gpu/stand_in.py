@@ -463,7 +463,7 @@ def _nvml(name: str, devices: int) -> dict[str, Any]:
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlDeviceGetHandleByUUID": by_uuid,
         "nvmlDeviceGetName": lambda handle: name,
-        "nvmlDeviceGetMemoryInfo": lambda handle: memory,
+        "nvmlDeviceGetMemoryInfo": lambda handle, version=None: memory,
         "nvmlDeviceGetMigMode": lambda handle: [pynvml.NVML_DEVICE_MIG_DISABLE] * 2,
         "nvmlDeviceGetClockInfo": lambda handle, type: clocks[type],
     }

@@ -37,10 +37,12 @@ def small_jobs(folder: Path) -> Path:
     shape |= {"num_query_groups": 2, "num_layers": 2, "seq_length": 2048, "vocab_size": 512}
     model.write_text(yaml.safe_dump({"name": "small", **shape}), encoding="utf-8")
     jobs["models"] = dict.fromkeys(jobs["models"], _MODEL)
-    profiles = [entry for entry in jobs["work"] if "profile" in entry]
-    trained = [entry for entry in jobs["work"] if "job" in entry]
-    few = {**profiles[0], "profile": str(model), "seconds": 8}
-    jobs["work"] = [few, *trained[:2], profiles[-1]]
+    engine = [entry for entry in jobs["work"] if entry.get("transformer_engine")]
+    plain = [entry for entry in jobs["work"] if entry not in engine]
+    first = next(entry for entry in plain if "profile" in entry)
+    trained = [entry for entry in plain if "job" in entry]
+    few = {**first, "profile": str(model), "seconds": 8}
+    jobs["work"] = [few, *trained[:2], engine[0]]
     out = folder / "jobs.yaml"
     out.write_text(yaml.safe_dump(jobs), encoding="utf-8")
     return out
