@@ -60,7 +60,8 @@ def test_samples_say_the_length_of_a_run() -> None:
 
 
 def test_a_growing_batch_costs_the_sum_of_its_parts() -> None:
-    grows = ("train.rampup_batch_size=[64,64,6400]", "train.train_samples=25600", "cost.gpu_hour=2")
+    ramp = ("train.rampup_batch_size=[64,64,6400]", "target=megatron_lm_0.17")
+    grows = (*ramp, "train.train_samples=25600", "cost.gpu_hour=2")
     found = estimated(*grows)
     parts = found["batches"]
     assert len(parts) == 2

@@ -60,7 +60,7 @@ def test_a_command_is_planned_beside_what_it_runs() -> None:
 def test_a_flag_that_megatron_lacks_is_named() -> None:
     command = f"{LLAMA3_8B} --frobnicate 3"
     found = answer(Work.ESTIMATE, command=command, num_gpus="16", global_batch_size="")
-    assert "Megatron 0.16.1 has no flag --frobnicate; it is passed on as it is." in found.text
+    assert "Megatron 0.19 has no flag --frobnicate; it is passed on as it is." in found.text
 
 
 def test_a_sweep_has_a_row_for_each_change(planned: Answer) -> None:

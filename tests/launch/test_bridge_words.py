@@ -142,7 +142,7 @@ def test_the_first_steps_are_kept_beside_the_prediction(script: Path, tmp_path: 
     assert record.outcome is Outcome.FINISHED
     assert record.measured is not None
     assert len(record.measured.step_times_s) == 4
-    assert record.job.framework == "Megatron-Bridge 0.3"
+    assert record.job.framework == "Megatron-Bridge 0.6"
     unwatched = run(script, "+nest=auto", *one, "nest.watch=0", NEST_MEGATRON_HISTORY=str(path))
     assert unwatched.returncode == 0, unwatched.stderr
     assert len(store.read(path)) == 1
