@@ -26,7 +26,7 @@ def test_the_yaml_holds_every_key_of_the_schema() -> None:
     text = (ROOT / "hydra_configs" / "plan.yaml").read_text(encoding="utf-8")
     loaded = yaml.safe_load(text)
     keys = [f"{name}.{key}" for name in SECTIONS for key in loaded[name]]
-    assert [*keys, "flags", "target", "out"] == list(section_keys())
+    assert [*keys, "assume_harmless", "flags", "target", "out"] == list(section_keys())
 
 
 def test_every_degree_can_be_fixed_and_limited() -> None:
