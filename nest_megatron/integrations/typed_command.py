@@ -14,6 +14,7 @@ from nest_megatron.config.catalogue import read_cluster, read_spec
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import FreeParameters, Job, LaunchedRanks
 from nest_megatron.config.target import megatron_version
+from nest_megatron.cost_model.target_defaults import newer_release_notes
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.dry_run.launch import (
     is_script_call,
@@ -169,8 +170,9 @@ def _read(composed: Settings, text: str | Sequence[str], version: str | None) ->
                 "it has no flags, so it says nothing about the model",
                 "Give the whole command in quotes, or - to read it from standard input.",
             )
-        if launch is not None:
-            command = dataclasses.replace(command, notes=(*launch.notes, *command.notes))
+        before = () if launch is None else launch.notes
+        newer = newer_release_notes(f"megatron_lm_{version or ''}")
+        command = dataclasses.replace(command, notes=(*before, *newer, *command.notes))
         command = with_flags(command, composed)
         unread = unread_model([command.script])  # unless the command describes the model
         if unread and not {"num_layers", "hidden_size"} & command.explicit:

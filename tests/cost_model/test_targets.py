@@ -171,6 +171,8 @@ def test_a_newer_release_is_the_newest_known_and_a_plan_says_so() -> None:
     assert "megatron_lm_0.77.1" in said
     assert "megatron_lm_0.20" in said
     assert target_named("megatron_lm_0.19.2") is TARGETS["megatron_lm_0.19"]
+    job, _ = read_request(FLAGS, compose(parse(["cluster=dgx_h100"])), free=(), version="0.77")
+    assert [note for note in job.notes if "megatron_lm_0.77 is newer" in note]
 
 
 def test_a_framework_alone_is_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
