@@ -72,7 +72,8 @@ def _plain_messages() -> None:
     def __post_init__(self: Any) -> None:
         settle(self)
         self.deallocate_pipeline_outputs = False
-        self.mtp_standalone = self.mtp_standalone and not fake
+        # none in 0.15
+        self.mtp_standalone = getattr(self, "mtp_standalone", False) and not fake
 
     TransformerConfig.__post_init__ = __post_init__
 
