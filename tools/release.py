@@ -25,6 +25,7 @@ from typing import Any
 
 from nest_megatron.integrations import architecture
 from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS, REASONS
+from nest_megatron.integrations.megatron_lm.parser import rows_of
 from nest_megatron.integrations.megatron_lm.rewrite import WRITABLE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -173,24 +174,12 @@ def _key(row: Mapping[str, Any]) -> str:
 def report(old: Path, new: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """What changed, as Markdown: arguments, fields of configurations, checks, recipes."""
     if rows:
-        known = json.loads(TABLE.read_text())["arguments"]
-        before = {r["dest"]: _key(r) for r in known if _holds(r, release_of(old), table_releases())}
+        before = {row["dest"]: _key(row) for row in rows_of(release_of(old))}
         now = {row["dest"]: _key(row) for row in rows}
         yield from _section("Arguments", before, now, with_role=True)
     yield from _section("Fields", fields(old), fields(new), with_role=True)
     yield from _section("Checks", checks(old), checks(new))
     yield from _section("Recipes", recipes(old), recipes(new))
-
-
-def table_releases() -> list[str]:
-    """The releases of the table, oldest first."""
-    return list(json.loads(TABLE.read_text())["releases"])
-
-
-def _holds(row: Mapping[str, Any], release: str, releases: Sequence[str]) -> bool:
-    at = releases.index
-    since, until = row.get("since", releases[0]), row.get("until", releases[-1])
-    return at(since) <= at(release) <= at(until)
 
 
 def _section(

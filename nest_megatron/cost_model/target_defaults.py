@@ -11,6 +11,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.targets import Default, Target
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.layout.rulebook.facts import is_within, last_until
 
 _TABLE = packaged(__package__, "targets.toml")
 _FRAMEWORKS: Mapping[str, Mapping[str, Any]] = _TABLE["frameworks"]
@@ -34,9 +35,7 @@ def _targets() -> Iterator[Target]:
                 defaults=tuple(
                     _default(each, files, source)
                     for each in rows
-                    if _number(each.get("since", "0.0"))
-                    <= _number(release)
-                    <= _number(each.get("until", "99.0"))
+                    if is_within(release, each.get("since", ""), each.get("until", ""))
                 ),
             )
 
@@ -53,10 +52,6 @@ def _default(row: Mapping[str, Any], files: Mapping[str, str], release: str) -> 
         mamba=row.get("mamba"),
         also=row.get("also", {}),
     )
-
-
-def _number(release: str) -> tuple[int, ...]:
-    return tuple(map(int, release.split(".")[:2]))
 
 
 #: Targets that a plan may be made for, by name.
@@ -86,33 +81,27 @@ def installed_name(framework: str) -> str:
     return f"{framework}_{version}"
 
 
-def installed_target(framework: str) -> Target:
-    """The target of ``installed_name``; raises as ``target_named``."""
-    return target_named(installed_name(framework))
-
-
 def target_named(name: str) -> Target:
     """A target by its name; a newer release than all that are known is taken as the newest.
 
-    A framework's name alone is ``installed_target``.
+    A framework's name alone is ``installed_name``.
 
     Raises:
         UserInputError: naming those that there are.
     """
+    if name in _FRAMEWORKS:
+        name = installed_name(name)
     if name in TARGETS:
         return TARGETS[name]
-    if name in _FRAMEWORKS:
-        return installed_target(name)
     found = re.fullmatch(r"(\w+?)_(\d+\.\d+).*", name)
     if found is None or found[1] not in _FRAMEWORKS:
         limit = f"targets are {', '.join((*_FRAMEWORKS, *TARGETS))}"
         raise UserInputError("target", name, limit, fix=nearest(name, (*_FRAMEWORKS, *TARGETS)))
     known = [*_FRAMEWORKS[found[1]]["releases"]]
-    older = [release for release in known if _number(release) <= _number(found[2])]
-    if not older:
+    if (release := last_until(found[2], known)) is None:
         limit = f"{known[0]} is the oldest release of {found[1]} that is known"
         raise UserInputError("target", name, limit, fix=f"Use {found[1]}_{known[0]} or newer.")
-    return TARGETS[f"{found[1]}_{older[-1]}"]
+    return TARGETS[f"{found[1]}_{release}"]
 
 
 def newer_release_notes(name: str) -> Iterator[str]:
@@ -121,10 +110,10 @@ def newer_release_notes(name: str) -> Iterator[str]:
     >>> list(newer_release_notes("nemo_2.9.1"))
     ['nemo_2.9.1 is newer than the releases that are known: it is taken as nemo_2.7.']
     """
-    release = re.search(r"_(\d+\.\d+)", name)
-    if release is not None and _number(release[1]) > _number(
-        (known := target_named(name).name).rpartition("_")[2]
-    ):
+    if (release := re.search(r"_(\d+\.\d+)", name)) is None:
+        return
+    known = target_named(name).name
+    if not is_within(release[1], until=known.rpartition("_")[2]):
         yield f"{name} is newer than the releases that are known: it is taken as {known}."
 
 

@@ -21,6 +21,7 @@ from nest_megatron.cost_model.execution_flags import execution_of, execution_tra
 from nest_megatron.cost_model.formats import fp8_layouts
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
 
@@ -101,7 +102,7 @@ class Target:
     reason: str
     fitted: str
     defaults: tuple[Default, ...] = ()
-    megatron_core: str = "0.19"
+    megatron_core: str = DEFAULT_VERSION
     builds: tuple[str, ...] = ()
     packages: Mapping[str, str] = field(default_factory=dict)
     cost: Mapping[str, object] = field(default_factory=dict)

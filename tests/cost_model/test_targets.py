@@ -20,13 +20,17 @@ from nest_megatron.cost_model.target_defaults import (
     MEGATRON_LM,
     NEMO,
     TARGETS,
+    newest_stable,
     target_named,
 )
 from nest_megatron.cost_model.targets import Target, fitted_values
+from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.field_mapping import require_plannable
+from nest_megatron.integrations.megatron_lm import parser
 from nest_megatron.integrations.megatron_lm.attach import with_launch
 from nest_megatron.integrations.typed_command import read_request
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, RELEASES
 from nest_megatron.model.execution import PLAIN, Execution, FlexBackend, TokenDispatcher
 from nest_megatron.validation.frameworks import RULES
 from nest_megatron.validation.job import job_of
@@ -173,6 +177,14 @@ def test_a_newer_release_is_the_newest_known_and_a_plan_says_so() -> None:
     assert target_named("megatron_lm_0.19.2") is TARGETS["megatron_lm_0.19"]
     job, _ = read_request(FLAGS, compose(parse(["cluster=dgx_h100"])), free=(), version="0.77")
     assert [note for note in job.notes if "megatron_lm_0.77 is newer" in note]
+
+
+def test_a_release_of_megatron_lm_is_known_in_every_table() -> None:
+    assert [target.megatron_core for target in MEGATRON_LM] == [*RELEASES]
+    assert newest_stable("megatron_lm").megatron_core == DEFAULT_VERSION
+    assert [*packaged(parser.__package__, "arguments_data/arguments.json")["releases"]] == [
+        *RELEASES
+    ]
 
 
 def test_a_framework_alone_is_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from nest_megatron.config.layout import estimate_layout
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
 from nest_megatron.cost_model.estimate import estimate
-from nest_megatron.cost_model.target_defaults import TARGETS
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import megatron_bridge, nemo
 from nest_megatron.integrations.megatron_bridge import config
@@ -240,7 +239,7 @@ def _bridge(growth: list[int] | None) -> tuple[Any, Any]:
 def test_a_recipe_whose_batch_grows(
     make: Callable[[list[int] | None], tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config, "installed_target", lambda _: TARGETS["megatron_bridge_0.4"])
+    monkeypatch.setattr(config, "installed_name", lambda _: "megatron_bridge_0.4")
     growing, framework = make([8, 24, 100_000])
     settings = {"cluster": "dgx_h100", "overrides": ["cluster.num_gpus=16"]}
     found, _ = framework.auto_recipe(growing, **settings)

@@ -14,7 +14,7 @@ from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.config.cluster_detection import number_said, processes_per_host
 from nest_megatron.config.job import Job
 from nest_megatron.config.overrides import parse
-from nest_megatron.cost_model.target_defaults import installed_name, installed_target
+from nest_megatron.cost_model.target_defaults import installed_name, target_named
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.base_models import hub_name, known_rows
 from nest_megatron.integrations.execution_fields import ExecutionPlaces
@@ -86,8 +86,8 @@ class BridgeConfig(Recipe):
         environment: Mapping[str, str] | None = None,
         assume_harmless: Collection[str] = (),
     ) -> None:
-        super().__init__(root, installed_target("megatron_bridge"), assume_harmless)
         self.installed_name = installed_name("megatron_bridge")
+        super().__init__(root, target_named(self.installed_name), assume_harmless)
         self._environment = os.environ if environment is None else environment
 
     @property

@@ -9,7 +9,6 @@ torch is not needed. Source: ``load_args_from_checkpoint`` and its callers (core
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, r
 from nest_megatron.integrations.megatron_lm.inert_pickle import is_plain
 from nest_megatron.integrations.megatron_lm.layout_arguments import Values, flag_error, flag_of
 from nest_megatron.integrations.megatron_lm.parser import options_for
-from nest_megatron.layout.rulebook.facts import release_number
+from nest_megatron.layout.rulebook.facts import is_within, release_number
 
 _SWITCH, _DEGREES_SWITCH = "use_checkpoint_args", "use_mp_args_from_checkpoint_args"
 _PER_VIRTUAL_STAGE = "num_layers_per_virtual_pipeline_stage"
@@ -88,11 +87,10 @@ def with_checkpoint_arguments(command: ReadCommand) -> ReadCommand:
 
 def _names(kind: str, version: str) -> Iterator[str]:
     """Arguments of a table that a release has."""
-    release = release_number(version)
     yield from _TABLES["all"].get(kind, ())
-    for limit, holds in (("since", operator.le), ("until", operator.ge)):
-        for other, names in _TABLES[limit].items():
-            if holds(release_number(other), release):
+    for limit in ("since", "until"):
+        for release, names in _TABLES[limit].items():
+            if is_within(version, **{limit: release}):
                 yield from names.get(kind, ())
 
 

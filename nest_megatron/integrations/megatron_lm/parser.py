@@ -13,7 +13,7 @@ import difflib
 import itertools
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
@@ -28,7 +28,7 @@ from nest_megatron.integrations.launchers import (
     is_launcher,
     launched_ranks,
 )
-from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, RELEASES
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, RELEASES, is_within, release_number
 from nest_megatron.model.frequency import read_frequency
 
 _NEST_TOKEN = re.compile(r"^\+?\+?nest[.=]")
@@ -114,14 +114,20 @@ def load_arguments(version: str) -> tuple[Argument, ...]:
             "its options are not recorded",
             nearest(version, RELEASES),
         )
-    at, found = RELEASES.index(version), []
+    return tuple(map(_argument, rows_of(version)))
+
+
+def rows_of(version: str) -> Iterator[dict[str, Any]]:
+    """What ``arguments.json`` says of each option of a release."""
     for row in _rows():
-        first, last = row.get("since", RELEASES[0]), row.get("until", RELEASES[-1])
-        if RELEASES.index(first) <= at <= RELEASES.index(last):
-            fields = {name: row[name] for name in row.keys() - {"since", "until"}}
-            fields |= {name: tuple(row.get(name, ())) for name in ("flags", "choices")}
-            found.append(Argument(**fields))
-    return tuple(found)
+        fields = dict(row)
+        if is_within(version, fields.pop("since", ""), fields.pop("until", "")):
+            yield fields
+
+
+def _argument(fields: Mapping[str, Any]) -> Argument:
+    lists = {name: tuple(fields.get(name, ())) for name in ("flags", "choices")}
+    return Argument(**{**fields, **lists})
 
 
 @cache
@@ -141,11 +147,15 @@ def newest_flags(argv: Iterable[str], given: Iterable[str] = ()) -> str:
     ''
     """
     flags = {word.partition("=")[0] for word in argv} - {word.partition("=")[0] for word in given}
-    older = known_flags(RELEASES[0])
-    for before, release in reversed(tuple(itertools.pairwise(RELEASES))):
-        if new := sorted(flags & known_flags(release) - known_flags(before) - older):
-            return f"No release of Megatron-LM before {release} has {', '.join(new)}."
-    return ""
+    first: dict[str, str] = {}
+    for row in _rows():  # in the order of the releases where they begin
+        for flag in flags.intersection(row["flags"]):
+            first.setdefault(flag, row.get("since", RELEASES[0]))
+    newest = max(first.values(), key=release_number, default=RELEASES[0])
+    if newest == RELEASES[0]:
+        return ""
+    new = sorted(flag for flag, release in first.items() if release == newest)
+    return f"No release of Megatron-LM before {newest} has {', '.join(new)}."
 
 
 def options_of(argv: Sequence[str], version: str) -> tuple[Option, ...]:

@@ -118,12 +118,9 @@ def _tokens(path: Path, tokenizer: str, version: str, values: Values, *, bert: b
         return len({*lines, "[BOS]", "[EOS]", *(f"<extra_id_{n}>" for n in extra)} - {""})
     plain = ("GPTSentencePieceTokenizer", "Llama2Tokenizer")
     changed = values.get("tokenizer_sentencepiece_legacy") or values.get("special_tokens")
-    if tokenizer in plain or (
-        tokenizer == "SentencePieceTokenizer" and release_number(version) >= _NEW
-    ):
-        return (
-            None if changed and release_number(version) >= _NEW else sum(1 for _ in _pieces(path))
-        )
+    is_new = release_number(version) >= _NEW
+    if tokenizer in plain or (tokenizer == "SentencePieceTokenizer" and is_new):
+        return None if changed and is_new else sum(1 for _ in _pieces(path))
     return None
 
 

@@ -59,6 +59,22 @@ def release_number(version: str) -> Release:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
+def is_within(version: str, since: str = "", until: str = "") -> bool:
+    """Whether a release is one of some, of which the first and the last are named; empty for none.
+
+    >>> is_within("0.17", since="0.17"), is_within("0.17.1", until="0.16")
+    (True, False)
+    """
+    number = release_number(version)
+    after = not since or release_number(since) <= number
+    return after and (not until or number <= release_number(until))
+
+
+def last_until(version: str, releases: Iterable[str]) -> str | None:
+    """The last of some releases, oldest first, that is no later; ``None`` where all are."""
+    return next((each for each in reversed([*releases]) if is_within(version, since=each)), None)
+
+
 def known_release(version: str) -> str:
     """The release whose rules and options stand for one: a newer one has those of the newest.
 
@@ -68,9 +84,8 @@ def known_release(version: str) -> str:
     Raises:
         UserInputError: for one that is older than all of them.
     """
-    number = release_number(version)
-    older = [release for release in RELEASES if release_number(release) <= number]
-    if not older:
+    found = last_until(version, RELEASES)
+    if found is None:
         limit = f"{RELEASES[0]} is the oldest release whose options and rules are known"
         raise UserInputError(
             "Megatron-LM release",
@@ -78,7 +93,7 @@ def known_release(version: str) -> str:
             limit,
             f"Use one of {', '.join(RELEASES)}.",
         )
-    return older[-1]
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

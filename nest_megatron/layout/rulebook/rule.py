@@ -6,14 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.layout.rulebook.facts import (
-    RELEASES,
-    Facts,
-    Release,
-    parameters,
-    release_number,
-    sources,
-)
+from nest_megatron.layout.rulebook.facts import Facts, is_within, parameters, sources
 from nest_megatron.model.execution import PLAIN, Execution
 
 
@@ -69,7 +62,8 @@ class Rule:
 
     def keeps(self, facts: Facts) -> bool:
         """Whether facts keep it."""
-        if (self.since or self.until) and not self.is_of(facts["release"]):
+        dated = self.since or self.until
+        if dated and not is_within(facts["version"], self.since, self.until):
             return True
         if self.when and not self.concerns(facts["execution"]):
             return True
@@ -78,11 +72,6 @@ class Rule:
             if bool(facts["option"]) is self.turns_off:
                 return True
         return bool(facts.read(self.holds))
-
-    def is_of(self, release: Release) -> bool:
-        """Whether a release has it."""
-        first, last = self.since or RELEASES[0], self.until or RELEASES[-1]
-        return release_number(first) <= release <= release_number(last)
 
     def concerns(self, execution: Execution) -> bool:
         """Whether it looks at layers whose work is done so."""

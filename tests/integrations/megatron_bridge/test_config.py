@@ -75,7 +75,7 @@ def test_the_launcher_knows_the_ranks() -> None:
 def test_a_null_tokenizer_adds_a_row_before_megatron_core_0_18(
     target: Target, legacy: bool | None, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config, "installed_target", lambda _: target)
+    monkeypatch.setattr(config, "installed_name", lambda _: target.name)
     cfg = llama()
     cfg.model.vocab_size, cfg.tokenizer.vocab_size = None, 32_000
     if legacy is not None:
@@ -84,7 +84,7 @@ def test_a_null_tokenizer_adds_a_row_before_megatron_core_0_18(
 
 
 def test_a_tokenizer_may_replace_the_vocabulary_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "installed_target", lambda _: TARGETS["megatron_bridge_0.6"])
+    monkeypatch.setattr(config, "installed_name", lambda _: "megatron_bridge_0.6")
     cfg = llama()
     cfg.tokenizer.vocab_size, cfg.tokenizer.use_tokenizer_vocab_size = 999, True
     assert read_recipe(cfg).spec.vocab_size == 999
