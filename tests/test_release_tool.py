@@ -70,3 +70,24 @@ def test_rows_go_on_end_and_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ]
     with pytest.raises(SystemExit, match=r"0\.30 is in arguments\.json already"):
         release.write("0.30", "v30", [])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["/nowhere", "--since", "/nowhere"], "/nowhere is no work tree of Megatron-LM"),
+        ([""], "nothing to do: add --since"),
+    ],
+)
+def test_what_is_no_checkout_is_refused(
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    there = str(checkout(tmp_path / "there", 30, "some"))
+    monkeypatch.setattr("sys.argv", ["release.py", *(word or there for word in words)])
+    with pytest.raises(SystemExit, match="2"):
+        release.main()
+    assert said in capsys.readouterr().err

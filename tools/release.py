@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nest_megatron.files import write_text
 from nest_megatron.integrations import architecture
 from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS, REASONS
 from nest_megatron.integrations.megatron_lm.parser import rows_of
@@ -62,6 +63,11 @@ def main() -> None:
     parser.add_argument("--since", type=Path, help="a checkout of the release before")
     parser.add_argument("--write", action="store_true", help="add the parser to arguments.json")
     given = parser.parse_args()
+    for each in filter(None, (given.checkout, given.since)):
+        if not any((each / part).is_dir() for part in ("megatron", "src/megatron/bridge")):
+            parser.error(f"{each} is no work tree of Megatron-LM or Megatron-Bridge")
+    if not given.write and given.since is None:
+        parser.error("nothing to do: add --since CHECKOUT, --write, or both")
     rows = parser_rows(given.checkout)
     if given.write:
         write(release_of(given.checkout), source_of(given.checkout), rows)
@@ -164,7 +170,7 @@ def write(release: str, source: str, rows: Sequence[Mapping[str, Any]]) -> None:
     releases[release] = source
     lines = (json.dumps(row, ensure_ascii=False) for row in table["arguments"])
     text = f'{{"releases": {json.dumps(releases, indent=1)},\n "arguments": [\n  '
-    TABLE.write_text(text + ",\n  ".join(lines) + "\n ]}\n", encoding="utf-8")
+    write_text(TABLE, text + ",\n  ".join(lines) + "\n ]}\n")
 
 
 def _key(row: Mapping[str, Any]) -> str:
