@@ -34,10 +34,11 @@ ENDS = {
     r"exaone4.*(sft|peft)": r"packed_sequence_size = 2048: the attention of GPTModelProvider",
     r"moonlight_16b_(sft|peft)_config": "shared experts have no bias",  # 0.3.1 sets it
     r"vanilla_gpt": r"model\.num_layers = None",
+    # of a branch of Megatron-LM's; the megatron-core that is released with Bridge has no such layers
+    r"deepseek_v4": r"model\.enable_hyper_connections = 'True'",
 }
 #: Other recipes that are refused -> why.
 REFUSED = {
-    r"deepseek_v4": r"model\.enable_hyper_connections = 'True'",
     r"glm52_sft.*_(128|200)k": _OF_A_SIZE,  # sparse attention is not planned with CP
 }
 #: Recipes that ask for files or for parts of a model's configuration that are not public.
@@ -45,8 +46,8 @@ NOT_BUILT = re.compile(r"gemma4|minimax_m3|step35|exaone_moe_2|qwen3_next.*peft"
 #: GPUs and clusters; the first where a plan fits is taken, that of the recipe's name last.
 SIZES = (64, 1024, 8)
 BLACKWELL = re.compile(r"gb200|gb300|fp8mx|nvfp4|mxfp8")
-#: Of all recipes that can run at least this share is planned: what is reached; 0.95 is wanted.
-SHARE = 0.93
+#: Of all recipes that can run at least this share is planned.
+SHARE = 0.95
 
 
 def all_recipes() -> Iterator[tuple[str, str, Callable[..., Any]]]:
@@ -85,6 +86,16 @@ def test_most_recipes_are_planned() -> None:
     planned = [name for name in run if refusal(name) is None]
     print(f"{len(planned)} recipes are planned, of {len(run)} that can run and {len(names)} in all")
     assert len(planned) >= SHARE * len(run) > 0
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4_flash_pretrain_32gpu_h100_bf16_config"])
+def test_released_megatron_core_has_no_layers_of(name: str) -> None:
+    made = [make for _, found, make in bridge.recipes(f"^{name}$")]
+    if not made:
+        pytest.skip(f"this Megatron-Bridge has no {name}")
+    model = bridge.built(made[0]).model
+    with pytest.raises(ValueError, match="Invalid experimental attention variant: dsv4_hybrid"):
+        model.transformer_layer_spec(model, vp_stage=0)
 
 
 @pytest.mark.parametrize(("name", "make"), cases())
