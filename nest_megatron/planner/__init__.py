@@ -88,11 +88,12 @@ def plan(
         batches = tuple(predicted_batches(model, best.layout, request.batch_schedule))
         if larger := _too_large(request, model, best, batches):
             return plan(dataclasses.replace(request, global_batch_size=larger), choose=choose)
+        choice = None if choose else _with_riskier(request, deadline, searched, chosen.choice)
         found = assemble(
             *(request, model, best.layout, best.predicted),
             search_record(request, searched.result, searched.seconds, chosen.plan, choose),
             alternatives=tuple(alternative(chosen.plan, each, chosen) for each in chosen.others),
-            choice=None if choose else _with_riskier(request, deadline, searched, chosen.choice),
+            choice=choice,
             shortlist=chosen.shortlist(model) if request.shortlist else None,
             present=_present_layout(request, searched, chosen.plan),
             offers=offers(best, request, find, partial(_faster, request, deadline)),
@@ -129,9 +130,14 @@ def _too_large(
 class _Searched(NamedTuple):
     """What was searched."""
 
-    model: CostModel
+    search: Search
     result: SearchResult
     seconds: Seconds
+
+    @property
+    def model(self) -> CostModel:
+        """What its plans are priced by."""
+        return self.search.model
 
 
 def _search(
@@ -140,16 +146,14 @@ def _search(
     on_progress: Progress | None = None,
     *,
     model: CostModel | None = None,
-    space: SearchSpace | None = None,
-    max_oom_chance: float | None = None,
-    num_layouts: int | None = None,
+    like: Search | None = None,
     slowest: Ticks = NO_THRESHOLD,
 ) -> _Searched:
     """Search a request's space until some time before a deadline.
 
     Args:
-        model, space, max_oom_chance: others than the request's.
-        num_layouts: to rank; ``None`` for the plan and its runners-up.
+        model: the request's cost model, if there is one already.
+        like: a search of the same job and space, which shares what it has worked out.
         slowest: plans that take longer are of no interest, nor are ties; some plan is, and what
             runs today, if this is not said.
     """
@@ -158,24 +162,25 @@ def _search(
         assert on_progress is not None
         on_progress(solved, None if best is None else to_seconds(best), to_seconds(bound))
 
-    model = model or request.cost_model()
+    model = like.model if like else model or request.cost_model()
     ends, is_first = _before_report(deadline), slowest == NO_THRESHOLD
     started = time.perf_counter()
     search = Search(
         model,
         request.global_batch_size,
-        space or request.space,
+        request.space,
         solver_of(choose(request.backend), ends.passed),
-        limit=PeakLimit(model, max_oom_chance or request.max_oom_chance, request.site),
-        num_layouts=num_layouts or request.num_alternatives + 1,
+        limit=PeakLimit(model, request.max_oom_chance, request.site),
+        num_layouts=request.num_alternatives + 1,
         tie_percent=request.tie_percent if is_first else 0.0,
         slowest=slowest,
+        like=like,
         out_of_time=ends.passed,
         present=_present_that_fits(request, model) if is_first else None,
         on_progress=report if on_progress else None,
     )
     result = search.run()
-    return _Searched(model, result, time.perf_counter() - started)
+    return _Searched(search, result, time.perf_counter() - started)
 
 
 def _with_riskier(
@@ -185,13 +190,12 @@ def _with_riskier(
     if request.max_oom_chance >= MOST_OOM_CHANCE or not request.num_alternatives:
         return choice
     model = searched.model
+    fastest = searched.result.fastest.iteration
     found = _search(
-        request,
+        dataclasses.replace(request, max_oom_chance=MOST_OOM_CHANCE, num_alternatives=0),
         deadline,
-        model=model,
-        max_oom_chance=MOST_OOM_CHANCE,
-        num_layouts=1,
-        slowest=math.ceil(searched.result.fastest.iteration / (1 + request.tie_percent / 100)) - 1,
+        like=searched.search,
+        slowest=math.ceil(fastest / (1 + request.tie_percent / 100)) - 1,
     ).result
     if not found.plans:
         return choice
@@ -332,6 +336,6 @@ def _faster(
     step_s: Seconds,
 ) -> SolvedLayout | None:
     """The fastest plan with a shorter step than some, as far as time allows."""
-    model, slowest = request.cost_model(settings), to_ticks(step_s)
-    found = _search(request, deadline, model=model, space=space, num_layouts=1, slowest=slowest)
+    changed = dataclasses.replace(request, settings=settings, space=space, num_alternatives=0)
+    found = _search(changed, deadline, slowest=to_ticks(step_s))
     return next(iter(found.result.plans), None)

@@ -13,7 +13,7 @@ from nest_megatron.cost_model.formats import beside_buffers
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM
 from nest_megatron.errors import UserInputError
-from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.dims import DEGREES, ParallelDims
 from nest_megatron.layout.estimate import Estimate
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import Layout
@@ -38,6 +38,8 @@ _LEAST_GAIN_PERCENT = 1.0
 _LEAST_FREED_PERCENT = 5.0
 #: Sentences on choices that change numbers.
 _MOST_NUMERIC = 5
+#: Degrees of a plan that stay where a choice frees memory.
+_KEPT_DEGREES = frozenset(DEGREES) - {"virtual_pipeline_model_parallel_size"}
 #: More groups of replicas than this are not tried: states are then divided among few.
 _MOST_INSTANCES = 16
 
@@ -272,13 +274,13 @@ def _with_its_memory(
 ) -> tuple[CostSettings, SearchSpace]:
     """What is searched for plans with a choice whose memory it frees.
 
-    Tensor and expert degrees are the plan's: a search over all of them takes as long as its own.
+    Degrees are the plan's: a search over all of them takes as long as its own.
     """
-    names = [f"{each}_parallel_size" for each in ("tensor_model", "expert_model", "expert_tensor")]
     dims, space = plan.layout.dims, request.space
+    fixed = {name: dims.degrees[name] for name in _KEPT_DEGREES}
     space = dataclasses.replace(
         space,
-        fixed={**space.fixed, **{name: getattr(dims, name) for name in names}},
+        fixed={**space.fixed, **fixed},
         zero_stages=offer.knob.zero_stages(space.zero_stages),
     )
     return offer.settings, space

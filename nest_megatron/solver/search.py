@@ -71,11 +71,12 @@ class Search(Caching):
         num_layouts: how many layouts to rank exactly.
         tie_percent: plans so close to the fastest are found of each layout, with each number of
             virtual stages, and with the stages that Megatron cuts by itself.
-        slowest: plans that take longer are of no interest.
+        slowest: plans that take longer are of no interest; some plan is if this is not said.
+        like: a search of the same job and space, which shares what it has worked out.
         present: what the job runs today, a plan of the space whatever its limits, and whatever its
             chance to run out of memory; it is priced first. It need not fit.
         out_of_time: asked now and then; once true the search stops with what it has proven. The
-            present layout and rules of thumb are priced all the same.
+            present layout is priced all the same, and rules of thumb where no plan was found.
         on_progress: called with (candidates solved, best so far, proven bound), in ticks; the best
             is ``None`` before there is a plan.
     """
@@ -89,20 +90,25 @@ class Search(Caching):
     num_layouts: int = 11
     tie_percent: float = 0.0
     slowest: InitVar[Ticks] = NO_THRESHOLD
+    like: InitVar[Search | None] = None
     present: Layout | None = None
     out_of_time: OutOfTime = lambda: False
     on_progress: Callable[[int, Ticks | None, Ticks], None] | None = None
 
-    def __post_init__(self, limit: PeakLimit | None, slowest: Ticks) -> None:
+    def __post_init__(self, limit: PeakLimit | None, slowest: Ticks, like: Search | None) -> None:
         space = self.space
         self.solve_stages = as_built(self.solve_stages, self.model.spec)
         self.solve_any_stages = self.solve_stages
-        self.grids = GridSpace(self.model, self.global_batch_size, space)
-        self.counts = CandidateCounts(self.grids)
+        if like is None:
+            self.grids = GridSpace(self.model, self.global_batch_size, space)
+            self.counts = CandidateCounts(self.grids)
+            self.bounds = Bounds(self.model, self.global_batch_size)
+            self.memory = MemoryBounds(self.model, self.grids)
+        else:
+            self.grids, self.counts = like.grids.anew(), like.counts
+            self.bounds, self.memory = like.bounds, like.memory
         self.peaks = limit or PeakLimit(self.model)
         self.most_bytes = max(map(self.peaks.at_most, space.zero_stages), default=0)
-        self.bounds = Bounds(self.model, self.global_batch_size)
-        self.memory = MemoryBounds(self.model, self.grids)
         self.only_one = space.partition is not None or space.even_stages
         if space.partition is not None:
             check_partition(self.model.spec, space.partition)
@@ -125,12 +131,12 @@ class Search(Caching):
     def run(self) -> SearchResult:
         """Search until nothing left can change the answer, or time is up."""
         present = self._price_present()
-        if self.wants_any:
+        self.enumerated = self._enumerate()
+        drained = self.enumerated and self._drain()
+        if self.wants_any and not (drained or self.best):
             grids, solve = self.grids.anew(), self.solve_stages
             self._keep_any(first_plan(grids, self.memory, self.peaks, solve))
-        self.enumerated = self._enumerate()
-        found = self._result(drained=self.enumerated and self._drain())
-        return dataclasses.replace(found, present=present)
+        return dataclasses.replace(self._result(drained=drained), present=present)
 
     def _price_present(self) -> SolvedLayout | None:
         """What the job runs today as a plan, the first one known; ``None`` if it does not fit."""

@@ -34,7 +34,7 @@ ENDS = {
     r"exaone4.*(sft|peft)": r"packed_sequence_size = 2048: the attention of GPTModelProvider",
     r"moonlight_16b_(sft|peft)_config": "shared experts have no bias",  # 0.3.1 sets it
     r"vanilla_gpt": r"model\.num_layers = None",
-    # of a branch of Megatron-LM's; the megatron-core that is released with Bridge has no such layers
+    # of a branch of Megatron-LM; no released megatron-core has such layers
     r"deepseek_v4": r"model\.enable_hyper_connections = 'True'",
 }
 #: Other recipes that are refused -> why.

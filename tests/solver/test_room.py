@@ -56,7 +56,7 @@ def test_least_memory_is_that_of_looking_at_everything(seed: int, space: SearchS
     assert found.needed_bytes == least_of_everything(asked)
     for memory, enough in ((found.needed_bytes - 1, False), (found.needed_bytes, True)):
         asked.model.capacity_bytes = memory
-        asked.__post_init__(None, NO_THRESHOLD)
+        asked.__post_init__(None, NO_THRESHOLD, None)
         assert fits(asked) == enough
 
 

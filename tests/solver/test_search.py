@@ -338,7 +338,7 @@ def test_what_runs_today_wins_where_the_space_holds_nothing_better(seed: int) ->
     present = whole[0].layout
     search = timed(seed, present=present)
     search.space = dataclasses.replace(search.space, limits={"micro_batch_size": min(micro)})
-    search.__post_init__(None, NO_THRESHOLD)
+    search.__post_init__(None, NO_THRESHOLD, None)
     found = search.run()
     assert found.plans[0] == found.present == found.fastest == whole[0]
 
