@@ -19,7 +19,7 @@ from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import SearchRecord
 from nest_megatron.planner.conflict import binding, is_legal_without, single_relaxations
 from nest_megatron.planner.layouts import PredictedLayout
-from nest_megatron.planner.request import Request
+from nest_megatron.planner.request import MemoryOffer, Request
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.memory_shortage import Shortage, fits, least_memory
 from nest_megatron.solver.ranking import SearchResult
@@ -216,16 +216,23 @@ def _of_number(
 
 
 def _of_memory(request: Request, deadline: Deadline, find: Find) -> Iterator[Remedy]:
-    """The fewest changes of what memory holds, each set of them tried."""
-    found: list[set[str]] = []
-    for offer in request.memory_offers:
+    """The fewest changes of what memory holds, of each set whose every change together fits."""
+
+    def changed(offer: MemoryOffer) -> Request:
+        return dataclasses.replace(request, settings=offer.settings, space=offer.space)
+
+    offers = {frozenset(offer.words): offer for offer in request.memory_offers}
+    largest = [words for words in offers if not any(words < more for more in offers)]
+    enough = [words for words in largest if _fits(changed(offers[words]), deadline)]
+    found: list[frozenset[str]] = []
+    for words, offer in offers.items():
         if len(found) == _MOST_OF_MEMORY or deadline.passed():
             return
-        changed = dataclasses.replace(request, settings=offer.settings, space=offer.space)
-        words = {*offer.words}
-        if not any(fewer <= words for fewer in found) and _fits(changed, deadline):
+        if any(fewer <= words for fewer in found) or not any(words <= more for more in enough):
+            continue
+        if _fits(changed(offer), deadline):
             found.append(words)
-            yield _remedy(" ".join(offer.words), changed, deadline, find)
+            yield _remedy(" ".join(offer.words), changed(offer), deadline, find)
 
 
 def _of_fixed(request: Request, deadline: Deadline, find: Find) -> Iterator[Remedy]:

@@ -201,11 +201,12 @@ class GridSpace(Caching):
         ranks, facts = dims.world_size // dims.tensor_model_parallel_size, facts_of_dims(dims)
         for pp in self.space.values("pipeline_model_parallel_size", ranks, self.model.cluster):
             if self._any_pipeline.refusal({**facts, "pp": pp, "vpp": 1}) is None:
-                yield dataclasses.replace(
-                    dims,
+                yield ParallelDims(
+                    tensor_model_parallel_size=dims.tensor_model_parallel_size,
                     pipeline_model_parallel_size=pp,
-                    context_parallel_size=1,
                     data_parallel_size=ranks // pp,
+                    expert_model_parallel_size=dims.expert_model_parallel_size,
+                    expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
                 )
 
     def _pipelined(self, shard: PartialLayout) -> Iterator[dict[str, Any]]:

@@ -32,12 +32,8 @@ from nest_megatron.solver.grids import GridSpace
 
 
 class _States(NamedTuple):
-    """States of a pipeline: the mean of its ranks, and of each kind one unit, kept and gathered.
+    """States of a pipeline: of each kind one unit, kept and gathered; ``whole`` is their sum."""
 
-    ``whole`` is the sum of the units.
-    """
-
-    mean: float
     whole: float
     units: tuple[float, ...]
     unsharded: tuple[int, ...]
@@ -61,13 +57,18 @@ class MemoryBounds(Caching):
         self._num_units = kinds.total()
         self._num_outside = sum(count for kind, count in kinds.items() if kind.is_end)
 
+    @cached_by(lambda _, dims, zero: (STATES_OF_PIPELINE.of(dims), replicas(dims), zero))
     def of_states(self, dims: ParallelDims, zero: ZeroStage) -> float:
         """Weights and states of the rank with the highest peak are at least the mean over ranks."""
-        return self._of_pipeline(dims, zero).mean
+        each, _ = stored_bytes(dims, zero, self.model.settings)
+        total = each.least(self.model.structure(dims).parameters)
+        return total / dims.pipeline_model_parallel_size - self._num_units
 
+    @cached_by(lambda _, shard: STATES.of(shard.dims))
     def of_shard_states(self, shard: PartialLayout) -> float:
         """The same over all pipelines and ZeRO stages of a shard."""
-        return min((states.mean for _, states in self._of_pipelines(shard.dims)), default=math.inf)
+        pipelines = self._pipelines(shard.dims)
+        return min((self.of_states(dims, zero) for dims, zero in pipelines), default=math.inf)
 
     def of_shard(self, shard: PartialLayout) -> float:
         """Activations of at least one micro batch with them, on every rank."""
@@ -78,17 +79,18 @@ class MemoryBounds(Caching):
             active = _Activations(*(tuple(map(min, *ways)) for ways in zip(*each, strict=True)))
         saved = self._sum(active.saved)
         least = math.inf
-        for p, states in self._of_pipelines(shard.dims):
+        for dims, zero in self._pipelines(shard.dims):
+            p, states = dims.pipeline_model_parallel_size, self._of_pipeline(dims, zero)
             beside, without = self._at_work(states, active, p)
             needed = beside + (states.whole + saved - without) / p
-            least = min(least, max(states.mean, needed))
+            least = min(least, max(self.of_states(dims, zero), needed))
         return least - 2 * self._num_units
 
     @cached_by(STATES)
-    def _of_pipelines(self, dims: ParallelDims) -> list[tuple[int, _States]]:
+    def _pipelines(self, dims: ParallelDims) -> list[tuple[ParallelDims, ZeroStage]]:
         """Each size and ZeRO stage of a pipeline that shards of these degrees may have."""
         return [
-            (pipeline.pipeline_model_parallel_size, self._of_pipeline(pipeline, zero))
+            (pipeline, zero)
             for pipeline in self.grids.pipelines(dims)
             for zero in self.grids.zero_stages(pipeline)
         ]
@@ -107,7 +109,8 @@ class MemoryBounds(Caching):
             p = dims.pipeline_model_parallel_size
             more = 1.0 + min(early_forward_share(p, size, m) for size in sizes)
             active = active._replace(saved=tuple(more * saved for saved in active.saved))
-        return self._peak(self._of_pipeline(dims, grid.zero), active, live)
+        states = self._of_pipeline(dims, grid.zero)
+        return max(self.of_states(dims, grid.zero), self._peak(states, active, live))
 
     def _peak(self, states: _States, active: _Activations, live: Counter[int]) -> float:
         """Any weights of the units give a bound; these are near the best.
@@ -128,7 +131,7 @@ class MemoryBounds(Caching):
             w + u + -(-n // p) * (s + min(live) * a)
             for (n, s, a), w, u in zip(units, active.working, states.unsharded, strict=True)
         )
-        return max(states.mean, spread, one_kind) - self._num_units * (1 + max(live))
+        return max(spread, one_kind) - self._num_units * (1 + max(live))
 
     def _sum(self, each: Sequence[float]) -> float:
         return sum(count * one for count, one in zip(self._counts, each, strict=True))
@@ -162,7 +165,7 @@ class MemoryBounds(Caching):
     def _of_pipeline(self, dims: ParallelDims, zero: ZeroStage) -> _States:
         settings, structure = self.model.settings, self.model.structure(dims)
         each, stays = stored_bytes(dims, zero, settings)
-        total, rank = each.least(structure.parameters), structure.on_rank(dims)
+        rank = structure.on_rank(dims)
         units, unsharded = [], []
         for kind in self._kinds:
             own = [count for each_kind, count in structure.units if each_kind is kind]
@@ -171,7 +174,6 @@ class MemoryBounds(Caching):
             whole = (unsharded_bytes(c, rank, zero, settings, in_layer=in_layer) for c in own)
             unsharded.append(0 if stays else min(whole))
         return _States(
-            mean=total / dims.pipeline_model_parallel_size - self._num_units,
             whole=self._sum(units),
             units=tuple(units),
             unsharded=tuple(unsharded),
