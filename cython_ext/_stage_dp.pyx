@@ -43,6 +43,9 @@ cdef enum:
     NUM_FIELDS = 13
 
 cdef enum:
+    MTP_ALONE = 2  # of the ways in which MTP layers stand apart from the head
+
+cdef enum:
     BY_PREVIOUS = 0
     BY_SOURCE = 1
     BY_NOTHING = 2
@@ -1113,9 +1116,11 @@ cdef int prepare(Work* w) noexcept nogil:
 cdef int64_t visit_layouts(Work* w, bint store) noexcept nogil:
     """Number of layouts in the declared space, in its order; written to ``members`` if asked."""
     cdef Py_ssize_t apart, first, last, base, extra, rising
-    cdef Py_ssize_t interior = w.p * w.v - 2, most = w.num_layers // interior + 1
+    cdef Py_ssize_t interior, most
     cdef int64_t count = 0
-    for apart in range(2 if w.n == w.num_layers + 3 and w.p > 2 else 1):
+    for apart in range(3 if w.n == w.num_layers + 3 and w.p > 2 else 1):
+        interior = w.p * w.v - 2 - (apart == MTP_ALONE)
+        most = w.num_layers // interior + 1
         for first in range(most, -1, -1):
             for last in range(0 if apart else most, -1, -1):
                 base = (w.num_layers - first - last) // interior
@@ -1136,9 +1141,9 @@ cdef void write_layout(
     Py_ssize_t base,
     Py_ssize_t extra,
     bint rising,
-    bint apart,
+    Py_ssize_t apart,
 ) noexcept nogil:
-    cdef Py_ssize_t chunks = w.p * w.v, interior = chunks - 2, k
+    cdef Py_ssize_t chunks = w.p * w.v, interior = chunks - 2 - (apart == MTP_ALONE), k
     cdef int32_t* boundaries = w.members + index * (chunks + 1)
     boundaries[0] = 0
     boundaries[1] = 1 + first
@@ -1146,6 +1151,8 @@ cdef void write_layout(
         boundaries[k + 2] = boundaries[k + 1] + base
         if (k >= interior - extra) if rising else (k < extra):
             boundaries[k + 2] += 1
+    if apart == MTP_ALONE:
+        boundaries[chunks - 1] = boundaries[chunks - 2]
     if apart:
         boundaries[chunks - 1] += 1
     boundaries[chunks] = w.n

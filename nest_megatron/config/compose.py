@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.resources
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -130,9 +132,9 @@ def _load(
         name = each.value or "null"
         if group in CATALOGUE_GROUPS and not (name.startswith(("{", "null")) or is_path(name)):
             _check_included(group, {"defaults": [{f"/{group}": name}]}, folder)
-    with importlib.resources.as_file(catalogue_root()) as catalogue:
-        folders = [catalogue.resolve()] if folder is None else [catalogue.resolve(), folder]
-        return _composed(folders, words, entries)
+    if folder is None:
+        return _composed_of_catalogue(tuple(words), json.dumps(entries, default=to_plain))
+    return _composed(folder, words, entries)
 
 
 def _with_model_as_flags(settings: Sequence[Setting]) -> Sequence[Setting]:
@@ -307,15 +309,23 @@ def _named(
     return hydra_form(setting, config_dir)
 
 
+@functools.lru_cache(maxsize=64)
+def _composed_of_catalogue(overrides: tuple[str, ...], described: str) -> PlanConfig:
+    """The same of the catalogue alone, whose files stay as they are; ``described`` is JSON."""
+    return _composed(None, overrides, json.loads(described))
+
+
 def _composed(
-    folders: Sequence[Path], overrides: list[str], described: Mapping[str, Mapping[str, Any]]
+    folder: Path | None, overrides: Sequence[str], described: Mapping[str, Mapping[str, Any]]
 ) -> PlanConfig:
     from omegaconf import OmegaConf
 
     entries: dict[tuple[str | None, str], Any] = {(None, "plan_schema"): _schema()}
     try:
         entries |= {(group, _OWN_ENTRY): fields for group, fields in described.items()}
-        config = OmegaConf.to_object(compose_config("plan", overrides, folders, entries))
+        with importlib.resources.as_file(catalogue_root()) as catalogue:
+            folders = [each for each in (catalogue.resolve(), folder) if each is not None]
+            config = OmegaConf.to_object(compose_config("plan", overrides, folders, entries))
     except Exception as error:  # Hydra asserts on what it does not expect in a user's file
         raise _plain_error(error, overrides) from error
     assert isinstance(config, PlanConfig)
@@ -406,9 +416,13 @@ def read_mapping(group: str, path: Path) -> Mapping[str, Any]:
 
 def _loaded(group: str, path: Path) -> Mapping[str, Any]:
     """A YAML file of the user as it stands."""
+    return _parsed(group, path, read_text(path, group, most=DESCRIPTION.num_bytes))
+
+
+@functools.lru_cache(maxsize=16)
+def _parsed(group: str, path: Path, text: str) -> Mapping[str, Any]:
     from omegaconf import DictConfig, OmegaConf
 
-    text = read_text(path, group, most=DESCRIPTION.num_bytes)
     check_yaml(text, group, name=str(path), limits=DESCRIPTION)
     try:
         loaded = OmegaConf.create(text)

@@ -6,7 +6,7 @@
   embedding and ``a`` layers, the last one ``b`` layers and the head, and all chunks between hold
   ``q`` layers, but that ``r`` of them hold one more: either the first ``r`` or the last ``r``.
   ``a`` and ``b`` range over ``0 .. q + 1``. With MTP layers the last chunk holds them too, or the
-  chunk before it does and the head stands alone. (Within one round of chunks all ranks work in
+  chunk before it does, beside its layers or without any, and the head stands alone. (Within one round of chunks all ranks work in
   step, so chunks of different sizes only make ranks wait for each other: ``docs/solver.md``.)
 
 The order in which partitions are listed is the tie rule: of two that take equally long, the earlier
@@ -46,12 +46,16 @@ def _compositions(num_units: int, num_stages: int, first: int = 0) -> Iterator[B
 def interleaved_partitions(problem: PipelineProblem) -> Iterator[Boundaries]:
     """The declared space with virtual stages."""
     has_mtp = problem.num_units == problem.num_layers + 3
-    for mtp_apart in (False, True) if has_mtp and problem.num_stages > 2 else (False,):
-        yield from _edge_layouts(problem, mtp_apart=mtp_apart)
+    yield from _edge_layouts(problem)
+    if has_mtp and problem.num_stages > 2:
+        yield from _edge_layouts(problem, mtp_apart=True)
+        yield from _edge_layouts(problem, mtp_apart=True, mtp_alone=True)
 
 
-def _edge_layouts(problem: PipelineProblem, *, mtp_apart: bool) -> Iterator[Boundaries]:
-    layers, interior = problem.num_layers, problem.num_chunks - 2
+def _edge_layouts(
+    problem: PipelineProblem, *, mtp_apart: bool = False, mtp_alone: bool = False
+) -> Iterator[Boundaries]:
+    layers, interior = problem.num_layers, problem.num_chunks - 2 - mtp_alone
     most = layers // interior + 1
     for first in range(most, -1, -1):
         for last in range(0 if mtp_apart else most, -1, -1):
@@ -59,9 +63,10 @@ def _edge_layouts(problem: PipelineProblem, *, mtp_apart: bool) -> Iterator[Boun
             if base < 1 or max(first, last) > base + 1:
                 continue
             rising = [base] * (interior - extra) + [base + 1] * extra
-            yield _boundaries(problem, first, rising[::-1], mtp_apart=mtp_apart)
+            nothing = [0] * mtp_alone
+            yield _boundaries(problem, first, rising[::-1] + nothing, mtp_apart=mtp_apart)
             if extra:
-                yield _boundaries(problem, first, rising, mtp_apart=mtp_apart)
+                yield _boundaries(problem, first, rising + nothing, mtp_apart=mtp_apart)
 
 
 def _boundaries(
