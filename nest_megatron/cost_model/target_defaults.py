@@ -93,7 +93,7 @@ def target_named(name: str) -> Target:
         name = installed_name(name)
     if name in TARGETS:
         return TARGETS[name]
-    found = re.fullmatch(r"(\w+?)_(\d+\.\d+).*", name)
+    found = re.fullmatch(r"(\w+?)_(\d+|\d+\.\d+.*)", name)
     if found is None or found[1] not in _FRAMEWORKS:
         limit = f"targets are {', '.join((*_FRAMEWORKS, *TARGETS))}"
         raise UserInputError("target", name, limit, fix=nearest(name, (*_FRAMEWORKS, *TARGETS)))
@@ -110,7 +110,7 @@ def newer_release_notes(name: str) -> Iterator[str]:
     >>> list(newer_release_notes("nemo_2.9.1"))
     ['nemo_2.9.1 is newer than the releases that are known: it is taken as nemo_2.7.']
     """
-    if (release := re.search(r"_(\d+\.\d+)", name)) is None:
+    if (release := re.search(r"_(\d+\.\d+|\d+\Z)", name)) is None:
         return
     known = target_named(name).name
     if not is_within(release[1], until=known.rpartition("_")[2]):

@@ -20,6 +20,7 @@ from nest_megatron.layout.recompute import (
     RecomputeMethod,
     RecomputeModule,
 )
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.shard import fits_fused_attention
@@ -85,7 +86,7 @@ class SearchSpace:
     recompute: Recompute | None = None
     execution: Execution = PLAIN
     executions: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    version: str = "0.20"
+    version: str = DEFAULT_VERSION
     transformer_impl: str = "transformer_engine"
     cuda_graphs: CudaGraphs | None = None
     without_modules: frozenset[RecomputeModule] = frozenset()

@@ -50,7 +50,7 @@ def test_nothing_said_is_the_planners_own_default() -> None:
     offers = {"numeric_offers": (), "memory_offers": ()}
     request = dataclasses.replace(inputs, **offers, notes=(), profile_notes=())
     plain = Request(
-        space=SearchSpace(version=DEFAULT_TARGET.megatron_core),
+        space=SearchSpace(),
         spec=inputs.spec,
         cluster=inputs.cluster,
         global_batch_size=inputs.global_batch_size,

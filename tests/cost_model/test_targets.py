@@ -165,18 +165,23 @@ def test_an_unknown_target_is_refused_with_the_nearest() -> None:
         target_named("nemo27")
     with pytest.raises(UserInputError, match=r"0\.15 is the oldest release of megatron_lm"):
         target_named("megatron_lm_0.14.2")
+    with pytest.raises(UserInputError, match=r"0\.3 is the oldest release of megatron_bridge"):
+        target_named("megatron_bridge_0")
+    with pytest.raises(UserInputError, match=r"megatron_lm_9x.*targets are megatron_lm"):
+        target_named("megatron_lm_9x")
 
 
-def test_a_newer_release_is_the_newest_known_and_a_plan_says_so() -> None:
-    words = ["model=llama3_8b", "cluster=dgx_h100", "target=megatron_lm_0.77.1"]
+@pytest.mark.parametrize("release", ["0.77.1", "9"])
+def test_a_newer_release_is_the_newest_known_and_a_plan_says_so(release: str) -> None:
+    words = ["model=llama3_8b", "cluster=dgx_h100", f"target=megatron_lm_{release}"]
     inputs = request_of(compose(parse(words)))
     assert inputs.settings.target == "megatron_lm_0.20"
     (said,) = [note for note in inputs.notes if "newer" in note]
-    assert "megatron_lm_0.77.1" in said
+    assert f"megatron_lm_{release} is newer" in said
     assert "megatron_lm_0.20" in said
     assert target_named("megatron_lm_0.19.2") is TARGETS["megatron_lm_0.19"]
-    job, _ = read_request(FLAGS, compose(parse(["cluster=dgx_h100"])), free=(), version="0.77")
-    assert [note for note in job.notes if "megatron_lm_0.77 is newer" in note]
+    job, _ = read_request(FLAGS, compose(parse(["cluster=dgx_h100"])), free=(), version=release)
+    assert [note for note in job.notes if f"megatron_lm_{release} is newer" in note]
 
 
 def test_a_release_of_megatron_lm_is_known_in_every_table() -> None:

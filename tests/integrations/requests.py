@@ -318,6 +318,7 @@ BROKEN = {
         grid=dims(tp=2, dp=4), zero=ZeroStage.OPTIMIZER, optimizer="muon", version="0.17"
     ),
     "fsdp_no_pipeline": request(grid=dims(pp=2), zero=ZeroStage.GRADIENTS),
+    "fsdp_experts": request(MIXTRAL, dims(dp=4, ep=4), zero=ZeroStage.GRADIENTS, version="0.15"),
     "fsdp_meta_device": request(
         changed(LLAMA, position_embedding_type="learned_absolute"),
         dims(dp=8),

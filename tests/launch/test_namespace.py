@@ -201,11 +201,15 @@ def test_a_value_that_megatron_changed_is_noticed() -> None:
 
 
 def test_new_releases_are_read_as_the_newest_known() -> None:
-    releases = ("0.15.3", "0.16", "0.17.0rc1", "0.19.2", "0.20.0", "0.31", "1.0")
-    known = ["0.15", "0.16", "0.17", "0.19", "0.20", "0.20", "0.20"]
+    releases = ("0.15.3", "0.16", "0.17.0rc1", "0.19.2", "0.20.0", "0.31", "1.0", "9")
+    known = ["0.15", "0.16", "0.17", "0.19", "0.20", "0.20", "0.20", "0.20"]
     assert [known_release(release) for release in releases] == known
-    with pytest.raises(UserInputError, match=r"0\.15 is the oldest release"):
-        known_release("0.14.0")
+    for older in ("0.14.0", "0"):
+        with pytest.raises(UserInputError, match=r"0\.15 is the oldest release"):
+            known_release(older)
+    for text in ("main", "9x", "-1", ""):
+        with pytest.raises(UserInputError, match=r"a number such as 0\.19. Use one of 0\.15, "):
+            known_release(text)
 
 
 def test_script_defaults_fill_what_is_not_given() -> None:

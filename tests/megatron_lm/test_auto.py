@@ -1,6 +1,6 @@
 """``+nest=auto`` on Megatron-LM's own script: it trains, and what was planned is what is built.
 
-Set ``MEGATRON_LM_HOME`` to a Megatron-LM checkout (core_v0.16.1 or main at 0.20).
+Set ``MEGATRON_LM_HOME`` to a Megatron-LM checkout, of 0.15 to 0.20.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rulebook.facts import release_number
 from tests.megatron_lm.ask import checkout_version
 from tests.megatron_lm.training import (
     DENSE,
@@ -86,6 +88,21 @@ def test_it_trains_as_planned(name: str, tmp_path: Path) -> None:
     assert trained.parameters == predicted_parameters(plan)
 
 
+@pytest.mark.parametrize("name", ["2 ranks, all free", "4 ranks, experts and pipeline"])
+def test_the_losses_are_those_of_the_same_flags_by_hand(name: str, tmp_path: Path) -> None:
+    """Every digit that Megatron prints, without a word of nest in the second job."""
+    path = tmp_path / "plan.yaml"
+    planned, ranks = launch(name, path), JOBS[name][0]
+    assert planned.code == 0, planned.out[-3000:]
+    command = plan_file.read(path).launch[LAUNCHER]
+    variables = {name: text for name, text in command.environment.items() if text is not None}
+    by_hand = run(torchrun(ranks), [*command.argv], **variables)
+    assert by_hand.code == 0, by_hand.out[-3000:]
+    assert "nest: " not in by_hand.out
+    assert len(by_hand.losses) == 3
+    assert planned.losses == by_hand.losses
+
+
 def test_single_precision_trains_as_planned(tmp_path: Path) -> None:
     """Megatron's own default: neither ``--bf16`` nor ``--fp16``."""
     path = tmp_path / "plan.yaml"
@@ -100,10 +117,10 @@ def test_single_precision_trains_as_planned(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_grows_is_trained_at_each_size(tmp_path: Path) -> None:
-    """Ramp (0.16.1) or schedule of steps (0.20): eight sequences in fours, then eights."""
+    """Ramp (until 0.17) or schedule of steps: eight sequences in fours, then eights."""
     path, steps = tmp_path / "plan.yaml", ["--step-batch-size-schedule", "0:4 512:8"]
     ramp = ["--global-batch-size", "8", "--rampup-batch-size", "4", "4", "7"]
-    growing = ramp if checkout_version().startswith("0.16") else steps
+    growing = ramp if release_number(checkout_version()) < (0, 18) else steps
     model = without(DENSE, "--global-batch-size")
     samples = ["--train-samples", "24", "--lr-decay-samples", "24"]
     training = [*without(TRAINING, "--train-iters", "--lr-decay-iters"), *samples]

@@ -12,6 +12,7 @@ from functools import cache
 
 import pytest
 
+from tests.megatron_lm.ask import checkout_version
 from tests.megatron_lm.training import (
     DENSE,
     EXPERTS,
@@ -26,6 +27,11 @@ from tests.megatron_lm.training import (
 pytestmark = [
     pytest.mark.megatron_lm,
     pytest.mark.skipif(not HOME, reason="MEGATRON_LM_HOME is not set to a Megatron-LM checkout"),
+    # param_and_grad_buffer.py:2895 scales gbuf.data and reduces bucket.data; NCCL's factor does not
+    pytest.mark.skipif(
+        bool(HOME) and checkout_version() == "0.15",
+        reason="Megatron-FSDP of 0.15 scales another buffer than the one that it reduces",
+    ),
 ]
 
 #: Initial weights are drawn where they stay, so that both ways draw the same.

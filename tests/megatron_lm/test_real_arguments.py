@@ -35,6 +35,7 @@ LATER = {
     "sequence_parallel",
     "interleaving",
     "fsdp_no_pipeline",
+    "fsdp_experts",
     "fsdp_meta_device",
     "no_empty_stage",
     "known_version",

@@ -39,6 +39,8 @@ RELEASES = ("0.15", "0.16", "0.17", "0.18", "0.19", "0.20")
 DEFAULT_VERSION = "0.19"
 #: A release without its patch level, which compares: 0.19 is (0, 19).
 Release = tuple[int, int]
+#: How its text begins; a number alone is a release, too.
+_RELEASE = re.compile(r"(\d+)(?:\.(\d+)|\Z)")
 #: Groups that DeepEP has buffer sizes for. Source: deepseek-ai/DeepEP, deep_ep/buffer.py
 #: (``Buffer.get_dispatch_config``); its first releases lack 48 and 96.
 DEEPEP_RANKS = frozenset({2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160})
@@ -52,11 +54,11 @@ _OF_GRIDS = ("micro_batch_size", "sequence_parallel", "zero", "recompute", "exec
 def release_number(version: str) -> Release:
     """A release without its patch level, as numbers; (0, 0) for what is none.
 
-    >>> release_number("0.16.1") < release_number("0.20.0rc0")
+    >>> release_number("0.16.1") < release_number("0.20.0rc0") < release_number("1")
     True
     """
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    found = _RELEASE.match(version)
+    return (int(found[1]), int(found[2] or 0)) if found else (0, 0)
 
 
 def is_within(version: str, since: str = "", until: str = "") -> bool:
@@ -82,17 +84,15 @@ def known_release(version: str) -> str:
     ('0.16', '0.20')
 
     Raises:
-        UserInputError: for one that is older than all of them.
+        UserInputError: for one that is older than all of them, and for what is no release.
     """
     found = last_until(version, RELEASES)
     if found is None:
         limit = f"{RELEASES[0]} is the oldest release whose options and rules are known"
-        raise UserInputError(
-            "Megatron-LM release",
-            version,
-            limit,
-            f"Use one of {', '.join(RELEASES)}.",
-        )
+        if _RELEASE.match(version) is None:
+            limit = f"a release is a number such as {DEFAULT_VERSION}"
+        fix = f"Use one of {', '.join(RELEASES)}."
+        raise UserInputError("Megatron-LM release", version, limit, fix)
     return found
 
 

@@ -76,6 +76,16 @@ SHARDING_RULES = (
         value="zero_name",
     ),
     Rule(
+        "fsdp_experts",
+        "0.15 megatron_fsdp.py:238 (run)",
+        lambda is_fsdp, ep: not is_fsdp or ep == 1,
+        _STRATEGY,
+        "Megatron-FSDP of 0.15 asks for a group of experts that it does not have",
+        "Use expert_model_parallel_size 1, the distributed optimizer, or Megatron-LM 0.16.",
+        value="zero_name",
+        until="0.15",
+    ),
+    Rule(
         "fsdp_meta_device",
         "training.py:1258, param_and_grad_buffer.py:2221 (run)",
         lambda spec, is_fsdp, sharding: (

@@ -58,6 +58,21 @@ def _without_pinned_memory() -> None:
     DataLoader.__init__ = __init__  # type: ignore[method-assign]
 
 
+def _tokens_of_the_vocabulary() -> None:
+    """0.15's mock data counts to 4,095 in any vocabulary; later releases start over."""
+    import megatron.core
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    if not megatron.core.__version__.startswith("0.15."):
+        return
+    count = MockGPTLowLevelDataset.__getitem__
+
+    def __getitem__(self: Any, index: int) -> Any:
+        return count(self, index) % self.tokenizer.vocab_size
+
+    MockGPTLowLevelDataset.__getitem__ = __getitem__
+
+
 def _plain_messages() -> None:
     """The interleaved schedule frees a stage's output once its sending has begun.
 
@@ -193,6 +208,7 @@ def _install() -> None:
     _pretend_to_have_a_device()
     _without_compiled_kernels()
     _without_pinned_memory()
+    _tokens_of_the_vocabulary()
     _plain_messages()
     _latent_attention_without_engine()
     if os.environ.get("NEST_TEST_BUILD"):
