@@ -207,6 +207,15 @@ def test_graphs_are_captured_where_the_host_is_slower_than_the_device() -> None:
     assert graphs is GraphImpl.NONE
 
 
+@pytest.mark.parametrize(("release", "graphs"), [("0.15", False), ("0.16", True)])
+def test_graphs_are_chosen_since_they_go_with_expandable_segments(
+    release: str, graphs: bool
+) -> None:
+    words = [*EXPERTS, *SMALL_STEP, f"target=megatron_lm_{release}"]
+    asked = request_of(compose(parse(words)), choose_execution=True)
+    assert ("cuda_graph_impl" in asked.space.executions) is graphs
+
+
 def test_graphs_around_experts_hold_what_has_fixed_shapes() -> None:
     few = ("parallel.expert_model_parallel_size=8", "train.seq_length=1024")
     found = planned("model=deepseek_v2_lite", *few).layout.execution

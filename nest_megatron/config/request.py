@@ -75,6 +75,7 @@ from nest_megatron.layout.knobs import (
 from nest_megatron.layout.policy import Policy, PolicyError
 from nest_megatron.layout.price import Rates
 from nest_megatron.layout.rulebook.devices import device_notes, require_recipe
+from nest_megatron.layout.rulebook.facts import is_within
 from nest_megatron.model.adapters import PeftScheme
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Request
@@ -90,6 +91,8 @@ Rest = ParamSpec("Rest")
 #: Bandwidth from which activations can wait on the host: above PCIe of the fifth generation
 #: (63 GB/s), below NVLink-C2C.
 _FAST_LINK = 1e11
+#: 0.15 refuses CUDA graphs beside expandable segments, for which a job's environment may ask.
+_GRAPHS_SINCE = "0.16"
 #: Settings that no other part of a plan's file says.
 _RECORDED: Final = (
     "search.tie_percent",
@@ -222,7 +225,9 @@ def request_for(
         packages=stated_packages(settings, job.packages),
         fixed=fixed_choices(settings, job.fixed, freed),
         has_engine=job.transformer_impl != "local",
-        capturable=job.capturable and schedule is None,
+        capturable=job.capturable
+        and schedule is None
+        and is_within(target.megatron_core, since=_GRAPHS_SINCE),
         has_fast_link=cluster.accelerator.host_bandwidth_bytes_per_s >= _FAST_LINK,
         counts_on_host=job.counts_on_host,
         can_state=job.can_state,

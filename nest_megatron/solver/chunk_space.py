@@ -6,8 +6,9 @@
   embedding and ``a`` layers, the last one ``b`` layers and the head, and all chunks between hold
   ``q`` layers, but that ``r`` of them hold one more: either the first ``r`` or the last ``r``.
   ``a`` and ``b`` range over ``0 .. q + 1``. With MTP layers the last chunk holds them too, or the
-  chunk before it does, beside its layers or without any, and the head stands alone. (Within one round of chunks all ranks work in
-  step, so chunks of different sizes only make ranks wait for each other: ``docs/solver.md``.)
+  chunk before it does, beside its layers or without any, and the head stands alone. (Within one
+  round of chunks all ranks work in step, so chunks of different sizes only make ranks wait for each
+  other: ``docs/solver.md``.)
 
 The order in which partitions are listed is the tie rule: of two that take equally long, the earlier
 one is the answer. Bigger chunks come first.

@@ -140,7 +140,7 @@ def _job(home: Path, family: str, name: str, fields: Mapping[str, Any]) -> Job:
     }
     return Job(
         name=f"{family}/{name}",
-        script=recipe.script if recipe else _script(home, family),
+        script=recipe.script if recipe else _script(home, family, fields["MODEL_ARGS"]),
         argv=tuple(_argv(fields["MODEL_ARGS"])),
         environment=variables,
         cluster=_CLUSTERS[recipe.platform if recipe else named],
@@ -190,8 +190,8 @@ class _Recipe:
 def _recipes(home: Path) -> Mapping[str, _Recipe]:
     """The recipe of each test that trains; of two platforms the H100."""
     found: dict[str, _Recipe] = {}
-    for platform in ("gb200", "h100"):
-        for path in sorted((home / _RECIPES / platform).glob("*.yaml")):
+    for platform, folder in (("gb200", "gb200"), ("h100", "h100"), ("h100", "")):  # 0.15 has none
+        for path in sorted((home / _RECIPES / folder).glob("*.yaml")):
             fields = yaml.safe_load(path.read_text(encoding="utf-8"))
             spec = fields["spec"]
             script = re.search(r"TRAINING_SCRIPT_PATH=(\S+\.py)", spec.get("script", ""))
@@ -206,14 +206,17 @@ def _recipes(home: Path) -> Mapping[str, _Recipe]:
     return found
 
 
-def _script(home: Path, family: str) -> str:
+def _script(home: Path, family: str, arguments: Mapping[str, Any]) -> str:
     """What trains a test that no recipe launches: the script of its family's others."""
-    scripts = Counter(
+    if any(name.startswith("--hybrid-") for name in arguments):
+        scripts = ("pretrain_hybrid.py", "pretrain_mamba.py")
+        return next(name for name in scripts if (home / name).exists())
+    others = Counter(
         each.script
         for each in _recipes(home).values()
         if each.family == family and "inference" not in each.script and "rl" not in each.script
     )
-    return scripts.most_common(1)[0][0] if scripts else "pretrain_gpt.py"
+    return others.most_common(1)[0][0] if others else "pretrain_gpt.py"
 
 
 def written(job: Job, version: str) -> Written:
