@@ -194,6 +194,8 @@ def _recipes(home: Path) -> Mapping[str, _Recipe]:
         for path in sorted((home / _RECIPES / folder).glob("*.yaml")):
             fields = yaml.safe_load(path.read_text(encoding="utf-8"))
             spec = fields["spec"]
+            if "model" not in spec:  # it builds a package
+                continue
             script = re.search(r"TRAINING_SCRIPT_PATH=(\S+\.py)", spec.get("script", ""))
             recipe = _Recipe(
                 family=spec["model"],
