@@ -13,7 +13,7 @@ from nest_megatron.cost_model.formats import beside_buffers
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM
 from nest_megatron.errors import UserInputError
-from nest_megatron.layout.dims import DEGREES, ParallelDims
+from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.estimate import Estimate
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import Layout
@@ -39,7 +39,9 @@ _LEAST_FREED_PERCENT = 5.0
 #: Sentences on choices that change numbers.
 _MOST_NUMERIC = 5
 #: Degrees of a plan that stay where a choice frees memory.
-_KEPT_DEGREES = frozenset(DEGREES) - {"virtual_pipeline_model_parallel_size"}
+_KEPT_DEGREES = tuple(
+    f"{name}_parallel_size" for name in ("tensor_model", "context", "expert_model", "expert_tensor")
+)
 #: More groups of replicas than this are not tried: states are then divided among few.
 _MOST_INSTANCES = 16
 
@@ -274,7 +276,7 @@ def _with_its_memory(
 ) -> tuple[CostSettings, SearchSpace]:
     """What is searched for plans with a choice whose memory it frees.
 
-    Degrees are the plan's: a search over all of them takes as long as its own.
+    Degrees inside a layer are the plan's: a search over all of them takes as long as its own.
     """
     dims, space = plan.layout.dims, request.space
     fixed = {name: dims.degrees[name] for name in _KEPT_DEGREES}
