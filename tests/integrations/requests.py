@@ -318,6 +318,9 @@ BROKEN = {
         grid=dims(tp=2, dp=4), zero=ZeroStage.OPTIMIZER, optimizer="muon", version="0.17"
     ),
     "fsdp_no_pipeline": request(grid=dims(pp=2), zero=ZeroStage.GRADIENTS),
+    "fsdp_gradients_in_bf16": request(
+        LLAMA, dims(dp=4), zero=ZeroStage.GRADIENTS, gradient_bytes=2, version="0.15"
+    ),
     "fsdp_experts": request(MIXTRAL, dims(dp=4, ep=4), zero=ZeroStage.GRADIENTS, version="0.15"),
     "fsdp_meta_device": request(
         changed(LLAMA, position_embedding_type="learned_absolute"),

@@ -36,6 +36,7 @@ LATER = {
     "interleaving",
     "fsdp_no_pipeline",
     "fsdp_experts",
+    "fsdp_gradients_in_bf16",
     "fsdp_meta_device",
     "no_empty_stage",
     "known_version",

@@ -86,6 +86,17 @@ SHARDING_RULES = (
         until="0.15",
     ),
     Rule(
+        "fsdp_gradients_in_bf16",
+        "0.15 param_and_grad_buffer.py:2895 (run)",
+        lambda is_fsdp, gradient_bytes: not is_fsdp or gradient_bytes > 2,
+        _STRATEGY,
+        "Megatron-FSDP of 0.15 scales 16-bit gradients in another buffer than it reduces: losses "
+        "are wrong, without a word",
+        "Leave grad_reduce_in_bf16 out, use the distributed optimizer, or Megatron-LM 0.16.",
+        value="zero_name",
+        until="0.15",
+    ),
+    Rule(
         "fsdp_meta_device",
         "training.py:1258, param_and_grad_buffer.py:2221 (run)",
         lambda spec, is_fsdp, sharding: (
