@@ -17,6 +17,8 @@ SINGLETONS = {"initialize_config_dir", "initialize_config_module", "create_main_
 HOMES = {"expanduser", "home", "getuser", "platformdirs"}
 #: A program by itself, which no thread of ours runs.
 PROGRAM = PACKAGE / "integrations" / "dry_run" / "view.py"
+#: Its ``run_process`` has the whole process of a command.
+COMMAND = PACKAGE / "cli" / "__init__.py"
 
 
 @pytest.mark.parametrize(
@@ -25,7 +27,7 @@ PROGRAM = PACKAGE / "integrations" / "dry_run" / "view.py"
     ids=lambda path: str(path.relative_to(PACKAGE)),
 )
 def test_nothing_is_set_for_all_threads(path: Path) -> None:
-    assert "gc" not in {each.module for each in imports_of(path)}
+    assert path == COMMAND or "gc" not in {each.module for each in imports_of(path)}
     tree = ast.parse(path.read_text(encoding="utf-8"))
     used = {
         (node.value.id, node.attr)
@@ -38,6 +40,12 @@ def test_nothing_is_set_for_all_threads(path: Path) -> None:
     assert not names & SINGLETONS
     if path != PACKAGE / "files.py":
         assert not names & HOMES
+
+
+def test_a_command_alone_tunes_the_collector_of_its_process() -> None:
+    tree = ast.parse(COMMAND.read_text(encoding="utf-8"))
+    own = next(each for each in tree.body if getattr(each, "name", "") == "run_process")
+    assert ast.unparse(tree).count("gc.") == ast.unparse(own).count("gc.") == 1
 
 
 #: Methods that change what they are of.
