@@ -68,6 +68,14 @@ def catalogue_names(group: str, root: Traversable | None = None) -> tuple[str, .
     if group not in GROUPS:
         limit, fix = f"the groups are {', '.join(GROUPS)}", nearest(group, GROUPS)
         raise UserInputError("catalogue group", group, limit, fix)
-    folder = (catalogue_root() if root is None else root).joinpath(group)
+    return _installed(group) if root is None else _entries(root.joinpath(group))
+
+
+@functools.cache
+def _installed(group: str) -> tuple[str, ...]:
+    return _entries(catalogue_root().joinpath(group))
+
+
+def _entries(folder: Traversable) -> tuple[str, ...]:
     files = (entry.name for entry in folder.iterdir() if entry.name.endswith(".yaml"))
     return tuple(sorted(name.removesuffix(".yaml") for name in files))
