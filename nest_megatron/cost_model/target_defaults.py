@@ -93,7 +93,7 @@ def target_named(name: str) -> Target:
         name = installed_name(name)
     if name in TARGETS:
         return TARGETS[name]
-    found = re.fullmatch(r"(\w+?)_(\d+|\d+\.\d+.*)", name)
+    found = re.fullmatch(r"(\w+?)_(\d{1,3}|\d+\.\d+.*)", name)
     if found is None or found[1] not in _FRAMEWORKS:
         limit = f"targets are {', '.join((*_FRAMEWORKS, *TARGETS))}"
         raise UserInputError("target", name, limit, fix=nearest(name, (*_FRAMEWORKS, *TARGETS)))

@@ -169,6 +169,8 @@ def test_an_unknown_target_is_refused_with_the_nearest() -> None:
         target_named("megatron_bridge_0")
     with pytest.raises(UserInputError, match=r"megatron_lm_9x.*targets are megatron_lm"):
         target_named("megatron_lm_9x")
+    with pytest.raises(UserInputError, match=r"megatron_bridge_2026.*targets are megatron_lm"):
+        target_named("megatron_bridge_2026")  # a year is no release
 
 
 @pytest.mark.parametrize("release", ["0.77.1", "9"])

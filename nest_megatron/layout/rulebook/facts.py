@@ -40,7 +40,7 @@ DEFAULT_VERSION = "0.19"
 #: A release without its patch level, which compares: 0.19 is (0, 19).
 Release = tuple[int, int]
 #: How its text begins; a number alone is a release, too.
-_RELEASE = re.compile(r"(\d+)(?:\.(\d+)|\Z)")
+_RELEASE = re.compile(r"(\d{1,3})(?:\.(\d+)|\Z)")
 #: Groups that DeepEP has buffer sizes for. Source: deepseek-ai/DeepEP, deep_ep/buffer.py
 #: (``Buffer.get_dispatch_config``); its first releases lack 48 and 96.
 DEEPEP_RANKS = frozenset({2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160})
