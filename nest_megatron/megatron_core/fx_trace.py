@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -79,13 +80,25 @@ def traced(module: Any, inputs: Sequence[TensorShape]) -> Trace:
     flat = (*weights.values(), *buffers.values(), *given)
     keeping = torch.autograd.graph.saved_tensors_hooks(run.save, lambda tensor: tensor)
     try:
-        with mode, keeping, torch.enable_grad(), as_on_a_gpu(), run.following(module):
+        with mode, keeping, torch.enable_grad(), as_on_a_gpu(), run.following(module), _quiet():
             graph = make_fx(forward)(*flat).graph
     except Exception as error:  # whatever the model's own code raises is the user's to know
         raise _refusal(error, module, run.place.path) from error
     return Trace(
         graph=graph, weights=weights, buffers=buffers, inputs=given, saved=tuple(run.saved)
     )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the traceback that torch logs before it raises (2.15): the refusal says as much."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _without_memory(named: Iterator[tuple[str, Any]], module: Any) -> dict[str, Any]:

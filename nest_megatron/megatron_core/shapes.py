@@ -139,3 +139,33 @@ def _flash_forward(
 def _flash_backward(_: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The gradients of query, key and value are of their size."""
     return tuple(torch.empty_like(tensor) for tensor in tensors[:3])
+
+
+#: Collectives by whether they return the tensors of their first argument beside their handle.
+COLLECTIVES = {
+    **dict.fromkeys(("allreduce_", "broadcast_", "alltoall_"), True),
+    **dict.fromkeys(("allgather_", "_allgather_base_"), True),
+    **dict.fromkeys(("reduce_scatter_", "_reduce_scatter_base_"), True),
+    **dict.fromkeys(("alltoall_base_", "barrier"), False),
+}
+
+
+def _with_shapes_of_collectives() -> torch.library.Library:
+    """Shapes of the collectives for which torch has none (2.6 to 2.9)."""
+    from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+
+    def done() -> torch.ScriptObject:
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return _create_work_from_future(future).boxed()
+
+    library = torch.library.Library("c10d", "IMPL")
+    for name, gives_tensors in COLLECTIVES.items():
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "Meta"):
+            with_tensors, alone = (lambda *args: (args[0], done())), (lambda *_: done())
+            library.impl(name, with_tensors if gives_tensors else alone, "Meta")
+    return library
+
+
+#: What it registers lasts as long as it does.
+_LIBRARY = _with_shapes_of_collectives()
