@@ -11,5 +11,5 @@ from nest_megatron.megatron_core import shapes
 
 @pytest.mark.parametrize("name", shapes.COLLECTIVES)
 def test_collectives_have_shapes(name: str) -> None:
-    """torch 2.6 to 2.9 register none: no layer that communicates would be recorded."""
+    """Torch 2.6 to 2.9 register none: no layer that communicates would be recorded."""
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "Meta")
