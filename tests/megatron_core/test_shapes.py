@@ -10,5 +10,5 @@ shapes = pytest.importorskip("nest_megatron.megatron_core.shapes")
 
 @pytest.mark.parametrize("name", shapes.COLLECTIVES)
 def test_collectives_have_shapes(name: str) -> None:
-    """torch 2.6 to 2.9 register none: no layer that communicates would be recorded."""
+    """Releases 2.6 to 2.9 register none: no layer that communicates would be recorded."""
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "Meta")
