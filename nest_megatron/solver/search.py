@@ -76,7 +76,7 @@ class Search(Caching):
         present: what the job runs today, a plan of the space whatever its limits, and whatever its
             chance to run out of memory; it is priced first. It need not fit.
         out_of_time: asked now and then; once true the search stops with what it has proven. The
-            present layout is priced all the same, and rules of thumb where no plan was found.
+            present layout is priced all the same, and rules of thumb where nothing was solved.
         on_progress: called with (candidates solved, best so far, proven bound), in ticks; the best
             is ``None`` before there is a plan.
     """
@@ -133,7 +133,7 @@ class Search(Caching):
         present = self._price_present()
         self.enumerated = self._enumerate()
         drained = self.enumerated and self._drain()
-        if self.wants_any and not (drained or self.best):
+        if self.wants_any and not (drained or self.solved):
             grids, solve = self.grids.anew(), self.solve_stages
             self._keep_any(first_plan(grids, self.memory, self.peaks, solve))
         return dataclasses.replace(self._result(drained=drained), present=present)
