@@ -200,3 +200,9 @@ def text_of(report: RenderableType) -> str:
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(report)
     return console.export_text()
+
+
+def test_expert_parallelism_of_a_dense_model_is_refused() -> None:
+    space = SearchSpace(fixed={"expert_model_parallel_size": 2})
+    with pytest.raises(UserInputError, match="expert_model_parallel_size=2"):
+        plan(request("llama3_8b", space=space))

@@ -128,7 +128,9 @@ class GridSpace(Caching):
     def _expert_degrees(self, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
         num_experts = self.model.spec.num_experts
         if num_experts is None:
-            yield {**facts, "ep": 1, "etp": 1}
+            found = {**facts, "ep": self.space.fixed.get("expert_model_parallel_size", 1), "etp": 1}
+            if self._allows("experts", found):
+                yield found
             return
         for ep in self._values("expert_model_parallel_size", num_experts):
             for etp in self._values("expert_tensor_parallel_size", facts["world_size"]):
