@@ -90,14 +90,19 @@ def edited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     (folder / "plan.yaml").write_text(text, encoding="utf-8")
     for module in (catalogue_files, composing):
         monkeypatch.setattr(module, "catalogue_root", lambda: folder)
-    catalogue_files._plan_file.cache_clear()
+    _forget()
     return folder
 
 
 @pytest.fixture(autouse=True)
 def _read_again() -> Iterator[None]:
     yield
+    _forget()
+
+
+def _forget() -> None:
     catalogue_files._plan_file.cache_clear()
+    composing._composed_of_catalogue.cache_clear()
 
 
 def test_the_file_alone_states_defaults(edited: Path) -> None:

@@ -146,13 +146,17 @@ def _search(
     on_progress: Progress | None = None,
     *,
     model: CostModel | None = None,
+    space: SearchSpace | None = None,
+    max_oom_chance: float | None = None,
+    num_layouts: int | None = None,
     like: Search | None = None,
     slowest: Ticks = NO_THRESHOLD,
 ) -> _Searched:
     """Search a request's space until some time before a deadline.
 
     Args:
-        model: the request's cost model, if there is one already.
+        model, space, max_oom_chance: others than the request's.
+        num_layouts: to rank; ``None`` for the plan and its runners-up.
         like: a search of the same job and space, which shares what it has worked out.
         slowest: plans that take longer are of no interest, nor are ties; some plan is, and what
             runs today, if this is not said.
@@ -168,10 +172,10 @@ def _search(
     search = Search(
         model,
         request.global_batch_size,
-        request.space,
+        space or request.space,
         solver_of(choose(request.backend), ends.passed),
-        limit=PeakLimit(model, request.max_oom_chance, request.site),
-        num_layouts=request.num_alternatives + 1,
+        limit=PeakLimit(model, max_oom_chance or request.max_oom_chance, request.site),
+        num_layouts=num_layouts or request.num_alternatives + 1,
         tie_percent=request.tie_percent if is_first else 0.0,
         slowest=slowest,
         like=like,
@@ -192,8 +196,10 @@ def _with_riskier(
     model = searched.model
     fastest = searched.result.fastest.iteration
     found = _search(
-        dataclasses.replace(request, max_oom_chance=MOST_OOM_CHANCE, num_alternatives=0),
+        request,
         deadline,
+        max_oom_chance=MOST_OOM_CHANCE,
+        num_layouts=1,
         like=searched.search,
         slowest=math.ceil(fastest / (1 + request.tie_percent / 100)) - 1,
     ).result
@@ -336,6 +342,6 @@ def _faster(
     step_s: Seconds,
 ) -> SolvedLayout | None:
     """The fastest plan with a shorter step than some, as far as time allows."""
-    changed = dataclasses.replace(request, settings=settings, space=space, num_alternatives=0)
-    found = _search(changed, deadline, slowest=to_ticks(step_s))
+    model, slowest = request.cost_model(settings), to_ticks(step_s)
+    found = _search(request, deadline, model=model, space=space, num_layouts=1, slowest=slowest)
     return next(iter(found.result.plans), None)

@@ -92,7 +92,7 @@ BAD = {
     "command and model": ((*LLAMA, "--from", "pretrain_gpt.py --bf16"), "--from"),
     "command in a sweep": ((*WITHOUT_MODEL, "-m", "--from", "x.py --bf16"), "--multirun"),
     "unknown release": (
-        (*WITHOUT_MODEL, "--from", "pretrain_gpt.py --bf16", "--megatron-version", "9"),
+        (*WITHOUT_MODEL, "--from", "pretrain_gpt.py --bf16", "--megatron-version", "main"),
         "0.16",
     ),
     "indivisible estimate": (
