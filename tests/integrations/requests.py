@@ -318,6 +318,7 @@ BROKEN = {
         grid=dims(tp=2, dp=4), zero=ZeroStage.OPTIMIZER, optimizer="muon", version="0.17"
     ),
     "fsdp_no_pipeline": request(grid=dims(pp=2), zero=ZeroStage.GRADIENTS),
+    "experts_in_fp16": request(MIXTRAL, dims(dp=4, ep=4), precision=Precision.FP16, version="0.15"),
     "fsdp_gradients_in_bf16": request(
         LLAMA, dims(dp=4), zero=ZeroStage.GRADIENTS, gradient_bytes=2, version="0.15"
     ),

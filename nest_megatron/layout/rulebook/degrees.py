@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+from nest_megatron.cluster.records import Precision
 from nest_megatron.layout.dims import ParallelDims, RankOrder
 from nest_megatron.layout.rulebook.facts import Release
 from nest_megatron.layout.rulebook.rule import Rule
@@ -173,6 +174,16 @@ DEGREE_RULES = (
         "the model has no experts",
         "Use 1.",
         reason=_EXPERTS,
+    ),
+    Rule(
+        "experts_in_fp16",
+        "0.15 args:1041",
+        lambda precision, ep: ep == 1 or precision is not Precision.FP16,
+        _EP,
+        "0.15 has no expert parallelism in fp16",
+        "Use 1, or bf16.",
+        reason=_EXPERTS,
+        until="0.15",
     ),
     Rule(
         "experts_over_ep",
