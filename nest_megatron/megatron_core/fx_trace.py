@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nest_megatron.errors import UnplannableModelError, UserInputError, nearest
-from nest_megatron.megatron_core.substitutes import as_on_a_gpu
+from nest_megatron.megatron_core.substitutes import as_on_a_gpu, at_level
 from nest_megatron.model.chain import TensorShape
 
 #: Where a node keeps its ``Place``.
@@ -79,26 +79,16 @@ def traced(module: Any, inputs: Sequence[TensorShape]) -> Trace:
     forward = _forward(module, (*weights, *buffers), [each.keyword for each in inputs], run)
     flat = (*weights.values(), *buffers.values(), *given)
     keeping = torch.autograd.graph.saved_tensors_hooks(run.save, lambda tensor: tensor)
+    # torch 2.15 logs a traceback before it raises: the refusal says as much
+    quiet = at_level("torch._subclasses.fake_tensor", logging.CRITICAL)
     try:
-        with mode, keeping, torch.enable_grad(), as_on_a_gpu(), run.following(module), _quiet():
+        with mode, keeping, torch.enable_grad(), as_on_a_gpu(), run.following(module), quiet:
             graph = make_fx(forward)(*flat).graph
     except Exception as error:  # whatever the model's own code raises is the user's to know
         raise _refusal(error, module, run.place.path) from error
     return Trace(
         graph=graph, weights=weights, buffers=buffers, inputs=given, saved=tuple(run.saved)
     )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the traceback that torch logs before it raises (2.15): the refusal says as much."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def _without_memory(named: Iterator[tuple[str, Any]], module: Any) -> dict[str, Any]:

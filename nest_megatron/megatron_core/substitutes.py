@@ -63,15 +63,21 @@ def _missing(owner: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep back what torch and megatron-core say of being used in an unusual way."""
-    logger = logging.getLogger("megatron")
-    level = logger.level
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), at_level("megatron", logging.ERROR):
         warnings.simplefilter("ignore")
-        logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            logger.setLevel(level)
+        yield
+
+
+@contextlib.contextmanager
+def at_level(name: str, level: int) -> Iterator[None]:
+    """Let a logger say nothing below a level."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextlib.contextmanager

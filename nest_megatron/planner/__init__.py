@@ -88,12 +88,11 @@ def plan(
         batches = tuple(predicted_batches(model, best.layout, request.batch_schedule))
         if larger := _too_large(request, model, best, batches):
             return plan(dataclasses.replace(request, global_batch_size=larger), choose=choose)
-        choice = None if choose else _with_riskier(request, deadline, searched, chosen.choice)
         found = assemble(
             *(request, model, best.layout, best.predicted),
             search_record(request, searched.result, searched.seconds, chosen.plan, choose),
             alternatives=tuple(alternative(chosen.plan, each, chosen) for each in chosen.others),
-            choice=choice,
+            choice=None if choose else _with_riskier(request, deadline, searched, chosen.choice),
             shortlist=chosen.shortlist(model) if request.shortlist else None,
             present=_present_layout(request, searched, chosen.plan),
             offers=offers(best, request, find, partial(_faster, request, deadline)),
@@ -166,7 +165,7 @@ def _search(
         assert on_progress is not None
         on_progress(solved, None if best is None else to_seconds(best), to_seconds(bound))
 
-    model = like.model if like else model or request.cost_model()
+    model = model or request.cost_model()
     ends, is_first = _before_report(deadline), slowest == NO_THRESHOLD
     started = time.perf_counter()
     search = Search(
@@ -193,11 +192,11 @@ def _with_riskier(
     """What the limit on the risk costs, if more than a tie: the fastest that rather starts."""
     if request.max_oom_chance >= MOST_OOM_CHANCE or not request.num_alternatives:
         return choice
-    model = searched.model
-    fastest = searched.result.fastest.iteration
+    model, fastest = searched.model, searched.result.fastest.iteration
     found = _search(
         request,
         deadline,
+        model=model,
         max_oom_chance=MOST_OOM_CHANCE,
         num_layouts=1,
         like=searched.search,

@@ -38,10 +38,6 @@ _LEAST_GAIN_PERCENT = 1.0
 _LEAST_FREED_PERCENT = 5.0
 #: Sentences on choices that change numbers.
 _MOST_NUMERIC = 5
-#: Degrees of a plan that stay where a choice frees memory.
-_KEPT_DEGREES = tuple(
-    f"{name}_parallel_size" for name in ("tensor_model", "context", "expert_model", "expert_tensor")
-)
 #: More groups of replicas than this are not tried: states are then divided among few.
 _MOST_INSTANCES = 16
 
@@ -279,7 +275,8 @@ def _with_its_memory(
     Degrees inside a layer are the plan's: a search over all of them takes as long as its own.
     """
     dims, space = plan.layout.dims, request.space
-    fixed = {name: dims.degrees[name] for name in _KEPT_DEGREES}
+    inside = ("tensor_model", "context", "expert_model", "expert_tensor")
+    fixed = {f"{name}_parallel_size": dims.degrees[f"{name}_parallel_size"] for name in inside}
     space = dataclasses.replace(
         space,
         fixed={**space.fixed, **fixed},

@@ -230,7 +230,7 @@ def _of_memory(request: Request, deadline: Deadline, find: Find) -> Iterator[Rem
             return
         if any(fewer <= words for fewer in found) or not any(words <= more for more in enough):
             continue
-        if _fits(changed(offer), deadline):
+        if words in enough or _fits(changed(offer), deadline):
             found.append(words)
             yield _remedy(" ".join(offer.words), changed(offer), deadline, find)
 

@@ -46,6 +46,10 @@ class _Activations(NamedTuple):
     working: tuple[float, ...]
 
 
+def _pipeline_key(_: object, dims: ParallelDims, zero: ZeroStage) -> tuple[object, ...]:
+    return STATES_OF_PIPELINE.of(dims), replicas(dims), zero
+
+
 class MemoryBounds(Caching):
     """Bounds on the memory of grids of one job; what grids share is computed once."""
 
@@ -57,7 +61,7 @@ class MemoryBounds(Caching):
         self._num_units = kinds.total()
         self._num_outside = sum(count for kind, count in kinds.items() if kind.is_end)
 
-    @cached_by(lambda _, dims, zero: (STATES_OF_PIPELINE.of(dims), replicas(dims), zero))
+    @cached_by(_pipeline_key)
     def of_states(self, dims: ParallelDims, zero: ZeroStage) -> float:
         """Weights and states of the rank with the highest peak are at least the mean over ranks."""
         each, _ = stored_bytes(dims, zero, self.model.settings)
@@ -161,7 +165,7 @@ class MemoryBounds(Caching):
             return saved, 0.0
         return saved, min(run.saved_bytes + run.working_bytes for run in runs) - saved
 
-    @cached_by(lambda _, dims, zero: (STATES_OF_PIPELINE.of(dims), replicas(dims), zero))
+    @cached_by(_pipeline_key)
     def _of_pipeline(self, dims: ParallelDims, zero: ZeroStage) -> _States:
         settings, structure = self.model.settings, self.model.structure(dims)
         each, stays = stored_bytes(dims, zero, settings)

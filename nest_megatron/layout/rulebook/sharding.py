@@ -54,10 +54,6 @@ def allows_optimizer(optimizer: str, zero: ZeroStage, version: str) -> bool:
     return zero < (ZeroStage.OPTIMIZER if before else ZeroStage.GRADIENTS)
 
 
-def _is_megatron_fsdp(is_fsdp: bool, sharding: DataParallelSharding | None) -> bool:
-    return is_fsdp and sharding is not DataParallelSharding.TORCH_FSDP2
-
-
 SHARDING_RULES = (
     Rule(
         "encoder_zero",
@@ -82,7 +78,7 @@ SHARDING_RULES = (
     Rule(
         "fsdp_experts",
         "0.15 megatron_fsdp.py:238 (run)",
-        lambda is_fsdp, sharding, ep: not _is_megatron_fsdp(is_fsdp, sharding) or ep == 1,
+        lambda is_fsdp, uses_torch_fsdp2, ep: not is_fsdp or uses_torch_fsdp2 or ep == 1,
         _STRATEGY,
         "Megatron-FSDP of 0.15 asks for a group of experts that it does not have",
         "Use expert_model_parallel_size 1, the distributed optimizer, or Megatron-LM 0.16.",
@@ -92,8 +88,8 @@ SHARDING_RULES = (
     Rule(
         "fsdp_gradients_in_bf16",
         "0.15 param_and_grad_buffer.py:2895 (run)",
-        lambda is_fsdp, sharding, gradient_bytes: (
-            not _is_megatron_fsdp(is_fsdp, sharding) or gradient_bytes > 2
+        lambda is_fsdp, uses_torch_fsdp2, gradient_bytes: (
+            not is_fsdp or uses_torch_fsdp2 or gradient_bytes > 2
         ),
         _STRATEGY,
         "Megatron-FSDP of 0.15 scales 16-bit gradients in another buffer than it reduces: losses "
