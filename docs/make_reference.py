@@ -62,7 +62,7 @@ With 1 `plan` says which bytes are missing, and the nearest change that fits; `e
 where the layout may fit: it exceeds the limit by less than such predictions are wrong. With 3 what
 is known is a lower bound on the step, or a plan that may be more than 10 % slower than the best and
 is written all the same: its first line says how far. Raise `search.max_seconds`.
-[signing.md](signing.md) tells 10 to 15 apart, [policy.md](policy.md) explains 16.
+[policy.md](policy.md) explains 10 to 16.
 """
 PLAN_HEAD = """\
 <!-- Written by `python docs/make_reference.py` from nest_megatron/layout/plan.py. -->

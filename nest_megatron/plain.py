@@ -1,7 +1,7 @@
 """Frozen records to plain data and back, strictly: the one converter for YAML and JSON.
 
 cattrs builds the records and keeps the path of a value that does not fit; what a user reads of it
-is worded here (``docs/decisions/011-one-converter.md``).
+is worded here (decision 011 of ``docs/decisions.md``).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The solver counts time in whole *ticks* of one picosecond. Sums and maxima of ticks are exact, so
 two schedules that tie really tie, a bound that is proven on paper is proven in the machine, and the
-compiled kernel and its Python twin agree to the last bit (``docs/decisions/002-integer-clock.md``).
+compiled kernel and its Python twin agree to the last bit (decision 002 of ``docs/decisions.md``).
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def audit(
     """Who launched what, with which plan, and what it took beside its prediction.
 
     Launches that a rule did not allow stand behind those that began. FILEs are audits that a policy
-    names (docs/audit.md), rotated and compressed ones (.gz) too, in any order; without one, those
+    names (docs/policy.md), rotated and compressed ones (.gz) too, in any order; without one, those
     that the policies here name.
     """
     moment = None if since is None else moment_of(since)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A job that names a plan (NEST_PLAN=FILE) starts only where a trusted reviewer signed that plan.
-# Run it in a TaskProlog, or at the head of a job's script: docs/signing.md has the exit codes.
+# Run it in a TaskProlog, or at the head of a job's script: docs/policy.md has the exit codes.
 set -u
 
 [ -n "${NEST_PLAN:-}" ] || exit 0

@@ -33,8 +33,9 @@ from tests.profile.profiles import whole_profile
 
 DOCS = ROOT / "docs"
 FIRST_PAGES = (
-    *(ROOT / "README.md", DOCS / "first_plan.md", DOCS / "adding.md"),
-    *sorted((DOCS / "users").glob("*.md")),
+    ROOT / "README.md",
+    *(DOCS / f"{name}.md" for name in ("first_plan", "adding", "sizing", "troubleshooting")),
+    DOCS / "research.md",
 )
 PUBLISHED = ROOT / "tests" / "published" / "data"
 
@@ -53,7 +54,8 @@ def shown_commands() -> Iterator[str]:
         assert getattr(command, "examples", ()), f"{name} has no example"
     for page in FIRST_PAGES:
         joined = page.read_text(encoding="utf-8").replace("\\\n", " ")
-        yield from (line for line in joined.splitlines() if line.startswith("nest-megatron "))
+        lines = map(str.strip, joined.splitlines())
+        yield from (line for line in lines if line.startswith("nest-megatron "))
 
 
 def commands_below(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:

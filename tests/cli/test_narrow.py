@@ -69,7 +69,7 @@ def test_a_sweep_says_what_changes_nothing() -> None:
 
 
 def test_each_row_of_the_documented_sweep_is_another_plan() -> None:
-    page = ROOT / "docs" / "users" / "network_architect.md"
+    page = ROOT / "docs" / "sizing.md"
     lines = page.read_text(encoding="utf-8").splitlines()
     (command,) = (line for line in lines if line.startswith("$ nest-megatron plan -m "))
     jobs = run(*command.split()[2:], "search.num_alternatives=0", "--json").json()["jobs"]

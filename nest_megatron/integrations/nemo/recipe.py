@@ -404,7 +404,7 @@ def auto_recipe(
     """Plan a recipe and write the plan into it.
 
     A recipe's factory sets every degree, and its defaults cannot be told from its user's settings,
-    so all of them are free unless they are kept (``docs/decisions/006-what-a-recipe-keeps.md``).
+    so all of them are free unless they are kept (decision 006 of ``docs/decisions.md``).
 
     Args:
         recipe: as for ``read_recipe``; changed in place.

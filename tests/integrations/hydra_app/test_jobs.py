@@ -373,7 +373,7 @@ def commands_of(page: str, name: str) -> list[list[str]]:
 
 
 def test_the_page_s_command_for_fields_elsewhere(tmp_path: Path) -> None:
-    (words,) = commands_of("users/hydra_application.md", "nest.root=")
+    (words,) = commands_of("hydra_apps.md", "nest.root=")
     script = make_app(tmp_path, NESTED, NESTED_MAIN)
     run = run_app(script, *words, "nest.out=plan.yaml", "trainer.num_nodes=2")
     plan = plan_file.read(tmp_path / "plan.yaml")
