@@ -59,7 +59,7 @@ def scaling_report(rows: Sequence[SweepRow]) -> Iterator[RenderableType]:
     shown = FittingTable(
         *figure_columns("GPUs"),
         *word_columns("Layout"),
-        *figure_columns("Iteration", "Tokens/s", "Scaling", *prices),
+        *figure_columns("Step", "Tokens/s", "Scaling", *prices),
         *word_columns("Pareto"),
     )
     for cells in table:
@@ -77,7 +77,7 @@ def scaling_report(rows: Sequence[SweepRow]) -> Iterator[RenderableType]:
 def _cells(row: SweepRow, share: float | None, best: bool) -> dict[str, str]:
     shown = row.shown()
     size = next(iter(row.settings.values()))
-    cells = {"GPUs": size, "Layout": shown.get("Layout", ""), "Iteration": shown["Iteration"]}
+    cells = {"GPUs": size, "Layout": shown.get("Layout", ""), "Step": shown["Step"]}
     if row.plan is None or share is None:
         return cells
     cells |= {"Tokens/s": f"{tokens_per_s(row.plan):,.0f}", "Scaling": f"{100 * share:.1f} %"}

@@ -50,11 +50,11 @@ class SweepRow:
     def shown(self) -> dict[str, str]:
         """The row's cells for the terminal."""
         job = "\n".join(_words(self.settings))
-        cells = {"#": str(self.number), "Job": job, "Iteration": "-"}
+        cells = {"#": str(self.number), "Job": job, "Step": "-"}
         if self.plan is not None:
             return cells | plan_cells(self.plan)
         if self.missing_bytes is None:
-            return cells | {"Iteration": self.status, "Layout": self.told}
+            return cells | {"Step": self.status, "Layout": self.told}
         missing = f"{self.told} {format_gib(self.missing_bytes)}".lstrip()
         return cells | {"Layout": f"{self.status}: {missing} missing"}
 
@@ -103,7 +103,7 @@ def plan_cells(plan: ParallelPlan) -> dict[str, str]:
     sizes["PP"] = f"{sizes['PP']}x{virtual}" if virtual > 1 else sizes["PP"]
     names = ("TP", "PP", "CP", "DP", *(["EP"] if plan.model.is_moe else []))
     return {
-        "Iteration": format_seconds(predicted.iteration_time_s),
+        "Step": format_seconds(predicted.iteration_time_s),
         "MFU": f"{100 * predicted.mfu:.1f} %",
         "Memory": format_gib(predicted.peak_memory_bytes),
         "Layout": " ".join(f"{name} {sizes[name]}" for name in names),
@@ -182,7 +182,7 @@ def sweep_table(rows: Sequence[SweepRow]) -> RenderableType:
     table = FittingTable(
         *name_columns("#"),
         *word_columns("Job"),
-        *figure_columns("Iteration", min_width=9),
+        *figure_columns("Step", min_width=9),
         *figure_columns("MFU", min_width=7),
         *figure_columns("Memory", min_width=9),
         *word_columns("Layout"),

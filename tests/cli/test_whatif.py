@@ -243,7 +243,7 @@ def test_a_longer_step_has_a_reason_where_the_present_layout_is_shorter(
         rows = [Variant(row=first, kept=plan), Variant(row=row, kept=kept)]
         return variants_page(plan, rows)
 
-    words = "The present layout is faster where"
+    words = "The chosen layout is faster where"
     assert words in notes(plan, longer)
     assert words not in notes(longer, longer), "a worse cluster"
     assert words not in notes(plan, dataclasses.replace(longer, choice=None)), "as it was asked for"
