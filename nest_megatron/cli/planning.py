@@ -128,12 +128,12 @@ class PlanOptions(FreeingOptions):
             "--for-gpus": self.for_gpus is not None,
         }
         other = next((name for name, given in others.items() if given), None)
-        for name, given, limit in (
-            ("--hosts", self.hosts, "one job runs on the hosts of a file"),
-            ("--html", self.html, "a page is of one plan"),
-        ):
-            if given is not None and other is not None:
-                raise UserInputError(name, other, limit, fix)
+        if self.hosts is not None and other is not None:
+            limit = "one job runs on the hosts of a file"
+            raise UserInputError("--hosts", other, limit, fix)
+        if self.html is not None and self.for_nodes is not None:
+            limit = "a table of plans for numbers of nodes has no page"
+            raise UserInputError("--html", "--for-nodes", limit, fix)
         if self.multirun and self.shortlist:
             limit = "it tells the plans of one job apart"
             raise UserInputError("--shortlist", "--multirun", limit, fix)

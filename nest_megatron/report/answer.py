@@ -117,6 +117,6 @@ def _beside(plan: ParallelPlan) -> Iterator[tuple[str, str | Text]]:
     yield from other_layouts(plan)
     if number := len(plan.offers):
         changes = "1 change" if number == 1 else f"{number} changes"
-        yield "Suggestions", f"{changes} would gain time or memory, at a price (--full)"
+        yield "Suggestions", f"{changes} would gain time or memory, at a price (explain, --full)"
     if plan.search.certificate != "fixed":
         yield "Search", short_proof(plan)

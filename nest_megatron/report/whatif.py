@@ -11,7 +11,9 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.report.charts import IDLE, INK, ink_on
 from nest_megatron.report.price import price_cells
 from nest_megatron.report.sweep import (
+    SETTING_WIDTH,
     SweepRow,
+    broken_lines,
     plan_cells,
     short_key,
     tokens_per_s,
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _UNCHANGED = "unchanged"
-#: Widest line of a change on a terminal; behind the name of a longer one its value begins anew.
-_CHANGE = 18
 #: Of the cell with the most, in a heat map.
 _DARK = "#1d4f8c"
 
@@ -93,7 +93,7 @@ def variants_report(
     before = variants[0].row.plan
     rows = [_cells(variant, before, "\n") for variant in variants]
     for row in rows:
-        row["Change"] = "\n".join(map(_broken, row["Change"].splitlines()))
+        row["Change"] = broken_lines(row["Change"])
     table = FittingTable(
         *word_columns("Change", "Best layout"),
         *figure_columns("Step", "vs plan", "Tok/s/GPU", *_prices(rows)),
@@ -101,15 +101,11 @@ def variants_report(
     )
     lines = [line for row in rows for line in row["Change"].splitlines()]
     first = table.columns[0]
-    first.width = first.min_width = min(_CHANGE, max(map(len, lines)))
+    first.width = first.min_width = min(SETTING_WIDTH, max(map(len, lines)))
     for row in rows:
         table.add_row(*(row.get(str(column.header), "-") for column in table.columns))
     yield table
     yield notes_report(tuple(_notes(present, variants)))
-
-
-def _broken(change: str) -> str:
-    return change if len(change) <= _CHANGE else change.replace("=", "=\n", 1)
 
 
 def _prices(rows: Sequence[Mapping[str, str]]) -> list[str]:
