@@ -208,6 +208,7 @@ class Plan(Shown):
             yield from (plan_report(self.record), "")
         elif more or launch is None:
             yield answer_report(self.record)
+            yield from [""] if more else ()
         else:
             flags = self.to_megatron_args(layout_only=True)
             yield answer_report(self.record, flags, launch.environment)

@@ -39,10 +39,11 @@ def answer_report(
         flags: the layout in Megatron's own words, where they are to be pasted.
         environment: variables that the launch needs with them.
     """
-    parts: list[RenderableType] = [title(plan), pairs(_prediction(plan))]
-    if flags:
-        parts += [Text(), _Flags(tuple(flags)), *_beside_flags(plan, environment or {})]
-    return Group(*parts, pairs(_beside(plan)))
+    rows, more = [*_prediction(plan)], [*_beside(plan)]
+    if not flags:
+        return Group(title(plan), pairs(rows + more))
+    pasted = _Flags(tuple(flags)), *_beside_flags(plan, environment or {})
+    return Group(title(plan), pairs(rows), Text(), *pasted, pairs(more))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,6 @@ def _beside(plan: ParallelPlan) -> Iterator[tuple[str, str | Text]]:
     yield from other_layouts(plan)
     if number := len(plan.offers):
         changes = "1 change" if number == 1 else f"{number} changes"
-        yield "Suggestions", f"{changes} would gain time or memory, at a price (explain, --full)"
+        yield "Suggestions", f"{changes} would gain time or memory at a price: see explain"
     if plan.search.certificate != "fixed":
         yield "Search", short_proof(plan)

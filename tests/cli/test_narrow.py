@@ -130,7 +130,7 @@ def test_a_plan_is_one_screen_with_the_flags_to_paste(
     for words in (
         "Faster ",
         " risk: ",
-        "tested on 9 runs",
+        "runs like it",
         "proven: ",
         "no profile of this cluster",
     ):
