@@ -44,7 +44,7 @@ LEFT_KNOBS: tuple[LeftKnob, ...] = (
         flag="--num-distributed-optimizer-instances",
         price="traffic and memory",
         why="it holds for the whole job, so each number would be a search of its own; what the "
-        "best of up to 16 would gain on the plan's own layout is said under *Not taken*",
+        "best of up to 16 would gain on the plan's own layout is said under *Suggestions*",
     ),
     LeftKnob(
         flag="--ddp-bucket-size",
