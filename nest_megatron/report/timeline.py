@@ -100,7 +100,7 @@ def legend(view: ScheduleView) -> list[tuple[str, str]]:
     if any(sum(view.communication(span).values()) for span in spans):
         named.append(("exposed communication", _COMMUNICATION))
     named += [(kind.value, colour) for kind, colour in _EDGE_COLOURS.items() if kind in kinds]
-    return [*named, ("idle (pipeline bubble)", IDLE)]
+    return [*named, ("idle", IDLE)]
 
 
 def _height(view: ScheduleView) -> float:
