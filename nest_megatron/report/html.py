@@ -141,7 +141,7 @@ def _verdict(plan: ParallelPlan) -> str:
 
 def _titles(plan: ParallelPlan) -> Mapping[str, str]:
     """The title of each section that the page has, by its name."""
-    has = {"today": plan.today and plan.today.before, "site": plan.provenance.site}
+    has = {"today": plan.today, "site": plan.provenance.site}
     return {name: title for name, title in _SECTIONS.items() if has.get(name, True)}
 
 

@@ -107,6 +107,15 @@ def test_everything_can_be_read(browser: Any, address: str, width: int, scheme: 
     assert said == []
 
 
+def test_kinds_of_layers_differ_in_colour(browser: Any, address: str) -> None:
+    page, _ = opened(browser, address)
+    letters = """() => [...document.querySelectorAll("#stages .legend .chunk span")].map(each => {
+      const look = getComputedStyle(each); return look.backgroundColor + look.boxShadow; })"""
+    colours = page.evaluate(letters)
+    assert len(colours) > 2
+    assert len({*colours}) == len(colours)
+
+
 def test_the_command_is_copied(browser: Any, address: str) -> None:
     page, said = opened(browser, address)
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
