@@ -59,7 +59,7 @@ class MistakesError(NestError):
             self.texts[label] = " ".join(filter(None, (self.texts.get(label), said)))
             lines.append(f"{label}: {said}")
         head = f"{len(lines)} entries of the form cannot be used." if lines[1:] else ""
-        super().__init__("\n       ".join(filter(None, (head, *lines))))
+        super().__init__("\n  ".join(filter(None, (head, *lines))))
 
 
 def require_no_mistake(asked: Asked, model: str | Path | None, cluster: str | Path) -> None:

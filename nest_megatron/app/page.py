@@ -63,6 +63,8 @@ _BESIDE = {
 #: the one in the earlier layer wins, and NiceGUI has Quasar's in a later one.
 _STYLE = """
 .q-btn { text-transform: none; }
+.q-field__bottom--animated { position: static; transform: none; }
+.q-field--with-bottom { padding-bottom: 0; }
 body { --q-primary: #2a65a8 !important; }
 body.body--dark { --q-primary: #8ab8ea !important; --q-negative: #ff8a80 !important; }
 @layer theme { .body--dark .q-btn.bg-primary { color: #14171c !important; } }
@@ -100,12 +102,12 @@ class Page:
         ui.context.client.on_delete(self._close)
         ui.add_css(_STYLE)
         self._keys = ui.keyboard(self._on_key, active=False, ignore=[])
-        with ui.element("div").classes("w-full flex flex-col lg:flex-row gap-8"):
+        with ui.element("div").classes("w-full flex flex-col lg:flex-row lg:flex-nowrap gap-8"):
             with ui.column().classes("w-full lg:w-96 shrink-0"):
                 self._make_form()
             with ui.column().classes("w-full lg:w-auto grow min-w-0"):
-                self._make_guide()
                 self._make_results()
+                self._make_guide()
         self._form = {
             **{MODEL: self._model, MODEL_FILE: self._own_model},
             **{COMMAND: self._command, FREE: self._free, RELEASE: self._release},
