@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import nest_megatron
-from nest_megatron.app.mistakes import COMMAND, FREE, GPUS, require_no_mistake
+from nest_megatron.app.form import COMMAND, FREE, GPUS, Form, require_no_mistake
 from nest_megatron.config.keywords import compose_keywords
 from nest_megatron.config.overrides import read_counts
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.dry_run.launch import names_script
 from nest_megatron.integrations.megatron_lm.parser import tokens
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.report.sweep import to_csv
 
 if TYPE_CHECKING:
@@ -62,33 +61,10 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A form as it was filled in; an empty field has an empty text.
-
-    Args:
-        is_local: the browser is on this machine, so that texts may name its files.
-        model, cluster: a name of the catalogue, a path, or the contents of a file.
-        command: a Megatron-LM command, in the place of a model.
-        free: flags of the command that may change, separated by commas.
-        num_gpus, global_batch_size: as typed; of ``SIZES`` numbers, as ``--for-gpus`` takes them.
-        settings: others, a line of ``section.key=value`` each.
-        plan_file: contents of the plan that is shown, or whose job is planned again where no
-            command is given.
-        changes: those of the job, as ``nest-megatron whatif`` takes them.
-    """
+class Asked(Form):
+    """A form, and what is done with it."""
 
     work: Work
-    is_local: bool = True
-    model: str = ""
-    cluster: str = ""
-    command: str = ""
-    free: str = ""
-    megatron_version: str = DEFAULT_VERSION
-    num_gpus: str = ""
-    global_batch_size: str = ""
-    settings: str = ""
-    plan_file: str = ""
-    changes: str = ""
 
     def keywords(self) -> dict[str, Any]:
         """The settings, as the API takes them."""

@@ -11,7 +11,7 @@ from nicegui.events import KeyEventArguments
 import nest_megatron
 from nest_megatron.app.asked import Answer, Asked, Work
 from nest_megatron.app.fields import NameField, labelled
-from nest_megatron.app.mistakes import (
+from nest_megatron.app.form import (
     BATCH,
     CHANGES,
     CLUSTER,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nest_megatron.app.asked import Answer, Asked, Work
-from nest_megatron.app.mistakes import (
+from nest_megatron.app.form import (
     BATCH,
     CLUSTER,
     CLUSTER_FILE,

@@ -1,12 +1,12 @@
-"""What is wrong in a form: every field by its label, at once."""
+"""The fields of the form, and what is wrong with them: all at once, each by its label."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import nest_megatron
 from nest_megatron.config.catalogue import named_cluster, named_model, read_cluster, read_spec
@@ -14,11 +14,8 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse, read_counts
 from nest_megatron.errors import NestError, UserInputError, require_known, shortened
 from nest_megatron.integrations.megatron_lm.parser import tokens
-from nest_megatron.layout.rulebook.facts import known_release
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, known_release
 from nest_megatron.printing import one_line
-
-if TYPE_CHECKING:
-    from nest_megatron.app.asked import Asked
 
 #: What each field of the form is called.
 MODEL, MODEL_FILE = "Model", "Or a model file: path or contents"
@@ -43,6 +40,35 @@ _ANY_CLUSTER = "dgx_h100"
 Mistake = tuple[str, UserInputError]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """A form as it was filled in; an empty field has an empty text.
+
+    Args:
+        is_local: the browser is on this machine, so that texts may name its files.
+        model, cluster: a name of the catalogue, a path, or the contents of a file.
+        command: a Megatron-LM command, in the place of a model.
+        free: flags of the command that may change, separated by commas.
+        num_gpus, global_batch_size: as typed; several numbers of GPUs as ``--for-gpus`` takes them.
+        settings: others, a line of ``section.key=value`` each.
+        plan_file: contents of the plan that is shown, or whose job is planned again where no
+            command is given.
+        changes: those of the job, as ``nest-megatron whatif`` takes them.
+    """
+
+    is_local: bool = True
+    model: str = ""
+    cluster: str = ""
+    command: str = ""
+    free: str = ""
+    megatron_version: str = DEFAULT_VERSION
+    num_gpus: str = ""
+    global_batch_size: str = ""
+    settings: str = ""
+    plan_file: str = ""
+    changes: str = ""
+
+
 class MistakesError(NestError):
     """Fields of a form that cannot be used.
 
@@ -62,7 +88,7 @@ class MistakesError(NestError):
         super().__init__("\n  ".join(filter(None, (head, *lines))))
 
 
-def require_no_mistake(asked: Asked, model: str | Path | None, cluster: str | Path) -> None:
+def require_no_mistake(form: Form, model: str | Path | None, cluster: str | Path) -> None:
     """Refuse a form with all that is wrong in it, as far as each field tells by itself.
 
     Args:
@@ -72,65 +98,65 @@ def require_no_mistake(asked: Asked, model: str | Path | None, cluster: str | Pa
     Raises:
         MistakesError: naming each field.
     """
-    found = [] if asked.is_local else list(_files(asked))
-    if not found and not asked.plan_file:  # of whose job the fields were right
-        found = list(_mistakes(asked, model, cluster))
+    found = [] if form.is_local else list(_files(form))
+    if not found and not form.plan_file:  # of whose job the fields were right
+        found = list(_mistakes(form, model, cluster))
     if found:
         raise MistakesError(found)
 
 
-def _files(asked: Asked) -> Iterator[Mistake]:
+def _files(form: Form) -> Iterator[Mistake]:
     """What may name a file: a command, what the catalogue lacks, settings that are no numbers."""
-    if asked.command:
+    if form.command:
         limit = "a command names files, which would be read for whoever reaches this page"
-        yield COMMAND, UserInputError(COMMAND, asked.command, limit, _LOCALLY)
+        yield COMMAND, UserInputError(COMMAND, form.command, limit, _LOCALLY)
     models, clusters = nest_megatron.models(), nest_megatron.clusters()
-    if not asked.command:
-        yield from _wrong(MODEL, lambda: require_known(MODEL, asked.model, models, _OTHERS))
-    yield from _wrong(CLUSTER, lambda: require_known(CLUSTER, asked.cluster, clusters, _OTHERS))
-    for label, size in ((GPUS, asked.num_gpus), (BATCH, asked.global_batch_size)):
+    if not form.command:
+        yield from _wrong(MODEL, lambda: require_known(MODEL, form.model, models, _OTHERS))
+    yield from _wrong(CLUSTER, lambda: require_known(CLUSTER, form.cluster, clusters, _OTHERS))
+    for label, size in ((GPUS, form.num_gpus), (BATCH, form.global_batch_size)):
         if not re.fullmatch(r"[\d.:\sA-Za-z]*", size):
             yield label, UserInputError(label, size, limit="it is a number", fix="For example 8.")
-    lines = [(SETTINGS, line.strip()) for line in asked.settings.splitlines()]
-    for label, line in (*lines, *((CHANGES, change) for change in asked.changes.split())):
+    lines = [(SETTINGS, line.strip()) for line in form.settings.splitlines()]
+    for label, line in (*lines, *((CHANGES, change) for change in form.changes.split())):
         if line and not _NUMBERS.fullmatch(line):
             limit = f"with --host settings are numbers: {_OTHERS}"
             yield label, UserInputError(label, line, limit, _LOCALLY)
 
 
-def _mistakes(asked: Asked, model: str | Path | None, cluster: str | Path) -> Iterator[Mistake]:
+def _mistakes(form: Form, model: str | Path | None, cluster: str | Path) -> Iterator[Mistake]:
     base = []
-    if asked.command:
-        yield from _wrong(COMMAND, lambda: tokens(asked.command))
-        yield from _wrong(RELEASE, lambda: known_release(asked.megatron_version))
+    if form.command:
+        yield from _wrong(COMMAND, lambda: tokens(form.command))
+        yield from _wrong(RELEASE, lambda: known_release(form.megatron_version))
     elif model is None:
         limit, fix = "neither is given", "Choose a model, or type the command that you launch."
         yield _EITHER, UserInputError(_EITHER, None, limit, fix)
     else:
-        label = MODEL if asked.model in nest_megatron.models() else _label(asked.model, MODEL)
-        wrong = list(_wrong(label, lambda: named_model(str(model)), asked.model))
+        label = MODEL if form.model in nest_megatron.models() else _label(form.model, MODEL)
+        wrong = list(_wrong(label, lambda: named_model(str(model)), form.model))
         base += [] if wrong else [f"model={model}"]
         yield from wrong
-    label = _label(asked.cluster, CLUSTER)
-    wrong = list(_wrong(label, lambda: named_cluster(str(cluster)), asked.cluster))
+    label = _label(form.cluster, CLUSTER)
+    wrong = list(_wrong(label, lambda: named_cluster(str(cluster)), form.cluster))
     base += [f"cluster={_ANY_CLUSTER if wrong else cluster}"]
     yield from wrong
 
     def read(setting: str) -> None:
         composed = compose(parse([*base, setting]))
         read_cluster(composed)
-        if composed.model is not None and not asked.command:
+        if composed.model is not None and not form.command:
             read_spec(composed)
 
-    if ".." in asked.num_gpus:
-        yield from _wrong(GPUS, lambda: list(read_counts(asked.num_gpus, GPUS, doubling=True)))
-    sizes = {"cluster.num_gpus": (GPUS, asked.num_gpus.strip())}
-    sizes["train.global_batch_size"] = (BATCH, asked.global_batch_size.strip())
+    if ".." in form.num_gpus:
+        yield from _wrong(GPUS, lambda: list(read_counts(form.num_gpus, GPUS, doubling=True)))
+    sizes = {"cluster.num_gpus": (GPUS, form.num_gpus.strip())}
+    sizes["train.global_batch_size"] = (BATCH, form.global_batch_size.strip())
     seen = {key for key, (_, text) in sizes.items() if text}
     for key, (label, text) in sizes.items():
         if text and ".." not in text:
             yield from _wrong(label, partial(read, f"{key}={text}"))
-    for line in filter(None, map(str.strip, asked.settings.splitlines())):
+    for line in filter(None, map(str.strip, form.settings.splitlines())):
         key, _, value = (part.strip() for part in line.partition("="))
         if not value or "." not in key:
             limit = "a setting is written section.key=value"
