@@ -142,8 +142,8 @@ def _mistakes(form: Form, model: str | Path | None, cluster: str | Path) -> Iter
     base += [f"cluster={_ANY_CLUSTER if wrong else cluster}"]
     yield from wrong
 
-    def read(setting: str) -> None:
-        composed = compose(parse([*base, setting]))
+    def read(*settings: str) -> None:
+        composed = compose(parse([*base, *settings]))
         read_cluster(composed)
         if composed.model is not None and not form.command:
             read_spec(composed)
@@ -156,6 +156,7 @@ def _mistakes(form: Form, model: str | Path | None, cluster: str | Path) -> Iter
     for key, (label, text) in sizes.items():
         if text and ".." not in text:
             yield from _wrong(label, partial(read, f"{key}={text}"))
+    lines = []
     for line in filter(None, map(str.strip, form.settings.splitlines())):
         key, _, value = (part.strip() for part in line.partition("="))
         if not value or "." not in key:
@@ -165,8 +166,11 @@ def _mistakes(form: Form, model: str | Path | None, cluster: str | Path) -> Iter
         elif key in seen:
             yield SETTINGS, UserInputError(SETTINGS, line, "it is given twice", "Leave one.")
         else:
-            yield from _wrong(SETTINGS, partial(read, f"{key}={value}"), line)
+            lines.append(f"{key}={value}")
         seen.add(key)
+    if together := list(_wrong(SETTINGS, partial(read, *lines))):  # some need each other
+        alone = [each for line in lines for each in _wrong(SETTINGS, partial(read, line), line)]
+        yield from alone or together
 
 
 def _label(text: str, label: str) -> str:
@@ -184,4 +188,6 @@ def _wrong(label: str, read: Callable[[], object], typed: str = "") -> Iterator[
     except UserInputError as error:
         is_pasted = "\n" in typed or typed.startswith("{")
         value = "what was pasted" if is_pasted else typed or error.value
+        if label == SETTINGS and not typed:
+            value = f"{error.what} = {error.value}"
         yield label, UserInputError(label, value, error.limit, error.fix)

@@ -172,6 +172,14 @@ def test_what_is_wrong_is_named_by_the_label_of_its_field(
     assert "/nest-megatron-app-" not in text
 
 
+def test_settings_that_need_each_other_are_no_mistakes() -> None:
+    lines = ["num_attention_heads=12", "hidden_size=3072", "num_query_groups=4"]
+    settings = "\n".join(f"model.{line}" for line in lines)
+    assert answer(Work.ESTIMATE, model="llama3_8b", settings=settings).page
+    with pytest.raises(MistakesError, match=f"{SETTINGS}: model.num_attention_heads=12: "):
+        answer(Work.ESTIMATE, model="llama3_8b", settings=settings.partition("\n")[0])
+
+
 def test_everything_that_is_wrong_is_told_at_once() -> None:
     wrong = {"model": "llama9", "cluster": "./none.yaml", "num_gpus": "13x"}
     settings = "parallel.tensor=8\ncluster.levels.node.latency=2s\ntrain.precision=bf16"
