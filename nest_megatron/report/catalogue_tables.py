@@ -104,8 +104,8 @@ def model_details(
     """
     fields = to_plain(spec)
     del fields["moe_layer_pattern"]  # one number a layer, counted by kind
-    without = () if spec.is_moe else _OF_EXPERTS
-    without += () if spec.multi_latent_attention else _OF_LATENT
+    experts = () if spec.is_moe else _OF_EXPERTS
+    without = (*experts, *(() if spec.multi_latent_attention else _OF_LATENT))
     fields = {name: value for name, value in fields.items() if not name.startswith(without)}
     active = {"active parameters": f"{active_model_parameters(spec):,}"} if spec.is_moe else {}
     kinds = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in _layers(spec).items())
