@@ -30,14 +30,14 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def bare(folder: Path, *words: str) -> Run:
+def bare(folder: Path, *words: str, **variables: str) -> Run:
     """Run a command where none of the extras is installed."""
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, *words],
         capture_output=True,
         text=True,
         cwd=folder,
-        env=environment(),
+        env=environment(**variables),
         check=False,
         timeout=600,
     )
@@ -99,6 +99,14 @@ def test_the_extra_is_named(extra: str, words: tuple[str, ...], folder: Path) ->
     assert f"pip install 'nest-megatron[{extra}]'" in done.err
     assert "Traceback" not in done.err
     assert sorted(folder.iterdir()) == before
+
+
+def test_ranks_measure_no_network_that_cannot_be_fitted(folder: Path) -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    done = bare(folder, "profile", *SMALL, RANK="0", WORLD_SIZE="2")
+    assert (done.code, done.out) == (BAD_INPUT, "")
+    assert "pip install 'nest-megatron[calibrate]'" in done.err
+    assert "--no-collectives times the layers alone" in done.err
 
 
 def test_a_sweep_names_the_tables_that_it_leaves_out(folder: Path) -> None:
