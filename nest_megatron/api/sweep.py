@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class SweepOptions:
         out: the folder, as typed; ``None`` keeps nothing.
         force: whether files there that this program has not written are replaced; ``None`` where
             nobody could say so.
-        tell: whether to say on standard error how far they are.
+        tell: whether to say on standard error how far they are, on a terminal at each job.
         on_job: called with which job begins, where they run here.
     """
 
@@ -116,7 +117,8 @@ def _run_left(folder: Path, jobs: Sequence[SweepJob], options: SweepOptions) -> 
         print_to_stderr(f"{len(jobs) - len(left)} of {len(jobs)} jobs are done.")
     if not left:
         return
-    on_job = options.on_job
+    shows = options.tell and sys.stderr.isatty()
+    on_job = options.on_job or (print_to_stderr if shows else None)
     token = ON_JOB.set(on_job and (lambda number: on_job(_begun(jobs, number))))
     try:
         launch(folder, left, options.launcher)

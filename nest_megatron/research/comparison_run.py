@@ -194,7 +194,7 @@ def comparison_report(rows: Sequence[Compared], rates: Rates | None = None) -> R
         *name_columns("Planner"),
         *figure_columns("Step", "Tokens/s", "Of nest"),
         *word_columns("Layout"),
-        *figure_columns("GiB", "Runs out", "Search", *(["Tokens/$"] if has_price else [])),
+        *figure_columns("GiB", "P(OOM)", "Search", *(["Tokens/$"] if has_price else [])),
         pad_edge=False,
     )
     for row in ordered:

@@ -193,6 +193,8 @@ def test_the_readme_is_written_with_the_page(runs: Path, tmp_path: Path) -> None
     assert text.endswith("\n<!-- accuracy: end -->\nz\n")
     assert "old" not in text
     assert "runs 2 are predicted" in text
+    assert "Missed [goals](docs/accuracy.md#goals): " in text
+    assert " (≤ " in text
 
 
 def test_a_source_without_predictions_has_no_scores(runs: Path) -> None:
