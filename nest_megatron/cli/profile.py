@@ -36,6 +36,7 @@ from nest_megatron.plain import to_plain
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.profile import network, store
 from nest_megatron.profile.network import NETWORK_SHARE, NetworkProfile
+from nest_megatron.profile.network_fit import require_least_squares
 from nest_megatron.profile.ranks import Ranks, leave, measure_network, meet, ranks
 from nest_megatron.profile.records import (
     LayerProfile,
@@ -143,6 +144,8 @@ def _run(options: _Options) -> int:
     require_megatron("profile")
     here = ranks()
     times_network = options.collectives and here.size > 1
+    if times_network:
+        require_least_squares("profile", "; --no-collectives times the layers alone")
     measuring = measuring_here(here, options.implementation, on_cpu=options.on_cpu)
     tasks = tasks_of_rank(request, here, measuring, again=options.again)
     times_both = times_network and tasks.num_left > 0
