@@ -62,7 +62,7 @@ MASKS = {
     r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(\+00:00|Z)": "DATE",
     r"\bin [\d.,]+ (s|ms|us|min) with the (kernel|reference)": r"in SECONDS with the \2",
     r"(?m)( % +)[\d.]+ s$": r"\1SECONDS",  # of searches that are compared
-    r"(Runs out) +Search": r"\1 Search",
+    r"(P\(OOM\)) +Search": r"\1 Search",
     r"──+": "──",
     r"nest-megatron \d+\.\d+\.\d+": "nest-megatron VERSION",
     r"\b([0-9a-f]{64}|[0-9a-f]{16})\b": "HASH",
@@ -162,7 +162,7 @@ def command_text(command: str) -> tuple[str, str, str]:
         done = run(*shlex.split(each))
         code = done.code
         text += f"$ {each}\n{done.out}--- standard error\n{done.err}--- exit code {code}\n"
-        found = re.findall(r"^  (?:Iteration|Layout) +(.*)", done.out, re.MULTILINE)
+        found = re.findall(r"^  (?:Step|Layout) +(.*)", done.out, re.MULTILINE)
         headline = " | ".join(found[:2]) or (done.err or done.out).partition("\n")[0]
     return text, str(code), re.sub(" +", " ", headline)[:160]
 

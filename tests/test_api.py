@@ -335,7 +335,7 @@ def test_printing_a_plan_is_what_the_command_prints(plan: nest_megatron.Plan) ->
 def test_a_notebook_shows_tables_and_pages(plan: nest_megatron.Plan) -> None:
     shown = plan._repr_html_()
     assert shown.startswith("<pre")
-    assert "Where the time goes" in shown
+    assert "--tensor-model-parallel-size" in shown
     assert "<script" not in shown
     page = plan.explain()._repr_html_()
     assert page.startswith("<iframe")

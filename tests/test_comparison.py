@@ -83,7 +83,7 @@ def test_all_planners_choose_how_layers_run_and_keep_to_the_same_chance() -> Non
         assert plan.uncertainty.out_of_memory <= 0.05 + 1e-6
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(*found.report())
-    assert "Runs out" in console.export_text()
+    assert "P(OOM)" in console.export_text()
 
 
 def test_a_likely_plan_is_taken_where_the_fastest_runs_out_too_often() -> None:

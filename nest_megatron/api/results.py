@@ -187,8 +187,13 @@ class Plan(Shown):
         """The plan as numbers, text, lists and dicts: what ``--json`` prints."""
         return plan_file.fields_of(self.record)
 
-    def report(self, *more: RenderableType) -> Iterator[RenderableType]:
-        """The tables that ``nest-megatron plan`` prints, and more before its notes."""
+    def report(self, *more: RenderableType, full: bool = False) -> Iterator[RenderableType]:
+        """What ``nest-megatron plan`` prints: one screen, or every figure.
+
+        Args:
+            more: parts before the notes, in the place of the flags to paste.
+        """
+        from nest_megatron.report.answer import answer_report
         from nest_megatron.report.before_after import before_after_report
         from nest_megatron.report.runners_up import shortlist_report
         from nest_megatron.report.terminal import notes_report, plan_report
@@ -196,9 +201,17 @@ class Plan(Shown):
 
         if said := early_words(self.search):
             yield f"{said}.\n"
-        if self.before is not None:
+        if full and self.before is not None:
             yield before_after_report(self.before, self.record.priced())
-        yield from (plan_report(self.record), "")
+        launch = self.record.launch.get(LAUNCHER)
+        if full:
+            yield from (plan_report(self.record), "")
+        elif more or launch is None:
+            yield answer_report(self.record)
+            yield from [""] if more else ()
+        else:
+            flags = self.to_megatron_args(layout_only=True)
+            yield answer_report(self.record, flags, launch.environment)
         if self.record.shortlist is not None:
             yield from (shortlist_report(self.record), "")
         yield from (*more, notes_report(self.notes))

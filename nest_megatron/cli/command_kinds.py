@@ -240,6 +240,11 @@ harmless_option = click.option(
     help="With --from and a recipe: a field that is not known and is planned for all the same, as "
     "often as needed; the plan notes it.",
 )
+full_option = click.option(
+    "--full",
+    is_flag=True,
+    help="Print every figure: where the time and the memory go, runners-up, the certificate.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 

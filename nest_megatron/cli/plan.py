@@ -14,6 +14,7 @@ from nest_megatron.cli.command_kinds import (
     config_dir_option,
     free_option,
     from_option,
+    full_option,
     harmless_option,
     json_option,
     set_option,
@@ -85,6 +86,7 @@ from nest_megatron.cluster.placement import Launcher
     "which are worth it: their time, their cost and how well the job scales.",
 )
 @click.option("--html", type=OUTPUT, help="Write a page to look at and to send around.")
+@full_option
 @json_option
 def plan(**options: Any) -> int:
     """Find the plan that is expected to be the fastest and to fit in memory.
@@ -125,6 +127,7 @@ def plan(**options: Any) -> int:
 @harmless_option
 @version_option
 @strict_option
+@full_option
 @json_option
 def estimate(**options: Any) -> int:
     """Price one layout: iteration time by term, memory by stage. Nothing is searched.

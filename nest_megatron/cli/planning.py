@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EstimateOptions:
-    """What ``estimate`` was told; each field is an option."""
+class CommandOptions:
+    """What a command was told that prices a job; each field is an option."""
 
     overrides: Sequence[str]
     config_dir: Path | None
@@ -63,7 +63,14 @@ class EstimateOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FreeingOptions(EstimateOptions):
+class EstimateOptions(CommandOptions):
+    """What ``estimate`` was told."""
+
+    full: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeingOptions(CommandOptions):
     """What a command was told that may change flags of the user's own."""
 
     free: str
@@ -102,6 +109,7 @@ class PlanOptions(FreeingOptions):
     launcher: str
     for_gpus: str | None
     html: Path | None
+    full: bool
     begun_s: Seconds | None
 
     def settings(self) -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
@@ -120,12 +128,12 @@ class PlanOptions(FreeingOptions):
             "--for-gpus": self.for_gpus is not None,
         }
         other = next((name for name, given in others.items() if given), None)
-        for name, given, limit in (
-            ("--hosts", self.hosts, "one job runs on the hosts of a file"),
-            ("--html", self.html, "a page is of one plan"),
-        ):
-            if given is not None and other is not None:
-                raise UserInputError(name, other, limit, fix)
+        if self.hosts is not None and other is not None:
+            limit = "one job runs on the hosts of a file"
+            raise UserInputError("--hosts", other, limit, fix)
+        if self.html is not None and self.for_nodes is not None:
+            limit = "a table of plans for numbers of nodes has no page"
+            raise UserInputError("--html", "--for-nodes", limit, fix)
         if self.multirun and self.shortlist:
             limit = "it tells the plans of one job apart"
             raise UserInputError("--shortlist", "--multirun", limit, fix)
@@ -152,7 +160,7 @@ def run_plan(options: PlanOptions) -> int:
                 found.record, lambda packed: _planned(packed, options, command)[0].record
             )
             found = with_notes(found, placement.note, compared)
-        _tell(found, composed, parts, as_json=options.as_json)
+        _tell(found, composed, options, parts)
         if options.html is not None:
             found.explain().write_html(options.html)
     except WITHOUT_PLAN as error:
@@ -192,7 +200,7 @@ def run_estimate(options: EstimateOptions) -> int:
         version = options.megatron_version
         priced = estimate_command(text, composed, version=version, strict=options.strict)
         found = Plan(record=priced.plan, notes=priced.notes)
-    _tell(found, composed, as_json=options.as_json)
+    _tell(found, composed, options)
     predicted = found.predicted
     may_fit = within_error(predicted.peak_memory_bytes, predicted.capacity_bytes)
     return OK if predicted.fits or may_fit else NOTHING_FITS
@@ -227,13 +235,15 @@ def _plan_command(
             shortlist=options.shortlist,
             on_progress=report,
         )
-    return planned_command(found, composed), _command_parts(found)
+    return planned_command(found, composed), _command_parts(found, with_reasons=options.full)
 
 
-def _command_parts(found: CommandPlan) -> list[RenderableType]:
+def _command_parts(found: CommandPlan, *, with_reasons: bool) -> list[RenderableType]:
     from nest_megatron.integrations.launched import change_rows
 
     command, changes = found.job.command, change_rows(found.changes)
+    if not with_reasons:
+        changes = [(*each[:3], "") for each in changes]
     if command is None:
         changed = ["Changes to the recipe's fields\n", changes_table(changes), ""]
         return changed if changes else ["The recipe is already the plan.\n"]
@@ -250,19 +260,24 @@ def _command_parts(found: CommandPlan) -> list[RenderableType]:
 
 
 def _tell(
-    found: Plan, composed: Settings, more: Sequence[RenderableType] = (), *, as_json: bool
+    found: Plan,
+    composed: Settings,
+    options: PlanOptions | EstimateOptions,
+    more: Sequence[RenderableType] = (),
 ) -> None:
     """Write a plan where the user wants it, and print it."""
     out = composed.out
     if out is not None:
         plan_file.write(found.record, Path(out))
-    if as_json:
+    if options.as_json:
         show_json(found.to_dict())
         return
-    show(*found.report(*more))
+    show(*found.report(*more, full=options.full))
     if out is not None and not is_standard_output(Path(out)):
-        shown = "prints the launch command" if found.record.launch else "shows it again"
-        say(f"Written to {out}; `nest-megatron explain {out}` {shown}.")
+        say(f"Written to {out}. Next: nest-megatron explain {out}")
+    elif not options.full:
+        kept = ", out=plan.yaml keeps it" if isinstance(options, PlanOptions) else ""
+        say(f"Next: --full prints every figure{kept}.")
     if not found.predicted.fits:
         verdict = plan_verdict(found.record)
         print_to_stderr(f"{verdict[0].upper()}{verdict[1:]}: peak memory per GPU.")

@@ -12,7 +12,9 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import Setting, read_counts, refuse_sweeps
 from nest_megatron.errors import OK, UserInputError
+from nest_megatron.files import write_text
 from nest_megatron.report.console import print_notes, show, show_json
+from nest_megatron.report.scaling import scaling_page
 
 _OPTION, _SIZE = "--for-gpus", "cluster.num_gpus"
 
@@ -39,10 +41,13 @@ def run_scaling(options: PlanOptions) -> int:
         command.content(jobs[0].composed())  # what cannot be read is so in all
     swept = run_jobs(jobs, sweep_options(settings, launcher))
     found = Scaling(rows=tuple(swept.rows))
+    job = " ".join(map(str, same))
+    if options.html is not None:
+        write_text(options.html, scaling_page(job, found.rows))
     if options.as_json:
         show_json(found.to_dict())
     else:
-        show(" ".join(map(str, same)), *found.report())
+        show(job, *found.report())
         say_written(swept)
     code = swept.exit_code()
     return OK if found.plans() else code

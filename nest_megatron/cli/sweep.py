@@ -12,8 +12,9 @@ from nest_megatron.api.sweep_jobs import sweep_job
 from nest_megatron.cli.command_kinds import forced
 from nest_megatron.cli.planning import PlanOptions
 from nest_megatron.config.overrides import Setting, expand, swept
+from nest_megatron.files import write_text
 from nest_megatron.report.console import say, show, show_json
-from nest_megatron.report.sweep import SweepRow, sweep_table, without_effect
+from nest_megatron.report.sweep import SweepRow, sweep_page, sweep_table, without_effect
 
 
 def run_sweep(options: PlanOptions) -> int:
@@ -23,12 +24,14 @@ def run_sweep(options: PlanOptions) -> int:
     each = expand([s for s in settings if s.key != "out"])
     jobs = [sweep_job(job, keys, options.config_dir) for job in each]
     found = run_jobs(jobs, sweep_options(settings, launcher))
+    same = " ".join(str(s) for s in settings if s.key not in {"out", *keys})
+    if options.html is not None:
+        write_text(options.html, sweep_page(same, found.rows))
     if options.as_json:
         done = found.done
         show_json({"jobs": [{"overrides": [*map(str, j.varied)], **r} for j, r in done]})
     else:
-        same = [s for s in settings if s.key not in {"out", *keys}]
-        _show(" ".join(map(str, same)), found.rows)
+        _show(same, found.rows)
         say_written(found)
     return found.exit_code()
 

@@ -106,8 +106,7 @@ def batch_of(
     target = read_target(settings, job.target)
     notes += newer_release_notes(settings.target or "")
     if job.target is None and settings.target is None:
-        own = f"{target.framework} is assumed (target={target.name})"
-        notes.append(f"No framework is named; {own}.")
+        notes.append(f"{target.framework} is assumed (target={target.name}).")
     elif job.target is None and target not in MEGATRON_LM:
         notes.append(f"The plan is for {target.framework}; docs/nemo.md says how recipes take it.")
     if job.num_gpus not in (None, num_gpus):

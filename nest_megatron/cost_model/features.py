@@ -6,6 +6,7 @@ A prediction is trusted as far as measured runs with the same features were pred
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -161,11 +162,41 @@ class Level(Name):
     LOW = "low"
 
 
+#: Classes of devices by how their names begin.
+_DEVICES = {
+    "Volta": re.compile("V100"),
+    "Ampere": re.compile("A[18]00"),
+    "Hopper": re.compile("GH200|H[128]00"),
+    "Blackwell": re.compile("G?B[23]00"),
+}
+
+
+def device_class(accelerator: str) -> str:
+    """The architecture of a device by its name; "" for one of no measured runs.
+
+    >>> device_class("GB200-NVL72-186GB"), device_class("MI300X")
+    ('Blackwell', '')
+    """
+    return next((name for name, start in _DEVICES.items() if start.match(accelerator)), "")
+
+
+def number_format(precision: Precision) -> str:
+    """The format by which runs are told apart: bf16 and fp16 run alike."""
+    return str(Precision.BF16 if precision is Precision.FP16 else precision)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """Measured runs with the same features, and the mean absolute error of their predictions."""
+    """Measured runs with the same features, and the mean absolute error of their predictions.
+
+    Args:
+        precision: their ``number_format``.
+        device: their ``device_class``.
+    """
 
     features: frozenset[Feature]
+    precision: str
+    device: str
     runs: int
     error_pct: float
 
@@ -173,7 +204,7 @@ class Runs:
     def from_plain(cls, cell: Mapping[str, Any]) -> Runs:
         """From an entry of ``calibration/uncertainty.yaml``."""
         features = frozenset(map(Feature, cell["features"]))
-        return cls(features=features, runs=cell["runs"], error_pct=cell["error_pct"])
+        return cls(**{**cell, "features": features})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,13 +218,19 @@ class Confidence:
 
 
 def confidence_of(
-    evidence: tuple[Runs, ...], features: frozenset[Feature], precision: Precision
+    evidence: tuple[Runs, ...],
+    features: frozenset[Feature],
+    precision: Precision,
+    accelerator: str,
 ) -> Confidence:
-    """What the runs that have all features of a plan are worth."""
+    """What the runs that have all features of a plan are worth, of its format and devices alone."""
+    where = number_format(precision), device_class(accelerator)
     like = [
         each
         for each in evidence
-        if features <= each.features and features & _KINDS == each.features & _KINDS
+        if (each.precision, each.device) == where
+        and features <= each.features
+        and features & _KINDS == each.features & _KINDS
     ]
     runs = sum(each.runs for each in like)
     error = math.fsum(each.runs * each.error_pct for each in like) / runs if runs else 0.0
@@ -202,5 +239,6 @@ def confidence_of(
         level = Level.LOW
     model = "experts" if Feature.EXPERTS in features else "dense"
     others = [each.words for each in Feature if each in features - {Feature.EXPERTS, Feature.FP8}]
-    kind = ", ".join([f"{model} {precision}", *others])
+    on = f" on {device}" if (device := device_class(accelerator)) else ""
+    kind = ", ".join([f"{model} {precision}{on}", *others])
     return Confidence(level=level, kind=kind, runs=runs, error_pct=error)

@@ -75,7 +75,7 @@ class SiteRun:
                 features=features,
                 point=self.point,
                 scales=fitted.scales,
-                confidence=confidence_of(fitted.evidence, features, self.precision),
+                confidence=confidence_of((), features, self.precision, accelerator=""),
             ),
             step_s=self.step_s,
             job=self.job,

@@ -178,7 +178,12 @@ def predictive(
         features=features,
         point=coordinates(layout),
         scales=fitted.scales,
-        confidence=confidence_of(fitted.evidence, features, model.settings.precision),
+        confidence=confidence_of(
+            fitted.evidence,
+            features,
+            model.settings.precision,
+            model.cluster.accelerator.name,
+        ),
     )
 
 

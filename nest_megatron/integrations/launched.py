@@ -18,10 +18,11 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.pins import Pin, pinned_for
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.records import ANALYTIC_NAME
+from nest_megatron.report.answer import answer_report
 from nest_megatron.report.before_after import before_after_report
 from nest_megatron.report.console import command_lines
-from nest_megatron.report.terminal import changes_table, explain_report, notes_report, summary
-from nest_megatron.report.words import early_words, proof
+from nest_megatron.report.terminal import changes_table, explain_report, notes_report
+from nest_megatron.report.words import early_words
 from nest_megatron.units import Seconds, format_seconds
 
 
@@ -107,10 +108,10 @@ def values_report(
 
 
 def _report(plan: ParallelPlan, notes: Sequence[str], *changes: RenderableType) -> RenderableType:
-    lines = (Padding(each, (0, 0, 0, 2)) for each in (summary(plan), Text(proof(plan))))
     told = [notes_report(notes)] if notes else []
     early = [Text(f"nest: {said}")] if (said := early_words(plan.search)) else []
-    return Group(*early, Text("nest: this job runs as"), *lines, *changes, *told)
+    answer = Padding(answer_report(plan), (0, 0, 0, 2))
+    return Group(*early, Text("nest: this job runs as"), answer, *changes, *told)
 
 
 def change_rows(changes: Iterable[Change]) -> list[tuple[str, str | None, str | None, str]]:

@@ -139,7 +139,7 @@ def _figures(plan: PricedLayout) -> Iterator[tuple[str, str]]:
     yield "MFU", f"{100 * found.mfu:.1f} %"
     yield "Memory peak", format_gib(found.peak_memory_bytes)
     yield "Limit", format_gib(found.capacity_bytes)
-    yield "Runs out", format_chance(plan.uncertainty.out_of_memory)
+    yield "P(OOM)", format_chance(plan.uncertainty.out_of_memory)
     if plan.price is not None and plan.price.tokens_per_dollar is not None:
         yield "Tokens/$", format_count(plan.price.tokens_per_dollar)
     if plan.price is not None and plan.price.run_dollars is not None:

@@ -208,7 +208,10 @@ def _finite(value: Any) -> Any:
 
 
 def command_lines(
-    words: Sequence[str], environment: Iterable[tuple[str, str]] = (), indent: str = "  "
+    words: Sequence[str],
+    environment: Iterable[tuple[str, str]] = (),
+    indent: str = "  ",
+    width: int = _LINE,
 ) -> str:
     """A command to copy: broken before flags, with backslashes.
 
@@ -223,7 +226,7 @@ def command_lines(
             pieces.append(shlex.quote(word))
     lines = [indent]
     for piece in pieces:
-        fits = len(lines[-1]) + len(piece) + 3 <= _LINE
+        fits = len(lines[-1]) + len(piece) + 3 <= width
         if not fits and lines[-1].strip():
             lines[-1] += "\\"
             lines.append(f"{indent}  ")

@@ -46,7 +46,7 @@ from nest_megatron.report.words import (
 from nest_megatron.units import GIB, format_chance, format_gib, format_seconds, to_ticks
 
 #: Of the summary, what the page shows as figures at its top.
-_FIGURES = ("Iteration", "Range")
+_FIGURES = ("Step", "Range")
 #: Titles of the sections by their names, in the order of the page.
 _SECTIONS = {
     "launch": "Launch",

@@ -21,7 +21,7 @@ def plan_table_report(table: PlanTable) -> Iterator[RenderableType]:
     shown = FittingTable(
         *figure_columns("Nodes", "GPUs"),
         *word_columns("Layout"),
-        *figure_columns("Iteration", "Tokens/s", "MFU", "Memory"),
+        *figure_columns("Step", "Tokens/s", "MFU", "Memory"),
     )
     for entry in table.entries:
         plan = table.plan_of(entry)

@@ -40,17 +40,17 @@ _SHORT = {
 def alternatives_table(plan: ParallelPlan) -> RenderableType:
     """Runners-up under the plan itself; columns that say the usual throughout are left out.
 
-    "Sure" is the chance that a runner-up is the slower one of the two.
+    "P(slower)" is the chance that a runner-up is the slower one of the two.
     """
     own, others = as_alternative(plan), plan.alternatives
     sure = [None if o.chance_slower is None else f"{100 * o.chance_slower:.0f} %" for o in others]
     columns = {
         "#": ["plan", *(str(number) for number, _ in enumerate(others, start=1))],
-        "Iteration": [format_seconds(each.iteration_time_s) for each in (own, *others)],
+        "Step": [format_seconds(each.iteration_time_s) for each in (own, *others)],
         "Slower": ["-", *(f"{other.slower_percent:.2f} %" for other in others)],
     }
     if any(sure):
-        columns["Sure"] = ["", *(each or "" for each in sure)]
+        columns["P(slower)"] = ["", *(each or "" for each in sure)]
     columns |= _unusual(plan, [degree_cells(each) for each in (own, *others)])
     said = filter(None, (ties(plan), incomplete_ranking(plan.search)))
     return Group(_table(columns), *map(indented, said))
@@ -62,7 +62,7 @@ def shortlist_report(plan: ParallelPlan) -> RenderableType:
     assert found is not None, "a shortlist was asked for"
     table = FittingTable(
         *name_columns("#"),
-        *figure_columns("Best", "Step", "9 of 10 runs", "GiB", "Runs out"),
+        *figure_columns("Best", "Step", "9 of 10 runs", "GiB", "P(OOM)"),
         *word_columns("Layout"),
     )
     for number, share in zip(found.numbers, found.chances, strict=True):

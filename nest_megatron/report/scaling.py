@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.report.price import price_cells
-from nest_megatron.report.sweep import SweepRow, tokens_per_s
+from nest_megatron.report.sweep import SweepRow, rows_page, tokens_per_s
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -54,30 +54,42 @@ def scaling_report(rows: Sequence[SweepRow]) -> Iterator[RenderableType]:
     from nest_megatron.report.tables import FittingTable, figure_columns, word_columns
     from nest_megatron.report.terminal import notes_report
 
-    table = [_cells(row, share, best) for row, share, best in _figures(rows)]
-    prices = [name for name in ("Tokens/$", "Run $", "MWh") if any(name in c for c in table)]
+    head, table = _table(rows)
     shown = FittingTable(
-        *figure_columns("GPUs"),
-        *word_columns("Layout"),
-        *figure_columns("Iteration", "Tokens/s", "Scaling", *prices),
-        *word_columns("Pareto"),
+        *figure_columns(head[0]),
+        *word_columns(head[1]),
+        *figure_columns(*head[2:-1]),
+        *word_columns(head[-1]),
     )
     for cells in table:
         shown.add_row(*(cells.get(str(column.header), "-") for column in shown.columns))
     yield shown
-    yield notes_report(
-        (
-            "Scaling is the throughput of a GPU against that of the fewest GPUs that have a plan; "
-            "the batch stays. Yes, on the Pareto front: no other number of GPUs takes as little "
-            "time, GPUs and GPU hours of a step, and less of one of them.",
-        )
-    )
+    yield notes_report((_NOTE,))
+
+
+_NOTE = (
+    "Scaling is the throughput of a GPU against that of the fewest GPUs that have a plan; "
+    "the batch stays. Yes, on the Pareto front: no other number of GPUs takes as little "
+    "time, GPUs and GPU hours of a step, and less of one of them."
+)
+
+
+def scaling_page(job: str, rows: Sequence[SweepRow]) -> str:
+    """The same as one page; ``job`` is what all rows have in common."""
+    return rows_page("One job on several numbers of GPUs", job, rows, *_table(rows), [_NOTE])
+
+
+def _table(rows: Sequence[SweepRow]) -> tuple[list[str], list[dict[str, str]]]:
+    """Heads of columns, and the cells of each row by them."""
+    table = [_cells(row, share, best) for row, share, best in _figures(rows)]
+    prices = [name for name in ("Tokens/$", "Run $", "MWh") if any(name in c for c in table)]
+    return ["GPUs", "Layout", "Step", "Tokens/s", "Scaling", *prices, "Pareto"], table
 
 
 def _cells(row: SweepRow, share: float | None, best: bool) -> dict[str, str]:
     shown = row.shown()
     size = next(iter(row.settings.values()))
-    cells = {"GPUs": size, "Layout": shown.get("Layout", ""), "Iteration": shown["Iteration"]}
+    cells = {"GPUs": size, "Layout": shown.get("Layout", ""), "Step": shown["Step"]}
     if row.plan is None or share is None:
         return cells
     cells |= {"Tokens/s": f"{tokens_per_s(row.plan):,.0f}", "Scaling": f"{100 * share:.1f} %"}

@@ -50,11 +50,11 @@ class SweepRow:
     def shown(self) -> dict[str, str]:
         """The row's cells for the terminal."""
         job = "\n".join(_words(self.settings))
-        cells = {"#": str(self.number), "Job": job, "Iteration": "-"}
+        cells = {"#": str(self.number), "Job": job, "Step": "-"}
         if self.plan is not None:
             return cells | plan_cells(self.plan)
         if self.missing_bytes is None:
-            return cells | {"Iteration": self.status, "Layout": self.told}
+            return cells | {"Step": self.status, "Layout": self.told}
         missing = f"{self.told} {format_gib(self.missing_bytes)}".lstrip()
         return cells | {"Layout": f"{self.status}: {missing} missing"}
 
@@ -103,7 +103,7 @@ def plan_cells(plan: ParallelPlan) -> dict[str, str]:
     sizes["PP"] = f"{sizes['PP']}x{virtual}" if virtual > 1 else sizes["PP"]
     names = ("TP", "PP", "CP", "DP", *(["EP"] if plan.model.is_moe else []))
     return {
-        "Iteration": format_seconds(predicted.iteration_time_s),
+        "Step": format_seconds(predicted.iteration_time_s),
         "MFU": f"{100 * predicted.mfu:.1f} %",
         "Memory": format_gib(predicted.peak_memory_bytes),
         "Layout": " ".join(f"{name} {sizes[name]}" for name in names),
@@ -175,22 +175,80 @@ def _number_or_text(value: str) -> float | str:
     return int(number) if number.is_integer() and "." not in value else number
 
 
+_HEAD = ("#", "Job", "Step", "MFU", "Memory", "Layout", "Proof")
+
+
+def sweep_page(job: str, rows: Sequence[SweepRow]) -> str:
+    """The same as one page; ``job`` is what all rows have in common."""
+    notes = [
+        f"{key} changes nothing: each of its values gives the same step."
+        for key in without_effect(rows)
+    ]
+    return rows_page("A sweep", job, rows, _HEAD, [row.shown() for row in rows], notes)
+
+
+def rows_page(
+    title: str,
+    job: str,
+    rows: Sequence[SweepRow],
+    head: Sequence[str],
+    cells: Sequence[Mapping[str, str]],
+    notes: Sequence[str],
+) -> str:
+    """Jobs as one self-contained page: a bar for the throughput of a GPU, and a table.
+
+    Args:
+        head: the columns.
+        cells: of each row, by column.
+    """
+    from nest_megatron.report.page import render_page
+
+    most = max((row.throughput() or 0.0 for row in rows), default=0.0)
+    shown = [
+        {
+            "share": (row.throughput() or 0.0) / (most or 1.0),
+            "throughput": "-" if (found := row.throughput()) is None else f"{found:,.0f}",
+            "cells": [own.get(name, "-").replace("\n", ", ") for name in head],
+        }
+        for row, own in zip(rows, cells, strict=True)
+    ]
+    return render_page("rows.html", title, job=job, head=list(head), rows=shown, notes=list(notes))
+
+
 def sweep_table(rows: Sequence[SweepRow]) -> RenderableType:
     """One row a job: its number, what varies, and the plan."""
     from nest_megatron.report.tables import FittingTable, figure_columns, name_columns, word_columns
 
+    cells = [row.shown() for row in rows]
+    for each in cells:
+        each["Job"] = broken_lines(each["Job"])
     table = FittingTable(
-        *name_columns("#"),
-        *word_columns("Job"),
-        *figure_columns("Iteration", min_width=9),
+        *name_columns("#", "Job"),
+        *figure_columns("Step", min_width=9),
         *figure_columns("MFU", min_width=7),
         *figure_columns("Memory", min_width=9),
         *word_columns("Layout"),
         *name_columns("Proof", min_width=7),
     )
-    for cells in (row.shown() for row in rows):
-        table.add_row(*(cells.get(str(column.header), "") for column in table.columns))
+    for each in cells:
+        table.add_row(*(each.get(str(column.header), "") for column in table.columns))
     return table
+
+
+#: Widest line of a setting on a terminal; behind the name of a longer one its value begins anew.
+SETTING_WIDTH = 18
+
+
+def broken_lines(settings: str) -> str:
+    """Settings, one a line, those that are too wide behind the equals sign.
+
+    >>> broken_lines("global_batch_size=128").splitlines()
+    ['global_batch_size=', '128']
+    """
+    return "\n".join(
+        each if len(each) <= SETTING_WIDTH else each.replace("=", "=\n", 1)
+        for each in settings.splitlines()
+    )
 
 
 def without_effect(rows: Sequence[SweepRow]) -> list[str]:
@@ -224,9 +282,6 @@ def to_parquet(rows: Sequence[SweepRow]) -> bytes:
     """The rows as a Parquet file.
 
     A setting that is a number in some rows and text in others is text in all.
-
-    Raises:
-        ImportError: without pyarrow (the ``sweep`` extra).
     """
     import pyarrow
     from pyarrow import parquet

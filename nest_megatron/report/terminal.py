@@ -35,18 +35,18 @@ from nest_megatron.report.tables import (
 from nest_megatron.report.words import (
     MAX_SECONDS,
     TERM_WORDS,
-    basis,
     certificate,
     confidence_words,
+    cost_source,
     degrees,
-    faster_words,
     goodput_words,
+    other_layouts,
     present_words,
     proof,
     ranged_words,
-    riskier_words,
     schedule_words,
     sequence_words,
+    stage_legend,
     term_words,
 )
 from nest_megatron.units import GIB, format_chance, format_gib, format_seconds
@@ -102,19 +102,28 @@ def _opening(plan: ParallelPlan, *, short: bool) -> list[RenderableType]:
 
 def summary(plan: ParallelPlan) -> RenderableType:
     """The plan in a few lines: the job, the layout, the prediction."""
-    title = Text.assemble((plan.model.name, "bold"), " on ", (plan.cluster.describe(), "bold"))
-    return Group(title.append(f", {plan.cluster.name}"), pairs(summary_rows(plan)))
+    return Group(title(plan), pairs(summary_rows(plan)))
+
+
+def title(plan: ParallelPlan) -> Text:
+    """The job: its model and where it runs."""
+    found = Text.assemble((plan.model.name, "bold"), " on ", (plan.cluster.describe(), "bold"))
+    return found.append(f", {plan.cluster.name}")
 
 
 def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
     """What a plan is, by name: its figures, its layout, and why this one."""
-    predicted, layout, train = plan.predicted, plan.layout, plan.train
+    predicted, layout = plan.predicted, plan.layout
+    step = Text(format_seconds(predicted.iteration_time_s), style="bold green")
     rows: list[tuple[str, str | Text]] = [
-        ("Iteration", _headline(plan)),
-        *_today(plan),
+        ("Step", step.append(f"   {rates(plan)}", style="not bold default")),
+        *job_rows(plan),
+        ("Range", ranged_words(plan.uncertainty, plan.provenance.own_runs)),
+        ("Confidence", confidence_words(plan.uncertainty, plan.provenance.site)),
+        *today_rows(plan),
         ("Layout", _layout(plan)),
         ("Batch", _batch(plan)),
-        ("Memory", _memory_line(plan)),
+        ("Memory", memory_text(plan)),
         *memory_rows(plan),
         ("Recompute", layout.recompute.label()),
         ("Sharding", _sharding_words(plan)),
@@ -123,34 +132,30 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
     if execution := plan.layout.execution.words(experts=plan.model.is_moe):
         rows.append(("Execution", execution))
     if layout.dims.pipeline_model_parallel_size > 1:
-        rows.append(("Stages", layout_string(plan.model, layout.partition)))
-    if (faster := faster_words(plan)) != "":
-        rows.append(("Faster", faster))
-    if (riskier := riskier_words(plan)) is not None:
-        rows.append(riskier)
-    rows.append(_binding(predicted.binding_constraint))
-    rows.append(("Basis", basis(plan)))
-    rows[1:1] = [
-        ("Range", ranged_words(plan.uncertainty, plan.provenance.own_runs)),
-        ("Confidence", confidence_words(plan.uncertainty, plan.provenance.site)),
-    ]
-    if plan.provenance.site is not None:
-        rows.insert(1, ("This site", site_words(plan.provenance.site, plan.uncertainty)))
-    if train.sequence_lengths is not None:
-        rows.insert(1, ("Sequences", sequence_words(plan)))
-    if plan.batches:
-        rows.insert(1, ("Schedule", schedule_words(plan.batches)))
-    if plan.goodput is not None:
-        gpus, step_s = plan.layout.num_gpus, predicted.iteration_time_s
-        rows.insert(1, ("Goodput", goodput_words(plan.goodput, gpus, step_s)))
-    rows[1:1] = price_rows(plan)
-    rows += [("Not taken", offer) for offer in plan.offers]
+        stages = layout_string(plan.model, layout.partition)
+        rows.append(("Stages", f"{stages}  ({stage_legend(stages)})"))
+    rows += other_layouts(plan)
+    rows += [_binding(predicted.binding_constraint), ("Cost source", cost_source(plan))]
+    return rows + [("Suggestion", offer) for offer in plan.offers]
+
+
+def job_rows(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
+    """What is known of a job beside its step: cost, goodput, a growing batch, sequences, site."""
+    train, step_s = plan.train, plan.predicted.iteration_time_s
     if train.precision.value != "bf16":
-        rows.insert(3, ("Precision", train.precision.value))
-    return rows
+        yield "Precision", train.precision.value
+    yield from price_rows(plan)
+    if plan.goodput is not None:
+        yield "Goodput", goodput_words(plan.goodput, plan.layout.num_gpus, step_s)
+    if plan.batches:
+        yield "Schedule", schedule_words(plan.batches)
+    if train.sequence_lengths is not None:
+        yield "Sequences", sequence_words(plan)
+    if plan.provenance.site is not None:
+        yield "This site", site_words(plan.provenance.site, plan.uncertainty)
 
 
-def _today(plan: ParallelPlan) -> Iterator[tuple[str, str | Text]]:
+def today_rows(plan: ParallelPlan) -> Iterator[tuple[str, str | Text]]:
     """What became of the present layout, where no table of both stands above."""
     if plan.present is not None and (plan.present.is_kept or plan.today is None):
         yield "Today", Text(present_words(plan), style="bold" if plan.present.is_kept else "")
@@ -170,14 +175,13 @@ def _binding(constraint: str) -> tuple[str, str]:
     return "Largest term", f"{TERM_WORDS.get(what, what)}, {rest}"
 
 
-def _headline(plan: ParallelPlan) -> Text:
-    predicted = plan.predicted
-    rates = (
-        f"   {predicted.tokens_per_s_per_gpu:,.0f} tokens/s/GPU   "
-        f"{predicted.model_tflops_per_gpu:.0f} TFLOP/s/GPU   MFU {100 * predicted.mfu:.1f} %"
+def rates(plan: ParallelPlan) -> str:
+    """How fast a step is, by three measures."""
+    found = plan.predicted
+    return (
+        f"{found.tokens_per_s_per_gpu:,.0f} tokens/s/GPU   "
+        f"{found.model_tflops_per_gpu:.0f} TFLOP/s/GPU   MFU {100 * found.mfu:.1f} %"
     )
-    text = Text(format_seconds(predicted.iteration_time_s), style="bold green")
-    return text.append(rates, style="not bold default")
 
 
 def _layout(plan: ParallelPlan) -> Text:
@@ -200,7 +204,8 @@ def _batch(plan: ParallelPlan) -> str:
     )
 
 
-def _memory_line(plan: ParallelPlan) -> Text:
+def memory_text(plan: ParallelPlan) -> Text:
+    """The predicted peak beside its limit, and the risk."""
     found = plan.predicted
     peak, capacity = found.peak_memory_bytes, found.capacity_bytes
     text = Text(f"{format_gib(peak)} of {format_gib(capacity)}, peak memory per GPU")
@@ -208,7 +213,7 @@ def _memory_line(plan: ParallelPlan) -> Text:
     if verdict := plan_verdict(plan):
         text.append(f"   {verdict}", style=style)
     chance = format_chance(plan.uncertainty.out_of_memory)
-    return text.append(f"; {chance} chance to run out", style=style)
+    return text.append(f"; {chance} risk to run out", style=style)
 
 
 def _sharding_words(plan: ParallelPlan) -> str:
@@ -334,7 +339,8 @@ def changes_table(changes: Iterable[tuple[str, str | None, str | None, str]]) ->
     table = Table.grid(*name_columns(""), *word_columns(""), padding=(0, 2, 0, 0))
     for flag, *values, reason in changes:
         before, after = ("absent" if value is None else value or "set" for value in values)
-        told = Text.assemble((before, "red"), " -> ", (after, "green"), (f"\n{reason}", "dim"))
+        told = Text.assemble((before, "red"), " -> ", (after, "green"))
+        told = told.append(f"\n{reason}", "dim") if reason else told
         table.add_row(flag, told)
     return indented(table)
 

@@ -11,21 +11,21 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.report.charts import IDLE, INK, ink_on
 from nest_megatron.report.price import price_cells
 from nest_megatron.report.sweep import (
+    SETTING_WIDTH,
     SweepRow,
+    broken_lines,
     plan_cells,
     short_key,
     tokens_per_s,
     without_effect,
 )
 from nest_megatron.report.words import narrow_words, range_words
-from nest_megatron.units import format_count, format_gib, format_seconds
+from nest_megatron.units import format_chance, format_count, format_gib, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _UNCHANGED = "unchanged"
-#: Widest line of a change on a terminal; behind the name of a longer one its value begins anew.
-_CHANGE = 18
 #: Of the cell with the most, in a heat map.
 _DARK = "#1d4f8c"
 
@@ -52,6 +52,11 @@ class Variant:
 def step_s(plan: ParallelPlan) -> float:
     """The predicted step."""
     return plan.predicted.iteration_time_s
+
+
+def fastest_s(plan: ParallelPlan) -> float:
+    """The step of the fastest layout, with which the plan may tie."""
+    return step_s(plan) if plan.choice is None else plan.choice.fastest_s
 
 
 def layout_of(plan: ParallelPlan) -> tuple[object, ...]:
@@ -88,23 +93,19 @@ def variants_report(
     before = variants[0].row.plan
     rows = [_cells(variant, before, "\n") for variant in variants]
     for row in rows:
-        row["Change"] = "\n".join(map(_broken, row["Change"].splitlines()))
+        row["Change"] = broken_lines(row["Change"])
     table = FittingTable(
         *word_columns("Change", "Best layout"),
         *figure_columns("Step", "vs plan", "Tok/s/GPU", *_prices(rows)),
-        *word_columns("Present layout"),
+        *word_columns("Chosen layout"),
     )
     lines = [line for row in rows for line in row["Change"].splitlines()]
     first = table.columns[0]
-    first.width = first.min_width = min(_CHANGE, max(map(len, lines)))
+    first.width = first.min_width = min(SETTING_WIDTH, max(map(len, lines)))
     for row in rows:
         table.add_row(*(row.get(str(column.header), "-") for column in table.columns))
     yield table
     yield notes_report(tuple(_notes(present, variants)))
-
-
-def _broken(change: str) -> str:
-    return change if len(change) <= _CHANGE else change.replace("=", "=\n", 1)
 
 
 def _prices(rows: Sequence[Mapping[str, str]]) -> list[str]:
@@ -118,13 +119,15 @@ def _cells(variant: Variant, before: ParallelPlan | None, between: str) -> dict[
         "Change": variant.words(between),
         "Best layout": shown.get("Layout") or variant.row.status,
     }
-    cells["Present layout"] = _kept_words(variant)
+    if found is not None:
+        cells["Best layout"] += f", {risk_of(found)}"
+    cells["Chosen layout"] = _kept_words(variant)
     if found is None:
         return cells
     cells["Step"] = format_seconds(step_s(found))
     cells["Tok/s/GPU"] = f"{found.predicted.tokens_per_s_per_gpu:,.0f}"
     if before is not None and variant.row.settings:
-        cells["vs plan"] = f"{percent(step_s(found), step_s(before)):+.1f} %"
+        cells["vs plan"] = f"{percent(fastest_s(found), fastest_s(before)):+.1f} %"
     return cells | price_cells(found)
 
 
@@ -139,7 +142,12 @@ def _kept_words(variant: Variant) -> str:
     if best is not None and layout_of(best) == layout_of(kept):
         return "is the best"
     more = "" if best is None else f" ({percent(step_s(kept), step_s(best)):+.1f} %)"
-    return format_seconds(step_s(kept)) + more
+    return f"{format_seconds(step_s(kept))}{more}, {risk_of(kept)}"
+
+
+def risk_of(plan: ParallelPlan) -> str:
+    """The chance that a plan runs out of memory."""
+    return f"{format_chance(plan.uncertainty.out_of_memory)} risk"
 
 
 def _notes(present: ParallelPlan | None, variants: Sequence[Variant]) -> Iterator[str]:
@@ -170,8 +178,14 @@ def _notes(present: ParallelPlan | None, variants: Sequence[Variant]) -> Iterato
             yield f"{short_key(key)} makes no difference: its values give the same step."
     if any(map(_is_safer, others)):
         yield (
-            "The present layout is faster where it has a larger chance to run out of memory than "
+            "The chosen layout is faster where it has a larger chance to run out of memory than "
             "memory.max_oom_chance allows, or where a simpler plan ties with it."
+        )
+    plans = [each.row.plan for each in others if each.row.plan is not None]
+    if any(fastest_s(plan) < step_s(plan) for plan in (again, *plans)):
+        yield (
+            '"vs plan" compares the fastest layouts; the best layout is the simplest within '
+            "search.tie_percent of it."
         )
 
 
@@ -213,7 +227,9 @@ def variants_document(variants: Sequence[Variant]) -> dict[str, Any]:
 def _fields(variant: Variant, before: ParallelPlan | None) -> dict[str, Any]:
     row, found, kept = variant.row, variant.row.plan, variant.kept
     own = {name: value for name, value in row.fields().items() if name not in row.settings}
-    longer = None if found is None or before is None else percent(step_s(found), step_s(before))
+    longer = None
+    if found is not None and before is not None:
+        longer = percent(fastest_s(found), fastest_s(before))
     present = kept and {
         "iteration_time_s": step_s(kept),
         "fits": kept.predicted.fits,
@@ -241,7 +257,7 @@ def variants_page(present: ParallelPlan | None, variants: Sequence[Variant]) -> 
         for each, variant in zip(cells, variants, strict=True)
     ]
     figures = ["Step", "9 of 10 runs", "vs plan", "Tok/s/GPU", *_prices(ranged)]
-    head = ["Change", "Best layout", "Present layout", *figures]
+    head = ["Change", "Best layout", "Chosen layout", *figures]
     unchanged, choices = cells[0], _choices(variants[1:])
     step = f": {unchanged['Step']} a step" if "Step" in unchanged else ""
     return render_page(

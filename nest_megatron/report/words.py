@@ -7,7 +7,6 @@ from itertools import groupby
 
 from nest_megatron.cost_model.device_memory import FRAGMENTATION
 from nest_megatron.cost_model.memory import PEAK_ERROR, PUBLIC_PEAK_ERROR
-from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE
 from nest_megatron.errors import typed_setting
 from nest_megatron.layout.batch_schedule import PredictedBatch
 from nest_megatron.layout.dims import SHORT_DEGREES
@@ -56,13 +55,27 @@ MEMORY_WORDS = {
     "working": "working memory",
 }
 
+#: What the signs of Megatron's layout of a pipeline mean.
+_STAGE_SIGNS = {
+    "E": "E embedding",
+    "t": "t layer",
+    "m": "m MTP layer",
+    "L": "L output",
+    "|": "| next stage",
+    "*": "*n n times",
+}
+
 #: Said of every prediction that no measured profile stands behind.
 MAX_SECONDS = "search.max_seconds"
 UNMEASURED = "published measurements of other clusters (docs/accuracy.md), no profile of this one"
 
 
-def certificate(record: SearchRecord) -> str:
-    """What the search proved, and how it got there."""
+def certificate(record: SearchRecord, *, counts: bool = True) -> str:
+    """What the search proved, and how it got there.
+
+    Args:
+        counts: say how many candidates it looked at.
+    """
     if record.certificate == "fixed":
         return "Nothing was searched: the layout was given, and priced."
     said = _verdict(record)
@@ -72,7 +85,7 @@ def certificate(record: SearchRecord) -> str:
             said = f"Not proven, memory is {unknown}: what is modelled fits nowhere in the space."
         else:
             said = f"May fit, {unknown}. As far as memory is modelled: {said}"
-    return f"{said} {_counts(record)}"
+    return f"{said} {_counts(record)}" if counts else said
 
 
 def proof(plan: ParallelPlan) -> str:
@@ -101,6 +114,19 @@ def _allowed(choice: Choice) -> str:
     return f"layouts with at most {percent} risk to run out of memory"
 
 
+def short_proof(plan: ParallelPlan) -> str:
+    """What the search proved, in a sentence."""
+    record, choice = plan.search, plan.choice
+    if choice is None or record.certificate not in ("optimal", "chosen") or record.not_modelled:
+        return certificate(record, counts=False)
+    bound = format_seconds(plan.predicted.iteration_time_s / (1 + record.gap_percent / 100))
+    simple = "" if record.certificate == "optimal" else ", and this is the simplest so close to it"
+    return (
+        f"proven: no layout with at most {100 * choice.max_oom_chance:g} % risk is faster than "
+        f"{bound} under this cost model{simple}"
+    )
+
+
 def _proven(plan: ParallelPlan, choice: Choice) -> str:
     """The certificate of a finished search."""
     step_s, gap = plan.predicted.iteration_time_s, plan.search.gap_percent
@@ -112,18 +138,38 @@ def _proven(plan: ParallelPlan, choice: Choice) -> str:
     return f"{said}this one is within {gap:.1f} % and the simplest."
 
 
-def riskier_words(plan: ParallelPlan) -> tuple[str, str] | None:
-    """What the limit on the risk costs: a name and the faster layout; nothing where it costs none.
+#: Risk from which on a safer layout is told, and the share of it that is left there at most.
+_WORTH_LESS_RISK, _SAFER = 0.01, 0.5
 
-    >>> riskier_words(ParallelPlan)  # doctest: +SKIP
-    ('Risk up to 50 %', '29.4 s, TP 4 PP 4 VPP 7 CP 2 (48 %)')
-    """
-    if plan.choice is None or plan.choice.riskier is None:
-        return None
-    found = plan.choice.riskier
-    words = " ".join(f"{name} {size}" for name, size in degrees(found.layout).items() if size > 1)
-    chance, step = format_chance(found.out_of_memory), format_seconds(found.iteration_time_s)
-    return f"Risk up to {100 * MOST_OOM_CHANCE:g} %", f"{step}, {words} ({chance})"
+
+def other_layouts(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
+    """The next faster layouts and the next safer one by name, each with its price."""
+    own_risk, choice = plan.uncertainty.out_of_memory, plan.choice
+    if choice is not None and plan.search.certificate == "chosen" and plan.alternatives:
+        fastest = plan.alternatives[0]
+        more = _listed([*_more_complex(plan, fastest.layout)])
+        words = _other_words(plan, fastest.iteration_time_s, fastest.layout)
+        yield "Faster", f"{words}, {more}" if more else words
+    if choice is not None and (found := choice.riskier) is not None:
+        yield (
+            "Faster",
+            _other_words(plan, found.iteration_time_s, found.layout, found.out_of_memory),
+        )
+    for other in plan.alternatives if own_risk >= _WORTH_LESS_RISK else ():
+        known = other.uncertainty
+        if known is not None and known.out_of_memory <= _SAFER * own_risk:
+            words = _other_words(plan, other.iteration_time_s, other.layout, known.out_of_memory)
+            yield "Safer", words
+            return
+
+
+def _other_words(
+    plan: ParallelPlan, step_s: Seconds, layout: Layout, risk: float | None = None
+) -> str:
+    """Another layout with its step, and its risk where that is its price."""
+    percent = 100 * (step_s / plan.predicted.iteration_time_s - 1)
+    at = "" if risk is None else f" at {format_chance(risk)} risk"
+    return f"{format_seconds(step_s)} ({percent:+.1f} %){at}: {layout_words(layout)}"
 
 
 def early_words(record: SearchRecord) -> str:
@@ -203,22 +249,11 @@ def confidence_words(known: Uncertainty, site: SiteChange | None = None) -> str:
     return f"{said}, before this site's runs; the range rests on its calibration, too ({site.name})"
 
 
-def faster_words(plan: ParallelPlan) -> str:
-    """The fastest of the allowed plans where a simpler one is taken; nothing where it is that."""
-    if plan.choice is None or plan.search.certificate != "chosen" or not plan.alternatives:
-        return ""
-    fastest, step_s = plan.alternatives[0], plan.predicted.iteration_time_s
-    percent = 100 * (1 - fastest.iteration_time_s / step_s)
-    said = f"{format_seconds(fastest.iteration_time_s)} by runner-up 1, {percent:.1f} % less"
-    more = _listed([*_more_complex(plan, fastest.layout)])
-    return f"{said}, with {more}" if more else said
-
-
 def _more_complex(plan: ParallelPlan, other: Layout) -> Iterator[str]:
     """In what another layout is less simple."""
     spec, needs_none = plan.model, is_uniform(plan.model, plan.layout.partition)
     if needs_none and not is_uniform(spec, other.partition):
-        yield "stages that need a layout"
+        yield "uneven stages"
     own, others = degrees(plan.layout), degrees(other)
     for name, what in (("PP", "pipeline ranks"), ("VPP", "virtual stages")):
         if others[name] > own[name]:
@@ -310,6 +345,21 @@ def incomplete_ranking(record: SearchRecord) -> str:
     return "The search did not finish: layouts faster than some of these may be missing."
 
 
+def stage_legend(stages: str) -> str:
+    """What the signs of a layout of a pipeline mean.
+
+    >>> stage_legend("Ett|(tt|)*38ttL")
+    'E embedding, t layer, L output, | next stage, *n n times'
+    """
+    return ", ".join(words for sign, words in _STAGE_SIGNS.items() if sign in stages)
+
+
+def layout_words(layout: PartialLayout) -> str:
+    """The degrees above 1 and the micro batch size of a layout."""
+    sizes = [f"{name} {size}" for name, size in degrees(layout).items() if size > 1]
+    return " ".join([*sizes, f"MBS {layout.micro_batch_size}"])
+
+
 def degrees(layout: PartialLayout) -> dict[str, int]:
     """Every degree of a layout by its short name."""
     return {short: getattr(layout.dims, name) for name, short in SHORT_DEGREES.items()}
@@ -365,7 +415,7 @@ def _counts(record: SearchRecord) -> str:
     )
 
 
-def basis(plan: ParallelPlan) -> str:
+def cost_source(plan: ParallelPlan) -> str:
     """What stands behind a plan's times."""
     profile, site = plan.provenance.profile, plan.provenance.site
     said = UNMEASURED

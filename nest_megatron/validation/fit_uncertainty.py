@@ -24,8 +24,10 @@ from nest_megatron.cost_model.features import (
     Feature,
     confidence_of,
     coordinates,
+    device_class,
     distance,
     features_of,
+    number_format,
 )
 from nest_megatron.cost_model.mechanisms import Mechanism, Shares, shares
 from nest_megatron.cost_model.student_t import DEGREES_OF_FREEDOM
@@ -89,9 +91,10 @@ _HEAD = """\
 # scales: of errors of predicted steps, in logarithms, fitted to runs whose source was left out of
 # the cost model's constants: by mechanism, of its price; job: common to all plans of a job; layout:
 # of one layout; layout_range: steps between layouts after which their errors are correlated by 1/e.
-# devices: fitted runs of each. runs: by features, how many and their mean absolute error, source
-# left out. coverage_pct: of those runs, the share inside the 50 and the 90 % interval, their
-# source left out of the scales as well: [runs, 50 %, 90 %]; sources: the mean over sources.
+# devices: fitted runs of each. runs: by features, number format and class of devices, how many and
+# their mean absolute error, source left out. coverage_pct: of those runs, the share inside the 50
+# and the 90 % interval, their source left out of the scales as well: [runs, 50 %, 90 %]; sources:
+# the mean over sources.
 """
 
 
@@ -107,6 +110,7 @@ class Residual:
     source: str
     job: object
     device: str
+    precision: Precision
     error: float
     shares: Shares
     features: frozenset[Feature]
@@ -131,6 +135,7 @@ def _residual(each: LeftOut, predictor: Predictor, devices: frozenset[str]) -> R
         source=sample.source,
         job=(*same, grid.global_batch_size, job.settings.precision, job.target.name),
         device=device,
+        precision=job.settings.precision,
         error=-each.unseen,
         shares=shares(model, grid),
         features=features_of(model, grid, predicted.iteration_time_s, devices),
@@ -252,20 +257,26 @@ class UncertaintyFit:
     def write(self, out: Path) -> Iterator[Path]:
         """Write the fit into a catalogue."""
         devices = Counter(each.device for each in self.residuals).most_common()
-        cells: dict[tuple[str, ...], list[float]] = defaultdict(list)
+        cells: dict[tuple[tuple[str, ...], str, str], list[float]] = defaultdict(list)
         for each in self.residuals:
             size = 100 * abs(math.expm1(-each.error))
-            cells[tuple(str(f) for f in Feature if f in each.features)].append(size)
+            features = tuple(str(f) for f in Feature if f in each.features)
+            kind = number_format(each.precision), device_class(each.device)
+            cells[features, *kind].append(size)
         record = {
             "scales": dataclasses.asdict(self.scales),
             "devices": {name: count for name, count in devices if count >= _KNOWN_DEVICE},
             "runs": [
                 {
                     "features": list(features),
+                    "precision": number,
+                    "device": device,
                     "runs": len(sizes),
                     "error_pct": round(statistics.fmean(sizes), 1),
                 }
-                for features, sizes in sorted(cells.items(), key=lambda cell: -len(cell[1]))
+                for (features, number, device), sizes in sorted(
+                    cells.items(), key=lambda cell: -len(cell[1])
+                )
             ],
             "coverage_pct": {
                 name: [each.runs, round(each.within_50_pct, 1), round(each.within_90_pct, 1)]
@@ -308,7 +319,7 @@ def _total_scale(scales: Scales, each: Residual) -> float:
         features=each.features,
         point=each.point,
         scales=scales,
-        confidence=confidence_of((), each.features, Precision.BF16),
+        confidence=confidence_of((), each.features, Precision.BF16, each.device),
     ).scale
 
 

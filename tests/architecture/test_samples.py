@@ -14,7 +14,7 @@ from tests.architecture.imports import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: What only a plan that was printed holds.
-PRINTED = re.compile(r"^nest: this job runs as|^ *Iteration +[\d.]+ m?s|parallel_size=\d", re.M)
+PRINTED = re.compile(r"^nest: this job runs as|^ *Step +[\d.]+ m?s|parallel_size=\d", re.M)
 
 
 @pytest.fixture(scope="module")
@@ -133,4 +133,4 @@ def test_the_words_of_a_sample_that_vary(refresh: ModuleType) -> None:
     same = refresh.normalised
     assert same("solved, in 2.07 s with the\n kernel") == same("solved, in 1 s with the kernel")
     assert same("| nemotron | accepted | 0.47 |") == same("| nemotron | accepted | 9.12 |")
-    assert same("Iteration   29.322 s") != same("Iteration   30.322 s")
+    assert same("Step   29.322 s") != same("Step   30.322 s")

@@ -389,7 +389,7 @@ def test_a_command_is_rewritten_with_every_change_shown() -> None:
 def test_a_command_s_page_begins_with_what_runs_today_and_its_plan_keeps_it(tmp_path: Path) -> None:
     page, plan = tmp_path / "plan.html", tmp_path / "plan.yaml"
     words = ("cluster=dgx_h100", f"out={plan}", "--html", str(page))
-    done = run("plan", "--from", LLAMA3_8B, *words)
+    done = run("plan", "--from", LLAMA3_8B, *words, "--full")
     assert done.code == 0, done.err
     text = page.read_text(encoding="utf-8")
     assert 0 < text.index("Today and planned") < text.index("<h2>Launch")
@@ -401,10 +401,28 @@ def test_a_command_s_page_begins_with_what_runs_today_and_its_plan_keeps_it(tmp_
     assert done.out.startswith(report)
 
 
-@pytest.mark.parametrize("other", ["--multirun", "--for-gpus=8..16", "--for-nodes=1..2"])
-def test_a_page_is_of_one_plan(other: str, tmp_path: Path) -> None:
-    done = run("plan", *SMALL, other, "--html", str(tmp_path / "plan.html"))
-    assert (done.code, "a page is of one plan" in done.err) == (2, True)
+def test_a_table_for_numbers_of_nodes_has_no_page(tmp_path: Path) -> None:
+    done = run("plan", *SMALL, "--for-nodes=1..2", "--html", str(tmp_path / "plan.html"))
+    assert (done.code, "has no page" in done.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        (("-m", *SMALL, "train.global_batch_size=64,128"), ("global_batch_size=64", "128")),
+        (("--for-gpus=8..16", *SMALL[:2], "train.global_batch_size=64"), (">8<", ">16<", "Pareto")),
+    ],
+)
+def test_a_page_of_several_jobs(
+    words: tuple[str, ...], rows: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.html"
+    done = run("plan", *words, "search.num_alternatives=0", "--html", str(path), "--json")
+    assert done.code == 0, done.err
+    page = path.read_text(encoding="utf-8")
+    assert all(each in page for each in rows)
+    assert page.count('data-label="Tokens/s/GPU"') == 2
+    assert 'style="width:100.0%"' in page
 
 
 def test_a_command_is_written_with_the_recipe_that_was_priced(tmp_path: Path) -> None:

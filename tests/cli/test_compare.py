@@ -45,7 +45,7 @@ def test_a_plan_that_ties_with_the_fastest_is_said_to() -> None:
     done = run(*JOB, "search.tie_percent=5")
     assert (done.code, done.err) == (0, "")
     assert "simplest that ties with the fastest of its space" in " ".join(done.out.split())
-    assert "Runs out" in done.out
+    assert "P(OOM)" in done.out
     assert max(map(len, done.out.splitlines())) <= 80
 
 

@@ -171,7 +171,7 @@ def test_a_terminal_without_unicode() -> None:
     assert done.returncode == 0
     assert done.stdout.isascii()
     old = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = process("plan", *SMALL, **old)
+    done = process("plan", *SMALL, "--full", **old)
     assert done.returncode == 0
     assert done.stdout.isascii()
     assert "#####" in done.stdout

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
+from nest_megatron import load_plan
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
+from nest_megatron.config.request import request_of
 from nest_megatron.errors import BAD_INPUT
-from nest_megatron.packages import install_command
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.planner import plan as run_plan
 from nest_megatron.report.tables import FittingTable
+from nest_megatron.report.words import other_layouts
+from nest_megatron.units import format_seconds
 from tests.cli.runs import ROOT, SMALL, run
 
 
@@ -19,7 +28,7 @@ from tests.cli.runs import ROOT, SMALL, run
 def test_every_number_of_a_plan_is_printed(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     plan = run("plan", *SMALL, "--json").json()
-    done = run("plan", *SMALL)
+    done = run("plan", *SMALL, "--full")
     assert max(map(len, done.out.splitlines())) <= int(columns)
     for stage in plan["predicted"]["stages"]:
         assert f"{sum(stage['memory_bytes'].values()) / 2**30:.1f}" in done.out
@@ -77,12 +86,6 @@ def test_each_row_of_the_documented_sweep_is_another_plan() -> None:
     assert len(times) == len(jobs) == 3
 
 
-def test_hints_name_packages_that_an_index_has() -> None:
-    assert install_command("sweep") == "pip install 'hydra-joblib-launcher>=1.2' 'pyarrow>=14'"
-    assert "torch>=2.6" in install_command("megatron")
-    assert "checkout" in install_command("no-such-extra")
-
-
 def test_a_dense_models_report_names_no_choice_about_experts() -> None:
     small = ("cluster=dgx_h100", "cluster.num_gpus=8", "target=nemo_2.7")
     assert "moe_" not in run("plan", "model=llama3_8b", *small, "search.num_alternatives=0").out
@@ -101,11 +104,69 @@ def test_columns_move_together_before_rows_come_apart(width: int, lines: int) ->
     assert len(printed) == lines
 
 
+JOB = ("model=llama3_70b", "cluster=h100_spine_leaf", "cluster.num_gpus=1024")
+
+
+def test_a_plan_is_one_screen_with_the_flags_to_paste(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    path = tmp_path / "plan.yaml"
+    monkeypatch.chdir(tmp_path)
+    out = run("plan", *JOB, "train.global_batch_size=4096", "out=plan.yaml").out
+    lines = out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    pasted = shlex.split(out[out.index("  --") : out.index("  with ")].replace("\\\n", " "))
+    plan = load_plan(path)
+    assert pasted == plan.to_megatron_args(layout_only=True)
+    for words in (
+        "Faster ",
+        " risk: ",
+        "runs like it",
+        "proven: ",
+        "no profile of this cluster",
+    ):
+        assert words in out
+    assert "nest-megatron explain plan.yaml" in lines[-1]
+
+
+def test_a_safer_layout_has_at_most_half_of_the_risk(plan_at_risk: ParallelPlan) -> None:
+    rows = dict(other_layouts(plan_at_risk))
+    risk = plan_at_risk.uncertainty.out_of_memory
+    safe = [
+        other
+        for other in plan_at_risk.alternatives
+        if other.uncertainty is not None and other.uncertainty.out_of_memory <= risk / 2
+    ]
+    assert safe
+    assert rows["Safer"].startswith(format_seconds(safe[0].iteration_time_s))
+
+
+@pytest.fixture(scope="module")
+def plan_at_risk() -> ParallelPlan:
+    found = run_plan(
+        request_of(
+            compose(
+                parse(
+                    [
+                        "model=llama3_8b",
+                        "cluster=dgx_h100",
+                        "cluster.num_gpus=8",
+                        "train.global_batch_size=128",
+                    ]
+                )
+            )
+        )
+    )
+    assert isinstance(found, ParallelPlan)
+    return found
+
+
 def test_runners_up_of_the_readmes_job_are_a_table_of_80_columns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    job = ("model=llama3_70b", "cluster=h100_spine_leaf", "cluster.num_gpus=1024")
-    out = run("plan", *job, "train.global_batch_size=4096").out
-    assert "\n #    Iteration" in out or "\n #     Iteration" in out
+    out = run("plan", *JOB, "train.global_batch_size=4096", "--full").out
+    assert re.search(r"\n #  +Step  +Slower", out)
     assert len([line for line in out.splitlines() if line.startswith((" plan ", " 10 "))]) == 2

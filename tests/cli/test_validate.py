@@ -193,6 +193,8 @@ def test_the_readme_is_written_with_the_page(runs: Path, tmp_path: Path) -> None
     assert text.endswith("\n<!-- accuracy: end -->\nz\n")
     assert "old" not in text
     assert "runs 2 are predicted" in text
+    assert "Missed [goals](docs/accuracy.md#goals): " in text
+    assert " (≤ " in text
 
 
 def test_a_source_without_predictions_has_no_scores(runs: Path) -> None:
@@ -299,10 +301,9 @@ def test_docs_name_the_package_that_is_missing(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = run("validate", str(runs), "--docs", str(tmp_path))
     assert done.code == 2
-    assert "pip install 'matplotlib" in done.err
+    assert "pip install 'nest-megatron[pictures]'" in done.err
     assert not (tmp_path / "accuracy").exists()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import itertools
 import re
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 import nest_megatron
 from nest_megatron.api.sweep_jobs import opened
+from nest_megatron.cli import main
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.catalogue import read_cluster
 from nest_megatron.config.compose import compose
@@ -243,7 +246,7 @@ def test_a_longer_step_has_a_reason_where_the_present_layout_is_shorter(
         rows = [Variant(row=first, kept=plan), Variant(row=row, kept=kept)]
         return variants_page(plan, rows)
 
-    words = "The present layout is faster where"
+    words = "The chosen layout is faster where"
     assert words in notes(plan, longer)
     assert words not in notes(longer, longer), "a worse cluster"
     assert words not in notes(plan, dataclasses.replace(longer, choice=None)), "as it was asked for"
@@ -377,3 +380,19 @@ def test_an_interruption_says_what_is_kept(
     assert f"{done_of} jobs are done; the same command goes on from there." in done.err
     assert "nothing was written" not in done.err
     assert not (out / "sweep.csv").exists()
+
+
+class Terminal(io.StringIO):
+    """Standard error of a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_is_told_which_row_is_begun(path: Path) -> None:
+    words = ("whatif", str(path), "memory=80GiB,90GiB", *QUICK)
+    assert "2 of 3" not in run(*words).err
+    terminal = Terminal()
+    with contextlib.redirect_stderr(terminal), contextlib.redirect_stdout(io.StringIO()):
+        assert main(words) == 0
+    assert "2 of 3: cluster.accelerator.memory_bytes=80GiB" in terminal.getvalue()

@@ -100,7 +100,7 @@ def test_a_setting_of_the_user_wins() -> None:
     words = ["model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=8", "target=nemo_2.7"]
     inputs = request_of(compose(parse([*words, "cost.compute_slowdown=1.5"])))
     assert inputs.settings.compute_slowdown == 1.5
-    assert not any("No framework is named" in note for note in inputs.notes)
+    assert not any("is assumed (target=" in note for note in inputs.notes)
 
 
 def test_flags_of_the_job_win_over_the_defaults() -> None:

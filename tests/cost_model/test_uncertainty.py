@@ -21,6 +21,8 @@ from nest_megatron.cost_model.uncertainty import (
     shipped_calibration,
 )
 
+H100 = "H100-SXM-80GB"
+
 
 def plan_of(
     median_s: float,
@@ -36,7 +38,7 @@ def plan_of(
         features=features,
         point=point,
         scales=fitted.scales,
-        confidence=confidence_of(fitted.evidence, features, Precision.BF16),
+        confidence=confidence_of(fitted.evidence, features, Precision.BF16, H100),
     )
 
 
@@ -131,16 +133,30 @@ def test_what_a_profile_of_several_prices_tells_is_that_of_each() -> None:
 
 
 def test_confidence_counts_runs_like_the_plan() -> None:
-    evidence = (
-        Runs(features=frozenset(), runs=60, error_pct=5.0),
-        Runs(features=frozenset({Feature.CONTEXT}), runs=4, error_pct=10.0),
-        Runs(features=frozenset({Feature.EXPERTS, Feature.EXPERT_NETWORK}), runs=3, error_pct=40.0),
-    )
-    plain = confidence_of(evidence, frozenset(), Precision.BF16)
-    assert (plain.level, plain.runs) == (Level.HIGH, 64)
     across = frozenset({Feature.EXPERTS, Feature.EXPERT_NETWORK})
-    experts = confidence_of(evidence, across, Precision.BF16)
+
+    def runs(features: frozenset[Feature], number: int, error: float, **other: str) -> Runs:
+        kind = {"precision": "bf16", "device": "Hopper", **other}
+        return Runs(features=features, runs=number, error_pct=error, **kind)
+
+    evidence = (
+        runs(frozenset(), 60, 5.0),
+        runs(frozenset({Feature.CONTEXT}), 4, 10.0),
+        runs(across, 3, 40.0),
+        runs(frozenset(), 30, 1.0, device="Blackwell"),
+        runs(frozenset({Feature.FP8}), 40, 5.0, precision="fp8"),
+    )
+    plain = confidence_of(evidence, frozenset(), Precision.BF16, H100)
+    assert (plain.level, plain.runs) == (Level.HIGH, 64)
+    assert confidence_of(evidence, frozenset(), Precision.FP16, H100).runs == 64
+    assert confidence_of(evidence, frozenset(), Precision.BF16, "GB200-186GB").runs == 30
+    assert confidence_of(evidence, frozenset(), Precision.BF16, "A100-SXM-80GB").runs == 0
+    quantized = frozenset({Feature.FP8})
+    assert confidence_of(evidence, quantized, Precision.FP8, H100).runs == 40
+    assert confidence_of(evidence, quantized, Precision.NVFP4, H100).runs == 0
+    experts = confidence_of(evidence, across, Precision.BF16, H100)
     assert (experts.level, experts.runs, round(experts.error_pct)) == (Level.LOW, 3, 40)
-    assert (plain.kind, experts.kind) == ("dense bf16", "experts bf16, EP across nodes")
-    lora = confidence_of(evidence, frozenset({Feature.LORA}), Precision.BF16)
+    assert plain.kind == "dense bf16 on Hopper"
+    assert experts.kind == "experts bf16 on Hopper, EP across nodes"
+    lora = confidence_of(evidence, frozenset({Feature.LORA}), Precision.BF16, H100)
     assert (lora.level, lora.runs) == (Level.LOW, 0)

@@ -136,6 +136,7 @@ def readme_text(path: Path, judged: Sequence[Judged]) -> str:
         "readme.md.j2",
         Notes(),
         regimes=[*_worst_first(regimes), regimes["all"]],
+        missed=[each for each in goals_reached(judged, regimes) if not each.is_met and each.value],
     )
     return f"{before}{begin}\n{body}{end}{after}"
 
