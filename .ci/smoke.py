@@ -12,7 +12,8 @@ import nest_megatron.cost_model._schedule  # the compiled kernels are there and 
 import nest_megatron.research.nest_artifact._stage_boundaries
 import nest_megatron.solver._stage_dp
 
-assert importlib.util.find_spec("torch") is None, "torch came with the installation"
+for library in ("torch", "numpy", "scipy", "matplotlib"):
+    assert importlib.util.find_spec(library) is None, f"{library} came with the installation"
 
 catalogue = importlib.resources.files("nest_megatron.hydra_configs")
 for group in ("accelerator", "cluster", "model"):

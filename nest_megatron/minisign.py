@@ -1,7 +1,8 @@
 """Detached signatures in minisign's format: Ed25519 over the BLAKE2b hash of a file.
 
 What is signed here ``minisign -V`` verifies, and what ``minisign -S`` signs is verified here. The
-curve and the key derivation are those of the package ``cryptography`` and of ``hashlib``.
+package ``py-minisign`` reads, writes and verifies the files. Here is what a launch needs beside
+that: which of several trusted keys signed a file, why none did, and which keys nobody may trust.
 
 Source: https://jedisct1.github.io/minisign, which describes the files.
 """
@@ -9,30 +10,21 @@ Source: https://jedisct1.github.io/minisign, which describes the files.
 from __future__ import annotations
 
 import base64
-import hashlib
-import io
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
+from nest_megatron.packages import require_package
 
 if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from minisign import PublicKey, SecretKey, Signature
 
 #: What follows a file's name in the name of its signature.
 SUFFIX = ".minisig"
-_UNTRUSTED, _TRUSTED = "untrusted comment: ", "trusted comment: "
-#: Algorithms: of a key, of a signature of the file itself (which minisign wrote before 0.8) and of
-#: its hash; of a key's encryption, and of its checksum.
-_KEY, _WHOLE, _HASHED, _SCRYPT, _CHECKSUM = b"Ed", b"Ed", b"ED", b"Sc", b"B2"
-_NO_PASSWORD = b"\0\0"
 #: Work and memory of a key's encryption, as libsodium counts them (``..._SENSITIVE``).
 _WORK, _MEMORY_BYTES = 2**25, 2**30
-_BLOCK = 8
 #: The field of Curve25519, and the second coordinates of its points of order 1, 2, 4 and 8: with
 #: such a public key anybody makes signatures that verify. Source: ``ge25519_has_small_order`` and
 #: ``ge25519_is_canonical`` of libsodium.
@@ -48,12 +40,6 @@ class Reason(Name):
     UNREADABLE = "unreadable"
     UNKNOWN_KEY = "unknown_key"
     WRONG = "wrong"
-
-
-class _Kind(Name):
-    PUBLIC_KEY = "public key"
-    SECRET_KEY = "secret key"
-    SIGNATURE = "signature"
 
 
 _EXIT_CODES = {
@@ -78,83 +64,41 @@ class SignatureError(UserInputError):
         super().__init__("signature", value=value, limit=limit, fix=fix)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublicKey:
-    """A public key: eight bytes that name it, and 32 of Ed25519."""
-
-    number: bytes
-    key: bytes
-
-    @property
-    def name(self) -> str:
-        """The key's number as minisign prints it."""
-        return _number(self.number)
-
-    @property
-    def line(self) -> str:
-        """The key in one line, as ``minisign -P`` takes it."""
-        return _encoded(_KEY, self.number, self.key)
-
-    @property
-    def text(self) -> str:
-        """The text of its file."""
-        return f"{_UNTRUSTED}minisign public key {self.name}\n{self.line}\n"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SecretKey:
-    """A secret key: its number, and the 32 bytes from which Ed25519 derives the rest."""
-
-    number: bytes
-    seed: bytes
-
-    @property
-    def public(self) -> PublicKey:
-        """What verifies its signatures."""
-        return PublicKey(
-            number=self.number, key=_private(self.seed).public_key().public_bytes_raw()
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signature:
-    """A signature of a file, and one of itself with the comment that is to be trusted.
-
-    Args:
-        hashed: the file's BLAKE2b hash is signed, not the file.
-    """
-
-    number: bytes
-    hashed: bool
-    signature: bytes
-    comment: str
-    of_comment: bytes
-
-    @property
-    def text(self) -> str:
-        """The text of its file."""
-        first = _encoded(_HASHED if self.hashed else _WHOLE, self.number, self.signature)
-        comment = f"{_UNTRUSTED}signature of key {_number(self.number)}"
-        return f"{comment}\n{first}\n{_TRUSTED}{self.comment}\n{_encoded(self.of_comment)}\n"
-
-
 def new_key() -> SecretKey:
     """A key that nobody has."""
-    return SecretKey(number=os.urandom(8), seed=os.urandom(32))
+    key: SecretKey = _package().KeyPair.generate().secret_key
+    return key
+
+
+def public_key(key: SecretKey) -> PublicKey:
+    """What verifies a key's signatures."""
+    public: PublicKey = key.get_public_key()
+    public.untrusted_comment = f"minisign public key {key_name(public)}"
+    return public
+
+
+def key_name(key: PublicKey) -> str:
+    """A key's number as minisign prints it."""
+    return _number(key.to_base64())
+
+
+def file_text(content: PublicKey | SecretKey | Signature) -> str:
+    """The text of a file."""
+    return f"{bytes(content).decode()}\n"
+
+
+def secret_text(key: SecretKey, password: str) -> str:
+    """The text of a secret key's file; a password encrypts the key, which signs no more then."""
+    if password:
+        key.encrypt(password, opslimit=_WORK, memlimit=_MEMORY_BYTES)
+    return file_text(key)
 
 
 def sign(content: bytes, key: SecretKey, comment: str) -> Signature:
-    """Sign a file's content, and a comment of one line with it."""
-    assert len(comment.splitlines()) < 2, "a signed comment is one line"
-    private = _private(key.seed)
-    signature = private.sign(_hash(content))
-    return Signature(
-        number=key.number,
-        hashed=True,
-        signature=signature,
-        comment=comment,
-        of_comment=private.sign(signature + comment.encode()),
-    )
+    """Sign a file's content, and a comment of one line in ASCII with it."""
+    untrusted = f"signature of key {key_name(key.get_public_key())}"
+    signature: Signature = key.sign(content, untrusted_comment=untrusted, trusted_comment=comment)
+    return signature
 
 
 def verify(content: bytes, signature: Signature, keys: Iterable[PublicKey]) -> PublicKey:
@@ -163,32 +107,26 @@ def verify(content: bytes, signature: Signature, keys: Iterable[PublicKey]) -> P
     Raises:
         SignatureError: if none of them did.
     """
-    ed25519 = _ed25519()
-    from cryptography.exceptions import InvalidSignature
-
-    keys = list(keys)
-    known = [key for key in keys if key.number == signature.number]
+    package, keys = _package(), list(keys)
+    number = _number(bytes(signature).splitlines()[1])
+    known = [key for key in keys if key_name(key) == number]
     if not known:
-        names = ", ".join(key.name for key in keys) or "none"
+        names = ", ".join(map(key_name, keys)) or "none"
         raise SignatureError(
             Reason.UNKNOWN_KEY,
-            value=f"of key {_number(signature.number)}",
+            value=f"of key {number}",
             limit=f"the trusted keys are {names}",
             fix="Have the file signed with one of them, or trust this key.",
         )
-    signed = _hash(content) if signature.hashed else content
-    commented = signature.signature + signature.comment.encode()
     for key in known:
-        public = ed25519.Ed25519PublicKey.from_public_bytes(key.key)
         try:
-            public.verify(signature.signature, signed)
-            public.verify(signature.of_comment, commented)
-        except InvalidSignature:
+            key.verify(content, signature)
+        except package.VerifyError:
             continue
         return key
     raise SignatureError(
         Reason.WRONG,
-        value=f"of key {_number(signature.number)}",
+        value=f"of key {number}",
         limit="it does not match: the file, or the signature's comment, was changed",
         fix="Take the signed file and its signature again.",
     )
@@ -196,17 +134,20 @@ def verify(content: bytes, signature: Signature, keys: Iterable[PublicKey]) -> P
 
 def read_public(text: str, name: str) -> PublicKey:
     """A public key from its file, or from its one line; ``name`` is where it was found."""
-    algorithm, number, key = _decoded(_last_line(text), _Kind.PUBLIC_KEY, name, 2, 8, 32)
-    if algorithm != _KEY:
-        raise _unreadable(_Kind.PUBLIC_KEY, name)
-    point = int.from_bytes(key, "little") % 2**255
+    package, content = _package(), text.strip().encode()
+    read = package.PublicKey.from_bytes if b"\n" in content else package.PublicKey.from_base64
+    try:
+        key: PublicKey = read(content)
+    except package.ParseError as error:
+        raise _unreadable("public key", name) from error
+    point = int.from_bytes(base64.b64decode(key.to_base64())[10:], "little") % 2**255
     if point >= _FIELD or point in _SMALL_ORDER:
         limit = (
             "it is a point of small order, or not in its shortest form: others could sign for it"
         )
         fix = "Trust another key (nest-megatron keygen makes one)."
-        raise UserInputError(_Kind.PUBLIC_KEY, name, limit, fix)
-    return PublicKey(number=number, key=key)
+        raise UserInputError("public key", name, limit, fix)
+    return key
 
 
 def is_public_line(text: str) -> bool:
@@ -220,23 +161,15 @@ def is_public_line(text: str) -> bool:
 
 def read_signature(text: str, name: str) -> Signature:
     """A signature from its file; a ``SignatureError`` if it is none."""
-    lines = text.splitlines()
-    if len(lines) != 4 or not lines[2].startswith(_TRUSTED):
-        raise _unreadable(_Kind.SIGNATURE, name)
-    algorithm, number, signature = _decoded(lines[1], _Kind.SIGNATURE, name, 2, 8, 64)
-    (of_comment,) = _decoded(lines[3], _Kind.SIGNATURE, name, 64)
-    if algorithm not in (_WHOLE, _HASHED):
-        raise _unreadable(_Kind.SIGNATURE, name)
-    return Signature(
-        number=number,
-        hashed=algorithm == _HASHED,
-        signature=signature,
-        comment=lines[2].removeprefix(_TRUSTED),
-        of_comment=of_comment,
-    )
-
-
-_SECRET_SIZES = (2, 2, 2, 32, 8, 8, 104)
+    package = _package()
+    try:
+        signature: Signature = package.Signature.from_bytes(text.encode())
+    except package.ParseError as error:
+        unreadable = _unreadable("signature", name)
+        raise SignatureError(
+            Reason.UNREADABLE, value=name, limit=unreadable.limit, fix=unreadable.fix
+        ) from error
+    return signature
 
 
 def read_secret(text: str, ask_password: Callable[[], str], name: str) -> SecretKey:
@@ -248,118 +181,37 @@ def read_secret(text: str, ask_password: Callable[[], str], name: str) -> Secret
     Raises:
         UserInputError: if it is none, or the password is not its own.
     """
-    fields = _decoded(_last_line(text), _Kind.SECRET_KEY, name, *_SECRET_SIZES)
-    algorithm, derivation, checksum, salt, operations, memory, inner = fields
-    if algorithm != _KEY or checksum != _CHECKSUM or derivation not in (_SCRYPT, _NO_PASSWORD):
-        raise _unreadable(_Kind.SECRET_KEY, name)
-    if encrypted := derivation == _SCRYPT:
-        work, memory_bytes = (int.from_bytes(each, "little") for each in (operations, memory))
-        inner = _mixed(inner, ask_password(), salt, work, memory_bytes)
-    number, seed, public, found = inner[:8], inner[8:40], inner[40:72], inner[72:]
-    key = SecretKey(number=number, seed=seed)
-    if key.public.key != public or (encrypted and found != _checksum(number, seed + public)):
-        limit = "the password is not this key's" if encrypted else "it is damaged"
+    package = _package()
+    try:
+        key: SecretKey = package.SecretKey.from_bytes(text.strip().encode())
+    except package.ParseError as error:
+        raise _unreadable("secret key", name) from error
+    try:
+        if key.is_encrypted():
+            key.decrypt(ask_password())
+        key.get_public_key().verify(b"", key.sign(b""))
+    except package.Error as error:  # of the second line, where the key is damaged
+        limit = f"nothing can be signed with it: {error}"
         fix = "Give the password that it was made with, or another key."
-        raise UserInputError(_Kind.SECRET_KEY, name, limit, fix)
+        raise UserInputError("secret key", name, limit, fix) from error
     return key
 
 
-def secret_text(key: SecretKey, password: str) -> str:
-    """The text of a secret key's file, encrypted but with an empty password."""
-    salt, work, memory_bytes, derivation = bytes(32), 0, 0, _NO_PASSWORD
-    both = key.seed + key.public.key
-    inner = key.number + both + bytes(32)
-    if password:
-        salt, work, memory_bytes, derivation = os.urandom(32), _WORK, _MEMORY_BYTES, _SCRYPT
-        inner = key.number + both + _checksum(key.number, both)
-        inner = _mixed(inner, password, salt, work, memory_bytes)
-    limits = (each.to_bytes(8, "little") for each in (work, memory_bytes))
-    line = _encoded(_KEY, derivation, _CHECKSUM, salt, *limits, inner)
-    return f"{_UNTRUSTED}minisign encrypted secret key\n{line}\n"
+def _number(line: bytes) -> str:
+    """The number of the key that a line in base64 is, or was made with."""
+    return base64.b64decode(line)[2:10][::-1].hex().upper()
 
 
-def _mixed(inner: bytes, password: str, salt: bytes, work: int, memory_bytes: int) -> bytes:
-    """Encrypt, or decrypt, what a secret key's file holds.
-
-    Raises:
-        UserInputError: if the file asks for more memory than keys of minisign do.
-    """
-    if memory_bytes > _MEMORY_BYTES or work > _WORK:
-        limit = f"its encryption may take {_MEMORY_BYTES} bytes of memory, as minisign's does"
-        fix = "Make the key anew: nest-megatron keygen."
-        raise UserInputError(_Kind.SECRET_KEY, memory_bytes, limit, fix)
-    n, p = _scrypt_cost(work, memory_bytes)
-    most = 128 * _BLOCK * (n + p + 2)
-    stream = hashlib.scrypt(
-        password.encode(), salt=salt, n=n, r=_BLOCK, p=p, maxmem=most, dklen=len(inner)
-    )
-    return bytes(a ^ b for a, b in zip(inner, stream, strict=True))
-
-
-def _scrypt_cost(work: int, memory_bytes: int) -> tuple[int, int]:
-    """N and p of scrypt for libsodium's limits (``pickparams`` of its scrypt).
-
-    >>> _scrypt_cost(2**25, 2**30)
-    (1048576, 1)
-    """
-    work = max(work, 2**15)
-    scarce_work = work < memory_bytes // 32
-    most = work // (_BLOCK * 4) if scarce_work else memory_bytes // (_BLOCK * 128)
-    n = 2 ** max(1, (most // 2).bit_length())
-    return n, 1 if scarce_work else max(1, min(work // 4 // n, 2**30 - 1) // _BLOCK)
-
-
-def _hash(content: bytes) -> bytes:
-    return hashlib.blake2b(content).digest()
-
-
-def _checksum(number: bytes, key: bytes) -> bytes:
-    return hashlib.blake2b(_KEY + number + key, digest_size=32).digest()
-
-
-def _number(number: bytes) -> str:
-    return number[::-1].hex().upper()
-
-
-def _last_line(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
-
-
-def _encoded(*fields: bytes) -> str:
-    return base64.b64encode(b"".join(fields)).decode()
-
-
-def _decoded(line: str, kind: _Kind, name: str, *sizes: int) -> Iterator[bytes]:
-    """Fields of fixed sizes from a line in base64."""
-    try:
-        content = base64.b64decode(line.strip(), validate=True)
-    except ValueError:  # binascii's error is one
-        content = b""
-    if len(content) != sum(sizes):
-        raise _unreadable(kind, name)
-    stream = io.BytesIO(content)
-    return map(stream.read, sizes)
-
-
-def _unreadable(kind: _Kind, name: str) -> UserInputError:
+def _unreadable(kind: str, name: str) -> UserInputError:
     limit = f"it is no {kind} in minisign's format"
     fix = "Name a file that minisign or nest-megatron wrote."
-    if kind is _Kind.SIGNATURE:
-        return SignatureError(Reason.UNREADABLE, value=name, limit=limit, fix=fix)
     return UserInputError(kind, name, limit, fix)
 
 
-def _private(seed: bytes) -> Ed25519PrivateKey:
-    key: Ed25519PrivateKey = _ed25519().Ed25519PrivateKey.from_private_bytes(seed)
-    return key
+def _package() -> Any:
+    """The module of ``py-minisign``, which an installation may lack."""
+    limit = "they are made and verified by py-minisign, which is not installed"
+    require_package("minisign", "sign", "signatures", limit)
+    import minisign
 
-
-def _ed25519() -> Any:
-    """The module of ``cryptography``, which an installation may lack."""
-    try:
-        from cryptography.hazmat.primitives.asymmetric import ed25519
-    except ImportError as error:
-        limit = "they need the package cryptography, which is not installed"
-        fix = "pip install 'nest-megatron[sign]'"
-        raise UserInputError("signatures", "Ed25519", limit, fix) from error
-    return ed25519
+    return minisign

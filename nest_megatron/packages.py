@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
+import importlib.util
 import logging
-import shlex
 
-_NAME = "nest-megatron"
+from nest_megatron.errors import UserInputError
+
 _log = logging.getLogger(__name__)
 
 
@@ -23,18 +23,29 @@ def is_built(module: str, otherwise: str) -> bool:
     return True
 
 
+def is_installed(module: str) -> bool:
+    """Whether a module can be found, without loading it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # its parent is missing, or its import is blocked
+        return False
+
+
+def require_package(module: str, extra: str, what: str, limit: str, otherwise: str = "") -> None:
+    """Refuse what needs an optional package that is not installed.
+
+    Args:
+        extra: of this package, which installs it.
+        what: what needs it.
+        otherwise: what else helps, behind the command that installs the extra.
+    """
+    if not is_installed(module):
+        raise UserInputError(what, None, limit, f"{install_command(extra)}{otherwise}.")
+
+
 def install_command(extra: str) -> str:
     """The command that installs what an extra of this package needs.
 
-    The packages themselves are named: where this package was installed from a checkout, no index
-    has it, and ``pip install 'nest-megatron[extra]'`` fails.
+    pip takes the extra from the installed package, which no index needs to have.
     """
-    try:
-        lines = importlib.metadata.requires(_NAME) or ()
-    except importlib.metadata.PackageNotFoundError:  # run from the source tree
-        lines = ()
-    pairs = [line.partition(";")[::2] for line in lines]
-    wanted = [name.strip() for name, marker in pairs if f'"{extra}"' in marker.replace("'", '"')]
-    if not wanted:
-        return f"pip install '.[{extra}]' in a checkout of {_NAME}"
-    return f"pip install {shlex.join(wanted)}"
+    return f"pip install 'nest-megatron[{extra}]'"

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nest_megatron
-from nest_megatron.config.space import require_buildable
 from nest_megatron.cost_model.target_defaults import target_named
-from nest_megatron.errors import UnplannableModelError, require_known
+from nest_megatron.errors import require_known
 from nest_megatron.files import write_text
 from nest_megatron.integrations.megatron_lm.attach import launch_request
-from nest_megatron.integrations.megatron_lm.write import model_argv, parallel_argv
+from nest_megatron.integrations.megatron_lm.write import parallel_argv
+from nest_megatron.integrations.supported import refusal
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.pins import Pin, PinnedPlan, read_pinned, write_pinned
 
@@ -80,14 +80,7 @@ class Job:
 
 @functools.cache
 def _reason(model: str, release: str) -> str:
-    spec = nest_megatron.models()[model]
-    try:
-        require_buildable(spec, target_named(f"{LM}_{release}"))
-        model_argv(spec, version=release)
-    except UnplannableModelError as error:
-        part = str(error.what).rpartition(" ")[2].removeprefix("variant.")
-        return f"{part} {error.value}: {error.limit}"
-    return ""
+    return refusal(nest_megatron.models()[model], target_named(f"{LM}_{release}"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

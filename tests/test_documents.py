@@ -56,7 +56,6 @@ WITH_OWN_LOADER = {
     "documents.py",
     "integrations/dry_run/recorder.py",  # what it and run.py wrote themselves
     "integrations/dry_run/run.py",
-    "integrations/hydra/ranks.py",
     "integrations/megatron_lm/agreement.py",
     "integrations/megatron_lm/measure.py",
     "integrations/megatron_lm/measure_child.py",

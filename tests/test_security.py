@@ -23,7 +23,7 @@ from nest_megatron.app.asked import Asked, Work
 from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.config.launch import read_words
 from nest_megatron.documents import csv_text
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import NestError
 from nest_megatron.megatron_core.cache import FOLDER_VARIABLE as extracted_variable
 from nest_megatron.megatron_core.cache import folder as extracted_folder
 from nest_megatron.profile.store import FOLDER_VARIABLE as profile_variable
@@ -146,10 +146,10 @@ def test_no_value_of_a_program_a_browser_or_a_site_is_interpolated_by_a_resolver
         of_site,
     ]
     for call in calls:
-        with pytest.raises(UserInputError, match="calls a resolver") as refused:
+        with pytest.raises(NestError, match="calls a resolver") as refused:
             call()
         assert "4096321" not in str(refused.value)
-    with pytest.raises(UserInputError, match="it is a number"):
+    with pytest.raises(NestError, match="it is a number"):
         dataclasses.replace(form, num_gpus=LEAK, is_local=False).answer()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 import shutil
@@ -51,8 +52,9 @@ KEY = minisign.read_public(PUBLIC, "a.pub")
 @pytest.mark.parametrize("text", [SIGNATURE, WHOLE_SIGNATURE])
 def test_signatures_of_minisign_hold(text: str) -> None:
     signature = minisign.read_signature(text, "m.txt.minisig")
-    assert minisign.verify(b"hello\n", signature, [minisign.new_key().public, KEY]) == KEY
-    assert signature.text.splitlines()[1:] == text.splitlines()[1:]
+    other = minisign.public_key(minisign.new_key())
+    assert minisign.verify(b"hello\n", signature, [other, KEY]) == KEY
+    assert minisign.file_text(signature).splitlines()[1:] == text.splitlines()[1:]
     with pytest.raises(minisign.SignatureError) as wrong:
         minisign.verify(b"hallo\n", signature, [KEY])
     assert wrong.value.reason is minisign.Reason.WRONG
@@ -60,11 +62,11 @@ def test_signatures_of_minisign_hold(text: str) -> None:
 
 def test_keys_of_minisign_are_read_and_written() -> None:
     secret = minisign.read_secret(SECRET, pytest.fail, "a.key")
-    assert secret.public == KEY
-    assert KEY.text == PUBLIC
+    assert minisign.public_key(secret) == KEY
+    assert minisign.file_text(KEY) == minisign.file_text(minisign.public_key(secret)) == PUBLIC
     assert minisign.secret_text(secret, "") == SECRET
-    again = minisign.sign(b"hello\n", secret, "timestamp:1 file:m.txt")
-    assert again.text.splitlines()[1:] == SIGNATURE.splitlines()[1:]  # Ed25519 draws nothing
+    again = minisign.file_text(minisign.sign(b"hello\n", secret, "timestamp:1 file:m.txt"))
+    assert again.splitlines()[1:] == SIGNATURE.splitlines()[1:]  # Ed25519 draws nothing
 
 
 FIELD, EIGHT = 2**255 - 19, 0x5FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826
@@ -75,8 +77,9 @@ FIELD, EIGHT = 2**255 - 19, 0x5FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B02
     "point", [0, 1, FIELD - 1, EIGHT, FIELD - EIGHT, FIELD, FIELD + 1, FIELD + 5, 2**255 - 1]
 )
 def test_a_public_key_for_which_anybody_signs_is_refused(point: int, sign: int) -> None:
-    weak = minisign.PublicKey(number=bytes(8), key=(point + sign).to_bytes(32, "little"))
-    for text in (weak.text, weak.line):
+    content = b"Ed" + bytes(8) + (point + sign).to_bytes(32, "little")
+    line = base64.b64encode(content).decode()
+    for text in (f"untrusted comment: weak\n{line}\n", line):
         with pytest.raises(UserInputError, match="small order"):
             minisign.read_public(text, "weak.pub")
 
@@ -84,27 +87,31 @@ def test_a_public_key_for_which_anybody_signs_is_refused(point: int, sign: int) 
 @pytest.mark.slow
 def test_a_password_encrypts_a_key_and_no_other_opens_it() -> None:
     key = minisign.new_key()
+    public = minisign.public_key(key)
     text = minisign.secret_text(key, "correct horse")
-    assert minisign.read_secret(text, lambda: "correct horse", "b.key") == key
-    with pytest.raises(UserInputError, match="password is not this key's"):
+    opened = minisign.read_secret(text, lambda: "correct horse", "b.key")
+    assert minisign.public_key(opened) == public
+    with pytest.raises(UserInputError, match="wrong password"):
         minisign.read_secret(text, lambda: "battery staple", "b.key")
 
 
 @given(st.binary(max_size=200), st.integers(0, 3), st.data())
 def test_a_changed_byte_never_holds(content: bytes, line: int, data: st.DataObject) -> None:
     key = minisign.new_key()
-    text = minisign.sign(content, key, "plan").text
-    assert minisign.verify(content, minisign.read_signature(text, "x"), [key.public])
+    public = minisign.public_key(key)
+    text = minisign.file_text(minisign.sign(content, key, "plan"))
+    assert minisign.verify(content, minisign.read_signature(text, "x"), [public])
     lines = text.splitlines()
-    place = data.draw(st.integers(0, len(lines[line]) - 1))
+    first = len("untrusted comment: ") if line == 0 else 0
+    place = data.draw(st.integers(first, len(lines[line]) - 1))
     other = data.draw(st.sampled_from("Ab1+=").filter(lambda c: c != lines[line][place]))
     lines[line] = lines[line][:place] + other + lines[line][place + 1 :]
     changed = "\n".join(lines) + "\n"
     if line == 0:  # minisign's own name for it: an untrusted comment
-        assert minisign.verify(content, minisign.read_signature(changed, "x"), [key.public])
+        assert minisign.verify(content, minisign.read_signature(changed, "x"), [public])
         return
     with pytest.raises(minisign.SignatureError):
-        minisign.verify(content, minisign.read_signature(changed, "x"), [key.public])
+        minisign.verify(content, minisign.read_signature(changed, "x"), [public])
 
 
 @pytest.fixture(scope="module")
@@ -247,9 +254,9 @@ def test_minisign_itself_agrees(signed: Path) -> None:
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
-    with pytest.raises(UserInputError, match=r"nest-megatron\[sign\]"):
-        minisign.sign(b"", minisign.new_key(), "")
+    monkeypatch.setitem(sys.modules, "minisign", None)
+    with pytest.raises(UserInputError, match=r"pip install 'nest-megatron\[sign\]'"):
+        minisign.new_key()
 
 
 def test_what_was_verified_is_what_is_launched(
@@ -288,3 +295,22 @@ def test_what_was_reviewed_is_what_is_signed(
     assert verified(plan, str(signed.parent / "reviewer.pub")).code == 15
     plan.write_bytes(content)
     assert verified(plan, str(signed.parent / "reviewer.pub")).code == 0
+
+
+def test_a_damaged_key_signs_nothing() -> None:
+    head, line = SECRET.splitlines()
+    damaged = bytearray(base64.b64decode(line))
+    damaged[62] ^= 1  # of the 32 bytes that the public key comes from
+    text = f"{head}\n{base64.b64encode(damaged).decode()}\n"
+    with pytest.raises(UserInputError, match="nothing can be signed with it"):
+        minisign.read_secret(text, pytest.fail, "a.key")
+
+
+def test_a_name_outside_of_ascii_is_signed_as_minisign_allows(signed: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    assert run("plan", *SMALL, f"out={plan}").code == 0
+    key = str(signed.parent / "reviewer.key")
+    assert run("pin", str(plan), "--sign", key, "--by", "Jürgen").code == 0
+    found = verify_pinned(plan, read_signers([str(signed.parent / "reviewer.pub")]))
+    assert "\tby:J\\xfcrgen\t" in found.comment
+    assert found.pinned.pin.by == "Jürgen"

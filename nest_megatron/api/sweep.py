@@ -26,7 +26,7 @@ from nest_megatron.config.overrides import Setting
 from nest_megatron.errors import NestError
 from nest_megatron.files import check_output, expanded, write_bytes, write_text
 from nest_megatron.layout import plan_file
-from nest_megatron.packages import install_command
+from nest_megatron.packages import install_command, is_installed
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.sweep import SweepRow, sweep_chart, to_csv, to_parquet
 from nest_megatron.units import format_seconds
@@ -169,13 +169,16 @@ def _write(folder: Path, rows: Sequence[SweepRow], names: Sequence[str]) -> list
             plan_file.write(row.plan, folder / name)
     write_text(folder / "sweep.csv", to_csv(rows))
     files = ["sweep.csv"]
-    try:
-        write_bytes(folder / "sweep.parquet", to_parquet(rows))
-        files.append("sweep.parquet")
-    except ImportError:
-        print_to_stderr(f"sweep.parquet needs pyarrow: {install_command('sweep')}")
-    write_bytes(folder / "sweep.svg", sweep_chart(rows))
-    return [str(folder / name) for name in (*files, "sweep.svg")]
+    for name, package, made in (
+        ("sweep.parquet", "pyarrow", to_parquet),
+        ("sweep.svg", "matplotlib", sweep_chart),
+    ):
+        if is_installed(package):
+            write_bytes(folder / name, made(rows))
+            files.append(name)
+        else:
+            print_to_stderr(f"{name} needs {package}: {install_command('sweep')}")
+    return [str(folder / name) for name in files]
 
 
 def _names(jobs: Sequence[SweepJob]) -> dict[str, str]:

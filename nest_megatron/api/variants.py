@@ -14,7 +14,7 @@ from nest_megatron.api.sweep import SweepOptions, Swept, run_jobs
 from nest_megatron.api.sweep_jobs import SweepJob, SweptCommand, command_words, sweep_job
 from nest_megatron.config.compose import compose
 from nest_megatron.config.defaults import with_defaults
-from nest_megatron.config.keywords import SHORT_KEYS, setting_texts, typed_path
+from nest_megatron.config.keywords import setting_texts, typed_path
 from nest_megatron.config.overrides import Setting, expand, parse, swept, value_text
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, write_text
@@ -157,13 +157,12 @@ def _quiet(
 
 
 def parse_changes(texts: Sequence[str]) -> tuple[Setting, ...]:
-    """Changes as typed, ``gpus`` and ``memory`` in full.
+    """Changes as typed, with their keys in full.
 
     Raises:
         UserInputError: for one that cannot be read, or that is given twice.
     """
-    pairs = (text.partition("=") for text in texts)
-    settings = parse(f"{SHORT_KEYS.get(key, key)}{equals}{value}" for key, equals, value in pairs)
+    settings = parse(texts)
     keys = [setting.key for setting in settings]
     for setting in settings:
         if setting.key == "out":

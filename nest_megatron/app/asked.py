@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,25 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import nest_megatron
+from nest_megatron.app.form import COMMAND, FREE, GPUS, Form, require_no_mistake
 from nest_megatron.config.keywords import compose_keywords
 from nest_megatron.config.overrides import read_counts
-from nest_megatron.errors import UserInputError, require_known
+from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.dry_run.launch import names_script
 from nest_megatron.integrations.megatron_lm.parser import tokens
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.report.sweep import to_csv
 
 if TYPE_CHECKING:
     from nest_megatron import Plan, WhatIf
     from nest_megatron.planner import Progress
-
-_NUMBER = r"(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?[A-Za-z]*(?:/s)?|true|false)"
-_SECTIONS = "cluster|cost|memory|parallel|reliability|search"
-#: Settings that cannot name a file: numbers, with a unit or not.
-_NUMBERS = re.compile(
-    rf"(?:gpus|memory|train\.global_batch_size|(?:{_SECTIONS})\.[\w.]+)={_NUMBER}(?:,{_NUMBER})*"
-)
 
 
 class Work(Enum):
@@ -56,6 +48,7 @@ class Answer:
         plan_file: the contents of its file.
         table: plans for several numbers of GPUs as CSV.
         plans: the contents of their files, by the number.
+        mistakes: what is wrong with fields of the form, by their labels.
     """
 
     text: str
@@ -64,74 +57,24 @@ class Answer:
     plan_file: str = ""
     table: str = ""
     plans: Mapping[int, str] = field(default_factory=dict)
+    mistakes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A form as it was filled in; an empty field has an empty text.
-
-    Args:
-        is_local: the browser is on this machine, so that texts may name its files.
-        model, cluster: a name of the catalogue, a path, or the contents of a file.
-        command: a Megatron-LM command, in the place of a model.
-        free: flags of the command that may change, separated by commas.
-        num_gpus, global_batch_size: as typed; of ``SIZES`` numbers, as ``--for-gpus`` takes them.
-        settings: others, a line of ``section.key=value`` each.
-        plan_file: contents of the plan that is shown, or whose job is planned again where no
-            command is given.
-        changes: those of the job, as ``nest-megatron whatif`` takes them.
-    """
+class Asked(Form):
+    """A form, and what is done with it."""
 
     work: Work
-    is_local: bool = True
-    model: str = ""
-    cluster: str = ""
-    command: str = ""
-    free: str = ""
-    megatron_version: str = DEFAULT_VERSION
-    num_gpus: str = ""
-    global_batch_size: str = ""
-    settings: str = ""
-    plan_file: str = ""
-    changes: str = ""
-
-    def _require_no_file(self) -> None:
-        """Refuse a command, a model or a cluster that the catalogue lacks, and other texts."""
-        fix = "Start the app without --host and come through `ssh -L`, or use the command line."
-        if self.command:
-            limit = "a command names files, which would be read for whoever reaches this page"
-            raise UserInputError("command", self.command, limit, fix)
-        require_known("model", self.model, nest_megatron.models(), _OTHERS)
-        require_known("cluster", self.cluster, nest_megatron.clusters(), _OTHERS)
-        for what, size in (("GPUs", self.num_gpus), ("global batch size", self.global_batch_size)):
-            if not re.fullmatch(r"[\d.:\sA-Za-z]*", size):
-                raise UserInputError(what, size, limit="it is a number", fix="For example 8.")
-        for line in (*self.settings.splitlines(), *self.changes.split()):
-            if line.strip() and not _NUMBERS.fullmatch(line.strip()):
-                limit = f"with --host settings are numbers: {_OTHERS}"
-                raise UserInputError("settings", line, limit, fix)
 
     def keywords(self) -> dict[str, Any]:
-        """The settings, as the API takes them.
-
-        Raises:
-            UserInputError: for a line that is no setting, or one that has a value already.
-        """
+        """The settings, as the API takes them."""
         sizes = {
             "cluster.num_gpus": self.num_gpus.strip(),
             "train.global_batch_size": self.global_batch_size.strip(),
         }
-        given: dict[str, Any] = {key: value for key, value in sizes.items() if value}
-        for line in filter(str.strip, self.settings.splitlines()):
-            key, _, value = (part.strip() for part in line.partition("="))
-            if not value or "." not in key:
-                limit = "a setting is written section.key=value"
-                fix = "For example parallel.tensor_model_parallel_size=8."
-                raise UserInputError("settings", line, limit, fix)
-            if key in given:
-                raise UserInputError(key, value, limit="it is given twice", fix="Leave one.")
-            given[key] = value
-        return given
+        lines = (line.partition("=") for line in self.settings.splitlines() if line.strip())
+        others = {key.strip(): value.strip() for key, _, value in lines}
+        return {key: value for key, value in {**sizes, **others}.items() if value}
 
     def answer(
         self,
@@ -144,10 +87,9 @@ class Asked:
             on_progress: called while one plan is searched.
             on_part: called with what is planned next, where that is several.
         """
-        if not self.is_local:
-            self._require_no_file()
         with tempfile.TemporaryDirectory(prefix="nest-megatron-app-") as name, _named(Path(name)):
             folder = Path(name)
+            require_no_mistake(self, self._model(folder), self._cluster(folder))
             if self.work is Work.WHATIF:
                 changed = self._what_if(folder, on_part)
                 return Answer(text=str(changed), page=changed.to_html())
@@ -172,7 +114,7 @@ class Asked:
         settings = dataclasses.replace(self, num_gpus="").keywords()
 
         def told() -> Iterator[int]:
-            for size in read_counts(self.num_gpus, "GPUs", doubling=True):
+            for size in read_counts(self.num_gpus, GPUS, doubling=True):
                 on_part(f"planning for {size} GPUs")
                 yield size
 
@@ -192,15 +134,21 @@ class Asked:
     def _require_model(self, why: str) -> None:
         if self.command:
             limit, fix = f"a model is planned here: {why}", "Choose a model."
-            raise UserInputError("command", self.command, limit, fix)
+            raise UserInputError(COMMAND, self.command, limit, fix)
+
+    def _model(self, folder: Path) -> str | Path | None:
+        """The model, as the API takes it; ``None`` where the form has none."""
+        return _source(self.model, folder / "pasted.json") if self.model else None
+
+    def _cluster(self, folder: Path) -> str | Path:
+        """The cluster, as the API takes it."""
+        return _source(self.cluster, folder / "cluster.yaml")
 
     def _sources(self, folder: Path) -> tuple[str | Path, str | Path]:
-        """The model and the cluster, as the API takes them."""
-        if not self.model:
-            limit, fix = "neither is given", "Choose a model, or type the command that you launch."
-            raise UserInputError("model or command", None, limit, fix)
-        cluster = _source(self.cluster, folder / "cluster.yaml")
-        return _source(self.model, folder / "pasted.json"), cluster
+        """Both, where the form has a model."""
+        model = self._model(folder)
+        assert model is not None, "a form without model and command has a mistake"
+        return model, self._cluster(folder)
 
     def _what_if(self, folder: Path, on_part: Callable[[str], None]) -> WhatIf:
         def on_job(text: str) -> None:
@@ -212,7 +160,7 @@ class Asked:
         return nest_megatron.whatif_command(
             self._typed(),
             changes,
-            cluster=_source(self.cluster, folder / "cluster.yaml"),
+            cluster=self._cluster(folder),
             free=self._freed(),
             megatron_version=self.megatron_version,
             on_job=on_job,
@@ -231,8 +179,7 @@ class Asked:
         api, settings = nest_megatron, self.keywords()
         is_plan = self.work is Work.PLAN
         if self.command:
-            cluster = _source(self.cluster, folder / "cluster.yaml")
-            version = self.megatron_version
+            cluster, version = self._cluster(folder), self.megatron_version
             if not is_plan:
                 return api.estimate_command(
                     self._typed(), cluster=cluster, megatron_version=version, **settings
@@ -251,11 +198,8 @@ class Asked:
         return api.plan(model=model, cluster=cluster, on_progress=on_progress, **settings)
 
 
-_OTHERS = "paths are refused, for they would be read for whoever reaches this page"
-
-
 #: Options of the command line by the fields of the form that stand for them.
-_FIELDS = {"--from": "command", "--free": "flags that may change"}
+_FIELDS = {"--from": COMMAND, "--free": FREE}
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from nicegui import ui
@@ -34,6 +34,26 @@ class NameField:
     def value(self) -> str:
         """What the user sees in it."""
         return self._typed or self._field.value or ""
+
+    @value.setter
+    def value(self, value: str) -> None:
+        if value not in self._names:
+            self._field.set_options(list(dict.fromkeys([*self._names, value])))
+        self._field.value = value
+
+    @property
+    def error(self) -> str | None:
+        """What is wrong with it; it goes away as the field changes."""
+        error: str | None = self._field.error
+        return error
+
+    @error.setter
+    def error(self, error: str | None) -> None:
+        self._field.error = error
+
+    def on_value_change(self, call: Callable[[], None]) -> None:
+        """Call when another value is chosen."""
+        self._field.on_value_change(call)
 
     def _enter(self) -> None:
         self._is_left = False

@@ -3,26 +3,86 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass, field
 
-from nicegui import ui
+from nicegui import app, ui
 from nicegui.events import KeyEventArguments
 
 import nest_megatron
 from nest_megatron.app.asked import Answer, Asked, Work
 from nest_megatron.app.fields import NameField, labelled
+from nest_megatron.app.form import (
+    BATCH,
+    CHANGES,
+    CLUSTER,
+    CLUSTER_FILE,
+    COMMAND,
+    FREE,
+    GPUS,
+    MODEL,
+    MODEL_FILE,
+    RELEASE,
+    SETTINGS,
+)
 from nest_megatron.app.results import Section, focus, heading_label
 from nest_megatron.app.run import Run
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, RELEASES
 
 _MODEL, _COMMAND = "A model", "My Megatron-LM command"
+_SOURCE = "Source"
+#: The button that searches nothing, by what it prices.
+_PRICES = {_MODEL: "What does this layout cost?", _COMMAND: "What does my command cost?"}
+#: A form that shows what a plan is: one of a model, and one beside a command that runs today.
+_EXAMPLES = {
+    _MODEL: {MODEL: "llama3_8b", CLUSTER: "dgx_h100", GPUS: "64", BATCH: "512"},
+    _COMMAND: {
+        COMMAND: "torchrun --nproc-per-node 8 --nnodes 8 pretrain_gpt.py --num-layers 32 "
+        "--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+        "--group-query-attention --num-query-groups 8 --seq-length 8192 "
+        "--max-position-embeddings 8192 --position-embedding-type rope --vocab-size 128256 "
+        "--swiglu --normalization RMSNorm --disable-bias-linear "
+        "--untie-embeddings-and-output-weights --bf16 --tensor-model-parallel-size 8 "
+        "--sequence-parallel --use-distributed-optimizer --micro-batch-size 1 "
+        "--global-batch-size 512",
+        FREE: "all",
+        CLUSTER: "dgx_h100",
+    },
+}
+_GUIDE = """
+1. Choose a **model** of the catalogue{or_command}.
+2. Choose the **cluster** that it runs on, and how many **GPUs** of it.
+3. **Plan** finds the fastest layout that is expected to fit, with its launch command.
+   **{price}** searches nothing.
+"""
+#: Of a work, those whose answers stay on the page beside its own.
+_BESIDE = {
+    Work.WHATIF: {Work.PLAN, Work.ESTIMATE, Work.SIZES, Work.SHOW},
+    Work.SHOW: {Work.SIZES},
+}
 #: With a contrast of 4.5 to 1 and more on light and on dark pages. Of two rules that are important
 #: the one in the earlier layer wins, and NiceGUI has Quasar's in a later one.
-_COLOURS = """
+_STYLE = """
+.q-btn { text-transform: none; }
+.q-field__bottom--animated { position: static; transform: none; }
+.q-field--with-bottom { padding-bottom: 0; }
 body { --q-primary: #2a65a8 !important; }
 body.body--dark { --q-primary: #8ab8ea !important; --q-negative: #ff8a80 !important; }
 @layer theme { .body--dark .q-btn.bg-primary { color: #14171c !important; } }
 """
 _ERROR = "whitespace-pre-wrap break-words font-mono text-sm w-full text-negative"
+
+
+@dataclass(slots=True, kw_only=True)
+class Kept:
+    """What a tab has again after a reload.
+
+    Args:
+        form: values of the fields, by their labels.
+        shown: the forms that were answered, in their order, with their answers.
+    """
+
+    form: dict[str, str] = field(default_factory=dict)
+    shown: list[tuple[Asked, Answer]] = field(default_factory=list)
 
 
 class Page:
@@ -37,47 +97,58 @@ class Page:
         self._run: Run | None = None
         self._planned = self._sized = Asked(work=Work.PLAN)
         self._is_closed = False
+        self._kept: Kept | None = None
+        ui.context.client.on_connect(self._restore)
         ui.context.client.on_delete(self._close)
-        ui.add_css(_COLOURS)
+        ui.add_css(_STYLE)
         self._keys = ui.keyboard(self._on_key, active=False, ignore=[])
-        with ui.element("div").classes("w-full flex flex-col lg:flex-row gap-8"):
+        with ui.element("div").classes("w-full flex flex-col lg:flex-row lg:flex-nowrap gap-8"):
             with ui.column().classes("w-full lg:w-96 shrink-0"):
                 self._make_form()
             with ui.column().classes("w-full lg:w-auto grow min-w-0"):
                 self._make_results()
+                self._make_guide()
+        self._form = {
+            **{MODEL: self._model, MODEL_FILE: self._own_model},
+            **{COMMAND: self._command, FREE: self._free, RELEASE: self._release},
+            **{CLUSTER: self._cluster, CLUSTER_FILE: self._own_cluster},
+            **{GPUS: self._gpus, BATCH: self._batch, SETTINGS: self._settings},
+            CHANGES: self._changes,
+        }
+        for each in (self._source, *self._form.values()):
+            each.on_value_change(self._keep)
 
     def _make_form(self) -> None:
         heading_label("Plan a Megatron training job", level=1)
         self._source = ui.toggle([_MODEL, _COMMAND], value=_MODEL).props("no-caps spread")
         self._source.classes("w-full").visible = self._is_local
         with ui.column().classes("w-full") as by_model:
-            self._model = NameField("Model", nest_megatron.models(), "llama3_8b")
-            self._own_model = self._text("Instead: path or contents of a model file")
+            self._model = NameField(MODEL, nest_megatron.models(), "llama3_8b")
+            self._own_model = self._text(MODEL_FILE)
         with ui.column().classes("w-full") as by_command:
-            self._command = self._text("Command, or bash train.sh of the script that launches it")
-            self._free = self._line("Flags that may change", value="all").classes("w-full")
-            self._release = NameField("Megatron-LM release", RELEASES, DEFAULT_VERSION)
+            self._command = self._text(COMMAND)
+            self._free = self._line(FREE, value="all").classes("w-full")
+            self._release = NameField(RELEASE, RELEASES, DEFAULT_VERSION)
         by_model.bind_visibility_from(self._source, "value", value=_MODEL)
         by_command.bind_visibility_from(self._source, "value", value=_COMMAND)
-        self._cluster = NameField("Cluster", nest_megatron.clusters(), "dgx_h100")
-        self._own_cluster = self._text("Instead: path or contents of a cluster file")
+        self._cluster = NameField(CLUSTER, nest_megatron.clusters(), "dgx_h100")
+        self._own_cluster = self._text(CLUSTER_FILE)
         with ui.row(wrap=False).classes("w-full"):
-            self._gpus = self._line("GPUs", placeholder="8, or 8..64")
+            self._gpus = self._line(GPUS, placeholder="8, or 8..64")
             self._gpus.tooltip("8..64, which doubles, or 8..64:8 plans each; the batch stays")
-            self._batch = self._line("Global batch size", placeholder="as given")
+            self._batch = self._line(BATCH, placeholder="as given")
         self._settings = labelled(
-            ui.textarea(
-                "More settings, one a line", placeholder="parallel.tensor_model_parallel_size=8"
-            )
+            ui.textarea(SETTINGS, placeholder="parallel.tensor_model_parallel_size=8")
         ).props("autogrow")
         with ui.row().classes("moves-focus"):
             self._buttons = [
                 ui.button("Plan", on_click=self._plan),
-                ui.button("Price as it is", on_click=lambda: self._start(Work.ESTIMATE)),
+                ui.button(_PRICES[_MODEL], on_click=lambda: self._start(Work.ESTIMATE)),
                 ui.button("Other planners", on_click=lambda: self._start(Work.PLANNERS)),
             ]
             self._buttons[2].props("outline").tooltip("The job of a model, by published planners")
             self._buttons[2].bind_visibility_from(self._source, "value", value=_MODEL)
+            self._buttons[1].bind_text_from(self._source, "value", backward=_PRICES.get)
             self._buttons[1].props("outline").tooltip(
                 "Nothing is searched: the layout of the "
                 "command, or of the settings with Megatron's defaults"
@@ -94,6 +165,22 @@ class Page:
         field = labelled(ui.textarea(label)).props("autogrow")
         field.visible = self._is_local
         return field
+
+    def _make_guide(self) -> None:
+        """What to fill first, until there is an answer."""
+        with ui.column().classes("w-full moves-focus") as self._guide:
+            heading_label("What to fill first", level=2)
+            ui.markdown().bind_content_from(self._source, "value", backward=self._guide_text)
+            load = ui.button("Load an example", on_click=self._load_example)
+            self._buttons.append(load.props("outline"))
+
+    def _guide_text(self, source: str) -> str:
+        other = f", or switch to **{_COMMAND}** and paste what you launch today"
+        return _GUIDE.format(or_command=other if self._is_local else "", price=_PRICES[source])
+
+    def _load_example(self) -> None:
+        for label, value in _EXAMPLES[self._source.value].items():
+            self._form[label].value = value
 
     def _make_results(self) -> None:
         with ui.row().classes("items-center moves-focus"):
@@ -122,7 +209,7 @@ class Page:
     def _make_what_if(self) -> None:
         with ui.row(wrap=False).classes("w-full items-center moves-focus"):
             example = "gpus=16,32 memory=141GiB"
-            self._changes = labelled(ui.input("What if", placeholder=example)).classes("grow")
+            self._changes = labelled(ui.input(CHANGES, placeholder=example)).classes("grow")
             self._changes.on("keydown.enter", self._compare)
             self._buttons.append(ui.button("Compare", on_click=self._compare).props("outline"))
         saved = {"Save this comparison": ("whatif.html", lambda answer: answer.page)}
@@ -188,8 +275,29 @@ class Page:
             self._progress.text, self._elapsed.text = "planning", ""
             focus(self._stop)
 
+    def _keep(self) -> None:
+        """Keep the form as it is now, for a reload."""
+        if self._kept is not None:
+            self._kept.form = {label: each.value for label, each in self._form.items()}
+            self._kept.form[_SOURCE] = self._source.value
+
+    def _restore(self) -> None:
+        """Show what the tab had before a reload; called again where a connection was lost."""
+        if self._kept is not None:
+            return
+        kept = app.storage.tab.setdefault("kept", Kept())
+        for label, each in ((_SOURCE, self._source), *self._form.items()):
+            if label in kept.form:
+                each.value = kept.form[label]
+        for asked, answer in kept.shown:
+            self._section(asked, answer).show(answer)
+        self._guide.visible = not kept.shown
+        self._kept = kept
+
     def _show(self, asked: Asked, answer: Answer) -> None:
         self._error.text = answer.text if answer.is_error else ""
+        for label, each in self._form.items():
+            each.error = answer.mistakes.get(label)
         took, self._elapsed.text = self._elapsed.text, ""
         self._progress.text = "" if answer.is_error else f"Done after {took}."
         if answer.is_error:
@@ -198,6 +306,11 @@ class Page:
             section = self._section(asked, answer)
             section.show(answer)
             section.focus()
+            self._guide.visible = False
+            if self._kept is not None:
+                beside = _BESIDE.get(asked.work, ())
+                before = [each for each in self._kept.shown if each[0].work in beside]
+                self._kept.shown = [*before, (asked, answer)]
 
     def _section(self, asked: Asked, answer: Answer) -> Section:
         """Where an answer is shown; what it takes the place of is hidden."""

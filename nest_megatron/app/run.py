@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from nest_megatron.app.asked import Answer, Asked
+from nest_megatron.app.form import MistakesError
 from nest_megatron.errors import NestError
 from nest_megatron.report.console import print_error, search_words, show
 from nest_megatron.report.failure import WITHOUT_PLAN, report
@@ -130,7 +131,9 @@ def _work(asked: Asked, messages: Connection) -> None:
             answer = asked.answer(_Sender(messages), messages.send)
         except Exception as error:  # noqa: BLE001 - no user should see a traceback
             _print(error)
-            answer = Answer(text=printed.getvalue().rstrip(), is_error=True)
+            mistakes = error.texts if isinstance(error, MistakesError) else {}
+            text = printed.getvalue().rstrip()
+            answer = Answer(text=text, is_error=True, mistakes=mistakes)
     with contextlib.suppress(OSError):
         messages.send(answer)
 

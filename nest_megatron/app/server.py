@@ -11,11 +11,10 @@ import socket
 import threading
 import webbrowser
 from collections.abc import Collection
-from importlib.util import find_spec
 from typing import Any
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.packages import install_command
+from nest_megatron.packages import require_package
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import say
 
@@ -30,9 +29,8 @@ def serve(host: str, port: int, *, opens_browser: bool) -> None:
     Raises:
         UserInputError: if nicegui is not installed, or the address cannot be listened on.
     """
-    if find_spec("nicegui") is None:
-        limit, fix = "it is not installed", f"{install_command('app')}."
-        raise UserInputError("nicegui", None, limit, fix)
+    limit = "the page is served by nicegui, which is not installed"
+    require_package("nicegui", "app", "app", limit)
     with listen(host, port) as listening:
         bound, port = listening.getsockname()[:2]
         is_local = ipaddress.ip_address(bound).is_loopback

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Sequence
 from functools import partial
 
 import click
@@ -9,58 +12,68 @@ import click
 from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cli.command_kinds import command, json_option
 from nest_megatron.cli.complete import completing
+from nest_megatron.errors import UserInputError
 
 
 @command(
     "nest-megatron models",
+    "nest-megatron models qwen",
     "nest-megatron models deepseek_v3",
     "nest-megatron models ./config.json",
 )
 @click.argument(
     "name",
     required=False,
-    metavar="[NAME|PATH]",
+    metavar="[NAME|WORD|PATH]",
     shell_complete=completing(partial(catalogue_names, "model")),
 )
 @json_option
 def models(name: str | None, *, as_json: bool) -> None:
     """List the models of the catalogue, or show one, or that of a file.
 
-    A file is a Hugging Face config.json or its folder, a description as the catalogue's (YAML or
-    JSON), or a plan.
+    A word lists the names that contain it. One model is shown with every field, where they are
+    from, and which releases of the frameworks take it. A file is a Hugging Face config.json or its
+    folder, a description as the catalogue's (YAML or JSON), or a plan.
     """
     from nest_megatron.config.catalogue import named_model
     from nest_megatron.report.catalogue_tables import model_details, model_document, models_table
     from nest_megatron.report.console import show, show_json
 
-    found = [named_model(each) for each in (catalogue_names("model") if name is None else (name,))]
+    if (names := _listed("model", name)) is not None:
+        listed = [named_model(each) for each in names]
+        if as_json:
+            show_json({"models": [model_document(*each) for each in listed]})
+        else:
+            show(models_table([spec for spec, _ in listed]))
+        return
+    from nest_megatron.integrations.supported import refusals
+
+    assert name is not None, "without a name all are listed"
+    spec, notes = named_model(name)
     if as_json:
-        documents = [model_document(*each) for each in found]
-        show_json(documents[0] if name is not None else {"models": documents})
-    elif name is None:
-        show(models_table([spec for spec, _ in found]))
+        show_json(model_document(spec, notes, refusals(spec)))
     else:
-        spec, notes = found[0]
-        show(model_details(spec), *(f"note: {note}" for note in notes))
+        show(model_details(spec, refusals(spec)), *(f"note: {note}" for note in notes))
 
 
 @command(
     "nest-megatron clusters",
+    "nest-megatron clusters h100",
     "nest-megatron clusters h100_spine_leaf",
     "nest-megatron clusters ./mine.yaml",
 )
 @click.argument(
     "name",
     required=False,
-    metavar="[NAME|PATH]",
+    metavar="[NAME|WORD|PATH]",
     shell_complete=completing(partial(catalogue_names, "cluster")),
 )
 @json_option
 def clusters(name: str | None, *, as_json: bool) -> None:
     """List the clusters of the catalogue, or show one, or that of a file.
 
-    A file is a description as the catalogue's (YAML or JSON), which nest-megatron network import
-    writes of measured collectives, or a plan.
+    A word lists the names that contain it. A file is a description as the catalogue's (YAML or
+    JSON), which nest-megatron network import writes of measured collectives, or a plan.
     """
     from nest_megatron.config.catalogue import named_cluster
     from nest_megatron.report.catalogue_tables import (
@@ -70,10 +83,31 @@ def clusters(name: str | None, *, as_json: bool) -> None:
     )
     from nest_megatron.report.console import show, show_json
 
-    names = catalogue_names("cluster") if name is None else (name,)
-    entries = [(each, named_cluster(each)) for each in names]
+    names = _listed("cluster", name)
+    entries = [(each, named_cluster(each)) for each in ([str(name)] if names is None else names)]
     if as_json:
         documents = [{"entry": each, **cluster_document(cluster)} for each, cluster in entries]
-        show_json(documents[0] if name is not None else {"clusters": documents})
+        show_json(documents[0] if names is None else {"clusters": documents})
     else:
-        show(cluster_details(entries[0][1]) if name is not None else clusters_table(entries))
+        show(cluster_details(entries[0][1]) if names is None else clusters_table(entries))
+
+
+def _listed(group: str, word: str | None) -> Sequence[str] | None:
+    """Names of the catalogue that contain a word; ``None`` where it names one entry or a file.
+
+    Raises:
+        UserInputError: if no name contains it.
+    """
+    from nest_megatron.config.overrides import is_path
+
+    known = catalogue_names(group)
+    if word is None:
+        return known
+    if word in known or is_path(word):
+        return None
+    plain = re.sub(r"[^a-z0-9]", "_", word.lower())
+    if found := [name for name in known if plain in name]:
+        return found
+    near = ", ".join(difflib.get_close_matches(plain, known, n=3, cutoff=0))
+    fix = f"The nearest are {near}. `nest-megatron {group}s` lists all; a path works as well."
+    raise UserInputError(group, word, f"no {group} of the catalogue has it in its name", fix)

@@ -65,10 +65,10 @@ def explain(
         other = explained.versus(versus) if versus is not None else explained.why_not(str(why_not))
         show_json(other.to_dict()) if as_json else show(*other.report())
         return
-    if html is not None:
-        explained.write_html(html)
     if timeline is not None:
         explained.write_timeline(timeline)
+    if html is not None:
+        explained.write_html(html)
     if as_json:
         show_json(explained.to_dict())
     else:

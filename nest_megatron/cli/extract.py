@@ -41,7 +41,7 @@ from nest_megatron.model.parameters import unit_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
-from nest_megatron.report.charts import check_suffix
+from nest_megatron.report.charts import check_picture
 from nest_megatron.report.console import show, show_json
 
 
@@ -120,7 +120,7 @@ def extract(**options: Any) -> None:
     """
     given = _Options(**options)
     if given.draw is not None:  # before the work, not after it
-        check_suffix(given.draw, "--draw")
+        check_picture(given.draw, "--draw")
         require_folder(given.draw, "--draw")
     given.refuse_mixed()
     if given.module is None:

@@ -118,5 +118,5 @@ def _crossed(cluster: Cluster) -> list[tuple[str, int]]:
 
 
 def _with_cluster(composed: Settings, cluster: Cluster) -> Settings:
-    given = composed.given | {"cluster.num_gpus"}
+    given = {**composed.given, "cluster.num_gpus": None}
     return dataclasses.replace(composed, cluster=to_plain(cluster), given=given)

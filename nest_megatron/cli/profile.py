@@ -22,8 +22,8 @@ from nest_megatron.cli.command_kinds import (
     json_option,
     settings_argument,
 )
-from nest_megatron.cli.profile_asked import Asked, asked_by_plan, asked_by_settings
 from nest_megatron.cli.profile_device import measuring_here
+from nest_megatron.cli.profile_request import ProfileRequest, request_of_plan, request_of_settings
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.layout import LAYER_DEGREES
 from nest_megatron.errors import BAD_INPUT, OK, UserInputError, require_seconds
@@ -36,6 +36,7 @@ from nest_megatron.plain import to_plain
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.profile import network, store
 from nest_megatron.profile.network import NETWORK_SHARE, NetworkProfile
+from nest_megatron.profile.network_fit import require_least_squares
 from nest_megatron.profile.ranks import Ranks, leave, measure_network, meet, ranks
 from nest_megatron.profile.records import (
     LayerProfile,
@@ -137,20 +138,22 @@ def _run(options: _Options) -> int:
     """Time the layer blocks of a model, and the collectives between the ranks."""
     require_seconds("--max-seconds", options.max_seconds)
     if options.for_plan is None:
-        asked = asked_by_settings(options.overrides, options.config_dir)
+        request = request_of_settings(options.overrides, options.config_dir)
     else:
-        asked = asked_by_plan(options.for_plan, options.overrides)
+        request = request_of_plan(options.for_plan, options.overrides)
     require_megatron("profile")
     here = ranks()
     times_network = options.collectives and here.size > 1
+    if times_network:
+        require_least_squares("profile", "; --no-collectives times the layers alone")
     measuring = measuring_here(here, options.implementation, on_cpu=options.on_cpu)
-    tasks = tasks_of_rank(asked, here, measuring, again=options.again)
+    tasks = tasks_of_rank(request, here, measuring, again=options.again)
     times_both = times_network and tasks.num_left > 0
     layers_s = options.max_seconds * (1 - NETWORK_SHARE if times_both else 1.0)
     if options.for_plan is not None:
         if not (tasks.shapes or times_network):
-            raise _nothing_to_time(asked, options.for_plan)
-        words = asked.told(
+            raise _nothing_to_time(request, options.for_plan)
+        words = request.told(
             tasks.tasks,
             num_shapes=len(tasks.shapes),
             num_left=tasks.num_left,
@@ -169,11 +172,11 @@ def _run(options: _Options) -> int:
     return BAD_INPUT if tasks.shapes and not (found.timings or tasks.known) else OK
 
 
-def _nothing_to_time(asked: Asked, plan: Path) -> UserInputError:
+def _nothing_to_time(request: ProfileRequest, plan: Path) -> UserInputError:
     return UserInputError(
         "--for",
         str(plan),
-        limit=f"{asked.names} have the same shapes of layers",
+        limit=f"{request.names} have the same shapes of layers",
         fix="Time the network too, under torchrun with a process for each GPU; or run them: "
         "nest-megatron tune tells how long that takes.",
     )
@@ -243,7 +246,9 @@ class RankTasks:
         )
 
 
-def tasks_of_rank(asked: Asked, here: Ranks, measuring: Measuring, *, again: bool) -> RankTasks:
+def tasks_of_rank(
+    request: ProfileRequest, here: Ranks, measuring: Measuring, *, again: bool
+) -> RankTasks:
     """The tasks of one process: shapes that plans need first, and are not stored yet.
 
     Args:
@@ -253,10 +258,10 @@ def tasks_of_rank(asked: Asked, here: Ranks, measuring: Measuring, *, again: boo
         from nest_megatron.profile.session import share_of, this_machine
 
         machine = this_machine(measuring.where, measuring.implementation)
-    spec, precision = asked.spec, asked.precision
+    spec, precision = request.spec, request.precision
     known = () if again else _known(machine, spec, precision)
     flash = measuring.implementation is Implementation.TRANSFORMER_ENGINE
-    tasks = asked.tasks(flash_attention=flash)
+    tasks = request.tasks(flash_attention=flash)
     shapes = frozenset(map(shape_of, tasks))
     stored = shapes.intersection(timing.shape for timing in known)
     # Shared out before what is known is left out: another rank may have stored its first by now.
@@ -381,8 +386,8 @@ def _tell(own: RankTasks, found: Timed, network_out: Path | None, *, as_json: bo
 def _without_times(own: RankTasks) -> list[str]:
     """Blocks of which no shape is stored now: there is nothing to interpolate from."""
     stored = {timing.block for timing in _known(own.machine, own.spec, own.precision)}
-    asked = {shape[0] for shape in own.shapes}
-    return [block.value for block in own.spec.blocks if block in asked - stored]
+    wanted = {shape[0] for shape in own.shapes}
+    return [block.value for block in own.spec.blocks if block in wanted - stored]
 
 
 #: Shapes of one reason that are named.

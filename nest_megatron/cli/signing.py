@@ -30,18 +30,20 @@ def keygen(out: Path, *, no_password: bool, as_json: bool) -> None:
         limit, fix = "the public key takes this name", f"Name it {out.with_suffix('.key')}."
         raise UserInputError("--out", str(out), limit, fix)
     check_output("--out", public, force=forced())
-    key = minisign.new_key()
     password = "" if no_password else ask_password("Password of the new key", confirm=True)
     if not (password or no_password):
         limit = "an empty password would leave the key unencrypted"
         fix = "Type one, or add --no-password."
         raise UserInputError("password", "", limit, fix)
-    write_text(out, minisign.secret_text(key, password), mode=0o600)
-    write_text(public, key.public.text)
+    secret = minisign.new_key()
+    verifying = minisign.public_key(secret)
+    name = minisign.key_name(verifying)
+    write_text(out, minisign.secret_text(secret, password), mode=0o600)
+    write_text(public, minisign.file_text(verifying))
     if as_json:
-        show_json({"key": key.public.name, "secret": str(out), "public": str(public)})
+        show_json({"key": name, "secret": str(out), "public": str(public)})
         return
-    say(f"Key {key.public.name}: {out} signs (keep it secret), {public} verifies.")
+    say(f"Key {name}: {out} signs (keep it secret), {public} verifies.")
     say(f"Sign a reviewed plan: nest-megatron pin plan.yaml --sign {out}")
 
 
@@ -80,7 +82,7 @@ def verify(path: Path, *, keys: tuple[str, ...], signature: Path | None, as_json
     signed = verify_pinned(path, read_signers(keys), signature) if keys else None
     pin = signed.pinned.pin if signed else read_pinned(path).pin
     if as_json:
-        signer = signed and {"key": signed.signer.key.name, "source": signed.signer.source}
+        signer = signed and {"key": signed.signer.key_name, "source": signed.signer.source}
         comment = signed and signed.comment
         show_json({"pinned": to_plain(pin), "signer": signer, "comment": comment})
         return

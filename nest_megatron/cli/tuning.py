@@ -30,7 +30,7 @@ from nest_megatron.tuning.report import (
     tuned_report,
 )
 from nest_megatron.tuning.selection import Known, chosen, expected_runs
-from nest_megatron.tuning.session import Asked, Session, new_session, resumed_session
+from nest_megatron.tuning.session import Session, TuneRequest, new_session, resumed_session
 from nest_megatron.tuning.tuner import Tuned, Tuner, trials_of
 from nest_megatron.units import Seconds
 
@@ -59,7 +59,7 @@ class TuneOptions:
     as_json: bool
     begun_s: Seconds | None
 
-    def asked(self) -> Asked:
+    def request(self) -> TuneRequest:
         """What a new tuning is to do.
 
         Raises:
@@ -75,7 +75,7 @@ class TuneOptions:
             command, notes = one_command(command, composed)
             command = command if isinstance(command, str) else shlex.join(command)
             print_notes(notes)
-        return Asked(
+        return TuneRequest(
             command=command,
             overrides=tuple(self.overrides),
             config_dir=None if self.config_dir is None else str(self.config_dir),
@@ -100,42 +100,44 @@ def run_tune(options: TuneOptions) -> int:
         return error.exit_code
 
 
-def _tuned(session: Session | Asked, options: TuneOptions) -> int:
-    asked = session if isinstance(session, Asked) else session.asked
-    trials = frozenset[str]() if isinstance(session, Asked) else trials_of(session)
-    job = _read(asked, options.begun_s, trials)
+def _tuned(session: Session | TuneRequest, options: TuneOptions) -> int:
+    request = session if isinstance(session, TuneRequest) else session.request
+    trials = frozenset[str]() if isinstance(session, TuneRequest) else trials_of(session)
+    job = _read(request, options.begun_s, trials)
     say_all = _told(as_json=options.as_json)
-    first = Known(ranked=job.ranked, iterations=asked.iterations, num_steps=job.num_steps)
-    if isinstance(session, Asked):
-        return _dry_run(first, asked, as_json=options.as_json)
+    first = Known(ranked=job.ranked, iterations=request.iterations, num_steps=job.num_steps)
+    if isinstance(session, TuneRequest):
+        return _dry_run(first, request, as_json=options.as_json)
     tuner = Tuner(
         session=session,
         job=job,
-        launcher_of=lambda command: launcher_named(asked.launcher, asked.launcher_options, command),
+        launcher_of=lambda command: launcher_named(
+            request.launcher, request.launcher_options, command
+        ),
         tell=say_all,
     )
     tuner.settle()
     known = tuner.known()
-    left = asked.budget - sum(trial.counts for trial in session.trials)
+    left = request.budget - sum(trial.counts for trial in session.trials)
     runs, _ = expected_runs(known, left)
-    say_all(plan_words(known, runs, left, asked.run_timeout_s))
+    say_all(plan_words(known, runs, left, request.run_timeout_s))
     say_all(f"Runs are kept in {session.folder}; --resume {session.folder} goes on after a stop.")
     return _told_end(tuner.run(), session, job, as_json=options.as_json)
 
 
-def _read(asked: Asked, begun_s: Seconds | None, trials: Collection[str]) -> TunedJob:
-    if asked.folder != str(Path.cwd()):
-        limit = f"it was begun in {asked.folder}, and names in its command are relative to that"
-        raise UserInputError("--resume", None, limit, fix=f"cd {asked.folder}")
-    folder = None if asked.config_dir is None else Path(asked.config_dir)
-    composed = composed_settings(parse(asked.overrides), folder)
+def _read(request: TuneRequest, begun_s: Seconds | None, trials: Collection[str]) -> TunedJob:
+    if request.folder != str(Path.cwd()):
+        limit = f"it was begun in {request.folder}, and names in its command are relative to that"
+        raise UserInputError("--resume", None, limit, fix=f"cd {request.folder}")
+    folder = None if request.config_dir is None else Path(request.config_dir)
+    composed = composed_settings(parse(request.overrides), folder)
     with progress() as report:
-        return read_tuned(asked, composed, begun_s, report, trials)
+        return read_tuned(request, composed, begun_s, report, trials)
 
 
-def _dry_run(known: Known, asked: Asked, *, as_json: bool) -> int:
-    runs, stop = expected_runs(known, asked.budget)
-    said = plan_words(known, runs, asked.budget, asked.run_timeout_s)
+def _dry_run(known: Known, request: TuneRequest, *, as_json: bool) -> int:
+    runs, stop = expected_runs(known, request.budget)
+    said = plan_words(known, runs, request.budget, request.run_timeout_s)
     if as_json:
         show_json(dry_run_document(known, runs, stop))
         return OK
@@ -164,8 +166,8 @@ def _told(*, as_json: bool) -> Callable[[str], None]:
     return print_to_stderr
 
 
-def _session(options: TuneOptions) -> AbstractContextManager[Session | Asked]:
-    """The folder; what is asked alone, where nothing is to run."""
+def _session(options: TuneOptions) -> AbstractContextManager[Session | TuneRequest]:
+    """The folder; what is request alone, where nothing is to run."""
     if options.resume is not None:
         given = {"--from": options.from_command, "--out": options.out}
         for name, value in given.items():
@@ -175,8 +177,8 @@ def _session(options: TuneOptions) -> AbstractContextManager[Session | Asked]:
         require_tune(options.resume.absolute())
         return resumed_session(options.resume.absolute())
     if options.dry_run:
-        return contextlib.nullcontext(options.asked())
+        return contextlib.nullcontext(options.request())
     folder = options.out or Path(f"nest-tune-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-    asked = options.asked()
+    request = options.request()
     require_tune(folder.absolute())
-    return new_session(folder.absolute(), asked)
+    return new_session(folder.absolute(), request)

@@ -10,6 +10,7 @@ import click
 
 from nest_megatron.cli.command_kinds import FOLDER, OUTPUT, PATH, command, forced, json_option
 from nest_megatron.errors import UserInputError
+from nest_megatron.packages import require_package
 
 _paths = click.argument("paths", nargs=-1, required=True, type=PATH, metavar="FILE.CSV...")
 
@@ -87,6 +88,8 @@ def calibrate(
     if find_spec("nest_megatron.validation") is None:
         lacks = "needs nest_megatron.validation, which this installation leaves out"
         raise click.UsageError(f"calibrate {lacks}; calibrate --site does not.")
-    from nest_megatron.validation.commands import run_calibrate
+    limit = "constants are fitted by SciPy, which is not installed"
+    require_package("scipy", "calibrate", "calibrate", limit, "; calibrate --site does without")
+    from nest_megatron.validation.calibrate_command import run_calibrate
 
     return run_calibrate(paths, out=out, validate=validate, as_json=as_json)

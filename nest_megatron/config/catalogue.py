@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from nest_megatron.catalogue_files import catalogue_entry
@@ -55,7 +56,7 @@ def read_spec(settings: Settings) -> TransformerSpec:
     spec = with_seq_length(spec_from_mapping(settings.model), settings.train.seq_length)
     spec = dataclasses.replace(spec, adapters=read_adapters(settings) or spec.adapters)
     if settings.checks.plausibility:
-        require_plausible(spec, None)
+        require_plausible(spec, None, typed=settings.given)
     return spec
 
 
@@ -82,7 +83,8 @@ def read_cluster(settings: Settings, num_gpus: int | None = None) -> Cluster:
         )
     cluster = cluster_from_mapping(settings.cluster, num_gpus=num_gpus)
     if settings.checks.plausibility:
-        require_plausible(None, cluster, settings.train.global_batch_size)
+        batch = settings.train.global_batch_size
+        require_plausible(None, cluster, batch, typed=settings.given)
     return cluster
 
 
@@ -152,9 +154,17 @@ _BATCH = Range(_COUNT, 1e8)
 
 
 def require_plausible(
-    spec: TransformerSpec | None, cluster: Cluster | None, global_batch_size: int | None = None
+    spec: TransformerSpec | None,
+    cluster: Cluster | None,
+    global_batch_size: int | None = None,
+    *,
+    typed: Mapping[str, str | None] = MappingProxyType({}),
 ) -> None:
-    """Refuse a job with a number beyond everything that exists, naming what was probably meant."""
+    """Refuse a job with a number beyond everything that exists, naming what was probably meant.
+
+    Args:
+        typed: values as the user typed them, by setting, which the error repeats.
+    """
     for what, value, allowed in _numbers(spec, cluster, global_batch_size):
         if allowed.least <= value <= allowed.most:
             continue
@@ -167,7 +177,8 @@ def require_plausible(
         least, most = allowed.shown(allowed.least), allowed.shown(allowed.most)
         limit = f"it is not plausible: from {least} to {most} {unit or allowed.unit}"
         fix = f"{guess}If it is meant so, add {typed_setting('checks.plausibility')}=off."
-        raise UserInputError(what, value, limit=limit.rstrip(), fix=fix)
+        shown = typed.get(what) or value
+        raise UserInputError(what, shown, limit=limit.rstrip(), fix=fix)
 
 
 def _numbers(

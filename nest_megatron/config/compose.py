@@ -52,13 +52,14 @@ class Settings(PlanConfig):
     """What a user says of a job and how it is planned, checked by Hydra, and where it is from.
 
     Args:
-        given: the keys that the command line set.
+        given: the keys that the command line set, each with its value as typed; ``None`` for a
+            description and for what a launcher says.
         notes: what was not read of a file.
         defaults: the settings among them that are the site's.
         describes_cluster: its cluster is a description of the user's, and not the catalogue's.
     """
 
-    given: frozenset[str]
+    given: Mapping[str, str | None] = dataclasses.field(compare=False)
     notes: tuple[str, ...] = ()
     defaults: tuple[Setting, ...] = ()
     describes_cluster: bool = False
@@ -91,11 +92,11 @@ def compose(
         chosen = _with_undivided_levels(overrides)
         chosen = _with_numbered_levels(chosen, folder, described)
         chosen, described = _with_other_accelerator(chosen, folder, described)
-        given = frozenset((*described, *(each.key for each in chosen)))
+        given = {**dict.fromkeys(described), **{each.key: each.value for each in chosen}}
         is_file = any(each.key == "cluster" and _is_file(each, folder) for each in chosen)
         return Settings(
             **vars(_load(chosen, folder, described, notes)),
-            given=given,
+            given=MappingProxyType(given),
             notes=tuple(notes),
             defaults=tuple(each for each in overrides if each.origin is not None),
             describes_cluster="cluster" in described or is_file,

@@ -14,6 +14,7 @@ from nest_megatron.config.compose import Settings, compose, record_fields
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import (
     GROUPS,
+    SHORT_KEYS,
     parse,
     refuse_sweeps,
     value_text,
@@ -23,12 +24,6 @@ from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.layout.dims import SHORT_DEGREES, RankOrder
 from nest_megatron.model.spec import TransformerSpec
 
-#: Short names of settings of several sections; those of a layout are ``layout_key``'s.
-SHORT_KEYS = {
-    "gpus": "cluster.num_gpus",
-    "memory": "cluster.accelerator.memory_bytes",
-    "max_seconds": "search.max_seconds",
-}
 #: How a model or a cluster is given: a name or a path as text, a path, or the fields of its file.
 Source = str | os.PathLike[str] | Mapping[str, Any]
 

@@ -29,6 +29,12 @@ _RANGE = re.compile(r"(\d{1,7})(?:\.\.(\d{1,7})(?::(\d{1,7}))?)?")
 
 #: Groups of the catalogue that a job chooses from.
 GROUPS = ("model", "cluster")
+#: Short names of settings of several sections, alike in every command.
+SHORT_KEYS = {
+    "gpus": "cluster.num_gpus",
+    "memory": "cluster.accelerator.memory_bytes",
+    "max_seconds": "search.max_seconds",
+}
 #: Hydra's name for the accelerator of the chosen cluster.
 ACCELERATOR_CHOICE = "accelerator@cluster.accelerator"
 #: Most jobs of a sweep.
@@ -96,7 +102,7 @@ def _setting(text: str) -> Setting:
         limit = "settings are written key=value"
         raise UserInputError("override", text, limit, fix)
     refuse_resolvers(key, [key, value])
-    key = key.lstrip("+").strip()
+    key = SHORT_KEYS.get(name := key.lstrip("+").strip(), name)
     if key == "model.hf":
         key = "model"
     return Setting(key=_whole_key(key), value=value.strip())

@@ -206,7 +206,7 @@ def request_for(
         granularity = space.recompute.granularity
     within |= beside_frozen_weights(spec, target, within["zero_stages"], granularity)
     if settings.checks.plausibility:
-        require_plausible(spec, cluster, batch)
+        require_plausible(spec, cluster, batch, typed=settings.given)
     check_quotients(space, cluster.num_gpus, batch)
     name = cluster.accelerator.name
     lengths = read_lengths(train, spec.seq_length, packed=job.packs)

@@ -127,7 +127,7 @@ def read_launched(path: Path, num_gpus: int | None = None) -> PinnedPlan:
         if file.launch.signers:
             signers = read_signers(file.launch.signers, file.owners)
             signed = verify_pinned(path, signers, num_gpus=num_gpus, content=content)
-            found = dataclasses.replace(signed.pinned, signer=signed.signer.key.name)
+            found = dataclasses.replace(signed.pinned, signer=signed.signer.key_name)
     require_allowed(found.plan, policy)
     return found
 

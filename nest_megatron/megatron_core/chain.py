@@ -27,7 +27,7 @@ from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.megatron_core.fx_operators import ChainWork, chain_work
 from nest_megatron.megatron_core.fx_trace import Place, traced
 from nest_megatron.model.chain import ChainBlock, ChainGraph, ChainOperator, TensorShape
-from nest_megatron.packages import install_command
+from nest_megatron.packages import require_package
 
 
 def extract_chain(module: Any, inputs: Sequence[TensorShape]) -> ChainGraph:
@@ -64,12 +64,8 @@ def require_torch() -> None:
     Raises:
         UserInputError: naming what to install.
     """
-    try:
-        importlib.import_module("torch")
-    except ImportError as error:
-        limit = "a module is traced by torch, which is not installed"
-        fix = f"{install_command('megatron')}; torch alone is enough."
-        raise UserInputError("extract", None, limit, fix) from error
+    limit = "a module is traced by torch, which is not installed"
+    require_package("torch", "megatron", "extract", limit, "; torch alone is enough")
 
 
 #: Name of what the model does outside all its parts.

@@ -23,7 +23,7 @@ from nest_megatron.layout.recompute import (
     RecomputeModule,
     selective_recompute,
 )
-from nest_megatron.megatron_core.stage import Where, is_installed, staged
+from nest_megatron.megatron_core.stage import Where, staged
 from nest_megatron.megatron_core.units import build
 from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.model.graph import (
@@ -39,6 +39,7 @@ from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.parameters import one_layer
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.packages import is_installed
 
 if TYPE_CHECKING:
     from nest_megatron.megatron_core.recorder import Record, Work

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 import sys
@@ -32,7 +31,7 @@ from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.sizes import DELTA_NET_SIZES, LATENT_SIZES, MAMBA_SIZES
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.names import Name
-from nest_megatron.packages import install_command
+from nest_megatron.packages import require_package
 
 
 class Where(Name):
@@ -310,17 +309,7 @@ def require_megatron(command: str = "extract") -> None:
     Raises:
         UserInputError: naming what to install, and what works without.
     """
+    other = ", or add --closed-form to see the formulas that the planner uses"
     for name, package in (("torch", "torch"), ("megatron.core", "megatron-core")):
-        if not is_installed(name):
-            limit = f"layers are built by megatron-core, and {package} is not installed"
-            other = ", or add --closed-form to see the formulas that the planner uses"
-            fix = f"{install_command('megatron')}{other if command == 'extract' else ''}."
-            raise UserInputError(command, None, limit, fix)
-
-
-def is_installed(name: str) -> bool:
-    """Whether a module can be imported."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):  # its parent is missing, or its import is blocked
-        return False
+        limit = f"layers are built by megatron-core, and {package} is not installed"
+        require_package(name, "megatron", command, limit, other if command == "extract" else "")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nest_megatron import minisign
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import expanded, read_bytes, read_text, require_unwritable, write_text
-from nest_megatron.minisign import PublicKey, Reason, SignatureError
+from nest_megatron.minisign import Reason, SignatureError, key_name
 from nest_megatron.planner.pins import PinnedPlan, parse_pinned
+
+if TYPE_CHECKING:
+    from minisign import PublicKey
 
 #: Ends the name of a public key's file.
 PUBLIC_SUFFIX = ".pub"
@@ -23,10 +28,16 @@ class Signer:
     source: str
     key: PublicKey
 
+    @property
+    def key_name(self) -> str:
+        """The key's number."""
+        return key_name(self.key)
+
     def describe(self) -> str:
         """The key, and the name of its file."""
-        stem = Path(self.source).stem
-        return self.key.name if self.source == self.key.line else f"{stem} (key {self.key.name})"
+        if minisign.is_public_line(self.source):
+            return self.key_name
+        return f"{Path(self.source).stem} (key {self.key_name})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +69,10 @@ def sign_pinned(path: Path, key_path: Path, ask_password: Callable[[], str]) -> 
     comment = (
         f"pinned plan of {pinned.plan.model.name}\tby:{pinned.pin.by}\tat:{pinned.pin.created}"
     )
-    signature = minisign.sign(content, key, " ".join(comment.splitlines()))
+    in_ascii = comment.encode("ascii", "backslashreplace").decode()
+    signature = minisign.sign(content, key, re.sub(r"[^\t -~]", " ", in_ascii))
     target = signature_path(path)
-    write_text(target, signature.text)
+    write_text(target, minisign.file_text(signature))
     return target
 
 
@@ -93,7 +105,7 @@ def verify_pinned(
     key = minisign.verify(content, found, by_key)
     # what was verified, whatever the file is by now
     pinned = parse_pinned(content, path, num_gpus)
-    return SignedPlan(pinned=pinned, signer=by_key[key], comment=found.comment)
+    return SignedPlan(pinned=pinned, signer=by_key[key], comment=found.trusted_comment)
 
 
 def read_signers(named: Iterable[str], owners: Collection[int] | None = None) -> list[Signer]:

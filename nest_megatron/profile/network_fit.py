@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from nest_megatron.cluster.communication import DEFAULT_EFFICIENCY, collective_time, num_hops
 from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
 from nest_megatron.errors import ProfileError
+from nest_megatron.packages import require_package
 from nest_megatron.profile.network import CollectiveSample, LevelFit, kinds_of
 
 #: Least that fits a level: this many samples, of this many sizes, over this range.
@@ -205,9 +206,20 @@ def _notes(fit: LevelFit, own: Sequence[CollectiveSample]) -> Iterator[str]:
         )
 
 
+def require_least_squares(what: str, otherwise: str = "") -> None:
+    """Refuse a fit, before its samples are measured, where the library for it is not installed.
+
+    Args:
+        otherwise: what does without a fit.
+    """
+    limit = "the figures of a network are fitted by SciPy, which is not installed"
+    require_package("scipy", "calibrate", what, limit, otherwise)
+
+
 def _least_squares(
     residuals: Callable[[Sequence[float]], list[float]], figures: Sequence[_Figure]
 ) -> list[float]:
+    require_least_squares("network")
     from scipy.optimize import least_squares
 
     found = least_squares(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -15,6 +16,7 @@ from nest_megatron.model.parameters import active_model_parameters, model_parame
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
 from nest_megatron.report.tables import (
+    EdgelessTable,
     FittingTable,
     figure_columns,
     name_columns,
@@ -23,14 +25,31 @@ from nest_megatron.report.tables import (
 )
 from nest_megatron.units import format_gib, format_seconds
 
+#: How fields begin that say nothing of a model without experts, and without latent attention.
+_OF_EXPERTS, _OF_LATENT = (
+    ("num_experts", "moe_"),
+    ("q_lora", "kv_lora", "qk_head", "qk_pos", "v_head"),
+)
 
-def model_document(spec: TransformerSpec, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """A model for programs, layers counted by kind; ``notes``: what was not read of its file."""
+
+def model_document(
+    spec: TransformerSpec, notes: Sequence[str] = (), refusals: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """A model for programs, layers counted by kind.
+
+    Args:
+        notes: what was not read of its file.
+        refusals: why each target does not take it, empty where it does; ``None`` leaves it out.
+    """
     counts = {
         "parameters": model_parameters(spec),
         "active_parameters": active_model_parameters(spec),
     }
-    return {**to_plain(spec), **counts, "layer_kinds": _layers(spec), "notes": list(notes)}
+    said = {"layer_kinds": _layers(spec), "notes": list(notes)}
+    if refusals is not None:
+        said["targets"] = [name for name, why in refusals.items() if not why]
+        said["refused_by"] = {name: why for name, why in refusals.items() if why}
+    return {**to_plain(spec), **counts, **said}
 
 
 def _layers(spec: TransformerSpec) -> dict[str, int]:
@@ -41,7 +60,7 @@ def _layers(spec: TransformerSpec) -> dict[str, int]:
 
 
 def models_table(specs: Sequence[TransformerSpec]) -> RenderableType:
-    """One model a row."""
+    """One model a row, whole on 60 columns."""
     rows = (
         (
             spec.name,
@@ -49,66 +68,89 @@ def models_table(specs: Sequence[TransformerSpec]) -> RenderableType:
             _billions(active_model_parameters(spec)) if spec.is_moe else "",
             str(spec.num_layers),
             str(spec.hidden_size),
-            f"{spec.num_experts} top {spec.moe_router_topk}" if spec.is_moe else "",
-            spec.source,
+            f"{spec.moe_router_topk} of {spec.num_experts}" if spec.is_moe else "",
         )
         for spec in specs
     )
-    return FittingTable(
-        *name_columns("Model", min_width=max(len(spec.name) for spec in specs)),
-        *figure_columns("Params", min_width=7),
-        *figure_columns("Active", "Layers", "Hidden", min_width=6),
-        *figure_columns("Experts", min_width=9),
-        *name_columns("Source", overflow="ellipsis", ratio=1),
+    longest = max((len(spec.name) for spec in specs), default=0)
+    return EdgelessTable(
+        *name_columns("Model", min_width=longest),
+        *figure_columns("Params", "Active", "Layers", "Hidden", "Experts"),
         rows=rows,
-        expand=True,
     )
 
 
 def _billions(count: int) -> str:
-    """A number of parameters.
+    """A number of parameters in at most six characters.
 
-    >>> _billions(70_553_706_496), _billions(335_174_656)
-    ('70.6 B', '335 M')
+    >>> _billions(70_553_706_496), _billions(999_885_952), _billions(335_174_656)
+    ('70.6 B', '1.0 B', '335 M')
+    >>> _billions(671_026_419_200), _billions(8_202_900_000_000)
+    ('671 B', '8.2 T')
     """
-    return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
+    for unit, size in (("T", 1e12), ("B", 1e9)):
+        if count >= 0.9995 * size:
+            return f"{count / size:.{1 if count < 99.95 * size else 0}f} {unit}"
+    return f"{count / 1e6:.0f} M"
 
 
-def model_details(spec: TransformerSpec) -> RenderableType:
-    """Every field of a model."""
+def model_details(
+    spec: TransformerSpec, refusals: Mapping[str, str] | None = None
+) -> RenderableType:
+    """Every field of a model that says something of it, and which frameworks take it.
+
+    Args:
+        refusals: why each target does not take it, empty where it does.
+    """
     fields = to_plain(spec)
     del fields["moe_layer_pattern"]  # one number a layer, counted by kind
+    experts = () if spec.is_moe else _OF_EXPERTS
+    without = (*experts, *(() if spec.multi_latent_attention else _OF_LATENT))
+    fields = {name: value for name, value in fields.items() if not name.startswith(without)}
     active = {"active parameters": f"{active_model_parameters(spec):,}"} if spec.is_moe else {}
     kinds = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in _layers(spec).items())
     shown = {name: str(value) for name, value in fields.items() if value is not None}
     rows = {"parameters": f"{model_parameters(spec):,}", **active, "layers": kinds, **shown}
-    return Group(Text(spec.name, style="bold"), pairs(rows.items()))
+    taken = pairs(_taken(refusals or {}))
+    return Group(Text(spec.name, style="bold"), pairs(rows.items()), Text(""), taken)
+
+
+def _taken(refusals: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Releases of each framework that take a model, and why others do not.
+
+    >>> dict(_taken({"megatron_lm_0.15": "no", "megatron_lm_0.16": "", "megatron_lm_0.17": ""}))
+    {'megatron_lm_0.15': 'not taken: no', 'megatron_lm_0.16 to 0.17': 'takes it'}
+    """
+    by_framework = groupby(refusals, lambda name: (name.rpartition("_")[0], bool(refusals[name])))
+    for (framework, is_refused), targets in by_framework:
+        names = [*targets]
+        first, last = (name.rpartition("_")[2] for name in (names[0], names[-1]))
+        releases = first if first == last else f"{first} to {last}"
+        why = f"not taken: {refusals[names[-1]]}" if is_refused else "takes it"
+        yield f"{framework}_{releases}", why
 
 
 def clusters_table(entries: Sequence[tuple[str, Cluster]]) -> RenderableType:
-    """One cluster a row; bandwidth is what one device sends through each level."""
+    """One cluster a row; bandwidth is what one device sends to those of a level."""
     rows = (
         (
             name,
             cluster.accelerator.name,
             format_gib(cluster.accelerator.memory_bytes),
-            "\n".join(
-                f"{level.name} {level.num_devices or 'all'}: "
-                f"{level.bandwidth_bytes_per_s / 1e9:.4g}"
+            ", ".join(
+                f"{level.num_devices or 'all'}: {level.bandwidth_bytes_per_s / 1e9:.4g}"
                 for level in cluster.levels
             ),
-            cluster.accelerator.source,
         )
         for name, cluster in entries
     )
-    return FittingTable(
-        *name_columns("Cluster", min_width=max(len(name) for name, _ in entries)),
-        *name_columns("Device", min_width=15),
-        *figure_columns("Memory", min_width=9),
-        *word_columns("Levels: devices, GB/s each", ratio=3),
-        *name_columns("Source", overflow="ellipsis", ratio=2),
+    devices = [cluster.accelerator.name for _, cluster in entries]
+    return EdgelessTable(
+        *name_columns("Cluster", min_width=max((len(name) for name, _ in entries), default=0)),
+        *name_columns("Device", min_width=max(map(len, devices), default=0)),
+        *figure_columns("Memory"),
+        *word_columns("GPUs: GB/s each"),
         rows=rows,
-        expand=True,
     )
 
 

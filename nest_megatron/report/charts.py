@@ -9,6 +9,7 @@ from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import MARK, write_bytes
+from nest_megatron.packages import require_package
 
 #: Formats of a chart, by suffix.
 SUFFIXES = (".png", ".svg")
@@ -46,22 +47,19 @@ _SETTINGS = {
 }
 
 
-def check_suffix(path: Path, what: str) -> None:
-    """Refuse a file whose name is that of no picture."""
+def check_picture(path: Path, what: str) -> None:
+    """Refuse a picture that cannot be drawn, before the work that it is to show."""
     if path.suffix.lower() not in SUFFIXES:
         limit = f"a picture is one of {', '.join(SUFFIXES)}"
         fix = "Give the file one of these suffixes."
         raise UserInputError(what, str(path), limit, fix)
+    check_matplotlib(what)
 
 
 def check_matplotlib(what: str) -> None:
-    """Refuse a chart before the work that it is to show."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        limit = "charts are drawn by matplotlib, which is not installed"
-        fix = "pip install 'matplotlib>=3.8'"
-        raise UserInputError(what, None, limit, fix) from error
+    """Refuse a chart where the library that draws it is not installed."""
+    limit = "charts are drawn by matplotlib, which is not installed"
+    require_package("matplotlib", "pictures", what, limit)
 
 
 def render(
@@ -100,7 +98,7 @@ def write_chart(
     draw: Callable[[Any], None], size: tuple[float, float], path: Path, what: str
 ) -> None:
     """Write a chart into a ``.png`` or ``.svg`` file."""
-    check_suffix(path, what)
+    check_picture(path, what)
     write_bytes(path, render(draw, size, path.suffix, what=what))
 
 

@@ -22,7 +22,7 @@ from nest_megatron.report.charts import (
     ink_on,
 )
 from nest_megatron.report.console import command_lines
-from nest_megatron.report.html_layout import choices, groups, runners_up, stages
+from nest_megatron.report.html_layout import choices, groups, letters, runners_up, stages
 from nest_megatron.report.html_schedule import schedule
 from nest_megatron.report.html_sensitivity import sensitivity
 from nest_megatron.report.memory_words import memory_level, plan_verdict, risk_words
@@ -47,6 +47,27 @@ from nest_megatron.units import GIB, format_chance, format_gib, format_seconds, 
 
 #: Of the summary, what the page shows as figures at its top.
 _FIGURES = ("Step", "Range")
+#: Titles of the sections by their names, in the order of the page.
+_SECTIONS = {
+    "launch": "Launch",
+    "today": "Today and planned",
+    "plan": "The plan",
+    "time": "Where the time of a step goes",
+    "memory": "Memory",
+    "schedule": "The schedule of one step",
+    "traffic": "Where each group's traffic runs",
+    "stages": "Stages",
+    "runners_up": "Runners-up",
+    "sensitivity": "Sensitivity",
+    "search": "The search",
+    "choices": "What the plan sets, and why",
+    "assumptions": "Assumptions",
+    "site": "What this site's calibration changes",
+    "provenance": "Provenance",
+}
+_LAYOUT = "pipeline_model_parallel_layout"
+#: What states a stage layout in a command.
+_LAYOUT_FLAGS = ("--pipeline-model-parallel-layout", "--hybrid-layer-pattern")
 #: A setting of ``CostSettings`` in its documentation.
 _ENTRY = re.compile(r"^(\w+): (.*(?:\n {4}.*)*)", re.MULTILINE)
 
@@ -64,12 +85,16 @@ def html_report(
     return render_page(
         "plan.html",
         f"{plan.model.name} on {plan.cluster.describe()}",
-        script="copy.js",
+        script="plan.js",
         plan=plan,
         headline=_headline(plan, dict(rows)["Layout"]),
         model=_model_words(plan.model),
         range=range_words(plan.uncertainty),
+        titles=_titles(plan),
         verdict=_verdict(plan),
+        certificate=proof(plan),
+        letters=letters(plan.model),
+        has_layout=bool(plan.arguments.get(_LAYOUT)),
         level=memory_level(plan.priced()) or ("warning" if incomplete_ranking(plan.search) else ""),
         facts=[row for row in rows if row[0] not in _FIGURES],
         stages=stages(plan),
@@ -105,13 +130,19 @@ def _headline(plan: ParallelPlan, layout: object) -> str:
 
 
 def _verdict(plan: ParallelPlan) -> str:
-    """What is known of its memory, unless the certificate says it, and the certificate."""
-    said, verdict = proof(plan), plan_verdict(plan)
-    told = not verdict or said.startswith("May fit")
+    """What to beware of: a search that time ended, and memory that the certificate leaves out."""
+    verdict = plan_verdict(plan)
+    told = not verdict or proof(plan).startswith("May fit")
     memory = "" if told else f"In memory this layout {verdict}."
     early = f"{words}." if (words := early_words(plan.search)) else ""
     risk = risk_words(plan.priced(), "This layout")
-    return " ".join(filter(None, (early, memory, risk, said)))
+    return " ".join(filter(None, (early, memory, risk)))
+
+
+def _titles(plan: ParallelPlan) -> Mapping[str, str]:
+    """The title of each section that the page has, by its name."""
+    has = {"today": plan.today, "site": plan.provenance.site}
+    return {name: title for name, title in _SECTIONS.items() if has.get(name, True)}
 
 
 def _model_words(spec: TransformerSpec) -> str:
@@ -192,15 +223,13 @@ def _search(search: SearchRecord) -> Mapping[str, Any]:
     if search.certificate == "fixed" or not search.candidates:
         return {"steps": (), "words": certificate(search)}
     refused = {**search.infeasible, **{f"rule: {k}": v for k, v in search.illegal.items()}}
-    steps = funnel_steps(search)
-    digits = max(len(str(count)) for _, count in steps)
     return {
-        "steps": [(name, count, _log_percent(count, digits)) for name, count in steps],
+        "steps": [(name, f"{count:,}") for name, count in search_steps(search)],
         "refused": [(name, f"{count:,}") for name, count in refused.items()],
     }
 
 
-def funnel_steps(search: SearchRecord) -> tuple[tuple[str, int], ...]:
+def search_steps(search: SearchRecord) -> tuple[tuple[str, int], ...]:
     """How the search narrowed the candidates down, from all of them to the answer."""
     fitting = search.candidates - sum(search.infeasible.values())
     undecided = fitting - search.bounded
@@ -216,12 +245,6 @@ def funnel_steps(search: SearchRecord) -> tuple[tuple[str, int], ...]:
     )
 
 
-def _log_percent(count: int, digits: int) -> float:
-    """A bar's width that grows with the logarithm of a count of so many digits at most."""
-    length = len(str(count))
-    return 100 * min(1.0, (length - 1 + count / 10**length) / digits) if count else 0.0
-
-
 def _flags_words(plan: ParallelPlan) -> str:
     """What flags are for that stand in the place of a launch command."""
     target = str(plan.provenance.settings.get("target", "megatron_lm"))
@@ -234,11 +257,17 @@ def _flags_words(plan: ParallelPlan) -> str:
 
 
 def _launches(plan: ParallelPlan, flags: Iterable[str]) -> Sequence[Mapping[str, Any]]:
-    if not plan.launch:
-        return [{"name": "", "command": command_lines([*flags], indent=""), "notes": ()}]
+    found = [(name, _command(plan, each), each.notes) for name, each in plan.launch.items()]
+    if not found:
+        found = [("", command_lines([*flags], indent=""), ())]
     return [
-        {"name": name, "command": _command(plan, command), "notes": command.notes}
-        for name, command in plan.launch.items()
+        {
+            "name": name,
+            "command": command,
+            "layout": any(flag in command for flag in _LAYOUT_FLAGS),
+            "notes": notes,
+        }
+        for name, command, notes in found
     ]
 
 

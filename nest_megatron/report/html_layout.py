@@ -15,6 +15,7 @@ from nest_megatron.layout.layout import layout_arguments
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rank_order import GroupKind, group_of_rank, group_shape
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
+from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.plain import to_plain
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.runners_up import as_alternative, degree_cells, term_differences
@@ -254,6 +255,20 @@ def _range(one: Alternative, low: Seconds, scale: float) -> Mapping[str, Any] | 
         "mark": min(100.0, max(0.0, scale * (one.iteration_time_s - low))),
         "words": range_words(known),
     }
+
+
+def letters(spec: TransformerSpec) -> str:
+    """What the letters of a stage layout stand for, in one line."""
+    if spec.hybrid_layer_pattern:
+        kinds = [kind for kind in dict.fromkeys(spec.layer_kinds()) if kind.is_layer]
+        named = [f"{kind.letter} {' and '.join(map(_name, kind.blocks))}" for kind in kinds]
+        return f"Letters of a stage layout: {', '.join(named)}, | stage boundary."
+    layer = "decoder layer" if spec.family is ModelFamily.GPT else "layer"
+    mtp = "m MTP layer, " if spec.num_mtp_layers else ""
+    return (
+        f"Letters of a stage layout: E embedding, t {layer}, {mtp}L output layer and loss, | stage "
+        "boundary, t*n and (..)*n repeated n times."
+    )
 
 
 def _described(plan: ParallelPlan, other: Alternative) -> dict[str, str]:

@@ -76,6 +76,7 @@ def schedule(plan: ParallelPlan, view: ScheduleView) -> Mapping[str, Any]:
         "legend": [(name, "var(--idle)" if c == IDLE else c) for name, c in legend(view)],
         "words": _words(plan, view, [bar for _, bar in drawn], numbers=bool(numbers)),
         "rows": [_sums(view, rank) for rank in range(ranks)],
+        "idle": _idle_words(plan, view),
     }
 
 
@@ -153,12 +154,36 @@ def _words(plan: ParallelPlan, view: ScheduleView, drawn: Sequence[Bar], *, numb
             "What a pass spends on communication that nothing hides is drawn at its end, wherever "
             "in the pass it is."
         )
-    if abs(view.iteration_time_s / plan.predicted.iteration_time_s - 1) > 1e-6:
+    if not _is_predicted(plan, view):
         said.append(
             f"This version's cost model says {format_seconds(view.iteration_time_s)} a step; the "
             f"plan was made by version {plan.provenance.nest_megatron_version} with another result."
         )
     return " ".join(said)
+
+
+def _idle_words(plan: ParallelPlan, view: ScheduleView) -> str:
+    """How much of the idle time of the rank that the terms are about is the pipeline bubble."""
+    rank, bubble_s = plan.predicted.critical_rank, plan.predicted.terms.get("pipeline_bubble", 0.0)
+    if to_ticks(bubble_s) <= 0 or not _is_predicted(plan, view):
+        return ""
+    idle, bubble = _sums(view, rank)[_IDLE], format_seconds(bubble_s)
+    if idle == bubble:
+        return f"The {idle} that pipeline rank {rank} is idle are the pipeline bubble."
+    return (
+        f"Of the {idle} that pipeline rank {rank} is idle {bubble} are the pipeline bubble. In the "
+        "rest it waits for transfers between stages, and for weights, gradients and optimizer "
+        "steps of other ranks."
+    )
+
+
+def _is_predicted(plan: ParallelPlan, view: ScheduleView) -> bool:
+    """Whether the schedule takes as long as the plan says, which another version may not."""
+    return abs(view.iteration_time_s / plan.predicted.iteration_time_s - 1) <= 1e-6
+
+
+#: Place of the idle time in what ``_sums`` gives.
+_IDLE = 4
 
 
 def _sums(view: ScheduleView, rank: int) -> tuple[str, ...]:

@@ -282,9 +282,6 @@ def to_parquet(rows: Sequence[SweepRow]) -> bytes:
     """The rows as a Parquet file.
 
     A setting that is a number in some rows and text in others is text in all.
-
-    Raises:
-        ImportError: without pyarrow (the ``sweep`` extra).
     """
     import pyarrow
     from pyarrow import parquet

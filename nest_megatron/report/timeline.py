@@ -17,7 +17,7 @@ from nest_megatron.report.charts import (
     IDLE,
     OTHER_COLOUR,
     SOFT,
-    check_suffix,
+    check_picture,
     ink_on,
     write_chart,
     write_legend,
@@ -82,7 +82,7 @@ def _colour(kind: SpanKind, virtual: int, num_virtual: int) -> str:
 
 def draw_timeline(plan: ParallelPlan, path: Path, times: LayerTimes | None = None) -> None:
     """Draw the schedule, a long one as beginning, middle and end, as ``.png`` or ``.svg``."""
-    check_suffix(path, "timeline")
+    check_picture(path, "timeline")
     view = schedule_view(plan, times)
     size = (_WIDTH, _height(view) + 1.1)
     write_chart(lambda figure: _draw(figure, view, plan), size, path, "timeline")
@@ -100,7 +100,7 @@ def legend(view: ScheduleView) -> list[tuple[str, str]]:
     if any(sum(view.communication(span).values()) for span in spans):
         named.append(("exposed communication", _COMMUNICATION))
     named += [(kind.value, colour) for kind, colour in _EDGE_COLOURS.items() if kind in kinds]
-    return [*named, ("idle (pipeline bubble)", IDLE)]
+    return [*named, ("idle", IDLE)]
 
 
 def _height(view: ScheduleView) -> float:

@@ -23,7 +23,14 @@ from nest_megatron.layout.price import Rates
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import Request
 from nest_megatron.planner.assemble import priced
-from nest_megatron.report.charts import SOFT, SUFFIXES, TERM_COLOURS, ink_on, write_chart
+from nest_megatron.report.charts import (
+    SOFT,
+    SUFFIXES,
+    TERM_COLOURS,
+    check_matplotlib,
+    ink_on,
+    write_chart,
+)
 from nest_megatron.report.console import Shown, say, show, show_json
 from nest_megatron.report.page import render_page
 from nest_megatron.report.tables import (
@@ -281,7 +288,7 @@ def why(row: Compared) -> str:
 
 
 def check_chart(path: Path) -> None:
-    """Refuse a file that is no picture and no page, or whose folder is missing."""
+    """Refuse a file that is no picture and no page, or that cannot be drawn or written."""
     suffixes = (*SUFFIXES, _HTML)
     if path.suffix.lower() not in suffixes:
         raise UserInputError(
@@ -290,6 +297,8 @@ def check_chart(path: Path) -> None:
             limit=f"a chart is one of {', '.join(suffixes)}",
             fix="Give the file one of these suffixes.",
         )
+    if path.suffix.lower() != _HTML:
+        check_matplotlib("--chart")
     require_folder(path, "--chart")
 
 

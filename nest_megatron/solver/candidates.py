@@ -26,7 +26,7 @@ from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import FULL_RECOMPUTE, Recompute
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.solver.executions import RecomputeKinds, laid_out
+from nest_megatron.solver.executions import RecomputeKinds, with_stages_and_zero
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.units import Ticks
 
@@ -86,7 +86,9 @@ class CandidateCounts(Caching):
         return sum(
             self._num_settings(pp * virtual, kinds)
             for virtual, zero in product(sizes, zeros)
-            for kinds in self.grids.ways.possible(laid_out(grid, virtual, zero)).values()
+            for kinds in self.grids.ways.possible(
+                with_stages_and_zero(grid, virtual, zero)
+            ).values()
         )
 
     def of_family(self, family: PartialLayout) -> int:

@@ -72,7 +72,7 @@ def kind_of(recompute: Recompute, decisive: Collection[RecomputeModule]) -> Reco
     return dataclasses.replace(recompute, modules=modules) if modules else _ANY_MODULE
 
 
-def laid_out(grid: PartialLayout, virtual: int, zero: ZeroStage) -> PartialLayout:
+def with_stages_and_zero(grid: PartialLayout, virtual: int, zero: ZeroStage) -> PartialLayout:
     """A grid with so many virtual stages and a ZeRO stage."""
     dims = grid.dims
     if virtual != dims.virtual_pipeline_model_parallel_size:
@@ -136,16 +136,16 @@ def _without_graphs(way: Execution) -> Execution:
     )
 
 
-class ShardWays(NamedTuple):
+class ShardExecutions(NamedTuple):
     """Ways to carry out the layers of a shard that stand for all that its grids may have.
 
     Args:
         fastest: no way is faster than some of these, which Megatron need not accept.
-        leanest: no way takes less memory than some of these: graphs only add to it.
+        least_memory: no way takes less memory than some of these: graphs only add to it.
     """
 
     fastest: tuple[Execution, ...]
-    leanest: tuple[Execution, ...]
+    least_memory: tuple[Execution, ...]
 
 
 class Executions(Caching):
@@ -193,16 +193,16 @@ class Executions(Caching):
         return self._step.refusal({**facts_of(grid), "execution": way}) is None
 
     @cached_by(key)
-    def of_shard(self, shard: PartialLayout) -> ShardWays:
+    def of_shard(self, shard: PartialLayout) -> ShardExecutions:
         """The ways of a shard, of whatever pipeline, virtual stages and ZeRO stage."""
         # Layouts that stand for all that forbid the same; numbers of ranks do not matter.
         dims = dataclasses.replace(shard.dims, pipeline_model_parallel_size=2)
         piped = dataclasses.replace(shard, dims=dims)
         layouts = (
-            laid_out(shard, 1, ZeroStage.NONE),
-            laid_out(shard, 1, ZeroStage.WEIGHTS),
-            laid_out(piped, 1, ZeroStage.NONE),
-            laid_out(piped, 2, ZeroStage.NONE),
+            with_stages_and_zero(shard, 1, ZeroStage.NONE),
+            with_stages_and_zero(shard, 1, ZeroStage.WEIGHTS),
+            with_stages_and_zero(piped, 1, ZeroStage.NONE),
+            with_stages_and_zero(piped, 2, ZeroStage.NONE),
         )
         ways = tuple(dict.fromkeys(way for grid in layouts for way in self.possible(grid)))
         fastest = lean = ways
@@ -210,7 +210,7 @@ class Executions(Caching):
             fastest = _together(ways)
             if self.given.cuda_graph_impl is GraphImpl.NONE:
                 lean = tuple(dict.fromkeys(map(_without_graphs, ways)))
-        return ShardWays(fastest, lean)
+        return ShardExecutions(fastest, lean)
 
     def of_family(self, grid: PartialLayout) -> AllowedRecompute:
         """The ways worth a candidate.

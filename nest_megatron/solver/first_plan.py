@@ -10,12 +10,12 @@ from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.solver.executions import laid_out
+from nest_megatron.solver.executions import with_stages_and_zero
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_bounds import MemoryBounds
 from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolver
 from nest_megatron.solver.ranking import SolvedLayout
-from nest_megatron.solver.space import sparing
+from nest_megatron.solver.space import settings_keeping_least
 
 #: The dozen: the widest tensor sizes, each with the smallest micro batches.
 _TENSOR_SIZES, _MICRO_BATCHES = 4, 3
@@ -107,10 +107,10 @@ def _pipelines(
         sizes = grids.virtual_sizes(grid)
         if roomy:
             for virtual in dict.fromkeys((*sizes[:1], *sizes[-1:])):
-                yield laid_out(grid, virtual, min(roomy, key=_cost))
+                yield with_stages_and_zero(grid, virtual, min(roomy, key=_cost))
         elif needs and sizes:
             zero = min(needs, key=lambda zero: needs[zero])
-            tight.append((needs[zero], laid_out(grid, sizes[0], zero)))
+            tight.append((needs[zero], with_stages_and_zero(grid, sizes[0], zero)))
     for needed, grid in sorted(tight, key=lambda each: each[0]):
         if needed <= peaks.of(grid):
             yield grid
@@ -145,4 +145,4 @@ def _ladder(settings: tuple[Recompute, ...]) -> Iterator[list[Recompute]]:
     """Nothing recomputed; one module or two; what keeps least."""
     yield [recompute for recompute in settings if recompute == NO_RECOMPUTE]
     yield [recompute for recompute in settings if 1 <= len(recompute.modules) <= 2]
-    yield sparing(settings)
+    yield settings_keeping_least(settings)

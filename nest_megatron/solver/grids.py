@@ -41,7 +41,7 @@ from nest_megatron.solver.executions import (
     has_graphs,
     kind_of,
     known_facts,
-    laid_out,
+    with_stages_and_zero,
 )
 from nest_megatron.solver.space import SearchSpace, recompute_settings
 
@@ -75,7 +75,7 @@ class GridSpace(Caching):
         self.ways = Executions(model, space, self.kinds, self.steps["execution"])
         self._virtual_key = facts_reader(n for n in self.steps["virtual"].names if n != "vpp")
 
-    def anew(self) -> GridSpace:
+    def with_own_counts(self) -> GridSpace:
         """The same space with counts of its own; what is worked out of it is shared."""
         same = copy.copy(self)
         same.illegal = Counter()
@@ -163,9 +163,9 @@ class GridSpace(Caching):
             execution=self.space.execution,
         )
 
-    def leanest(self, shard: PartialLayout) -> Iterator[PartialLayout]:
+    def with_least_memory(self, shard: PartialLayout) -> Iterator[PartialLayout]:
         """A shard in ways of which some takes as little memory as any that it may have."""
-        return _with_executions(shard, self.ways.of_shard(shard).leanest)
+        return _with_executions(shard, self.ways.of_shard(shard).least_memory)
 
     def fastest(self, shard: PartialLayout) -> Iterator[PartialLayout]:
         """A shard in ways of which some is as fast as any way that it may be carried out in."""
@@ -244,7 +244,7 @@ class GridSpace(Caching):
         plain = {size == 1: size for size in reversed(self.virtual_sizes(grid))}
         sharded = {zero.is_fsdp: zero for zero in reversed(zeros)}
         for virtual, zero in product(plain.values(), sharded.values()):
-            yield from self.executions(laid_out(grid, virtual, zero))
+            yield from self.executions(with_stages_and_zero(grid, virtual, zero))
 
     def families_of(
         self, schedule: PartialLayout, zeros: Sequence[ZeroStage]
@@ -254,11 +254,13 @@ class GridSpace(Caching):
         for virtual in self.virtual_sizes(schedule):
             for zero in zeros if plain == (virtual == 1) else ():
                 if zero.is_fsdp == schedule.zero.is_fsdp:
-                    yield laid_out(schedule, virtual, zero)
+                    yield with_stages_and_zero(schedule, virtual, zero)
 
     def interleavings(self, grid: PartialLayout) -> Iterator[PartialLayout]:
         """Virtual stages of a grid that Megatron accepts."""
-        return (laid_out(grid, virtual, grid.zero) for virtual in self.virtual_sizes(grid))
+        return (
+            with_stages_and_zero(grid, virtual, grid.zero) for virtual in self.virtual_sizes(grid)
+        )
 
     @cached_by(lambda self, grid: self._virtual_key(grid))
     def virtual_sizes(self, grid: PartialLayout) -> tuple[int, ...]:

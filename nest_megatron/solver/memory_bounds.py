@@ -77,7 +77,7 @@ class MemoryBounds(Caching):
     def of_shard(self, shard: PartialLayout) -> float:
         """Activations of at least one micro batch with them, on every rank."""
         settings = self.grids.keeping_least()
-        each = [self._active(grid, settings) for grid in self.grids.leanest(shard)]
+        each = [self._active(grid, settings) for grid in self.grids.with_least_memory(shard)]
         active = each[0]
         if len(each) > 1:
             active = _Activations(*(tuple(map(min, *ways)) for ways in zip(*each, strict=True)))

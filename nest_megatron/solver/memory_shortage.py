@@ -15,7 +15,7 @@ from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import Recompute
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, OutOfTime, StageSolver, Status
 from nest_megatron.solver.search import UNLIMITED, Search
-from nest_megatron.solver.space import sparing
+from nest_megatron.solver.space import settings_keeping_least
 from nest_megatron.units import Bytes
 
 _STATES, _SHARD, _FAMILY = range(3)
@@ -44,7 +44,7 @@ def fits(search: Search, out_of_time: OutOfTime = lambda: False) -> bool:
         for family in _families(search, shard):
             if memory.of_family(family) <= peaks.of(family):
                 stages = StageProblems(search.model, family, peaks.of(family))
-                problems = map(stages.problem, _sparing(search, family))
+                problems = map(stages.problem, _settings_keeping_least(search, family))
                 if any(_has_partition(search.solve_stages, problem) for problem in problems):
                     return True
     return False
@@ -65,7 +65,7 @@ def least_memory(search: Search, out_of_time: OutOfTime = lambda: False) -> Shor
         if best is not None and (least >= best.needed_bytes or out_of_time()):
             break
         stages = StageProblems(search.model, grid)
-        for recompute in _sparing(search, grid):
+        for recompute in _settings_keeping_least(search, grid):
             most = best.needed_bytes - 1 if best else UNLIMITED
             needed = _least_capacity(search.solve_stages, stages, recompute, int(least), most)
             if needed is not None:
@@ -74,10 +74,10 @@ def least_memory(search: Search, out_of_time: OutOfTime = lambda: False) -> Shor
     return best
 
 
-def _sparing(search: Search, grid: PartialLayout) -> Sequence[Recompute]:
+def _settings_keeping_least(search: Search, grid: PartialLayout) -> Sequence[Recompute]:
     """Settings of which one keeps least; where one partition is given, any of them may."""
     settings = search.grids.recompute_settings(grid)
-    return settings if search.only_one else sparing(settings)
+    return settings if search.only_one else settings_keeping_least(settings)
 
 
 def _by_bound(search: Search) -> Iterator[tuple[float, PartialLayout]]:

@@ -50,7 +50,7 @@ def check_partition(spec: TransformerSpec, partition: StagePartition) -> None:
         )
 
 
-def judging(solve: StageSolver, partition: StagePartition) -> StageSolver:
+def solver_of_partition(solve: StageSolver, partition: StagePartition) -> StageSolver:
     """A stage solver to which the given partition is the only one there is.
 
     Args:
@@ -65,12 +65,12 @@ def judging(solve: StageSolver, partition: StagePartition) -> StageSolver:
     return solve_one
 
 
-def judging_even(solve: StageSolver, spec: TransformerSpec) -> StageSolver:
-    """As ``judging``, with the partition that Megatron makes of each problem's sizes by itself."""
+def solver_of_even_stages(solve: StageSolver, spec: TransformerSpec) -> StageSolver:
+    """The same of the partition that Megatron makes of each problem's sizes by itself."""
 
     def solve_even(problem: PipelineProblem, threshold: Ticks, node_limit: int) -> StageSolution:
         even = uniform_partition(spec, problem.num_stages, problem.num_virtual)
-        return judging(solve, even)(problem, threshold, node_limit)
+        return solver_of_partition(solve, even)(problem, threshold, node_limit)
 
     return solve_even
 

@@ -41,7 +41,12 @@ from nest_megatron.solver.candidates import (
 from nest_megatron.solver.first_plan import first_plan
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_bounds import MemoryBounds
-from nest_megatron.solver.one_partition import as_built, check_partition, judging, judging_even
+from nest_megatron.solver.one_partition import (
+    as_built,
+    check_partition,
+    solver_of_even_stages,
+    solver_of_partition,
+)
 from nest_megatron.solver.outcome import (
     DEFAULT_NODE_LIMIT,
     NO_THRESHOLD,
@@ -105,17 +110,17 @@ class Search(Caching):
             self.bounds = Bounds(self.model, self.global_batch_size)
             self.memory = MemoryBounds(self.model, self.grids)
         else:
-            self.grids, self.counts = like.grids.anew(), like.counts
+            self.grids, self.counts = like.grids.with_own_counts(), like.counts
             self.bounds, self.memory = like.bounds, like.memory
         self.peaks = limit or PeakLimit(self.model)
         self.most_bytes = max(map(self.peaks.at_most, space.zero_stages), default=0)
         self.only_one = space.partition is not None or space.even_stages
         if space.partition is not None:
             check_partition(self.model.spec, space.partition)
-            self.solve_stages = judging(self.solve_stages, space.partition)
+            self.solve_stages = solver_of_partition(self.solve_stages, space.partition)
         elif space.even_stages:
-            self.solve_stages = judging_even(self.solve_stages, self.model.spec)
-        self.solve_even = judging_even(self.solve_stages, self.model.spec)
+            self.solve_stages = solver_of_even_stages(self.solve_stages, self.model.spec)
+        self.solve_even = solver_of_even_stages(self.solve_stages, self.model.spec)
         self.wants_any = slowest == NO_THRESHOLD
         self.enumerated, self.interrupted = False, False
         self.heap: list[Node] = []
@@ -134,7 +139,7 @@ class Search(Caching):
         self.enumerated = self._enumerate()
         drained = self.enumerated and self._drain()
         if self.wants_any and not (drained or self.solved):
-            grids, solve = self.grids.anew(), self.solve_stages
+            grids, solve = self.grids.with_own_counts(), self.solve_stages
             self._keep_any(first_plan(grids, self.memory, self.peaks, solve))
         return dataclasses.replace(self._result(drained=drained), present=present)
 
@@ -143,7 +148,7 @@ class Search(Caching):
         if self.present is None:
             return None
         grid, stages = self.present.without_stages(), self.present.partition
-        solve = judging(self.solve_any_stages, stages)
+        solve = solver_of_partition(self.solve_any_stages, stages)
         problem = StageProblems(self.model, grid).problem(grid.recompute)
         found = solve(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT)
         plan = (
@@ -225,7 +230,7 @@ class Search(Caching):
     def _open_bound(self) -> Ticks:
         """No plan that is still to be looked at is faster."""
         if not self.enumerated:
-            grids = self.grids.anew()
+            grids = self.grids.with_own_counts()
             return self.bounds.least(each for s in grids.shards() for each in grids.fastest(s))
         return self.heap[0].bound if self.heap else NO_THRESHOLD
 

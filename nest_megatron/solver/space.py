@@ -271,7 +271,7 @@ def sort_settings(settings: tuple[Recompute, ...], *, lazily: bool) -> Choices:
     return Choices(NO_RECOMPUTE in settings, blocks, others)
 
 
-def sparing(settings: tuple[Recompute, ...]) -> list[Recompute]:
+def settings_keeping_least(settings: tuple[Recompute, ...]) -> list[Recompute]:
     """The settings that keep least: the largest block, uniform, the largest sets of modules."""
     if len(settings) == 1:
         return list(settings)

@@ -19,7 +19,7 @@ from nest_megatron.planner.choice import Candidate
 from nest_megatron.planner.pins import TUNE, Pin, PinnedPlan, write_pinned
 from nest_megatron.report.failure import require_plan
 from nest_megatron.tuning.command import RunCommand, run_command
-from nest_megatron.tuning.session import Asked
+from nest_megatron.tuning.session import TuneRequest
 from nest_megatron.units import Seconds
 from nest_megatron.version import __version__
 
@@ -72,7 +72,7 @@ class TunedJob:
 
 
 def read_tuned(
-    asked: Asked,
+    started: TuneRequest,
     composed: Settings,
     begun_s: Seconds | None = None,
     on_progress: Progress | None = None,
@@ -89,8 +89,10 @@ def read_tuned(
         NothingFitsError: if no plan is predicted to fit in memory.
         UserInputError: for a command that cannot be read or planned.
     """
-    names = [name for name in asked.free.split(",") if name.strip()]
-    job, request = read_request(asked.command, composed, free=names, version=asked.megatron_version)
+    names = [name for name in started.free.split(",") if name.strip()]
+    job, request = read_request(
+        started.command, composed, free=names, version=started.megatron_version
+    )
     if job.command is None:
         raise UserInputError(
             "--from",

@@ -1,7 +1,7 @@
-"""The folder of a tuning: who holds it, what was asked, and every run so far.
+"""The folder of a tuning: who holds it, what was requested, and every run so far.
 
-``journal.jsonl`` has a line of JSON for what was asked, then one whenever a run starts and one when
-it ends; lines are only ever appended, so that what a killed program knew is read again.
+``journal.jsonl`` has a line of JSON for what was requested, then one whenever a run starts and one
+when it ends; lines are only ever appended, so that what a killed program knew is read again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OPTION = "--resume"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TuneRequest:
     """What a tuning was started with; a resumed one goes on with it.
 
     Args:
@@ -59,8 +59,8 @@ class Asked:
 class Session:
     """A tuning's folder, held by this process."""
 
-    def __init__(self, folder: Path, asked: Asked, trials: Mapping[int, Trial]) -> None:
-        self.folder, self.asked = folder, asked
+    def __init__(self, folder: Path, request: TuneRequest, trials: Mapping[int, Trial]) -> None:
+        self.folder, self.request = folder, request
         self._trials = dict(trials)
 
     @property
@@ -80,7 +80,7 @@ class Session:
 
 
 @contextlib.contextmanager
-def new_session(folder: Path, asked: Asked) -> Iterator[Session]:
+def new_session(folder: Path, request: TuneRequest) -> Iterator[Session]:
     """Begin a tuning in a folder of its own.
 
     Raises:
@@ -101,8 +101,8 @@ def new_session(folder: Path, asked: Asked) -> Iterator[Session]:
                 "there are files in it",
                 f"Name another folder, or go on with --resume {folder}.",
             )
-        _append(folder, to_plain(asked))
-        yield Session(folder, asked, {})
+        _append(folder, to_plain(request))
+        yield Session(folder, request, {})
 
 
 @contextlib.contextmanager
@@ -121,19 +121,19 @@ def resumed_session(folder: Path) -> Iterator[Session]:
             fix="Check the path.",
         )
     with _held(folder):
-        asked, trials = _read(journal)
-        if asked.nest_megatron_version != __version__:
-            began = asked.nest_megatron_version
+        request, trials = _read(journal)
+        if request.nest_megatron_version != __version__:
+            began = request.nest_megatron_version
             raise UserInputError(
                 _OPTION,
                 str(folder),
                 f"nest-megatron {began} began it, and this is {__version__}",
                 "Begin anew: predictions of two versions are not compared.",
             )
-        yield Session(folder, asked, trials)
+        yield Session(folder, request, trials)
 
 
-def _read(journal: Path) -> tuple[Asked, dict[int, Trial]]:
+def _read(journal: Path) -> tuple[TuneRequest, dict[int, Trial]]:
     """What a journal says, without lines that were cut off as their writer was killed."""
     documents = []
     for number, line in enumerate(read_text(journal, _OPTION).split("\n"), 1):
@@ -144,7 +144,9 @@ def _read(journal: Path) -> tuple[Asked, dict[int, Trial]]:
     if not documents:
         raise UserInputError(_OPTION, str(journal), limit="it is empty", fix="Begin anew.")
     trials = (from_plain(Trial, each, "journal:") for each in documents[1:])
-    return from_plain(Asked, documents[0], "journal:"), {trial.number: trial for trial in trials}
+    return from_plain(TuneRequest, documents[0], "journal:"), {
+        trial.number: trial for trial in trials
+    }
 
 
 def _append(folder: Path, document: Mapping[str, Any]) -> None:

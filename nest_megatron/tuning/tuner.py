@@ -82,7 +82,7 @@ class Tuner:
         """What the runs so far say."""
         known = Known(
             ranked=self.job.ranked,
-            iterations=self.session.asked.iterations,
+            iterations=self.session.request.iterations,
             num_steps=self.job.num_steps,
         )
         for trial in self.session.trials:
@@ -103,7 +103,7 @@ class Tuner:
             for trial in counted
             if trial.state is State.FAILED and trial.failure is not Failure.OUT_OF_MEMORY
         ]
-        found = next_run(known, self.session.asked.budget - len(counted))
+        found = next_run(known, self.session.request.budget - len(counted))
         if known.steps_s or not failed:
             return found
         last = f"{failed[-1].reason} ({self.session.path(failed[-1], _OUTPUT)})"
@@ -142,11 +142,11 @@ class Tuner:
         self._ended(self._launched(trial, plan))
 
     def _launched(self, trial: Trial, plan: ParallelPlan) -> Trial:
-        asked, path = self.session.asked, self.session.path
+        request, path = self.session.request, self.session.path
         history, output = path(trial, _HISTORY), path(trial, _OUTPUT)
-        command = self.job.command(plan, path(trial, "pinned.yaml"), asked.iterations, history)
+        command = self.job.command(plan, path(trial, "pinned.yaml"), request.iterations, history)
         write_text(path(trial, "command.txt"), f"{shlex.join(command.words())}\n")
-        ended = self.launcher_of(command).run(command, asked.run_timeout_s, output)
+        ended = self.launcher_of(command).run(command, request.run_timeout_s, output)
         return judged(trial, record_of(history), ended, output)
 
     def _ended(self, trial: Trial) -> None:

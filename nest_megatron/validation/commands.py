@@ -1,32 +1,17 @@
-"""``validate`` and ``calibrate``."""
+"""``validate``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from nest_megatron.documents import csv_text
-from nest_megatron.errors import OK, UserInputError
+from nest_megatron.errors import OK
 from nest_megatron.files import write_text
+from nest_megatron.report.charts import check_matplotlib
 from nest_megatron.report.console import say, show, show_json
 from nest_megatron.validation.assess import Assessor
-from nest_megatron.validation.calibrate import (
-    Sample,
-    by_name,
-    cross_validate,
-    fit_constants,
-    samples_of,
-    thinned,
-)
 from nest_megatron.validation.calibration import shipped_left_out
-from nest_megatron.validation.calibration_files import Constants, catalogue_values
-from nest_megatron.validation.calibration_store import links
-from nest_megatron.validation.fit_collectives import LinkFit, fit_links
-from nest_megatron.validation.fit_memory import PeakFits, fit_peaks, peak_evidence
-from nest_megatron.validation.fit_samples import read_samples
-from nest_megatron.validation.fit_stragglers import StragglerFit, fit_stragglers, scalings_of
-from nest_megatron.validation.fit_uncertainty import UncertaintyFit, fit_uncertainty
-from nest_megatron.validation.links_file import write_fit
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Judged, RowOutcome
 from nest_megatron.validation.report import as_document
@@ -49,6 +34,8 @@ def run_validate(
         left_out: predict each row by constants that were fitted without its source.
         force: write pages over files that nest-megatron has not written.
     """
+    if docs is not None:
+        check_matplotlib("--docs")
     files = [read_rows(path) for path in paths]
     book = ModelBook.load(models)
     judged = _judged(files, book, left_out=left_out)
@@ -118,64 +105,3 @@ def _number(value: float | None) -> str:
 
 def _error(pair: tuple[float, float] | None) -> str:
     return "" if pair is None else f"{100 * (pair[0] / pair[1] - 1):.2f}"
-
-
-Fitted = Constants | UncertaintyFit | StragglerFit | PeakFits | LinkFit
-
-
-def run_calibrate(paths: Sequence[Path], *, out: Path | None, validate: bool, as_json: bool) -> int:
-    """Fit the cost model's constants, print how well they carry over, and write them."""
-    files = [read_rows(path) for path in paths]
-    folders = {file.path.parent for file in files if file.kind is RowKind.COLLECTIVES}
-    book = ModelBook.load()
-    samples = thinned(samples_of(files, book))
-    if not samples and not folders:
-        raise UserInputError(
-            "measurements",
-            [str(path) for path in paths],
-            limit="no row has a measured time that the cost model can predict",
-            fix="`nest-megatron validate` prints why rows are refused.",
-        )
-    fits: list[Fitted] = [
-        *_constants(samples, validate=validate),
-        *_others(files, book),
-        *(
-            fit_links(links(), read_samples(each), cross_validate=validate)
-            for each in sorted(folders)
-        ),
-    ]
-    written = [] if out is None else [path for fit in fits for path in _write(out, fit)]
-    if as_json:
-        show_json({key: value for fit in fits for key, value in fit.document().items()})
-        return OK
-    from nest_megatron.validation.pages.terminal import report_of
-
-    for fit in fits:
-        show(report_of(fit))
-    for path in written:
-        say(f"Wrote {path}.")
-    return OK
-
-
-def _constants(samples: Sequence[Sample], *, validate: bool) -> Iterator[Fitted]:
-    fit = fit_constants(samples, start=catalogue_values())
-    unseen = {by: cross_validate(fit, by) for by in ("source", "model")} if validate else {}
-    left_out = {by: by_name(each, by) for by, each in unseen.items()}
-    yield Constants(fit=fit, samples=samples, left_out=left_out)
-    if unseen and unseen["source"]:
-        yield fit_uncertainty(unseen["source"])
-
-
-def _others(files: Sequence[RowFile], book: ModelBook) -> Iterator[Fitted]:
-    scalings = scalings_of(files, book)
-    if scalings:
-        yield fit_stragglers(scalings)
-    if any(file.kind in (RowKind.MEMORY_PEAK, RowKind.MEMORY_GOLDEN) for file in files):
-        evidence = peak_evidence(files, book)
-        sources = [sum(bool(each.measured) for each in own.values()) for own in evidence.values()]
-        if min(sources) > 1:
-            yield PeakFits({name: fit_peaks(own) for name, own in evidence.items()})
-
-
-def _write(out: Path, fit: Fitted) -> Iterator[Path]:
-    return write_fit(out, fit) if isinstance(fit, LinkFit) else fit.write(out)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -146,9 +147,12 @@ def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
     """Rank correlation, ties sharing their mean rank; ``None`` where one side is constant."""
     if len(set(left)) < 2 or len(set(right)) < 2:
         return None
-    from scipy.stats import rankdata
+    return statistics.correlation(_ranks(left), _ranks(right))
 
-    return statistics.correlation(rankdata(left).tolist(), rankdata(right).tolist())
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [(bisect_left(ordered, each) + bisect_right(ordered, each) + 1) / 2 for each in values]
 
 
 def candidate_of(model: CostModel, prediction: RowPrediction) -> Candidate:

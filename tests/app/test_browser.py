@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from nest_megatron.app.form import CLUSTER_FILE, MODEL_FILE
 from nest_megatron.layout import plan_file
 from tests.app.served import Served, served
 from tests.integrations.commands import LLAMA3_8B
@@ -153,7 +154,7 @@ def test_numbers_of_gpus_and_planners_are_compared_and_saved(page: Any, tmp_path
 
 def test_a_command_stands_beside_its_plan(page: Any) -> None:
     page.get_by_role("button", name="My Megatron-LM command").click()
-    page.get_by_label("Command, or path").fill(LLAMA3_8B)
+    page.get_by_label("Command, or bash").fill(LLAMA3_8B)
     page.get_by_label("GPUs", exact=True).fill("16")
     page.get_by_role("button", name="Plan", exact=True).click()
     report(page).get_by_role("heading", name="Today and planned").wait_for()
@@ -171,14 +172,73 @@ def test_a_mistake_is_named_with_its_fix_and_the_form_stays(page: Any) -> None:
     assert alert.count() == 0
 
 
+def test_all_fields_that_are_wrong_are_named_and_marked_at_once(page: Any) -> None:
+    page.get_by_label("Model", exact=True).fill("llama3_9b")
+    page.get_by_label("GPUs", exact=True).fill("13x")
+    page.get_by_label("More settings").fill("parallel.tensor=8")
+    page.get_by_role("button", name="Plan", exact=True).click()
+    alert = page.get_by_role("alert").filter(has_text="3 entries of the form cannot be used.")
+    alert.wait_for()
+    for label in ("Model: llama3_9b", "GPUs: 13x", "More settings, one a line: parallel.tensor=8"):
+        assert label in alert.text_content()
+    marked = page.locator(".q-field--error")
+    assert marked.count() == 3
+    for label in ("Model", "GPUs", "More settings, one a line"):
+        assert marked.filter(has=page.get_by_label(label, exact=True)).count() == 1
+    page.get_by_label("GPUs", exact=True).fill("8")
+    gpus = marked.filter(has=page.get_by_label("GPUs", exact=True))
+    gpus.wait_for(state="detached")
+    assert marked.count() == 2
+
+
+def test_an_empty_page_guides_and_its_example_is_planned(page: Any) -> None:
+    guide = page.get_by_role("heading", name="What to fill first")
+    assert guide.is_visible()
+    page.get_by_role("button", name="Load an example").click()
+    page.get_by_role("button", name="Plan", exact=True).click()
+    report(page).get_by_role("heading", name="llama3_8b on 64 x H100").wait_for()
+    assert not guide.is_visible()
+
+
+def test_the_example_of_a_command_says_what_it_costs(page: Any) -> None:
+    page.get_by_role("button", name="My Megatron-LM command").click()
+    page.get_by_role("button", name="Load an example").click()
+    page.get_by_role("button", name="What does my command cost?").click()
+    report(page).get_by_role("heading", name="on 64 x H100").wait_for()
+
+
+def test_a_reload_keeps_the_form_and_the_plan(page: Any) -> None:
+    plan(page)
+    report(page).get_by_role("heading", name="llama3_8b on 8 x H100").wait_for()
+    changes = page.get_by_label("What if")
+    changes.fill("memory=141GiB")
+    changes.press("Enter")
+    page.get_by_role("region", name="On changed clusters").filter(has_text="unchanged").wait_for()
+    page.get_by_label("More settings").fill("train.seq_length=4096")
+    page.get_by_label("Cluster", exact=True).fill("dgx_h1000")
+    page.keyboard.press("Tab")
+    page.reload()
+    report(page).get_by_role("heading", name="llama3_8b on 8 x H100").wait_for()
+    page.get_by_role("region", name="On changed clusters").filter(has_text="unchanged").wait_for()
+    kept = {"Global batch size": "64", "More settings": "train.seq_length=4096"}
+    for label, value in {**kept, "GPUs": "8", "What if": "memory=141GiB"}.items():
+        assert page.get_by_label(label).first.input_value() == value
+    assert page.get_by_label("Cluster", exact=True).input_value() == "dgx_h1000"
+    assert not page.get_by_role("heading", name="What to fill first").is_visible()
+    changes = page.get_by_label("What if")
+    changes.fill("memory=100GiB")
+    changes.press("Enter")
+    page.get_by_role("region", name="On changed clusters").filter(has_text="100GiB").wait_for()
+
+
 def test_a_name_that_is_wrong_is_told_and_no_other_is_planned(page: Any) -> None:
     page.get_by_label("Model", exact=True).fill("llama3_9b")
     page.get_by_role("button", name="Plan", exact=True).click()
-    page.get_by_role("alert").filter(has_text="model = llama3_9b: there is no such").wait_for()
+    page.get_by_role("alert").filter(has_text="Model: llama3_9b: there is no such").wait_for()
     assert page.get_by_label("Model", exact=True).input_value() == "llama3_9b"
     choose(page, "Model", "gpt3_126m")
     page.get_by_label("GPUs", exact=True).fill("8")
-    page.get_by_role("button", name="Price as it is").click()
+    page.get_by_role("button", name="What does this layout cost?").click()
     report(page).get_by_role("heading", name="gpt3_126m on 8").wait_for()
 
 
@@ -195,7 +255,7 @@ def test_a_search_says_how_far_it_is_and_is_cancelled(page: Any) -> None:
 
 def test_the_keyboard_alone_plans_cancels_and_reads_on(page: Any) -> None:
     page.get_by_label("Model", exact=True).focus()
-    for label in ("Instead: path or contents of a model file", "Cluster", "Instead", "GPUs"):
+    for label in (MODEL_FILE, "Cluster", CLUSTER_FILE, "GPUs"):
         page.keyboard.press("Tab")
         assert page.locator(":focus").get_attribute("aria-label").startswith(label)
     page.keyboard.type("8")
@@ -219,15 +279,15 @@ def test_a_page_of_any_width_is_read_without_scrolling_sideways(
     with browser.new_context(**window) as context:
         page = opened(context, app)
         page.get_by_role("button", name="My Megatron-LM command").click()
-        page.get_by_label("Command, or path").fill(LLAMA3_8B)
-        page.get_by_role("button", name="Price as it is").click()
+        page.get_by_label("Command, or bash").fill(LLAMA3_8B)
+        page.get_by_role("button", name="What does my command cost?").click()
         report(page).get_by_role("heading").first.wait_for()
         page.get_by_role("button", name="As the command line prints it").first.click()
         page.get_by_role("region", name="The plan, as printed").wait_for()
         assert page.evaluate("document.documentElement.scrollWidth") == width
         unnamed = r"(?m)^ *- '?(button|textbox|combobox|region|alert|status)[^\"\n]*$"
         assert set(re.findall(unnamed, page.locator("main").aria_snapshot())) <= {"alert", "status"}
-        for role, shown in (("button", "Plan"), ("button", "Price as it is")):
+        for role, shown in (("button", "Plan"), ("button", "What does my command cost?")):
             found = page.get_by_role(role, name=shown, exact=True)
             assert found.evaluate(CONTRAST) >= 4.5
 
@@ -293,5 +353,5 @@ def test_over_the_network_the_form_takes_no_path(browser: Any, tmp_path: Path) -
             page = context.new_page()
             page.goto(f"http://127.0.0.1:{port}/?{token}")
             page.get_by_role("button", name="Plan", exact=True).wait_for()
-            assert page.get_by_label("Instead").filter(visible=True).count() == 0
+            assert page.get_by_label("path or contents").filter(visible=True).count() == 0
             assert page.get_by_text("My Megatron-LM command").filter(visible=True).count() == 0

@@ -38,8 +38,9 @@ def test_two_at_once_do_not_mix() -> None:
 def test_an_error_is_told_as_on_the_command_line() -> None:
     found = asyncio.run(answer(Run(Asked(work=Work.PLAN, model="llama3_9b", **SMALL))))
     assert found.is_error
-    assert found.text.startswith("error: model = llama3_9b: there is no such model")
+    assert found.text.startswith("error: Model: llama3_9b: there is no such model")
     assert "Did you mean llama3_8b" in found.text
+    assert list(found.mistakes) == ["Model"]
 
 
 def test_what_does_not_fit_is_said_with_what_lacks() -> None:

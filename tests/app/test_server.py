@@ -137,5 +137,5 @@ def test_without_the_library_the_command_names_what_to_install(
     monkeypatch.setitem(sys.modules, "nicegui", None)  # type: ignore[arg-type]
     done = run("app")
     assert (done.code, done.out) == (2, "")
-    assert "nicegui: it is not installed" in done.err
-    assert "pip install" in done.err
+    assert "nicegui, which is not installed" in done.err
+    assert "pip install 'nest-megatron[app]'" in done.err

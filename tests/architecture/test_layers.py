@@ -47,8 +47,8 @@ LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package 
 
 HEAVY = {"torch", "megatron", "nemo", "nemo_run", "numpy"}
 HEAVY_PACKAGES = {"megatron_core", "profile", "integrations", "cli"}
-# Fits of ``calibrate`` and large tables import it where they are used.
-NUMPY_PACKAGES = {"research", "validation"}
+# Fits of ``calibrate`` use it.
+NUMPY_PACKAGES = {"validation"}
 HYDRA = {"hydra", "omegaconf"}
 HYDRA_PACKAGES = {"config", "integrations", "api"}
 

@@ -77,7 +77,7 @@ def test_estimate(copy: Path) -> None:
     words = ("parallel.tensor_model_parallel_size=8", "train.global_batch_size=8")
     done = command(copy, "estimate", *JOB, *words)
     assert done.returncode == 0, done.stderr
-    assert "Iteration" in done.stdout
+    assert "  Step  " in done.stdout
 
 
 def test_a_job_is_planned_before_it_starts(copy: Path, tmp_path: Path) -> None:

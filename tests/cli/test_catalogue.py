@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
+from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.config.catalogue import named_model
+from nest_megatron.cost_model.target_defaults import TARGETS
+from nest_megatron.integrations.supported import refusals
+from tests import catalogue
 from tests.cli.runs import ROOT, SMALL, run
 
 LLAMA = {
@@ -136,3 +141,99 @@ def test_a_network_profile_is_no_cluster_yet(tmp_path: Path) -> None:
 def test_what_is_shown_is_what_is_planned(config: Path) -> None:
     shown = run("models", str(config), "--json").json()
     assert named_model(str(config))[0].hidden_size == shown["hidden_size"] == 2048
+
+
+@pytest.mark.parametrize(("command", "group"), [("models", "model"), ("clusters", "cluster")])
+def test_a_list_has_one_line_for_each_name_on_80_columns(
+    monkeypatch: pytest.MonkeyPatch, command: str, group: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    head, _, *lines = run(command).out.splitlines()
+    assert "Source" not in head
+    assert [line.split()[0] for line in lines] == [*catalogue_names(group)]
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(("command", "group"), [("models", "model"), ("clusters", "cluster")])
+def test_a_list_on_60_columns_cuts_nothing(
+    monkeypatch: pytest.MonkeyPatch, command: str, group: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    wide = run(command).out.split()
+    monkeypatch.setenv("COLUMNS", "60")
+    shown = run(command).out
+    assert max(map(len, shown.splitlines())) <= 60
+    assert {*shown.split()} >= {*catalogue_names(group)}
+    figures = [word for word in wide if word[0].isdigit()]
+    assert {*shown.split()} >= {*figures}
+
+
+def test_a_word_lists_the_names_that_contain_it() -> None:
+    shown = [line.split()[0] for line in run("models", "Qwen2.5").out.splitlines()[2:]]
+    assert shown == [name for name in catalogue_names("model") if "qwen2_5" in name]
+    assert len(shown) > 3
+    found = run("clusters", "aws", "--json").json()["clusters"]
+    assert [each["entry"] for each in found] == [
+        n for n in catalogue_names("cluster") if "aws" in n
+    ]
+
+
+def test_a_word_that_no_name_contains_is_an_error_with_the_nearest() -> None:
+    done = run("models", "lama3_80b")
+    assert (done.code, done.out) == (2, "")
+    assert "error: model = lama3_80b: no model of the catalogue has it in its name" in done.err
+    assert "llama3_8b" in done.err
+    assert len(done.err.splitlines()) == 2
+    assert run("clusters", "xyzzy").code == 2
+
+
+def test_what_says_nothing_of_a_model_is_not_shown() -> None:
+    dense, experts = run("models", "llama3_8b").out, run("models", "mixtral_8x7b").out
+    assert "moe_" not in dense
+    assert "kv_lora_rank" not in dense
+    assert "moe_router_topk" in experts
+    assert "kv_lora_rank" in run("models", "deepseek_v3").out
+
+
+def test_a_model_of_nearly_a_billion_parameters_is_told_in_billions() -> None:
+    lines = run("models", "gemma3").out.splitlines()
+    (line,) = (line for line in lines if line.startswith("gemma3_1b "))
+    assert line.split()[1:3] == ["1.0", "B"]
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "part"),
+    [
+        ("gemma3_1b", "megatron_lm_0.19", "norm_placement sandwich"),
+        ("gemma_2b", "megatron_lm_0.20", "activation gated gelu"),
+        ("nemotron3_super", "megatron_lm_0.15", "moe_latent_size 1024"),
+        ("olmo2_7b", "nemo_2.7", "qk_norm_full_width True"),
+    ],
+)
+def test_a_model_is_shown_with_the_releases_that_take_it(
+    model: str, target: str, part: str
+) -> None:
+    found = run("models", model, "--json").json()
+    assert found["refused_by"][target].startswith(f"{part}: ")
+    assert "megatron_bridge_0.6" in found["targets"]
+    assert {*found["targets"], *found["refused_by"]} == {*TARGETS}
+    shown = " ".join(run("models", model).out.split())
+    assert "megatron_bridge_0.3 to 0.7 takes it" in shown
+    assert f"not taken: {part}" in shown
+    small = (f"model={model}", f"target={target}", "cluster=dgx_h100", "cluster.num_gpus=64")
+    planned = run("plan", *small, "search.max_seconds=10", "--json")
+    assert planned.code == 2 or "--num-layers" not in str(planned.json()["launch"])
+
+
+def test_rules_of_a_model_are_asked_of_every_framework() -> None:
+    sparse = {
+        **{"multi_latent_attention": True, "q_lora_rank": 1536, "kv_lora_rank": 512},
+        **{"experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 64},
+        **{"dsa_indexer_head_dim": 128, "dsa_indexer_topk": 2048},
+    }
+    spec = dataclasses.replace(catalogue.model("deepseek_v3"), **sparse)
+    found = refusals(spec)
+    taken = {name for name, why in found.items() if not why}
+    assert not taken & {"megatron_lm_0.17", "megatron_bridge_0.4", "nemo_2.7"}
+    assert taken >= {"megatron_lm_0.18", "megatron_bridge_0.5"}
+    assert "before 0.18" in found["megatron_bridge_0.4"]

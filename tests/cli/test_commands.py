@@ -388,13 +388,13 @@ def test_a_command_is_rewritten_with_every_change_shown() -> None:
     assert "--data-cache-path /tmp/cache" in " ".join(done.out.replace("\\\n", " ").split())
 
 
-def test_a_command_s_page_begins_with_what_runs_today_and_its_plan_keeps_it(tmp_path: Path) -> None:
+def test_a_command_s_page_has_what_runs_today_and_its_plan_keeps_it(tmp_path: Path) -> None:
     page, plan = tmp_path / "plan.html", tmp_path / "plan.yaml"
     words = ("cluster=dgx_h100", f"out={plan}", "--html", str(page))
     done = run("plan", "--from", LLAMA3_8B, *words, "--full")
     assert done.code == 0, done.err
     text = page.read_text(encoding="utf-8")
-    assert 0 < text.index("Today and planned") < text.index("<h2>Launch")
+    assert 0 < text.index("<h2>Launch") < text.index("<h2>Today and planned")
     again = tmp_path / "again.html"
     explained = run("explain", str(plan), "--html", str(again))
     assert again.read_text(encoding="utf-8") == text

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from nest_megatron import packages
 from nest_megatron.errors import BAD_INPUT, UserInputError
-from nest_megatron.megatron_core import stage
 from nest_megatron.megatron_core.chain import read_inputs
 from nest_megatron.model.chain import TensorShape
 from tests.cli.runs import Run, run
@@ -146,9 +146,9 @@ def test_without_the_framework_the_fix_is_named(
     missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = {"torch": "torch", "megatron": "megatron.core"}[missing]
-    is_installed = stage.is_installed
-    monkeypatch.setattr(stage, "is_installed", lambda n: n != name and is_installed(n))
-    refused(run(*LLAMA), "pip install 'megatron-core", "--closed-form", missing)
+    is_installed = packages.is_installed
+    monkeypatch.setattr(packages, "is_installed", lambda n: n != name and is_installed(n))
+    refused(run(*LLAMA), "pip install 'nest-megatron[megatron]'", "--closed-form", missing)
     assert run(*LLAMA, "--closed-form").code == 0
 
 

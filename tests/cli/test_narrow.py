@@ -17,7 +17,6 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
 from nest_megatron.errors import BAD_INPUT
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.packages import install_command
 from nest_megatron.planner import plan as run_plan
 from nest_megatron.report.tables import FittingTable
 from nest_megatron.report.words import other_layouts
@@ -85,12 +84,6 @@ def test_each_row_of_the_documented_sweep_is_another_plan() -> None:
     jobs = run(*command.split()[2:], "search.num_alternatives=0", "--json").json()["jobs"]
     times = {f"{job['plan']['predicted']['iteration_time_s']:.2g}" for job in jobs}
     assert len(times) == len(jobs) == 3
-
-
-def test_hints_name_packages_that_an_index_has() -> None:
-    assert install_command("sweep") == "pip install 'hydra-joblib-launcher>=1.2' 'pyarrow>=14'"
-    assert "torch>=2.6" in install_command("megatron")
-    assert "checkout" in install_command("no-such-extra")
 
 
 def test_a_dense_models_report_names_no_choice_about_experts() -> None:

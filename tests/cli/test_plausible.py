@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from nest_megatron.catalogue_files import catalogue_names
@@ -40,6 +42,36 @@ def test_implausible_numbers_are_refused(setting: str, words: str) -> None:
     assert done.code == BAD_INPUT
     assert words in done.err
     assert "checks.plausibility=off" in done.err
+
+
+@pytest.mark.parametrize(
+    ("setting", "shown"),
+    [
+        ("cluster.accelerator.memory=80MB", "cluster.accelerator.memory_bytes = 80MB: "),
+        ("memory=80MB", "cluster.accelerator.memory_bytes = 80MB: "),
+        ("cluster.levels.unit.latency=2s", "cluster.levels.1.latency_s = 2s: "),
+        ("gpus=2e9", "cluster.num_gpus = 2e9: "),
+        ("model.vocab_size=1Gi", "model.vocab_size = 1Gi: "),
+    ],
+)
+def test_the_error_repeats_the_value_as_it_was_typed(setting: str, shown: str) -> None:
+    settings = [each for each in SMALL if not each.startswith("cluster.num_gpus")]
+    done = run("plan", *settings, setting)
+    assert (done.code, done.out) == (BAD_INPUT, "")
+    assert done.err.startswith(f"error: {shown}it is not plausible")
+
+
+def test_memory_means_the_same_in_plan_and_whatif(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.yaml")
+    small = ("model=gpt3_126m", "cluster=dgx_h100", "gpus=8", "train.global_batch_size=16")
+    assert run("plan", *small, f"out={path}").code == 0
+    errors = {run("plan", *small, "memory=80").err, run("whatif", path, "memory=80").err}
+    assert len(errors) == 1
+    assert "cluster.accelerator.memory_bytes = 80: it is not plausible" in errors.pop()
+    smaller = run("plan", *small, "memory=60GiB", "--json").json()
+    row = run("whatif", path, "memory=60GiB", "--json").json()["rows"][-1]
+    assert smaller["cluster"]["accelerator"]["memory_bytes"] == 60 * 2**30
+    assert row["iteration_time_s"] == smaller["predicted"]["iteration_time_s"]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from nest_megatron.cli import profile as command
-from nest_megatron.cli.profile_asked import asked_by_plan, asked_by_settings
 from nest_megatron.cli.profile_device import measuring_here
+from nest_megatron.cli.profile_request import request_of_plan, request_of_settings
 from nest_megatron.errors import BAD_INPUT, INTERRUPTED, ProfileError
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
@@ -178,7 +178,7 @@ def test_what_decides_between_plans_is_timed_alone(model: str, tmp_path: Path) -
     assert done.code == 0, done.err
     found = done.json()
     differing = {
-        command.shape_of(task) for task in asked_by_plan(plan, ()).tasks(flash_attention=False)
+        command.shape_of(task) for task in request_of_plan(plan, ()).tasks(flash_attention=False)
     }
     assert {tuple(t[name] for name in ("piece", *SHAPE)) for t in found["measured"]} == differing
     assert f"Timing {len(differing)} shapes of layers in which the plan and " in done.err
@@ -227,7 +227,7 @@ def test_ranks_share_alike_whatever_is_stored_by_then(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that starts late finds the first timings of the others in the store."""
-    asked = asked_by_settings([model], None)
+    asked = request_of_settings([model], None)
     measuring = Measuring(where=Where.CPU, implementation=Implementation.LOCAL)
 
     def tasks_of_rank(rank: int) -> tuple[Task, ...]:

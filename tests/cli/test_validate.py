@@ -301,10 +301,9 @@ def test_docs_name_the_package_that_is_missing(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = run("validate", str(runs), "--docs", str(tmp_path))
     assert done.code == 2
-    assert "pip install 'matplotlib" in done.err
+    assert "pip install 'nest-megatron[pictures]'" in done.err
     assert not (tmp_path / "accuracy").exists()
 
 

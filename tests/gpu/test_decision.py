@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from nest_megatron.cli import profile as command
-from nest_megatron.cli.profile_asked import asked_by_plan
+from nest_megatron.cli.profile_request import request_of_plan
 from nest_megatron.config.cluster_detection import JobCluster, find_cluster
 from nest_megatron.config.job import Job
 from nest_megatron.config.launch import read_words
@@ -40,7 +40,7 @@ def test_what_was_measured_for_a_decision_is_what_the_next_plan_rests_on(
     job = (f"model={model}", "cluster=dgx_h100", "cluster.num_gpus=8")
     job += ("train.global_batch_size=16", f"out={out}")
     assert run("plan", *job, "--shortlist").code == 0
-    asked = asked_by_plan(out, ())
+    asked = request_of_plan(out, ())
     shapes = {command.shape_of(task) for task in asked.tasks(flash_attention=False)}
     with stand_in_gpu():
         done = run("profile", "--for", str(out), "--max-seconds", "3600", "--json")

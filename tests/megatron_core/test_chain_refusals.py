@@ -85,5 +85,5 @@ def test_hooks_are_gone_after_a_refusal() -> None:
 
 def test_without_torch_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
-    with pytest.raises(UserInputError, match=r"pip install .*torch"):
+    with pytest.raises(UserInputError, match=r"nest-megatron\[megatron\]"):
         extract_chain(object(), [ROWS])

@@ -6,6 +6,7 @@ Skipped where playwright (``pip install playwright``) or a Chromium on the path 
 from __future__ import annotations
 
 import dataclasses
+import html
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
@@ -86,11 +87,12 @@ def address(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def opened(browser: Any, address: str, **look: Any) -> tuple[Any, list[str]]:
-    """The page in a window, and what the browser complains of, which grows."""
+    """The page in a window, all unfolded, and what the browser complains of, which grows."""
     page, said = browser.new_page(**look), []
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
     page.goto(address)
+    page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
     return page, said
 
 
@@ -103,6 +105,15 @@ def test_everything_can_be_read(browser: Any, address: str, width: int, scheme: 
     assert page.evaluate(CUT) == []
     assert page.evaluate(CONTRAST) == []
     assert said == []
+
+
+def test_kinds_of_layers_differ_in_colour(browser: Any, address: str) -> None:
+    page, _ = opened(browser, address)
+    letters = """() => [...document.querySelectorAll("#stages .legend .chunk span")].map(each => {
+      const look = getComputedStyle(each); return look.backgroundColor + look.boxShadow; })"""
+    colours = page.evaluate(letters)
+    assert len(colours) > 2
+    assert len({*colours}) == len(colours)
 
 
 def test_the_command_is_copied(browser: Any, address: str) -> None:
@@ -151,6 +162,31 @@ def test_without_scripts_the_table_has_every_answer(browser: Any, changes: str) 
     assert page.get_by_text("does not fit: 5.0 GiB missing").is_visible()
 
 
+def test_the_contents_open_what_is_folded_by_keyboard(browser: Any, address: str) -> None:
+    page = browser.new_page()
+    page.goto(address)
+    inside = page.locator("#assumptions table").first
+    assert not inside.is_visible()
+    page.get_by_role("link", name="Assumptions").press("Enter")
+    assert inside.is_visible()
+    focused = page.locator(":focus")
+    assert focused.text_content().strip() == "Assumptions"
+    assert 0 <= focused.bounding_box()["y"] <= 60
+    page.keyboard.press("Enter")
+    assert not inside.is_visible()
+    page.get_by_role("link", name="Launch").press("Enter")
+    assert page.locator("#launch :focus").count() == 1
+
+
+def test_contents_work_in_a_frame_as_the_app_has_one(browser: Any, address: str) -> None:
+    page = browser.new_page()
+    text = html.escape(Path(address.removeprefix("file://")).read_text(encoding="utf-8"))
+    page.set_content(f'<iframe sandbox="allow-scripts" srcdoc="{text}"></iframe>')
+    frame = page.frame_locator("iframe")
+    frame.get_by_role("link", name="Provenance").click()
+    frame.locator("#provenance table").wait_for()
+
+
 def test_the_schedule_is_zoomed_by_keyboard(browser: Any, address: str) -> None:
     page, _ = opened(browser, address)
     picture = page.locator(".picture > svg")
@@ -184,11 +220,14 @@ def test_every_picture_has_a_name_and_what_scrolls_takes_the_focus(
 
 def test_a_print_cuts_nothing(browser: Any, address: str) -> None:
     """On A4 at 96 points an inch with the page's margins."""
-    page, _ = opened(browser, address, viewport={"width": 703, "height": 1000})
+    page = browser.new_page(viewport={"width": 703, "height": 1000})
+    page.goto(address)
     page.emulate_media(media="print")
+    folded = page.locator("details:not([open]) table")
+    assert folded.count() > 5
+    assert all(each.bounding_box()["height"] > 20 for each in folded.all())
     assert page.evaluate("document.documentElement.scrollWidth") <= 703
     assert page.evaluate(CUT.replace(".scroll:not(.cards), .picture", ".none")) == []
-    assert page.evaluate("getComputedStyle(document.querySelector('pre')).maxHeight") == "none"
 
 
 def test_a_print_cuts_no_long_label(browser: Any, tmp_path: Path) -> None:
@@ -232,14 +271,15 @@ def test_a_screen_reader_is_told_what_each_part_is(browser: Any, address: str, w
     if width > 600:  # cards bear the name of the column in each cell
         assert len(told["columnheader"]) == page.locator("thead th").count()
     assert len(told["main"]) == 1
-    for role in ("button", "radio", "group", "image"):
+    for role in ("button", "link", "navigation", "radio", "group", "image"):
         assert told[role], role
         assert all(each.name for each in told[role]), (role, told[role])
 
 
 def test_tab_goes_through_the_page_in_its_order_and_shows_where(browser: Any, address: str) -> None:
     page, _ = opened(browser, address)
-    stops = page.evaluate("""() => [...document.querySelectorAll("button, input, [tabindex]")]
+    stops = page.evaluate("""() => [
+        ...document.querySelectorAll("a, summary, button, input, [tabindex]")]
       .filter(each => each.tabIndex >= 0 && each.checkVisibility()
         && (each.type !== "radio" || each.checked))
       .map((each, place) => each.dataset.stop = place).length""")

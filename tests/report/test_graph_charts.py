@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import itertools
 import struct
+import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from functools import cache
@@ -146,13 +146,6 @@ def test_other_suffixes_and_missing_folders_are_refused(tmp_path: Path) -> None:
 def test_without_matplotlib_the_fix_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = builtins.__import__
-
-    def refuse(name: str, *rest: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(UserInputError, match=r"pip install .*matplotlib"):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserInputError, match=r"nest-megatron\[pictures\]"):
         draw_chain(chain(), tmp_path / "chain.svg")

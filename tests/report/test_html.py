@@ -23,11 +23,11 @@ from nest_megatron.model.adapters import Adapters
 from nest_megatron.report.charts import IDLE, INK
 from nest_megatron.report.html import (
     _model_words,
-    funnel_steps,
     html_report,
+    search_steps,
     setting_meanings,
 )
-from nest_megatron.report.html_layout import groups
+from nest_megatron.report.html_layout import groups, letters
 from nest_megatron.report.schedule_view import schedule_view
 from nest_megatron.report.terminal import plan_report, summary_rows
 from nest_megatron.report.words import degrees
@@ -37,7 +37,7 @@ from tests.report.plans import SHAPES, hand_plan, searched_plan
 EVIL = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>&amp;"
 #: Settings that a plan for no framework lists.
 NUM_ASSUMPTIONS = len(stored_settings(CostSettings()))
-LOADING = {"src", "href", "srcset", "data", "action", "poster", "xlink:href", "background"}
+LOADING = {"src", "srcset", "data", "action", "poster", "xlink:href", "background"}
 LOADERS = {"link", "img", "iframe", "object", "embed", "base", "form", "image", "use"}
 
 
@@ -111,6 +111,7 @@ def test_nothing_is_loaded_and_one_script_may_run(shape: str) -> None:
     assert f"script-src 'sha256-{allowed}'\"" in text
     for _, attributes in page.tags:
         assert not LOADING & attributes.keys()
+        assert (attributes.get("href") or "#").startswith("#")
         assert not [name for name in attributes if name.startswith("on")]
     assert "url(" not in text
     assert "@import" not in text
@@ -138,7 +139,7 @@ def test_tables_are_accessible() -> None:
     assert tags.count("table") == tags.count("caption") == len(page.tables)
     assert all(attributes.get("scope") for tag, attributes in page.tags if tag == "th")
     pictures = [attributes for _, attributes in page.tags if attributes.get("role") == "img"]
-    assert len(pictures) >= 4
+    assert len(pictures) == 3
     assert all(attributes.get("aria-label") for attributes in pictures)
     assert ("html", {"lang": "en"}) in page.tags
 
@@ -241,7 +242,7 @@ def test_bars_of_memory_say_what_they_are(shape: str) -> None:
 
 
 def test_the_field_s_words_are_used() -> None:
-    text = page_of("searched")
+    text = unescape(page_of("searched"))
     for words in ("peak memory per GPU", "Where each group's traffic runs", "Basis"):
         assert words in text
     for words in ("waiting (bubble)", "host work", "Where groups lie", "Sharing"):
@@ -257,10 +258,74 @@ def test_the_page_follows_the_reader_s_colours() -> None:
     assert IDLE not in text.partition("</style>")[2]
 
 
-def test_funnel_only_narrows() -> None:
-    counts = [count for _, count in funnel_steps(searched_plan().search)]
+def test_the_search_only_narrows_and_is_a_table() -> None:
+    steps = search_steps(searched_plan().search)
+    counts = [count for _, count in steps]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] == 1
+    shown = Page(page_of("searched")).table("How many were left")
+    assert shown == [[name, f"{count:,}"] for name, count in steps]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_contents_lead_to_every_section(shape: str) -> None:
+    text = page_of(shape)
+    page = Page(text)
+    linked = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
+    assert len(linked) == text.count("<h2>") >= 12
+    for target in linked:
+        assert text.count(f'id="{(target or "").removeprefix("#")}"') == 1
+    (nav,) = re.findall(r"<nav.*?</nav>", text, re.DOTALL)
+    assert re.findall(r"<a [^>]*>(.*?)</a>", nav) == re.findall(r"<h2>(.*?)</h2>", text)
+
+
+def test_long_sections_are_folded_and_the_launch_command_is_not() -> None:
+    text = page_of("searched")
+    folded = re.findall(
+        r'<details class="section" aria-label="[^"]*">\n<summary><h2>(.*?)</h2>', text
+    )
+    assert {"Runners-up", "Sensitivity", "Assumptions", "Provenance"} <= {*folded}
+    launch = text.index('<section id="launch">')
+    assert "<details" not in text[:launch]
+    assert "max-height" not in text
+    assert launch < text.index('<section id="plan">')
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_figure_is_the_pipeline_bubble(shape: str) -> None:
+    """The term of the step; the schedule says how much of the idle time it is."""
+    plan, text = SHAPES[shape](), unescape(page_of(shape))
+    bubble = plan.predicted.terms.get("pipeline_bubble", 0.0)
+    terms = {row[0]: row[2] for row in Page(page_of(shape)).table("Terms of a step")}
+    said = re.findall(r"([\d.]+ \w+) are the pipeline bubble", text)
+    said += re.findall(r"The ([\d.]+ \w+) that pipeline rank \d+ is idle are", text)
+    if to_ticks(bubble) > 0:
+        assert said == [terms["pipeline bubble"]] == [format_seconds(bubble)]
+    else:
+        assert "pipeline bubble" not in terms
+        assert said == []
+    assert "(pipeline bubble)" not in text
+
+
+def test_the_letters_of_a_layout_are_explained_wherever_one_stands() -> None:
+    plan = searched_plan()
+    assert plan.arguments["pipeline_model_parallel_layout"]
+    command = LaunchCommand(
+        script="pretrain_gpt.py", argv=("--pipeline-model-parallel-layout", "Et|tL"), environment={}
+    )
+    text = unescape(html_report(dataclasses.replace(plan, launch={"megatron_lm": command})))
+    legend = "E embedding, t decoder layer, L output layer and loss, | stage boundary"
+    sections = dict(re.findall(r'id="(\w+)">(.*?)(?=<section|<details|\Z)', text, re.DOTALL))
+    for name in ("launch", "plan", "runners_up", "choices"):
+        assert sections[name].count(legend) == 1, name
+    assert text.count(legend) == 4
+    assert legend not in unescape(page_of("one stage"))
+
+
+def test_a_hybrid_s_letters_are_its_own() -> None:
+    assert letters(SHAPES["hybrid"]().model).startswith("Letters of a stage layout: M Mamba, ")
+    with_mtp = dataclasses.replace(searched_plan().model, mtp_num_layers=1)
+    assert "m MTP layer" in letters(with_mtp)
 
 
 def test_a_prediction_of_another_version_is_pointed_out() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from functools import cache
 from html import unescape
@@ -22,7 +23,7 @@ from nest_megatron.report.html import html_report
 from nest_megatron.report.html_sensitivity import _overtaken, _Priced
 from nest_megatron.report.runners_up import as_alternative, shortlist_words, term_differences
 from nest_megatron.report.terminal import summary_rows
-from nest_megatron.report.words import confidence_words
+from nest_megatron.report.words import confidence_words, proof
 from nest_megatron.units import format_seconds
 from tests.estimates import estimate_plan
 from tests.integrations.test_as_typed import DENSE, compared, settings
@@ -97,19 +98,30 @@ def told_at(out_of_memory: float, plan: ParallelPlan) -> str:
     assert plan.uncertainty is not None
     known = dataclasses.replace(plan.uncertainty, out_of_memory=out_of_memory)
     text = unescape(html_report(dataclasses.replace(plan, uncertainty=known)))
-    return text[text.rindex('<p class="verdict') :].partition("</p>")[0]
+    section = text.partition('<section id="plan">')[2].partition("</section>")[0]
+    return "".join(re.findall(r'<p class="verdict.*?(?=</p>)', section))
 
 
 def test_the_verdict_warns_of_a_plan_that_may_run_out_of_memory() -> None:
     plan = searched_plan()
     assert plan.predicted.fits
-    assert told_at(0.05, plan).startswith('<p class="verdict">Proven: ')
-    said = 'class="verdict warning">This layout may run out of memory: the chance is 23 %. '
-    assert said in told_at(0.23, plan)
-    said = "This layout more likely than not runs out of memory: the chance is 57 %. "
-    assert f'class="verdict bad">{said}' in told_at(0.57, plan)
+    assert told_at(0.05, plan) == ""
+    said = "This layout may run out of memory: the chance is 23 %."
+    assert told_at(0.23, plan) == f'<p class="verdict warning">{said}'
+    said = "This layout more likely than not runs out of memory: the chance is 57 %."
+    assert told_at(0.57, plan) == f'<p class="verdict bad">{said}'
     ended = dataclasses.replace(plan, search=dataclasses.replace(plan.search, certificate="gap"))
     assert told_at(0.05, ended).startswith('<p class="verdict warning">Search ended early')
+
+
+def test_the_certificate_stands_in_no_box_of_warnings() -> None:
+    plan = searched_plan()
+    assert plan.uncertainty is not None
+    known = dataclasses.replace(plan.uncertainty, out_of_memory=0.57)
+    for each in (plan, dataclasses.replace(plan, uncertainty=known)):
+        text = unescape(html_report(each))
+        assert f'<p class="certificate">{proof(each)}</p>' in text
+        assert "Proven" not in told_at(each.uncertainty.out_of_memory, each)
 
 
 def test_what_runs_today_is_judged_by_the_same_chances() -> None:

@@ -28,7 +28,7 @@ from nest_megatron.model.execution import (
     TokenDispatcher,
 )
 from nest_megatron.solver.bounds import Bounds
-from nest_megatron.solver.executions import laid_out
+from nest_megatron.solver.executions import with_stages_and_zero
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_bounds import MemoryBounds
 from nest_megatron.solver.memory_shortage import fits
@@ -234,7 +234,10 @@ def test_one_bound_holds_for_several_numbers_of_virtual_stages() -> None:
         dims=dims, global_batch_size=512, micro_batch_size=1, sequence_parallel=False
     )
     for first in grids.executions(laid):
-        each = [memory.of_family(laid_out(first, virtual, first.zero)) for virtual in (2, 3, 4, 6)]
+        each = [
+            memory.of_family(with_stages_and_zero(first, virtual, first.zero))
+            for virtual in (2, 3, 4, 6)
+        ]
         together = memory.of_family(first, (2, 3, 4, 6))
         assert memory.of_states(dims, first.zero) < together <= min(each)
 

@@ -28,7 +28,7 @@ from nest_megatron.solver import backend
 from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.chunk_space import partitions
 from nest_megatron.solver.memory_shortage import least_memory
-from nest_megatron.solver.one_partition import joined, judging
+from nest_megatron.solver.one_partition import joined, solver_of_partition
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD, Status
 from nest_megatron.solver.ranking import SolvedLayout, layout_of, preference
 from nest_megatron.solver.search import Search
@@ -86,15 +86,17 @@ def test_both_backends_judge_one_partition(generate: Callable[[int], PipelinePro
         partition = cut(problem.num_stages, *marks)
         cost = evaluate(problem, marks)
         for threshold in (cost.iteration, cost.iteration + 1, NO_THRESHOLD):
-            found = judging(KERNEL, partition)(problem, threshold, DEFAULT_NODE_LIMIT)
-            assert found == judging(REFERENCE, partition)(problem, threshold, DEFAULT_NODE_LIMIT)
+            found = solver_of_partition(KERNEL, partition)(problem, threshold, DEFAULT_NODE_LIMIT)
+            assert found == solver_of_partition(REFERENCE, partition)(
+                problem, threshold, DEFAULT_NODE_LIMIT
+            )
             wins = cost.iteration < threshold
             nothing = Status.BOUNDED if cost.fits else Status.INFEASIBLE
             assert found.status is (Status.OPTIMAL if cost.fits and wins else nothing), seed
             assert found.boundaries == (marks if cost.fits and wins else ())
             if found.boundaries:
                 assert found.iteration == found.lower_bound == cost.iteration
-        quick = judging(KERNEL, partition)(problem, NO_THRESHOLD, 0)
+        quick = solver_of_partition(KERNEL, partition)(problem, NO_THRESHOLD, 0)
         assert quick.status is (Status.LIMIT if cost.fits else Status.INFEASIBLE)
         assert not cost.fits or quick.lower_bound <= cost.iteration
 

@@ -24,7 +24,7 @@ from nest_megatron.planner.choice import Candidate
 from nest_megatron.planner.pins import read_pinned
 from nest_megatron.tuning.command import RunCommand
 from nest_megatron.tuning.job import TunedJob, read_tuned
-from nest_megatron.tuning.session import Asked, Session
+from nest_megatron.tuning.session import Session, TuneRequest
 from nest_megatron.tuning.trial import Ended
 from nest_megatron.tuning.tuner import Tuner
 from nest_megatron.units import Seconds
@@ -32,7 +32,7 @@ from tests.integrations.commands import LLAMA3_8B
 
 START_S = 60.0
 
-ASKED = Asked(
+ASKED = TuneRequest(
     command=LLAMA3_8B,
     overrides=("cluster=dgx_h100",),
     config_dir=None,
@@ -136,5 +136,5 @@ def run_record(plan: ParallelPlan, step_s: Seconds | None) -> RunRecord:
 
 def tuner(session: Session, launcher: Answered, **asked: object) -> Tuner:
     """A tuner of the job whose runs are answered."""
-    session.asked = dataclasses.replace(session.asked, **asked)  # type: ignore[arg-type]
+    session.request = dataclasses.replace(session.request, **asked)  # type: ignore[arg-type]
     return Tuner(session=session, job=job(), launcher_of=lambda _: launcher, tell=lambda _: None)

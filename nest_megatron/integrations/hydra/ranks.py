@@ -3,37 +3,25 @@
 Every rank composes and plans for itself. The search is deterministic, so equal configurations give
 equal plans, but for two things that a host may have of its own: the time that ended a search, and
 what lies on its disks and in its sockets. The first is refused. For the second, ranks under
-``torchrun`` leave digests of their configuration and of their plan in the agent's store: whoever
-finds another there stops.
-Ranks do not block, since an application may read its configuration on some ranks only.
+``torchrun`` compare their configuration and their plan with those of the rank that came first
+(``agreement.require_like_first``).
 """
 
 from __future__ import annotations
 
-import json
-import socket
 from collections.abc import Mapping
 
 from nest_megatron.config.cluster_detection import number_said
-from nest_megatron.errors import OneRankError, UserInputError
+from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.field_mapping import planned_items
 from nest_megatron.integrations.hydra.view import AppView
-from nest_megatron.integrations.megatron_lm.rendezvous import (
-    NoAgreementError,
-    RankContext,
-    connect_store,
-)
-from nest_megatron.integrations.megatron_lm.same_job import differences, fields, versions
+from nest_megatron.integrations.megatron_lm.agreement import require_like_first
+from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
+from nest_megatron.integrations.megatron_lm.same_job import fields, versions
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.layout.plan_file import digest
 
+#: Longest wait for the agent's store.
 _TIMEOUT_S = 60.0
-#: Longest wait for the values of the rank that came first, which says them before anything else.
-_LONGEST_S = 5.0
-
-
-class DifferentRankError(NoAgreementError, OneRankError):
-    """This rank differs from the first, and the others have not been told."""
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
@@ -104,7 +92,7 @@ def require_same_plan(plan: ParallelPlan, job: str, environment: Mapping[str, st
         NoAgreementError: if another rank has arrived at another plan, with what differs.
     """
     items = {"num_gpus": plan.layout.num_gpus, **planned_items(plan)}
-    return _require_like_first(
+    return _compared(
         environment,
         f"plan of {job}",
         {name: repr(value) for name, value in items.items()},
@@ -118,13 +106,13 @@ def require_same_job(view: AppView, number: object, environment: Mapping[str, st
     """As ``require_same_plan``, for the configuration and the versions of one job of several."""
     may_differ = (*view.settings.may_differ, "nest.out")
     mine = {**versions(), **fields(view.raw, "", may_differ)}
-    return _require_like_first(environment, f"configuration of job {number}", mine)
+    return _compared(environment, f"configuration of job {number}", mine)
 
 
-def _require_like_first(
+def _compared(
     environment: Mapping[str, str], name: str, mine: Mapping[str, str], **words: str
 ) -> bool:
-    """Compare values with those of whichever rank came first; ranks do not block."""
+    """Compare values where ``torchrun`` has a store, and say if so."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
     context = RankContext(
@@ -133,21 +121,5 @@ def _require_like_first(
         environment=environment,
         rendezvous_timeout_s=_TIMEOUT_S,
     )
-    store, own = connect_store(context), digest(dict(mine))
-    host = socket.gethostname()
-    if store.call("add", f"{name}/{own}/count", 1) == 1:
-        note = {"rank": context.rank, "host": host, "values": dict(mine)}
-        store.call("set", f"{name}/{own}", json.dumps(note))
-    first = store.call("compare_set", name, "", own)
-    if first == own:
-        return True
-    said = store.wait_for(f"{name}/{first}", _LONGEST_S)
-    if said is None:
-        raise DifferentRankError(
-            f"rank {context.rank} differs from the rank that came first, and that one ended before "
-            "it said its values; look at its own output"
-        )
-    other = json.loads(said)
-    of_ranks = {other["rank"]: other["values"], context.rank: mine}
-    hosts = {other["rank"]: other["host"], context.rank: host}
-    raise DifferentRankError(differences(of_ranks, hosts, **words))
+    require_like_first(context, name, mine, **words)
+    return True

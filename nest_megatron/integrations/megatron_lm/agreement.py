@@ -14,14 +14,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from nest_megatron.errors import exit_code_of
+from nest_megatron.errors import OneRankError, exit_code_of
 from nest_megatron.integrations.megatron_lm.rendezvous import (
     LostStoreError,
     NoAgreementError,
@@ -342,14 +341,13 @@ def require_equal(
             return
         store.publish(own)
         store.leave(what, None)
-        ended = math.inf
+        ends: list[float] = []
 
         def enough() -> bool:
             """One differs, and others had time to say the same."""
-            nonlocal ended
-            if ended == math.inf and store.num_left(different):
-                ended = time.monotonic() + _OTHERS_S
-            return time.monotonic() > ended
+            if not ends and store.num_left(different):
+                ends.append(time.monotonic() + _OTHERS_S)
+            return bool(ends) and time.monotonic() > ends[0]
 
         parts = store.collect(what, enough=enough)
         if others := store.left(different):
@@ -381,3 +379,34 @@ def gather(
         parts = store.collect(what, limit_s)
         store.publish()
         return tuple(parts.values())
+
+
+class DifferentRankError(NoAgreementError, OneRankError):
+    """This rank differs from the first, and the others have not been told."""
+
+
+def require_like_first(
+    context: RankContext, name: str, mine: Mapping[str, str], **words: str
+) -> None:
+    """Compare values with those of whichever rank came first.
+
+    No rank waits for another, since an application may read its configuration on some ranks only.
+    Digests are compared, and values are there before their digest, so that they can be named.
+
+    Args:
+        words: of ``differences``.
+
+    Raises:
+        DifferentRankError: on a rank that differs, with both values of each name.
+    """
+    store, own, host = connect_store(context), digest(dict(mine)), socket.gethostname()
+    if not store.call("check", [f"{name}/{own}"]):
+        note = {"rank": context.rank, "host": host, "values": dict(mine)}
+        store.call("compare_set", f"{name}/{own}", "", json.dumps(note))
+    first = store.call("compare_set", name, "", own)
+    if first == own:
+        return
+    other = json.loads(store.call("get", f"{name}/{first}"))
+    of_ranks = {other["rank"]: other["values"], context.rank: mine}
+    hosts = {other["rank"]: other["host"], context.rank: host}
+    raise DifferentRankError(differences(of_ranks, hosts, **words))

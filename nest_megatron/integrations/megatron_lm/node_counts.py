@@ -75,7 +75,7 @@ def sized(composed: Settings, counts: Sequence[int]) -> Settings:
             f"End at {cluster.num_gpus // size}, or leave cluster.num_gpus out.",
         )
     fields = {**(composed.cluster or {}), "num_gpus": most}
-    given = composed.given | {"cluster.num_gpus"}
+    given = {**composed.given, "cluster.num_gpus": None}
     return dataclasses.replace(composed, cluster=fields, given=given)
 
 

@@ -21,7 +21,7 @@ from nest_megatron.layout.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recompu
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.solver.grids import GridSpace
-from nest_megatron.solver.one_partition import judging
+from nest_megatron.solver.one_partition import solver_of_partition
 from nest_megatron.solver.outcome import (
     DEFAULT_NODE_LIMIT,
     NO_THRESHOLD,
@@ -109,7 +109,7 @@ class ComparisonJob:
 
     def price(self, grid: PartialLayout, boundaries: Boundaries) -> SolvedLayout | None:
         """A grid with one partition on the real cluster, or ``None`` if it does not fit."""
-        judge = judging(self.solve_stages, stages_of(grid, boundaries))
+        judge = solver_of_partition(self.solve_stages, stages_of(grid, boundaries))
         return solved(grid, judge(self.problem(grid), NO_THRESHOLD, DEFAULT_NODE_LIMIT))
 
 

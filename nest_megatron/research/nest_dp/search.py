@@ -247,16 +247,14 @@ def filled(
     """
     if not (has_kernel() if compiled is None else compiled):
         return reference.filled(t, caps, sync_cap)
-    import numpy as np
-
     from nest_megatron.research.nest_dp import _recurrence
 
-    table = np.empty(t.table_size, np.int64)
+    table = array("q", [0]) * t.table_size
     scratch = array("q", [0]) * (t.num_levels * (t.num_devices + 1) + len(t.options_first))
     question: list[Any] = [getattr(t, field.name) for field in dataclasses.fields(t)]
-    question += [array("q", caps), sync_cap, table.data, scratch]
+    question += [array("q", caps), sync_cap, table, scratch]
     _recurrence.fill(*question)
-    return table.data  # whose items are Python's integers
+    return table
 
 
 def _num_steps(problem: Problem, depth: int) -> int:

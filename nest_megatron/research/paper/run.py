@@ -25,7 +25,7 @@ from nest_megatron.files import require_folder, write_bytes
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import Request
 from nest_megatron.printing import print_to_stderr
-from nest_megatron.report.charts import check_matplotlib, check_suffix, render
+from nest_megatron.report.charts import check_picture, render
 from nest_megatron.report.console import show, show_json
 from nest_megatron.report.tables import EdgelessTable, figure_columns, name_columns, word_columns
 from nest_megatron.report.words import TERM_WORDS
@@ -282,9 +282,8 @@ def check_figure(name: str, path: Path) -> None:
         raise UserInputError(
             "--chart", name, limit="it is a table", fix="Leave --chart out, or run a figure."
         )
-    check_suffix(path, "--chart")
+    check_picture(path, "--chart")
     require_folder(path, "--chart")
-    check_matplotlib("--chart")
 
 
 def draw_figure(report: Report, path: Path) -> None:

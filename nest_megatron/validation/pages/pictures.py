@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from nest_megatron.report.charts import check_matplotlib, render
+from nest_megatron.report.charts import render
 from nest_megatron.units import GIB
 from nest_megatron.validation.outcome import Judged, RowOutcome
 from nest_megatron.validation.rows import RowKind
@@ -55,12 +55,7 @@ Panel = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def pictures(judged: Sequence[Judged]) -> dict[str, bytes]:
-    """Every picture that there are rows for, as planned, as PNG files by name.
-
-    Raises:
-        UserInputError: without matplotlib.
-    """
-    check_matplotlib("--docs")
+    """Every picture that there are rows for, as planned, as PNG files by name."""
     found = {}
     for name, (kinds, unit, scale, colours) in _PICTURES.items():
         panels: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(

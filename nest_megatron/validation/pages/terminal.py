@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,12 +11,6 @@ from rich.text import Text
 
 from nest_megatron.report.markdown import figure
 from nest_megatron.report.tables import EdgelessTable, figure_columns, name_columns
-from nest_megatron.validation.calibration import PARAMETERS
-from nest_megatron.validation.calibration_files import Constants
-from nest_megatron.validation.fit_collectives import LinkFit
-from nest_megatron.validation.fit_memory import PeakFits
-from nest_megatron.validation.fit_stragglers import StragglerFit
-from nest_megatron.validation.fit_uncertainty import UncertaintyFit
 from nest_megatron.validation.outcome import REGIMES, Basis, Judged
 from nest_megatron.validation.report import (
     BothScores,
@@ -92,7 +84,7 @@ def _certainty_and_risk(judged: Sequence[Judged]) -> Iterator[RenderableType]:
     for basis in _ORDER:
         yield Text(f"\n{basis.words}", style="italic")
         rows = ((name, *_certainty_cells(each[basis])) for name, each in found.items())
-        yield _table("regime", *_CHOICE_HEADS, rows=rows, max_width=_LONGEST)
+        yield titled_table("regime", *_CHOICE_HEADS, rows=rows, max_width=_LONGEST)
     yield Text("\nOut of memory, runs that state what they recompute, as stated", style="bold")
     risks = (
         (
@@ -103,12 +95,12 @@ def _certainty_and_risk(judged: Sequence[Judged]) -> Iterator[RenderableType]:
         )
         for name, each in risks_by_regime(judged).items()
     )
-    yield _table("regime", *_RISK_HEADS, rows=risks, max_width=_LONGEST)
+    yield titled_table("regime", *_RISK_HEADS, rows=risks, max_width=_LONGEST)
 
 
 def _scored(head: str, rows: Iterable[BothScores], basis: Basis) -> Table:
     cells = ((each.name, *_cells(each.on(basis))) for each in rows)
-    return _table(head, *_HEADS, rows=cells, max_width=_LONGEST)
+    return titled_table(head, *_HEADS, rows=cells, max_width=_LONGEST)
 
 
 def _certainty_cells(each: Certainty) -> tuple[str, ...]:
@@ -145,109 +137,7 @@ def _share(counts: tuple[int, int]) -> str:
     return f"{counts[1]}/{counts[0]}" if counts[0] else ""
 
 
-@functools.singledispatch
-def report_of(fit: object) -> RenderableType:
-    """What a fit found, and how well it carries over to what it has not seen."""
-    raise TypeError(f"{type(fit).__name__} has no report")
-
-
-@report_of.register
-def _constants(fit: Constants) -> RenderableType:
-    if not fit.samples:
-        return Group()
-    values, errors = fit.fit.values, fit.fit.errors
-    parts: list[RenderableType] = [
-        _table(
-            *("constant", "fitted", "prior", "bounds"),
-            rows=(
-                (p.key, f"{values[p.key]:.4g}", f"{p.prior:.3g}", f"{p.low:.3g} to {p.high:.3g}")
-                for p in PARAMETERS
-                if p.key in values
-            ),
-        ),
-        _table(
-            *("source", "rows", "MAPE %"),
-            rows=[
-                *(
-                    (name, len(each), figure(fit.fit.mape_pct(name)))
-                    for name, each in errors.items()
-                ),
-                ("all", sum(map(len, errors.values())), figure(fit.fit.mape_pct())),
-            ],
-        ),
-    ]
-    for by, unseen in fit.left_out.items():
-        rows = ((h.name, h.rows, figure(h.seen_pct), figure(h.unseen_pct)) for h in unseen)
-        table = _table(by, "rows", "seen %", "unseen %", rows=rows)
-        parts += [Text(f"\nLeft out by {by}", style="bold"), table]
-    return Group(*parts)
-
-
-@report_of.register
-def _links(fit: LinkFit) -> RenderableType:
-    rows = (
-        (
-            name,
-            errors.rows,
-            figure(100 * errors.fitted),
-            "" if math.isnan(errors.left_out) else figure(100 * errors.left_out),
-        )
-        for name, errors in {**fit.by("cluster"), "all": fit.overall()}.items()
-    )
-    return _table("collectives from 1 MB", "rows", "MAPE %", "left out %", rows=rows)
-
-
-@report_of.register
-def _stragglers(fit: StragglerFit) -> RenderableType:
-    deviations = {**fit.left_out_pct, "all, fitted": (fit.without_pct, fit.with_pct)}
-    rows = ((name, *(figure(each, 2) for each in pair)) for name, pair in deviations.items())
-    head = f"weak scalings, delay {fit.delay_s:g} s"
-    return _table(head, "without %", "unseen %", rows=rows)
-
-
-@report_of.register
-def _uncertainty(fit: UncertaintyFit) -> RenderableType:
-    scales = {
-        **fit.scales.mechanisms,
-        **{f"job, {name}": scale for name, scale in fit.scales.job.items()},
-        **{f"layout, {name}": scale for name, scale in fit.scales.layout.items()},
-    }
-    coverage = {**fit.coverage, "sources, mean": fit.coverage_of_sources}
-    return Group(
-        _table(
-            "error of", "scale %", rows=((n, figure(100 * scale)) for n, scale in scales.items())
-        ),
-        _table(
-            *("runs, source left out", "rows", "in 50 %", "in 90 %"),
-            rows=(
-                (name, each.runs, f"{each.within_50_pct:.0f} %", f"{each.within_90_pct:.0f} %")
-                for name, each in coverage.items()
-            ),
-        ),
-    )
-
-
-@report_of.register
-def _peaks(found: PeakFits) -> RenderableType:
-    errors, inside = ("too low by %", "up %", "down %"), ("in 50 %", "in 90 %")
-    runs = ("ran or ran out", "ran out", "expected")
-    rows = (
-        (
-            name,
-            fit.total("measured"),
-            len(fit.evidence),
-            *(figure(100 * e) for e in (fit.error.median, fit.error.above, fit.error.below)),
-            *(f"{fit.by_source_pct[share]:.0f} %" for share in (50, 90)),
-            fit.total("ran") + fit.total("ran_out"),
-            fit.total("ran_out"),
-            figure(fit.expected_to_run_out),
-        )
-        for name, fit in found.fits.items()
-    )
-    return _table("peaks of memory", "measured", "sources", *errors, *inside, *runs, rows=rows)
-
-
-def _table(head: str, *titles: str, rows: Iterable[Sequence[object]], **narrow: Any) -> Table:
+def titled_table(head: str, *titles: str, rows: Iterable[Sequence[object]], **narrow: Any) -> Table:
     """Rows of a name and figures; with options of the name column, figures stand close together."""
     padding = (0, 1, 0, 0) if narrow else (0, 1)
     columns = (*name_columns(head, **narrow), *figure_columns(*titles))

@@ -40,6 +40,7 @@ def test_a_rank_with_another_plan_stops() -> None:
     later = dataclasses.replace(mine, search=dataclasses.replace(mine.search, seconds=9.0))
     assert ranks.require_same_plan(later, "job", {**variables, "RANK": "1"})
     assert ranks.require_same_plan(other, "another job", {**variables, "RANK": "1"})
+    assert not ranks.require_same_plan(other, "job", {"WORLD_SIZE": "2", "RANK": "1"})
     del store
 
 

@@ -152,5 +152,5 @@ def test_importing_the_door_loads_no_nemo_run() -> None:
 def test_without_nemo_run_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nemo_run", None)
     monkeypatch.delitem(sys.modules, "nest_megatron.integrations.nemo_run.plugin", raising=False)
-    with pytest.raises(ImportError, match=r"pip install .*nemo-run"):
+    with pytest.raises(ImportError, match=r"nest-megatron\[run\]"):
         from nest_megatron.integrations.nemo_run import NestPlugin  # noqa: F401

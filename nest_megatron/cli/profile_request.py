@@ -29,7 +29,7 @@ from nest_megatron.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ProfileRequest:
     """What is to be timed.
 
     Args:
@@ -92,7 +92,7 @@ class Asked:
         return f"Timing {shapes}: {needed}none begins after {ends}."
 
 
-def asked_by_settings(overrides: Sequence[str], config_dir: Path | None) -> Asked:
+def request_of_settings(overrides: Sequence[str], config_dir: Path | None) -> ProfileRequest:
     """The layers of a model; with a cluster first those of the best plans by data sheets."""
     settings = parse(overrides)
     refuse_sweeps(settings)
@@ -100,10 +100,10 @@ def asked_by_settings(overrides: Sequence[str], config_dir: Path | None) -> Aske
     spec = read_spec(composed)
     precision = read_precision(composed)
     _require_timed(spec, precision)
-    return Asked(spec=spec, precision=precision, layouts=_best_layouts(composed))
+    return ProfileRequest(spec=spec, precision=precision, layouts=_best_layouts(composed))
 
 
-def asked_by_plan(path: Path, overrides: Sequence[str]) -> Asked:
+def request_of_plan(path: Path, overrides: Sequence[str]) -> ProfileRequest:
     """What decides between a plan and those of its runners-up that could be the fastest."""
     if overrides:
         limit, fix = "the plan says what is timed", "Leave the settings out."
@@ -116,7 +116,7 @@ def asked_by_plan(path: Path, overrides: Sequence[str]) -> Asked:
         fix = "`nest-megatron profile model=...` times the layers of a model."
         raise UserInputError("--for", str(path), limit, fix)
     others = [other.layout for other in plan.alternatives]
-    return Asked(
+    return ProfileRequest(
         spec=plan.model,
         precision=plan.train.precision,
         layouts=tuple([plan.layout, *others][number] for number in numbers),
