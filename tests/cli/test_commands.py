@@ -54,8 +54,9 @@ def shown_commands() -> Iterator[str]:
         assert getattr(command, "examples", ()), f"{name} has no example"
     for page in FIRST_PAGES:
         joined = page.read_text(encoding="utf-8").replace("\\\n", " ")
-        lines = map(str.strip, joined.splitlines())
-        yield from (line for line in lines if line.startswith("nest-megatron "))
+        for block in re.findall(r"^ *```bash\n(.*?)^ *```$", joined, re.M | re.S):
+            lines = map(str.strip, block.splitlines())
+            yield from (line for line in lines if line.startswith("nest-megatron "))
 
 
 def commands_below(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
@@ -100,6 +101,7 @@ def named_files(small_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     artifact = ROOT / "tests" / "research" / "nest_artifact" / "data"
     shutil.copytree(artifact, folder, dirs_exist_ok=True)
     shutil.copy(ROOT / "hydra_configs" / "cluster" / "custom.yaml", folder / "mine.yaml")
+    shutil.copy(DOCS / "samples" / "train_llama3_8b.sh", folder / "train.sh")
     write_hosts(folder)
     return folder
 
