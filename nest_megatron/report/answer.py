@@ -10,7 +10,6 @@ from rich.text import Text
 
 from nest_megatron.layout.before_after import BeforeAfter
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.layout.stage_layout import layout_string
 from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.report.before_after import difference_words, refused_words, verdict
 from nest_megatron.report.console import command_lines
@@ -107,7 +106,7 @@ def _beside_flags(
     said = [f"with {' '.join(given)}"] if given else []
     said += [f"without {' '.join(unset)}"] if unset else []
     if plan.layout.dims.pipeline_model_parallel_size > 1:
-        said.append(stage_legend(layout_string(plan.model, plan.layout.partition)))
+        said.append(stage_legend(plan.model))
     if said:
         yield indented(Text("; ".join(said), style="dim"))
     yield Text()

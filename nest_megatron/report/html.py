@@ -22,7 +22,7 @@ from nest_megatron.report.charts import (
     ink_on,
 )
 from nest_megatron.report.console import command_lines
-from nest_megatron.report.html_layout import choices, groups, letters, runners_up, stages
+from nest_megatron.report.html_layout import choices, groups, runners_up, stages
 from nest_megatron.report.html_schedule import schedule
 from nest_megatron.report.html_sensitivity import sensitivity
 from nest_megatron.report.memory_words import memory_level, plan_verdict, risk_words
@@ -42,6 +42,7 @@ from nest_megatron.report.words import (
     range_words,
     ranged_words,
     setting_value,
+    stage_legend,
 )
 from nest_megatron.units import GIB, format_chance, format_gib, format_seconds, to_ticks
 
@@ -93,7 +94,7 @@ def html_report(
         titles=_titles(plan),
         verdict=_verdict(plan),
         certificate=proof(plan),
-        letters=letters(plan.model),
+        letters=f"Letters of a stage layout: {stage_legend(plan.model)}.",
         has_layout=bool(plan.arguments.get(_LAYOUT)),
         level=memory_level(plan.priced()) or ("warning" if incomplete_ranking(plan.search) else ""),
         facts=[row for row in rows if row[0] not in _FIGURES],

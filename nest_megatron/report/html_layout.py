@@ -14,12 +14,12 @@ from nest_megatron.layout.estimate import Alternative
 from nest_megatron.layout.layout import layout_arguments
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rank_order import GroupKind, group_of_rank, group_shape
-from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
-from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.plain import to_plain
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.runners_up import as_alternative, degree_cells, term_differences
 from nest_megatron.report.words import (
+    block_name,
     incomplete_ranking,
     narrow_words,
     range_words,
@@ -28,30 +28,6 @@ from nest_megatron.report.words import (
 )
 from nest_megatron.units import GB, Seconds, format_chance, format_gib, format_seconds
 
-#: Letter and name of each kind of layer.
-_NAMES = {
-    LayerBlock.EMBEDDING: "embedding",
-    LayerBlock.ENCODER: "encoder of images",
-    LayerBlock.PROJECTOR: "projector",
-    LayerBlock.ATTENTION: "attention",
-    LayerBlock.WINDOW_ATTENTION: "sliding-window attention",
-    LayerBlock.CHUNKED_ATTENTION: "chunked attention",
-    LayerBlock.GATED_DELTA_NET: "gated delta net",
-    LayerBlock.MAMBA: "Mamba",
-    LayerBlock.CROSS_ATTENTION: "cross attention",
-    LayerBlock.ENCODER_ATTENTION: "attention of the encoder",
-    LayerBlock.DENSE: "MLP",
-    LayerBlock.LINEAR_FOR_ATTENTION: "linear layer for attention",
-    LayerBlock.LINEAR_FOR_MLP: "linear layer for an MLP",
-    LayerBlock.ENCODER_DENSE: "MLP of the encoder",
-    LayerBlock.EXPERTS: "experts",
-    LayerBlock.MTP: "multi-token prediction",
-    LayerBlock.HEAD: "loss head",
-}
-_SIZES = {
-    LayerBlock.ATTENTION: "{} query groups",
-    LayerBlock.DENSE: "ffn_hidden_size {:,}",
-}
 _GROUPS = (
     ("tp", "tensor", GroupKind.TP),
     ("cp", "context", GroupKind.CP),
@@ -120,16 +96,10 @@ def _stage(plan: ParallelPlan, rank: int) -> Mapping[str, Any]:
 
 def _run(plan: ParallelPlan, kind: LayerKind, count: int) -> Mapping[str, Any]:
     """Neighbouring layers of one kind."""
-    letter, name = kind.letter, " and ".join(map(_name, kind.blocks)) or "nothing"
+    letter, name = kind.letter, " and ".join(map(block_name, kind.blocks)) or "nothing"
     count *= plan.model.num_mtp_layers if kind is LayerKind.MTP else 1
     classes = " ".join(f"u-{block.base}" for block in kind.blocks)
     return {"classes": classes, "letter": letter, "name": name, "count": count}
-
-
-def _name(block: LayerBlock) -> str:
-    """What a block is, and the size that it has for itself."""
-    size = "" if block.size is None else f" ({_SIZES[block.base].format(block.size)})"
-    return _NAMES[block.base] + size
 
 
 def reached_levels(cluster: Cluster) -> list[int]:
@@ -255,20 +225,6 @@ def _range(one: Alternative, low: Seconds, scale: float) -> Mapping[str, Any] | 
         "mark": min(100.0, max(0.0, scale * (one.iteration_time_s - low))),
         "words": range_words(known),
     }
-
-
-def letters(spec: TransformerSpec) -> str:
-    """What the letters of a stage layout stand for, in one line."""
-    if spec.hybrid_layer_pattern:
-        kinds = [kind for kind in dict.fromkeys(spec.layer_kinds()) if kind.is_layer]
-        named = [f"{kind.letter} {' and '.join(map(_name, kind.blocks))}" for kind in kinds]
-        return f"Letters of a stage layout: {', '.join(named)}, | stage boundary."
-    layer = "decoder layer" if spec.family is ModelFamily.GPT else "layer"
-    mtp = "m MTP layer, " if spec.num_mtp_layers else ""
-    return (
-        f"Letters of a stage layout: E embedding, t {layer}, {mtp}L output layer and loss, | stage "
-        "boundary, t*n and (..)*n repeated n times."
-    )
 
 
 def _described(plan: ParallelPlan, other: Alternative) -> dict[str, str]:

@@ -133,7 +133,7 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
         rows.append(("Execution", execution))
     if layout.dims.pipeline_model_parallel_size > 1:
         stages = layout_string(plan.model, layout.partition)
-        rows.append(("Stages", f"{stages}  ({stage_legend(stages)})"))
+        rows.append(("Stages", f"{stages}  ({stage_legend(plan.model)})"))
     rows += other_layouts(plan)
     rows += [_binding(predicted.binding_constraint), ("Cost source", cost_source(plan))]
     return rows + [("Suggestion", offer) for offer in plan.offers]

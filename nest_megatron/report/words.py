@@ -19,6 +19,8 @@ from nest_megatron.layout.plan import (
     SearchRecord,
 )
 from nest_megatron.layout.stage_layout import is_uniform
+from nest_megatron.model.layer_pattern import LayerBlock
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner.shortage import EndedEarly
 from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.units import (
@@ -55,16 +57,30 @@ MEMORY_WORDS = {
     "working": "working memory",
 }
 
-#: What the signs of Megatron's layout of a pipeline mean.
-_STAGE_SIGNS = {
-    "E": "E embedding",
-    "t": "t layer",
-    "m": "m MTP layer",
-    "L": "L output",
-    "|": "| next stage",
-    "*": "*n n times",
+#: Blocks of layers for people, and the size that one may have for itself.
+_NAMES = {
+    LayerBlock.EMBEDDING: "embedding",
+    LayerBlock.ENCODER: "encoder of images",
+    LayerBlock.PROJECTOR: "projector",
+    LayerBlock.ATTENTION: "attention",
+    LayerBlock.WINDOW_ATTENTION: "sliding-window attention",
+    LayerBlock.CHUNKED_ATTENTION: "chunked attention",
+    LayerBlock.GATED_DELTA_NET: "gated delta net",
+    LayerBlock.MAMBA: "Mamba",
+    LayerBlock.CROSS_ATTENTION: "cross attention",
+    LayerBlock.ENCODER_ATTENTION: "attention of the encoder",
+    LayerBlock.DENSE: "MLP",
+    LayerBlock.LINEAR_FOR_ATTENTION: "linear layer for attention",
+    LayerBlock.LINEAR_FOR_MLP: "linear layer for an MLP",
+    LayerBlock.ENCODER_DENSE: "MLP of the encoder",
+    LayerBlock.EXPERTS: "experts",
+    LayerBlock.MTP: "multi-token prediction",
+    LayerBlock.HEAD: "loss head",
 }
-
+_SIZES = {
+    LayerBlock.ATTENTION: "{} query groups",
+    LayerBlock.DENSE: "ffn_hidden_size {:,}",
+}
 #: Said of every prediction that no measured profile stands behind.
 MAX_SECONDS = "search.max_seconds"
 UNMEASURED = "published measurements of other clusters (docs/accuracy.md), no profile of this one"
@@ -345,13 +361,20 @@ def incomplete_ranking(record: SearchRecord) -> str:
     return "The search did not finish: layouts faster than some of these may be missing."
 
 
-def stage_legend(stages: str) -> str:
-    """What the signs of a layout of a pipeline mean.
+def stage_legend(spec: TransformerSpec) -> str:
+    """What the letters of a layout of a pipeline stand for."""
+    if spec.hybrid_layer_pattern:
+        kinds = [kind for kind in dict.fromkeys(spec.layer_kinds()) if kind.is_layer]
+        letters = [f"{kind.letter} {' and '.join(map(block_name, kind.blocks))}" for kind in kinds]
+        return f"{', '.join(letters)}, | next stage"
+    mtp = "m MTP layer, " if spec.num_mtp_layers else ""
+    return f"E embedding, t layer, {mtp}L output, | next stage, *n n times"
 
-    >>> stage_legend("Ett|(tt|)*38ttL")
-    'E embedding, t layer, L output, | next stage, *n n times'
-    """
-    return ", ".join(words for sign, words in _STAGE_SIGNS.items() if sign in stages)
+
+def block_name(block: LayerBlock) -> str:
+    """What a block is, and the size that it has for itself."""
+    size = "" if block.size is None else f" ({_SIZES[block.base].format(block.size)})"
+    return _NAMES[block.base] + size
 
 
 def layout_words(layout: PartialLayout) -> str:

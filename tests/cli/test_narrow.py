@@ -46,7 +46,7 @@ def test_every_model_and_cluster_keeps_its_columns(
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     models = run("models")
-    assert "256 top 8" in models.out  # deepseek_v3
+    assert "8 of 256" in models.out  # deepseek_v3
     assert models.out.count("70.6 B") >= 1  # llama3_70b
     clusters = run("clusters")
     assert "79.1 GiB" in clusters.out

@@ -27,10 +27,10 @@ from nest_megatron.report.html import (
     search_steps,
     setting_meanings,
 )
-from nest_megatron.report.html_layout import groups, letters
+from nest_megatron.report.html_layout import groups
 from nest_megatron.report.schedule_view import schedule_view
 from nest_megatron.report.terminal import plan_report, summary_rows
-from nest_megatron.report.words import degrees
+from nest_megatron.report.words import degrees, stage_legend
 from nest_megatron.units import GIB, format_seconds, to_ticks
 from tests.report.plans import SHAPES, hand_plan, searched_plan
 
@@ -243,7 +243,7 @@ def test_bars_of_memory_say_what_they_are(shape: str) -> None:
 
 def test_the_field_s_words_are_used() -> None:
     text = unescape(page_of("searched"))
-    for words in ("peak memory per GPU", "Where each group's traffic runs", "Basis"):
+    for words in ("peak memory per GPU", "Where each group's traffic runs", "Cost source"):
         assert words in text
     for words in ("waiting (bubble)", "host work", "Where groups lie", "Sharing"):
         assert words not in text
@@ -314,7 +314,7 @@ def test_the_letters_of_a_layout_are_explained_wherever_one_stands() -> None:
         script="pretrain_gpt.py", argv=("--pipeline-model-parallel-layout", "Et|tL"), environment={}
     )
     text = unescape(html_report(dataclasses.replace(plan, launch={"megatron_lm": command})))
-    legend = "E embedding, t decoder layer, L output layer and loss, | stage boundary"
+    legend = "E embedding, t layer, L output, | next stage"
     sections = dict(re.findall(r'id="(\w+)">(.*?)(?=<section|<details|\Z)', text, re.DOTALL))
     for name in ("launch", "plan", "runners_up", "choices"):
         assert sections[name].count(legend) == 1, name
@@ -323,9 +323,9 @@ def test_the_letters_of_a_layout_are_explained_wherever_one_stands() -> None:
 
 
 def test_a_hybrid_s_letters_are_its_own() -> None:
-    assert letters(SHAPES["hybrid"]().model).startswith("Letters of a stage layout: M Mamba, ")
+    assert stage_legend(SHAPES["hybrid"]().model).startswith("M Mamba, ")
     with_mtp = dataclasses.replace(searched_plan().model, mtp_num_layers=1)
-    assert "m MTP layer" in letters(with_mtp)
+    assert "m MTP layer" in stage_legend(with_mtp)
 
 
 def test_a_prediction_of_another_version_is_pointed_out() -> None:
