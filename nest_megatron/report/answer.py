@@ -59,10 +59,10 @@ def _prediction(plan: ParallelPlan) -> Iterator[tuple[str, str | Text]]:
     """The step, the layout and the memory; beside today's where that is known."""
     known, predicted = plan.uncertainty, plan.predicted
     today = plan.today
-    if today is not None and today.before is not None and today.changes is not None:
+    if today is not None and today.changes is not None and today.changes.whole.seconds:
         yield from _changed(plan, today)
     else:
-        if today is not None:
+        if today is not None and today.before is None:
             yield "Today", Text(refused_words(today), style="yellow")
         yield from today_rows(plan)
         step = Text(format_seconds(predicted.iteration_time_s), style="bold green")
