@@ -245,10 +245,10 @@ def _command_parts(found: CommandPlan, *, with_reasons: bool) -> list[Renderable
     if not with_reasons:
         changes = [(*each[:3], "") for each in changes]
     if command is None:
-        changed = ["Changes to the recipe's fields\n", changes_table(changes), ""]
+        changed = ["Changes to the recipe's fields\n", changes_table(changes, found.plan.model), ""]
         return changed if changes else ["The recipe is already the plan.\n"]
     launch = found.plan.launch[LAUNCHER]
-    changed = ["Changes to your command\n", changes_table(changes)]
+    changed = ["Changes to your command\n", changes_table(changes, found.plan.model)]
     given = {**command.environment, **launch.environment}
     words = [*command.launcher, *script_words(command.script), *launch.argv]
     return [

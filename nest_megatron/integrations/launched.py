@@ -80,7 +80,8 @@ def launched_report(
 ) -> RenderableType:
     """The plan in a few lines, what it changes in a job's flags or fields, and what was assumed."""
     if rows := change_rows(changes):
-        return _report(plan, notes, Text(f"nest: changes to its {what}"), changes_table(rows))
+        table = changes_table(rows, plan.model)
+        return _report(plan, notes, Text(f"nest: changes to its {what}"), table)
     return _report(plan, notes, Text(f"nest: its {what} are already the plan"))
 
 

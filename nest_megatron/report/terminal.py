@@ -17,6 +17,7 @@ from nest_megatron.layout.estimate import StageEstimate
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.stage_layout import layout_string
 from nest_megatron.layout.zero import STRATEGIES, DataParallelSharding
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import EndedEarly, NoPlan, describe_grid
 from nest_megatron.report.memory_words import memory_level, no_plan_verdict, plan_verdict
 from nest_megatron.report.price import price_rows
@@ -53,6 +54,8 @@ from nest_megatron.units import GIB, format_chance, format_gib, format_seconds
 
 #: By what is known of memory.
 _STYLES = {"bad": "bold red", "warning": "yellow", "": ""}
+#: How the flag, or the field, of a stage layout ends.
+_STAGES_FLAG = ("pipeline-model-parallel-layout", "pipeline_model_parallel_layout")
 #: Pipeline ranks that the short table shows before it leaves some out.
 _SHORT_ROWS = 8
 _MEMORY_HEADS = {
@@ -334,15 +337,18 @@ def notes_report(notes: Iterable[str]) -> RenderableType:
     return Group(*(Text(f"note: {note}", style="yellow") for note in notes))
 
 
-def changes_table(changes: Iterable[tuple[str, str | None, str | None, str]]) -> RenderableType:
-    """Flags before and after, the reason under each."""
+def changes_table(
+    changes: Sequence[tuple[str, str | None, str | None, str]], spec: TransformerSpec
+) -> RenderableType:
+    """Flags before and after, the reason under each, and what the letters of stages stand for."""
     table = Table.grid(*name_columns(""), *word_columns(""), padding=(0, 2, 0, 0))
     for flag, *values, reason in changes:
         before, after = ("absent" if value is None else value or "set" for value in values)
         told = Text.assemble((before, "red"), " -> ", (after, "green"))
         told = told.append(f"\n{reason}", "dim") if reason else told
         table.add_row(flag, told)
-    return indented(table)
+    has_stages = any(flag.endswith(_STAGES_FLAG) for flag, *_ in changes)
+    return Group(indented(table), *([indented(stage_legend(spec))] if has_stages else []))
 
 
 def no_plan_report(refusal: NoPlan) -> RenderableType:
