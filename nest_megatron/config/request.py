@@ -37,6 +37,7 @@ from nest_megatron.config.space import (
     read_backend,
     read_space,
     require_buildable,
+    require_experts,
 )
 from nest_megatron.config.target import (
     CostInputs,
@@ -205,6 +206,7 @@ def request_for(
     if not granularity and space.recompute is not None:
         granularity = space.recompute.granularity
     within |= beside_frozen_weights(spec, target, within["zero_stages"], granularity)
+    require_experts(spec, settings.parallel)
     if settings.checks.plausibility:
         require_plausible(spec, cluster, batch, typed=settings.given)
     check_quotients(space, cluster.num_gpus, batch)

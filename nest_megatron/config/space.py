@@ -135,6 +135,18 @@ def require_buildable(spec: TransformerSpec, target: Target) -> None:
         raise UnplannableModelError(f"model {spec.name}: {name}", value, limit, fix)
 
 
+def require_experts(spec: TransformerSpec, parallel: ParallelConfig) -> None:
+    """Refuse tensor parallelism of experts for a dense model, of which it would say nothing.
+
+    Raises:
+        UserInputError: naming the setting.
+    """
+    name, size = "expert_tensor_parallel_size", parallel.expert_tensor_parallel_size
+    if spec.num_experts is None and size not in (None, 1):
+        limit = f"{spec.name} has no experts"
+        raise UserInputError(f"parallel.{name}", size, limit, fix="Leave it out.")
+
+
 def buildable_degrees(
     spec: TransformerSpec, target: Target, fixed: Mapping[str, int]
 ) -> Mapping[str, int]:

@@ -56,6 +56,10 @@ BAD = {
     "a recipe without fp8": ((*LLAMA, "train.fp8_recipe=mxfp8"), "train.precision=fp8"),
     "a field of no model": ((*WITHOUT_MODEL, "model.num_layers=3"), "model=NAME"),
     "unknown order": ((*LLAMA, "parallel.rank_order=dp"), "tp-cp-ep-dp-pp"),
+    "experts of a dense model": (
+        (*LLAMA, "parallel.expert_tensor_parallel_size=2"),
+        "llama3_8b has no experts",
+    ),
     "zero stage 4": ((*LLAMA, "parallel.zero_stage=4"), "0, 1, 2 or 3"),
     "half a recompute": ((*LLAMA, "parallel.recompute_granularity=full"), "Set both"),
     "recompute without kind": ((*LLAMA, "parallel.recompute_num_layers=1"), "granularity=full"),
