@@ -154,6 +154,8 @@ def _proven(plan: ParallelPlan, choice: Choice) -> str:
     return f"{said}this one is within {gap:.1f} % and the simplest."
 
 
+#: Gain of a faster layout that is told, per cent.
+_WORTH_TELLING_PCT = 0.05
 #: Risk from which on a safer layout is told, and the share of it that is left there at most.
 _WORTH_LESS_RISK, _SAFER = 0.01, 0.5
 
@@ -161,16 +163,14 @@ _WORTH_LESS_RISK, _SAFER = 0.01, 0.5
 def other_layouts(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
     """The next faster layouts and the next safer one by name, each with its price."""
     own_risk, choice = plan.uncertainty.out_of_memory, plan.choice
-    if choice is not None and plan.search.certificate == "chosen" and plan.alternatives:
-        fastest = plan.alternatives[0]
+    fastest = plan.alternatives[0] if plan.alternatives else None
+    if choice is not None and fastest is not None and fastest.slower_percent < -_WORTH_TELLING_PCT:
         more = _listed([*_more_complex(plan, fastest.layout)])
         words = _other_words(plan, fastest.iteration_time_s, fastest.layout)
         yield "Faster", f"{words}, {more}" if more else words
     if choice is not None and (found := choice.riskier) is not None:
-        yield (
-            "Faster",
-            _other_words(plan, found.iteration_time_s, found.layout, found.out_of_memory),
-        )
+        risk = found.out_of_memory
+        yield "Faster", _other_words(plan, found.iteration_time_s, found.layout, risk)
     for other in plan.alternatives if own_risk >= _WORTH_LESS_RISK else ():
         known = other.uncertainty
         if known is not None and known.out_of_memory <= _SAFER * own_risk:
