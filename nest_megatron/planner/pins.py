@@ -74,8 +74,7 @@ def pinned_for(plan: ParallelPlan, release: str | None) -> str:
     """The framework that a plan is pinned for, in words."""
     if release is not None:
         return f"{MEGATRON_LM} {release}"
-    none = "no release of Megatron-LM (the plan was made for none; pin --release names one)"
-    return plan.provenance.framework or none
+    return plan.provenance.framework or "any release of Megatron-LM (pin --release names one)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

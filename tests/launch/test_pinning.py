@@ -188,7 +188,7 @@ def test_a_plan_that_was_made_for_no_framework_says_so(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     assert run("plan", *SMALL, f"out={path}").code == 0
     done = run("pin", str(path))
-    assert "no release of Megatron-LM" in done.out
+    assert "any release of Megatron-LM" in done.out
     assert "--release" in done.out
     pinned = read_pinned(path)
     assert pinned.pin.megatron_lm is None

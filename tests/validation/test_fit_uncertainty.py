@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.features import Feature
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.uncertainty import (
@@ -49,6 +50,7 @@ def residuals(expert_error: float, seed: int = 0) -> list[Residual]:
                     source=f"source {source}",
                     job=(source, job),
                     device="H100",
+                    precision=Precision.BF16,
                     error=error,
                     shares={Mechanism.GEMM: 1.0 - share, Mechanism.EXPERT: share},
                     features=frozenset({Feature.EXPERTS} if experts else ()),
