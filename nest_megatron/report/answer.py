@@ -24,7 +24,7 @@ from nest_megatron.report.words import (
     short_proof,
     stage_legend,
 )
-from nest_megatron.units import format_chance, format_gib, format_seconds
+from nest_megatron.units import counted, format_chance, format_gib, format_seconds
 
 
 def answer_report(
@@ -38,10 +38,10 @@ def answer_report(
         flags: the layout in Megatron's own words, where they are to be pasted.
         environment: variables that the launch needs with them.
     """
-    rows, more = [*_prediction(plan)], [*_beside(plan)]
+    rows, more = [*_prediction(plan)], [*_choices(plan)]
     if not flags:
         return Group(title(plan), pairs(rows + more))
-    pasted = _Flags(tuple(flags)), *_beside_flags(plan, environment or {})
+    pasted = _Flags(tuple(flags)), *_flag_notes(plan, environment or {})
     return Group(title(plan), pairs(rows), Text(), *pasted, pairs(more))
 
 
@@ -97,7 +97,7 @@ def _changed(plan: ParallelPlan, found: BeforeAfter) -> Iterator[tuple[str, str 
     yield "Verdict", verdict(before, whole)
 
 
-def _beside_flags(
+def _flag_notes(
     plan: ParallelPlan, environment: Mapping[str, str | None]
 ) -> Iterator[RenderableType]:
     """What is said of flags that are to be pasted."""
@@ -112,11 +112,11 @@ def _beside_flags(
     yield Text()
 
 
-def _beside(plan: ParallelPlan) -> Iterator[tuple[str, str | Text]]:
-    """Faster and safer layouts with their price, and what is not known."""
+def _choices(plan: ParallelPlan) -> Iterator[tuple[str, str | Text]]:
+    """Faster and safer layouts with their price, what may be changed, and what is proven."""
     yield from other_layouts(plan)
-    if number := len(plan.offers):
-        changes = "1 change" if number == 1 else f"{number} changes"
+    if plan.offers:
+        changes = counted(len(plan.offers), "change")
         yield "Suggestions", f"{changes} would gain time or memory at a price: see explain"
     if plan.search.certificate != "fixed":
         yield "Search", short_proof(plan)

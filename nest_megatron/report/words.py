@@ -107,7 +107,7 @@ def certificate(record: SearchRecord, *, counts: bool = True) -> str:
 def proof(plan: ParallelPlan) -> str:
     """What the search proved, and how the plan was chosen among those that it kept."""
     record, choice = plan.search, plan.choice
-    if choice is None or record.certificate not in ("optimal", "chosen") or record.not_modelled:
+    if choice is None or not _is_proven(record):
         said = certificate(record)
     else:
         said = f"{_proven(plan, choice)} {_counts(record)}"
@@ -130,23 +130,32 @@ def _allowed(choice: Choice) -> str:
     return f"layouts with at most {percent} risk to run out of memory"
 
 
+def _is_proven(record: SearchRecord) -> bool:
+    return record.certificate in ("optimal", "chosen") and not record.not_modelled
+
+
+def _bound(plan: ParallelPlan) -> str:
+    """The step that no allowed layout is faster than."""
+    step_s, gap = plan.predicted.iteration_time_s, plan.search.gap_percent
+    return format_seconds(step_s / (1 + gap / 100))
+
+
 def short_proof(plan: ParallelPlan) -> str:
     """What the search proved, in a sentence."""
     record, choice = plan.search, plan.choice
-    if choice is None or record.certificate not in ("optimal", "chosen") or record.not_modelled:
+    if choice is None or not _is_proven(record):
         return certificate(record, counts=False)
-    bound = format_seconds(plan.predicted.iteration_time_s / (1 + record.gap_percent / 100))
     simple = "" if record.certificate == "optimal" else ", and this is the simplest so close to it"
     return (
         f"proven: no layout with at most {100 * choice.max_oom_chance:g} % risk is faster than "
-        f"{bound} under this cost model{simple}"
+        f"{_bound(plan)} under this cost model{simple}"
     )
 
 
 def _proven(plan: ParallelPlan, choice: Choice) -> str:
     """The certificate of a finished search."""
-    step_s, gap = plan.predicted.iteration_time_s, plan.search.gap_percent
-    bound = format_seconds(step_s / (1 + gap / 100))
+    gap = plan.search.gap_percent
+    bound = _bound(plan)
     said = f"Proven: among {_allowed(choice)} none is faster than {bound} under this cost model; "
     if plan.search.certificate == "optimal":
         simple = ", and the simplest that ties with it" if choice.num_tied > 1 else ""
