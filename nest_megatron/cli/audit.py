@@ -34,9 +34,15 @@ if TYPE_CHECKING:
     "nest-megatron audit audit.jsonl --plan 0123abcd --json",
 )
 @click.argument("files", metavar="[FILE]...", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--user", metavar="NAME", help="Launches of this user alone.")
-@click.option("--since", metavar="TIME", help="Those since a day (2026-11-23), or 7d or 12h ago.")
-@click.option("--plan", metavar="HASH", help="Those of a plan: its checksum, or the start of it.")
+@click.option("--user", metavar="NAME", help="Only launches of this user.")
+@click.option(
+    "--since",
+    metavar="TIME",
+    help="Only launches since a day (2026-11-23) or a time ago (7d, 12h).",
+)
+@click.option(
+    "--plan", metavar="HASH", help="Only launches of this plan: its checksum or the start of it."
+)
 @click.option("--run", metavar="ID", help="One launch, with the flags that its plan rewrote.")
 @json_option
 def audit(
@@ -48,11 +54,11 @@ def audit(
     run: str | None,
     as_json: bool,
 ) -> None:
-    """Who launched what, with which plan, and what it took beside its prediction.
+    """List launches: user, job, plan, and measured beside predicted step time.
 
-    Launches that a rule did not allow stand behind those that began. FILEs are audits that a policy
-    names (docs/policy.md), rotated and compressed ones (.gz) too, in any order; without one, those
-    that the policies here name.
+    Launches that a policy refused come last. FILEs are the audit files of a policy
+    (docs/policy.md), also rotated and compressed ones (.gz), in any order. The default is the
+    files that the policies of this machine name.
     """
     moment = None if since is None else moment_of(since)
     named = files or _named_by_policies()

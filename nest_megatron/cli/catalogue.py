@@ -29,11 +29,11 @@ from nest_megatron.errors import UserInputError
 )
 @json_option
 def models(name: str | None, *, as_json: bool) -> None:
-    """List the models of the catalogue, or show one, or that of a file.
+    """List the models of the catalogue, or show one.
 
-    A word lists the names that contain it. One model is shown with every field, where they are
-    from, and which releases of the frameworks take it. A file is a Hugging Face config.json or its
-    folder, a description as the catalogue's (YAML or JSON), or a plan.
+    WORD lists the names that contain it. NAME shows every field, its source, and the releases of
+    each framework that can train the model. PATH is a Hugging Face config.json or its folder, a
+    model file (YAML or JSON), or a plan.
     """
     from nest_megatron.config.catalogue import named_model
     from nest_megatron.report.catalogue_tables import model_details, model_document, models_table
@@ -70,10 +70,9 @@ def models(name: str | None, *, as_json: bool) -> None:
 )
 @json_option
 def clusters(name: str | None, *, as_json: bool) -> None:
-    """List the clusters of the catalogue, or show one, or that of a file.
+    """List the clusters of the catalogue, or show one.
 
-    A word lists the names that contain it. A file is a description as the catalogue's (YAML or
-    JSON), which nest-megatron network import writes of measured collectives, or a plan.
+    WORD lists the names that contain it. PATH is a cluster file (YAML or JSON) or a plan.
     """
     from nest_megatron.config.catalogue import named_cluster
     from nest_megatron.report.catalogue_tables import (

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     "nest-megatron explain plan.yaml --why-not tp=8,pp=4",
 )
 @click.argument("path", type=PATH, metavar="PLAN.YAML")
-@click.option("--html", type=OUTPUT, help="Write a page to look at and to send around.")
+@click.option("--html", type=OUTPUT, help="Write the report as an HTML page.")
 @click.option(
     "--timeline",
     type=OUTPUT,
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 @click.option(
     "--versus",
     metavar="LAYOUT",
-    help="Set the plan beside a layout with other sizes (tp=8,pp=4 or Megatron's own flags): time "
+    help="Compare the plan with a layout of other sizes (tp=8,pp=4 or Megatron's own flags): time "
     "term by term, memory part by part.",
 )
 @click.option(
     "--why-not",
     metavar="LAYOUT",
-    help="Say why the plan does not have these sizes: the rule, the bytes, or what they lose.",
+    help="Say why the plan does not have these sizes: a rule, memory, or how much slower they are.",
 )
 @json_option
 def explain(
@@ -49,7 +49,7 @@ def explain(
     why_not: str | None,
     as_json: bool,
 ) -> None:
-    """Read a plan file and say why it is what it is."""
+    """Explain a plan file: where time and memory go, and why other layouts lose."""
     from nest_megatron.api import load_plan
     from nest_megatron.report.console import show, show_json
 
@@ -97,22 +97,24 @@ def _table(path: Path, given: Mapping[str, object]) -> PlanTable | None:
     "nest-megatron pin plan.yaml --sign reviewer.key",
 )
 @click.argument("path", type=PATH, metavar="PLAN.YAML")
-@click.option("--out", type=OUTPUT, help="Write the pinned plan here instead of in its place.")
-@click.option("--by", metavar="NAME", help="Who has reviewed it; the user's name if not given.")
-@click.option("--note", metavar="TEXT", default="", help="Kept in the file.")
+@click.option(
+    "--out", type=OUTPUT, help="Write the pinned plan here; by default it replaces PLAN.YAML."
+)
+@click.option("--by", metavar="NAME", help="The reviewer; by default your user name.")
+@click.option("--note", metavar="TEXT", default="", help="A remark to keep in the file.")
 @click.option(
     "--release",
     "--megatron-version",
     "release",
     metavar="RELEASE",
-    help="The Megatron-LM release that it may launch (0.19); by default the plan's own.",
+    help="The Megatron-LM release that the plan may launch on (0.19); by default its own.",
 )
 @click.option(
     "--sign",
     "key",
     type=PATH,
     metavar="KEY",
-    help="Sign the pinned file with this secret key; one that is pinned already is only signed.",
+    help="Sign with this secret key. A plan that is already pinned is only signed.",
 )
 @json_option
 def pin(
@@ -125,9 +127,9 @@ def pin(
     key: Path | None,
     as_json: bool,
 ) -> None:
-    """Freeze a reviewed plan: it launches the job that it was made for, and no other.
+    """Pin a reviewed plan: it launches the job that it was made for, and no other.
 
-    Launch with +nest=pinned nest.plan=FILE. The file is refused once a byte of it has changed.
+    Launch with +nest=pinned nest.plan=FILE. If a byte of the file changes, the launch is refused.
     """
     from nest_megatron.cli.signing import ask_password
     from nest_megatron.errors import UserInputError

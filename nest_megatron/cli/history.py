@@ -32,9 +32,15 @@ _AGO = re.compile(r"(\d+)([dh])")
         "nest-megatron history show 0123abcd",
     ),
 )
-@click.option("--model", metavar="NAME", help="Runs of this model alone.")
-@click.option("--since", metavar="TIME", help="Runs since a day (2026-11-23), or 7d or 12h ago.")
-@click.option("--outcome", type=click.Choice([each.value for each in Outcome]), help="Such alone.")
+@click.option("--model", metavar="NAME", help="Only runs of this model.")
+@click.option(
+    "--since", metavar="TIME", help="Only runs since a day (2026-11-23) or a time ago (7d, 12h)."
+)
+@click.option(
+    "--outcome",
+    type=click.Choice([each.value for each in Outcome]),
+    help="Only runs that ended so.",
+)
 @json_option
 @click.pass_context
 def history(
@@ -45,10 +51,9 @@ def history(
     outcome: str | None,
     as_json: bool,
 ) -> None:
-    """Runs of planned jobs: what was predicted, what was measured, how they ended.
+    """List runs of planned jobs: predicted and measured step time, and how each run ended.
 
-    They are kept in a file in the user's data folder, or in the one that NEST_MEGATRON_HISTORY
-    names.
+    They are kept in your data folder, or in the file that NEST_MEGATRON_HISTORY names.
     """
     if context.invoked_subcommand is not None:
         return
@@ -73,7 +78,7 @@ def history(
 @click.argument("run", metavar="RUN")
 @json_option
 def show_run(run: str, *, as_json: bool) -> None:
-    """Show a run by its id or the start of it: prediction, ranks, warnings, what ended it."""
+    """Show one run (its id or the start of it): prediction, ranks, warnings, how it ended."""
     from nest_megatron.report.console import show, show_json
     from nest_megatron.report.runs import run_details
 

@@ -12,12 +12,12 @@ from nest_megatron.cli.command_kinds import OUTPUT, PATH, command, forced, json_
 
 @command("nest-megatron keygen --out robot.key --no-password")
 @click.option("--out", type=OUTPUT, required=True, help="Write the secret key here.")
-@click.option("--no-password", is_flag=True, help="Leave it unencrypted, for a robot's use.")
+@click.option("--no-password", is_flag=True, help="Do not encrypt the key, for automated use.")
 @json_option
 def keygen(out: Path, *, no_password: bool, as_json: bool) -> None:
     """Make a key that signs pinned plans, in minisign's format.
 
-    The public key goes beside it (NAME.pub): give it to those who verify.
+    The public key is written to NAME.pub: give it to those who verify plans.
     """
     from nest_megatron import minisign
     from nest_megatron.errors import UserInputError
@@ -57,17 +57,17 @@ def keygen(out: Path, *, no_password: bool, as_json: bool) -> None:
     "keys",
     multiple=True,
     metavar="KEY",
-    help="A trusted key: its file, a folder of files *.pub, or the key itself. Any one suffices.",
+    help="A trusted key: its file, a folder of *.pub files, or the key itself. Repeatable; one "
+    "match is enough.",
 )
-@click.option("--signature", type=PATH, help="The signature, if not in PINNED.YAML.minisig.")
+@click.option("--signature", type=PATH, help="The signature file; by default PINNED.YAML.minisig.")
 @json_option
 def verify(path: Path, *, keys: tuple[str, ...], signature: Path | None, as_json: bool) -> None:
-    """Say whether a pinned plan is as it was pinned, and with --key who signed it.
+    """Check that a pinned plan is unchanged, and with --key who signed it.
 
-    Nothing is looked up. Exit codes: 0 it holds, 2 bad input, 10 not pinned, 11 changed since it
-    was pinned, 12 no signature, 13 a signature that
-    cannot be read, 14 signed with a key that is not
-    trusted, 15 a signature of another file.
+    It needs no network. Exit codes: 0 unchanged, 2 bad input, 10 not pinned, 11 changed after it
+    was pinned, 12 no signature, 13 unreadable signature, 14 signed with a key that is not trusted,
+    15 signature of another file.
     """
     from nest_megatron.errors import UserInputError
     from nest_megatron.plain import to_plain

@@ -39,16 +39,22 @@ from nest_megatron.cli.complete import complete_override
 @free_option
 @version_option
 @strict_option
-@click.option("--html", type=OUTPUT, help="Write a page with heat maps of throughput and cost.")
-@click.option("--out", type=FOLDER, help="Keep the plans and their table here, and go on from it.")
+@click.option(
+    "--html", type=OUTPUT, help="Write an HTML page with heat maps of throughput and cost."
+)
+@click.option(
+    "--out",
+    type=FOLDER,
+    help="Keep the plans and their table in this folder; a second run continues from it.",
+)
 @json_option
 def whatif(**options: Any) -> int:
-    """Plan a job again on changed clusters: every combination of a,b values.
+    """Plan a job again on a changed cluster: every combination of a,b values.
 
-    The job is that of a plan file, or of a command (--from). Changes are settings of the cluster,
-    the batch, the layout or the model; gpus and memory are short for cluster.num_gpus and
-    cluster.accelerator.memory_bytes. Other settings hold for every row, the unchanged one too; with
-    --from so do all that have one value. Each row also prices the present layout there.
+    The job is that of a plan file or of a command (--from). Changes are settings of the cluster,
+    the batch, the layout or the model; gpus and memory stand for cluster.num_gpus and
+    cluster.accelerator.memory_bytes. Other settings, and with --from all that have one value,
+    apply to every row. Each row also prices the present layout.
     """
     from nest_megatron.cli.variants import WhatIfOptions, run_whatif
 

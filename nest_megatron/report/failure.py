@@ -171,7 +171,7 @@ def report(error: Exception, arguments: Sequence[str]) -> int:
     if path is not None:
         how = f"; send {path} to its authors (it holds the command)."
     print_to_stderr(f"error: {PROGRAM} {__version__} {fault}")
-    print_to_stderr(f"       This is a fault of {PROGRAM}{how}")
+    print_to_stderr(f"       This is a bug of {PROGRAM}{how}")
     return OUR_FAULT
 
 
