@@ -146,7 +146,7 @@ def _print(error: Exception) -> None:
         print_to_stderr(f"{stops}.")
         print_error(error, as_json=False)
     else:
-        why = "a fault of nest-megatron, or a Megatron-LM that it does not know"
+        why = "a bug of nest-megatron, or a Megatron-LM that it does not know"
         print_to_stderr(f"{stops}: {why}.")
         report(error, sys.argv)
 

@@ -314,7 +314,7 @@ def survey(checkout: Path) -> Survey:
         refused={name: said["refused"] for name, said in after if "refused" in said},
         refused_as_they_stand={name: said["refused"] for name, said in before if "refused" in said},
         faults={
-            each.job.name: each.refused for each in outcomes if "fault of nest" in each.refused
+            each.job.name: each.refused for each in outcomes if "bug of nest" in each.refused
         },
         apart=apart(checkout),
     )
