@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -12,7 +11,7 @@ import click
 from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cli.command_kinds import command, json_option
 from nest_megatron.cli.complete import completing
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, nearest
 
 
 @command(
@@ -107,6 +106,5 @@ def _listed(group: str, word: str | None) -> Sequence[str] | None:
     plain = re.sub(r"[^a-z0-9]", "_", word.lower())
     if found := [name for name in known if plain in name]:
         return found
-    near = ", ".join(difflib.get_close_matches(plain, known, n=3, cutoff=0))
-    fix = f"The nearest are {near}. `nest-megatron {group}s` lists all; a path works as well."
+    fix = f"{nearest(plain, known)} `nest-megatron {group}s` lists all; a path works as well."
     raise UserInputError(group, word, f"no {group} of the catalogue has it in its name", fix)

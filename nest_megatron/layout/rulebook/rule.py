@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.rulebook.facts import Facts, is_within, parameters, sources
 from nest_megatron.model.execution import PLAIN, Execution
+
+#: Files of Megatron-LM as sources of rules shorten them.
+_FILES = {
+    "args": "arguments.py",
+    "tc": "transformer_config.py",
+    "ps": "parallel_state.py",
+    "mpc": "model_parallel_config.py",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,11 @@ class Rule:
         read = [each for name in (*names, *filter(others.get, others)) for each in sources(name)]
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "reads", tuple(dict.fromkeys(read)))
+
+    @property
+    def file(self) -> str:
+        """``source`` with the names of files whole, for a message."""
+        return re.sub(r"\b(args|tc|ps|mpc)\b", lambda found: _FILES[found[1]], self.source)
 
     def keeps(self, facts: Facts) -> bool:
         """Whether facts keep it."""
