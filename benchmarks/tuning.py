@@ -36,8 +36,7 @@ from nest_megatron.report.markdown import table
 from nest_megatron.research.baselines.autoconfigurator import row_for
 from nest_megatron.tuning.selection import START_S
 from nest_megatron.units import Seconds
-from nest_megatron.validation.assess import Assessor
-from nest_megatron.validation.calibration import shipped_left_out
+from nest_megatron.validation.assess import Assessor, shipped_left_out
 from nest_megatron.validation.job import job_of
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Basis, RowOutcome

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from nest_megatron.cluster.communication import collective_time
 from nest_megatron.cluster.records import CollectiveKind
-from nest_megatron.validation.calibration_store import links
 from nest_megatron.validation.collectives import parse_collective, predict_collective
-from nest_megatron.validation.fit_collectives import CollectiveSample, fit_links
-from nest_megatron.validation.fit_samples import read_samples
-from nest_megatron.validation.links_file import write_clusters, write_links
+from nest_megatron.validation.machines import links
 from nest_megatron.validation.rows import RefusedRowError
+from tools.calibration.catalogue import write_clusters, write_links
+from tools.calibration.link_samples import read_samples
+from tools.calibration.links import CollectiveSample, fit_links
 
 DATA = Path(__file__).parent / "data" / "collectives.csv"
 CONFIGS = Path(__file__).parents[2] / "hydra_configs"

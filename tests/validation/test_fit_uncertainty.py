@@ -18,8 +18,13 @@ from nest_megatron.cost_model.uncertainty import (
     calibration_from,
     shipped_calibration,
 )
-from nest_megatron.validation.calibration import LeftOutConstants, shipped_left_out
-from nest_megatron.validation.fit_uncertainty import (
+from nest_megatron.validation.assess import LeftOutConstants, shipped_left_out
+from nest_megatron.validation.job import job_of
+from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.predict import Predictor
+from tests.cli.runs import ROOT
+from tests.cli.test_validate import RUN
+from tools.calibration.uncertainty import (
     Residual,
     UncertaintyFit,
     coverage_by_feature,
@@ -27,11 +32,6 @@ from nest_megatron.validation.fit_uncertainty import (
     fit_scales,
     standardized,
 )
-from nest_megatron.validation.job import job_of
-from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.predict import Predictor
-from tests.cli.runs import ROOT
-from tests.cli.test_validate import RUN
 
 FILE = ROOT / "hydra_configs" / "calibration" / "uncertainty.yaml"
 
