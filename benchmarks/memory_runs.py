@@ -18,7 +18,6 @@ from nest_megatron.cost_model.device_memory import PeakError, PeakErrors
 from nest_megatron.cost_model.peak_posterior import PeakPosterior, PeakRun, predicted_peak
 from nest_megatron.report.markdown import table
 from nest_megatron.validation.assess import Assessor
-from nest_megatron.validation.golden import golden_job
 from nest_megatron.validation.job import RowJob, job_of
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Basis
@@ -29,6 +28,7 @@ from tools.calibration.peaks import (
     peak_said,
     unseen_errors,
 )
+from tools.golden import golden_job
 
 #: Peaks that a site has at least, and runs that are predicted of each.
 LEAST, MOST = 4, 60

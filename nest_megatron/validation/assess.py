@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.catalogue_files import catalogue_entry
@@ -20,10 +20,10 @@ from nest_megatron.cost_model.device_memory import (
 from nest_megatron.cost_model.features import SCANNED
 from nest_megatron.cost_model.targets import EXECUTION
 from nest_megatron.errors import UserInputError
+from nest_megatron.packages import import_from_checkout
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.units import Bytes, Seconds
 from nest_megatron.validation.collectives import predict_collective
-from nest_megatron.validation.golden import golden_job, is_local
 from nest_megatron.validation.job import RowJob, job_of
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Basis, Judged, RowOutcome
@@ -36,7 +36,6 @@ from nest_megatron.validation.rows import (
     StepWork,
     measured_memory,
     measured_time,
-    number,
     ran_out_of_memory,
     refuse_misprints,
     require_consistent,
@@ -152,12 +151,12 @@ class Assessor(Caching):
 
     def outcomes(self, file: RowFile, basis: Basis) -> Iterator[RowOutcome]:
         """Every row of a file, in order, predicted or refused."""
-        judge: Callable[[Row, Basis], RowOutcome] = {
+        judges: dict[RowKind, Callable[[Row, Basis], RowOutcome]] = {
             RowKind.THROUGHPUT: self._throughput,
             RowKind.MEMORY_PEAK: self._memory_peak,
-            RowKind.MEMORY_GOLDEN: self._golden,
             RowKind.COLLECTIVES: _collective,
-        }[file.kind]
+        }
+        judge = judges.get(file.kind) or self._functional_test()
         for row in file.rows:
             try:
                 refuse_misprints(row)
@@ -197,25 +196,10 @@ class Assessor(Caching):
             raise RefusedRowError("no memory measured", f"outcome {row.get('outcome', '')!r}")
         return _memory(row, job, prediction, memory)
 
-    def _golden(self, row: Row, _: Basis) -> RowOutcome:
-        # A test's arguments state every setting, and a plan would keep them.
-        job = golden_job(row)
-        prediction = self.predictor.predict(job)
-        gib = number(row, "mem_max_allocated_gib")
-        if not gib:
-            raise RefusedRowError("no memory measured", "mem_max_allocated_gib is empty")
-        return RowOutcome(
-            row=row,
-            predicted_bytes=predicted_golden(row, job, prediction),
-            measured_bytes=round(gib * 2**30),
-            needed_bytes=max(prediction.stage_memory),
-            device_bytes=job.cluster.accelerator.memory_bytes,
-            fits=prediction.fits,
-            is_moe=job.spec.is_moe,
-            has_scans=not SCANNED.isdisjoint(job.spec.blocks),
-            zero=prediction.layout.zero,
-            assumptions=job.assumptions,
-        )
+    def _functional_test(self) -> Callable[[Row, Basis], RowOutcome]:
+        """What reads the golden values of Megatron-LM's functional tests."""
+        golden = import_from_checkout("tools.golden", RowKind.MEMORY_GOLDEN)
+        return lambda row, _: cast(RowOutcome, golden.predicted_row(row, self.predictor))
 
     def _job(self, row: Row, basis: Basis) -> RowJob:
         require_fixed_sequences(row)
@@ -270,43 +254,9 @@ def _work(job: RowJob, prediction: RowPrediction) -> StepWork:
     )
 
 
-_MIB = 2**20
-#: Workspaces of cuBLAS that PyTorch holds: one for the forward and one for the backward thread.
-_CUBLAS_HANDLES = 2
-#: ``CUBLAS_WORKSPACE_CONFIG=:4096:8``, and what PyTorch takes without it on Hopper.
-_CUBLAS_LARGE = 32 * _MIB
-#: ``:4096:2:16:8``, what PyTorch takes on every other GPU.
-_CUBLAS_SMALL = 8 * _MIB + 128 * 1024
-#: Workspace of Transformer Engine, from Hopper on and before (``get_cublas_workspace_size_bytes``).
-_ENGINE_LARGE, _ENGINE_SMALL = 32 * _MIB, 4 * _MIB
-#: Streams of Transformer Engine's grouped GEMMs.
-_GROUPED_STREAMS = 4
-_BEFORE_HOPPER = ("v100", "a100", "a800", "mi")
-
-
 #: What PyTorch's allocator holds at its peak over what it has given out. SimuMax prints both for
 #: one node of B200: 1.03 to 1.08 times; jobs of 2021 and 2022 lie higher.
 _RESERVED, _CACHED = 1.06, 1.2
-
-
-def workspace_bytes(
-    accelerator: Accelerator, *, deterministic: bool, engine: bool = True, grouped: bool = False
-) -> Bytes:
-    """What libraries take from PyTorch's allocator and keep.
-
-    Args:
-        deterministic: ``CUBLAS_WORKSPACE_CONFIG`` is set as deterministic runs set it.
-        engine: layers are Transformer Engine's; Megatron's own take another handle of cuBLAS.
-        grouped: experts run as grouped GEMMs, on streams with a workspace each.
-    """
-    name = accelerator.name.lower()
-    hopper = name.startswith(("h100", "h20", "h800", "gh200"))
-    cublas = _CUBLAS_LARGE if deterministic or hopper else _CUBLAS_SMALL
-    large = not name.startswith(_BEFORE_HOPPER)
-    if not engine:
-        return (_CUBLAS_HANDLES + 1) * cublas
-    own = _ENGINE_LARGE if large else _ENGINE_SMALL
-    return _CUBLAS_HANDLES * cublas + own * (1 + _GROUPED_STREAMS * grouped)
 
 
 def predicted_memory(row: Row, job: RowJob, prediction: RowPrediction) -> Bytes | None:
@@ -332,13 +282,3 @@ def predicted_memory(row: Row, job: RowJob, prediction: RowPrediction) -> Bytes 
     if "nvidia-smi" not in scope:
         return peak
     return round(peak * _CACHED) + job.settings.memory_reserve_bytes
-
-
-def predicted_golden(row: Row, job: RowJob, prediction: RowPrediction) -> Bytes:
-    """Peak bytes that PyTorch's allocator gave out on the last pipeline stage."""
-    return prediction.stage_memory[-1] + workspace_bytes(
-        job.cluster.accelerator,
-        deterministic=row.get("deterministic") == "1",
-        engine=not is_local(row),
-        grouped="moe-grouped-gemm=True" in row.get("extra_args", ""),
-    )

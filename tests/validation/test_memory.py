@@ -21,8 +21,7 @@ from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.operators.ends import head_graph
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.validation.assess import Assessor, predicted_memory, workspace_bytes
-from nest_megatron.validation.golden import golden_job
+from nest_megatron.validation.assess import Assessor, predicted_memory
 from nest_megatron.validation.job import job_of
 from nest_megatron.validation.machine_words import accelerator
 from nest_megatron.validation.machines import machine_of
@@ -43,6 +42,7 @@ from nest_megatron.validation.report import risks_by_regime
 from nest_megatron.validation.row_settings import states_recompute
 from nest_megatron.validation.rows import RefusedRowError, read_rows
 from tests.cli.test_validate import RUN, table
+from tools.golden import golden_job, workspace_bytes
 
 DATA = Path(__file__).parent / "data"
 MIB = 2**20
