@@ -22,7 +22,6 @@ sys.path.insert(0, str(ROOT))
 
 from nest_megatron.errors import UserInputError  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
-from nest_megatron.research.nest_artifact.boundaries import boundary_table  # noqa: E402
 from nest_megatron.research.nest_artifact.files import named_baseline, read_instance  # noqa: E402
 from nest_megatron.research.nest_artifact.price import price  # noqa: E402
 from nest_megatron.research.nest_artifact.records import (  # noqa: E402
@@ -33,7 +32,11 @@ from nest_megatron.research.nest_artifact.records import (  # noqa: E402
     StagePlacement,
     rule_without,
 )
-from nest_megatron.research.nest_artifact.search import ArtifactSolution, solve  # noqa: E402
+from nest_megatron.research.nest_artifact.search import (  # noqa: E402
+    ArtifactSolution,
+    boundary_table,
+    solve,
+)
 
 #: The catalogue's names of the artifact's models. Its "bert" and "bertlarge" are two traces of one.
 MODELS = {

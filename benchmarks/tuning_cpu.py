@@ -46,8 +46,14 @@ from nest_megatron.report.markdown import table  # noqa: E402
 from nest_megatron.tuning.job import TunedJob, read_tuned  # noqa: E402
 from nest_megatron.tuning.launchers import Local  # noqa: E402
 from nest_megatron.tuning.selection import Known, Stop, chosen, layout_words, next_run  # noqa: E402
-from nest_megatron.tuning.session import Asked  # noqa: E402
-from nest_megatron.tuning.trial import Failure, State, Trial, judged, record_of  # noqa: E402
+from nest_megatron.tuning.session import (  # noqa: E402
+    Asked,
+    Failure,
+    State,
+    Trial,
+    judged,
+    record_of,
+)
 from nest_megatron.tuning.tuner import outcome_words  # noqa: E402
 from tests.megatron_lm.training import HOME, ON_CPU, TRAINING, environment  # noqa: E402
 

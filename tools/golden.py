@@ -29,13 +29,13 @@ from nest_megatron.model.arguments import SAME_NAMES, spec_from_arguments
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.units import Bytes
+from nest_megatron.validation.assess import Predictor
 from nest_megatron.validation.frameworks import MEGATRON_CORE
 from nest_megatron.validation.job import RowJob, dims_of
 from nest_megatron.validation.machines import machine_of
 from nest_megatron.validation.model_names import HYBRID
-from nest_megatron.validation.model_shapes import BERT_VOCAB, GPT2_VOCAB, ModelMatch, whole_of
+from nest_megatron.validation.models import BERT_VOCAB, GPT2_VOCAB, ModelMatch, whole_of
 from nest_megatron.validation.outcome import RowOutcome
-from nest_megatron.validation.predict import Predictor
 from nest_megatron.validation.rows import RefusedRowError, Row, number, whole
 
 #: What the tests run on where a row does not say.

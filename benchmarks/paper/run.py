@@ -18,6 +18,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from benchmarks.paper import experiments
+from benchmarks.paper.ablation import NUM_GPUS, research_words, table7_row
 from benchmarks.paper.experiments import FigureRow, Gain, PlannerResult, Report, ratio
 from benchmarks.paper.published import RULES, PaperJob, over
 from nest_megatron.config.compose import compose
@@ -35,7 +36,6 @@ from nest_megatron.report.words import TERM_WORDS
 from nest_megatron.research.comparison import NEST, Compared, compare
 from nest_megatron.research.comparison_run import layout_words
 from nest_megatron.research.nest_dp.job import PaperOptimizer
-from nest_megatron.research.nest_dp.run import NUM_GPUS, research_words, table7_row
 
 #: Sequences of one optimizer step in every experiment of the paper.
 GLOBAL_BATCH_SIZE = 4096

@@ -16,15 +16,14 @@ from nest_megatron.cluster.records import Accelerator, Precision
 from nest_megatron.errors import ProfileError, UserInputError
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.profile.lookup import NAMES_BETWEEN, LayerTimes
-from nest_megatron.profile.mode import ProfileMode
-from nest_megatron.profile.profile_file import LAYERS
 from nest_megatron.profile.records import (
     LayerProfile,
     Machine,
+    ProfileMode,
     layer_shape,
     shape_digest,
 )
-from nest_megatron.profile.store import Entry, all_entries, find_entry
+from nest_megatron.profile.store import LAYERS, Entry, all_entries, find_entry
 from nest_megatron.units import format_gib
 
 MEASURE_COMMAND = "torchrun -m nest_megatron.profile"

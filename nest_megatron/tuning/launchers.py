@@ -26,9 +26,8 @@ from nest_megatron.integrations.nemo_run.experiment import (
 )
 from nest_megatron.integrations.slurm import first_host
 from nest_megatron.tuning import LAUNCHERS
-from nest_megatron.tuning.command import RunCommand, meets
-from nest_megatron.tuning.session import open_locked
-from nest_megatron.tuning.trial import Ended
+from nest_megatron.tuning.job import RunCommand, meets
+from nest_megatron.tuning.session import Ended, open_locked
 from nest_megatron.units import Seconds
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>

@@ -22,7 +22,7 @@ from nest_megatron.report.tables import (
 )
 from nest_megatron.report.words import narrow_words
 from nest_megatron.tuning.selection import Known, NextRun, Stop, chosen, layout_words
-from nest_megatron.tuning.trial import State, Trial
+from nest_megatron.tuning.session import State, Trial
 from nest_megatron.tuning.tuner import Tuned, outcome_words
 from nest_megatron.units import Seconds, format_duration, format_seconds
 

@@ -16,19 +16,19 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import describe_grid
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.solver.ranking import SolvedLayout
-from nest_megatron.tuning.command import RunCommand
-from nest_megatron.tuning.job import TunedJob
+from nest_megatron.tuning.job import RunCommand, TunedJob
 from nest_megatron.tuning.launchers import Launcher, running_file
 from nest_megatron.tuning.selection import Known, NextRun, Stop, layout_words, next_run
-from nest_megatron.tuning.session import Session, open_locked
-from nest_megatron.tuning.trial import (
+from nest_megatron.tuning.session import (
     Ended,
     Failure,
+    Session,
     State,
     Trial,
     in_history,
     judged,
     measured,
+    open_locked,
     record_of,
 )
 from nest_megatron.units import format_duration, format_gib, format_seconds

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.planner.choice import Candidate
-from nest_megatron.validation.margin import RiskBin, risk_bin, samples
+from nest_megatron.units import Bytes
 from nest_megatron.validation.outcome import REGIMES, Basis, Judged, Pair, RowOutcome
+from nest_megatron.validation.row_settings import states_recompute
 from nest_megatron.validation.rows import RowKind
 from nest_megatron.validation.scores import (
     Certainty,
@@ -278,6 +279,82 @@ def _certainty(
     return Certainty(coverage=_coverage(outcomes), choice=choice_summary(scored))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarginSample:
+    """A run as the margin sees it.
+
+    Args:
+        fill: predicted peak and reserve together over the memory of the device.
+        risk: predicted chance that the run ends out of memory.
+    """
+
+    source: str
+    fill: float
+    risk: float
+    out_of_memory: bool
+
+
+def memory_samples(
+    outcomes: Iterable[RowOutcome], reserve: Bytes, *, stated: bool = True
+) -> tuple[MarginSample, ...]:
+    """What the margin can learn from: runs with a predicted need and a known device.
+
+    A run that ran and does not say what it recomputed is predicted with a setting that fits,
+    so that its verdict follows from the margin instead of testing it; such rows are left out.
+
+    Args:
+        outcomes: rows of throughput and memory; ``needed_bytes`` and ``device_bytes`` are used.
+        reserve: ``CostSettings.memory_reserve_bytes``.
+        stated: ``False`` for the rows that are left out.
+    """
+    return tuple(
+        MarginSample(
+            source=outcome.source,
+            fill=(outcome.needed_bytes + reserve) / outcome.device_bytes,
+            risk=outcome.risk,
+            out_of_memory=outcome.out_of_memory,
+        )
+        for outcome in outcomes
+        if outcome.needed_bytes is not None
+        and outcome.device_bytes
+        and outcome.risk is not None
+        and (outcome.out_of_memory or states_recompute(outcome.row)) is stated
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RiskBin:
+    """Runs whose chance to run out of memory lies between two bounds; expected: its sum."""
+
+    low: float
+    high: float
+    runs: int
+    out_of_memory: int
+    expected: float
+
+    @property
+    def mean_chance_pct(self) -> float:
+        """Mean predicted chance."""
+        return 100.0 * self.expected / self.runs
+
+    @property
+    def ran_out_pct(self) -> float:
+        """Share of the runs that did run out."""
+        return 100.0 * self.out_of_memory / self.runs
+
+
+def risk_bin(data: Iterable[MarginSample], low: float = 0.0, high: float = 1.0) -> RiskBin:
+    """The runs of one range of chances, and how many of them did run out of memory."""
+    own = [each for each in data if low <= each.risk < high or each.risk == high == 1.0]
+    return RiskBin(
+        low=low,
+        high=high,
+        runs=len(own),
+        out_of_memory=sum(each.out_of_memory for each in own),
+        expected=sum(each.risk for each in own),
+    )
+
+
 def risks_by_regime(files: Iterable[Judged]) -> dict[str, RiskBin]:
     """How many runs were expected to run out of memory, and how many did.
 
@@ -286,8 +363,8 @@ def risks_by_regime(files: Iterable[Judged]) -> dict[str, RiskBin]:
     """
     reserve = CostSettings().memory_reserve_bytes
     runs = {n: [o for o, _ in pairs] for n, pairs in pairs_by_regime(files).items()}
-    risks = {name: risk_bin(samples(own, reserve)) for name, own in runs.items()}
-    risks["recompute not stated"] = risk_bin(samples(runs["all"], reserve, stated=False))
+    risks = {name: risk_bin(memory_samples(own, reserve)) for name, own in runs.items()}
+    risks["recompute not stated"] = risk_bin(memory_samples(runs["all"], reserve, stated=False))
     return {name: each for name, each in risks.items() if each.runs}
 
 

@@ -21,7 +21,7 @@ from nest_megatron.integrations.nemo_run import NestPlugin, cli  # noqa: E402
 from nest_megatron.integrations.nemo_run import plugin as plugin_module  # noqa: E402
 from nest_megatron.integrations.nemo_run.experiment import read_executor  # noqa: E402
 from nest_megatron.layout import plan_file  # noqa: E402
-from nest_megatron.tuning.command import RunCommand  # noqa: E402
+from nest_megatron.tuning.job import RunCommand  # noqa: E402
 from nest_megatron.tuning.launchers import launcher_named  # noqa: E402
 from tests import catalogue  # noqa: E402
 from tests.integrations import frameworks  # noqa: E402

@@ -22,10 +22,8 @@ from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.planner.pins import read_pinned
-from nest_megatron.tuning.command import RunCommand
-from nest_megatron.tuning.job import TunedJob, read_tuned
-from nest_megatron.tuning.session import Session, TuneRequest
-from nest_megatron.tuning.trial import Ended
+from nest_megatron.tuning.job import RunCommand, TunedJob, read_tuned
+from nest_megatron.tuning.session import Ended, Session, TuneRequest
 from nest_megatron.tuning.tuner import Tuner
 from nest_megatron.units import Seconds
 from tests.integrations.commands import LLAMA3_8B

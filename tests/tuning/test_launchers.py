@@ -16,7 +16,7 @@ import pytest
 from nest_megatron.errors import UserInputError
 from nest_megatron.history.records import Outcome
 from nest_megatron.tuning import launchers
-from nest_megatron.tuning.command import RunCommand, run_command
+from nest_megatron.tuning.job import RunCommand, run_command
 from nest_megatron.tuning.launchers import (
     Local,
     Submitit,
@@ -25,8 +25,7 @@ from nest_megatron.tuning.launchers import (
     running_file,
     step_words,
 )
-from nest_megatron.tuning.session import open_locked
-from nest_megatron.tuning.trial import Ended, Failure, State, Trial, judged
+from nest_megatron.tuning.session import Ended, Failure, State, Trial, judged, open_locked
 from tests.history.runs import run_record
 from tests.patience import LONG_S, wait_until
 from tests.tuning.stand_in import job

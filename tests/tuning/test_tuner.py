@@ -21,8 +21,15 @@ from nest_megatron.tuning.report import (
     tuned_report,
 )
 from nest_megatron.tuning.selection import Stop, chosen
-from nest_megatron.tuning.session import new_session, resumed_session
-from nest_megatron.tuning.trial import Ended, Failure, State, Trial, in_history
+from nest_megatron.tuning.session import (
+    Ended,
+    Failure,
+    State,
+    Trial,
+    in_history,
+    new_session,
+    resumed_session,
+)
 from nest_megatron.tuning.tuner import Tuned, trials_of
 from tests.history.runs import run_record
 from tests.tuning.stand_in import ASKED, START_S, Answered, job, tuner

@@ -18,10 +18,9 @@ from nest_megatron.cost_model.uncertainty import (
     calibration_from,
     shipped_calibration,
 )
-from nest_megatron.validation.assess import LeftOutConstants, shipped_left_out
+from nest_megatron.validation.assess import LeftOutConstants, Predictor, shipped_left_out
 from nest_megatron.validation.job import job_of
 from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.predict import Predictor
 from tests.cli.runs import ROOT
 from tests.cli.test_validate import RUN
 from tools.calibration.uncertainty import (

@@ -21,27 +21,23 @@ from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.operators.ends import head_graph
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.validation.assess import Assessor, predicted_memory
+from nest_megatron.validation.assess import Assessor, Predictor, predicted_memory
 from nest_megatron.validation.job import job_of
 from nest_megatron.validation.machine_words import accelerator
 from nest_megatron.validation.machines import machine_of
-from nest_megatron.validation.margin import (
-    MarginSample,
+from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.outcome import Basis, RowOutcome
+from nest_megatron.validation.report import MarginSample, memory_samples, risk_bin, risks_by_regime
+from nest_megatron.validation.row_settings import states_recompute
+from nest_megatron.validation.rows import RefusedRowError, read_rows
+from tests.cli.test_validate import RUN, table
+from tools.accuracy.margin import (
     best_margin,
     left_out,
     margin_curve,
     margin_point,
-    risk_bin,
     risk_bins,
-    samples,
 )
-from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.outcome import Basis, RowOutcome
-from nest_megatron.validation.predict import Predictor
-from nest_megatron.validation.report import risks_by_regime
-from nest_megatron.validation.row_settings import states_recompute
-from nest_megatron.validation.rows import RefusedRowError, read_rows
-from tests.cli.test_validate import RUN, table
 from tools.golden import golden_job, workspace_bytes
 
 DATA = Path(__file__).parent / "data"
@@ -197,8 +193,8 @@ def test_rows_whose_recomputation_is_chosen_to_fit_teach_no_margin() -> None:
     ran = RowOutcome(row=row, needed_bytes=device // 2, device_bytes=device, risk=0.1)
     short = dataclasses.replace(ran, out_of_memory=True)
     stated = dataclasses.replace(ran, row={**row, "recompute": "full"})
-    assert len(samples([ran, short, stated], 0)) == 2
-    assert len(samples([ran, short, stated], 0, stated=False)) == 1
+    assert len(memory_samples([ran, short, stated], 0)) == 2
+    assert len(memory_samples([ran, short, stated], 0, stated=False)) == 1
 
 
 def _throughput_row(**cells: str) -> dict[str, str]:

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nest_megatron.units import Seconds
-from nest_megatron.validation.assess import job_time
+from nest_megatron.validation.assess import Predictor, job_time
 from nest_megatron.validation.job import RowJob, job_of
 from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.predict import Predictor
 from nest_megatron.validation.rows import RefusedRowError, Row, RowFile, RowKind
 from tools.calibration.catalogue import write_record
 
