@@ -47,10 +47,10 @@ from nest_megatron.tuning.job import TunedJob, read_tuned  # noqa: E402
 from nest_megatron.tuning.launchers import Local  # noqa: E402
 from nest_megatron.tuning.selection import Known, Stop, chosen, layout_words, next_run  # noqa: E402
 from nest_megatron.tuning.session import (  # noqa: E402
-    Asked,
     Failure,
     State,
     Trial,
+    TuneRequest,
     judged,
     record_of,
 )
@@ -203,7 +203,7 @@ def read_job(command: str, cluster: Path, num_layouts: int, profiles: Path) -> T
     os.environ["NEST_MEGATRON_PROFILES"] = str(profiles)
     names = [f"profile.name={name}" for name in _profile_names(profiles)]
     overrides = (*_settings(cluster), *names)
-    asked = Asked(
+    asked = TuneRequest(
         command=command,
         overrides=overrides,
         config_dir=None,

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 from nest_megatron.caching import Caching, cached_by
-from nest_megatron.catalogue_files import catalogue_entry
-from nest_megatron.cluster.records import Accelerator, Cluster, Precision
 from nest_megatron.cost_model.device_memory import (
     allocatable_bytes,
     out_of_memory_probability,
@@ -23,7 +20,6 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import out_of_memory
 from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
 from nest_megatron.cost_model.stage_problems import stage_problem
-from nest_megatron.cost_model.targets import EXECUTION
 from nest_megatron.cost_model.uncertainty import predictive
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.layout import Layout
@@ -37,7 +33,6 @@ from nest_megatron.solver.one_partition import joined
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD
 from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.units import Bytes, Seconds, Ticks, to_seconds, to_ticks
-from nest_megatron.validation.collectives import predict_collective
 from nest_megatron.validation.job import RowJob, job_of
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Basis, Judged, RowOutcome
@@ -217,103 +212,24 @@ def candidate_of(model: CostModel, prediction: RowPrediction) -> Candidate:
     )
 
 
-#: Generations of devices by the first word of the accelerator's name.
-_GENERATIONS = {
-    "volta": r"^V100",
-    "ampere": r"^A[18]00",
-    "hopper": r"^(H100|H200|H800|GH200)",
-    "b200": r"^B200",
-    "gb200": r"^GB200",
-    "blackwell_ultra": r"^(GB300|B300)",
+#: By kind of table the module that predicts its rows, of tools/.
+_TOOLS = {
+    RowKind.MEMORY_GOLDEN: "tools.golden",
+    RowKind.COLLECTIVES: "tools.calibration.collectives",
 }
-
-
-def generation_of(accelerator: str) -> str | None:
-    """The generation of a device by its name; ``None`` for what is not fitted.
-
-    >>> generation_of("GB200-NVL72-186GB"), generation_of("MI300X")
-    ('gb200', None)
-    """
-    for name, pattern in _GENERATIONS.items():
-        if re.match(pattern, accelerator):
-            return name
-    return None
-
-
-#: Values by parameter key.
-Values = Mapping[str, float]
-
-
-def with_values(job: RowJob, values: Values, clusters: dict[int, Cluster]) -> RowJob:
-    """A job under other constants; ``clusters``: the changed ones by the identity of the old."""
-    cluster = clusters.get(id(job.cluster))
-    if cluster is None:
-        device = device_values(job.cluster.accelerator, values)
-        cluster = dataclasses.replace(job.cluster, accelerator=device)
-        clusters[id(job.cluster)] = cluster
-    fields: dict[str, Any] = {**_of(EXECUTION, values), **_of(job.target.fitted, values)}
-    return dataclasses.replace(
-        job, cluster=cluster, settings=dataclasses.replace(job.settings, **fields)
-    )
-
-
-def device_values(accelerator: Accelerator, values: Values) -> Accelerator:
-    """A device under other constants of its generation."""
-    generation = generation_of(accelerator.name)
-    if generation is None:
-        return accelerator
-    fields: dict[str, object] = dict(_of(generation, values))
-    shares = dict(accelerator.gemm_efficiency)
-    for name in [name for name in fields if name.startswith("gemm_efficiency.")]:
-        share = fields.pop(name)
-        for precision in _FORMATS[name]:
-            if precision in shares:
-                shares[precision] = share  # type: ignore[assignment]
-    return dataclasses.replace(accelerator, gemm_efficiency=shares, **fields)  # type: ignore[arg-type]
-
-
-_FORMATS = {
-    "gemm_efficiency.bf16": (Precision.BF16, Precision.FP16),
-    "gemm_efficiency.fp8": (Precision.FP8,),
-}
-
-
-def _of(owner: str, values: Values) -> dict[str, float]:
-    start = f"{owner}."
-    return {key.removeprefix(start): v for key, v in values.items() if key.startswith(start)}
-
-
-@dataclass(frozen=True, slots=True)
-class LeftOutConstants:
-    """Jobs under the constants of a fit without their source, so that no figure was fitted."""
-
-    by_source: Mapping[str, Values]
-    _clusters: dict[str, dict[int, Cluster]] = field(default_factory=dict)
-    _known: list[Cluster] = field(default_factory=list)  # keeps them, and so their identity
-
-    def applied(self, source: str, job: RowJob) -> RowJob:
-        """A job of a source; as it is where the source was not fitted."""
-        values = self.by_source.get(source)
-        if not values:
-            return job
-        clusters = self._clusters.setdefault(source, {})
-        if id(job.cluster) not in clusters:
-            self._known.append(job.cluster)
-        return with_values(job, values, clusters)
-
-
-def shipped_left_out() -> LeftOutConstants:
-    """The catalogue's (``calibration/left_out.yaml``)."""
-    return LeftOutConstants(catalogue_entry("calibration", "left_out"))
 
 
 @dataclass(frozen=True)
 class Assessor(Caching):
-    """Predicts rows, by constants of fits without their source where ``left_out`` has them."""
+    """Predicts rows.
+
+    Args:
+        left_out: from a source and its job to the job by constants fitted without the source.
+    """
 
     book: ModelBook
     predictor: Predictor = field(default_factory=Predictor)
-    left_out: LeftOutConstants | None = None
+    left_out: Callable[[str, RowJob], RowJob] | None = None
 
     def judge(self, file: RowFile) -> Judged:
         """Every row of a file, on both bases."""
@@ -326,9 +242,8 @@ class Assessor(Caching):
         judges: dict[RowKind, Callable[[Row, Basis], RowOutcome]] = {
             RowKind.THROUGHPUT: self._throughput,
             RowKind.MEMORY_PEAK: self._memory_peak,
-            RowKind.COLLECTIVES: _collective,
         }
-        judge = judges.get(file.kind) or self._functional_test()
+        judge = judges.get(file.kind) or self._by_tool(file.kind)
         for row in file.rows:
             try:
                 refuse_misprints(row)
@@ -368,15 +283,15 @@ class Assessor(Caching):
             raise RefusedRowError("no memory measured", f"outcome {row.get('outcome', '')!r}")
         return _memory(row, job, prediction, memory)
 
-    def _functional_test(self) -> Callable[[Row, Basis], RowOutcome]:
-        """What reads the golden values of Megatron-LM's functional tests."""
-        golden = import_from_checkout("tools.golden", RowKind.MEMORY_GOLDEN)
-        return lambda row, _: cast(RowOutcome, golden.predicted_row(row, self.predictor))
+    def _by_tool(self, kind: RowKind) -> Callable[[Row, Basis], RowOutcome]:
+        """What predicts rows of a kind of which a checkout alone has tables."""
+        tool = import_from_checkout(_TOOLS[kind], kind)
+        return lambda row, _: cast(RowOutcome, tool.predicted_row(row, self.predictor))
 
     def _job(self, row: Row, basis: Basis) -> RowJob:
         require_fixed_sequences(row)
         job = job_of(row, self.book, as_planned=basis is Basis.AS_PLANNED)
-        return job if self.left_out is None else self.left_out.applied(row.get("source", ""), job)
+        return job if self.left_out is None else self.left_out(row.get("source", ""), job)
 
 
 def _memory(row: Row, job: RowJob, prediction: RowPrediction, measured: Bytes | None) -> RowOutcome:
@@ -398,11 +313,6 @@ def _memory(row: Row, job: RowJob, prediction: RowPrediction, measured: Bytes | 
         zero=grid.zero,
         assumptions=job.assumptions,
     )
-
-
-def _collective(row: Row, _: Basis) -> RowOutcome:
-    predicted, measured = predict_collective(row)
-    return RowOutcome(row=row, predicted_s=predicted, measured_s=measured)
 
 
 def job_time(row: Row, job: RowJob, prediction: RowPrediction) -> Seconds:

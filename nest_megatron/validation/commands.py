@@ -18,7 +18,7 @@ from nest_megatron.report.charts import check_matplotlib
 from nest_megatron.report.console import say, show, show_json
 from nest_megatron.report.markdown import figure
 from nest_megatron.report.tables import EdgelessTable, figure_columns, name_columns
-from nest_megatron.validation.assess import Assessor, shipped_left_out
+from nest_megatron.validation.assess import Assessor
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import REGIMES, Basis, Judged, RowOutcome
 from nest_megatron.validation.report import (
@@ -74,7 +74,12 @@ def run_validate(
 
 
 def _judged(files: Sequence[RowFile], book: ModelBook, *, left_out: bool) -> list[Judged]:
-    assessor = Assessor(book, left_out=shipped_left_out() if left_out else None)
+    constants = None
+    if left_out:
+        constants = import_from_checkout(
+            "tools.calibration.parameters", "--left-out"
+        ).shipped_left_out()
+    assessor = Assessor(book, left_out=constants)
     return [assessor.judge(file) for file in files]
 
 

@@ -16,11 +16,10 @@ from nest_megatron.catalogue_files import catalogue_entry
 from nest_megatron.documents import parse_yaml, read_yaml
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import write_text
-from nest_megatron.validation.assess import Values, generation_of
 from nest_megatron.validation.machines import LINK_FIELDS, LinkTechnology
 from tools.calibration.constants import Fit, HeldOut, Sample, constants_without
 from tools.calibration.links import LINK_PARAMETERS, LinkFit
-from tools.calibration.parameters import PARAMETERS
+from tools.calibration.parameters import PARAMETERS, Values, generation_of
 
 _WRITTEN = "# Written by `nest-megatron calibrate` (tools/calibration); do not edit.\n"
 

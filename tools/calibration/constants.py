@@ -20,11 +20,18 @@ from typing import Any
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.targets import EXECUTION
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.validation.assess import Predictor, Values, generation_of, job_time, with_values
+from nest_megatron.validation.assess import Predictor, job_time
 from nest_megatron.validation.job import RowJob, job_of
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.rows import RefusedRowError, Row, RowFile, RowKind, is_sanity_check
-from tools.calibration.parameters import OWNERS, PARAMETERS, Parameter
+from tools.calibration.parameters import (
+    OWNERS,
+    PARAMETERS,
+    Parameter,
+    Values,
+    generation_of,
+    with_values,
+)
 
 #: Frameworks that run no kernels of Megatron's; they are predicted, not fitted.
 _FOREIGN = ("maxtext", "paxml")

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from nest_megatron.cluster.records import CollectiveKind
-from nest_megatron.validation.collectives import CollectiveRow, parse_collective
 from nest_megatron.validation.machines import links
 from nest_megatron.validation.rows import RefusedRowError
+from tools.calibration.collectives import CollectiveRow, parse_collective
 from tools.calibration.links import CollectiveSample
 
 #: Smallest message that takes part: below, clocks and rounded printouts rule.

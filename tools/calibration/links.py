@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
-from nest_megatron.validation.collectives import CollectiveRow, row_time
 from nest_megatron.validation.machines import LinkTechnology, link_of_level
+from tools.calibration.collectives import CollectiveRow, row_time
 from tools.calibration.constants import LogErrors
 
 Links = Mapping[str, LinkTechnology]
