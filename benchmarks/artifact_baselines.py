@@ -3,7 +3,7 @@ r"""The artifact's fixed plans under three rules: as it prices them, as it price
 Run from the project's root, with a folder of instances and recorded results::
 
     python benchmarks/artifact_baselines.py FOLDER \
-        --out nest_megatron/research/paper/data/artifact.yaml
+        --out benchmarks/paper/data/artifact.yaml
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ HEAD = """\
 # one_rule: priced in the order of any other plan. best_cuts: the same degrees with the cuts that
 # suit them best. null: it does not run. degrees: stages, replicas, tensor degree. Written by
 #   python benchmarks/artifact_baselines.py FOLDER \
-#       --out nest_megatron/research/paper/data/artifact.yaml
+#       --out benchmarks/paper/data/artifact.yaml
 # on instances of scai-tech/Nest @3e163ad; the operators' schedule is CP-SAT's instead of Gurobi's.
 """
 

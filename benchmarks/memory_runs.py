@@ -1,7 +1,7 @@
 """How well runs of a site predict the peaks of its other runs, for ``benchmarks/tuning.py``.
 
 A site is a source on one device of which several peaks are published; predictions have the error
-that a fit without the source has (``validation/fit_memory.py``).
+that a fit without the source has (``tools/calibration/peaks.py``).
 """
 
 from __future__ import annotations

@@ -18,7 +18,14 @@ from typing import Any
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.errors import ProfileError
 from nest_megatron.files import now
-from nest_megatron.profile.clock import OUT_OF_MEMORY, middle_half, middle_out
+from nest_megatron.profile.clock import (
+    OUT_OF_MEMORY,
+    DeviceClock,
+    HostClock,
+    middle_half,
+    middle_out,
+)
+from nest_megatron.profile.installed import nccl_version
 from nest_megatron.profile.network import (
     NETWORK_SHARE,
     CollectiveSample,
@@ -67,8 +74,7 @@ class Caller:
         """Of the software that runs the collectives."""
         found = {"torch": str(self._torch.__version__)}
         if self.backend == "nccl":
-            found["nccl"] = ".".join(map(str, self._torch.cuda.nccl.version()))
-            found["cuda"] = str(self._torch.version.cuda)
+            found |= {**nccl_version(), "cuda": str(self._torch.version.cuda)}
         return found
 
     def own_group(self, groups: Iterable[Sequence[int]]) -> Any:
@@ -125,20 +131,15 @@ class Caller:
         # else torch warns that it takes the current one
         device_ids = [self._torch.cuda.current_device()] if on_gpu else None
         self._dist.barrier(self._world, device_ids=device_ids)
-        if not on_gpu:
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            return (time.perf_counter() - start) / calls
-        cuda = self._torch.cuda
-        cuda.synchronize()
-        first, last = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-        first.record()
+        if on_gpu:
+            self._torch.cuda.synchronize()
+        clock = DeviceClock() if on_gpu else HostClock()
+        marks = [clock.mark()]
         for _ in range(calls):
             call()
-        last.record()
-        last.synchronize()
-        return float(first.elapsed_time(last)) * 1e-3 / calls
+        marks.append(clock.mark())
+        ((seconds,),) = clock.read([marks])
+        return seconds / calls
 
     def slowest(self, times: Sequence[float]) -> list[float]:
         """Each time as the slowest rank of the world had it."""

@@ -176,7 +176,7 @@ def this_machine(where: Where, implementation: Implementation) -> Machine:
     import torch
     from megatron.core import __version__ as megatron_core
 
-    from nest_megatron.profile.installed import driver_version, installed_versions
+    from nest_megatron.profile.installed import driver_version, installed_versions, nccl_version
 
     versions = installed_versions()
     machine = Machine(
@@ -200,7 +200,7 @@ def this_machine(where: Where, implementation: Implementation) -> Machine:
         device_name=device.name,
         memory_bytes=device.total_memory,
         driver=driver_version(),
-        nccl=".".join(map(str, torch.cuda.nccl.version())),
+        nccl=nccl_version().get("nccl"),
     )
 
 

@@ -181,7 +181,7 @@ _CLUSTERS_HEAD = """\
 # error; left_out_pct: by a fit that has not seen the cluster.
 """
 _LINKS_HEAD = """\
-# LinkTechnology technologies: what each reaches of its rate. Written by `nest-megatron calibrate`
+# Link technologies: what each reaches of its rate. Written by `nest-megatron calibrate`
 # from a fit to the public rows (tools/calibration/links.py); read by
 # nest_megatron/validation/machines.py. The parameters are fields of NetworkLevel.
 # fitted: parameters that the rows determine, some shared with other technologies; note tells of
