@@ -9,9 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.planner.choice import Candidate
-from nest_megatron.units import Bytes
 from nest_megatron.validation.outcome import REGIMES, Basis, Judged, Pair, RowOutcome
 from nest_megatron.validation.row_settings import states_recompute
 from nest_megatron.validation.rows import RowKind
@@ -279,47 +277,20 @@ def _certainty(
     return Certainty(coverage=_coverage(outcomes), choice=choice_summary(scored))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MarginSample:
-    """A run as the margin sees it.
+def memory_tests(outcomes: Iterable[RowOutcome], *, stated: bool = True) -> list[RowOutcome]:
+    """Runs with a predicted need and a known device, which test whether plans fit.
 
-    Args:
-        fill: predicted peak and reserve together over the memory of the device.
-        risk: predicted chance that the run ends out of memory.
+    A run that ran and does not say what it recomputed is predicted with a setting that fits, so
+    that it tests nothing; ``stated=False`` takes such runs alone.
     """
-
-    source: str
-    fill: float
-    risk: float
-    out_of_memory: bool
-
-
-def memory_samples(
-    outcomes: Iterable[RowOutcome], reserve: Bytes, *, stated: bool = True
-) -> tuple[MarginSample, ...]:
-    """What the margin can learn from: runs with a predicted need and a known device.
-
-    A run that ran and does not say what it recomputed is predicted with a setting that fits,
-    so that its verdict follows from the margin instead of testing it; such rows are left out.
-
-    Args:
-        outcomes: rows of throughput and memory; ``needed_bytes`` and ``device_bytes`` are used.
-        reserve: ``CostSettings.memory_reserve_bytes``.
-        stated: ``False`` for the rows that are left out.
-    """
-    return tuple(
-        MarginSample(
-            source=outcome.source,
-            fill=(outcome.needed_bytes + reserve) / outcome.device_bytes,
-            risk=outcome.risk,
-            out_of_memory=outcome.out_of_memory,
-        )
-        for outcome in outcomes
-        if outcome.needed_bytes is not None
-        and outcome.device_bytes
-        and outcome.risk is not None
-        and (outcome.out_of_memory or states_recompute(outcome.row)) is stated
-    )
+    return [
+        each
+        for each in outcomes
+        if each.needed_bytes is not None
+        and each.device_bytes
+        and each.risk is not None
+        and (each.out_of_memory or states_recompute(each.row)) is stated
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,15 +314,16 @@ class RiskBin:
         return 100.0 * self.out_of_memory / self.runs
 
 
-def risk_bin(data: Iterable[MarginSample], low: float = 0.0, high: float = 1.0) -> RiskBin:
+def risk_bin(data: Iterable[RowOutcome], low: float = 0.0, high: float = 1.0) -> RiskBin:
     """The runs of one range of chances, and how many of them did run out of memory."""
-    own = [each for each in data if low <= each.risk < high or each.risk == high == 1.0]
+    pairs = [(each.risk or 0.0, each.out_of_memory) for each in data]
+    own = [pair for pair in pairs if low <= pair[0] < high or pair[0] == high == 1.0]
     return RiskBin(
         low=low,
         high=high,
         runs=len(own),
-        out_of_memory=sum(each.out_of_memory for each in own),
-        expected=sum(each.risk for each in own),
+        out_of_memory=sum(ran_out for _, ran_out in own),
+        expected=sum(chance for chance, _ in own),
     )
 
 
@@ -361,10 +333,9 @@ def risks_by_regime(files: Iterable[Judged]) -> dict[str, RiskBin]:
     Regimes are of runs that say what they recomputed; what the others are predicted with is a
     guess, which they show to be wrong where they were expected to run out.
     """
-    reserve = CostSettings().memory_reserve_bytes
     runs = {n: [o for o, _ in pairs] for n, pairs in pairs_by_regime(files).items()}
-    risks = {name: risk_bin(memory_samples(own, reserve)) for name, own in runs.items()}
-    risks["recompute not stated"] = risk_bin(memory_samples(runs["all"], reserve, stated=False))
+    risks = {name: risk_bin(memory_tests(own)) for name, own in runs.items()}
+    risks["recompute not stated"] = risk_bin(memory_tests(runs["all"], stated=False))
     return {name: each for name, each in risks.items() if each.runs}
 
 

@@ -10,12 +10,35 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from nest_megatron.validation.report import MarginSample, RiskBin, risk_bin
+from nest_megatron.units import Bytes
+from nest_megatron.validation.outcome import RowOutcome
+from nest_megatron.validation.report import RiskBin, risk_bin
 
 #: Margins of the curve.
 MARGINS = tuple(step / 100 for step in range(0, 31))
 #: Share of the runs that ran which may be refused.
 TOLERATED = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarginSample:
+    """A run as the margin sees it; fill: its predicted peak and the reserve over its device."""
+
+    source: str
+    fill: float
+    out_of_memory: bool
+
+
+def margin_samples(runs: Iterable[RowOutcome], reserve: Bytes) -> tuple[MarginSample, ...]:
+    """What the margin can learn from, of runs with a predicted need and a known device."""
+    return tuple(
+        MarginSample(
+            source=each.source,
+            fill=((each.needed_bytes or 0) + reserve) / (each.device_bytes or 1),
+            out_of_memory=each.out_of_memory,
+        )
+        for each in runs
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +66,9 @@ class MarginPoint:
 RISKS = (0.0, 0.01, 0.05, 0.2, 0.5, 0.9, 1.0)
 
 
-def risk_bins(data: Sequence[MarginSample]) -> tuple[RiskBin, ...]:
+def risk_bins(runs: Sequence[RowOutcome]) -> tuple[RiskBin, ...]:
     """Runs by their predicted chance."""
-    return tuple(risk_bin(data, low, high) for low, high in pairwise(RISKS))
+    return tuple(risk_bin(runs, low, high) for low, high in pairwise(RISKS))
 
 
 def margin_point(data: Iterable[MarginSample], margin: float) -> MarginPoint:
