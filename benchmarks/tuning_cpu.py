@@ -44,7 +44,7 @@ from nest_megatron.layout.plan_file import digest  # noqa: E402
 from nest_megatron.planner.choice import Candidate  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
 from nest_megatron.tuning.job import TunedJob, read_tuned  # noqa: E402
-from nest_megatron.tuning.launchers import Local  # noqa: E402
+from nest_megatron.tuning.launchers import run_locally  # noqa: E402
 from nest_megatron.tuning.selection import Known, Stop, chosen, layout_words, next_run  # noqa: E402
 from nest_megatron.tuning.session import (  # noqa: E402
     Failure,
@@ -238,7 +238,7 @@ def measure(job: TunedJob, candidate: Candidate, iterations: int, *, slowed: int
         done = threading.Event()
         if slowed is not None:
             threading.Thread(target=_slow, args=(slowed, done), daemon=True).start()
-        ended = Local().run(command, 600.0, output)
+        ended = run_locally(command, 600.0, output)
         done.set()
         record = record_of(history)
         if slowed is not None and record is not None:

@@ -146,7 +146,7 @@ class Tuner:
         history, output = path(trial, _HISTORY), path(trial, _OUTPUT)
         command = self.job.command(plan, path(trial, "pinned.yaml"), request.iterations, history)
         write_text(path(trial, "command.txt"), f"{shlex.join(command.words())}\n")
-        ended = self.launcher_of(command).run(command, request.run_timeout_s, output)
+        ended = self.launcher_of(command)(command, request.run_timeout_s, output)
         return judged(trial, record_of(history), ended, output)
 
     def _ended(self, trial: Trial) -> None:

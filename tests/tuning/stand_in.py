@@ -64,13 +64,11 @@ def candidate_of(plan: ParallelPlan) -> Candidate:
 class Answered:
     """A launcher whose runs take what a function says; ``None`` runs out of memory."""
 
-    name = "answered"
-
     def __init__(self, step_s: Callable[[Candidate], Seconds | None]) -> None:
         self.step_s = step_s
         self.ran: list[Candidate] = []
 
-    def run(self, command: RunCommand, timeout_s: Seconds, output: Path) -> Ended:
+    def __call__(self, command: RunCommand, timeout_s: Seconds, output: Path) -> Ended:
         plan = self.plan(command)
         candidate = candidate_of(plan)
         self.ran.append(candidate)
