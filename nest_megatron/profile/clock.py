@@ -1,4 +1,4 @@
-"""What a device says: moments in its work, the time between them, and that its memory is short."""
+"""Times that a device says, their middle and spread, and how it says that its memory is short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A session of timing: which shapes, in which order, for how long, on which machine."""
+"""A session of timing: which shapes, in which order, for how long, on which machine and ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Where profiles are stored: one file each in the user's cache, and those shipped with the package.
 
 Whoever adds timings reads, merges and writes under one lock, so ranks and jobs that finish at the
-same time lose nothing. Readers need no lock: a file is replaced in one step.
+same time lose nothing. Readers need no lock: a file is replaced in one step. Files are YAML that
+people read, with an exact round trip and checksums by field.
 """
 
 from __future__ import annotations

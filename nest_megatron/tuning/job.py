@@ -1,4 +1,4 @@
-"""The job that is tuned: what the user's command is, and its plans as files and commands."""
+"""The job that is tuned: the user's command, its plans as files and as commands of short runs."""
 
 from __future__ import annotations
 

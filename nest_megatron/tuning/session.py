@@ -1,4 +1,4 @@
-"""The folder of a tuning: who holds it, what was requested, and every run so far.
+"""The folder of a tuning: who holds it, what was requested, every run and how it ended.
 
 ``journal.jsonl`` has a line of JSON for what was requested, then one whenever a run starts and one
 when it ends; lines are only ever appended, so that what a killed program knew is read again.

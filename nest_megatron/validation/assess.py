@@ -1,4 +1,4 @@
-"""Predict every row of a file, or say why not."""
+"""Predict every row of a file by the cost model, or say why not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the recipes behind rows of LoRA set, where rows leave it out (``finetuning.toml``)."""
+"""What recipes and scripts behind rows of fine-tuning say that rows leave out or misprint."""
 
 from __future__ import annotations
 

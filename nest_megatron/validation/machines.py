@@ -1,7 +1,7 @@
 """The machine that a row of measurements was taken on, from the few words that the row has for it.
 
 Whatever the row leaves open is assumed by GPU generation, and each assumption is handed back as a
-short text.
+short text. What link technologies reach of their rate is fitted (``calibration/links.yaml``).
 """
 
 from __future__ import annotations

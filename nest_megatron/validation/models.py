@@ -1,4 +1,4 @@
-"""Which model a measured row is about."""
+"""Which model a measured row is about, by its name and by its columns."""
 
 from __future__ import annotations
 

@@ -6,6 +6,10 @@ stage there is a table for each weight that it may have), and every number of re
 that could still win. Stages stand packed, the last one first; expert and context parallel
 degrees, micro batch and recompute are the instance's. ZeRO is not in it: the artifact prices its
 collectives by running a network simulator, and no recorded instance needs it.
+
+The boundary table is filled by the compiled kernel or by its reference, the dullest program that
+can be right. Loop order and ties, which the kernel follows: positions from the end, starts
+ascending, ends ascending; the first least bottleneck stays.
 """
 
 from __future__ import annotations

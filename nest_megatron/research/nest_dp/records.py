@@ -1,5 +1,7 @@
 """The recurrence's question and its answer, in whole ticks, bytes and devices.
 
+The layers are a graph; what a pipeline can still have before it are its downsets.
+
 ``Tables`` are a question as flat arrays of int64: sums over downsets, so that a stage is a
 difference of two.
 """

@@ -1,4 +1,6 @@
-"""The outer loops: strategies and replicas, the most promising first.
+"""The recurrence's problems, priced by the shared cost model, and the loops over them.
+
+Strategies and replicas are tried the most promising first.
 
 Exact over what ``ResearchChoices`` allows: every case whose lower bound is below the best plan so
 far is solved. The first rounds look for a plan not far above the least bound of all, so that the
