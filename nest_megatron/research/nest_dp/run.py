@@ -28,7 +28,7 @@ from nest_megatron.research.nest_dp.job import (
 from nest_megatron.research.nest_dp.records import FoundStage
 from nest_megatron.research.nest_dp.search import RecurrenceSolution, has_kernel, solve
 from nest_megatron.solver.backend import Backend
-from nest_megatron.units import Bytes, Seconds, format_gib, format_seconds, to_seconds
+from nest_megatron.units import Bytes, Seconds, counted, format_gib, format_seconds, to_seconds
 
 
 def run_nest_plan(*, overrides: Sequence[str], config_dir: Path | None, as_json: bool) -> int:
@@ -75,7 +75,7 @@ def _report(plan: ResearchPlan) -> Iterator[RenderableType]:
     mixed = len(strategies) > 1
     words = f"{len(strategies)} strategies" if mixed else strategies[0]
     depth, replicas = plan.pipeline_model_parallel_size, plan.data_parallel_size
-    shape = f"{depth} stage{_s(depth)}, {replicas} replica{_s(replicas)}"
+    shape = f"{counted(depth, 'stage')}, {counted(replicas, 'replica')}"
     shape += f" {plan.device_stride} devices apart" if replicas > 1 else ""
     memory = format_gib(plan.capacity_bytes)
     yield Text(f"  {shape}; {words}\n  {plan.num_devices} devices at work, {memory} to fill")
@@ -85,10 +85,6 @@ def _report(plan: ResearchPlan) -> Iterator[RenderableType]:
     yield _stages_table(plan.stages, mixed=mixed)
     if any(stage.recompute for stage in plan.stages):
         yield Text("  r: the forward pass is recomputed")
-
-
-def _s(count: int) -> str:
-    return "" if count == 1 else "s"
 
 
 def _stages_table(stages: Sequence[PlannedStage], *, mixed: bool) -> RenderableType:
