@@ -178,29 +178,21 @@ def this_machine(where: Where, implementation: Implementation) -> Machine:
 
     from nest_megatron.profile.installed import driver_version, installed_versions, nccl_version
 
-    versions = installed_versions()
-    machine = Machine(
-        device_name=_processor_name(),
-        memory_bytes=_host_memory(),
-        driver=None,
+    versions, gpu = installed_versions(), None
+    if where is not Where.CPU:
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Machine(
+        device_name=_processor_name() if gpu is None else gpu.name,
+        memory_bytes=_host_memory() if gpu is None else gpu.total_memory,
+        driver=None if gpu is None else driver_version(),
         torch=str(torch.__version__),
         megatron_core=megatron_core,
         transformer_engine=versions.get("transformer_engine"),
-        nccl=None,
+        nccl=None if gpu is None else nccl_version().get("nccl"),
         graphics_mhz=None,
         memory_mhz=None,
         implementation=implementation,
-        is_cpu=where is Where.CPU,
-    )
-    if machine.is_cpu:
-        return machine
-    device = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return dataclasses.replace(
-        machine,
-        device_name=device.name,
-        memory_bytes=device.total_memory,
-        driver=driver_version(),
-        nccl=nccl_version().get("nccl"),
+        is_cpu=gpu is None,
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from nest_megatron.catalogue_files import catalogue_entry
 from nest_megatron.cluster.records import Cluster, CollectiveKind, NetworkLevel
 from nest_megatron.validation.machine_words import (
+    GBIT,
     Adapters,
     accelerator,
     accelerator_name,
@@ -80,8 +81,6 @@ def _link(name: str, entry: Mapping[str, Any]) -> LinkTechnology:
 #: GPUs in the NVLink domain of an NVL72 rack.
 RACK_GPUS = 72
 
-_GBIT = 1e9 / 8
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineMatch:
@@ -124,7 +123,7 @@ def _generation(link: str, rate: float, domain: int, nics: int, nic_gbit: float)
         domain=domain,
         host=4 if link == "nvlink5_rack" else domain,
         nics=nics,
-        nic_bytes_per_s=nic_gbit * _GBIT,
+        nic_bytes_per_s=nic_gbit * GBIT,
     )
 
 
@@ -295,7 +294,7 @@ def _rate_of_one(
         return said.node_bytes_per_s / full_node, texts, False
     if rate is None:
         rate = usual.nic_bytes_per_s
-        texts = (f"between nodes: adapters of {rate / _GBIT:g} Gb/s assumed",)
+        texts = (f"between nodes: adapters of {rate / GBIT:g} Gb/s assumed",)
     count = said.count
     if count is None:
         count = max(1, usual.nics * full_node // usual.domain)
