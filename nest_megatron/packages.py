@@ -60,7 +60,7 @@ def import_from_checkout(module: str, what: str) -> Any:
         limit = f"{module} is part of a checkout of nest-megatron, and not of an installation"
         raise UserInputError(what, None, limit, "Run it in a checkout (`pip install -e .`).")
     if str(root) not in sys.path:
-        sys.path.append(str(root))
+        sys.path.insert(0, str(root))
     return importlib.import_module(module)
 
 
