@@ -1,4 +1,4 @@
-"""The public tables of collectives, as samples for ``fit_collectives``."""
+"""The public tables of collectives, as samples for ``links.fit_links``."""
 
 from __future__ import annotations
 
