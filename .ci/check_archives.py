@@ -21,6 +21,7 @@ SDIST_HOLDS = (
     "docs/",
     "recipes/__init__.py",
     "tests/run.sh",
+    "tools/calibration/command.py",
     "requirements-dev.txt",
     "requirements-release.txt",
     "LICENSE",

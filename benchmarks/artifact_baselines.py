@@ -3,7 +3,7 @@ r"""The artifact's fixed plans under three rules: as it prices them, as it price
 Run from the project's root, with a folder of instances and recorded results::
 
     python benchmarks/artifact_baselines.py FOLDER \
-        --out nest_megatron/research/paper/data/artifact.yaml
+        --out benchmarks/paper/data/artifact.yaml
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ sys.path.insert(0, str(ROOT))
 
 from nest_megatron.errors import UserInputError  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
-from nest_megatron.research.nest_artifact.boundaries import boundary_table  # noqa: E402
 from nest_megatron.research.nest_artifact.files import named_baseline, read_instance  # noqa: E402
 from nest_megatron.research.nest_artifact.price import price  # noqa: E402
 from nest_megatron.research.nest_artifact.records import (  # noqa: E402
@@ -33,7 +32,11 @@ from nest_megatron.research.nest_artifact.records import (  # noqa: E402
     StagePlacement,
     rule_without,
 )
-from nest_megatron.research.nest_artifact.search import ArtifactSolution, solve  # noqa: E402
+from nest_megatron.research.nest_artifact.search import (  # noqa: E402
+    ArtifactSolution,
+    boundary_table,
+    solve,
+)
 
 #: The catalogue's names of the artifact's models. Its "bert" and "bertlarge" are two traces of one.
 MODELS = {
@@ -52,7 +55,7 @@ HEAD = """\
 # one_rule: priced in the order of any other plan. best_cuts: the same degrees with the cuts that
 # suit them best. null: it does not run. degrees: stages, replicas, tensor degree. Written by
 #   python benchmarks/artifact_baselines.py FOLDER \
-#       --out nest_megatron/research/paper/data/artifact.yaml
+#       --out benchmarks/paper/data/artifact.yaml
 # on instances of scai-tech/Nest @3e163ad; the operators' schedule is CP-SAT's instead of Gurobi's.
 """
 

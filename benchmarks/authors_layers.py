@@ -11,18 +11,20 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from benchmarks.paper.ablation import NUM_GPUS
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.research.nest_artifact.records import Chain, Instance, Layer
-from nest_megatron.research.nest_dp.downsets import Downsets, LayerDag, downsets_of
 from nest_megatron.research.nest_dp.records import (
     CheckpointPolicy,
+    Downsets,
+    LayerDag,
     NodeTimes,
     PricedStrategy,
     Problem,
     Schedule,
     ZeroOption,
+    downsets_of,
 )
-from nest_megatron.research.nest_dp.run import NUM_GPUS
 from nest_megatron.research.nest_dp.search import best_pipeline
 from nest_megatron.research.nest_dp.topology import Replicas, level_ends
 from nest_megatron.units import Bytes, Seconds, to_ticks

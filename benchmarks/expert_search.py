@@ -19,15 +19,15 @@ from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace, divisors
 from nest_megatron.units import to_seconds
-from nest_megatron.validation.assess import job_time
-from nest_megatron.validation.job import RowJob, job_of
-from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.predict import (
+from nest_megatron.validation.assess import (
     Predictor,
     RowPrediction,
     iteration_ticks,
+    job_time,
     measured_partition,
 )
+from nest_megatron.validation.job import RowJob, job_of
+from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.rows import RefusedRowError, Row, read_rows
 
 SOURCES = ("nvidia-megatron-bridge-perf", "nvidia-dgxc-benchmarking", "nvidia-nemo-docs-24.07")

@@ -1,7 +1,7 @@
 """How well runs of a site predict the peaks of its other runs, for ``benchmarks/tuning.py``.
 
 A site is a source on one device of which several peaks are published; predictions have the error
-that a fit without the source has (``validation/fit_memory.py``).
+that a fit without the source has (``tools/calibration/peaks.py``).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from nest_megatron.cost_model.device_memory import PeakError, PeakErrors
 from nest_megatron.cost_model.peak_posterior import PeakPosterior, PeakRun, predicted_peak
 from nest_megatron.report.markdown import table
 from nest_megatron.validation.assess import Assessor
-from nest_megatron.validation.fit_memory import (
+from nest_megatron.validation.job import RowJob, job_of
+from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.outcome import Basis
+from nest_megatron.validation.rows import RowFile, RowKind
+from tools.calibration.peaks import (
     peak_evidence,
     peak_group,
     peak_said,
     unseen_errors,
 )
-from nest_megatron.validation.golden import golden_job
-from nest_megatron.validation.job import RowJob, job_of
-from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.outcome import Basis
-from nest_megatron.validation.rows import RowFile, RowKind
+from tools.golden import golden_job
 
 #: Peaks that a site has at least, and runs that are predicted of each.
 LEAST, MOST = 4, 60

@@ -32,7 +32,6 @@ sys.path.insert(0, str(ROOT))
 from nest_megatron.errors import UserInputError  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
-from nest_megatron.research.nest_artifact.boundaries import has_kernel  # noqa: E402
 from nest_megatron.research.nest_artifact.files import (  # noqa: E402
     named_baseline,
     read_instance,
@@ -40,7 +39,11 @@ from nest_megatron.research.nest_artifact.files import (  # noqa: E402
 )
 from nest_megatron.research.nest_artifact.price import price  # noqa: E402
 from nest_megatron.research.nest_artifact.records import Instance, rule_without  # noqa: E402
-from nest_megatron.research.nest_artifact.search import ArtifactSolution, solve  # noqa: E402
+from nest_megatron.research.nest_artifact.search import (  # noqa: E402
+    ArtifactSolution,
+    has_kernel,
+    solve,
+)
 
 MIB = 2**20
 HEAD = ("setup", "instance", "p, d, t", "artifact's time", "ours", "ratio")

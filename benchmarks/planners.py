@@ -24,6 +24,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.paper.experiments import (  # noqa: E402
+    MODELS,
+    SPINE_LEAF,
+    Gain,
+    Report,
+    geometric_mean,
+)
+from benchmarks.paper.published import PaperJob  # noqa: E402
+from benchmarks.paper.run import draw_figure, experiment, notes, request_for  # noqa: E402
 from nest_megatron.cost_model.model import CostModel  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.layout.plan import ParallelPlan  # noqa: E402
@@ -31,15 +40,6 @@ from nest_megatron.planner import Request, estimate_for, plan  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
 from nest_megatron.research.baselines.job import on_flat_network  # noqa: E402
 from nest_megatron.research.comparison import compare  # noqa: E402
-from nest_megatron.research.paper.experiments import (  # noqa: E402
-    MODELS,
-    SPINE_LEAF,
-    Gain,
-    Report,
-    geometric_mean,
-)
-from nest_megatron.research.paper.published import PaperJob  # noqa: E402
-from nest_megatron.research.paper.run import draw_figure, experiment, notes, request_for  # noqa: E402
 
 RATIOS = (1, 2, 4, 8)
 SIZE = 512

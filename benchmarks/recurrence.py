@@ -27,6 +27,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.authors_layers import authors_row  # noqa: E402
+from benchmarks.paper.ablation import (  # noqa: E402
+    GLOBAL_BATCH_SIZE,
+    NUM_GPUS,
+    TABLE_7,
+    AblationRow,
+    table7_row,
+    zero_stages,
+)
 from nest_megatron.config.compose import compose  # noqa: E402
 from nest_megatron.config.overrides import parse  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
@@ -39,15 +47,7 @@ from nest_megatron.research.nest_dp.job import (  # noqa: E402
     research_job,
     split_research,
 )
-from nest_megatron.research.nest_dp.run import (  # noqa: E402
-    GLOBAL_BATCH_SIZE,
-    NUM_GPUS,
-    TABLE_7,
-    AblationRow,
-    described,
-    table7_row,
-    zero_stages,
-)
+from nest_megatron.research.nest_dp.run import described  # noqa: E402
 from nest_megatron.research.nest_dp.search import has_kernel, solve  # noqa: E402
 
 MIB = 2**20

@@ -18,32 +18,36 @@ import dataclasses
 import math
 import random
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
-from memory_runs import peak_runs, section
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-from nest_megatron.cost_model.posterior import Observation, Posterior
-from nest_megatron.cost_model.shortlist import run_gains
-from nest_megatron.files import write_text
-from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.planner.choice import Candidate
-from nest_megatron.report.markdown import table
-from nest_megatron.research.baselines.autoconfigurator import row_for
-from nest_megatron.tuning.selection import START_S
-from nest_megatron.units import Seconds
-from nest_megatron.validation.assess import Assessor
-from nest_megatron.validation.calibration import shipped_left_out
-from nest_megatron.validation.job import job_of
-from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.outcome import Basis, RowOutcome
-from nest_megatron.validation.report import measured_jobs
-from nest_megatron.validation.rows import RowKind, read_rows
-from nest_megatron.validation.scores import coverage_of
+from memory_runs import peak_runs, section  # noqa: E402
+
+from nest_megatron.cost_model.posterior import Observation, Posterior  # noqa: E402
+from nest_megatron.cost_model.shortlist import run_gains  # noqa: E402
+from nest_megatron.files import write_text  # noqa: E402
+from nest_megatron.layout.layout import PartialLayout  # noqa: E402
+from nest_megatron.model.spec import TransformerSpec  # noqa: E402
+from nest_megatron.planner.choice import Candidate  # noqa: E402
+from nest_megatron.report.markdown import table  # noqa: E402
+from nest_megatron.research.baselines.autoconfigurator import row_for  # noqa: E402
+from nest_megatron.tuning.selection import START_S  # noqa: E402
+from nest_megatron.units import Seconds  # noqa: E402
+from nest_megatron.validation.assess import Assessor  # noqa: E402
+from nest_megatron.validation.job import job_of  # noqa: E402
+from nest_megatron.validation.models import ModelBook  # noqa: E402
+from nest_megatron.validation.outcome import Basis, RowOutcome  # noqa: E402
+from nest_megatron.validation.report import measured_jobs  # noqa: E402
+from nest_megatron.validation.rows import RowKind, read_rows  # noqa: E402
+from nest_megatron.validation.scores import coverage_of  # noqa: E402
+from tools.calibration.parameters import shipped_left_out  # noqa: E402
 
 #: Iterations of a run, as ``tune`` has them by default.
 ITERATIONS = 20

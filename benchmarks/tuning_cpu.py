@@ -44,10 +44,16 @@ from nest_megatron.layout.plan_file import digest  # noqa: E402
 from nest_megatron.planner.choice import Candidate  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
 from nest_megatron.tuning.job import TunedJob, read_tuned  # noqa: E402
-from nest_megatron.tuning.launchers import Local  # noqa: E402
+from nest_megatron.tuning.launchers import run_locally  # noqa: E402
 from nest_megatron.tuning.selection import Known, Stop, chosen, layout_words, next_run  # noqa: E402
-from nest_megatron.tuning.session import Asked  # noqa: E402
-from nest_megatron.tuning.trial import Failure, State, Trial, judged, record_of  # noqa: E402
+from nest_megatron.tuning.session import (  # noqa: E402
+    Failure,
+    State,
+    Trial,
+    TuneRequest,
+    judged,
+    record_of,
+)
 from nest_megatron.tuning.tuner import outcome_words  # noqa: E402
 from tests.megatron_lm.training import HOME, ON_CPU, TRAINING, environment  # noqa: E402
 
@@ -197,7 +203,7 @@ def read_job(command: str, cluster: Path, num_layouts: int, profiles: Path) -> T
     os.environ["NEST_MEGATRON_PROFILES"] = str(profiles)
     names = [f"profile.name={name}" for name in _profile_names(profiles)]
     overrides = (*_settings(cluster), *names)
-    asked = Asked(
+    asked = TuneRequest(
         command=command,
         overrides=overrides,
         config_dir=None,
@@ -232,7 +238,7 @@ def measure(job: TunedJob, candidate: Candidate, iterations: int, *, slowed: int
         done = threading.Event()
         if slowed is not None:
             threading.Thread(target=_slow, args=(slowed, done), daemon=True).start()
-        ended = Local().run(command, 600.0, output)
+        ended = run_locally(command, 600.0, output)
         done.set()
         record = record_of(history)
         if slowed is not None and record is not None:

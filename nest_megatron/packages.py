@@ -6,6 +6,9 @@ import functools
 import importlib
 import importlib.util
 import logging
+import sys
+from pathlib import Path
+from typing import Any
 
 from nest_megatron.errors import UserInputError
 
@@ -41,6 +44,24 @@ def require_package(module: str, extra: str, what: str, limit: str, otherwise: s
     """
     if not is_installed(module):
         raise UserInputError(what, None, limit, f"{install_command(extra)}{otherwise}.")
+
+
+def import_from_checkout(module: str, what: str) -> Any:
+    """Import a module of the folders ``tools`` and ``benchmarks``, which are not installed.
+
+    Args:
+        what: what needs it.
+
+    Raises:
+        UserInputError: where the package does not lie in its checkout.
+    """
+    root = Path(__file__).resolve().parents[1]
+    if not root.joinpath(*module.split(".")).with_suffix(".py").is_file():
+        limit = f"{module} is part of a checkout of nest-megatron, and not of an installation"
+        raise UserInputError(what, None, limit, "Run it in a checkout (`pip install -e .`).")
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    return importlib.import_module(module)
 
 
 def install_command(extra: str) -> str:

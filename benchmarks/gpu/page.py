@@ -31,7 +31,7 @@ from nest_megatron.history.records import RunRecord
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.operators import block_graph
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.profile import profile_file, store
+from nest_megatron.profile import store
 from nest_megatron.profile.lookup import shard_of
 from nest_megatron.profile.records import LayerProfile
 from nest_megatron.units import format_gib
@@ -121,7 +121,7 @@ def read(folder: Path) -> Results:
         facts=first["facts"],
         entries=[entry for entry in entries if "code" in entry],
         runs={run.id: run for run in history.read(runs)} if runs.exists() else {},
-        profiles={path.stem: profile_file.read(path) for path in sorted(folder.glob("*.yaml"))},
+        profiles={path.stem: store.read(path) for path in sorted(folder.glob("*.yaml"))},
     )
 
 

@@ -37,7 +37,6 @@ from nest_megatron.printing import print_to_stderr
 from nest_megatron.profile import network, store
 from nest_megatron.profile.network import NETWORK_SHARE, NetworkProfile
 from nest_megatron.profile.network_fit import require_least_squares
-from nest_megatron.profile.ranks import Ranks, leave, measure_network, meet, ranks
 from nest_megatron.profile.records import (
     LayerProfile,
     Machine,
@@ -46,7 +45,19 @@ from nest_megatron.profile.records import (
     fingerprint,
     fingerprint_of,
 )
-from nest_megatron.profile.session import BUDGET_S, Skipped, Task, gpu_uuid, run, with_clocks
+from nest_megatron.profile.session import (
+    BUDGET_S,
+    Ranks,
+    Skipped,
+    Task,
+    gpu_uuid,
+    leave,
+    measure_network,
+    meet,
+    ranks,
+    run,
+    with_clocks,
+)
 from nest_megatron.report.console import say, show, show_json
 from nest_megatron.units import counted
 

@@ -13,7 +13,7 @@ from nest_megatron.megatron_core.substitutes import quiet
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.profile.installed import installed_versions
-from nest_megatron.profile.ranks import Ranks
+from nest_megatron.profile.session import Ranks
 from nest_megatron.units import format_gib
 
 if TYPE_CHECKING:

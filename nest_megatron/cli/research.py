@@ -18,6 +18,7 @@ from nest_megatron.cli.command_kinds import (
     settings_argument,
 )
 from nest_megatron.cli.complete import complete_override
+from nest_megatron.packages import import_from_checkout
 
 _PLANNERS = "planners="
 
@@ -80,9 +81,8 @@ def paper(experiment: str, **options: Any) -> int:
     Settings apply to every planner (search.max_seconds=5 train.seq_length=2048). A whole figure
     takes minutes: five planners plan 25 jobs.
     """
-    from nest_megatron.research.paper.run import run_paper
-
-    return run_paper(experiment, **options)
+    work = import_from_checkout("benchmarks.paper.run", "paper")
+    return int(work.run_paper(experiment, **options))
 
 
 @group(

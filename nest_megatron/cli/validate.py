@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import click
 
 from nest_megatron.cli.command_kinds import FOLDER, OUTPUT, PATH, command, forced, json_option
 from nest_megatron.errors import UserInputError
-from nest_megatron.packages import require_package
+from nest_megatron.packages import import_from_checkout, require_package
 
 _paths = click.argument("paths", nargs=-1, required=True, type=PATH, metavar="FILE.CSV...")
 
@@ -88,11 +87,7 @@ def calibrate(
         from nest_megatron.cli.site import calibrate_site
 
         return calibrate_site(out, force=forced(), as_json=as_json)
-    if find_spec("nest_megatron.validation") is None:
-        lacks = "needs nest_megatron.validation, which this installation leaves out"
-        raise click.UsageError(f"calibrate {lacks}; calibrate --site does not.")
     limit = "constants are fitted by SciPy, which is not installed"
     require_package("scipy", "calibrate", "calibrate", limit, "; calibrate --site does without")
-    from nest_megatron.validation.calibrate_command import run_calibrate
-
-    return run_calibrate(paths, out=out, validate=validate, as_json=as_json)
+    work = import_from_checkout("tools.calibration.command", "calibrate FILE.CSV")
+    return int(work.run_calibrate(paths, out=out, validate=validate, as_json=as_json))

@@ -83,7 +83,7 @@ from nest_megatron.planner import Request
 from nest_megatron.planner.request import Offer
 from nest_megatron.profile.choose import Wanted, choose_times
 from nest_megatron.profile.installed import installed_versions, nccl_version
-from nest_megatron.profile.mode import ProfileMode
+from nest_megatron.profile.records import ProfileMode
 from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Seconds
 

@@ -6,7 +6,7 @@ communicators, user buffers and pieces too small to be of use are gone before a 
 
 The logarithm of a measured peak over its prediction lies above and below its median by halves of
 Student's t distribution with two degrees of freedom, each with a scale of its own, fitted to public
-peaks and runs that ran or ran out, every source weighing alike (``validation/fit_memory.py``,
+peaks and runs that ran or ran out, every source weighing alike (``tools/calibration/peaks.py``,
 ``hydra_configs/calibration/memory.yaml``). Apart are jobs that gather weights or gradients (ZeRO-2
 and 3, FSDP): what is whole of them at a time depends on the framework's buffers and streams.
 """

@@ -74,7 +74,7 @@ class CostSettings:
     optimizer_bytes_per_parameter: float = ranged(30.0, 0.0, 1e3)
     memory_reserve_bytes: int = ranged(2 * GIB, 0, 1 << 50)
     #: With the reserve, the largest whole per cent that refuses at most 1 % of what ran in
-    #: ``throughput.csv`` and ``throughput_2.csv`` as planned (``validation/margin.py``).
+    #: ``throughput.csv`` and ``throughput_2.csv`` as planned (``tools/accuracy/margin.py``).
     memory_margin: float = ranged(0.04, 0.0, 0.9)
     #: Fitted in ``calibration/stragglers.yaml``.
     straggler_delay_s: float = ranged(0.027, 0.0, 10.0)

@@ -6,7 +6,7 @@ run other processes, switches are shared. What a rank is late grows as a random 
 ``delay_s * sqrt(p * t)``. Once a step, where gradients are reduced, every replica waits for the
 slowest. What the ranks of one host wait for each other is in the efficiencies that are fitted to
 measured layers, so replicas count by the hosts that they lie on. ``delay_s`` is fitted to published
-weak scalings (``validation/fit_stragglers.py``, ``hydra_configs/calibration/stragglers.yaml``).
+weak scalings (``tools/calibration/stragglers.py``, ``hydra_configs/calibration/stragglers.yaml``).
 """
 
 from __future__ import annotations

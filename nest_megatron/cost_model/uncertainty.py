@@ -8,7 +8,7 @@ The logarithm of measured over predicted time is a sum of independent errors:
 * of the layout: alike for layouts that lie near each other, with correlation
   ``exp(-steps / layout_range)``.
 
-Scales are fitted to runs whose source was left out (``validation/fit_uncertainty``,
+Scales are fitted to runs whose source was left out (``tools/calibration``,
 ``hydra_configs/calibration/uncertainty.yaml``). A step's error follows Student's t distribution
 with two degrees of freedom, also where runs of the job are known: they tell how far its plans are
 off, but not that another layout is no exception. What two layouts of one job differ by is taken as

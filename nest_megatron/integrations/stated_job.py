@@ -30,8 +30,7 @@ from nest_megatron.layout.price import Rates
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.planner import Request
 from nest_megatron.planner.assemble import describe_space
-from nest_megatron.profile.mode import ProfileMode
-from nest_megatron.profile.records import ANALYTIC_NAME
+from nest_megatron.profile.records import ANALYTIC_NAME, ProfileMode
 from nest_megatron.solver.space import DEGREES
 
 _PLAIN = (bool, int, float, str, list, dict, type(None))

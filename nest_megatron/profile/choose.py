@@ -16,15 +16,14 @@ from nest_megatron.cluster.records import Accelerator, Precision
 from nest_megatron.errors import ProfileError, UserInputError
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.profile.lookup import NAMES_BETWEEN, LayerTimes
-from nest_megatron.profile.mode import ProfileMode
-from nest_megatron.profile.profile_file import LAYERS
 from nest_megatron.profile.records import (
     LayerProfile,
     Machine,
+    ProfileMode,
     layer_shape,
     shape_digest,
 )
-from nest_megatron.profile.store import Entry, all_entries, find_entry
+from nest_megatron.profile.store import LAYERS, Entry, all_entries, find_entry
 from nest_megatron.units import format_gib
 
 MEASURE_COMMAND = "torchrun -m nest_megatron.profile"
@@ -55,19 +54,6 @@ class Choice:
 
     times: LayerTimes | None = None
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """A field in which a profile is not what is wanted; a decisive one also where it is named."""
-
-    name: str
-    found: object
-    wanted: object
-    decisive: bool
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.found} instead of {self.wanted}"
 
 
 def choose_times(wanted: Wanted, mode: ProfileMode, name: str | None = None) -> Choice:
@@ -125,30 +111,29 @@ def times_of(provenance: str, spec: TransformerSpec) -> LayerTimes | None:
     return LayerTimes(spec=spec, profiles=profiles)
 
 
-def differences(profile: LayerProfile, wanted: Wanted) -> tuple[Difference, ...]:
-    """In what a profile is not what is wanted, the decisive first."""
-    return (*_of_layers(profile, wanted), *_of_machine(profile.machine, wanted))
-
-
-def _of_layers(profile: LayerProfile, wanted: Wanted) -> Iterator[Difference]:
+def layer_differences(profile: LayerProfile, wanted: Wanted) -> list[str]:
+    """In what a profile's layers are not those wanted: it is not used, even where it is named."""
     has, needs = layer_shape(profile.model), layer_shape(wanted.spec)
     pairs = {name: (has.get(name), needs.get(name)) for name in {**has, **needs}}
     pairs["precision"] = (profile.precision.value, wanted.precision.value)
-    for name, (found, needed) in pairs.items():
-        if found != needed:
-            yield Difference(name=name, found=found, wanted=needed, decisive=True)
+    return [_INSTEAD(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
 
 
-def _of_machine(machine: Machine, wanted: Wanted) -> Iterator[Difference]:
+def machine_differences(machine: Machine, wanted: Wanted) -> list[str]:
+    """In what a profile's machine is not the one wanted."""
     device = LocalGpus(device_name=machine.device_name, memory_bytes=machine.memory_bytes, count=1)
-    accelerator = wanted.accelerator
+    accelerator, found = wanted.accelerator, []
     if machine.is_cpu or not is_same_device(accelerator, device):
         needed = f"{accelerator.name} ({format_gib(accelerator.memory_bytes)})"
-        yield Difference(name="device", found=machine.describe(), wanted=needed, decisive=False)
+        found.append(_INSTEAD("device", machine.describe(), needed))
     for name, version in wanted.versions.items():
-        found = getattr(machine, name)
-        if found is None or _public(found) != _public(version):
-            yield Difference(name=name, found=found, wanted=version, decisive=False)
+        has = getattr(machine, name)
+        if has is None or _public(has) != _public(version):
+            found.append(_INSTEAD(name, has, version))
+    return found
+
+
+_INSTEAD = "{} {} instead of {}".format
 
 
 def _public(version: str) -> str:
@@ -168,22 +153,20 @@ def _named(wanted: Wanted, name: str) -> Choice:
             f"{wanted.prefix}profile.name", name, limit=error.limit, fix=error.fix
         ) from error
     profile = entry.read()
-    found = differences(profile, wanted)
-    decisive = [difference for difference in found if difference.decisive]
-    if decisive:
+    if decisive := layer_differences(profile, wanted):
         raise ProfileError(
             f"{wanted.prefix}profile.name",
             name,
-            limit=f"it is not of this job's layers: {_words(decisive)}",
+            limit=f"it is not of this job's layers: {', '.join(decisive)}",
             fix=f"Name another, or measure these: {MEASURE_COMMAND} {wanted.command}.",
         )
-    if not found:
+    if not (found := machine_differences(profile.machine, wanted)):
         return Choice(times=LayerTimes(spec=wanted.spec, profiles=(profile,)))
     note = f"Profile {name} is used as asked for, although it is of another machine: "
     foreign = dataclasses.replace(profile, imported=True)
     return Choice(
         times=LayerTimes(spec=wanted.spec, profiles=(foreign,)),
-        notes=(f"{note}{_words(found)}.",),
+        notes=(f"{note}{', '.join(found)}.",),
     )
 
 
@@ -198,10 +181,13 @@ def _matching(wanted: Wanted) -> Choice:
         except ProfileError as error:
             broken.append(f"A profile cannot be used: {error}")
             continue
-        found = differences(profile, wanted)
+        found = [
+            *layer_differences(profile, wanted),
+            *machine_differences(profile.machine, wanted),
+        ]
         if found:
             fix = f"{wanted.prefix}profile.name={profile.name} uses it all the same"
-            unused.append(f"Profile {profile.name} is not used: {_words(found)}; {fix}.")
+            unused.append(f"Profile {profile.name} is not used: {', '.join(found)}; {fix}.")
         else:
             (shipped if entry.shipped else foreign if profile.imported else own).append(profile)
     chosen = (*_newest(own), *(_newest(foreign) or _newest(shipped)))
@@ -238,7 +224,3 @@ def _require_all(wanted: Wanted, choice: Choice) -> None:
         limit=f"no profile has times of {', '.join(untimed)} on {wanted.accelerator.name}{unused}",
         fix=f"Measure them: {MEASURE_COMMAND} {wanted.command}",
     )
-
-
-def _words(found: Iterable[Difference]) -> str:
-    return ", ".join(map(str, found))

@@ -21,9 +21,8 @@ from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.model.stacks import sized
-from nest_megatron.profile.clock import OUT_OF_MEMORY, DeviceClock, HostClock
+from nest_megatron.profile.clock import OUT_OF_MEMORY, DeviceClock, HostClock, middle_half
 from nest_megatron.profile.records import SHAPE, Timing
-from nest_megatron.profile.spread import middle_half
 from nest_megatron.units import Seconds
 
 #: What is built for each block, and how much of it is run.

@@ -16,8 +16,8 @@ from nest_megatron.files import read_text, write_text
 from nest_megatron.layout.plan_file import digest
 from nest_megatron.names import Name
 from nest_megatron.plain import added, to_plain
-from nest_megatron.profile.profile_file import read_fields, record_of
 from nest_megatron.profile.records import require_number
+from nest_megatron.profile.store import read_fields, record_of
 from nest_megatron.units import Bytes, Seconds
 
 #: Share of the time for a profile that the network has, where layers are timed as well.

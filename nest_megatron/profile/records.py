@@ -304,3 +304,17 @@ def default_name(machine: Machine, spec: TransformerSpec, precision: Precision) 
 
 def _bad_field(name: str, value: object, limit: str) -> ProfileError:
     return ProfileError(name, value, limit, fix="Measure the profile again.")
+
+
+class ProfileMode(Name):
+    """Where layer times may come from.
+
+    ``auto`` takes a stored profile if there is one, else data sheets; ``measure`` measures what is
+    missing first; ``require`` refuses a plan with a block that no timing speaks for; ``analytic``
+    uses data sheets alone.
+    """
+
+    AUTO = "auto"
+    MEASURE = "measure"
+    REQUIRE = "require"
+    ANALYTIC = "analytic"

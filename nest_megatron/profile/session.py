@@ -1,14 +1,19 @@
-"""A session of timing: which shapes, in which order, for how long, on which machine."""
+"""A session of timing: which shapes, in which order, for how long, on which machine and ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 from nest_megatron.cluster.discovery import open_nvml
-from nest_megatron.errors import ProfileError
+from nest_megatron.errors import NestError, ProfileError
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock
@@ -16,6 +21,7 @@ from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.profile.layer_timer import Measuring, can_time, time_block
 from nest_megatron.profile.lookup import Point, point_of
+from nest_megatron.profile.network import NetworkProfile
 from nest_megatron.profile.records import Machine, Timing
 from nest_megatron.units import Seconds
 
@@ -170,31 +176,23 @@ def this_machine(where: Where, implementation: Implementation) -> Machine:
     import torch
     from megatron.core import __version__ as megatron_core
 
-    from nest_megatron.profile.installed import driver_version, installed_versions
+    from nest_megatron.profile.installed import driver_version, installed_versions, nccl_version
 
-    versions = installed_versions()
-    machine = Machine(
-        device_name=_processor_name(),
-        memory_bytes=_host_memory(),
-        driver=None,
+    versions, gpu = installed_versions(), None
+    if where is not Where.CPU:
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Machine(
+        device_name=_processor_name() if gpu is None else gpu.name,
+        memory_bytes=_host_memory() if gpu is None else gpu.total_memory,
+        driver=None if gpu is None else driver_version(),
         torch=str(torch.__version__),
         megatron_core=megatron_core,
         transformer_engine=versions.get("transformer_engine"),
-        nccl=None,
+        nccl=None if gpu is None else nccl_version().get("nccl"),
         graphics_mhz=None,
         memory_mhz=None,
         implementation=implementation,
-        is_cpu=where is Where.CPU,
-    )
-    if machine.is_cpu:
-        return machine
-    device = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return dataclasses.replace(
-        machine,
-        device_name=device.name,
-        memory_bytes=device.total_memory,
-        driver=driver_version(),
-        nccl=".".join(map(str, torch.cuda.nccl.version())),
+        is_cpu=gpu is None,
     )
 
 
@@ -246,3 +244,78 @@ def _clocks(uuid: str) -> tuple[int | None, int | None]:
     except pynvml.NVMLError:
         return None, None
     return graphics, memory
+
+
+#: Longest wait for the other ranks, which may still be timing their last block.
+_PATIENCE = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among those that torchrun started; alone without it."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+def ranks() -> Ranks:
+    """Who this process is, by torchrun's variables."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    found = (
+        int(os.environ.get(name, default)) for name, default in zip(names, "0101", strict=True)
+    )
+    return Ranks(*found)
+
+
+def meet(where: Where, message: Any, *, to_measure: bool = True) -> tuple[list[Any], list[str]]:
+    """Join the real process group; every rank's message, and the host of each.
+
+    Args:
+        to_measure: the network comes next: the group is of the backend that is measured.
+
+    Raises:
+        ProfileError: if the ranks do not come together.
+    """
+    import torch.distributed as dist
+
+    backend = "nccl" if where is Where.GPU and to_measure else "gloo"
+    with _naming_failures(backend):
+        dist.init_process_group(backend, timeout=_PATIENCE)
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (message, socket.gethostname()))
+    return [words for words, _ in found], [host for _, host in found]
+
+
+def measure_network(hosts: list[str], max_seconds: float) -> NetworkProfile | None:
+    """Time collectives between the ranks; the profile is on rank 0 alone.
+
+    Raises:
+        ProfileError: if a collective fails, and with it all that follow.
+    """
+    import torch.distributed as dist
+
+    from nest_megatron.profile.collectives import measure
+
+    with _naming_failures(dist.get_backend()):
+        return measure(dist.group.WORLD, hosts, max_seconds)
+
+
+@contextlib.contextmanager
+def _naming_failures(backend: str) -> Iterator[None]:
+    try:
+        yield
+    except NestError:
+        raise
+    except (RuntimeError, ValueError) as error:  # as torch.distributed has them
+        limit = f"it failed: {next(iter(str(error).splitlines()), type(error).__name__)}"
+        fix = "What was timed is stored. NCCL_DEBUG=INFO says more; --no-collectives times layers."
+        raise ProfileError("process group", backend, limit, fix) from error
+
+
+def leave() -> None:
+    """Leave the process group."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()

@@ -126,7 +126,7 @@ def _ours(request: Request) -> Compared:
     """Our own answer: what ``plan`` answers."""
     found = plan(dataclasses.replace(request, remedies=False))
     own = found if isinstance(found, ParallelPlan) else None
-    terms = {} if own is None else _terms(request.cost_model(), own)
+    terms = {} if own is None else mean_terms(request.cost_model(), own.layout)
     return Compared(
         name=NEST,
         title="this project: exact, aware of network and memory",
@@ -154,10 +154,6 @@ def _our_reason(found: ParallelPlan | NoPlan | EndedEarly) -> str:
     if found.search.certificate == "chosen":
         return f"the simplest that ties with the fastest of its space, {percent} slower than that"
     return f"at most {percent} slower than the best in its space"
-
-
-def _terms(model: CostModel, found: ParallelPlan) -> dict[str, Seconds]:
-    return mean_terms(model, found.layout)
 
 
 def _theirs(request: Request, ours: Compared, baseline: Baseline) -> Compared:
@@ -194,7 +190,7 @@ def _theirs(request: Request, ours: Compared, baseline: Baseline) -> Compared:
     )
     predicted = estimate(model, chosen)
     found = assemble(bare, model, chosen, predicted, nothing_searched(), alternatives=())
-    terms = _terms(model, found)
+    terms = mean_terms(model, chosen)
     theirs = dataclasses.replace(theirs, plan=found, terms=terms)
     if ours.plan is None:
         return theirs

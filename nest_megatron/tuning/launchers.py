@@ -11,10 +11,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nest_megatron.documents import parse_yaml
 from nest_megatron.errors import UserInputError, require_known
@@ -26,9 +26,8 @@ from nest_megatron.integrations.nemo_run.experiment import (
 )
 from nest_megatron.integrations.slurm import first_host
 from nest_megatron.tuning import LAUNCHERS
-from nest_megatron.tuning.command import RunCommand, meets
-from nest_megatron.tuning.session import open_locked
-from nest_megatron.tuning.trial import Ended
+from nest_megatron.tuning.job import RunCommand, meets
+from nest_megatron.tuning.session import Ended, open_locked
 from nest_megatron.units import Seconds
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
@@ -38,51 +37,31 @@ GRACE_S = 15.0
 _FIRST_PORT, _NUM_PORTS = 25_000, 5_000
 
 
-class Launcher(Protocol):
-    """Starts a run and waits for its end."""
-
-    @property
-    def name(self) -> str:
-        """As the user names it."""
-
-    def run(self, command: RunCommand, timeout_s: Seconds, output: Path) -> Ended:
-        """Run a command to its end; what it prints goes into ``output``."""
+#: Runs a command to its end, for so long at most; what it prints goes into the file.
+Launcher = Callable[[RunCommand, Seconds, Path], Ended]
 
 
-@dataclass(frozen=True, slots=True)
-class Local:
-    """A child process on this host: torchrun of one host, or ``srun`` and its like."""
-
-    name: str = "local"
-
-    def run(self, command: RunCommand, timeout_s: Seconds, output: Path) -> Ended:
-        """Run a command in a process group of its own."""
-        if command.num_nodes > 1 and not command.starts_ranks:
-            hosts = command.num_nodes
-            raise UserInputError(
-                "--launcher",
-                "local",
-                f"the command starts ranks on this host alone, and the job has {hosts} hosts",
-                "Inside a Slurm allocation give --launcher srun; elsewhere --launcher submitit.",
-            )
-        launcher = command.launcher
-        if command.is_torchrun and not meets(launcher):
-            launcher = (*launcher, "--standalone")  # two jobs on one host do not meet
-        return run_process(
-            [*launcher, *command.script, *command.argv], command.variables(), timeout_s, output
+def run_locally(command: RunCommand, timeout_s: Seconds, output: Path) -> Ended:
+    """Run a child process on this host: torchrun of one host, or ``srun`` and its like."""
+    if command.num_nodes > 1 and not command.starts_ranks:
+        hosts = command.num_nodes
+        raise UserInputError(
+            "--launcher",
+            "local",
+            f"the command starts ranks on this host alone, and the job has {hosts} hosts",
+            "Inside a Slurm allocation give --launcher srun; elsewhere --launcher submitit.",
         )
+    launcher = command.launcher
+    if command.is_torchrun and not meets(launcher):
+        launcher = (*launcher, "--standalone")  # two jobs on one host do not meet
+    return run_process(
+        [*launcher, *command.script, *command.argv], command.variables(), timeout_s, output
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Srun:
-    """A step of the Slurm allocation that this process runs in."""
-
-    name: str = "srun"
-
-    def run(self, command: RunCommand, timeout_s: Seconds, output: Path) -> Ended:
-        """Run a command as one step."""
-        words = step_words(command, os.environ)
-        return run_process(words, command.variables(), timeout_s, output)
+def run_as_step(command: RunCommand, timeout_s: Seconds, output: Path) -> Ended:
+    """Run a step of the Slurm allocation that this process runs in."""
+    return run_process(step_words(command, os.environ), command.variables(), timeout_s, output)
 
 
 def step_words(command: RunCommand, environment: Mapping[str, str]) -> list[str]:
@@ -115,72 +94,66 @@ def step_words(command: RunCommand, environment: Mapping[str, str]) -> list[str]
     return [*step, *command.launcher, *meeting, *command.script, *command.argv]
 
 
-@dataclass(frozen=True, slots=True)
-class Submitit:
-    """A Slurm job for each run, submitted by submitit.
+def run_by_submitit(
+    command: RunCommand,
+    timeout_s: Seconds,
+    output: Path,
+    *,
+    options: Mapping[str, Any],
+    cluster: str | None = None,
+) -> Ended:
+    """Submit one Slurm job by submitit, and wait for it.
 
     Args:
         options: of ``AutoExecutor.update_parameters`` (``slurm_partition=h100``).
     """
+    import submitit
 
-    options: Mapping[str, Any]
-    cluster: str | None = None
-    name: str = "submitit"
-
-    def run(self, command: RunCommand, timeout_s: Seconds, output: Path) -> Ended:
-        """Submit one job, and wait for it."""
-        import submitit
-
-        begun = time.monotonic()
-        executor = submitit.AutoExecutor(folder=output.parent / "submitit", cluster=self.cluster)
-        sizes = {"nodes": command.num_nodes, "tasks_per_node": 1}
-        if self.cluster != "local":
-            sizes["slurm_gpus_per_node"] = command.gpus_per_node
-        minutes = {"timeout_min": max(1, int(timeout_s // 60) + 1)}
-        executor.update_parameters(**{**sizes, **minutes, **self.options})
-        job = executor.submit(run_on_host, command, timeout_s, output)
-        try:
-            code = job.result()
-        except submitit.core.utils.UncompletedJobError:
-            code = 1  # its own log, beside the output, says why
-        except BaseException:
-            job.cancel()
-            raise
-        return Ended(code=code, seconds=time.monotonic() - begun)
+    begun = time.monotonic()
+    executor = submitit.AutoExecutor(folder=output.parent / "submitit", cluster=cluster)
+    sizes = {"nodes": command.num_nodes, "tasks_per_node": 1}
+    if cluster != "local":
+        sizes["slurm_gpus_per_node"] = command.gpus_per_node
+    minutes = {"timeout_min": max(1, int(timeout_s // 60) + 1)}
+    executor.update_parameters(**{**sizes, **minutes, **options})
+    job = executor.submit(run_on_host, command, timeout_s, output)
+    try:
+        code = job.result()
+    except submitit.core.utils.UncompletedJobError:
+        code = 1  # its own log, beside the output, says why
+    except BaseException:
+        job.cancel()
+        raise
+    return Ended(code=code, seconds=time.monotonic() - begun)
 
 
-@dataclass(frozen=True, slots=True)
-class NemoRun:
-    """An experiment of NeMo-Run for each run.
+def run_by_nemo_run(
+    command: RunCommand, timeout_s: Seconds, output: Path, *, executor: str
+) -> Ended:
+    """Run an experiment of NeMo-Run: the script of a command under NeMo-Run's own torchrun.
 
     Args:
         executor: name of a factory, or a file that NeMo-Run can load.
     """
-
-    executor: str
-    name: str = "nemo_run"
-
-    def run(self, command: RunCommand, timeout_s: Seconds, output: Path) -> Ended:
-        """Run the script of a command under NeMo-Run's own torchrun."""
-        begun = time.monotonic()
-        executor = read_executor(self.executor)
-        require_size(executor, command.num_nodes, command.gpus_per_node)
-        code, printed = run_script(
-            executor,
-            command.script,
-            command.argv,
-            command.environment,
-            timeout_s,
-            f"nest_tune_{output.parent.name}",
-        )
-        write_text(output, printed)
-        return Ended(code=code, seconds=time.monotonic() - begun)
+    begun = time.monotonic()
+    found = read_executor(executor)
+    require_size(found, command.num_nodes, command.gpus_per_node)
+    code, printed = run_script(
+        found,
+        command.script,
+        command.argv,
+        command.environment,
+        timeout_s,
+        f"nest_tune_{output.parent.name}",
+    )
+    write_text(output, printed)
+    return Ended(code=code, seconds=time.monotonic() - begun)
 
 
 def run_on_host(command: RunCommand, timeout_s: Seconds, output: Path) -> int | None:
     """A host's part of a submitted run: its torchrun, which meets those of the other hosts."""
     if command.starts_ranks or "SLURM_JOB_ID" not in os.environ:
-        return Local().run(command, timeout_s, output).code
+        return run_locally(command, timeout_s, output).code
     words = step_words(command, os.environ)
     own = words[words.index("--kill-on-bad-exit=1") + 1 :]
     first = os.environ.get("SLURM_NODEID", "0") == "0"
@@ -211,7 +184,7 @@ def launcher_named(name: str, options: Sequence[str], command: RunCommand) -> La
         name = "srun" if in_allocation and not command.starts_ranks else "local"
     if name == "submitit":
         cluster = given.pop("cluster", None)
-        return Submitit(options=given, cluster=cluster)
+        return partial(run_by_submitit, options=given, cluster=cluster)
     if name == "nemo_run":
         if given.keys() != {"executor"}:
             raise UserInputError(
@@ -220,8 +193,8 @@ def launcher_named(name: str, options: Sequence[str], command: RunCommand) -> La
                 "NeMo-Run is told one executor, and nothing else",
                 "Give --launcher-option executor=NAME, or a .yaml file.",
             )
-        return NemoRun(str(given["executor"]))
-    return Srun() if name == "srun" else Local()
+        return partial(run_by_nemo_run, executor=str(given["executor"]))
+    return run_as_step if name == "srun" else run_locally
 
 
 def _pairs(options: Iterable[str]) -> dict[str, Any]:
@@ -291,13 +264,13 @@ def _end_with_parent() -> None:
 
 def _end(child: subprocess.Popen[bytes]) -> None:
     """End a launcher and all that it has started, in other process groups, too."""
-    known = {child.pid, *_descendants(child.pid)}
+    known = _descendants(child.pid)
     child.terminate()
     try:
         child.wait(GRACE_S)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        known |= set(_descendants(child.pid))
-    for pid in known & _alive():
+        known |= _descendants(child.pid)
+    for pid in known & _parents().keys():
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -305,19 +278,11 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _descendants(pid: int) -> Iterable[int]:
-    parents = _parents()
-    found, ahead = [], [pid]
-    while ahead:
-        parent = ahead.pop()
-        children = [child for child, own in parents.items() if own == parent]
-        found += children
-        ahead += children
+def _descendants(pid: int) -> set[int]:
+    parents, found = _parents(), {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
     return found
-
-
-def _alive() -> set[int]:
-    return set(_parents())
 
 
 def _parents() -> dict[int, int]:

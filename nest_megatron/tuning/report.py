@@ -22,7 +22,7 @@ from nest_megatron.report.tables import (
 )
 from nest_megatron.report.words import narrow_words
 from nest_megatron.tuning.selection import Known, NextRun, Stop, chosen, layout_words
-from nest_megatron.tuning.trial import State, Trial
+from nest_megatron.tuning.session import State, Trial
 from nest_megatron.tuning.tuner import Tuned, outcome_words
 from nest_megatron.units import Seconds, format_duration, format_seconds
 
@@ -194,8 +194,10 @@ def _lessons_report(known: Known) -> Iterator[Any]:
 
 def _off_words(known: Known) -> str:
     """How far all runs were off: what they have in common is learnt of the job, not of a part."""
-    predicted = {each.solved: each.step.median_s for each in known.ranked.candidates}
-    errors = [100 * (step_s / predicted[plan] - 1) for plan, step_s in known.steps_s.items()]
+    errors = [
+        100 * (step_s / known.predicted[plan].median_s - 1)
+        for plan, step_s in known.steps_s.items()
+    ]
     if len(errors) == 1:
         return f"Measured over predicted step: {errors[0]:+.1f} %."
     return f"Measured over predicted steps: {min(errors):+.1f} % to {max(errors):+.1f} %."
@@ -244,10 +246,9 @@ def tuned_document(
 
 def _candidate_document(known: Known, candidate: Candidate) -> Mapping[str, Any]:
     now = {each.solved: each.step for each in known.candidates()}.get(candidate.solved)
-    prior = known.ranked.candidates
     return {
         "layout": layout_words(candidate),
-        "predicted_s": next(e.step.median_s for e in prior if e.solved == candidate.solved),
+        "predicted_s": known.predicted[candidate.solved].median_s,
         "expected_s": None if now is None else now.median_s,
         "measured_s": known.steps_s.get(candidate.solved),
     }

@@ -19,6 +19,7 @@ from nest_megatron.cost_model.peak_posterior import PeakPosterior, PeakRun
 from nest_megatron.cost_model.posterior import Observation, Posterior
 from nest_megatron.cost_model.shortlist import run_gains, shortlist
 from nest_megatron.cost_model.site import job_of
+from nest_megatron.cost_model.uncertainty import Predictive
 from nest_megatron.layout.objective import SURE
 from nest_megatron.planner import Ranked, describe_grid
 from nest_megatron.planner.choice import Candidate, allowed, ties
@@ -97,9 +98,14 @@ class Known:
         return sum(self.starts_s) / len(self.starts_s) if self.starts_s else START_S
 
     @property
+    def predicted(self) -> Mapping[SolvedLayout, Predictive]:
+        """The steps of all plans as they were predicted without these runs."""
+        return {each.solved: each.step for each in self.ranked.candidates}
+
+    @property
     def posterior(self) -> Posterior:
         """The errors of predictions, given these runs and those of the site's calibration."""
-        steps = {each.solved: each.step for each in self.ranked.candidates}
+        steps = self.predicted
         site = self.ranked.request.site
         before = Posterior() if site is None else site.posterior
         return before.with_runs(

@@ -16,19 +16,19 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import describe_grid
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.solver.ranking import SolvedLayout
-from nest_megatron.tuning.command import RunCommand
-from nest_megatron.tuning.job import TunedJob
+from nest_megatron.tuning.job import RunCommand, TunedJob
 from nest_megatron.tuning.launchers import Launcher, running_file
 from nest_megatron.tuning.selection import Known, NextRun, Stop, layout_words, next_run
-from nest_megatron.tuning.session import Session, open_locked
-from nest_megatron.tuning.trial import (
+from nest_megatron.tuning.session import (
     Ended,
     Failure,
+    Session,
     State,
     Trial,
     in_history,
     judged,
     measured,
+    open_locked,
     record_of,
 )
 from nest_megatron.units import format_duration, format_gib, format_seconds
@@ -146,7 +146,7 @@ class Tuner:
         history, output = path(trial, _HISTORY), path(trial, _OUTPUT)
         command = self.job.command(plan, path(trial, "pinned.yaml"), request.iterations, history)
         write_text(path(trial, "command.txt"), f"{shlex.join(command.words())}\n")
-        ended = self.launcher_of(command).run(command, request.run_timeout_s, output)
+        ended = self.launcher_of(command)(command, request.run_timeout_s, output)
         return judged(trial, record_of(history), ended, output)
 
     def _ended(self, trial: Trial) -> None:

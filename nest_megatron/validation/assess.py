@@ -1,30 +1,41 @@
-"""Predict every row of a file, or say why not."""
+"""Predict every row of a file by the cost model, or say why not."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 from nest_megatron.caching import Caching, cached_by
-from nest_megatron.cluster.records import Accelerator
 from nest_megatron.cost_model.device_memory import (
     allocatable_bytes,
     out_of_memory_probability,
     outside_bytes,
     peak_error,
 )
+from nest_megatron.cost_model.estimate import attention_flops_per_sequence, model_flops_per_sequence
 from nest_megatron.cost_model.features import SCANNED
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.peak_limit import out_of_memory
+from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
+from nest_megatron.cost_model.stage_problems import stage_problem
+from nest_megatron.cost_model.uncertainty import predictive
 from nest_megatron.errors import UserInputError
+from nest_megatron.layout.layout import Layout
+from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.recompute import NO_RECOMPUTE
+from nest_megatron.layout.stage_layout import is_uniform, uniform_partition
+from nest_megatron.packages import import_from_checkout
 from nest_megatron.planner.choice import Candidate
-from nest_megatron.units import Bytes, Seconds
-from nest_megatron.validation.calibration import LeftOutConstants
-from nest_megatron.validation.collectives import predict_collective
-from nest_megatron.validation.golden import golden_job, is_local
+from nest_megatron.solver.backend import choose, solver_of
+from nest_megatron.solver.one_partition import joined
+from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD
+from nest_megatron.solver.ranking import SolvedLayout
+from nest_megatron.units import Bytes, Seconds, Ticks, to_seconds, to_ticks
 from nest_megatron.validation.job import RowJob, job_of
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Basis, Judged, RowOutcome
-from nest_megatron.validation.predict import Predictor, RowPrediction
 from nest_megatron.validation.rows import (
     RefusedRowError,
     Row,
@@ -33,7 +44,6 @@ from nest_megatron.validation.rows import (
     StepWork,
     measured_memory,
     measured_time,
-    number,
     ran_out_of_memory,
     refuse_misprints,
     require_consistent,
@@ -41,16 +51,185 @@ from nest_megatron.validation.rows import (
     require_measurement,
     states_time,
 )
-from nest_megatron.validation.scores import candidate_of
+
+#: More memory than any device has.
+_NO_LIMIT = 1 << 55
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPrediction:
+    """What the cost model says of a job.
+
+    Args:
+        stage_memory: bytes of each pipeline rank at its peak, reserve and margin not counted.
+        model_flops: of one step, recomputation not counted.
+        attention_flops: the part of them that is the causal half of attention.
+        layout: what the job was taken to be.
+    """
+
+    iteration_time_s: Seconds
+    stage_memory: tuple[Bytes, ...]
+    capacity_bytes: Bytes
+    model_flops: float
+    attention_flops: float
+    layout: Layout
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank stays within the capacity that a plan may fill."""
+        return max(self.stage_memory) <= self.capacity_bytes
+
+
+class Predictor(Caching):
+    """Predicts jobs; what jobs share (a model on a cluster) is priced once, and a job as well."""
+
+    @cached_by(lambda _, job: (*_key(job), job.grids, job.partition, job.pipeline_runs))
+    def predict(self, job: RowJob) -> RowPrediction:
+        """Time and memory of a job.
+
+        Raises:
+            RefusedRowError: if its layers cannot be divided over the pipeline.
+        """
+        return self._predict(job, self.model(job))
+
+    @cached_by(lambda _, job: _key(job))
+    def model(self, job: RowJob) -> CostModel:
+        """The cost model of a job, shared with jobs that differ in their layout alone."""
+        return CostModel(job.spec, job.cluster, job.settings)
+
+    @staticmethod
+    def _predict(job: RowJob, model: CostModel) -> RowPrediction:
+        problems = []
+        for grid in job.grids:
+            problem = stage_problem(model, grid)
+            # between a pipeline's filling and its draining
+            between = max(1, problem.num_microbatches // job.pipeline_runs)
+            problems.append((grid, dataclasses.replace(problem, num_microbatches=between)))
+        partition = measured_partition(job, problems[0][1])
+        memory = [stage_memory(problem, partition) for _, problem in problems]
+        needs = [max(stages) for stages in memory]
+        fitting = [i for i, need in enumerate(needs) if need <= problems[i][1].capacity_bytes]
+        if not fitting:
+            fitting = [needs.index(min(needs))]
+        # Recomputing something is never faster than recomputing nothing, where that fits.
+        plain = [dataclasses.replace(grid, recompute=NO_RECOMPUTE) for grid in job.grids]
+        whole = {plain[i] for i in fitting if job.grids[i] == plain[i]}
+        fitting = [i for i in fitting if job.grids[i] == plain[i] or plain[i] not in whole]
+        ticks, best = min((iteration_ticks(problems[i][1], partition), i) for i in fitting)
+        grid, problem = problems[best]
+        return RowPrediction(
+            iteration_time_s=to_seconds(
+                job.pipeline_runs * (ticks - problem.constant) + problem.constant
+            ),
+            stage_memory=memory[best],
+            capacity_bytes=problem.capacity_bytes,
+            model_flops=grid.global_batch_size * model_flops_per_sequence(model),
+            attention_flops=grid.global_batch_size * attention_flops_per_sequence(model),
+            layout=grid.with_stages(partition),
+        )
+
+
+def _key(job: RowJob) -> tuple[object, ...]:
+    return job.spec, id(job.cluster), job.settings  # the model keeps the cluster alive
+
+
+def measured_partition(job: RowJob, problem: PipelineProblem) -> StagePartition:
+    """The stages of a job: as named, or even, or else the fastest that there are.
+
+    Megatron divides layers evenly; where they do not divide, embedding and loss count as layers
+    (``--account-for-embedding-in-pipeline-split``), and where that fails too, a layout places them,
+    which whoever published the run will have balanced.
+
+    Args:
+        problem: the job with its costs.
+    """
+    if job.partition is not None:
+        return job.partition
+    p, v = problem.num_stages, problem.num_virtual
+    for embedding, loss in ((False, False), (True, True), (True, False), (False, True)):
+        try:
+            return uniform_partition(job.spec, p, v, account_embedding=embedding, account_loss=loss)
+        except UserInputError:
+            continue
+    return _balanced(problem)
+
+
+#: Micro batches, in rounds of ``p``, that are enough to see which stages hold the others up, and
+#: partial partitions after which the best one so far is good enough.
+_ROUNDS, _MOST_NODES = 3, 20_000
+
+
+def _balanced(problem: PipelineProblem) -> StagePartition:
+    if problem.num_chunks > problem.num_units:
+        detail = f"{problem.num_chunks} stages for {problem.num_units} units"
+        raise RefusedRowError("more pipeline stages than layers", detail)
+    few = min(problem.num_microbatches, _ROUNDS * problem.num_stages)
+    question = dataclasses.replace(
+        problem, capacity_bytes=_NO_LIMIT, num_microbatches=few, block_num_layers=0
+    )
+    try:
+        boundaries = solver_of(choose())(question, NO_THRESHOLD, _MOST_NODES).boundaries
+    except UserInputError as error:
+        raise RefusedRowError("schedule is impossible", str(error)) from error
+    if not boundaries:
+        units, chunks = problem.num_units, problem.num_chunks
+        boundaries = tuple(-(-units * k // chunks) for k in range(chunks + 1))
+    return StagePartition(boundaries=boundaries, pipeline_model_parallel_size=problem.num_stages)
+
+
+def iteration_ticks(problem: PipelineProblem, partition: StagePartition) -> Ticks:
+    """Iteration time of a partition, whether it fits in memory or not.
+
+    The stage solver judges it: asked for the one partition, it simulates the one schedule.
+    """
+    unbounded = dataclasses.replace(problem, capacity_bytes=_NO_LIMIT)
+    try:
+        only = joined(unbounded, partition.boundaries)
+        return solver_of(choose())(only, NO_THRESHOLD, DEFAULT_NODE_LIMIT).iteration
+    except UserInputError as error:
+        raise RefusedRowError("schedule is impossible", str(error)) from error
+
+
+def stage_memory(problem: PipelineProblem, partition: StagePartition) -> tuple[Bytes, ...]:
+    """Peak bytes of each pipeline rank."""
+    parts = [partition.chunk(k) for k in range(partition.num_chunks)]
+    chunks = [chunk_cost(problem, part.start, part.stop) for part in parts]
+    p = problem.num_stages
+    return tuple(rank_memory(problem, rank, chunks[rank::p]).total for rank in range(p))
+
+
+def candidate_of(model: CostModel, prediction: RowPrediction) -> Candidate:
+    """A measured run as a plan that a search may choose; no settings of a user speak for it."""
+    layout = prediction.layout
+    seconds, peak = prediction.iteration_time_s, max(prediction.stage_memory)
+    return Candidate(
+        solved=SolvedLayout(layout=layout, iteration=to_ticks(seconds)),
+        peak_memory_bytes=peak,
+        step=predictive(model, layout, seconds),
+        out_of_memory=out_of_memory(model, layout, peak),
+        is_custom=not is_uniform(model.spec, layout.partition),
+        changes=0,
+    )
+
+
+#: By kind of table the module that predicts its rows, of tools/.
+_TOOLS = {
+    RowKind.MEMORY_GOLDEN: "tools.golden",
+    RowKind.COLLECTIVES: "tools.calibration.collectives",
+}
 
 
 @dataclass(frozen=True)
 class Assessor(Caching):
-    """Predicts rows, by constants of fits without their source where ``left_out`` has them."""
+    """Predicts rows.
+
+    Args:
+        left_out: from a source and its job to the job by constants fitted without the source.
+    """
 
     book: ModelBook
     predictor: Predictor = field(default_factory=Predictor)
-    left_out: LeftOutConstants | None = None
+    left_out: Callable[[str, RowJob], RowJob] | None = None
 
     def judge(self, file: RowFile) -> Judged:
         """Every row of a file, on both bases."""
@@ -60,12 +239,11 @@ class Assessor(Caching):
 
     def outcomes(self, file: RowFile, basis: Basis) -> Iterator[RowOutcome]:
         """Every row of a file, in order, predicted or refused."""
-        judge: Callable[[Row, Basis], RowOutcome] = {
+        judges: dict[RowKind, Callable[[Row, Basis], RowOutcome]] = {
             RowKind.THROUGHPUT: self._throughput,
             RowKind.MEMORY_PEAK: self._memory_peak,
-            RowKind.MEMORY_GOLDEN: self._golden,
-            RowKind.COLLECTIVES: _collective,
-        }[file.kind]
+        }
+        judge = judges.get(file.kind) or self._by_tool(file.kind)
         for row in file.rows:
             try:
                 refuse_misprints(row)
@@ -105,30 +283,15 @@ class Assessor(Caching):
             raise RefusedRowError("no memory measured", f"outcome {row.get('outcome', '')!r}")
         return _memory(row, job, prediction, memory)
 
-    def _golden(self, row: Row, _: Basis) -> RowOutcome:
-        # A test's arguments state every setting, and a plan would keep them.
-        job = golden_job(row)
-        prediction = self.predictor.predict(job)
-        gib = number(row, "mem_max_allocated_gib")
-        if not gib:
-            raise RefusedRowError("no memory measured", "mem_max_allocated_gib is empty")
-        return RowOutcome(
-            row=row,
-            predicted_bytes=predicted_golden(row, job, prediction),
-            measured_bytes=round(gib * 2**30),
-            needed_bytes=max(prediction.stage_memory),
-            device_bytes=job.cluster.accelerator.memory_bytes,
-            fits=prediction.fits,
-            is_moe=job.spec.is_moe,
-            has_scans=not SCANNED.isdisjoint(job.spec.blocks),
-            zero=prediction.layout.zero,
-            assumptions=job.assumptions,
-        )
+    def _by_tool(self, kind: RowKind) -> Callable[[Row, Basis], RowOutcome]:
+        """What predicts rows of a kind of which a checkout alone has tables."""
+        tool = import_from_checkout(_TOOLS[kind], kind)
+        return lambda row, _: cast(RowOutcome, tool.predicted_row(row, self.predictor))
 
     def _job(self, row: Row, basis: Basis) -> RowJob:
         require_fixed_sequences(row)
         job = job_of(row, self.book, as_planned=basis is Basis.AS_PLANNED)
-        return job if self.left_out is None else self.left_out.applied(row.get("source", ""), job)
+        return job if self.left_out is None else self.left_out(row.get("source", ""), job)
 
 
 def _memory(row: Row, job: RowJob, prediction: RowPrediction, measured: Bytes | None) -> RowOutcome:
@@ -152,11 +315,6 @@ def _memory(row: Row, job: RowJob, prediction: RowPrediction, measured: Bytes | 
     )
 
 
-def _collective(row: Row, _: Basis) -> RowOutcome:
-    predicted, measured = predict_collective(row)
-    return RowOutcome(row=row, predicted_s=predicted, measured_s=measured)
-
-
 def job_time(row: Row, job: RowJob, prediction: RowPrediction) -> Seconds:
     """Measured time of a step, from whatever the row prints."""
     work = _work(job, prediction)
@@ -178,43 +336,9 @@ def _work(job: RowJob, prediction: RowPrediction) -> StepWork:
     )
 
 
-_MIB = 2**20
-#: Workspaces of cuBLAS that PyTorch holds: one for the forward and one for the backward thread.
-_CUBLAS_HANDLES = 2
-#: ``CUBLAS_WORKSPACE_CONFIG=:4096:8``, and what PyTorch takes without it on Hopper.
-_CUBLAS_LARGE = 32 * _MIB
-#: ``:4096:2:16:8``, what PyTorch takes on every other GPU.
-_CUBLAS_SMALL = 8 * _MIB + 128 * 1024
-#: Workspace of Transformer Engine, from Hopper on and before (``get_cublas_workspace_size_bytes``).
-_ENGINE_LARGE, _ENGINE_SMALL = 32 * _MIB, 4 * _MIB
-#: Streams of Transformer Engine's grouped GEMMs.
-_GROUPED_STREAMS = 4
-_BEFORE_HOPPER = ("v100", "a100", "a800", "mi")
-
-
 #: What PyTorch's allocator holds at its peak over what it has given out. SimuMax prints both for
 #: one node of B200: 1.03 to 1.08 times; jobs of 2021 and 2022 lie higher.
 _RESERVED, _CACHED = 1.06, 1.2
-
-
-def workspace_bytes(
-    accelerator: Accelerator, *, deterministic: bool, engine: bool = True, grouped: bool = False
-) -> Bytes:
-    """What libraries take from PyTorch's allocator and keep.
-
-    Args:
-        deterministic: ``CUBLAS_WORKSPACE_CONFIG`` is set as deterministic runs set it.
-        engine: layers are Transformer Engine's; Megatron's own take another handle of cuBLAS.
-        grouped: experts run as grouped GEMMs, on streams with a workspace each.
-    """
-    name = accelerator.name.lower()
-    hopper = name.startswith(("h100", "h20", "h800", "gh200"))
-    cublas = _CUBLAS_LARGE if deterministic or hopper else _CUBLAS_SMALL
-    large = not name.startswith(_BEFORE_HOPPER)
-    if not engine:
-        return (_CUBLAS_HANDLES + 1) * cublas
-    own = _ENGINE_LARGE if large else _ENGINE_SMALL
-    return _CUBLAS_HANDLES * cublas + own * (1 + _GROUPED_STREAMS * grouped)
 
 
 def predicted_memory(row: Row, job: RowJob, prediction: RowPrediction) -> Bytes | None:
@@ -240,13 +364,3 @@ def predicted_memory(row: Row, job: RowJob, prediction: RowPrediction) -> Bytes 
     if "nvidia-smi" not in scope:
         return peak
     return round(peak * _CACHED) + job.settings.memory_reserve_bytes
-
-
-def predicted_golden(row: Row, job: RowJob, prediction: RowPrediction) -> Bytes:
-    """Peak bytes that PyTorch's allocator gave out on the last pipeline stage."""
-    return prediction.stage_memory[-1] + workspace_bytes(
-        job.cluster.accelerator,
-        deterministic=row.get("deterministic") == "1",
-        engine=not is_local(row),
-        grouped="moe-grouped-gemm=True" in row.get("extra_args", ""),
-    )

@@ -25,9 +25,8 @@ from nest_megatron.layout.recompute import (
 )
 from nest_megatron.layout.zero import STRATEGIES, ZeroStage
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.validation.finetuning import fine_tuning
+from nest_megatron.validation.finetuning import fine_tuning, with_known_cells, with_packs
 from nest_megatron.validation.frameworks import rule_of
-from nest_megatron.validation.known_cells import with_known_cells, with_packs
 from nest_megatron.validation.machines import machine_of
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.row_settings import (

@@ -83,19 +83,19 @@ def accelerator(name: str) -> Accelerator:
     return accelerator_from_mapping(catalogue_entry("accelerator", name))
 
 
-_GBIT = 1e9 / 8
+GBIT = 1e9 / 8
 #: Words, the technology of links.yaml, and the rate of one adapter in bytes per second if it is
 #: fixed by the name. The first that occurs counts.
 _TECHNOLOGIES: tuple[tuple[str, str, float | None], ...] = (
-    (r"omni-?path|\bopa\b", "omni_path", 100 * _GBIT),
+    (r"omni-?path|\bopa\b", "omni_path", 100 * GBIT),
     (r"tcpx", "tcpxo", None),
     (r"\befa\b", "efa", None),
-    (r"slingshot", "slingshot", 200 * _GBIT),
-    (r"\bxdr\b", "infiniband", 800 * _GBIT),
-    (r"\bndr\b", "infiniband", 400 * _GBIT),
-    (r"\bhdr\b", "infiniband", 200 * _GBIT),
-    (r"\bedr\b", "infiniband", 100 * _GBIT),
-    (r"selene", "infiniband", 200 * _GBIT),
+    (r"slingshot", "slingshot", 200 * GBIT),
+    (r"\bxdr\b", "infiniband", 800 * GBIT),
+    (r"\bndr\b", "infiniband", 400 * GBIT),
+    (r"\bhdr\b", "infiniband", 200 * GBIT),
+    (r"\bedr\b", "infiniband", 100 * GBIT),
+    (r"selene", "infiniband", 200 * GBIT),
     (r"\broce", "roce", None),
     (r"infiniband|\bib\b|rdma|cx-?\d|connectx", "infiniband", None),
     (r"ethernet|\btcp\b", "ethernet", None),
@@ -193,4 +193,4 @@ def _between_nodes(text: str) -> str:
 
 
 def _bytes_per_s(number: str, unit: str) -> float:
-    return float(number) * (1e9 if unit.startswith("GB") else _GBIT)
+    return float(number) * (1e9 if unit.startswith("GB") else GBIT)

@@ -1,7 +1,7 @@
 """The machine that a row of measurements was taken on, from the few words that the row has for it.
 
 Whatever the row leaves open is assumed by GPU generation, and each assumption is handed back as a
-short text.
+short text. What link technologies reach of their rate is fitted (``calibration/links.yaml``).
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from nest_megatron.cluster.records import Cluster, NetworkLevel
-from nest_megatron.validation.calibration_store import links
+from nest_megatron.catalogue_files import catalogue_entry
+from nest_megatron.cluster.records import Cluster, CollectiveKind, NetworkLevel
 from nest_megatron.validation.machine_words import (
+    GBIT,
     Adapters,
     accelerator,
     accelerator_name,
@@ -22,10 +25,61 @@ from nest_megatron.validation.machine_words import (
 )
 from nest_megatron.validation.rows import RefusedRowError
 
+_SOURCE = "calibration/links.yaml: "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTechnology:
+    """One technology: the fields of ``NetworkLevel`` that do not depend on the machine."""
+
+    name: str
+    latency_s: float
+    startup_s: float
+    ramp: float
+    efficiency: Mapping[CollectiveKind, float]
+    reduction_efficiency: float | None = None
+    tree_efficiency: float | None = None
+    chain_share: float = 1.0
+    max_rails: int | None = None
+    ring_shares: tuple[float, ...] = ()
+    source: str = ""
+
+    def level(self, name: str, num_devices: int | None, bandwidth: float) -> NetworkLevel:
+        """A network level of this technology; bandwidth of one device in one direction."""
+        figures = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        figures |= {"name": name, "source": _SOURCE + self.name}
+        return NetworkLevel(num_devices=num_devices, bandwidth_bytes_per_s=bandwidth, **figures)
+
+
+#: Keys of an entry of links.yaml that are fields of ``LinkTechnology``; the others tell of the fit.
+LINK_FIELDS = tuple(
+    f.name for f in dataclasses.fields(LinkTechnology) if f.name not in ("name", "source")
+)
+
+
+@functools.cache
+def links() -> Mapping[str, LinkTechnology]:
+    """All technologies of ``hydra_configs/calibration/links.yaml``, by name."""
+    entries = catalogue_entry("calibration", "links")
+    return {name: _link(name, entry) for name, entry in entries.items()}
+
+
+def link_of_level(level: NetworkLevel) -> str:
+    """Technology of a level that ``LinkTechnology.level`` made."""
+    return level.source.removeprefix(_SOURCE)
+
+
+def _link(name: str, entry: Mapping[str, Any]) -> LinkTechnology:
+    figures = {key: entry[key] for key in LINK_FIELDS if key in entry}
+    figures["efficiency"] = {
+        CollectiveKind(kind): share for kind, share in figures["efficiency"].items()
+    }
+    figures["ring_shares"] = tuple(figures.get("ring_shares", ()))
+    return LinkTechnology(name=name, **figures)
+
+
 #: GPUs in the NVLink domain of an NVL72 rack.
 RACK_GPUS = 72
-
-_GBIT = 1e9 / 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +123,7 @@ def _generation(link: str, rate: float, domain: int, nics: int, nic_gbit: float)
         domain=domain,
         host=4 if link == "nvlink5_rack" else domain,
         nics=nics,
-        nic_bytes_per_s=nic_gbit * _GBIT,
+        nic_bytes_per_s=nic_gbit * GBIT,
     )
 
 
@@ -240,7 +294,7 @@ def _rate_of_one(
         return said.node_bytes_per_s / full_node, texts, False
     if rate is None:
         rate = usual.nic_bytes_per_s
-        texts = (f"between nodes: adapters of {rate / _GBIT:g} Gb/s assumed",)
+        texts = (f"between nodes: adapters of {rate / GBIT:g} Gb/s assumed",)
     count = said.count
     if count is None:
         count = max(1, usual.nics * full_node // usual.domain)

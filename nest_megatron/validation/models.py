@@ -1,15 +1,20 @@
-"""Which model a measured row is about."""
+"""Which model a measured row is about, by its name and by its columns."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nest_megatron.catalogue_files import catalogue_entry, catalogue_names
+from nest_megatron.documents import parse_json, read_csv
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.arguments import MEGATRON_DEFAULTS
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import TransformerSpec
@@ -21,15 +26,294 @@ from nest_megatron.validation.model_names import (
     refuse_by_name,
     size_in_billions,
 )
-from nest_megatron.validation.model_shapes import (
-    ModelMatch,
-    mapping_of,
-    read_table,
-    resized,
-    shape_of_columns,
-    whole_of,
-)
 from nest_megatron.validation.rows import RefusedRowError
+
+NEEDED = ("name", "layers", "hidden", "heads")
+
+_WHOLE: Mapping[str, str] = {
+    "layers": "num_layers",
+    "hidden": "hidden_size",
+    "ffn": "ffn_hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_query_groups",
+    "head_dim": "kv_channels",
+    "vocab": "vocab_size",
+    "seq": "seq_length",
+    "experts": "num_experts",
+    "topk": "moe_router_topk",
+    "moe_ffn": "moe_ffn_hidden_size",
+    "shared_ffn": "moe_shared_expert_intermediate_size",
+}
+#: Spellings in the ``extra`` column, a JSON object.
+_EXTRA: Mapping[str, str] = {
+    **{name: name for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim")},
+    "qk_pos_emb_head_dim": "qk_pos_emb_head_dim",
+    "qk_rope_dim": "qk_pos_emb_head_dim",
+    "q_lora": "q_lora_rank",
+    "kv_lora": "kv_lora_rank",
+}
+
+#: Vocabulary of the GPT-2 tokenizer; Megatron pads it.
+GPT2_VOCAB = 50_257
+
+
+def read_table(path: Path) -> tuple[Mapping[str, str], ...]:
+    """The rows of a table of architectures.
+
+    Raises:
+        UserInputError: if it cannot be read, or lacks a needed column.
+    """
+    columns, rows = read_csv(path, "model table")
+    missing = [column for column in NEEDED if column not in columns]
+    if missing:
+        raise UserInputError(
+            str(path),
+            ", ".join(missing),
+            limit="a table of models needs these columns",
+            fix=f"Write at least {','.join(NEEDED)} in the first line.",
+        )
+    return tuple(rows)
+
+
+def whole_of(text: str | None) -> int | None:
+    """A whole number of a table, which may be written as a float or a product.
+
+    >>> whole_of("128256"), whole_of("51200.0"), whole_of("25256 * 8"), whole_of("")
+    (128256, 51200, 202048, None)
+    """
+    factors = re.split(r"\s*\*\s*", (text or "").strip())
+    if not all(re.fullmatch(r"\d{1,18}(\.0*)?", factor) for factor in factors):
+        return None
+    return math.prod(int(float(factor)) for factor in factors)
+
+
+def mapping_of(row: Mapping[str, str], base: Mapping[str, object] | None) -> dict[str, object]:
+    """A model description from one row of a table.
+
+    Args:
+        row: column to text; an empty cell says nothing.
+        base: the catalogue's description of the same model, for what the row leaves out.
+
+    Raises:
+        UserInputError: if the ``extra`` column is no JSON object.
+    """
+    gated = row.get("gated_mlp", "").lower() in ("true", "1")
+    mapping: dict[str, object] = dict(base or ({} if gated else MEGATRON_DEFAULTS))
+    for column, field in _WHOLE.items():
+        value = whole_of(row.get(column))
+        if value is not None:
+            mapping[field] = value
+    if row.get("gated_mlp"):
+        mapping["gated_linear_unit"] = gated
+    extra = _extra(row)
+    if "tied" in extra:
+        mapping["untie_embeddings_and_output_weights"] = not extra["tied"]
+    if row.get("attention", "").lower() == "mla":
+        mapping |= {_EXTRA[key]: extra[key] for key in extra if key in _EXTRA}
+        mapping |= {"multi_latent_attention": True, "num_query_groups": None}
+    mapping |= _expert_layers(row, extra)
+    parts = filter(None, (row.get("repo"), row.get("path"), row.get("commit")))
+    mapping |= {"name": row["name"], "source": " ".join(parts) or "a table of models"}
+    return _completed(mapping)
+
+
+def _completed(mapping: dict[str, object]) -> dict[str, object]:
+    hidden, seq = mapping.get("hidden_size"), mapping.setdefault("seq_length", 2048)
+    mapping.setdefault("vocab_size", GPT2_VOCAB)
+    if isinstance(hidden, int):
+        mapping.setdefault("ffn_hidden_size", 4 * hidden)
+    longest = mapping.get("max_position_embeddings")
+    if isinstance(seq, int) and (not isinstance(longest, int) or longest < seq):
+        mapping["max_position_embeddings"] = seq
+    return mapping
+
+
+def _extra(row: Mapping[str, str]) -> Mapping[str, object]:
+    text = row.get("extra") or "{}"
+    try:
+        fields = parse_json(text, "extra")
+    except UserInputError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise UserInputError(
+            f"model {row['name']}: extra",
+            text,
+            limit="it must be a JSON object",
+            fix='Write for example {"tied": false}.',
+        )
+    return fields
+
+
+def _expert_layers(row: Mapping[str, str], extra: Mapping[str, object]) -> dict[str, object]:
+    stated = extra.get("moe_layer_freq")
+    layers, dense = whole_of(row.get("layers")), whole_of(row.get("dense_layers"))
+    if isinstance(stated, int | list):
+        return {"moe_layer_freq": stated}
+    if isinstance(stated, str):
+        return {"moe_layer_freq": re.sub(r"^.*lambda:|\)$|\s", "", stated)}
+    if layers is not None and dense is not None:
+        return {"moe_layer_freq": [0] * dense + [1] * (layers - dense)}
+    return {}
+
+
+BERT_VOCAB = 30_522
+_LLAMA_LIKE = ("llama", "qwen", "mistral", "yi", "internlm", "baichuan", "deepseek", "aquila")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelMatch:
+    """The model of a row, and what the row did not say of it."""
+
+    spec: TransformerSpec
+    assumptions: tuple[str, ...] = ()
+
+
+def resized(match: ModelMatch, row: Mapping[str, str], name: ModelName) -> ModelMatch:
+    """A known model with what the row says of its sizes.
+
+    A model cut to fewer layers keeps the front of its pattern, and one dense layer only where more
+    would leave at most half of the layers with experts. It has no multi-token prediction.
+    """
+    spec = match.spec
+    layers = whole_of(row.get("layers")) or name.num_layers or spec.num_layers
+    pattern, cut = _cut_pattern(spec.moe_layer_pattern, layers)
+    mtp, predicted = _mtp(spec, name, cut=layers < spec.num_layers)
+    changes: dict[str, Any] = {
+        "num_layers": layers,
+        "moe_layer_pattern": pattern,
+        "mtp_num_layers": mtp,
+        **_columns(spec, row),
+    }
+    return ModelMatch(
+        spec=dataclasses.replace(spec, **changes),
+        assumptions=(*match.assumptions, *filter(None, (cut, predicted))),
+    )
+
+
+def _columns(spec: TransformerSpec, row: Mapping[str, str]) -> dict[str, Any]:
+    named = {"ffn": "ffn_hidden_size", "heads": "num_attention_heads", "vocab": "vocab_size"}
+    found = {field: whole_of(row.get(column)) for column, field in named.items()}
+    changes: dict[str, Any] = {field: value for field, value in found.items() if value}
+    groups = whole_of(row.get("kv_heads"))
+    if groups and not spec.multi_latent_attention:
+        changes["num_query_groups"] = groups
+    seq = whole_of(row.get("seq"))
+    if seq:
+        longest = spec.max_position_embeddings or seq
+        learned = spec.position_embedding_type == "learned_absolute"
+        changes["seq_length"] = seq
+        changes["max_position_embeddings"] = seq if learned else max(seq, longest)
+    return changes
+
+
+def _cut_pattern(pattern: tuple[int, ...], layers: int) -> tuple[tuple[int, ...], str]:
+    if not pattern or layers == len(pattern):
+        return pattern, ""
+    if layers > len(pattern):
+        return pattern + pattern[-1:] * (layers - len(pattern)), ""
+    dense = pattern.index(1) if 1 in pattern else 0
+    if 2 * dense < layers or dense < 2:
+        return pattern[:layers], ""
+    note = f"cut to {layers} layers, the first alone is dense (the whole model has {dense} such)"
+    return (0,) + (1,) * (layers - 1), note
+
+
+def _mtp(spec: TransformerSpec, name: ModelName, *, cut: bool) -> tuple[int | None, str]:
+    if name.mtp is not None:
+        return ((spec.mtp_num_layers or 1) if name.mtp else None), ""
+    if not spec.num_mtp_layers:
+        return spec.mtp_num_layers, ""
+    if cut:
+        return None, "a cut model has no multi-token prediction"
+    return spec.mtp_num_layers, "the name does not say, so multi-token prediction is taken as on"
+
+
+def shape_of_columns(row: Mapping[str, str], name: ModelName) -> ModelMatch:
+    """A model that only its sizes describe."""
+    hidden, heads = whole_of(row.get("hidden")), whole_of(row.get("heads"))
+    if not hidden or not heads:
+        anonymous = name.key.startswith(("gpt", "bert", "bloom")) or row.get("params_b")
+        reason = "shape not stated" if anonymous else "unknown model"
+        raise RefusedRowError(reason, f"{row.get('model', '')!r} hidden={hidden} heads={heads}")
+    style, notes = _style(row, name)
+    layers, note = _layers(row, name, hidden, int(style["vocab_size"]))
+    mapping: dict[str, Any] = {
+        **style,
+        "name": row.get("model") or name.key,
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": whole_of(row.get("kv_heads")),
+        "ffn_hidden_size": whole_of(row.get("ffn")) or 4 * hidden,
+        **_length(row, style),
+        "source": f"columns of the row {row.get('row_id', '')}".strip(),
+    }
+    if hidden % heads:
+        raise RefusedRowError("size of a head not stated", f"hidden={hidden} heads={heads}")
+    spec, tied = _tied_or_not(spec_from_mapping(mapping), row)
+    return ModelMatch(spec=spec, assumptions=(*notes, *filter(None, (note, tied))))
+
+
+def _tied_or_not(spec: TransformerSpec, row: Mapping[str, str]) -> tuple[TransformerSpec, str]:
+    """Untied, if that makes the parameters that the row states where tied does not."""
+    size = size_in_billions(row.get("params_b", "").replace(".", "p") + "b")
+    if size is None:
+        return spec, ""
+    untied = dataclasses.replace(spec, untie_embeddings_and_output_weights=True)
+    counts = {each: total_parameters(each) / 1e9 for each in (spec, untied)}
+    if abs(counts[untied] - size) < abs(counts[spec] - size) / 2:
+        return untied, f"embedding not tied, for {size:g} billion parameters"
+    if abs(counts[spec] - size) > 0.1 * size:
+        return spec, f"the sizes make {counts[spec]:.1f} billion parameters, the row says {size:g}"
+    return spec, ""
+
+
+def _length(row: Mapping[str, str], style: Mapping[str, Any]) -> dict[str, Any]:
+    seq = whole_of(row.get("seq"))
+    if not seq:
+        if style.get("family") != "bert":
+            raise RefusedRowError("sequence length not stated", row.get("model", ""))
+        seq = 512
+    return {"seq_length": seq, "max_position_embeddings": seq}
+
+
+def _style(row: Mapping[str, str], name: ModelName) -> tuple[dict[str, Any], tuple[str, ...]]:
+    vocab = whole_of(row.get("vocab"))
+    if name.key.startswith(_LLAMA_LIKE):
+        if not vocab or not whole_of(row.get("ffn")):
+            raise RefusedRowError("shape not stated", f"{row.get('model', '')!r}: ffn and vocab")
+        return {"vocab_size": vocab}, ("a Llama-like layer: SwiGLU, RMSNorm, no biases, untied",)
+    bert = name.key.startswith("bert")
+    notes = ["a GPT-2-like layer: GELU, LayerNorm, biases, learned positions, tied, dropout 0.1"]
+    if not vocab:
+        vocab = BERT_VOCAB if bert else GPT2_VOCAB
+        notes.append(f"a vocabulary of {vocab}")
+    if not whole_of(row.get("ffn")):
+        notes.append("an MLP of four times the hidden size")
+    family = "bert" if bert else "gpt"
+    return {**MEGATRON_DEFAULTS, "vocab_size": vocab, "family": family}, tuple(notes)
+
+
+def _layers(row: Mapping[str, str], name: ModelName, hidden: int, vocab: int) -> tuple[int, str]:
+    """Number of layers as stated, or the one that makes the stated parameters to their last digit.
+
+    A layer of four times the hidden size holds ``12 * hidden**2`` parameters.
+    """
+    stated = whole_of(row.get("layers")) or name.num_layers
+    if stated:
+        return stated, ""
+    text = row.get("params_b") or ""
+    size = size_in_billions(text.replace(".", "p") + "b")
+    refused = RefusedRowError("number of layers not stated", f"{row.get('model', '')!r} of {text}B")
+    if size is None or whole_of(row.get("ffn")) not in (None, 4 * hidden):
+        raise refused
+    each, rounding = 12 * hidden**2, 0.5e9 / 10 ** len(text.partition(".")[2])
+    layers = round((size * 1e9 - vocab * hidden) / each)
+    error = abs(layers * each + vocab * hidden - size * 1e9)
+    if layers < 1 or error > rounding or layers % (whole_of(row.get("pp")) or 1):
+        raise refused
+    return layers, f"{layers} layers, the only number that makes {text} billion parameters"
+
 
 #: How far the parameters of a model may lie from the size in its name.
 _SIZE_TOLERANCE = 0.05

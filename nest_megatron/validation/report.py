@@ -9,10 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.planner.choice import Candidate
-from nest_megatron.validation.margin import RiskBin, risk_bin, samples
 from nest_megatron.validation.outcome import REGIMES, Basis, Judged, Pair, RowOutcome
+from nest_megatron.validation.row_settings import states_recompute
 from nest_megatron.validation.rows import RowKind
 from nest_megatron.validation.scores import (
     Certainty,
@@ -278,16 +277,65 @@ def _certainty(
     return Certainty(coverage=_coverage(outcomes), choice=choice_summary(scored))
 
 
+def memory_tests(outcomes: Iterable[RowOutcome], *, stated: bool = True) -> list[RowOutcome]:
+    """Runs with a predicted need and a known device, which test whether plans fit.
+
+    A run that ran and does not say what it recomputed is predicted with a setting that fits, so
+    that it tests nothing; ``stated=False`` takes such runs alone.
+    """
+    return [
+        each
+        for each in outcomes
+        if each.needed_bytes is not None
+        and each.device_bytes
+        and each.risk is not None
+        and (each.out_of_memory or states_recompute(each.row)) is stated
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RiskBin:
+    """Runs whose chance to run out of memory lies between two bounds; expected: its sum."""
+
+    low: float
+    high: float
+    runs: int
+    out_of_memory: int
+    expected: float
+
+    @property
+    def mean_chance_pct(self) -> float:
+        """Mean predicted chance."""
+        return 100.0 * self.expected / self.runs
+
+    @property
+    def ran_out_pct(self) -> float:
+        """Share of the runs that did run out."""
+        return 100.0 * self.out_of_memory / self.runs
+
+
+def risk_bin(data: Iterable[RowOutcome], low: float = 0.0, high: float = 1.0) -> RiskBin:
+    """The runs of one range of chances, and how many of them did run out of memory."""
+    pairs = [(each.risk or 0.0, each.out_of_memory) for each in data]
+    own = [pair for pair in pairs if low <= pair[0] < high or pair[0] == high == 1.0]
+    return RiskBin(
+        low=low,
+        high=high,
+        runs=len(own),
+        out_of_memory=sum(ran_out for _, ran_out in own),
+        expected=sum(chance for chance, _ in own),
+    )
+
+
 def risks_by_regime(files: Iterable[Judged]) -> dict[str, RiskBin]:
     """How many runs were expected to run out of memory, and how many did.
 
     Regimes are of runs that say what they recomputed; what the others are predicted with is a
     guess, which they show to be wrong where they were expected to run out.
     """
-    reserve = CostSettings().memory_reserve_bytes
     runs = {n: [o for o, _ in pairs] for n, pairs in pairs_by_regime(files).items()}
-    risks = {name: risk_bin(samples(own, reserve)) for name, own in runs.items()}
-    risks["recompute not stated"] = risk_bin(samples(runs["all"], reserve, stated=False))
+    risks = {name: risk_bin(memory_tests(own)) for name, own in runs.items()}
+    risks["recompute not stated"] = risk_bin(memory_tests(runs["all"], stated=False))
     return {name: each for name, each in risks.items() if each.runs}
 
 

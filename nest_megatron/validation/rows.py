@@ -143,13 +143,8 @@ def number_or_zero(row: Row, column: str) -> float:
 def refuse_misprints(row: Row) -> None:
     """Refuse a row with a figure beyond anything that has been run."""
     for column, largest in _LARGEST.items():
-        text = row.get(column, "").strip()
-        try:
-            too_large = float(text.replace(",", "")) > largest if text else False
-        except ValueError:
-            continue
-        if too_large:
-            raise RefusedRowError("a number is too large", f"{column} = {text!r}")
+        if number_or_zero(row, column) > largest:
+            raise RefusedRowError("a number is too large", f"{column} = {row[column].strip()!r}")
 
 
 def whole(row: Row, column: str) -> int | None:

@@ -16,16 +16,11 @@ from dataclasses import dataclass
 
 from nest_megatron.catalogue_files import default_setting
 from nest_megatron.cost_model import student_t
-from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.peak_limit import out_of_memory
 from nest_megatron.cost_model.shortlist import shortlist
-from nest_megatron.cost_model.uncertainty import Predictive, predictive, probability_faster
+from nest_megatron.cost_model.uncertainty import Predictive, probability_faster
 from nest_megatron.layout.objective import SURE
-from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.planner.choice import Candidate, allowed, ties
-from nest_megatron.solver.ranking import SolvedLayout
-from nest_megatron.units import Seconds, to_ticks
-from nest_megatron.validation.predict import RowPrediction
+from nest_megatron.units import Seconds
 
 #: Two layouts of one job whose measured times differ by no more are as fast as each other: the same
 #: layout run twice differs by 1 to 2 % where sources print both.
@@ -153,20 +148,6 @@ def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
 def _ranks(values: Sequence[float]) -> list[float]:
     ordered = sorted(values)
     return [(bisect_left(ordered, each) + bisect_right(ordered, each) + 1) / 2 for each in values]
-
-
-def candidate_of(model: CostModel, prediction: RowPrediction) -> Candidate:
-    """A measured run as a plan that a search may choose; no settings of a user speak for it."""
-    layout = prediction.layout
-    seconds, peak = prediction.iteration_time_s, max(prediction.stage_memory)
-    return Candidate(
-        solved=SolvedLayout(layout=layout, iteration=to_ticks(seconds)),
-        peak_memory_bytes=peak,
-        step=predictive(model, layout, seconds),
-        out_of_memory=out_of_memory(model, layout, peak),
-        is_custom=not is_uniform(model.spec, layout.partition),
-        changes=0,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

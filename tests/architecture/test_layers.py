@@ -47,8 +47,6 @@ LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package 
 
 HEAVY = {"torch", "megatron", "nemo", "nemo_run", "numpy"}
 HEAVY_PACKAGES = {"megatron_core", "profile", "integrations", "cli"}
-# Fits of ``calibrate`` use it.
-NUMPY_PACKAGES = {"validation"}
 HYDRA = {"hydra", "omegaconf"}
 HYDRA_PACKAGES = {"config", "integrations", "api"}
 
@@ -101,7 +99,6 @@ def test_imports_point_down(path: Path) -> None:
 def test_heavy_libraries_stay_where_they_are_needed(path: Path) -> None:
     package = package_of(dotted_name(path))
     banned = set() if package in HEAVY_PACKAGES else set(HEAVY)
-    banned -= {"numpy"} if package in NUMPY_PACKAGES else set()
     banned |= set() if package in HYDRA_PACKAGES else HYDRA
     wrong = [
         f"line {found.line}: {package} imports {found.module}"

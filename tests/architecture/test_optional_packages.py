@@ -109,3 +109,9 @@ def test_a_command_that_is_left_out_says_so(copy: Path, name: str, package: str)
     done = command(copy, name, *JOB)
     assert done.returncode == 2
     assert f"{name} needs nest_megatron.{package}" in done.stderr
+
+
+def test_what_a_checkout_alone_has_is_said(copy: Path) -> None:
+    done = command(copy, "calibrate", "runs.csv")
+    assert done.returncode == 2
+    assert "tools.calibration.command is part of a checkout of nest-megatron" in done.stderr

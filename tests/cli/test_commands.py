@@ -21,7 +21,7 @@ from nest_megatron.history import store as history
 from nest_megatron.layout import plan_file
 from nest_megatron.planner import Request
 from nest_megatron.planner import plan as find_plan
-from nest_megatron.profile import profile_file
+from nest_megatron.profile import store
 from nest_megatron.report.failure import ending_on_errors, require_plan
 from tests import catalogue
 from tests.catalogue import CORE
@@ -149,9 +149,9 @@ def write_module(folder: Path) -> None:
 def write_profiles(folder: Path) -> Path:
     """A store with the profile that examples name, and a file of it to import."""
     made = whole_profile("llama3_8b-h100")
-    profile_file.write(made, folder / "profile.yaml")
+    store.write(made, folder / "profile.yaml")
     (folder / "store").mkdir()
-    profile_file.write(made, folder / "store" / "llama3_8b-h100.yaml")
+    store.write(made, folder / "store" / "llama3_8b-h100.yaml")
     history.append(run_record(), folder / "runs.jsonl")
     history.append(run_record(), folder / "audit.jsonl")
     return folder / "store"

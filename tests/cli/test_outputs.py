@@ -14,7 +14,7 @@ from nest_megatron.cli.command_kinds import forced
 from nest_megatron.errors import BAD_INPUT
 from nest_megatron.files import check_output, write_text
 from nest_megatron.integrations.plan_output import plan_output
-from nest_megatron.profile import profile_file
+from nest_megatron.profile import store
 from nest_megatron.profile.network import dump
 from tests.cli.runs import SMALL, run
 from tests.profile.networks import profile_of
@@ -230,7 +230,7 @@ def test_a_schema_alone_makes_no_file_ours(text: str, tmp_path: Path) -> None:
 
 def test_plans_and_profiles_of_ours_are_replaced(plan: Path, tmp_path: Path) -> None:
     layers, network = tmp_path / "layers.yaml", tmp_path / "network.yaml"
-    profile_file.write(whole_profile(), layers)
+    store.write(whole_profile(), layers)
     network.write_text(dump(profile_of([])), encoding="utf-8")
     for path in (plan, layers, network):
         check_output("out", path)

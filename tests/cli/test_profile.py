@@ -24,9 +24,8 @@ from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.profile import network, session, store
 from nest_megatron.profile.layer_timer import Measuring
-from nest_megatron.profile.ranks import Ranks, meet
 from nest_megatron.profile.records import SHAPE
-from nest_megatron.profile.session import Task
+from nest_megatron.profile.session import Ranks, Task, meet
 from nest_megatron.units import counted
 from tests.cli.runs import ROOT, Run, environment, interrupted, run, spawn
 from tests.megatron_lm.training import free_port

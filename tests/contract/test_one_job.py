@@ -20,9 +20,9 @@ from nest_megatron.integrations.nemo import read_recipe as read_nemo
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Request
-from nest_megatron.validation.golden import shape_of_test
 from tests import catalogue
 from tests.integrations.frameworks import bridge_config, nemo_recipe
+from tools.golden import shape_of_test
 
 LLAMA = catalogue.model("llama3_8b")
 #: Fields that say where a shape comes from, not what it is.

@@ -224,7 +224,7 @@ def _book() -> Any:
 
 
 def _table(text: str) -> object:
-    from nest_megatron.validation.model_shapes import mapping_of, read_table
+    from nest_megatron.validation.models import mapping_of, read_table
     from nest_megatron.validation.rows import read_rows
 
     path = _file(text, "table.csv")
@@ -246,19 +246,19 @@ def _log(text: str) -> object:
 
 
 def _profile_seeds() -> tuple[str, ...]:
-    from nest_megatron.profile import network, profile_file
+    from nest_megatron.profile import network, store
     from tests.profile.networks import profile_of, samples
     from tests.profile.profiles import profile, timing
 
-    return profile_file.dump(profile([timing()])), network.dump(profile_of(samples()[:6]))
+    return store.dump(profile([timing()])), network.dump(profile_of(samples()[:6]))
 
 
 def _profile(text: str) -> object:
-    from nest_megatron.profile import network, profile_file
+    from nest_megatron.profile import network, store
 
     with contextlib.suppress(ValueError):
         network.load(text)
-    return profile_file.load(text, "profile")
+    return store.load(text, "profile")
 
 
 def _command(text: str) -> object:

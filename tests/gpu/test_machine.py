@@ -30,9 +30,8 @@ from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.profile import network, session, store
 from nest_megatron.profile.clock import job_clock
-from nest_megatron.profile.collective_calls import Caller
-from nest_megatron.profile.ranks import Ranks
-from nest_megatron.profile.session import this_machine
+from nest_megatron.profile.collectives import Caller
+from nest_megatron.profile.session import Ranks, this_machine
 from tests.cli.runs import ROOT, environment, run
 from tests.gpu import stand_in
 from tests.gpu.stand_in import BYTES_PER_S, H100, H100_BYTES, stand_in_gpu

@@ -39,7 +39,7 @@ from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.profile import store
 from nest_megatron.profile.installed import installed_versions
-from nest_megatron.profile.mode import ProfileMode
+from nest_megatron.profile.records import ProfileMode
 from nest_megatron.profile.session import Skipped, Task
 from tests import catalogue
 from tests.cli.runs import environment

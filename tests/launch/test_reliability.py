@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.profile import profile_file, store
+from nest_megatron.profile import store
 from tests.cli.runs import ROOT, environment
 from tests.launch.faults.cases import MODEL, Case, words_of
 from tests.launch.faults.page import MEGATRON, STAND_IN, Row, Seen, rows_of, runs, write_sections
@@ -193,7 +193,7 @@ def with_one_profile(case: Case, folder: Path) -> Ended:
     """What becomes of commands that want the profile store, or one profile of it."""
     profiles, file = folder / "profiles", folder / "profile.yaml"
     variables = environment(**{store.FOLDER_VARIABLE: str(profiles)})
-    profile_file.write(whole_profile(), file)
+    store.write(whole_profile(), file)
     bring = ["profiles", "import", str(file)]
     if case.special != "64":
         with locked(profiles, case.special):

@@ -12,7 +12,7 @@ import pytest
 
 from nest_megatron.layout import plan_file
 from nest_megatron.model.layer_pattern import LayerBlock
-from nest_megatron.profile import profile_file, store
+from nest_megatron.profile import store
 from nest_megatron.profile.records import LayerProfile
 from tests.megatron_lm.training import (
     DENSE,
@@ -45,7 +45,7 @@ def launch(folder: Path, ranks: int, model: list[str], *words: str) -> Trained:
 
 def the_profile(folder: Path) -> LayerProfile:
     (path,) = (folder / "profiles").glob("*.yaml")
-    return profile_file.read(path)
+    return store.read(path)
 
 
 def test_two_ranks_measure_train_and_remember(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from nest_megatron.integrations.nemo_run import NestPlugin, cli  # noqa: E402
 from nest_megatron.integrations.nemo_run import plugin as plugin_module  # noqa: E402
 from nest_megatron.integrations.nemo_run.experiment import read_executor  # noqa: E402
 from nest_megatron.layout import plan_file  # noqa: E402
-from nest_megatron.tuning.command import RunCommand  # noqa: E402
+from nest_megatron.tuning.job import RunCommand  # noqa: E402
 from nest_megatron.tuning.launchers import launcher_named  # noqa: E402
 from tests import catalogue  # noqa: E402
 from tests.integrations import frameworks  # noqa: E402
@@ -277,10 +277,10 @@ def test_a_run_of_tune_is_an_experiment(
     output = tmp_path / "run-1" / "output.txt"
     output.parent.mkdir()
     launcher = launcher_named("nemo_run", [f"executor={file}"], command)
-    assert launcher.run(command, 300.0, output).code == ended
+    assert launcher(command, 300.0, output).code == ended
     assert "ran 1 2 ['--bf16']" in output.read_text(encoding="utf-8")
     with pytest.raises(UserInputError, match="the job has 1 x 4 ranks"):
-        launcher.run(dataclasses.replace(command, gpus_per_node=4), 10.0, output)
+        launcher(dataclasses.replace(command, gpus_per_node=4), 10.0, output)
 
 
 def test_an_executor_that_is_not_there_is_said(tmp_path: Path) -> None:

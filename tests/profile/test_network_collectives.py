@@ -18,8 +18,8 @@ import pytest
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.errors import ProfileError
 from nest_megatron.profile import collectives, network
+from nest_megatron.profile.clock import middle_half, middle_out
 from nest_megatron.profile.collectives import DEFAULT_SIZES
-from nest_megatron.profile.spread import middle_half, middle_out
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = """
@@ -27,7 +27,7 @@ import json, sys
 import torch.distributed as dist
 from nest_megatron.profile import network
 from nest_megatron.profile.collectives import measure
-from nest_megatron.profile.collective_calls import Caller
+from nest_megatron.profile.collectives import Caller
 from nest_megatron.cluster.records import CollectiveKind
 rank, store, out, hosts, seconds, sizes, lacking = json.loads(sys.argv[1])
 world = len(hosts)

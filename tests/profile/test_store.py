@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nest_megatron.errors import ProfileError, UserInputError
 from nest_megatron.model.layer_pattern import LayerBlock
-from nest_megatron.profile import profile_file, store
+from nest_megatron.profile import store
 from tests import catalogue
 from tests.profile.profiles import H200, profile, timing, whole_profile
 
@@ -28,19 +28,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("model", ["llama3_8b", "deepseek_v3", "mixtral_8x7b"])
 def test_round_trip_is_exact(model: str) -> None:
     original = whole_profile(spec=catalogue.model(model))
-    text = profile_file.dump(original)
-    again = profile_file.load(text)
+    text = store.dump(original)
+    again = store.load(text)
     assert again == original
-    assert profile_file.dump(again) == text
+    assert store.dump(again) == text
 
 
-TEXT = profile_file.dump(whole_profile())
+TEXT = store.dump(whole_profile())
 
 
 def test_every_way_of_cutting_a_file_short_is_noticed() -> None:
     for length in [*range(0, len(TEXT) - 1, 61), len(TEXT) - 2]:
         with pytest.raises(ProfileError):
-            profile_file.load(TEXT[:length])
+            store.load(TEXT[:length])
 
 
 @settings(max_examples=250, deadline=None)
@@ -52,7 +52,7 @@ def test_every_way_of_cutting_a_file_short_is_noticed() -> None:
 def test_a_misprint_is_refused_or_changes_nothing(place: int, length: int, misprint: str) -> None:
     damaged = TEXT[:place] + misprint + TEXT[place + length :]
     try:
-        found = profile_file.load(damaged)
+        found = store.load(damaged)
     except ProfileError:
         return
     assert found == whole_profile()
@@ -77,7 +77,7 @@ def test_a_misprint_is_refused_or_changes_nothing(place: int, length: int, mispr
 def test_an_edited_field_is_named(before: str, after: str, named: str) -> None:
     assert before in TEXT
     with pytest.raises(ProfileError, match=named):
-        profile_file.load(TEXT.replace(before, after, 1))
+        store.load(TEXT.replace(before, after, 1))
 
 
 def test_timings_are_merged_and_the_newest_stay(folder: Path) -> None:

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import yaml
 
-from nest_megatron.validation.named_sets import Measure, NamedSet
 from nest_megatron.validation.outcome import GROUP_COLUMNS
 from tests.published.sets import DATA, FILES, HERE, is_met, refused, scored, values
+from tools.accuracy.named_sets import Measure, NamedSet
 
 Row = dict[str, str]
 

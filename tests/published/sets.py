@@ -8,10 +8,10 @@ from pathlib import Path
 
 from nest_megatron.validation.assess import Assessor
 from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.named_sets import Measure, NamedSet, scored_sets
 from nest_megatron.validation.outcome import Judged
 from nest_megatron.validation.report import BothScores
 from nest_megatron.validation.rows import read_rows
+from tools.accuracy.named_sets import Measure, NamedSet, scored_sets
 
 HERE = Path(__file__).parent
 DATA = HERE / "data"

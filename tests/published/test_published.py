@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nest_megatron.validation.named_sets import SETS
 from nest_megatron.validation.outcome import Basis
 from nest_megatron.validation.report import certainty_by_regime
 from tests.published.sets import DATA, FILES, HERE, is_met, judged, refused, scored, values
+from tools.accuracy.named_sets import SETS
 
 THRESHOLDS = yaml.safe_load((HERE / "thresholds.yaml").read_text(encoding="utf-8"))
 SET_THRESHOLDS = THRESHOLDS["sets"]

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nest_megatron.validation.named_sets import SETS, Measure
-from nest_megatron.validation.pages.accuracy import NOT_EXPLAINED, NOTES, Notes, page, read_notes
-from nest_megatron.validation.pages.pictures import ticks
 from nest_megatron.validation.rows import RowKind
 from tests.architecture.imports import ROOT
 from tests.published.sets import judged
+from tools.accuracy.named_sets import SETS, Measure
+from tools.accuracy.page import NOT_EXPLAINED, NOTES, Notes, page, read_notes
+from tools.accuracy.pictures import ticks
 
 DOCS = ROOT / "docs"
 

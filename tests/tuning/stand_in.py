@@ -22,10 +22,8 @@ from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.planner.pins import read_pinned
-from nest_megatron.tuning.command import RunCommand
-from nest_megatron.tuning.job import TunedJob, read_tuned
-from nest_megatron.tuning.session import Session, TuneRequest
-from nest_megatron.tuning.trial import Ended
+from nest_megatron.tuning.job import RunCommand, TunedJob, read_tuned
+from nest_megatron.tuning.session import Ended, Session, TuneRequest
 from nest_megatron.tuning.tuner import Tuner
 from nest_megatron.units import Seconds
 from tests.integrations.commands import LLAMA3_8B
@@ -66,13 +64,11 @@ def candidate_of(plan: ParallelPlan) -> Candidate:
 class Answered:
     """A launcher whose runs take what a function says; ``None`` runs out of memory."""
 
-    name = "answered"
-
     def __init__(self, step_s: Callable[[Candidate], Seconds | None]) -> None:
         self.step_s = step_s
         self.ran: list[Candidate] = []
 
-    def run(self, command: RunCommand, timeout_s: Seconds, output: Path) -> Ended:
+    def __call__(self, command: RunCommand, timeout_s: Seconds, output: Path) -> Ended:
         plan = self.plan(command)
         candidate = candidate_of(plan)
         self.ran.append(candidate)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,17 +17,16 @@ import pytest
 from nest_megatron.errors import UserInputError
 from nest_megatron.history.records import Outcome
 from nest_megatron.tuning import launchers
-from nest_megatron.tuning.command import RunCommand, run_command
+from nest_megatron.tuning.job import RunCommand, run_command
 from nest_megatron.tuning.launchers import (
-    Local,
-    Submitit,
     launcher_named,
+    run_by_submitit,
+    run_locally,
     run_process,
     running_file,
     step_words,
 )
-from nest_megatron.tuning.session import open_locked
-from nest_megatron.tuning.trial import Ended, Failure, State, Trial, judged
+from nest_megatron.tuning.session import Ended, Failure, State, Trial, judged, open_locked
 from tests.history.runs import run_record
 from tests.patience import LONG_S, wait_until
 from tests.tuning.stand_in import job
@@ -101,7 +101,7 @@ def test_no_step_outside_an_allocation() -> None:
 
 def test_several_hosts_are_not_started_from_one(tmp_path: Path) -> None:
     with pytest.raises(UserInputError, match="2 hosts"):
-        Local().run(COMMAND, 10.0, tmp_path / "output.txt")
+        run_locally(COMMAND, 10.0, tmp_path / "output.txt")
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,9 @@ def test_a_wrong_launcher_is_refused(name: str, options: list[str]) -> None:
 
 def test_options_reach_submitit() -> None:
     found = launcher_named("submitit", ["slurm_partition=h100", "cpus_per_task=8"], COMMAND)
-    assert isinstance(found, Submitit)
-    assert found.options == {"slurm_partition": "h100", "cpus_per_task": 8}
+    assert isinstance(found, partial)
+    assert found.func is run_by_submitit
+    assert found.keywords["options"] == {"slurm_partition": "h100", "cpus_per_task": 8}
 
 
 @pytest.mark.slow
@@ -130,7 +131,7 @@ def test_a_job_of_submitit_is_waited_for(tmp_path: Path) -> None:
         num_nodes=1,
         gpus_per_node=1,
     )
-    ended = Submitit(options={}, cluster="local").run(command, LONG_S, tmp_path / "output.txt")
+    ended = run_by_submitit(command, LONG_S, tmp_path / "output.txt", options={}, cluster="local")
     assert ended.code == 3
     assert (tmp_path / "output.txt").read_text() == "ran 1\n"
 
@@ -291,13 +292,13 @@ def test_a_run_is_an_experiment_of_nemo_run(
     command = dataclasses.replace(COMMAND, num_nodes=1, gpus_per_node=2)
     output = tmp_path / "output.txt"
     found = launcher_named("nemo_run", ["executor=mine"], command)
-    assert found.run(command, 60.0, output).code == code
+    assert found(command, 60.0, output).code == code
     said = output.read_text(encoding="utf-8")
     assert said.startswith("torchrun 0 {'C': '2', 'A': '1'} {'path': 'pretrain_gpt.py'")
     assert "'args': ['--bf16']" in said
     assert executor.launcher is None, "the user's own stays as it is"
     with pytest.raises(UserInputError, match="the job has 2 x 8 ranks"):
-        found.run(COMMAND, 60.0, output)
+        found(COMMAND, 60.0, output)
 
 
 @pytest.mark.parametrize("options", [[], ["partition=a"], ["executor=a", "partition=b"]])

@@ -21,8 +21,15 @@ from nest_megatron.tuning.report import (
     tuned_report,
 )
 from nest_megatron.tuning.selection import Stop, chosen
-from nest_megatron.tuning.session import new_session, resumed_session
-from nest_megatron.tuning.trial import Ended, Failure, State, Trial, in_history
+from nest_megatron.tuning.session import (
+    Ended,
+    Failure,
+    State,
+    Trial,
+    in_history,
+    new_session,
+    resumed_session,
+)
 from nest_megatron.tuning.tuner import Tuned, trials_of
 from tests.history.runs import run_record
 from tests.tuning.stand_in import ASKED, START_S, Answered, job, tuner
@@ -160,7 +167,7 @@ def test_a_budget_that_measured_nothing_says_why(tmp_path: Path) -> None:
 
 def test_an_interruption_says_how_to_go_on(tmp_path: Path) -> None:
     class Interrupted(Answered):
-        def run(self, *_: object) -> Ended:
+        def __call__(self, *_: object) -> Ended:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt, match=f"--resume {tmp_path}` goes on from there"):
@@ -175,10 +182,10 @@ def test_a_resumed_tuning_goes_on_where_it_stopped(tmp_path: Path) -> None:
         pass
 
     class Kills(Answered):
-        def run(self, *arguments: object) -> object:  # type: ignore[override]
+        def __call__(self, *arguments: object) -> object:  # type: ignore[override]
             if len(self.ran) == 1:
                 raise Killed
-            return super().run(*arguments)  # type: ignore[arg-type]
+            return super().__call__(*arguments)  # type: ignore[arg-type]
 
     dying = Kills(launcher.step_s)
     with pytest.raises(Killed), new_session(folder, ASKED) as session:
@@ -194,8 +201,8 @@ def test_a_resumed_tuning_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 def test_a_killed_run_that_had_measured_is_not_repeated(tmp_path: Path) -> None:
     class Kills(Answered):
-        def run(self, *arguments: object) -> object:  # type: ignore[override]
-            super().run(*arguments)  # type: ignore[arg-type]
+        def __call__(self, *arguments: object) -> object:  # type: ignore[override]
+            super().__call__(*arguments)  # type: ignore[arg-type]
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), new_session(tmp_path / "a", ASKED) as session:
@@ -207,8 +214,8 @@ def test_a_killed_run_that_had_measured_is_not_repeated(tmp_path: Path) -> None:
 
 def test_a_killed_run_that_had_run_out_of_memory_is_not_repeated(tmp_path: Path) -> None:
     class Kills(Answered):
-        def run(self, *arguments: object) -> object:  # type: ignore[override]
-            super().run(*arguments)  # type: ignore[arg-type]
+        def __call__(self, *arguments: object) -> object:  # type: ignore[override]
+            super().__call__(*arguments)  # type: ignore[arg-type]
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), new_session(tmp_path / "a", ASKED) as session:

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from nest_megatron.cluster.communication import collective_time
 from nest_megatron.cluster.records import CollectiveKind
-from nest_megatron.validation.calibration_store import links
-from nest_megatron.validation.collectives import parse_collective, predict_collective
-from nest_megatron.validation.fit_collectives import CollectiveSample, fit_links
-from nest_megatron.validation.fit_samples import read_samples
-from nest_megatron.validation.links_file import write_clusters, write_links
+from nest_megatron.validation.machines import links
 from nest_megatron.validation.rows import RefusedRowError
+from tools.calibration.catalogue import write_clusters, write_links
+from tools.calibration.collectives import parse_collective, predicted_row
+from tools.calibration.link_samples import read_samples
+from tools.calibration.links import CollectiveSample, fit_links
 
 DATA = Path(__file__).parent / "data" / "collectives.csv"
 CONFIGS = Path(__file__).parents[2] / "hydra_configs"
@@ -46,7 +46,7 @@ def errors() -> dict[str, list[float]]:
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows():
         if row["size_bytes"]:
-            predicted, measured = predict_collective(row)
+            predicted, measured = predicted_row(row).time
             found[row["source"]].append(abs(predicted / measured - 1))
     return found
 
@@ -60,7 +60,7 @@ def test_public_rows_are_met() -> None:
 
 
 def test_the_bus_bandwidth_gives_the_time() -> None:
-    _, measured = predict_collective(ROW)
+    _, measured = predicted_row(ROW).time
     assert measured == pytest.approx(2**30 * 2 * 15 / 16 / 400e9)
 
 
@@ -79,7 +79,7 @@ def test_the_bus_bandwidth_gives_the_time() -> None:
 )
 def test_rows_that_say_too_little_are_refused(changes: dict[str, str], reason: str) -> None:
     with pytest.raises(RefusedRowError) as caught:
-        predict_collective(ROW | changes)
+        predicted_row(ROW | changes)
     assert caught.value.reason == reason
 
 

@@ -12,11 +12,11 @@ import yaml
 from scipy.stats import binom
 
 from nest_megatron.cost_model.device_memory import shipped_peak_errors
-from nest_megatron.validation.fit_memory import PeakFits, Peaks, fit_peaks, peak_evidence
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.rows import read_rows
 from tests.cli.runs import ROOT
 from tests.cli.test_validate import RUN, table
+from tools.calibration.peaks import PeakFits, Peaks, fit_peaks, peak_evidence
 
 FILE = ROOT / "hydra_configs" / "calibration" / "memory.yaml"
 

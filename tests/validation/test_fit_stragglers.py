@@ -8,16 +8,16 @@ import pytest
 import yaml
 
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.validation.fit_stragglers import (
+from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.rows import read_rows
+from tests.cli.runs import ROOT
+from tests.cli.test_validate import RUN, table
+from tools.calibration.stragglers import (
     Scaling,
     ScalingRun,
     fit_stragglers,
     scalings_of,
 )
-from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.rows import read_rows
-from tests.cli.runs import ROOT
-from tests.cli.test_validate import RUN, table
 
 
 def scaling(model: str, delay_s: float, error: float) -> Scaling:

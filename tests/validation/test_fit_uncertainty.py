@@ -18,8 +18,13 @@ from nest_megatron.cost_model.uncertainty import (
     calibration_from,
     shipped_calibration,
 )
-from nest_megatron.validation.calibration import LeftOutConstants, shipped_left_out
-from nest_megatron.validation.fit_uncertainty import (
+from nest_megatron.validation.assess import Predictor
+from nest_megatron.validation.job import job_of
+from nest_megatron.validation.models import ModelBook
+from tests.cli.runs import ROOT
+from tests.cli.test_validate import RUN
+from tools.calibration.parameters import LeftOutConstants, shipped_left_out
+from tools.calibration.uncertainty import (
     Residual,
     UncertaintyFit,
     coverage_by_feature,
@@ -27,11 +32,6 @@ from nest_megatron.validation.fit_uncertainty import (
     fit_scales,
     standardized,
 )
-from nest_megatron.validation.job import job_of
-from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.predict import Predictor
-from tests.cli.runs import ROOT
-from tests.cli.test_validate import RUN
 
 FILE = ROOT / "hydra_configs" / "calibration" / "uncertainty.yaml"
 
@@ -165,9 +165,9 @@ def test_a_source_is_predicted_without_what_it_taught() -> None:
     job = job_of(RUN, ModelBook.load())
     seen = Predictor().predict(job).iteration_time_s
     constants = LeftOutConstants({"tests": {"hopper.gemm_efficiency.bf16": 0.5}})
-    unseen = Predictor().predict(constants.applied("tests", job)).iteration_time_s
+    unseen = Predictor().predict(constants("tests", job)).iteration_time_s
     assert unseen > 1.1 * seen
-    assert constants.applied("others", job) is job
+    assert constants("others", job) is job
 
 
 def test_left_out_constants_are_near_the_shipped_ones() -> None:

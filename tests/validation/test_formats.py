@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.validation.calibration_files import updated
 from nest_megatron.validation.job import job_of
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.rows import RefusedRowError
 from tests.validation.test_pipeline_runs import ROW
+from tools.calibration.catalogue import updated
 
 BOOK = ModelBook.load()
 

@@ -8,10 +8,10 @@ import pytest
 
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.units import to_ticks
+from nest_megatron.validation.assess import Predictor, candidate_of
 from nest_megatron.validation.job import job_of
 from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.predict import Predictor
-from nest_megatron.validation.scores import candidate_of, choice_scores, choice_summary
+from nest_megatron.validation.scores import choice_scores, choice_summary
 from tests.cli.test_validate import RUN
 
 

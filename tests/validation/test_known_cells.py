@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.validation.finetuning import with_packs
 from nest_megatron.validation.job import job_of
-from nest_megatron.validation.known_cells import with_packs
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.rows import RefusedRowError, Row
 

@@ -21,28 +21,26 @@ from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.operators.ends import head_graph
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.validation.assess import Assessor, predicted_memory, workspace_bytes
-from nest_megatron.validation.golden import golden_job
+from nest_megatron.validation.assess import Assessor, Predictor, predicted_memory
 from nest_megatron.validation.job import job_of
 from nest_megatron.validation.machine_words import accelerator
 from nest_megatron.validation.machines import machine_of
-from nest_megatron.validation.margin import (
+from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.outcome import Basis, RowOutcome
+from nest_megatron.validation.report import memory_tests, risk_bin, risks_by_regime
+from nest_megatron.validation.row_settings import states_recompute
+from nest_megatron.validation.rows import RefusedRowError, read_rows
+from tests.cli.test_validate import RUN, table
+from tools.accuracy.margin import (
     MarginSample,
     best_margin,
     left_out,
     margin_curve,
     margin_point,
-    risk_bin,
+    margin_samples,
     risk_bins,
-    samples,
 )
-from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.outcome import Basis, RowOutcome
-from nest_megatron.validation.predict import Predictor
-from nest_megatron.validation.report import risks_by_regime
-from nest_megatron.validation.row_settings import states_recompute
-from nest_megatron.validation.rows import RefusedRowError, read_rows
-from tests.cli.test_validate import RUN, table
+from tools.golden import golden_job, workspace_bytes
 
 DATA = Path(__file__).parent / "data"
 MIB = 2**20
@@ -170,8 +168,8 @@ def test_optimizer_states_are_divided_within_an_instance() -> None:
 
 
 def _samples(source: str, ran: list[float], short: list[float]) -> list[MarginSample]:
-    return [MarginSample(source=source, fill=f, risk=0.1, out_of_memory=False) for f in ran] + [
-        MarginSample(source=source, fill=f, risk=0.6, out_of_memory=True) for f in short
+    return [MarginSample(source=source, fill=f, out_of_memory=False) for f in ran] + [
+        MarginSample(source=source, fill=f, out_of_memory=True) for f in short
     ]
 
 
@@ -197,8 +195,9 @@ def test_rows_whose_recomputation_is_chosen_to_fit_teach_no_margin() -> None:
     ran = RowOutcome(row=row, needed_bytes=device // 2, device_bytes=device, risk=0.1)
     short = dataclasses.replace(ran, out_of_memory=True)
     stated = dataclasses.replace(ran, row={**row, "recompute": "full"})
-    assert len(samples([ran, short, stated], 0)) == 2
-    assert len(samples([ran, short, stated], 0, stated=False)) == 1
+    assert memory_tests([ran, short, stated]) == [short, stated]
+    assert memory_tests([ran, short, stated], stated=False) == [ran]
+    assert [each.fill for each in margin_samples([ran], device // 4)] == [0.75]
 
 
 def _throughput_row(**cells: str) -> dict[str, str]:
@@ -253,7 +252,9 @@ def test_moments_in_16_bits_are_a_number_format_of_the_job(
 
 
 def test_chances_stand_beside_what_became_of_the_runs() -> None:
-    data = _samples("a", [0.7, 0.8, 0.9], [0.99, 1.0])
+    data = [RowOutcome(row={}, risk=0.1)] * 3 + [
+        RowOutcome(row={}, risk=0.6, out_of_memory=True)
+    ] * 2
     bins = risk_bins(data)
     assert [(each.runs, each.out_of_memory) for each in bins if each.runs] == [(3, 0), (2, 2)]
     assert sum(each.runs for each in bins) == len(data)

@@ -11,12 +11,11 @@ import pytest
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.parameters import model_parameters, total_parameters
 from nest_megatron.model.spec import ModelFamily
-from nest_megatron.validation.golden import shape_of_test
 from nest_megatron.validation.model_names import candidates, key_of, read_name
-from nest_megatron.validation.model_shapes import ModelMatch
-from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.models import ModelBook, ModelMatch
 from nest_megatron.validation.rows import RefusedRowError
 from tests import catalogue
+from tools.golden import shape_of_test
 
 DATA = Path(__file__).parent / "data"
 BOOK = ModelBook.load()

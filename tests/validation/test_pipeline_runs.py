@@ -9,9 +9,9 @@ import pytest
 
 from nest_megatron.layout.stage_layout import uniform_partition
 from nest_megatron.layout.zero import ZeroStage
+from nest_megatron.validation.assess import Predictor
 from nest_megatron.validation.job import job_of
 from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.predict import Predictor
 
 ROW = {
     "model": "Llama 3.1 70B",

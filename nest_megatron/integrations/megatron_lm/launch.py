@@ -54,7 +54,7 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import known_release
 from nest_megatron.plain import from_plain
 from nest_megatron.printing import print_cleaned
-from nest_megatron.profile.mode import ProfileMode
+from nest_megatron.profile.records import ProfileMode
 from nest_megatron.report.console import command_lines, say, show
 
 

@@ -33,8 +33,7 @@ from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.plain import from_plain, to_plain
-from nest_megatron.profile.mode import ProfileMode
-from nest_megatron.profile.records import LayerProfile
+from nest_megatron.profile.records import LayerProfile, ProfileMode
 from nest_megatron.profile.session import Skipped, share_of
 from nest_megatron.profile.store import profiles_folder
 from nest_megatron.report.console import say

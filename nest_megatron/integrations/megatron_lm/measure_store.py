@@ -33,7 +33,6 @@ from nest_megatron.planner import Request
 from nest_megatron.profile import store
 from nest_megatron.profile.installed import driver_version
 from nest_megatron.profile.lookup import Point, point_of, shard_of
-from nest_megatron.profile.profile_file import LAYERS
 from nest_megatron.profile.records import (
     LayerProfile,
     Machine,
@@ -42,6 +41,7 @@ from nest_megatron.profile.records import (
     shape_digest,
 )
 from nest_megatron.profile.session import Skipped, Task, tasks_of, this_machine
+from nest_megatron.profile.store import LAYERS
 from nest_megatron.solver.grids import GridSpace
 
 #: A block and the point that its time depends on.

@@ -197,11 +197,6 @@ class Recipe:
         return min((max(num_gpus / size, size / num_gpus), size) for size in self.num_gpus)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Recipes:
-    recipes: tuple[Recipe, ...]
-
-
 def published(spec: TransformerSpec, cluster: Cluster, precision: Precision) -> list[Recipe]:
     """Recipes for the model at its sequence length on such GPUs, the nearest first.
 
@@ -223,4 +218,5 @@ def published(spec: TransformerSpec, cluster: Cluster, precision: Precision) -> 
 
 @cache
 def _recipes() -> tuple[Recipe, ...]:
-    return from_plain(_Recipes, packaged(__package__, "nvidia_recipes.yaml")).recipes
+    table = packaged(__package__, "nvidia_recipes.yaml")
+    return tuple(from_plain(Recipe, each) for each in table["recipes"])

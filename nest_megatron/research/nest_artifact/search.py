@@ -6,21 +6,31 @@ stage there is a table for each weight that it may have), and every number of re
 that could still win. Stages stand packed, the last one first; expert and context parallel
 degrees, micro batch and recompute are the instance's. ZeRO is not in it: the artifact prices its
 collectives by running a network simulator, and no recorded instance needs it.
+
+The boundary table is filled by the compiled kernel or by its reference, the dullest program that
+can be right. Loop order and ties, which the kernel follows: positions from the end, starts
+ascending, ends ascending; the first least bottleneck stays.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, combinations, pairwise
 from typing import NamedTuple
 
-from nest_megatron.research.nest_artifact.boundaries import boundary_table, deepest
+from nest_megatron.packages import is_built
 from nest_megatron.research.nest_artifact.price import (
     Price,
+    links_of,
     price,
+    recomputed_forward,
     stage_memory,
+    stage_time,
     sync_time,
     weights_of,
 )
@@ -32,6 +42,184 @@ from nest_megatron.research.nest_artifact.records import (
     Stage,
     StagePlacement,
 )
+
+has_kernel = functools.partial(
+    is_built,
+    "nest_megatron.research.nest_artifact._stage_boundaries",
+    "the search of stage boundaries is slower",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundaryTable:
+    """For every depth, the least bottleneck of the chain divided into so many stages.
+
+    Args:
+        num_layers: of the chain.
+        firsts: [depth, end of the first stage], the slowest stage's time; infinite where memory
+            does not hold the stages.
+        ends: [position from the end, start of a stage], where that stage ends.
+    """
+
+    num_layers: int
+    firsts: array[float]
+    ends: array[int]
+
+    def first_stages(self, depth: int) -> list[tuple[float, int]]:
+        """Bottleneck and end of the first stage, for each end that can be had."""
+        size = self.num_layers + 1
+        row = self.firsts[depth * size : (depth + 1) * size]
+        return [(value, end) for end, value in enumerate(row) if value < math.inf]
+
+    def boundaries(self, depth: int, first_end: int) -> tuple[int, ...]:
+        """Where the stages begin and end: depth + 1 numbers from 0 to that of layers."""
+        found = [0, first_end]
+        for position in range(depth - 1, 0, -1):
+            found.append(self.ends[position * (self.num_layers + 1) + found[-1]])
+        return tuple(found)
+
+
+def deepest(instance: Instance, tensor_model_parallel_size: int) -> int:
+    """The most stages that layers and devices allow."""
+    devices = instance.num_devices // instance.devices_per_stage(tensor_model_parallel_size)
+    return min(len(instance.chains[tensor_model_parallel_size].layers), devices)
+
+
+def boundary_table(
+    instance: Instance,
+    tp: int,
+    rule: ArtifactRule,
+    *,
+    most_weight_bytes: float = math.inf,
+    compiled: bool | None = None,
+) -> BoundaryTable:
+    """All depths of one tensor degree, stages packed on the devices, the last one first.
+
+    Args:
+        most_weight_bytes: stages with more weights are left out.
+        compiled: whether the kernel or the reference answers; they agree bit for bit. The kernel
+            where it is built, if not given.
+    """
+    num_stages, num_layers = deepest(instance, tp), len(instance.chains[tp].layers)
+    size = (num_stages + 1) * (num_layers + 1)
+    firsts, ends = array("d", [math.inf]) * size, array("i", [0]) * size
+    uses_kernel = has_kernel() if compiled is None else compiled
+    fill = _fill_by_kernel if uses_kernel else _fill_by_reference
+    fill(instance, tp, rule, most_weight_bytes, firsts, ends)
+    return BoundaryTable(num_layers=num_layers, firsts=firsts, ends=ends)
+
+
+def _link_levels(instance: Instance, tp: int) -> list[int]:
+    """The level of the link before the stage at each position from the end; [0] stands for none.
+
+    Stages are packed: position s is on devices (s - 1) a to s a - 1.
+    """
+    devices, between = instance.devices_per_stage(tp), instance.network.level_between
+    inner = [between((s - 1) * devices, s * devices) for s in range(1, deepest(instance, tp))]
+    return [0, *inner, 0]
+
+
+def _fill_by_kernel(
+    instance: Instance,
+    tp: int,
+    rule: ArtifactRule,
+    most_weight_bytes: float,
+    firsts: array[float],
+    ends: array[int],
+) -> None:
+    from nest_megatron.research.nest_artifact import _stage_boundaries
+
+    chain, links = instance.chains[tp], links_of(instance, rule)
+    layers, n = chain.layers, len(chain.layers)
+    scratch = len(firsts) + (3 + 2 * len(links)) * n * n + n
+    _stage_boundaries.fill(
+        deepest(instance, tp),
+        array("d", [layer.forward for layer in layers]),
+        array("d", [layer.backward for layer in layers]),
+        array("d", [recomputed_forward(layer, rule) for layer in layers]),
+        array("d", [layer.weight_bytes for layer in layers]),
+        array("d", [layer.activation_bytes for layer in layers]),
+        _edge_matrix(chain),
+        array("d", [link.bandwidth for link in links]),
+        array("d", [link.latency for link in links]),
+        array("d", [link.factor for link in links]),
+        array("i", _link_levels(instance, tp)),
+        instance.memory_bytes,
+        instance.optimizer.state_bytes_per_weight_byte,
+        most_weight_bytes,
+        instance.num_devices,
+        instance.recompute,
+        firsts,
+        ends,
+        array("d", [math.inf]) * scratch,
+        array("i", [0]) * (n * n),
+    )
+
+
+def _edge_matrix(chain: Chain) -> array[float]:
+    """Bytes from each layer to each, row by row; -1 where there is no edge."""
+    n = len(chain.layers)
+    matrix = array("d", [-1.0]) * (n * n)
+    for source, edges in enumerate(chain.outgoing):
+        for target, num_bytes in edges:
+            matrix[source * n + target] = num_bytes
+    return matrix
+
+
+def _fill_by_reference(
+    instance: Instance,
+    tp: int,
+    rule: ArtifactRule,
+    most_weight_bytes: float,
+    firsts: array[float],
+    ends: array[int],
+) -> None:
+    n, num_stages = len(instance.chains[tp].layers), deepest(instance, tp)
+    price = _pricer(instance, tp, rule, most_weight_bytes)
+    row = [price(x, n, 1) for x in range(n)]
+    for x in range(n):
+        ends[n + 1 + x] = n
+    firsts[n + 1 + n] = row[0]
+    for s in range(2, num_stages + 1):
+        before, row = row, [math.inf] * n
+        for x in range(n - s + 1):
+            for y in range(x + 1, n - s + 2):
+                found = max(price(x, y, s), before[y])
+                if x == 0:
+                    firsts[s * (n + 1) + y] = found
+                if found < row[x]:
+                    row[x], ends[s * (n + 1) + x] = found, y
+
+
+def _pricer(
+    instance: Instance, tp: int, rule: ArtifactRule, most_weight_bytes: float
+) -> Callable[[int, int, int], float]:
+    """A stage's time by its first layer, end and position; infinite where memory lacks.
+
+    Each stage is timed once for each pair of links.
+    """
+    chain, links = instance.chains[tp], links_of(instance, rule)
+    levels = _link_levels(instance, tp)
+
+    @cache
+    def last_position(first: int, end: int) -> int:
+        if weights_of(chain, first, end) > most_weight_bytes:
+            return 0
+        memory = stage_memory(instance, chain, first, end)
+        return memory.last_position(instance.memory_bytes, instance.num_devices)
+
+    @cache
+    def time(first: int, end: int, before: int, after: int, recompute: bool) -> float:
+        ends = (links[before], links[after])
+        return stage_time(chain, first, end, ends, rule, recompute=recompute)
+
+    def price(first: int, end: int, position: int) -> float:
+        if last_position(first, end) < position:
+            return math.inf
+        recompute = instance.recompute and position > 1
+        return time(first, end, levels[position], levels[position - 1], recompute)
+
+    return price
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,31 +1,19 @@
-"""``nest plan``: the recurrence on a job of the catalogue, its plan in words and tables.
-
-The paper's ablation of ZeRO under small memory (appendix C.3, Table 7) is run as well. There, a
-stage takes further devices only so that its states are divided over them; without that, no plan
-fits. Layers are those of the catalogue: no layer holds the language-model head but the last, what
-is saved is what a backward pass needs (the artifact adds up the outputs of all traced operators),
-and sums of gradients are priced. A stage takes the first ZeRO setting that fits where it stands;
-the artifact takes one that would fit at every position of a pipeline.
-"""
+"""``nest plan``: the recurrence on a job of the catalogue, its plan in words and tables."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.space import read_backend
-from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import OK
-from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
 from nest_megatron.report.console import say, show, show_json
 from nest_megatron.report.tables import EdgelessTable, figure_columns, name_columns, word_columns
@@ -33,10 +21,6 @@ from nest_megatron.report.terminal import notes_report
 from nest_megatron.research.nest_artifact.run import tell_none
 from nest_megatron.research.nest_artifact.search import NoSolution
 from nest_megatron.research.nest_dp.job import (
-    Division,
-    MemoryRule,
-    PaperOptimizer,
-    ResearchChoices,
     ResearchJob,
     research_job,
     split_research,
@@ -44,7 +28,7 @@ from nest_megatron.research.nest_dp.job import (
 from nest_megatron.research.nest_dp.records import FoundStage
 from nest_megatron.research.nest_dp.search import RecurrenceSolution, has_kernel, solve
 from nest_megatron.solver.backend import Backend
-from nest_megatron.units import GIB, Bytes, Seconds, format_gib, format_seconds, to_seconds
+from nest_megatron.units import Bytes, Seconds, counted, format_gib, format_seconds, to_seconds
 
 
 def run_nest_plan(*, overrides: Sequence[str], config_dir: Path | None, as_json: bool) -> int:
@@ -91,7 +75,7 @@ def _report(plan: ResearchPlan) -> Iterator[RenderableType]:
     mixed = len(strategies) > 1
     words = f"{len(strategies)} strategies" if mixed else strategies[0]
     depth, replicas = plan.pipeline_model_parallel_size, plan.data_parallel_size
-    shape = f"{depth} stage{_s(depth)}, {replicas} replica{_s(replicas)}"
+    shape = f"{counted(depth, 'stage')}, {counted(replicas, 'replica')}"
     shape += f" {plan.device_stride} devices apart" if replicas > 1 else ""
     memory = format_gib(plan.capacity_bytes)
     yield Text(f"  {shape}; {words}\n  {plan.num_devices} devices at work, {memory} to fill")
@@ -101,10 +85,6 @@ def _report(plan: ResearchPlan) -> Iterator[RenderableType]:
     yield _stages_table(plan.stages, mixed=mixed)
     if any(stage.recompute for stage in plan.stages):
         yield Text("  r: the forward pass is recomputed")
-
-
-def _s(count: int) -> str:
-    return "" if count == 1 else "s"
 
 
 def _stages_table(stages: Sequence[PlannedStage], *, mixed: bool) -> RenderableType:
@@ -232,82 +212,4 @@ def _stage(found: RecurrenceSolution, stage: FoundStage, *, is_first: bool) -> P
         time_s=to_seconds(stage.time),
         sync_s=to_seconds(stage.sync),
         memory_bytes=stage.memory_bytes,
-    )
-
-
-def research_words(found: ResearchPlan | NoSolution) -> str:
-    """Devices, stages, replicas and ZeRO in a line, or why there is no plan."""
-    if isinstance(found, NoSolution):
-        return f"no plan: {found.reason}"
-    degrees = f"{found.pipeline_model_parallel_size}, {found.data_parallel_size}"
-    settings = ((stage.zero_stage, stage.zero_degree) for stage in found.stages)
-    return f"{found.num_devices} devices, {{{degrees}, 1}}; {zero_stages(settings)}"
-
-
-def zero_stages(settings: Iterable[tuple[int, int]]) -> str:
-    """How many stages have which ZeRO stage and degree, the most frequent first.
-
-    >>> zero_stages([(3, 8), (0, 1), (3, 8)])
-    '2 ZeRO-3 over 8, 1 without'
-    """
-    return ", ".join(
-        f"{count} {f'ZeRO-{zero} over {degree}' if degree > 1 else 'without'}"
-        for (zero, degree), count in Counter(settings).most_common()
-    )
-
-
-#: Models of Table 7 by their names in the catalogue, and the memory that it gives a device: binary
-#: units, in which the artifact takes its option, and with which its sizes come to the table's rows.
-TABLE_7: dict[str, Bytes] = {"llama3_70b": 24 * GIB, "bert_large": 120 * GIB // 1024}
-#: Devices of the table's cluster (``tpuv4_fat_tree``) and sequences of a step.
-NUM_GPUS, GLOBAL_BATCH_SIZE = 1024, 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AblationRow:
-    """What is found without ZeRO, and with it."""
-
-    model: str
-    memory_bytes: Bytes
-    optimizer: PaperOptimizer
-    without: ResearchPlan | NoSolution
-    with_zero: ResearchPlan | NoSolution
-
-
-def table7_row(
-    spec: TransformerSpec, cluster: Cluster, settings: CostSettings, optimizer: PaperOptimizer
-) -> AblationRow:
-    """One row: the table's memory, unsharded layers, the paper's account of memory.
-
-    Args:
-        cluster: with as many devices as are to be used, of whatever memory.
-    """
-    memory = TABLE_7[spec.name]
-    accelerator = replace(cluster.accelerator, memory_bytes=memory)
-    ones = ("tensor_model_parallel_size", "context_parallel_size", "micro_batch_size")
-    choices = ResearchChoices(
-        memory=MemoryRule.PAPER,
-        optimizer=optimizer,
-        divide=Division.LOOSELY,
-        flash_attention=False,
-        fixed=dict.fromkeys(ones, 1),
-    )
-
-    def answer(zero: bool) -> ResearchPlan | NoSolution:
-        job = ResearchJob(
-            spec=spec,
-            cluster=replace(cluster, accelerator=accelerator),
-            settings=settings,
-            global_batch_size=GLOBAL_BATCH_SIZE,
-            choices=replace(choices, zero=zero),
-        )
-        found = solve(job)
-        return found if isinstance(found, NoSolution) else described(job, found)
-
-    return AblationRow(
-        model=spec.name,
-        memory_bytes=memory,
-        optimizer=optimizer,
-        without=answer(zero=False),
-        with_zero=answer(zero=True),
     )

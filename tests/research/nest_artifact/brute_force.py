@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 
-from nest_megatron.research.nest_artifact.boundaries import deepest
 from nest_megatron.research.nest_artifact.price import price
 from nest_megatron.research.nest_artifact.records import (
     AS_ARTIFACT,
@@ -14,6 +13,7 @@ from nest_megatron.research.nest_artifact.records import (
     Stage,
     StagePlacement,
 )
+from nest_megatron.research.nest_artifact.search import deepest
 
 
 def placements(instance: Instance) -> Iterator[StagePlacement]:

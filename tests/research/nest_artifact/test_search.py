@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nest_megatron.research.nest_artifact.boundaries import boundary_table, deepest, has_kernel
 from nest_megatron.research.nest_artifact.price import price
 from nest_megatron.research.nest_artifact.records import (
     AS_ARTIFACT,
@@ -17,7 +16,14 @@ from nest_megatron.research.nest_artifact.records import (
     ArtifactRule,
     Instance,
 )
-from nest_megatron.research.nest_artifact.search import ArtifactSolution, NoSolution, solve
+from nest_megatron.research.nest_artifact.search import (
+    ArtifactSolution,
+    NoSolution,
+    boundary_table,
+    deepest,
+    has_kernel,
+    solve,
+)
 from tests.research.nest_artifact.brute_force import least_time
 from tests.research.nest_artifact.instances import instances, recorded
 

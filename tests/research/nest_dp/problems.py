@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.research.nest_dp.downsets import Downsets, LayerDag, downsets_of
 from nest_megatron.research.nest_dp.records import (
     CheckpointPolicy,
+    Downsets,
+    LayerDag,
     NodeTimes,
     PricedStrategy,
     Problem,
     Schedule,
     ZeroOption,
+    downsets_of,
 )
 
 

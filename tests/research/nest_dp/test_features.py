@@ -8,15 +8,17 @@ import pytest
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.research.nest_dp.downsets import Downsets, LayerDag, downsets_of
 from nest_megatron.research.nest_dp.records import (
     CheckpointPolicy,
+    Downsets,
     FoundPipeline,
+    LayerDag,
     NodeTimes,
     PricedStrategy,
     Problem,
     Schedule,
     ZeroOption,
+    downsets_of,
 )
 from nest_megatron.research.nest_dp.search import best_pipeline
 from tests.research.nest_dp.brute_force import least_total

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from benchmarks.paper.ablation import table7_row
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.rank_order import GroupKind, group_shape
@@ -18,10 +19,15 @@ from nest_megatron.research.nest_dp.job import (
     RecomputeChoice,
     ResearchJob,
 )
-from nest_megatron.research.nest_dp.pricing import Pricer
 from nest_megatron.research.nest_dp.records import PricedStrategy, Schedule
-from nest_megatron.research.nest_dp.run import ResearchPlan, described, table7_row
-from nest_megatron.research.nest_dp.search import RecurrenceSolution, best_pipeline, cases, solve
+from nest_megatron.research.nest_dp.run import ResearchPlan, described
+from nest_megatron.research.nest_dp.search import (
+    Pricer,
+    RecurrenceSolution,
+    best_pipeline,
+    cases,
+    solve,
+)
 from nest_megatron.research.nest_dp.topology import (
     Block,
     GroupShapes,

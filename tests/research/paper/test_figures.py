@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from nest_megatron.research.paper.experiments import (
+from benchmarks.paper.experiments import (
     PlannerResult,
     Runner,
     figure,
@@ -15,7 +15,7 @@ from nest_megatron.research.paper.experiments import (
     table4,
     table7,
 )
-from nest_megatron.research.paper.published import PaperJob
+from benchmarks.paper.published import PaperJob
 
 
 def answering(times: Mapping[str, float | None]) -> Runner:

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from benchmarks.paper import published
 from nest_megatron.catalogue_files import catalogue_names
-from nest_megatron.research.paper import published
 
 
 def test_every_cell_names_a_model_and_a_cluster_of_the_catalogue() -> None:

@@ -13,7 +13,12 @@ from rich.text import Text
 from nest_megatron.errors import OK, UserInputError
 from nest_megatron.report.console import say, show, show_json
 from nest_megatron.report.markdown import figure
-from nest_megatron.validation.calibrate import (
+from nest_megatron.validation.commands import titled_table
+from nest_megatron.validation.machines import links
+from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.rows import RowFile, RowKind, read_rows
+from tools.calibration.catalogue import Constants, catalogue_values, write_links_of
+from tools.calibration.constants import (
     Sample,
     by_name,
     cross_validate,
@@ -21,18 +26,12 @@ from nest_megatron.validation.calibrate import (
     samples_of,
     thinned,
 )
-from nest_megatron.validation.calibration import PARAMETERS
-from nest_megatron.validation.calibration_files import Constants, catalogue_values
-from nest_megatron.validation.calibration_store import links
-from nest_megatron.validation.fit_collectives import LinkFit, fit_links
-from nest_megatron.validation.fit_memory import PeakFits, fit_peaks, peak_evidence
-from nest_megatron.validation.fit_samples import read_samples
-from nest_megatron.validation.fit_stragglers import StragglerFit, fit_stragglers, scalings_of
-from nest_megatron.validation.fit_uncertainty import UncertaintyFit, fit_uncertainty
-from nest_megatron.validation.links_file import write_fit
-from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.pages.terminal import titled_table
-from nest_megatron.validation.rows import RowFile, RowKind, read_rows
+from tools.calibration.link_samples import read_samples
+from tools.calibration.links import LinkFit, fit_links
+from tools.calibration.parameters import PARAMETERS
+from tools.calibration.peaks import PeakFits, fit_peaks, peak_evidence
+from tools.calibration.stragglers import StragglerFit, fit_stragglers, scalings_of
+from tools.calibration.uncertainty import UncertaintyFit, fit_uncertainty
 
 Fitted = Constants | UncertaintyFit | StragglerFit | PeakFits | LinkFit
 
@@ -90,7 +89,7 @@ def _others(files: Sequence[RowFile], book: ModelBook) -> Iterator[Fitted]:
 
 
 def _write(out: Path, fit: Fitted) -> Iterator[Path]:
-    return write_fit(out, fit) if isinstance(fit, LinkFit) else fit.write(out)
+    return write_links_of(out, fit) if isinstance(fit, LinkFit) else fit.write(out)
 
 
 @functools.singledispatch

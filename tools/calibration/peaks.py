@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from nest_megatron.cost_model.device_memory import PeakError
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.validation.assess import Assessor
-from nest_megatron.validation.calibration_store import write_record
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Basis, RowOutcome
 from nest_megatron.validation.row_settings import states_recompute
 from nest_megatron.validation.rows import RowFile, RowKind
+from tools.calibration.catalogue import write_record
 
 Floats = NDArray[np.float64]
 

@@ -32,10 +32,10 @@ from nest_megatron.cost_model.features import (
 from nest_megatron.cost_model.mechanisms import Mechanism, Shares, shares
 from nest_megatron.cost_model.student_t import DEGREES_OF_FREEDOM
 from nest_megatron.cost_model.uncertainty import ANY, RUN_NOISE, Predictive, Scales, applies
-from nest_megatron.validation.calibrate import LeftOut
-from nest_megatron.validation.calibration_store import write_record
-from nest_megatron.validation.predict import Predictor
+from nest_megatron.validation.assess import Predictor
 from nest_megatron.validation.scores import Coverage, coverage_of
+from tools.calibration.catalogue import write_record
+from tools.calibration.constants import LeftOut
 
 Floats = NDArray[np.float64]
 

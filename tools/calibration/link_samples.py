@@ -1,4 +1,4 @@
-"""The public tables of collectives, as samples for ``fit_collectives``."""
+"""The public tables of collectives, as samples for ``links.fit_links``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from nest_megatron.cluster.records import CollectiveKind
-from nest_megatron.validation.calibration_store import links
-from nest_megatron.validation.collectives import CollectiveRow, parse_collective
-from nest_megatron.validation.fit_collectives import CollectiveSample
+from nest_megatron.validation.machines import links
 from nest_megatron.validation.rows import RefusedRowError
+from tools.calibration.collectives import CollectiveRow, parse_collective
+from tools.calibration.links import CollectiveSample
 
 #: Smallest message that takes part: below, clocks and rounded printouts rule.
 _LEAST_BYTES = 1000

@@ -17,6 +17,10 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from benchmarks.paper import experiments
+from benchmarks.paper.ablation import NUM_GPUS, research_words, table7_row
+from benchmarks.paper.experiments import FigureRow, Gain, PlannerResult, Report, ratio
+from benchmarks.paper.published import RULES, PaperJob, over
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
@@ -32,10 +36,6 @@ from nest_megatron.report.words import TERM_WORDS
 from nest_megatron.research.comparison import NEST, Compared, compare
 from nest_megatron.research.comparison_run import layout_words
 from nest_megatron.research.nest_dp.job import PaperOptimizer
-from nest_megatron.research.nest_dp.run import NUM_GPUS, research_words, table7_row
-from nest_megatron.research.paper import experiments
-from nest_megatron.research.paper.experiments import FigureRow, Gain, PlannerResult, Report, ratio
-from nest_megatron.research.paper.published import RULES, PaperJob, over
 
 #: Sequences of one optimizer step in every experiment of the paper.
 GLOBAL_BATCH_SIZE = 4096

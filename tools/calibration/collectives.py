@@ -10,6 +10,7 @@ from nest_megatron.cluster.communication import collective_time
 from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
 from nest_megatron.validation.machine_words import accelerator_name
 from nest_megatron.validation.machines import RACK_GPUS, largest_part, network_levels
+from nest_megatron.validation.outcome import RowOutcome
 from nest_megatron.validation.rows import RefusedRowError, Row, number, whole
 
 #: Names of collectives in the tables, without punctuation.
@@ -27,13 +28,13 @@ class CollectiveRow:
     measured_s: float
 
 
-def predict_collective(row: Row) -> tuple[float, float]:
-    """Predicted and measured seconds of one row of ``comm_collectives.csv``."""
+def predicted_row(row: Row, _: object = None) -> RowOutcome:
+    """One row of ``comm_collectives.csv`` with its predicted time."""
     parsed = parse_collective(row)
     seconds = row_time(parsed, parsed.levels)
     if not seconds:
         raise RefusedRowError("a group of one", f"shape {parsed.shape}")
-    return seconds, parsed.measured_s
+    return RowOutcome(row=row, predicted_s=seconds, measured_s=parsed.measured_s)
 
 
 def row_time(row: CollectiveRow, levels: tuple[NetworkLevel, ...]) -> float:
@@ -42,7 +43,7 @@ def row_time(row: CollectiveRow, levels: tuple[NetworkLevel, ...]) -> float:
 
 
 def parse_collective(row: Row) -> CollectiveRow:
-    """Read a row; see ``predict_collective``."""
+    """Read a row of collective benchmarks."""
     name = row.get("collective", "")
     kind = _KINDS.get("".join(c for c in name.lower() if c.isalpha()))
     if kind is None:

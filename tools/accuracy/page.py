@@ -19,12 +19,8 @@ from nest_megatron.files import check_output, expanded, read_text, write_bytes, 
 from nest_megatron.report.markdown import figure
 from nest_megatron.units import GIB
 from nest_megatron.validation import row_settings
-from nest_megatron.validation.calibration import PARAMETERS, Parameter
 from nest_megatron.validation.frameworks import RULES
-from nest_megatron.validation.named_sets import scored_sets
 from nest_megatron.validation.outcome import REGIMES, Basis, Judged
-from nest_megatron.validation.pages.goals import goals_reached, margin_figures, subject, worst_rows
-from nest_megatron.validation.pages.pictures import CAPTIONS, pictures
 from nest_megatron.validation.report import (
     BothScores,
     MeasuredJob,
@@ -35,6 +31,10 @@ from nest_megatron.validation.report import (
 )
 from nest_megatron.validation.rows import SETTINGS_FILE, RowKind
 from nest_megatron.validation.scores import NOISE, Certainty
+from tools.accuracy.goals import goals_reached, margin_figures, subject, worst_rows
+from tools.accuracy.named_sets import scored_sets
+from tools.accuracy.pictures import CAPTIONS, pictures
+from tools.calibration.parameters import PARAMETERS, Parameter
 
 #: Hand-written reasons, beside the page.
 NOTES = "accuracy_notes.yaml"

@@ -20,8 +20,11 @@ from typing import Any
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.targets import EXECUTION
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.validation.assess import job_time
-from nest_megatron.validation.calibration import (
+from nest_megatron.validation.assess import Predictor, job_time
+from nest_megatron.validation.job import RowJob, job_of
+from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.rows import RefusedRowError, Row, RowFile, RowKind, is_sanity_check
+from tools.calibration.parameters import (
     OWNERS,
     PARAMETERS,
     Parameter,
@@ -29,10 +32,6 @@ from nest_megatron.validation.calibration import (
     generation_of,
     with_values,
 )
-from nest_megatron.validation.job import RowJob, job_of
-from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.predict import Predictor
-from nest_megatron.validation.rows import RefusedRowError, Row, RowFile, RowKind, is_sanity_check
 
 #: Frameworks that run no kernels of Megatron's; they are predicted, not fitted.
 _FOREIGN = ("maxtext", "paxml")

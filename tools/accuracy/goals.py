@@ -13,11 +13,17 @@ from typing import Any
 
 from nest_megatron.catalogue_files import catalogue_entry
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.validation.margin import best_margin, left_out, margin_curve, risk_bins, samples
 from nest_megatron.validation.outcome import LAYOUT_COLUMNS, Basis, Judged, RowOutcome
-from nest_megatron.validation.report import BothScores, MeasuredJob, measured_jobs, pairs_by_regime
+from nest_megatron.validation.report import (
+    BothScores,
+    MeasuredJob,
+    measured_jobs,
+    memory_tests,
+    pairs_by_regime,
+)
 from nest_megatron.validation.rows import RowKind, number_or_zero
 from nest_megatron.validation.scores import NOISE, error_scores
+from tools.accuracy.margin import best_margin, left_out, margin_curve, margin_samples, risk_bins
 
 #: Rows of runs, of memory and of collectives that are shown.
 _MOST_TIMES, _MOST_OTHERS = 10, 5
@@ -64,7 +70,8 @@ def subject(each: RowOutcome) -> str:
 def margin_figures(judged: Sequence[Judged]) -> Mapping[str, object]:
     """What each memory margin would refuse; empty where no run ended for want of memory."""
     settings = CostSettings()
-    data = samples(_runs_once(judged), settings.memory_reserve_bytes)
+    runs = memory_tests(_runs_once(judged))
+    data = margin_samples(runs, settings.memory_reserve_bytes)
     if not any(each.out_of_memory for each in data):
         return {}
     named = {
@@ -76,7 +83,7 @@ def margin_figures(judged: Sequence[Judged]) -> Mapping[str, object]:
         for point in margin_curve(data)
         if round(100 * point.margin) % 2 == 0 or point.margin in named.values()
     ]
-    return {"curve": curve, "left_out": left_out(data), "bins": risk_bins(data)}
+    return {"curve": curve, "left_out": left_out(data), "bins": risk_bins(runs)}
 
 
 def _runs_once(judged: Sequence[Judged]) -> list[RowOutcome]:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from nest_megatron.research.paper import published
-from nest_megatron.research.paper.published import PaperJob, over
+from benchmarks.paper import published
+from benchmarks.paper.published import PaperJob, over
 from nest_megatron.units import Seconds, format_seconds
 
 #: The models of the paper, in its order.

@@ -48,72 +48,6 @@ class Parameter:
         return min(max(value, self.low), self.high)
 
 
-#: Generations of devices by the first word of the accelerator's name.
-_GENERATIONS = {
-    "volta": r"^V100",
-    "ampere": r"^A[18]00",
-    "hopper": r"^(H100|H200|H800|GH200)",
-    "b200": r"^B200",
-    "gb200": r"^GB200",
-    "blackwell_ultra": r"^(GB300|B300)",
-}
-
-
-def generation_of(accelerator: str) -> str | None:
-    """The generation of a device by its name; ``None`` for what is not fitted.
-
-    >>> generation_of("GB200-NVL72-186GB"), generation_of("MI300X")
-    ('gb200', None)
-    """
-    for name, pattern in _GENERATIONS.items():
-        if re.match(pattern, accelerator):
-            return name
-    return None
-
-
-#: Values by parameter key.
-Values = Mapping[str, float]
-
-
-def with_values(job: RowJob, values: Values, clusters: dict[int, Cluster]) -> RowJob:
-    """A job under other constants; ``clusters``: the changed ones by the identity of the old."""
-    cluster = clusters.get(id(job.cluster))
-    if cluster is None:
-        device = device_values(job.cluster.accelerator, values)
-        cluster = dataclasses.replace(job.cluster, accelerator=device)
-        clusters[id(job.cluster)] = cluster
-    fields: dict[str, Any] = {**_of(EXECUTION, values), **_of(job.target.fitted, values)}
-    return dataclasses.replace(
-        job, cluster=cluster, settings=dataclasses.replace(job.settings, **fields)
-    )
-
-
-def device_values(accelerator: Accelerator, values: Values) -> Accelerator:
-    """A device under other constants of its generation."""
-    generation = generation_of(accelerator.name)
-    if generation is None:
-        return accelerator
-    fields: dict[str, object] = dict(_of(generation, values))
-    shares = dict(accelerator.gemm_efficiency)
-    for name in [name for name in fields if name.startswith("gemm_efficiency.")]:
-        share = fields.pop(name)
-        for precision in _FORMATS[name]:
-            if precision in shares:
-                shares[precision] = share  # type: ignore[assignment]
-    return dataclasses.replace(accelerator, gemm_efficiency=shares, **fields)  # type: ignore[arg-type]
-
-
-_FORMATS = {
-    "gemm_efficiency.bf16": (Precision.BF16, Precision.FP16),
-    "gemm_efficiency.fp8": (Precision.FP8,),
-}
-
-
-def _of(owner: str, values: Values) -> dict[str, float]:
-    start = f"{owner}."
-    return {key.removeprefix(start): v for key, v in values.items() if key.startswith(start)}
-
-
 def _parameter(
     owner: str, name: str, prior: float, width: float, low: float, high: float
 ) -> Parameter:
@@ -197,6 +131,72 @@ PARAMETERS: tuple[Parameter, ...] = (
 OWNERS = frozenset(parameter.owner for parameter in PARAMETERS)
 
 
+#: Generations of devices by the first word of the accelerator's name.
+_GENERATIONS = {
+    "volta": r"^V100",
+    "ampere": r"^A[18]00",
+    "hopper": r"^(H100|H200|H800|GH200)",
+    "b200": r"^B200",
+    "gb200": r"^GB200",
+    "blackwell_ultra": r"^(GB300|B300)",
+}
+
+
+def generation_of(accelerator: str) -> str | None:
+    """The generation of a device by its name; ``None`` for what is not fitted.
+
+    >>> generation_of("GB200-NVL72-186GB"), generation_of("MI300X")
+    ('gb200', None)
+    """
+    for name, pattern in _GENERATIONS.items():
+        if re.match(pattern, accelerator):
+            return name
+    return None
+
+
+#: Values by parameter key.
+Values = Mapping[str, float]
+
+
+def with_values(job: RowJob, values: Values, clusters: dict[int, Cluster]) -> RowJob:
+    """A job under other constants; ``clusters``: the changed ones by the identity of the old."""
+    cluster = clusters.get(id(job.cluster))
+    if cluster is None:
+        device = device_values(job.cluster.accelerator, values)
+        cluster = dataclasses.replace(job.cluster, accelerator=device)
+        clusters[id(job.cluster)] = cluster
+    fields: dict[str, Any] = {**_of(EXECUTION, values), **_of(job.target.fitted, values)}
+    return dataclasses.replace(
+        job, cluster=cluster, settings=dataclasses.replace(job.settings, **fields)
+    )
+
+
+def device_values(accelerator: Accelerator, values: Values) -> Accelerator:
+    """A device under other constants of its generation."""
+    generation = generation_of(accelerator.name)
+    if generation is None:
+        return accelerator
+    fields: dict[str, object] = dict(_of(generation, values))
+    shares = dict(accelerator.gemm_efficiency)
+    for name in [name for name in fields if name.startswith("gemm_efficiency.")]:
+        share = fields.pop(name)
+        for precision in _FORMATS[name]:
+            if precision in shares:
+                shares[precision] = share  # type: ignore[assignment]
+    return dataclasses.replace(accelerator, gemm_efficiency=shares, **fields)  # type: ignore[arg-type]
+
+
+_FORMATS = {
+    "gemm_efficiency.bf16": (Precision.BF16, Precision.FP16),
+    "gemm_efficiency.fp8": (Precision.FP8,),
+}
+
+
+def _of(owner: str, values: Values) -> dict[str, float]:
+    start = f"{owner}."
+    return {key.removeprefix(start): v for key, v in values.items() if key.startswith(start)}
+
+
 @dataclass(frozen=True, slots=True)
 class LeftOutConstants:
     """Jobs under the constants of a fit without their source, so that no figure was fitted."""
@@ -205,7 +205,7 @@ class LeftOutConstants:
     _clusters: dict[str, dict[int, Cluster]] = field(default_factory=dict)
     _known: list[Cluster] = field(default_factory=list)  # keeps them, and so their identity
 
-    def applied(self, source: str, job: RowJob) -> RowJob:
+    def __call__(self, source: str, job: RowJob) -> RowJob:
         """A job of a source; as it is where the source was not fitted."""
         values = self.by_source.get(source)
         if not values:

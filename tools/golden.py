@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nest_megatron.cluster.records import Precision
+from nest_megatron.cluster.records import Accelerator, Precision
 from nest_megatron.cost_model.execution_flags import execution_of
+from nest_megatron.cost_model.features import SCANNED
 from nest_megatron.cost_model.memory_flags import memory_flags
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
@@ -27,12 +28,15 @@ from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.arguments import SAME_NAMES, spec_from_arguments
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.units import Bytes
+from nest_megatron.validation.assess import Predictor
 from nest_megatron.validation.frameworks import MEGATRON_CORE
 from nest_megatron.validation.job import RowJob, dims_of
 from nest_megatron.validation.machines import machine_of
 from nest_megatron.validation.model_names import HYBRID
-from nest_megatron.validation.model_shapes import BERT_VOCAB, GPT2_VOCAB, ModelMatch, whole_of
-from nest_megatron.validation.rows import RefusedRowError, Row, whole
+from nest_megatron.validation.models import BERT_VOCAB, GPT2_VOCAB, ModelMatch, whole_of
+from nest_megatron.validation.outcome import RowOutcome
+from nest_megatron.validation.rows import RefusedRowError, Row, number, whole
 
 #: What the tests run on where a row does not say.
 _USUAL_GPU, _USUAL_GPUS = "A100", 8
@@ -41,6 +45,71 @@ _RELEASE_GPUS = 256
 
 _PRECISIONS = {"bf16": Precision.BF16, "fp16": Precision.FP16}
 _SWITCHES = {"True": True, "False": False}
+
+
+def predicted_row(row: Row, predictor: Predictor) -> RowOutcome:
+    """A row with its predicted peak; a test's arguments state every setting, as a plan keeps them.
+
+    Raises:
+        RefusedRowError: as ``golden_job``, and for a row without a peak.
+    """
+    job = golden_job(row)
+    prediction = predictor.predict(job)
+    gib = number(row, "mem_max_allocated_gib")
+    if not gib:
+        raise RefusedRowError("no memory measured", "mem_max_allocated_gib is empty")
+    workspaces = workspace_bytes(
+        job.cluster.accelerator,
+        deterministic=row.get("deterministic") == "1",
+        engine=not is_local(row),
+        grouped="moe-grouped-gemm=True" in row.get("extra_args", ""),
+    )
+    return RowOutcome(
+        row=row,
+        predicted_bytes=prediction.stage_memory[-1] + workspaces,
+        measured_bytes=round(gib * 2**30),
+        needed_bytes=max(prediction.stage_memory),
+        device_bytes=job.cluster.accelerator.memory_bytes,
+        fits=prediction.fits,
+        is_moe=job.spec.is_moe,
+        has_scans=not SCANNED.isdisjoint(job.spec.blocks),
+        zero=prediction.layout.zero,
+        assumptions=job.assumptions,
+    )
+
+
+_MIB = 2**20
+#: Workspaces of cuBLAS that PyTorch holds: one for the forward and one for the backward thread.
+_CUBLAS_HANDLES = 2
+#: ``CUBLAS_WORKSPACE_CONFIG=:4096:8``, and what PyTorch takes without it on Hopper.
+_CUBLAS_LARGE = 32 * _MIB
+#: ``:4096:2:16:8``, what PyTorch takes on every other GPU.
+_CUBLAS_SMALL = 8 * _MIB + 128 * 1024
+#: Workspace of Transformer Engine, from Hopper on and before (``get_cublas_workspace_size_bytes``).
+_ENGINE_LARGE, _ENGINE_SMALL = 32 * _MIB, 4 * _MIB
+#: Streams of Transformer Engine's grouped GEMMs.
+_GROUPED_STREAMS = 4
+_BEFORE_HOPPER = ("v100", "a100", "a800", "mi")
+
+
+def workspace_bytes(
+    accelerator: Accelerator, *, deterministic: bool, engine: bool = True, grouped: bool = False
+) -> Bytes:
+    """What libraries take from PyTorch's allocator and keep.
+
+    Args:
+        deterministic: ``CUBLAS_WORKSPACE_CONFIG`` is set as deterministic runs set it.
+        engine: layers are Transformer Engine's; Megatron's own take another handle of cuBLAS.
+        grouped: experts run as grouped GEMMs, on streams with a workspace each.
+    """
+    name = accelerator.name.lower()
+    hopper = name.startswith(("h100", "h20", "h800", "gh200"))
+    cublas = _CUBLAS_LARGE if deterministic or hopper else _CUBLAS_SMALL
+    large = not name.startswith(_BEFORE_HOPPER)
+    if not engine:
+        return (_CUBLAS_HANDLES + 1) * cublas
+    own = _ENGINE_LARGE if large else _ENGINE_SMALL
+    return _CUBLAS_HANDLES * cublas + own * (1 + _GROUPED_STREAMS * grouped)
 
 
 def golden_job(row: Row) -> RowJob:

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
-from nest_megatron.validation.calibrate import LogErrors
-from nest_megatron.validation.calibration_store import LinkTechnology, link_of_level
-from nest_megatron.validation.collectives import CollectiveRow, row_time
+from nest_megatron.validation.machines import LinkTechnology, link_of_level
+from tools.calibration.collectives import CollectiveRow, row_time
+from tools.calibration.constants import LogErrors
 
 Links = Mapping[str, LinkTechnology]
 
@@ -128,7 +128,7 @@ def _family(name: str, *lines: str) -> tuple[LinkParameter, ...]:
 
 
 #: What the rows determine. EFA and TCPXO both go through the host, and share their times.
-PARAMETERS = (
+LINK_PARAMETERS = (
     *_family(
         "nvlink",
         "latency_s: nvlink2 nvlink2_mesh, nvlink3, nvlink4 nvlink5 nvlink5_rack",
@@ -299,9 +299,9 @@ class _Problem:
 
     def __init__(self, start: Links, samples: Sequence[CollectiveSample]) -> None:
         self._start = start
-        self._families = sorted({p.family for p in PARAMETERS if p.family})
-        firsts = (next(p for p in PARAMETERS if p.family == name) for name in self._families)
-        bounds = [(p.low, p.usual, p.high) for p in (*PARAMETERS, *firsts)]
+        self._families = sorted({p.family for p in LINK_PARAMETERS if p.family})
+        firsts = (next(p for p in LINK_PARAMETERS if p.family == name) for name in self._families)
+        bounds = [(p.low, p.usual, p.high) for p in (*LINK_PARAMETERS, *firsts)]
         self._low, self.usual, self._high = (
             [math.log(value) for value in column] for column in zip(*bounds, strict=True)
         )
@@ -311,7 +311,7 @@ class _Problem:
             for s in samples
         ]
         mine = [
-            [i for i, p in enumerate(PARAMETERS) if s.crossed.intersection(p.links)]
+            [i for i, p in enumerate(LINK_PARAMETERS) if s.crossed.intersection(p.links)]
             for s in samples
         ]
         self._log_errors = LogErrors(samples, mine, self._pricing)
@@ -322,7 +322,7 @@ class _Problem:
     def links(self, logs: Iterable[float]) -> Links:
         """The technologies with the values of these variables."""
         links = dict(self._start)
-        for parameter, log in zip(PARAMETERS, logs, strict=False):
+        for parameter, log in zip(LINK_PARAMETERS, logs, strict=False):
             links = parameter.put(links, math.exp(log))
         return links
 
@@ -348,12 +348,12 @@ class _Problem:
     def _residuals(self, x: Sequence[float]) -> list[float]:
         """Weighted errors, then the pulls of parameters and of families."""
         weighted = [w * error for w, error in zip(self._weights, self._log_errors(x), strict=True)]
-        means = dict(zip(self._families, x[len(PARAMETERS) :], strict=True))
+        means = dict(zip(self._families, x[len(LINK_PARAMETERS) :], strict=True))
         pulls = [
             _POOL * (log - means[p.family]) if p.family else _PULL * (log - math.log(p.usual))
-            for p, log in zip(PARAMETERS, x, strict=False)
+            for p, log in zip(LINK_PARAMETERS, x, strict=False)
         ]
-        usual = zip(self._families, self.usual[len(PARAMETERS) :], strict=True)
+        usual = zip(self._families, self.usual[len(LINK_PARAMETERS) :], strict=True)
         return [*weighted, *pulls, *(_PULL * (means[name] - at) for name, at in usual)]
 
 

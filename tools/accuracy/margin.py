@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from nest_megatron.units import Bytes
 from nest_megatron.validation.outcome import RowOutcome
-from nest_megatron.validation.row_settings import states_recompute
+from nest_megatron.validation.report import RiskBin, risk_bin
 
 #: Margins of the curve.
 MARGINS = tuple(step / 100 for step in range(0, 31))
@@ -22,17 +22,23 @@ TOLERATED = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarginSample:
-    """A run as the margin sees it.
-
-    Args:
-        fill: predicted peak and reserve together over the memory of the device.
-        risk: predicted chance that the run ends out of memory.
-    """
+    """A run as the margin sees it; fill: its predicted peak and the reserve over its device."""
 
     source: str
     fill: float
-    risk: float
     out_of_memory: bool
+
+
+def margin_samples(runs: Iterable[RowOutcome], reserve: Bytes) -> tuple[MarginSample, ...]:
+    """What the margin can learn from, of runs with a predicted need and a known device."""
+    return tuple(
+        MarginSample(
+            source=each.source,
+            fill=((each.needed_bytes or 0) + reserve) / (each.device_bytes or 1),
+            out_of_memory=each.out_of_memory,
+        )
+        for each in runs
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,74 +62,13 @@ class MarginPoint:
         return self.out_of_memory_refused / self.out_of_memory if self.out_of_memory else 0.0
 
 
-def samples(
-    outcomes: Iterable[RowOutcome], reserve: Bytes, *, stated: bool = True
-) -> tuple[MarginSample, ...]:
-    """What the margin can learn from: runs with a predicted need and a known device.
-
-    A run that ran and does not say what it recomputed is predicted with a setting that fits,
-    so that its verdict follows from the margin instead of testing it; such rows are left out.
-
-    Args:
-        outcomes: rows of throughput and memory; ``needed_bytes`` and ``device_bytes`` are used.
-        reserve: ``CostSettings.memory_reserve_bytes``.
-        stated: ``False`` for the rows that are left out.
-    """
-    return tuple(
-        MarginSample(
-            source=outcome.source,
-            fill=(outcome.needed_bytes + reserve) / outcome.device_bytes,
-            risk=outcome.risk,
-            out_of_memory=outcome.out_of_memory,
-        )
-        for outcome in outcomes
-        if outcome.needed_bytes is not None
-        and outcome.device_bytes
-        and outcome.risk is not None
-        and (outcome.out_of_memory or states_recompute(outcome.row)) is stated
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RiskBin:
-    """Runs whose chance to run out of memory lies between two bounds; expected: its sum."""
-
-    low: float
-    high: float
-    runs: int
-    out_of_memory: int
-    expected: float
-
-    @property
-    def mean_chance_pct(self) -> float:
-        """Mean predicted chance."""
-        return 100.0 * self.expected / self.runs
-
-    @property
-    def ran_out_pct(self) -> float:
-        """Share of the runs that did run out."""
-        return 100.0 * self.out_of_memory / self.runs
-
-
 #: Bounds of the bins.
 RISKS = (0.0, 0.01, 0.05, 0.2, 0.5, 0.9, 1.0)
 
 
-def risk_bin(data: Iterable[MarginSample], low: float = 0.0, high: float = 1.0) -> RiskBin:
-    """The runs of one range of chances, and how many of them did run out of memory."""
-    own = [each for each in data if low <= each.risk < high or each.risk == high == 1.0]
-    return RiskBin(
-        low=low,
-        high=high,
-        runs=len(own),
-        out_of_memory=sum(each.out_of_memory for each in own),
-        expected=sum(each.risk for each in own),
-    )
-
-
-def risk_bins(data: Sequence[MarginSample]) -> tuple[RiskBin, ...]:
+def risk_bins(runs: Sequence[RowOutcome]) -> tuple[RiskBin, ...]:
     """Runs by their predicted chance."""
-    return tuple(risk_bin(data, low, high) for low, high in pairwise(RISKS))
+    return tuple(risk_bin(runs, low, high) for low, high in pairwise(RISKS))
 
 
 def margin_point(data: Iterable[MarginSample], margin: float) -> MarginPoint:

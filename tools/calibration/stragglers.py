@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nest_megatron.units import Seconds
-from nest_megatron.validation.assess import job_time
-from nest_megatron.validation.calibration_store import write_record
+from nest_megatron.validation.assess import Predictor, job_time
 from nest_megatron.validation.job import RowJob, job_of
 from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.predict import Predictor
 from nest_megatron.validation.rows import RefusedRowError, Row, RowFile, RowKind
+from tools.calibration.catalogue import write_record
 
 #: Columns that rows of one weak scaling have in common, besides the work of each GPU.
 _SAME = (
