@@ -19,7 +19,7 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.stated_job import StatedJob
+from nest_megatron.integrations.plan_job import StatedJob
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import EndedEarly, NoPlan, Request, plan
 from nest_megatron.planner.shortage import no_plan

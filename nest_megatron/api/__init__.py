@@ -196,7 +196,7 @@ def plan_command(
 
 def planned_command(found: CommandPlan, composed: Settings) -> Plan:
     """The plan of a command beside what it runs today, here and on the command line."""
-    from nest_megatron.integrations.megatron_lm.before_after import before_and_after
+    from nest_megatron.integrations.typed_command import before_and_after
 
     today = before_and_after(found, composed)
     return Plan(record=replace(found.plan, today=today), notes=found.notes)
@@ -259,10 +259,10 @@ def estimate_command(
     >>> priced.layout.dims.data_parallel_size, priced.arguments["overlap_grad_reduce"]
     (16, False)
     """
-    from nest_megatron.integrations.megatron_lm import as_typed
+    from nest_megatron.integrations import typed_command
 
     composed = compose_keywords(None, cluster, settings, config_dir, num_gpus)
-    found = as_typed.estimate_command(
+    found = typed_command.estimate_command(
         command_words(command), composed, version=megatron_version, strict=strict
     )
     return Plan(record=found.plan, notes=found.notes)

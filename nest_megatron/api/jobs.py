@@ -17,7 +17,7 @@ from nest_megatron.report.failure import require_plan
 from nest_megatron.units import Seconds
 
 if TYPE_CHECKING:
-    from nest_megatron.integrations.stated_job import StatedJob
+    from nest_megatron.integrations.plan_job import StatedJob
 
 
 def plan_job(

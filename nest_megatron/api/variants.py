@@ -33,7 +33,7 @@ from nest_megatron.report.whatif import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from nest_megatron.integrations.stated_job import StatedJob
+    from nest_megatron.integrations.plan_job import StatedJob
 
 #: What a plan's job is; other settings say how it is planned.
 _OF_JOB = ("cluster", "model", "train", "parallel")
@@ -186,7 +186,7 @@ def plan_variants(path: Path, changes: Sequence[Setting], options: SweepOptions)
     if not any(map(_is_of_job, keys)):
         fix = "For example cluster.levels.node.bandwidth=900GB/s, memory=141GiB or gpus=256,512."
         raise _no_change(changes, "it names no change of the job", fix)
-    from nest_megatron.integrations.stated_job import settings_of, stated_job
+    from nest_megatron.integrations.plan_job import settings_of, stated_job
 
     base = settings_of(present, path if path.is_absolute() else Path.cwd() / path)
     stated = stated_job(present, base)

@@ -20,6 +20,7 @@ from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.architecture import (
     UNPRICED,
+    family_of,
     refuse_unplannable,
     unknown_beside,
     unplannable,
@@ -27,7 +28,6 @@ from nest_megatron.integrations.architecture import (
     with_adapters,
 )
 from nest_megatron.integrations.execution_fields import ExecutionPlaces
-from nest_megatron.integrations.families import family_of
 from nest_megatron.integrations.fields import (
     ABSENT,
     Configuration,

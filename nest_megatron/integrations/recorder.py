@@ -34,11 +34,15 @@ from nest_megatron.history.records import (
     RunRecord,
     measured_by_ranks,
 )
-from nest_megatron.integrations import audit
 from nest_megatron.integrations.megatron_lm.agreement import Hosts, RendezvousStore, broadcast
-from nest_megatron.integrations.outlets import write_prometheus
-from nest_megatron.integrations.run_record import new_run
-from nest_megatron.integrations.run_warnings import run_warnings
+from nest_megatron.integrations.run_record import (
+    audit_launch,
+    audit_outcome,
+    audits,
+    new_run,
+    run_warnings,
+    write_prometheus,
+)
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.plain import from_plain
 from nest_megatron.printing import print_cleaned
@@ -227,7 +231,7 @@ class Recorder:
                 self._record({})  # it was too short
             with self.telling("completed"):
                 if self.rank == 0 and (run := self.run()) is not None:
-                    audit.follow(dataclasses.replace(run, outcome=Outcome.FINISHED, end=now()))
+                    audit_outcome(dataclasses.replace(run, outcome=Outcome.FINISHED, end=now()))
             return
         with self.telling("completed"):
             self._record_failure(error)
@@ -285,7 +289,7 @@ class Recorder:
                 self._own_run = run
                 if self._prometheus is not None:
                     write_prometheus(ended, Path(self._prometheus))
-                audit.follow(run)  # training goes on
+                audit_outcome(run)  # training goes on
 
     def _record_failure(self, error: BaseException) -> None:
         """Only the first rank says why, or one that ran out of memory, which is always a cause."""
@@ -297,7 +301,7 @@ class Recorder:
             said = f"rank {self.rank} ({socket.gethostname()}): {first_line(error)}"
             run = dataclasses.replace(run, outcome=outcome, end=now(), error=said)
             self._keep(run)
-            audit.follow(run)
+            audit_outcome(run)
 
     def _keep(self, run: RunRecord) -> None:
         """Add to the history; an audit is the operators', and needs none."""
@@ -338,16 +342,16 @@ def begin_record(
     Raises:
         PolicyError: where a policy has to have an audit, and it cannot be written.
     """
-    if not is_watched and not audit.audits():
+    if not is_watched and not audits():
         return None
     try:
         run = new_run(plan, hosts, os.environ, launch)
     except Exception as error:  # noqa: BLE001 - the job trains without a record
         print_cleaned(f"nest: no record of this run is kept: {error}")
-        audit.begin(f"no record of the run can be made: {error}")
+        audit_launch(f"no record of the run can be made: {error}")
         return None
     leave_run(store, run, is_watched=is_watched)
-    audit.begin(run)
+    audit_launch(run)
     return run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,31 +13,39 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.catalogue import read_cluster, read_spec
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import FreeParameters, Job, LaunchedRanks
+from nest_megatron.config.request import request_for
 from nest_megatron.config.target import megatron_version
 from nest_megatron.cost_model.target_defaults import newer_release_notes
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.dry_run.launch import (
+from nest_megatron.integrations.dry_run import (
+    RecordedLaunch,
     is_script_call,
     names_script,
     script_launch,
     unread_model,
 )
-from nest_megatron.integrations.dry_run.run import RecordedLaunch
 from nest_megatron.integrations.launchers import SLURM_VARIABLES, LaunchPlace, slurm_options
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_command
-from nest_megatron.integrations.megatron_lm.parser import read_command, tokens
+from nest_megatron.integrations.megatron_lm.changed_command import require_model, with_flags
+from nest_megatron.integrations.megatron_lm.checkpoint import check_loadable, saved_by
+from nest_megatron.integrations.megatron_lm.parser import newest_flags, read_command, tokens
 from nest_megatron.integrations.megatron_lm.planning import job_request
+from nest_megatron.integrations.megatron_lm.present_layout import on_device, refusal, typed_plan
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters, kept_flags
-from nest_megatron.integrations.megatron_lm.set_flags import require_model, with_flags
+from nest_megatron.integrations.plan_job import made_for
 from nest_megatron.integrations.restore import restored_by_command
-from nest_megatron.integrations.stated_job import made_for
+from nest_megatron.layout.before_after import BeforeAfter, Changes, LayoutChange
 from nest_megatron.layout.diff import Change
-from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.knobs import KNOBS
+from nest_megatron.layout.plan import LaunchCommand, ParallelPlan
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Progress, Request
 from nest_megatron.planner import plan as find_plan
+from nest_megatron.planner.changes import changes
+from nest_megatron.planner.layouts import Variant
 from nest_megatron.report.failure import require_plan
+from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Seconds
 
 
@@ -302,3 +310,114 @@ def command_of_plan(
         )
         changes = rewrite.changes
     return CommandPlan(job=job, request=request, plan=found, changes=changes)
+
+
+def estimate_command(
+    text: str | Sequence[str], composed: Settings, *, version: str | None, strict: bool = False
+) -> CommandPlan:
+    """Price a command, or the script that launches it, as it is typed.
+
+    Args:
+        strict: refuse flags that Megatron-LM does not have.
+
+    Raises:
+        UserInputError: for a command that cannot be read, that Megatron refuses, with its rule, or
+            a setting of the layout, which is the command's.
+    """
+    job, cluster = read_typed(text, composed, version=version, strict=strict)
+    for name in sorted(composed.given):
+        if name.startswith("parallel."):
+            limit, fix = "the layout is that of the command", "Give its flag with --set."
+            value = composed.parallel.stated().get(name.partition(".")[2])
+            raise UserInputError(name, value, limit, fix)
+    job = dataclasses.replace(job, num_gpus=job.num_gpus or cluster.num_gpus)
+    asked = on_device(job, cluster)
+    request = request_for(asked, cluster, composed, SearchSpace(), choose_execution=False)
+    found, _ = typed_plan(job, request, composed)
+    launch = {}
+    if (command := job.command) is not None:
+        launch[LAUNCHER] = LaunchCommand(
+            script=command.script, argv=command.argv, environment=command.environment
+        )
+    found = dataclasses.replace(made_for(found, job, "estimate --from"), launch=launch)
+    return CommandPlan(job=job, request=request, plan=found, changes=())
+
+
+_RESHARDABLE = "dist_ckpt_optim_fully_reshardable"
+
+
+def before_and_after(found: CommandPlan, composed: Settings) -> BeforeAfter:
+    """A command as it is typed beside its plan, both of the same batch and cluster."""
+    job, request, plan = found.job, found.request, found.plan
+    try:
+        before, own = typed_plan(job, request, composed)
+    except UserInputError as error:
+        return BeforeAfter(before=None, refused=str(error))
+    after = Variant(settings=request.settings, layout=plan.layout)
+    return BeforeAfter(
+        before=before.priced(),
+        changes=_by_fields(changes(request, own, after, refusal(request, job)), job.fields),
+        needs=(*_packages(before, plan), *_releases(found), *_checkpoint(found, before)),
+    )
+
+
+def _by_fields(found: Changes, fields: Mapping[str, str]) -> Changes:
+    """Changes of a recipe by its own fields, as far as a choice is one of them."""
+
+    def named(change: LayoutChange) -> LayoutChange:
+        choices = (
+            dataclasses.replace(each, name=fields.get(each.name, each.name))
+            for each in change.choices
+        )
+        return dataclasses.replace(change, choices=tuple(choices))
+
+    return dataclasses.replace(
+        found, alone=tuple(map(named, found.alone)), in_order=tuple(map(named, found.in_order))
+    )
+
+
+def _packages(before: ParallelPlan, plan: ParallelPlan) -> Iterator[str]:
+    """What choices of the plan need that a container may lack."""
+    for knob in KNOBS:
+        value = getattr(plan.layout.execution, knob.name)
+        if value != getattr(before.layout.execution, knob.name) and value in knob.needs:
+            words = " ".join(value) if isinstance(value, tuple) else value
+            yield f"{knob.flag} {words} needs {knob.needs[value].words} where the job runs."
+
+
+def _releases(found: CommandPlan) -> Iterator[str]:
+    """The release that the flags need which the plan adds."""
+    if found.job.command is None:
+        return
+    argv = found.plan.launch[LAUNCHER].argv
+    if needed := newest_flags(argv, given=found.job.command.argv):
+        yield needed
+
+
+def _checkpoint(found: CommandPlan, before: ParallelPlan) -> Iterator[str]:
+    """Whether the plan goes on from a checkpoint of the present layout, and what that takes."""
+    values = found.job.values
+    if not (values.get("save") or values.get("load")):
+        return
+    kind = "fsdp_dtensor" if before.layout.uses_megatron_fsdp else values.get("ckpt_format")
+    said = f"a checkpoint of the present layout ({kind or 'torch_dist'})"
+    if not (limit := _obstacle(found, before, values)):
+        yield f"Checkpoint: the plan loads {said} as it is."
+        return
+    yield f"Checkpoint: {limit}"
+    if not _obstacle(found, before, {**values, _RESHARDABLE: True}):
+        yield (
+            "With --dist-ckpt-optim-fully-reshardable in the present command, the next checkpoint "
+            "that it saves is one that the plan loads with its optimizer state."
+        )
+
+
+def _obstacle(found: CommandPlan, before: ParallelPlan, values: Mapping[str, Any]) -> str:
+    """Why the plan does not load what a job of the present layout saves; empty where it does."""
+    version = found.job.version
+    saved = saved_by(before, values, version, "a checkpoint of the present layout")
+    try:
+        check_loadable(saved, found.plan.arguments, values, version)
+    except UserInputError as error:
+        return str(error)
+    return ""

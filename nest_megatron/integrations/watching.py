@@ -20,12 +20,12 @@ from typing import Any
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.history.records import Launch, RunRecord
 from nest_megatron.integrations.megatron_lm.agreement import (
+    RankContext,
     connect,
     propagating_errors,
 )
-from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
+from nest_megatron.integrations.process_variables import launched
 from nest_megatron.integrations.recorder import Recorder
-from nest_megatron.integrations.slurm import launched
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.policy import PolicyError
 from nest_megatron.printing import print_cleaned
@@ -180,7 +180,7 @@ def require_planned(plan: ParallelPlan, num_ranks: int) -> None:
         )
     state = sys.modules.get("megatron.core.parallel_state")
     if state is not None and state.model_parallel_is_initialized():
-        from nest_megatron.integrations.megatron_lm.groups import compare_groups
+        from nest_megatron.integrations.megatron_lm.ranks import compare_groups
 
         compare_groups(plan, state)
 

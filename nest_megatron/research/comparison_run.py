@@ -17,7 +17,7 @@ from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import require_folder, write_text
-from nest_megatron.integrations.stated_job import StatedJob
+from nest_megatron.integrations.plan_job import StatedJob
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.price import Rates
 from nest_megatron.plain import to_plain

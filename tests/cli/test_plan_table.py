@@ -9,7 +9,7 @@ import pytest
 from nest_megatron import load_plan
 from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.integrations.megatron_lm import checkpoint
-from nest_megatron.integrations.megatron_lm.saved_by_plan import saved_by
+from nest_megatron.integrations.megatron_lm.checkpoint import saved_by
 from nest_megatron.layout import plan_file
 from nest_megatron.planner import plan_table
 from nest_megatron.planner.pins import read_pinned, read_table

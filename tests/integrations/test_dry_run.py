@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.dry_run import run as dry
-from nest_megatron.integrations.dry_run.launch import script_launch
+from nest_megatron.integrations import dry_run as dry
+from nest_megatron.integrations.dry_run import RecordedLaunch, script_launch
 from nest_megatron.integrations.dry_run.recorder import LAUNCHERS
-from nest_megatron.integrations.dry_run.run import RecordedLaunch
 from nest_megatron.integrations.megatron_lm.parser import read_command
 
 BASH = shutil.which("bash")

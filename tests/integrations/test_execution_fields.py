@@ -15,11 +15,11 @@ from nest_megatron.cost_model.target_defaults import NEMO_LACKS
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import megatron_bridge, nemo
 from nest_megatron.integrations.fields import find
-from nest_megatron.integrations.megatron_bridge.config import BridgeConfig
+from nest_megatron.integrations.megatron_bridge import BridgeConfig
 from nest_megatron.integrations.megatron_bridge.hook import adapt, stated_choices
 from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.write import planned_arguments
-from nest_megatron.integrations.nemo.recipe import NemoRecipe
+from nest_megatron.integrations.nemo import NemoRecipe
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.execution_arguments import execution_arguments
 from nest_megatron.layout.knobs import KNOBS

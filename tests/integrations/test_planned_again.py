@@ -17,7 +17,7 @@ from nest_megatron.config.request import recorded_settings
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import megatron_bridge, nemo
 from nest_megatron.integrations.megatron_lm.planning import job_request
-from nest_megatron.integrations.stated_job import StatedJob, recorded
+from nest_megatron.integrations.plan_job import StatedJob, recorded
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
 from tests import catalogue

@@ -14,8 +14,7 @@ import time
 import torch
 
 from nest_megatron.integrations import recorder as recording
-from nest_megatron.integrations.megatron_lm.agreement import connect
-from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
+from nest_megatron.integrations.megatron_lm.agreement import RankContext, connect
 from tests.launch.test_watch import started
 from tests.patience import LONG_S, wait_until
 

@@ -29,9 +29,13 @@ from nest_megatron.integrations.megatron_lm.measure import (
     threads_for,
     with_profile,
 )
-from nest_megatron.integrations.megatron_lm.measure_child import Answer, Orders
+from nest_megatron.integrations.megatron_lm.measure_child import (
+    Answer,
+    JobArguments,
+    Orders,
+    job_arguments,
+)
 from nest_megatron.integrations.megatron_lm.measure_store import shape_of, tasks_for
-from nest_megatron.integrations.megatron_lm.own_layers import JobArguments, job_arguments
 from nest_megatron.integrations.megatron_lm.planning import decide
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.integrations.megatron_lm.namespace import flags_of
+from nest_megatron.integrations.megatron_lm.planning import flags_of
 from nest_megatron.integrations.megatron_lm.same_job import (
     MAY_DIFFER,
     arguments,

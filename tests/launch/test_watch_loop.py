@@ -20,8 +20,8 @@ from nest_megatron.config.launch import LaunchWords, Mode
 from nest_megatron.config.schema import LaunchConfig, WatchConfig
 from nest_megatron.history import store as history
 from nest_megatron.history.records import Outcome
-from nest_megatron.integrations import audit
-from nest_megatron.integrations.megatron_lm.watch import Watch, begin
+from nest_megatron.integrations import run_record as audit
+from nest_megatron.integrations.megatron_lm.ranks import Watch, begin
 from nest_megatron.integrations.recorder import Recorder
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import Change

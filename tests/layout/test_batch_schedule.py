@@ -16,7 +16,7 @@ from nest_megatron.config.request import request_of
 from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import megatron_bridge, nemo
-from nest_megatron.integrations.megatron_bridge import config
+from nest_megatron.integrations import megatron_bridge as config
 from nest_megatron.integrations.megatron_lm.attach import (
     LAUNCHER,
     rewritten,

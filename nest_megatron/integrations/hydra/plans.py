@@ -27,9 +27,8 @@ from nest_megatron.cost_model.execution_flags import execution_of
 from nest_megatron.cost_model.target_defaults import OF_THE_JOB
 from nest_megatron.errors import UserInputError
 from nest_megatron.history.records import Launch, RunRecord
-from nest_megatron.integrations import audit, recorder
+from nest_megatron.integrations import recorder
 from nest_megatron.integrations.execution_fields import execution_items
-from nest_megatron.integrations.field_mapping import planned_items
 from nest_megatron.integrations.hydra.ranks import (
     is_first,
     is_launched,
@@ -44,11 +43,18 @@ from nest_megatron.integrations.launched import values_report
 from nest_megatron.integrations.megatron_lm.planning import plan_to_launch
 from nest_megatron.integrations.megatron_lm.read import read_recompute
 from nest_megatron.integrations.megatron_lm.search_space import freed_flags, job_space
-from nest_megatron.integrations.plan_output import pinned_by, pinned_file, plan_output, told_where
-from nest_megatron.integrations.plan_recipe import require_pinned_for
+from nest_megatron.integrations.plan_output import (
+    pinned_by,
+    pinned_file,
+    plan_output,
+    read_launched,
+    require_launch,
+    told_where,
+)
+from nest_megatron.integrations.process_variables import launched
 from nest_megatron.integrations.recipe import RECOMPUTE
-from nest_megatron.integrations.site_policy import read_launched, require_launch
-from nest_megatron.integrations.slurm import launched
+from nest_megatron.integrations.recipe_plan import planned_items, require_pinned_for
+from nest_megatron.integrations.run_record import auditing_refusals, changed_flags
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import Change, plan_values, reason
 from nest_megatron.layout.dims import RankOrder
@@ -90,7 +96,7 @@ def plan_app(view: AppView, environment: Mapping[str, str]) -> AppPlan:
     view.require_places()
     settings, size, here = view.settings, num_gpus(view, environment), is_launched(environment)
     writes = here and is_first(environment)  # once for all ranks, which plan each for itself
-    refusals = audit.refusals(settings.mode.value, settings.plan, size)
+    refusals = auditing_refusals(settings.mode.value, settings.plan, size)
 
     def place() -> JobCluster:
         return find_cluster(settings.settings(size), size, environment, dry_run=not here)
@@ -323,7 +329,7 @@ def _plan_first(config: Any, view: AppView, environment: Mapping[str, str]) -> N
         PLANS.launch = Launch(
             mode=view.settings.mode.value,
             signer=found.signer,
-            changes=audit.changed_flags(changes),
+            changes=changed_flags(changes),
         )
         hosts = [socket.gethostname()]
         PLANS.run = recorder.begin_record(found.plan, hosts, PLANS.launch, is_watched=False)

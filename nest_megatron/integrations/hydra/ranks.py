@@ -13,11 +13,10 @@ from collections.abc import Mapping
 
 from nest_megatron.config.cluster_detection import number_said
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.field_mapping import planned_items
 from nest_megatron.integrations.hydra.view import AppView
-from nest_megatron.integrations.megatron_lm.agreement import require_like_first
-from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
+from nest_megatron.integrations.megatron_lm.agreement import RankContext, require_like_first
 from nest_megatron.integrations.megatron_lm.same_job import fields, versions
+from nest_megatron.integrations.recipe_plan import planned_items
 from nest_megatron.layout.plan import ParallelPlan
 
 #: Longest wait for the agent's store.

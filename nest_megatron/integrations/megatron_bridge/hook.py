@@ -28,10 +28,8 @@ from nest_megatron.config.overrides import leaves
 from nest_megatron.config.target import installed_packages
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import OK, UserInputError
-from nest_megatron.integrations import audit
 from nest_megatron.integrations.launched import fields_report
-from nest_megatron.integrations.megatron_bridge.config import BridgeConfig, apply_plan, read_recipe
-from nest_megatron.integrations.megatron_lm import watch
+from nest_megatron.integrations.megatron_bridge import BridgeConfig, apply_plan, read_recipe
 from nest_megatron.integrations.megatron_lm.agreement import (
     broadcast,
     propagating_errors,
@@ -41,20 +39,21 @@ from nest_megatron.integrations.megatron_lm.planning import Decision
 from nest_megatron.integrations.megatron_lm.ranks import (
     LaunchedJob,
     Rendezvous,
+    begin_record,
     job_hosts,
     words_of,
 )
 from nest_megatron.integrations.megatron_lm.same_job import fields, versions
 from nest_megatron.integrations.megatron_lm.search_space import CHOICES, free_parameters
-from nest_megatron.integrations.plan_output import pinned_file, plan_output
-from nest_megatron.integrations.plan_recipe import (
+from nest_megatron.integrations.plan_output import pinned_file, plan_output, require_launch
+from nest_megatron.integrations.process_variables import set_rank_variables, set_variables
+from nest_megatron.integrations.recipe import ARGUMENTS
+from nest_megatron.integrations.recipe_plan import (
     fields_assumed_harmless,
     pinned_recipe,
     plan_recipe,
 )
-from nest_megatron.integrations.process_variables import set_rank_variables, set_variables
-from nest_megatron.integrations.recipe import ARGUMENTS
-from nest_megatron.integrations.site_policy import require_launch
+from nest_megatron.integrations.run_record import auditing_refusals
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.execution_arguments import EXECUTION_FIELDS, execution_environment
 from nest_megatron.layout.plan import ParallelPlan
@@ -162,7 +161,7 @@ def run(
     def solve(_: object) -> str:
         if launch.dry_run:
             return planned()
-        with audit.refusals(words.mode.value, launch.plan, num_ranks):
+        with auditing_refusals(words.mode.value, launch.plan, num_ranks):
             require_launch(words.mode, launch.free)
             return planned()
 
@@ -184,7 +183,7 @@ def run(
         if launch.dry_run:
             sys.exit(OK)
         require_equal(store, fields(cfg, "", launch.may_differ), what="configuration")
-        watch.begin(job)
+        begin_record(job)
     return job
 
 

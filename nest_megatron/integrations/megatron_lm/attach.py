@@ -7,8 +7,11 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from nest_megatron.config.job import ReadCommand
+from nest_megatron.config.space import require_buildable
 from nest_megatron.cost_model.settings import CostSettings, restored_settings
-from nest_megatron.cost_model.target_defaults import target_named
+from nest_megatron.cost_model.target_defaults import MEGATRON_LM as MEGATRON_LM_TARGETS
+from nest_megatron.cost_model.target_defaults import TARGETS, target_named
+from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import FaultError, UserInputError
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     RECOMPUTE,
@@ -19,16 +22,18 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
 )
 from nest_megatron.integrations.megatron_lm.parser import newest_flags
 from nest_megatron.integrations.megatron_lm.read import read_recompute
-from nest_megatron.integrations.megatron_lm.rewrite import Rewrite, rewrite
 from nest_megatron.integrations.megatron_lm.write import (
+    Rewrite,
     environment,
     model_argv,
     parallel_argv,
     planned_arguments,
+    rewrite,
     script_name,
 )
 from nest_megatron.layout.batch_schedule import BatchSchedule
 from nest_megatron.layout.cuda_graphs import cuda_graphs
+from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.plan import MEGATRON_LM, LaunchCommand, ParallelPlan
@@ -36,8 +41,9 @@ from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.layout.rulebook import RULES, require_launchable
 from nest_megatron.layout.rulebook.devices import has_multicast
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, LaunchRequest
-from nest_megatron.layout.rulebook.job import has_activation_flag
+from nest_megatron.layout.rulebook.job import JOB_RULES, has_activation_flag
 from nest_megatron.layout.rulebook.options import contradicted
+from nest_megatron.layout.rulebook.rule import violations
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
 
@@ -270,3 +276,37 @@ def _other_meanings(
     recompute = plan.layout.recompute
     if set(kept) & set(RECOMPUTE) and (read_recompute(values) or NO_RECOMPUTE) != recompute:
         yield f"the recomputation is not {recompute.label()}"
+
+
+def target_refusals(spec: TransformerSpec) -> Mapping[str, str]:
+    """Why each target does not take a model, by its name; empty where it does."""
+    return {name: target_refusal(spec, target) for name, target in TARGETS.items()}
+
+
+def target_refusal(spec: TransformerSpec, target: Target) -> str:
+    """Why a framework at a release does not take a model; empty where it does.
+
+    Asked are what the framework builds, what Megatron-LM's command line has flags for, and the
+    rules that hold for a model whatever its layout.
+    """
+    try:
+        require_buildable(spec, target)
+        if target in MEGATRON_LM_TARGETS:
+            model_argv(spec, version=target.megatron_core)
+    except UserInputError as error:
+        return _refusal_words(error)
+    one_gpu = LaunchRequest(
+        spec=spec,
+        dims=ParallelDims(),
+        global_batch_size=1,
+        micro_batch_size=1,
+        version=target.megatron_core,
+    )
+    framework = target.framework.partition(" ")[0]
+    rules = [rule for rule in JOB_RULES if rule.framework in ("", framework)]
+    return next((_refusal_words(error) for _, error in violations(one_gpu.facts, rules)), "")
+
+
+def _refusal_words(error: UserInputError) -> str:
+    part = error.what.rpartition(" ")[2].removeprefix("variant.")
+    return f"{part} {error.value}: {error.limit}"

@@ -148,7 +148,7 @@ def _watch(
     module: ModuleType, training: ModuleType, job_of: Callable[[], LaunchedJob | None]
 ) -> None:
     """Watch the loop of ``training``, which ``module.pretrain`` runs."""
-    from nest_megatron.integrations.megatron_lm.watch import Watch
+    from nest_megatron.integrations.megatron_lm.ranks import Watch
 
     watch = Watch(training, job_of)
     _wrap(module, "pretrain", watch.pretrain)
@@ -164,7 +164,7 @@ def after_parallel_state(module: ModuleType) -> None:
         result = original(*args, **kwargs)
         plan = _plan_of_groups()
         if plan is not None:
-            from nest_megatron.integrations.megatron_lm.groups import compare_groups
+            from nest_megatron.integrations.megatron_lm.ranks import compare_groups
 
             with ending_on_errors():
                 compare_groups(plan, module)

@@ -24,12 +24,10 @@ from nest_megatron.config.cluster_detection import JobCluster, processes_per_hos
 from nest_megatron.config.job import Job
 from nest_megatron.errors import NestError, require_seconds
 from nest_megatron.integrations.megatron_lm import agreement, measure_store
-from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore
+from nest_megatron.integrations.megatron_lm.agreement import RankContext, RendezvousStore
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
-from nest_megatron.integrations.megatron_lm.measure_child import Answer, Orders
-from nest_megatron.integrations.megatron_lm.own_layers import job_arguments
+from nest_megatron.integrations.megatron_lm.measure_child import Answer, Orders, job_arguments
 from nest_megatron.integrations.megatron_lm.planning import decide
-from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.plain import from_plain, to_plain

@@ -19,8 +19,7 @@ from nest_megatron.config.job import Requirement
 from nest_megatron.config.space import check_quotients
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm import checkpoint
-from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint
-from nest_megatron.integrations.megatron_lm.saved_by_plan import saved_by
+from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, saved_by
 from nest_megatron.integrations.megatron_lm.search_space import with_required
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan

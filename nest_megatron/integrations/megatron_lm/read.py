@@ -10,18 +10,19 @@ Source: ``megatron.training.arguments.validate_args`` and ``core_transformer_con
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import PurePath
+from types import MappingProxyType
+from typing import Any
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.config.job import Job, ReadCommand
+from nest_megatron.config.job import Job, ReadCommand, Requirement
 from nest_megatron.cost_model.execution_flags import time_notes
 from nest_megatron.cost_model.memory_flags import memory_flags, text
 from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.errors import UnplannableModelError
 from nest_megatron.integrations.architecture import REFUSED, unpriced
-from nest_megatron.integrations.megatron_lm.checkpoint_arguments import with_checkpoint_arguments
-from nest_megatron.integrations.megatron_lm.growing_batch import schedule_notes, stated_schedule
+from nest_megatron.integrations.megatron_lm.changed_command import with_checkpoint_arguments
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
     REASONS,
@@ -39,8 +40,8 @@ from nest_megatron.integrations.megatron_lm.model_arguments import (
     script_arguments,
     with_images,
 )
-from nest_megatron.integrations.megatron_lm.packing import is_packed, needs_of_packs, packing_notes
-from nest_megatron.integrations.megatron_lm.tokenizer_files import stated_vocab_size
+from nest_megatron.integrations.vocabulary import stated_vocab_size
+from nest_megatron.layout.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
 from nest_megatron.layout.cuda_graphs import cuda_graphs
 from nest_megatron.layout.knobs import closed_fields
 from nest_megatron.layout.recompute import (
@@ -49,7 +50,7 @@ from nest_megatron.layout.recompute import (
     RecomputeMethod,
     selective_recompute,
 )
-from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, Facts
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, Facts, release_number
 from nest_megatron.layout.rulebook.job import ACTIVATION_FLAGS
 from nest_megatron.layout.rulebook.rule import violations
 from nest_megatron.layout.rulebook.sharding import OPTIMIZER_RULES, STATE_FORMATS
@@ -368,3 +369,75 @@ def _notes(values: Values, script: str, version: str) -> Iterator[str]:
         yield "Attention is priced with its score matrices kept, as what you run keeps them."
     yield from packing_notes(values, script, version)
     yield from unpriced(values)
+
+
+def stated_schedule(
+    values: Mapping[str, Any], seq_length: int, version: str
+) -> BatchSchedule | None:
+    """How the batch grows; 0.20 takes no notice of ``--rampup-batch-size``."""
+    stated = {STEPS: values.get(STEPS)} if _ignores_rampup(version) else values
+    last = values.get("global_batch_size")
+    if last is not None and stated.get(STEPS):
+        raise flag_error(
+            "global_batch_size",
+            last,
+            f"{flag_of(STEPS)} is given as well, and Megatron takes one",
+            "Drop one of the two.",
+        )
+    return read_schedule(
+        stated.get,
+        last=last,
+        seq_length=seq_length,
+        samples=values.get("train_samples"),
+        iterations=values.get("train_iters"),
+        name=flag_of,
+    )
+
+
+def _ignores_rampup(version: str) -> bool:
+    return release_number(version) >= (0, 18)
+
+
+def schedule_notes(values: Mapping[str, Any], version: str) -> Iterator[str]:
+    """What Megatron does not do of what a job says, one sentence."""
+    if values.get(RAMPUP) and _ignores_rampup(version):
+        yield f"Megatron-LM {version} ignores {flag_of(RAMPUP)}: the batch does not grow."
+
+
+#: Arguments of jobs that pack several sequences into one.
+PACKED = ("sft", "dataloader_inter_document_masking")
+_MICRO, _PP = "micro_batch_size", "pipeline_model_parallel_size"
+_VPP = "virtual_pipeline_model_parallel_size"
+
+
+def is_packed(values: Mapping[str, Any]) -> bool:
+    """Whether a job with these arguments packs several sequences into one."""
+    return any(map(values.get, PACKED))
+
+
+def needs_of_packs(values: Mapping[str, Any], version: str) -> Mapping[str, Requirement]:
+    """What packs fix of a layout, by the names of its degrees."""
+    if not (values.get("sft") and release_number(version) < (0, 19)):
+        return MappingProxyType({})
+    why, fix = "a micro batch is one pack of sequences", "train without --sft"
+    return MappingProxyType({_MICRO: Requirement(value=1, reason=why, fix=fix, who="--sft")})
+
+
+def pipeline_limits(values: Mapping[str, Any], script: str, version: str) -> Mapping[str, int]:
+    """Largest pipelines that know where the sequences of a pack begin.
+
+    Before 0.17 ``pretrain_gpt.py`` tells it to the first and to the last virtual stage alone: those
+    between attend across sequences.
+    """
+    lost = values.get("sft") and release_number(version) < (0, 17) and "mamba" not in script
+    return {_PP: 2, _VPP: 1} if lost else {}
+
+
+def packing_notes(values: Mapping[str, Any], script: str, version: str) -> Iterator[str]:
+    """What is not as it seems in a job that packs."""
+    if pipeline_limits(values, script, version):
+        yield (
+            "--sft: before 0.17 stages of pretrain_gpt.py between the first and the last attend "
+            "across the sequences of a pack; pipelines above 2 and virtual stages are taken only "
+            "where you state them."
+        )

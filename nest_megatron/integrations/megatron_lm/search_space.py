@@ -24,7 +24,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     stated_partition,
     states_stages,
 )
-from nest_megatron.integrations.megatron_lm.packing import pipeline_limits
+from nest_megatron.integrations.megatron_lm.read import pipeline_limits
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.execution_arguments import EXECUTION_ARGUMENTS
 from nest_megatron.layout.partition import StagePartition

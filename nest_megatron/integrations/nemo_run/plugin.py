@@ -13,12 +13,12 @@ import nemo_run as run
 from nemo_run.run import api
 
 from nest_megatron.integrations.launched import fields_report
-from nest_megatron.integrations.nemo_run.experiment import size_of
 from nest_megatron.integrations.nemo_run.task import (
     TaskOptions,
     adapt,
     plan_recipe,
     script_words,
+    size_of,
     stated_layout,
 )
 from nest_megatron.integrations.plan_output import told_where

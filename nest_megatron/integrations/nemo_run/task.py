@@ -1,13 +1,16 @@
-"""A plan in a task of NeMo-Run: in the fields of a recipe, or in the words of a script.
+"""A plan in a task of NeMo-Run, in a recipe or a script; a script run on a user's executor.
 
 Variables of a task's processes that depend on its layout follow the planned one. NeMo's and
 Megatron-Bridge's ``PerfEnvPlugin`` set the same from the layout that they find. What it has set
 from the recipe's own layout is brought to the planned one, so that both orders of the plugins end
 alike. Source: ``PerfEnvPlugin.setup`` of NeMo 2.7.3.
 """
+
 # ruff: noqa: UP045
 
-from collections.abc import Iterable, MutableMapping, Sequence
+import contextlib
+import threading
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -23,9 +26,11 @@ from nest_megatron.integrations.nemo import (
     read_recipe,
     watch_recipe,
 )
-from nest_megatron.integrations.plan_recipe import fields_assumed_harmless, pinned_recipe
+from nest_megatron.integrations.recipe_plan import fields_assumed_harmless, pinned_recipe
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.packages import install_command
+from nest_megatron.units import Seconds
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _CHUNK = "NCCL_P2P_NET_CHUNKSIZE"
@@ -224,3 +229,126 @@ def _wrong(what: str, value: object, limit: str, fix: str) -> UserInputError:
 
 def _names(value: Sequence[str] | str | None) -> Sequence[str]:
     return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+#: What an executor's files of a task are called that hold what it printed.
+_LOGS = ("*.out", "*.log")
+_OPTION = "--launcher-option executor"
+
+
+def read_executor(source: str) -> Any:
+    """An executor by the name of its factory, or from a file that NeMo-Run can load.
+
+    Raises:
+        UserInputError: if NeMo-Run is not installed, or knows no such executor.
+    """
+    try:
+        import fiddle
+        import nemo_run
+        from nemo_run.cli.config import ConfigSerializer
+    except ImportError as error:
+        raise UserInputError(
+            "--launcher",
+            "nemo_run",
+            f"NeMo-Run cannot be imported ({error})",
+            f"{install_command('run')}.",
+        ) from error
+    try:
+        if Path(source).suffix:
+            found = ConfigSerializer().load(Path(source))
+        else:
+            found = nemo_run.cli.resolve_factory(nemo_run.Executor, source)()
+        executor = fiddle.build(found)
+    except Exception as error:
+        raise UserInputError(
+            _OPTION,
+            source,
+            f"NeMo-Run cannot make it: {error}",
+            "Name a factory that `run.cli.factory` registered, or a .yaml, .json or .toml file.",
+        ) from error
+    if not isinstance(executor, nemo_run.Executor):
+        raise UserInputError(
+            _OPTION,
+            source,
+            f"it makes a {type(executor).__name__}",
+            "Name an executor, such as a SlurmExecutor.",
+        )
+    return executor
+
+
+def size_of(executor: Any) -> tuple[int, int] | None:
+    """Nodes, and processes on each, that an executor starts; ``None`` if it does not say."""
+    try:
+        return executor.nnodes(), executor.nproc_per_node()
+    except NotImplementedError:
+        return None
+
+
+def require_size(executor: Any, num_nodes: int, gpus_per_node: int) -> None:
+    """Refuse an executor that starts other processes than a job has ranks.
+
+    Raises:
+        UserInputError: naming both.
+    """
+    size = size_of(executor)
+    if size not in (None, (num_nodes, gpus_per_node)):
+        raise UserInputError(
+            _OPTION,
+            " x ".join(map(str, size)),
+            f"the job has {num_nodes} x {gpus_per_node} ranks",
+            "Change its nodes and its tasks or GPUs on each.",
+        )
+
+
+def run_script(
+    executor: Any,
+    script: Sequence[str],
+    arguments: Sequence[str],
+    variables: Mapping[str, str | None],
+    timeout_s: Seconds,
+    title: str,
+) -> tuple[int | None, str]:
+    """Run a script under NeMo-Run's torchrun to its end.
+
+    Args:
+        script: its path, or ``-m`` and a module.
+        variables: to set in its processes, or, where ``None``, not to set by the executor.
+
+    Returns:
+        An exit code, ``None`` where time ended it, and what it printed, as far as NeMo-Run has it
+        on this host.
+    """
+    import nemo_run as run
+
+    *module, path = script
+    task = run.Script(path=path, m=bool(module), entrypoint="python", args=list(arguments))
+    own = executor.clone()
+    own.launcher = "torchrun"
+    own.retries = 0
+    kept = {name: text for name, text in own.env_vars.items() if name not in variables}
+    own.env_vars = {**kept, **{n: text for n, text in variables.items() if text is not None}}
+    late = threading.Event()
+    with contextlib.ExitStack() as stack, run.Experiment(title, executor=own) as experiment:
+        job = experiment.add(task, tail_logs=False)
+        folder = Path(experiment.jobs[0].executor.job_dir)
+
+        def cancel() -> None:
+            late.set()
+            experiment.cancel(job)
+
+        timer = threading.Timer(timeout_s, cancel)
+        timer.daemon = True
+        timer.start()
+        stack.callback(timer.cancel)
+        try:
+            experiment.run(detach=False, tail_logs=False)
+        except BaseException:
+            experiment.cancel(job)
+            raise
+    (ended,) = experiment.jobs  # leaving the experiment waits for it
+    found = {path.resolve() for pattern in _LOGS for path in folder.rglob(pattern)}
+    logs = filter(Path.is_file, sorted(found))  # a file that another names is read once
+    printed = "".join(path.read_text(encoding="utf-8", errors="replace") for path in logs)
+    if late.is_set():
+        return None, printed
+    return int(str(getattr(ended.state, "name", ended.state)) != "SUCCEEDED"), printed

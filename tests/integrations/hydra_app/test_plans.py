@@ -19,11 +19,10 @@ from nest_megatron.config.compose import compose
 from nest_megatron.cost_model.execution_flags import execution_traits
 from nest_megatron.cost_model.memory_flags import not_modelled
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.hydra import plans, ranks
+from nest_megatron.integrations.hydra import plans, ranks, register
 from nest_megatron.integrations.hydra.plans import Plans, require_expressible
 from nest_megatron.integrations.hydra.ranks import num_gpus
 from nest_megatron.integrations.hydra.read import read_app
-from nest_megatron.integrations.hydra.resolver import register
 from nest_megatron.integrations.hydra.view import view_of
 from nest_megatron.integrations.launched import values_report
 from nest_megatron.layout.dims import RankOrder

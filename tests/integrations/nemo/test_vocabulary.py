@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations import base_models
-from nest_megatron.integrations.base_models import build_within, hub_name, known_rows, offline
+from nest_megatron.integrations import vocabulary as base_models
 from nest_megatron.integrations.nemo import read_recipe
+from nest_megatron.integrations.vocabulary import build_within, hub_name, known_rows, offline
 from tests import catalogue
 from tests.integrations.frameworks import nemo_recipe
 

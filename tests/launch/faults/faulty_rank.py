@@ -36,10 +36,10 @@ def at(moment: str, act: str) -> None:
     if moment == "start":
         do(act)
         return
-    from nest_megatron.integrations.megatron_lm import launch, namespace
+    from nest_megatron.integrations.megatron_lm import launch, planning
 
     where, name = {
-        "plan": (namespace, "_build_tokenizer"),
+        "plan": (planning, "_build_tokenizer"),
         "validate": (launch, "require_planned"),
     }[moment]
     setattr(where, name, first(act, getattr(where, name)))

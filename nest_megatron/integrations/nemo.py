@@ -1,4 +1,11 @@
-"""A NeMo 2.x recipe (a Fiddle ``run.Partial`` of ``llm.pretrain`` or its like): read, planned."""
+"""NeMo 2.x: a recipe (a Fiddle ``run.Partial`` of ``llm.pretrain`` or its like) read and planned.
+
+>>> from nest_megatron.integrations.nemo import auto_recipe
+>>> recipe = llm.recipes.llama3_70b.pretrain_recipe(num_nodes=8)  # doctest: +SKIP
+>>> plan, changes = auto_recipe(recipe, cluster="dgx_h100")  # doctest: +SKIP
+
+Nothing of NeMo, torch or Fiddle is loaded here: a recipe is read by the names of its fields.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +21,7 @@ from nest_megatron.config.job import Job
 from nest_megatron.config.overrides import parse
 from nest_megatron.cost_model.target_defaults import NEMO, NEMO_LACKS
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.base_models import (
-    build_within,
-    hub_name,
-    is_here,
-    known_rows,
-    offline,
-)
 from nest_megatron.integrations.execution_fields import ExecutionPlaces
-from nest_megatron.integrations.field_mapping import (
-    Recorded,
-    fields_beside,
-    layout_fields,
-    planned_items,
-)
-from nest_megatron.integrations.field_mapping import plan_changes as recipe_changes
 from nest_megatron.integrations.fields import (
     ABSENT,
     FieldValue,
@@ -39,7 +32,6 @@ from nest_megatron.integrations.fields import (
 )
 from nest_megatron.integrations.megatron_lm.attach import is_blackwell
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
-from nest_megatron.integrations.plan_recipe import fields_assumed_harmless, plan_recipe
 from nest_megatron.integrations.recipe import (
     DEGREES,
     RECOMPUTE,
@@ -47,7 +39,23 @@ from nest_megatron.integrations.recipe import (
     lightning_precision,
     memory_fields,
 )
+from nest_megatron.integrations.recipe_plan import (
+    Recorded,
+    fields_assumed_harmless,
+    fields_beside,
+    layout_fields,
+    plan_recipe,
+    planned_items,
+)
+from nest_megatron.integrations.recipe_plan import plan_changes as recipe_changes
 from nest_megatron.integrations.restore import packed_sequence_size, restored_by_nemo
+from nest_megatron.integrations.vocabulary import (
+    build_within,
+    hub_name,
+    is_here,
+    known_rows,
+    offline,
+)
 from nest_megatron.integrations.watching import STEPS
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import Change, reason
