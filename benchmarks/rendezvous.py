@@ -24,13 +24,12 @@ from typing import Any
 
 from nest_megatron.errors import NestError
 from nest_megatron.integrations.megatron_lm.agreement import (
-    RankContext,
     RendezvousStore,
-    TimedStore,
     broadcast,
     gather,
     propagating_errors,
 )
+from nest_megatron.integrations.megatron_lm.rendezvous import RankContext, TimedStore
 
 SIZES = (64, 1_024, 16_384)
 START_S, WATCHED_S = 2.0, 15.0

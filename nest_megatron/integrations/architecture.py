@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType, MappingProxyType
 from typing import Any
 
@@ -245,7 +245,7 @@ def with_adapters(
         config: of the model: without grouped products each expert would have adapters of its own.
     """
     adapters, notes = read_adapters(peft, where, assume_harmless)
-    spec = dataclasses.replace(spec, adapters=adapters)
+    spec = replace(spec, adapters=adapters)
     grouped = value_or(config, "moe_grouped_gemm", False)
     if spec.adapters is None or not spec.is_moe or grouped:
         return spec, notes

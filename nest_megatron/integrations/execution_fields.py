@@ -6,9 +6,8 @@ object of overlap settings over it, which takes what is unset there as off.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nest_megatron.cost_model.execution_flags import execution_of
@@ -88,7 +87,7 @@ class ExecutionPlaces:
 
     def unforced(self) -> dict[str, Any]:
         """What the model's configuration itself says of the settings that something puts over."""
-        own = dataclasses.replace(self, forced={})
+        own = replace(self, forced={})
         return {name: own._meant(name) for name in self.forced}
 
     def fields(self, plan: ParallelPlan) -> Iterator[FieldValue]:

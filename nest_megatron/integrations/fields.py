@@ -11,10 +11,13 @@ from dataclasses import MISSING, Field
 from typing import Any
 
 from nest_megatron.cost_model.targets import Target
+from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.diff import Change
 from nest_megatron.plain import to_plain
 
+#: Where the configurations of frameworks hold what a plan reads and writes.
+FIELDS = packaged(__package__, "recipe_fields.toml")
 #: A field that is not there.
 ABSENT: Any = object()
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
@@ -25,7 +28,7 @@ FieldValue = tuple[str, Any, str]
 
 
 class Configuration:
-    """A framework's configuration, and where it has what a plan reads and writes.
+    """A framework's configuration, and where it has what a plan reads and writes (``FIELDS``).
 
     Attributes:
         root: the configuration.
@@ -50,7 +53,19 @@ class Configuration:
     seq_length: str
     rampup_batch_size: str
     iterations: str
-    called: str = ""
+    called: str
+
+    def __init_subclass__(cls, framework: str = "") -> None:
+        if not framework:
+            return
+        table = FIELDS[framework]
+        for name, text in table["fields"].items():
+            setattr(cls, name, text)
+        for name, paths in table["paths"].items():
+            setattr(cls, name, tuple(paths.split()))
+        for kind in ("items", "incompatible"):
+            rows = ((part, name) for part, names in table[kind].items() for name in names.split())
+            setattr(cls, kind, {name: f"{part}.{name}" for part, name in rows})
 
     def __init__(self, root: Any, target: Target) -> None:
         self.root, self.target = root, target

@@ -12,19 +12,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 from nest_megatron.cluster.topology import hosts_of, tasks_per_node
 from nest_megatron.config.job import LaunchedRanks
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_text
 
-_RANKS, _PER_NODE, _NODES, _HOSTS = "ranks", "ranks per node", "nodes", "hosts"
-_GPUS, _GPUS_PER_NODE = "GPUs", "GPUs per node"
-_GPUS_PER_RANK, _RANKS_PER_GPU = "GPUs per rank", "ranks per GPU"
-_HOSTFILE, _MAP, _SELECTED = "host file", "mapping", "selected GPUs"
 _COUNT = r"0*[1-9][0-9]{0,8}"
 #: A count of processes that is the number of GPUs of a node (``torchrun --nproc-per-node=gpu``).
 _EACH_GPU = ("gpu", "auto")
+
+
+def _spelled(**said: str) -> dict[str, str]:
+    """What each option or variable says, of quantities with all spellings."""
+    return {name: quantity for quantity, names in said.items() for name in names.split()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,7 @@ class Launcher:
         nodes: what a number of nodes may be, a range among it.
     """
 
-    names: tuple[str, ...]
+    names: str
     options: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
     nodes: str = _COUNT
@@ -48,7 +50,7 @@ class Launcher:
         name = flag.replace("_", "-") if flag.startswith("--") else flag
         if name in self.options or len(name) < len("--n__"):
             return self.options.get(name)
-        meant = {self.options[known] for known in self.options if known.startswith(name)}
+        meant = {said for known, said in self.options.items() if known.startswith(name)}
         return meant.pop() if len(meant) == 1 else None
 
 
@@ -60,32 +62,29 @@ SLURM_VARIABLES = {
     "--gpus": ("SLURM_GPUS",),
     "--gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
 }
-_SLURM_OPTIONS = {
-    "--nodes": _NODES,
-    "--ntasks": _RANKS,
-    "--ntasks-per-node": _PER_NODE,
-    "--gpus": _GPUS,
-    "--gpus-per-node": _GPUS_PER_NODE,
-    "--gres": _GPUS_PER_NODE,
-    "--gpus-per-task": _GPUS_PER_RANK,
-    "--ntasks-per-gpu": _RANKS_PER_GPU,
-    "--nodelist": _HOSTS,
-}
+_SLURM_OPTIONS = _spelled(
+    nodes="--nodes -N",
+    ranks="--ntasks -n",
+    per_node="--ntasks-per-node",
+    gpus="--gpus -G",
+    gpus_per_node="--gpus-per-node --gres",
+    gpus_per_rank="--gpus-per-task",
+    ranks_per_gpu="--ntasks-per-gpu",
+    hosts="--nodelist -w",
+)
 
 # Sources: torch/distributed/run.py, whose variables are PET_<OPTION>; nvidia_resiliency_ext
 # fault_tolerance/launcher.py, which has its options.
 _TORCHRUN = Launcher(
-    names=(
-        *("torchrun", "torch.distributed.run", "torch.distributed.launch"),
-        *("ft_launcher", "nvidia_resiliency_ext.fault_tolerance.launcher"),
-    ),
-    options={"--nnodes": _NODES, "--nproc-per-node": _PER_NODE},
-    variables={"PET_NNODES": _NODES, "PET_NPROC_PER_NODE": _PER_NODE},
+    names="torchrun torch.distributed.run torch.distributed.launch ft_launcher "
+    "nvidia_resiliency_ext.fault_tolerance.launcher",
+    options=_spelled(nodes="--nnodes", per_node="--nproc-per-node"),
+    variables=_spelled(nodes="PET_NNODES", per_node="PET_NPROC_PER_NODE"),
     nodes=rf"{_COUNT}(:{_COUNT})?",
 )
 _SLURM = Launcher(
-    names=("srun", "sbatch", "salloc"),
-    options={**_SLURM_OPTIONS, "-N": _NODES, "-n": _RANKS, "-G": _GPUS, "-w": _HOSTS},
+    names="srun sbatch salloc",
+    options=_SLURM_OPTIONS,
     variables={
         name: _SLURM_OPTIONS[option] for option, names in SLURM_VARIABLES.items() for name in names
     },
@@ -93,44 +92,39 @@ _SLURM = Launcher(
 )
 # Open MPI, MPICH and Intel MPI
 _MPI = Launcher(
-    names=("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun"),
-    options={
-        **dict.fromkeys(("-n", "-np", "--n", "--np"), _RANKS),
-        **dict.fromkeys(("-N", "--npernode", "-npernode"), _PER_NODE),
-        **dict.fromkeys(("-ppn", "--ppn", "-perhost"), _PER_NODE),
-        **dict.fromkeys(("-H", "--host", "-host", "-hosts", "--hosts"), _HOSTS),
-        **dict.fromkeys(("--hostfile", "-hostfile", "--machinefile"), _HOSTFILE),
-        **dict.fromkeys(("-machinefile", "-f"), _HOSTFILE),
-        **dict.fromkeys(("--map-by", "-map-by"), _MAP),
-    },
+    names="mpirun mpiexec mpiexec.hydra orterun prterun",
+    options=_spelled(
+        ranks="-n -np --n --np",
+        per_node="-N --npernode -npernode -ppn --ppn -perhost",
+        hosts="-H --host -host -hosts --hosts",
+        host_file="--hostfile -hostfile --machinefile -machinefile -f",
+        mapping="--map-by -map-by",
+    ),
 )
 # Source: deepspeed/launcher/runner.py
 _DEEPSPEED = Launcher(
-    names=("deepspeed", "deepspeed.launcher.runner"),
-    options={
-        "--num-nodes": _NODES,
-        "--num-gpus": _PER_NODE,
-        **dict.fromkeys(("-H", "--hostfile"), _HOSTFILE),
-        **dict.fromkeys(("-i", "--include", "-e", "--exclude"), _SELECTED),
-    },
+    names="deepspeed deepspeed.launcher.runner",
+    options=_spelled(
+        nodes="--num-nodes",
+        per_node="--num-gpus",
+        host_file="-H --hostfile",
+        selected_gpus="-i --include -e --exclude",
+    ),
 )
 # Source: accelerate/commands/launch.py
 _ACCELERATE = Launcher(
-    names=("accelerate", "accelerate-launch", "accelerate.commands.launch"),
-    options={"--num-processes": _RANKS, "--num-machines": _NODES},
+    names="accelerate accelerate-launch accelerate.commands.launch",
+    options=_spelled(ranks="--num-processes", nodes="--num-machines"),
 )
 #: Programs that start one other each, so that their options count nothing.
 _WRAPPER = Launcher(
-    names=(
-        *("python", "python3", "bash", "sh", "env", "exec", "export", "nohup", "time", "timeout"),
-        *("numactl", "taskset", "nsys", "ncu", "uv", "uvx", "poetry", "conda", "mamba", "ray"),
-        *("docker", "podman", "apptainer", "singularity", "enroot", "nerdctl", "sudo", "stdbuf"),
-    ),
+    names="python python3 bash sh env exec export nohup time timeout numactl taskset nsys ncu uv "
+    "uvx poetry conda mamba ray docker podman apptainer singularity enroot nerdctl sudo stdbuf",
 )
 #: Names of torchrun, and of what has its options.
-TORCHRUN = _TORCHRUN.names
+TORCHRUN = _TORCHRUN.names.split()
 LAUNCHERS = (_TORCHRUN, _SLURM, _MPI, _DEEPSPEED, _ACCELERATE)
-_BY_NAME = {name: row for row in (*LAUNCHERS, _WRAPPER) for name in row.names}
+_BY_NAME = {name: row for row in (*LAUNCHERS, _WRAPPER) for name in row.names.split()}
 #: Variables that hold the number of all ranks.
 _WORLD = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
 
@@ -223,8 +217,7 @@ def assignment(word: str) -> tuple[str, str] | None:
     return (found[1], found[2]) if found else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Value:
+class _Value(NamedTuple):
     """What an option or a variable says, its name, and the pattern of a count."""
 
     text: str
@@ -249,19 +242,19 @@ def _said(launcher: Launcher, words: Sequence[str]) -> _Said:
         if quantity is None:
             continue
         text = value if equals else following
-        if launcher is _SLURM and quantity in (_GPUS, _GPUS_PER_NODE, _GPUS_PER_RANK):
+        if launcher is _SLURM and quantity in ("gpus", "gpus_per_node", "gpus_per_rank"):
             counted = re.fullmatch(
                 r"(?:gres/)?(?:gpu\b)?[:=]?(?:[^:,]*[A-Za-z][^:,]*:)?(\d+).*", text
             )
             if counted is None and not _FILLED_IN.search(text):
                 continue  # --gres=gpu, or of something else
             text = counted[1] if counted else text
-        if launcher is _MPI and quantity == _MAP:
+        if launcher is _MPI and quantity == "mapping":
             per_node = re.match(r"ppr:(\d+):node", text)
             if per_node is None:
                 continue
-            quantity, text = _PER_NODE, per_node[1]
-        found[quantity] = _Value(text, name, launcher.nodes if quantity == _NODES else _COUNT)
+            quantity, text = "per_node", per_node[1]
+        found[quantity] = _Value(text, name, launcher.nodes if quantity == "nodes" else _COUNT)
     return found
 
 
@@ -289,9 +282,9 @@ class _Launch:
         elif launcher is _MPI:
             nodes, ranks = self._of_mpi(said)
         elif launcher is _ACCELERATE:
-            if _RANKS not in said:
+            if "ranks" not in said:
                 self._unsaid.append("accelerate is not told --num_processes")
-            nodes, ranks = self._count(said, _NODES), self._count(said, _RANKS)
+            nodes, ranks = self._count(said, "nodes"), self._count(said, "ranks")
         else:
             nodes, ranks = self._of_tasks()
             if ranks == 1 and launcher is not _SLURM:
@@ -316,32 +309,32 @@ class _Launch:
 
     def _of_agents(self, launcher: Launcher, said: _Said) -> _Sizes:
         """Of an agent on each node, which starts that node's ranks."""
-        nodes, per_node = self._count(said, _NODES), self._count(said, _PER_NODE)
-        if _SELECTED in said:
-            self._unsaid.append(f"{said[_SELECTED].name} names some GPUs of some nodes")
+        nodes, per_node = self._count(said, "nodes"), self._count(said, "per_node")
+        if "selected_gpus" in said:
+            self._unsaid.append(f"{said['selected_gpus'].name} names some GPUs of some nodes")
             return nodes, None
         if launcher is _DEEPSPEED:
             slots = self._slots(said)
             if slots is not None:
                 nodes = nodes or len(slots)
                 per_node = per_node or max(slots)
-            elif _HOSTFILE in said and nodes is None:
+            elif "host_file" in said and nodes is None:
                 return None, None
-            per_node = per_node or (self._node_gpus() if _PER_NODE not in said else None)
+            per_node = per_node or (self._node_gpus() if "per_node" not in said else None)
         if nodes is None:
-            nodes = 1 if _NODES not in said else self._of_tasks()[0]
+            nodes = 1 if "nodes" not in said else self._of_tasks()[0]
         if per_node is None and launcher is _TORCHRUN:
-            per_node = 1 if _PER_NODE not in said else self._slurm_count(_GPUS_PER_NODE)
+            per_node = 1 if "per_node" not in said else self._slurm_count("gpus_per_node")
         return nodes, nodes * per_node if nodes and per_node else None
 
     def _of_mpi(self, said: _Said) -> _Sizes:
         slots = self._slots(said)
         nodes, tasks = self._of_tasks()
         nodes = len(slots) if slots else nodes
-        per_node = self._count(said, _PER_NODE)
-        if ranks := self._count(said, _RANKS):
+        per_node = self._count(said, "per_node")
+        if ranks := self._count(said, "ranks"):
             return (ranks // per_node if per_node else nodes), ranks
-        if _PER_NODE in said:
+        if "per_node" in said:
             return nodes, nodes * per_node if nodes and per_node else None
         return nodes, sum(slots) if slots else tasks
 
@@ -351,14 +344,14 @@ class _Launch:
         nodes = tasks = None
         for said in self._slurm:
             known = {**said, **known}
-            nodes, tasks = self._nodes(known), self._count(known, _RANKS)
-            per_node = self._count(known, _PER_NODE)
+            nodes, tasks = self._nodes(known), self._count(known, "ranks")
+            per_node = self._count(known, "per_node")
             gpus = self._gpus(known, nodes)
             if tasks is None and per_node:
                 tasks = (nodes or 1) * per_node
-            if tasks is None and gpus and (each := self._count(known, _RANKS_PER_GPU)):
+            if tasks is None and gpus and (each := self._count(known, "ranks_per_gpu")):
                 tasks = gpus * each
-            if tasks is None and gpus and (each := self._count(known, _GPUS_PER_RANK)):
+            if tasks is None and gpus and (each := self._count(known, "gpus_per_rank")):
                 tasks = gpus // each
             if tasks is not None:
                 break
@@ -378,7 +371,7 @@ class _Launch:
 
     def _of_variable(self, environment: Mapping[str, str]) -> int | None:
         name = next((name for name in _WORLD if name in environment), None)
-        return self._count({_RANKS: _Value(environment[name], name)} if name else {}, _RANKS)
+        return self._count({"ranks": _Value(environment[name], name)} if name else {}, "ranks")
 
     def _variables(self, launcher: Launcher) -> _Said:
         """What variables of the environment say in the place of a launcher's options."""
@@ -386,19 +379,19 @@ class _Launch:
         for name, quantity in launcher.variables.items():
             if (text := self._environment.get(name)) is None:
                 continue
-            if quantity == _PER_NODE and (each := tasks_per_node(text)):
+            if quantity == "per_node" and (each := tasks_per_node(text)):
                 text = str(max(each))
-            pattern = launcher.nodes if quantity == _NODES else _COUNT
+            pattern = launcher.nodes if quantity == "nodes" else _COUNT
             found.setdefault(quantity, _Value(text, name, pattern))
         return found
 
     def _nodes(self, said: _Said) -> int | None:
-        hosts = said.get(_HOSTS)
+        hosts = said.get("hosts")
         named = len(hosts_of(hosts.text)) if hosts and not _FILLED_IN.search(hosts.text) else None
-        return self._count(said, _NODES) or named
+        return self._count(said, "nodes") or named
 
     def _gpus(self, said: _Said, nodes: int | None) -> int | None:
-        gpus, per_node = self._count(said, _GPUS), self._count(said, _GPUS_PER_NODE)
+        gpus, per_node = self._count(said, "gpus"), self._count(said, "gpus_per_node")
         return gpus or (per_node and per_node * (nodes or 1))
 
     def _slurm_count(self, quantity: str) -> int | None:
@@ -406,8 +399,8 @@ class _Launch:
 
     def _node_gpus(self) -> int | None:
         """GPUs of a node: those that Slurm gives, or all of the cluster's."""
-        nodes, gpus = self._slurm_count(_NODES), self._slurm_count(_GPUS)
-        of_slurm = self._slurm_count(_GPUS_PER_NODE) or (nodes and gpus and gpus // nodes)
+        nodes, gpus = self._slurm_count("nodes"), self._slurm_count("gpus")
+        of_slurm = self._slurm_count("gpus_per_node") or (nodes and gpus and gpus // nodes)
         found = of_slurm or self._gpus_per_node
         if found is None:
             self._unsaid.append("no cluster says how many GPUs a node has")
@@ -415,10 +408,10 @@ class _Launch:
 
     def _slots(self, said: _Said) -> list[int] | None:
         """Ranks that each host takes, by a list of hosts or a file of them."""
-        if hosts := said.get(_HOSTS):
+        if hosts := said.get("hosts"):
             parts = [part.partition(":")[2] or "1" for part in hosts.text.split(",")]
             return [int(slots) for slots in parts if slots.isdigit()] or None
-        if (file := said.get(_HOSTFILE)) is None:
+        if (file := said.get("host_file")) is None:
             return None
         path = Path(file.text)
         if not path.is_file():
@@ -436,7 +429,7 @@ class _Launch:
         if (value := said.get(quantity)) is None:
             return None
         text, name = value.text, value.name
-        if quantity == _PER_NODE and text in _EACH_GPU:
+        if quantity == "per_node" and text in _EACH_GPU:
             return self._node_gpus()
         if _FILLED_IN.search(text) or text in ("cpu", "xpu"):
             self._unsaid.append(f"{name} {text} is no number")

@@ -10,17 +10,17 @@ Nothing of NeMo, torch or Fiddle is loaded here: a recipe is read by the names o
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.metadata
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.config.job import Job
-from nest_megatron.config.overrides import parse
 from nest_megatron.cost_model.target_defaults import NEMO, NEMO_LACKS
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations import recipe_plan
 from nest_megatron.integrations.execution_fields import ExecutionPlaces
 from nest_megatron.integrations.fields import (
     ABSENT,
@@ -31,23 +31,18 @@ from nest_megatron.integrations.fields import (
     value_or,
 )
 from nest_megatron.integrations.megatron_lm.attach import is_blackwell
-from nest_megatron.integrations.megatron_lm.search_space import free_parameters
 from nest_megatron.integrations.recipe import (
-    DEGREES,
-    RECOMPUTE,
     Recipe,
     lightning_precision,
     memory_fields,
 )
 from nest_megatron.integrations.recipe_plan import (
     Recorded,
-    fields_assumed_harmless,
     fields_beside,
     layout_fields,
-    plan_recipe,
+    plan_into,
     planned_items,
 )
-from nest_megatron.integrations.recipe_plan import plan_changes as recipe_changes
 from nest_megatron.integrations.restore import packed_sequence_size, restored_by_nemo
 from nest_megatron.integrations.vocabulary import (
     build_within,
@@ -78,47 +73,13 @@ _DEEPEP = {
 }
 
 
-class NemoRecipe(Recipe):
+class NemoRecipe(Recipe, framework="nemo"):
     """A recipe of NeMo 2.x.
 
     Source: NeMo 2.7.3 ``nemo.lightning.MegatronStrategy``, which copies its own sizes over those of
     ``model.config`` before the model is built.
     """
 
-    items = MappingProxyType(
-        {
-            **{name: f"{_STRATEGY}.{name}" for name in (*DEGREES, "use_tp_pp_dp_mapping")},
-            **{name: f"model.config.{name}" for name in RECOMPUTE},
-            "use_distributed_optimizer": "optim.config.use_distributed_optimizer",
-            "data_parallel_sharding_strategy": f"{_STRATEGY}.ddp.data_parallel_sharding_strategy",
-            "overlap_grad_reduce": f"{_STRATEGY}.ddp.overlap_grad_reduce",
-            "overlap_param_gather": f"{_STRATEGY}.ddp.overlap_param_gather",
-            "micro_batch_size": "data.micro_batch_size",
-            "global_batch_size": "data.global_batch_size",
-        }
-    )
-    model = "model.config"
-    data = "data"
-    ddp = f"{_STRATEGY}.ddp"
-    incompatible = MappingProxyType(
-        {
-            name: f"{_STRATEGY}.{name}"
-            for name in (
-                "microbatch_group_size_per_vp_stage",
-                "num_distributed_optimizer_instances",
-            )
-        }
-    )
-    pipeline_types = (f"{_STRATEGY}.pipeline_dtype", "trainer.plugins.pipeline_dtype")
-    ckpt_format = f"{_STRATEGY}.save_ckpt_format"
-    async_save = f"{_STRATEGY}.ckpt_async_save"
-    seq_length = "data.seq_length"
-    rampup_batch_size = "data.rampup_batch_size"
-    iterations = "trainer.max_steps"
-    called = variable = "recipe"
-    parts = ("model", "model.config", "data", "trainer", "trainer.strategy", "optim.config")
-    described = "a recipe of nemo.collections.llm"
-    made_by = "a pretrain_recipe() returns, with its model and optimizer set"
     restored_by = staticmethod(restored_by_nemo)
     states_size = True
 
@@ -293,7 +254,7 @@ class NemoRecipe(Recipe):
         if added and _is_unbuilt(self.root):
             yield self._overlap_callback(plan)
             able = {name: why for name, why in places.lacks.items() if name != option}
-            places = dataclasses.replace(places, lacks=able)
+            places = replace(places, lacks=able)
             own = f"{places.model}.{option}"  # the callback sets it as training starts
             found = tuple(row for row in places.fields(plan) if row[0] != own)
         else:
@@ -302,7 +263,7 @@ class NemoRecipe(Recipe):
         if not places.forced or not plan.model.is_moe or (works and not changes(self.root, found)):
             yield from found
             return
-        yield from dataclasses.replace(places, forced={}).fields(plan)
+        yield from replace(places, forced={}).fields(plan)
         others = [each for each in self.callbacks if not turns_on_deepep(each)]
         why = "the plan states the dispatcher itself, which this callback would replace"
         yield "trainer.callbacks", others, why
@@ -432,12 +393,15 @@ def auto_recipe(
         SearchEndedError: if time ended the search before it had a plan.
         UserInputError: for a recipe that cannot be planned, or a choice that cannot be kept.
     """
-    settings = parse(overrides)
-    harmless = fields_assumed_harmless(settings)
-    job = read_recipe(recipe, vocab_size=vocab_size, assume_harmless=harmless)
-    job = dataclasses.replace(job, free=free_parameters(free, keep))
-    plan, _ = plan_recipe(job, cluster=cluster, overrides=settings)
-    return plan, apply_plan(recipe, plan, free=("num_gpus",), assume_harmless=harmless)
+    return plan_into(
+        partial(NemoRecipe, recipe),
+        overrides,
+        cluster=cluster,
+        free=free,
+        keep=keep,
+        vocab_size=vocab_size,
+        may_change=("num_gpus",),
+    )
 
 
 def apply_plan(
@@ -475,7 +439,7 @@ def plan_changes(
     assume_harmless: Collection[str] = (),
 ) -> tuple[Change, ...]:
     """As ``apply_plan``, but the recipe stays as it is."""
-    return recipe_changes(NemoRecipe(recipe, assume_harmless), plan, free)
+    return recipe_plan.plan_changes(NemoRecipe(recipe, assume_harmless), plan, free)
 
 
 def watch_recipe(recipe: Any, plan: ParallelPlan, *, steps: int = STEPS) -> None:

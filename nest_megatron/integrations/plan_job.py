@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -79,7 +79,7 @@ def made_for(plan: ParallelPlan, job: Job, made_by: str) -> ParallelPlan:
     else:
         assert job.target is not None
         origin = origin.made_for(job.target.framework, None, made_by, recorded(job))
-    return dataclasses.replace(plan, provenance=origin)
+    return replace(plan, provenance=origin)
 
 
 def recorded(job: Job) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class StatedJob:
         stated = stored_settings(request.settings)  # a plan's file offers no other numbers
         others = {name: value for name, value in stated.items() if not is_trait(name)}
         settings = restored_settings({**others, **self.traits})
-        return dataclasses.replace(request, settings=settings, numeric_offers=())
+        return replace(request, settings=settings, numeric_offers=())
 
 
 def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
@@ -286,7 +286,7 @@ def reliability_of(plan: ParallelPlan) -> Reliability | None:
     said = goodput(best, plan.predicted.iteration_time_s, num_gpus).save_interval
     if said == found.save_interval:
         return best
-    return dataclasses.replace(best, save_interval=found.save_interval)
+    return replace(best, save_interval=found.save_interval)
 
 
 def rates_of(plan: ParallelPlan) -> Rates | None:
@@ -340,7 +340,7 @@ class PlannedJob:
 
     def request(self, space: SearchSpace) -> Request:
         """The search for the fastest layout of a space."""
-        return dataclasses.replace(self._job, space=space)
+        return replace(self._job, space=space)
 
     def space(self, composed: Settings) -> SearchSpace:
         """All layouts with the sizes that were named; the sharding is the plan's otherwise."""
@@ -367,7 +367,7 @@ class PlannedJob:
             rank_orders=tuple(RankOrder) if order is None else (order,),
         )
         degrees = buildable_degrees(self._plan.model, self._target(), space.fixed)
-        return dataclasses.replace(space, fixed=degrees)
+        return replace(space, fixed=degrees)
 
     @property
     def _execution(self) -> Execution:
@@ -396,7 +396,7 @@ class PlannedJob:
         if splits_sequence is None:
             splits_sequence = dims.tensor_model_parallel_size > 1
         zero, recompute = read_zero(config), read_recompute(config)
-        grid = dataclasses.replace(
+        grid = replace(
             own,
             dims=dims,
             micro_batch_size=micro,
@@ -425,7 +425,7 @@ class PlannedJob:
         Args:
             own: the plan's sharding holds, as the ZeRO stage is the plan's.
         """
-        grid = dataclasses.replace(grid, execution=allowed_execution(self._execution, grid))
+        grid = replace(grid, execution=allowed_execution(self._execution, grid))
         sharding = self._plan.layout.sharding if own else None
         return Variant(settings=self._settings, layout=grid.with_stages(partition, sharding))
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pwd
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from nest_megatron.config.launch import Mode
@@ -90,7 +90,7 @@ def _reviewed(pin: Pin, plan: ParallelPlan) -> Pin:
         )
     request = launch_request(plan, version=release or DEFAULT_VERSION)
     require_launchable(request, but=("activation_flag",))
-    return dataclasses.replace(pin, megatron_lm=release)
+    return replace(pin, megatron_lm=release)
 
 
 def user_name() -> str:
@@ -245,7 +245,7 @@ def read_launched(path: Path, num_gpus: int | None = None) -> PinnedPlan:
         if file.launch.signers:
             signers = read_signers(file.launch.signers, file.owners)
             signed = verify_pinned(path, signers, num_gpus=num_gpus, content=content)
-            found = dataclasses.replace(signed.pinned, signer=signed.signer.key_name)
+            found = replace(signed.pinned, signer=signed.signer.key_name)
     require_allowed(found.plan, policy)
     return found
 

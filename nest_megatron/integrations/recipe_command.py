@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import dropwhile
 from pathlib import PurePath
@@ -104,7 +104,7 @@ def _of_nemo(words: Sequence[str], assume_harmless: Sequence[str]) -> Job:
     given, rest = parser.parse_known_args(words)
     own = [word for word in rest if not word.startswith("run.")]  # the executor's, and plugins'
     recipe = _nemo_recipe(given.task, given.factory, _fields(own, "trainer.num_nodes"))
-    return dataclasses.replace(
+    return replace(
         nemo.read_recipe(recipe, assume_harmless=assume_harmless),
         script=given.factory,
         changes=partial(
@@ -147,7 +147,7 @@ def _of_bridge(command: SplitCommand, assume_harmless: Sequence[str]) -> Job:
     cfg = _bridge_recipe(given.recipe, fields)
     known: dict[str, Any] = {"environment": {}, "assume_harmless": assume_harmless}
     job = megatron_bridge.read_recipe(cfg, **known)
-    return dataclasses.replace(
+    return replace(
         job,
         script=given.recipe,
         num_gpus=command.ranks.num_ranks,

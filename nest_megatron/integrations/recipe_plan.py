@@ -8,9 +8,9 @@ what is ``None`` there, and both let a job set the same names on the model.
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,16 +27,17 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.job import Job
 from nest_megatron.config.launch import MixedGpus
-from nest_megatron.config.overrides import Setting
+from nest_megatron.config.overrides import Setting, parse
 from nest_megatron.config.train import LENGTH_SETTINGS
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.fields import ABSENT, FieldValue, changes
+from nest_megatron.integrations.fields import ABSENT, FIELDS, FieldValue, carry_out, changes
 from nest_megatron.integrations.megatron_lm.attach import (
     OF_THE_COMMAND_LINE,
     launch_request,
 )
 from nest_megatron.integrations.megatron_lm.layout_arguments import stated_partition
 from nest_megatron.integrations.megatron_lm.planning import job_request, plan_to_launch
+from nest_megatron.integrations.megatron_lm.search_space import free_parameters
 from nest_megatron.integrations.megatron_lm.write import planned_arguments
 from nest_megatron.integrations.plan_job import made_for
 from nest_megatron.integrations.plan_output import read_launched
@@ -49,7 +50,6 @@ from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
 from nest_megatron.layout.rulebook.options import contradicted
 from nest_megatron.layout.rulebook.sharding import initializes_on_meta_device
 from nest_megatron.layout.stage_layout import is_uniform
-from nest_megatron.model.sizes import LATENT_SIZES
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
 from nest_megatron.planner.pinned_job import ActualJob, require_same_job, resolved
@@ -62,43 +62,11 @@ _STAGE_FIELDS = {
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
 }
-#: Options of the model's configuration that only go with some layouts.
-_OF_THE_MODEL = (
-    "overlap_p2p_comm_warmup_flush",
-    "distribute_saved_activations",
-    "init_model_with_meta_device",
-    "use_cpu_initialization",
-    "moe_single_grouped_weight",
-    "moe_single_grouped_bias",
-)
 #: Values of such options where they are taken back and not off.
 _RESETS = {
     "microbatch_group_size_per_vp_stage": None,
     "num_distributed_optimizer_instances": 1,
 }
-#: What must be the same in the job and in the model that was planned.
-_SHAPE = (
-    "family",
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "ffn_hidden_size",
-    "gated_linear_unit",
-    "num_experts",
-    "moe_layer_pattern",
-    "moe_ffn_hidden_size",
-    "moe_router_topk",
-    "moe_shared_expert_intermediate_size",
-    "multi_latent_attention",
-    *LATENT_SIZES,
-    "mtp_num_layers",
-    "hybrid_layer_pattern",
-    "heterogeneous_layers",
-    "linear_attention_freq",
-    "variant",
-)
 _DEFERRED = (
     "the last stage would keep the gradients of logits of many micro batches, which the plan's "
     "memory does not count"
@@ -158,7 +126,7 @@ def fields_beside(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     yield from _fsdp(recipe, plan)
     yield from finetuning_fields(recipe, plan)
     yield from _pipeline_type(recipe, plan)
-    options = {name: f"{recipe.model}.{name}" for name in _OF_THE_MODEL}
+    options = {name: f"{recipe.model}.{name}" for name in FIELDS["model"]["of_layouts"].split()}
     for name in ("fsdp_double_buffer", "fsdp_manual_registration"):
         options[name] = f"{recipe.ddp}.{name}"
     yield from _contradicted(recipe, plan, {**options, **recipe.incompatible})
@@ -315,13 +283,17 @@ def plan_changes(
             f"the plan was made for {made_for}",
             "Plan again.",
         )
-    return changes(recipe.root, recipe.wanted(found))
+    return tuple(
+        replace(each, field=recipe.declared(each.field))
+        for each in changes(recipe.root, recipe.wanted(found))
+    )
 
 
 def require_plannable(plan: ParallelPlan, version: str, spec: TransformerSpec) -> None:
     """Refuse a plan that this release of megatron-core would refuse, or one of another model."""
     require_launchable(launch_request(plan, version=version), but=OF_THE_COMMAND_LINE)
-    rows = [(name, resolved(spec, name), resolved(plan.model, name)) for name in _SHAPE]
+    names = FIELDS["model"]["planned"].split()
+    rows = [(name, resolved(spec, name), resolved(plan.model, name)) for name in names]
     differing = [
         f"{name} {found} (plan: {planned})"
         for name, found, planned in rows
@@ -478,10 +450,33 @@ def plan_recipe(
             hosts=hosts,
             mixed=mixed,
         )
-    job = dataclasses.replace(job, notes=(*job.notes, *place.notes))
+    job = replace(job, notes=(*job.notes, *place.notes))
     request = job_request(job, place.cluster, place.settings)
     found = plan_to_launch(request, place.settings, choose)
     if job.restored is not None:
         job.restored.check(found, job.version)
     by_words = job.free.option == "nest.free"  # only Megatron-Bridge's scripts take them
     return made_for(found, job, "+nest=auto" if by_words else "auto_recipe"), request.notes
+
+
+def plan_into(
+    make: Callable[[Collection[str]], Recipe],
+    overrides: Sequence[str],
+    *,
+    cluster: str | Cluster | None,
+    free: Sequence[str] | None,
+    keep: Sequence[str],
+    vocab_size: int | None,
+    may_change: Collection[str] = (),
+) -> tuple[ParallelPlan, tuple[Change, ...]]:
+    """Plan a recipe and write the plan into it, as ``nemo.auto_recipe`` says.
+
+    Args:
+        make: the recipe, from the fields that are assumed to be harmless.
+        may_change: as of ``plan_changes``.
+    """
+    settings = parse(overrides)
+    recipe = make(fields_assumed_harmless(settings))
+    job = replace(recipe.job(vocab_size), free=free_parameters(free, keep))
+    plan, _ = plan_recipe(job, cluster=cluster, overrides=settings)
+    return plan, carry_out(recipe.root, plan_changes(recipe, plan, may_change))

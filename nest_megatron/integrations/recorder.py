@@ -9,7 +9,6 @@ gone is missing in the record. No process group of the job is used.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import math
@@ -20,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -128,7 +128,7 @@ class Recorder:
             by_rank = sorted(zip(order or range(len(launched)), launched, strict=True))
             named = tuple(host for _, host in by_rank)
             if run is not None:
-                self._own_run = dataclasses.replace(run, hosts=named)
+                self._own_run = replace(run, hosts=named)
                 leave_run(self._store, self._own_run, is_watched=is_watched)
             elif self.plan is not None:
                 self._own_run = begin_record(
@@ -231,7 +231,7 @@ class Recorder:
                 self._record({})  # it was too short
             with self.telling("completed"):
                 if self.rank == 0 and (run := self.run()) is not None:
-                    audit_outcome(dataclasses.replace(run, outcome=Outcome.FINISHED, end=now()))
+                    audit_outcome(replace(run, outcome=Outcome.FINISHED, end=now()))
             return
         with self.telling("completed"):
             self._record_failure(error)
@@ -279,11 +279,11 @@ class Recorder:
                 return
             if parts:
                 measured = measured_by_ranks(parts, self.num_ranks)
-                run = dataclasses.replace(run, measured=measured)
-                run = dataclasses.replace(run, warnings=run_warnings(run, parts))
+                run = replace(run, measured=measured)
+                run = replace(run, warnings=run_warnings(run, parts))
                 lines = [comparison(run), *(f"warning: {each}" for each in run.warnings)]
                 print_cleaned("\n".join(f"nest: {line}" for line in lines))
-            ended = dataclasses.replace(run, outcome=Outcome.FINISHED, end=now())
+            ended = replace(run, outcome=Outcome.FINISHED, end=now())
             self._keep(ended)
             if parts:
                 self._own_run = run
@@ -299,7 +299,7 @@ class Recorder:
         is_first = self._store is None or self._store.count(_FAILED) == 1
         if is_first or outcome is Outcome.OUT_OF_MEMORY:
             said = f"rank {self.rank} ({socket.gethostname()}): {first_line(error)}"
-            run = dataclasses.replace(run, outcome=outcome, end=now(), error=said)
+            run = replace(run, outcome=outcome, end=now(), error=said)
             self._keep(run)
             audit_outcome(run)
 

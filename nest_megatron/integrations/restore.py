@@ -9,10 +9,9 @@ host's disks is looked at; of what is not, the format that the job states is bel
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -208,7 +207,7 @@ def restored_by_bridge(cfg: Any) -> Restored | None:
     }
     source = str(load if resumes else pretrained or load)
     if _has_checkpoint(source) and (saved := read_checkpoint(values)) is not None:
-        saved = dataclasses.replace(saved, **_sizes_beside(saved.directory))
+        saved = replace(saved, **_sizes_beside(saved.directory))
         return Restored(source=source, saved=saved, values=values, is_seen=True)
     return _stated(source, str(values["ckpt_format"]), values)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
@@ -70,11 +69,11 @@ def read_request(
     """
     job, cluster = read_typed(text, composed, version=version, strict=strict)
     if (command := job.command) is None:
-        job = dataclasses.replace(job, free=free_parameters(tuple(free) or None, option="--free"))
+        job = replace(job, free=free_parameters(tuple(free) or None, option="--free"))
         return job, job_request(job, cluster, composed)
-    job = dataclasses.replace(job, free=FreeParameters(names=tuple(free)))
+    job = replace(job, free=FreeParameters(names=tuple(free)))
     if (restored := restored_by_command(command.values)) is not None:
-        job = dataclasses.replace(
+        job = replace(
             job,
             required={**restored.required(job.version), **job.required},
             restored=restored,
@@ -117,7 +116,7 @@ def read_typed(
             f"Nothing says how many ranks there are; cluster {cluster.name} has "
             f"{cluster.num_gpus} GPUs, and all are taken."
         )
-        job = dataclasses.replace(job, num_gpus=cluster.num_gpus)
+        job = replace(job, num_gpus=cluster.num_gpus)
     cluster = read_cluster(composed, job.num_gpus)
     if ranks.num_ranks and ranks.num_nodes and (node := cluster.host_size) is not None:
         each = ranks.num_ranks // ranks.num_nodes
@@ -126,7 +125,7 @@ def read_typed(
                 f"The launcher starts {each} ranks on each of {ranks.num_nodes} nodes; those of "
                 f"{cluster.name} have {node} GPUs, and the plan takes whole nodes."
             )
-    return dataclasses.replace(job, notes=tuple(assumed)), cluster
+    return replace(job, notes=tuple(assumed)), cluster
 
 
 def read_model(
@@ -180,7 +179,7 @@ def _read(composed: Settings, text: str | Sequence[str], version: str | None) ->
             )
         before = () if launch is None else launch.notes
         newer = newer_release_notes(f"megatron_lm_{version or ''}")
-        command = dataclasses.replace(command, notes=(*before, *newer, *command.notes))
+        command = replace(command, notes=(*before, *newer, *command.notes))
         command = with_flags(command, composed)
         unread = unread_model([command.script])  # unless the command describes the model
         if unread and not {"num_layers", "hidden_size"} & command.explicit:
@@ -201,7 +200,7 @@ def _read(composed: Settings, text: str | Sequence[str], version: str | None) ->
         ) from error
     assert job.command is not None
     tp = job.command.values["tensor_model_parallel_size"]
-    return dataclasses.replace(job, spec=job.spec.with_padded_vocab(tp))
+    return replace(job, spec=job.spec.with_padded_vocab(tp))
 
 
 def recorded_launch(text: str | Sequence[str], composed: Settings) -> RecordedLaunch | None:
@@ -284,7 +283,7 @@ def plan_command(
         UserInputError: for a command that cannot be read, or a setting that cannot be kept.
     """
     job, request = read_request(text, composed, free=free, version=version, strict=strict)
-    request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
+    request = replace(request, begun_s=begun_s, shortlist=shortlist)
     found = require_plan(find_plan(request, on_progress), request.notes)
     return command_of_plan(job, request, composed, found)
 
@@ -330,7 +329,7 @@ def estimate_command(
             limit, fix = "the layout is that of the command", "Give its flag with --set."
             value = composed.parallel.stated().get(name.partition(".")[2])
             raise UserInputError(name, value, limit, fix)
-    job = dataclasses.replace(job, num_gpus=job.num_gpus or cluster.num_gpus)
+    job = replace(job, num_gpus=job.num_gpus or cluster.num_gpus)
     asked = on_device(job, cluster)
     request = request_for(asked, cluster, composed, SearchSpace(), choose_execution=False)
     found, _ = typed_plan(job, request, composed)
@@ -339,7 +338,7 @@ def estimate_command(
         launch[LAUNCHER] = LaunchCommand(
             script=command.script, argv=command.argv, environment=command.environment
         )
-    found = dataclasses.replace(made_for(found, job, "estimate --from"), launch=launch)
+    found = replace(made_for(found, job, "estimate --from"), launch=launch)
     return CommandPlan(job=job, request=request, plan=found, changes=())
 
 
@@ -365,13 +364,10 @@ def _by_fields(found: Changes, fields: Mapping[str, str]) -> Changes:
     """Changes of a recipe by its own fields, as far as a choice is one of them."""
 
     def named(change: LayoutChange) -> LayoutChange:
-        choices = (
-            dataclasses.replace(each, name=fields.get(each.name, each.name))
-            for each in change.choices
-        )
-        return dataclasses.replace(change, choices=tuple(choices))
+        choices = (replace(each, name=fields.get(each.name, each.name)) for each in change.choices)
+        return replace(change, choices=tuple(choices))
 
-    return dataclasses.replace(
+    return replace(
         found, alone=tuple(map(named, found.alone)), in_order=tuple(map(named, found.in_order))
     )
 

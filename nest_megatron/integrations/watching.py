@@ -19,11 +19,8 @@ from typing import Any
 
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.history.records import Launch, RunRecord
-from nest_megatron.integrations.megatron_lm.agreement import (
-    RankContext,
-    connect,
-    propagating_errors,
-)
+from nest_megatron.integrations.megatron_lm.agreement import connect, propagating_errors
+from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.integrations.process_variables import launched
 from nest_megatron.integrations.recorder import Recorder
 from nest_megatron.layout.plan import ParallelPlan

@@ -25,7 +25,7 @@ from nest_megatron.cli.profile_request import request_of_plan
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.errors import ProfileError, UserInputError
 from nest_megatron.integrations import recorder
-from nest_megatron.integrations.megatron_lm import measure_child, measure_store
+from nest_megatron.integrations.megatron_lm import measure, measure_child
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.profile import network, session, store
@@ -60,16 +60,14 @@ def test_the_machine_is_what_the_driver_says() -> None:
     with stand_in_gpu(devices=8) as gpu:
         torch.cuda.set_device(3)
         machine = session.with_clocks(this_machine(Where.GPU, Implementation.LOCAL))
-        here = measure_store.here(Implementation.LOCAL)
+        here = measure.machine_here(Implementation.LOCAL)
         assert session.gpu_uuid() == stand_in.uuid_of(gpu.index) == stand_in.uuid_of(3)
     assert (machine.device_name, machine.memory_bytes) == (H100, H100_BYTES)
     assert (machine.driver, machine.nccl) == (stand_in.DRIVER, "2.27.5")
     assert machine.graphics_mhz == stand_in.GRAPHICS_MHZ
     assert machine.memory_mhz == stand_in.MEMORY_MHZ
     assert not machine.is_cpu
-    assert measure_store.is_same(here, machine), (
-        "what is known before CUDA starts is the same machine"
-    )
+    assert measure.is_same(here, machine), "what is known before CUDA starts is the same machine"
 
 
 def test_clocks_that_the_driver_does_not_tell_are_not_known() -> None:

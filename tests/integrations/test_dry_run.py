@@ -398,5 +398,5 @@ def test_launchers_are_those_that_are_counted() -> None:
     """Each program whose ranks are known is one that a script may launch."""
     from nest_megatron.integrations import launchers
 
-    counted = {name for row in launchers.LAUNCHERS for name in row.names if "." not in name}
+    counted = {name for row in launchers.LAUNCHERS for name in row.names.split() if "." not in name}
     assert counted - {"sbatch", "salloc"} <= set(LAUNCHERS)

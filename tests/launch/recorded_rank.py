@@ -14,7 +14,8 @@ import time
 import torch
 
 from nest_megatron.integrations import recorder as recording
-from nest_megatron.integrations.megatron_lm.agreement import RankContext, connect
+from nest_megatron.integrations.megatron_lm.agreement import connect
+from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from tests.launch.test_watch import started
 from tests.patience import LONG_S, wait_until
 

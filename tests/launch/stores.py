@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from nest_megatron.errors import NestError
-from nest_megatron.integrations.megatron_lm.agreement import RankContext, RendezvousStore, connect
+from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore, connect
+from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from tests.patience import LONG_S, wait_until
 
 #: What says where rank 0 is, and which job this is (``tests/launch/conftest.py``).

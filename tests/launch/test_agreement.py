@@ -22,14 +22,13 @@ from nest_megatron.config.launch import read_launch, read_words
 from nest_megatron.errors import NestError, UserInputError, exit_code_of
 from nest_megatron.integrations.megatron_lm import agreement, rendezvous
 from nest_megatron.integrations.megatron_lm.agreement import (
-    NoAgreementError,
     RendezvousStore,
     broadcast,
     connect,
-    ports,
     require_equal,
 )
 from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
+from nest_megatron.integrations.megatron_lm.rendezvous import NoAgreementError, ports
 from tests.cli.runs import environment
 from tests.launch.stores import (
     HERE,
@@ -189,7 +188,7 @@ def test_a_rank_that_falls_silent_after_it_came_is_given_up() -> None:
 DYING = """
 import os, signal, sys
 from nest_megatron.integrations.megatron_lm.agreement import broadcast, connect
-from nest_megatron.integrations.megatron_lm.agreement import RankContext
+from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 context = RankContext(rank=0, world_size=2, environment={here!r})
 def solve(hosts):
     hosts()
@@ -213,7 +212,7 @@ def test_rank_0_killed_while_solving_ends_the_others() -> None:
 STOPPED = """
 import time
 from nest_megatron.integrations.megatron_lm.agreement import connect
-from nest_megatron.integrations.megatron_lm.agreement import RankContext
+from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 store = connect(RankContext(rank=0, world_size=2, environment={here!r}))
 print("hosts", flush=True)
 time.sleep(600)

@@ -20,12 +20,14 @@ from nest_megatron.config.cluster_detection import JobCluster, find_cluster
 from nest_megatron.config.job import Job
 from nest_megatron.config.launch import read_words
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm import measure, measure_store
+from nest_megatron.integrations.megatron_lm import measure
 from nest_megatron.integrations.megatron_lm.measure import (
     MeasuringError,
     measure_in_child,
     measure_job,
     own_gpu,
+    shape_of,
+    tasks_for,
     threads_for,
     with_profile,
 )
@@ -35,7 +37,6 @@ from nest_megatron.integrations.megatron_lm.measure_child import (
     Orders,
     job_arguments,
 )
-from nest_megatron.integrations.megatron_lm.measure_store import shape_of, tasks_for
 from nest_megatron.integrations.megatron_lm.planning import decide
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
@@ -66,7 +67,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A store of its own, on a host whose GPUs are H100s."""
     monkeypatch.setenv(store.FOLDER_VARIABLE, str(tmp_path / "profiles"))
     pad_like_megatron(monkeypatch)
-    monkeypatch.setattr(measure_store, "here", lambda _: MACHINE)
+    monkeypatch.setattr(measure, "machine_here", lambda _: MACHINE)
     return tmp_path / "profiles"
 
 
@@ -215,7 +216,7 @@ def test_a_profile_of_another_version_is_not_added_to(
 ) -> None:
     measure_job(measuring())
     newer = dataclasses.replace(MACHINE, torch="99.0")
-    monkeypatch.setattr(measure_store, "here", lambda _: newer)
+    monkeypatch.setattr(measure, "machine_here", lambda _: newer)
     measure_job(measuring())
     assert len(children.orders) == 2
 

@@ -6,7 +6,6 @@ and ``recorder.py`` stand for the programs that it calls (``docs/launch_scripts.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
@@ -108,7 +107,7 @@ def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> Recor
         for name, value in found.environment.items()
         if os.environ.get(name) != value and not name.startswith("SLURM_")
     )
-    return dataclasses.replace(
+    return replace(
         found,
         words=(*given, *found.words),
         notes=tuple(_notes(run, found, script or rest[0])),
@@ -138,7 +137,13 @@ def _chosen(run: DryRun, call: str) -> RecordedLaunch:
             f"it launches {len(found)} jobs, and one is planned: {_differences(trains)}",
             "Set what chooses one before the script, or give its command by --from 'COMMAND'.",
         )
-    raise UserInputError("script", call, _why_none(run), _what_lacks(run))
+    lists = {
+        "Set what nothing sets": run.unset,
+        "Not on this host": run.absent,
+        "Programs that were not run": run.skipped,
+    }
+    fix = " ".join([*_told(lists), "Or give the training command itself by --from 'COMMAND'."])
+    raise UserInputError("script", call, _why_none(run), fix)
 
 
 def _is_training(word: str) -> bool:
@@ -203,15 +208,6 @@ def _why_none(run: DryRun) -> str:
     return f"it launches nothing that trains; {ended}{said}"
 
 
-def _what_lacks(run: DryRun) -> str:
-    lists = {
-        "Set what nothing sets": run.unset,
-        "Not on this host": run.absent,
-        "Programs that were not run": run.skipped,
-    }
-    return " ".join([*_told(lists), "Or give the training command itself by --from 'COMMAND'."])
-
-
 def _notes(run: DryRun, found: RecordedLaunch, script: str) -> Iterator[str]:
     place = f"{script}, line {found.line}" if found.line else script
     yield f"The command is that of {place}; bash ran it, and its programs started nothing."
@@ -251,16 +247,13 @@ def _told(lists: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
 MAX_SECONDS: Seconds = 20.0
 #: Programs of this machine that a script may call: they read. awk and sed write where they are
 #: told to, which the view discards.
-READS = (
-    *("[", "awk", "basename", "cat", "cksum", "cmp", "column", "comm", "cut", "date", "diff"),
-    *("dirname", "du", "echo", "egrep", "expand", "expr", "false", "fgrep", "file", "find", "fmt"),
-    *("fold", "free", "gawk", "getconf", "getent", "getopt", "grep", "groups", "head", "hostname"),
-    *("id", "join", "jq", "locale", "logname", "ls", "lscpu", "mawk", "md5sum", "nl", "nproc"),
-    *("numfmt", "od", "paste", "pathchk", "pr", "printenv", "printf", "pwd", "readlink"),
-    *("realpath", "rev", "sed", "seq", "sha256sum", "shuf", "sort", "stat", "strings", "sum"),
-    *("tac", "tail", "test", "tr", "true", "tsort", "tty", "uname", "uniq", "wc", "whoami"),
-    *("xxd", "zcat", "bc", "nawk"),
-)
+READS = """
+    [ awk basename cat cksum cmp column comm cut date diff dirname du echo egrep expand expr
+    false fgrep file find fmt fold free gawk getconf getent getopt grep groups head hostname id
+    join jq locale logname ls lscpu mawk md5sum nl nproc numfmt od paste pathchk pr printenv
+    printf pwd readlink realpath rev sed seq sha256sum shuf sort stat strings sum tac tail test
+    tr true tsort tty uname uniq wc whoami xxd zcat bc nawk
+"""
 #: Batch scripts that scripts submit, one in another.
 _MAX_BATCHES = 8
 _MAX_LAUNCHES = 1000
@@ -385,7 +378,7 @@ def _furnish(folder: Path, bash: str, cluster: Cluster | None) -> None:
     pythons = (f"python3.{minor}" for minor in range(8, 16))
     for name in (*recorder.STANDS_FOR, *pythons):
         (programs / name).symlink_to(".recorder")
-    for name in READS:
+    for name in READS.split():
         if (found := shutil.which(name)) is not None:
             (programs / name).symlink_to(found)
     per_node = 8 if cluster is None else cluster.host_size or cluster.num_gpus

@@ -11,32 +11,28 @@ Nothing of Megatron-Bridge or torch is loaded here: a configuration is read by i
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.config.cluster_detection import number_said, processes_per_host
 from nest_megatron.config.job import Job
-from nest_megatron.config.overrides import parse
 from nest_megatron.cost_model.target_defaults import installed_name, target_named
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations import recipe_plan
 from nest_megatron.integrations.execution_fields import ExecutionPlaces
 from nest_megatron.integrations.fields import ABSENT, FieldValue, carry_out, value_or
-from nest_megatron.integrations.megatron_lm.search_space import free_parameters
-from nest_megatron.integrations.recipe import DEGREES, RECOMPUTE, Recipe, memory_fields
+from nest_megatron.integrations.recipe import Recipe, memory_fields
 from nest_megatron.integrations.recipe_plan import (
     Recorded,
-    fields_assumed_harmless,
     fields_beside,
     layout_fields,
-    plan_recipe,
+    plan_into,
 )
-from nest_megatron.integrations.recipe_plan import plan_changes as recipe_changes
 from nest_megatron.integrations.restore import packed_sequence_size, restored_by_bridge
 from nest_megatron.integrations.vocabulary import hub_name, known_rows
 from nest_megatron.layout.diff import Change, reason
@@ -50,7 +46,7 @@ FSDP_SWITCHES = ("dist.use_megatron_fsdp", "ddp.use_megatron_fsdp")
 NVLINK_RANKS = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 
 
-class BridgeConfig(Recipe):
+class BridgeConfig(Recipe, framework="megatron_bridge"):
     """A ``ConfigContainer``.
 
     Args:
@@ -59,38 +55,6 @@ class BridgeConfig(Recipe):
         assume_harmless: as of ``Recipe``.
     """
 
-    items = MappingProxyType(
-        {
-            **{name: f"model.{name}" for name in (*DEGREES, *RECOMPUTE)},
-            "use_tp_pp_dp_mapping": "dist.use_tp_pp_dp_mapping",
-            "use_distributed_optimizer": "optimizer.use_distributed_optimizer",
-            "data_parallel_sharding_strategy": "ddp.data_parallel_sharding_strategy",
-            "overlap_grad_reduce": "ddp.overlap_grad_reduce",
-            "overlap_param_gather": "ddp.overlap_param_gather",
-            "micro_batch_size": "train.micro_batch_size",
-            "global_batch_size": "train.global_batch_size",
-        }
-    )
-    model = "model"
-    data = "dataset"
-    ddp = "ddp"
-    incompatible = MappingProxyType(
-        {
-            "microbatch_group_size_per_vp_stage": "model.microbatch_group_size_per_vp_stage",
-            "num_distributed_optimizer_instances": "ddp.num_distributed_optimizer_instances",
-        }
-    )
-    pipeline_types = ("model.pipeline_dtype", "mixed_precision.pipeline_dtype")
-    ckpt_format = "checkpoint.ckpt_format"
-    async_save = "checkpoint.async_save"
-    seq_length = "model.seq_length"
-    rampup_batch_size = "train.rampup_batch_size"
-    iterations = "train.train_iters"
-    variable = "cfg"
-    parts = ("model", "train", "optimizer", "ddp", "dist", "dataset", "checkpoint")
-    beside_the_model = ("train", "ddp", "optimizer", "dist", "comm_overlap", "mixed_precision")
-    described = "a ConfigContainer of Megatron-Bridge"
-    made_by = "a recipe such as llama3_8b_pretrain_config() returns"
     restored_by = staticmethod(restored_by_bridge)
     states_size = False
 
@@ -198,6 +162,18 @@ class BridgeConfig(Recipe):
         mixed = value_or(self.root, "mixed_precision")
         return mixed.replace("-", "_") if isinstance(mixed, str) else mixed
 
+    def declared(self, path: str) -> str:
+        """0.7 declares fields of layers in a part of the model, which gives them as its own.
+
+        Source: ``GPTModelConfig.__getattr__``.
+        """
+        parent, _, name = path.partition(".")
+        model = self.root.model
+        inside = parent == "model" and value_or(model, "transformer") is not None
+        if not inside or name in type(model).__dataclass_fields__:
+            return path
+        return f"model.transformer.{name}"
+
     def wanted(self, plan: ParallelPlan) -> Iterator[FieldValue]:
         """The plan, and what it makes stale cleared."""
         packed = packed_sequence_size(self.root.dataset) is not None  # the length is that of a pack
@@ -279,15 +255,14 @@ def auto_recipe(
 
     Returns, Raises: as ``nemo.auto_recipe``.
     """
-    settings = parse(overrides)
-    known: dict[str, Any] = {
-        "environment": environment,
-        "assume_harmless": fields_assumed_harmless(settings),
-    }
-    job = read_recipe(cfg, vocab_size=vocab_size, **known)
-    job = dataclasses.replace(job, free=free_parameters(free, keep))
-    plan, _ = plan_recipe(job, cluster=cluster, overrides=settings)
-    return plan, apply_plan(cfg, plan, **known)
+    return plan_into(
+        partial(BridgeConfig, cfg, environment),
+        overrides,
+        cluster=cluster,
+        free=free,
+        keep=keep,
+        vocab_size=vocab_size,
+    )
 
 
 def apply_plan(
@@ -321,20 +296,7 @@ def plan_changes(
     assume_harmless: Collection[str] = (),
 ) -> tuple[Change, ...]:
     """As ``apply_plan``, but the configuration stays as it is."""
-    found = recipe_changes(BridgeConfig(cfg, environment, assume_harmless), plan, free)
-    return tuple(dataclasses.replace(each, field=_declared(cfg, each.field)) for each in found)
-
-
-def _declared(cfg: Any, path: str) -> str:
-    """A field by the path that overrides take: 0.7 declares those of layers in a part of the model.
-
-    Source: ``GPTModelConfig.__getattr__``, which gives them as its own.
-    """
-    parent, _, name = path.partition(".")
-    inside = value_or(cfg.model, "transformer")
-    if parent != "model" or inside is None or name in type(cfg.model).__dataclass_fields__:
-        return path
-    return f"model.transformer.{name}"
+    return recipe_plan.plan_changes(BridgeConfig(cfg, environment, assume_harmless), plan, free)
 
 
 #: A value that Hydra's grammar and YAML read alike; of other objects (torch types) the text.

@@ -7,12 +7,12 @@ in the log. Wrapped, it plans after the user's own overrides, and those stay as 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,7 @@ def run(
         sharding = {"all", "use_megatron_fsdp"}.intersection(launch.free)
         free = free_parameters(("all",) if sharding else None, keep, "nest.free")
         found, notes = plan_recipe(
-            dataclasses.replace(recipe, free=free, packages=installed_packages()),
+            replace(recipe, free=free, packages=installed_packages()),
             cluster=None,
             overrides=[setting for setting in words.job if setting.key != "out"],
             choose=launch.alternative,
@@ -169,7 +169,7 @@ def run(
         own = fields(cfg, "", launch.may_differ)
         require_equal(store, {**versions(), **words_of(words), **own}, what="command")
         # ranks are not numbered by switches here, so that no host is near another
-        job.hosts = tuple(dataclasses.replace(host, groups=()) for host in job_hosts(store))
+        job.hosts = tuple(replace(host, groups=()) for host in job_hosts(store))
         plan = plan_file.load(broadcast(store, solve))
         job.changes = apply_plan(
             cfg, plan, environment={} if launch.dry_run else None, assume_harmless=harmless

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from nest_megatron.config.job import ReadCommand
@@ -142,7 +142,7 @@ def with_launch(plan: ParallelPlan, *, notes: tuple[str, ...] = ()) -> ParallelP
     argv, remark = _own_argv(request)
     notes = (*notes, remark, *filter(None, [newest_flags(argv)]))
     launch = _launch_command(plan, request, "", argv, notes)
-    return dataclasses.replace(plan, launch={**plan.launch, LAUNCHER: launch})
+    return replace(plan, launch={**plan.launch, LAUNCHER: launch})
 
 
 def with_command(
@@ -170,7 +170,7 @@ def with_command(
     origin, launches = plan.provenance, {**plan.launch, LAUNCHER: launch}
     if made_by is not None:
         origin = origin.made_for(MEGATRON_LM, command.version, made_by)
-    return dataclasses.replace(plan, launch=launches, provenance=origin), rewrite
+    return replace(plan, launch=launches, provenance=origin), rewrite
 
 
 def _launch_command(

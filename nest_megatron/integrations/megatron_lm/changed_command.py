@@ -13,9 +13,9 @@ the indices of the data, hang on it; ``--exit-interval`` ends the run, without a
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,13 @@ from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, read_checkpoint
 from nest_megatron.integrations.megatron_lm.inert_pickle import is_plain
-from nest_megatron.integrations.megatron_lm.layout_arguments import Values, flag_error, flag_of
+from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    ROLES,
+    Values,
+    arguments_of,
+    flag_error,
+    flag_of,
+)
 from nest_megatron.integrations.megatron_lm.parser import (
     known_flags,
     options_for,
@@ -92,7 +98,7 @@ def with_checkpoint_arguments(command: ReadCommand) -> ReadCommand:
             f"L{_BY_HAND[1:]}.",
         )
     names = {name for name, value in values.items() if value != command.values.get(name)}
-    merged = dataclasses.replace(
+    merged = replace(
         command,
         values={**values, _SWITCH: False},
         explicit=command.explicit | names,
@@ -156,7 +162,7 @@ def with_degrees_as_flags(command: ReadCommand) -> ReadCommand:
     names = [*_TABLES["all"]["degrees"], _PER_VIRTUAL_STAGE]
     stated = {name: values[name] for name in names if values.get(name) is not None}
     note = f"The checkpoint's degrees are written out in the place of {flag}."
-    return dataclasses.replace(
+    return replace(
         command,
         options=(*others, *options_for(stated, command.version)),
         values={**values, _DEGREES_SWITCH: False},
@@ -179,7 +185,7 @@ def _saved(values: Values, name: str) -> SavedCheckpoint | None:
             )
         return None
     if saved.format == "fsdp_dtensor" and values.get("use_megatron_fsdp"):
-        return dataclasses.replace(saved, arguments={})  # Megatron takes none from this format
+        return replace(saved, arguments={})  # Megatron takes none from this format
     if not saved.arguments:
         raise flag_error(
             name,
@@ -281,7 +287,7 @@ def with_flags(command: ReadCommand, composed: Settings) -> ReadCommand:
     notes += [
         f"{typed[dest].flag} {typed[dest].value} of the command is left out." for dest in removed
     ]
-    return dataclasses.replace(
+    return replace(
         command,
         options=(*others, *changed.values()),
         values={**command.values, **dict.fromkeys(removed), **found},
@@ -365,45 +371,9 @@ def _same(option: Option, other: Option | None) -> bool:
     return other is not None and option.value == other.value and option.flag == other.flag
 
 
-#: Checkpoints written, what asks for them to be written, and files and services of other kinds.
-_WRITES = frozenset(
-    {
-        "save",
-        "async_save",
-        "log_progress",
-        "moe_use_upcycling",
-        "ckpt_convert_format",
-        "ckpt_convert_save",
-        "ckpt_convert_update_legacy_dist_opt_format",
-        "non_persistent_ckpt_type",
-        "non_persistent_save_interval",
-        "replication",
-        "replication_jump",
-        "save_activations_interval",
-        "save_dgrads_interval",
-        "save_params_interval",
-        "save_tokens_per_expert_interval",
-        "save_wgrads_interval",
-        "config_logger_dir",
-        "dump_param_to_param_group_map",
-        "logits_save_dir",
-        "moe_routing_trace_path",
-        "tensorboard_dir",
-        "wandb_exp_name",
-        "wandb_project",
-        "otel_enabled",
-        "profile",
-        "use_pytorch_profiler",
-        "record_memory_history",
-        "run_workload_inspector_server",
-    }
-)
-#: What would make a run longer, or start it again.
-_LASTS = frozenset({"exit_interval", "eval_iters", "full_validation", "inprocess_restart"})
-#: What is restored: weights change no step's time but for the routing of tokens to experts.
-_RESTORED = frozenset({"load", "pretrained_checkpoint", "ckpt_step"})
-#: How; a run that restores takes the weights alone, so that its steps are counted from 0.
-_RESTORES = frozenset({"finetune", "no_load_optim", "no_load_rng", "override_ckpt_iteration"})
+#: Arguments that a short run leaves out; those that are restored only where it restores nothing.
+_LEFT_OUT = frozenset(arguments_of("of_short_run"))
+_RESTORED = frozenset(ROLES["of_short_run"]["restored"].split())
 _WEIGHTS_ALONE = ("--finetune", "--no-load-optim", "--no-load-rng")
 
 
@@ -426,15 +396,15 @@ def short_run(argv: Sequence[str], version: str, iterations: int) -> tuple[str, 
     values = command.values
     for name in ("rampup_batch_size", "step_batch_size_schedule"):
         if values.get(name):
-            raise UserInputError(
-                f"--{name.replace('_', '-')}",
+            raise flag_error(
+                name,
                 values[name],
                 "the first steps have another batch than the one that is planned for",
                 "Leave it out of the command to tune at the batch where it ends.",
             )
     restores = bool(values.get("use_checkpoint_args"))
-    left_out = _WRITES | _LASTS | _RESTORES | (frozenset() if restores else _RESTORED)
-    kept = (each for each in command.options if each.dest not in left_out)
+    left_out = _LEFT_OUT - _RESTORED if restores else _LEFT_OUT
+    kept = (option for option in command.options if option.dest not in left_out)
     words = [word for option in kept for word in option.tokens]
     words += ["--exit-interval", str(iterations), "--eval-iters", "0", "--no-one-logger"]
     return (*words, *(_WEIGHTS_ALONE if restores else ()))

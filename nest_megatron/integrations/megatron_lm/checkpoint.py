@@ -424,9 +424,7 @@ def _refuse(what: str, value: object, limit: str, fix: str) -> NoReturn:
 _KEPT = ("ddp_bucket_size", "ddp_num_buckets", "no_save_optim", "no_save_rng", "moe_grouped_gemm")
 
 
-def saved_by(
-    plan: ParallelPlan, values: Mapping[str, Any], version: str, name: str
-) -> SavedCheckpoint:
+def saved_by(plan: ParallelPlan, values: Values, version: str, name: str) -> SavedCheckpoint:
     """What a plan's job saves.
 
     Source: ``_build_sharded_state_dict_metadata`` (core_v0.16.1 ``training/checkpointing.py``:405;

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import io
 import os
 import sys
@@ -19,6 +18,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ from nest_megatron.errors import OK, NestError, RefusedByMegatronError, UserInpu
 from nest_megatron.files import user_folder
 from nest_megatron.integrations.launched import flag_cost_report, launched_report
 from nest_megatron.integrations.megatron_lm import agreement, attach, planning
-from nest_megatron.integrations.megatron_lm.agreement import RankContext
 from nest_megatron.integrations.megatron_lm.measure import measure_job
 from nest_megatron.integrations.megatron_lm.measure_child import stand_in_device
 from nest_megatron.integrations.megatron_lm.planning import (
@@ -55,6 +54,7 @@ from nest_megatron.integrations.megatron_lm.ranks import (
     ranks_by_host,
     words_of,
 )
+from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.integrations.megatron_lm.same_job import arguments, comparable, versions
 from nest_megatron.integrations.plan_output import (
     allowed_on_mismatch,
@@ -271,10 +271,10 @@ def _with_ranks(
     note = "Ranks are numbered anew so that each host's are together, and hosts of one switch."
     if isinstance(asked, list) or outcome.decision.ranks is not None:
         note = "Ranks are numbered anew, as asked for."
-        placement = dataclasses.replace(plan.placement, rank_permutation=ranks)
-        plan = dataclasses.replace(plan, placement=placement)
-    decision = dataclasses.replace(outcome.decision, plan=plan, ranks=ranks)
-    return dataclasses.replace(outcome, decision=decision, notes=(*outcome.notes, note))
+        placement = replace(plan.placement, rank_permutation=ranks)
+        plan = replace(plan, placement=placement)
+    decision = replace(outcome.decision, plan=plan, ranks=ranks)
+    return replace(outcome, decision=decision, notes=(*outcome.notes, note))
 
 
 def apply(args: Namespace, decision: Decision) -> None:
@@ -390,8 +390,8 @@ def _as_pinned(job: Job, pinned: PinnedPlan) -> planning.LaunchPlan:
     plan, rows = pinned.plan, job.spec.vocab_size
     if job.spec.vocab_is_padded and rows % plan.layout.dims.tensor_model_parallel_size == 0:
         # the embedding has the rows that the job gives it by itself
-        model = dataclasses.replace(plan.model, vocab_size=rows, vocab_is_padded=True)
-        plan = dataclasses.replace(plan, model=model)
+        model = replace(plan.model, vocab_size=rows, vocab_is_padded=True)
+        plan = replace(plan, model=model)
     notes = [pinned_by(pinned.pin), *filter(None, [pinned.told])]
     return planning.carry_out(plan, job.command, tuple(notes))
 
@@ -411,7 +411,7 @@ def _in_its_place(
         f"{'; '.join(map(str, found))}."
     )
     place = _place(launched, pinned.plan.cluster, actual)
-    job = dataclasses.replace(job, notes=(*job.notes, note))
+    job = replace(job, notes=(*job.notes, note))
     made_by = f"+nest=pinned nest.on_mismatch={policy}"
     if policy is OnMismatch.REPLAN:
         return planning.decide(job, place, free=free, made_by=made_by)
@@ -421,7 +421,7 @@ def _in_its_place(
         else "pin a plan for these machines"
     )
     kept = _kept(pinned.plan.arguments, way_out, has_experts=job.spec.is_moe)
-    job = dataclasses.replace(job, required={**job.required, **kept})
+    job = replace(job, required={**job.required, **kept})
     try:
         return planning.decide(job, place, free=_ALL, made_by=made_by)
     except UserInputError as error:
@@ -434,14 +434,14 @@ def _in_its_place(
 
 def _largest_below(job: Job, place: JobCluster, dims: ParallelDims) -> int | None:
     """The most ranks below those that are there for which a plan keeps what ``job`` requires."""
-    job = dataclasses.replace(job, free=FreeParameters(names=_ALL))
+    job = replace(job, free=FreeParameters(names=_ALL))
     for number in range(place.cluster.num_gpus - 1, 0, -1):
         replicas, rest = divmod(number, dims.world_size // dims.data_parallel_size)
         if rest or (job.final_batch_size or 0) % replicas:
             continue
         with contextlib.suppress(UserInputError):
-            smaller = dataclasses.replace(place, cluster=place.cluster.resized(number))
-            asked = dataclasses.replace(planning.running_request(job, smaller), remedies=False)
+            smaller = replace(place, cluster=place.cluster.resized(number))
+            asked = replace(planning.running_request(job, smaller), remedies=False)
             if isinstance(find_plan(asked), ParallelPlan):
                 return number
     return None

@@ -7,9 +7,8 @@ The batch stays as it is. Every plan loads the checkpoints that one of them save
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
@@ -75,7 +74,7 @@ def sized(composed: Settings, counts: Sequence[int]) -> Settings:
         )
     fields = {**(composed.cluster or {}), "num_gpus": most}
     given = {**composed.given, "cluster.num_gpus": None}
-    return dataclasses.replace(composed, cluster=fields, given=given)
+    return replace(composed, cluster=fields, given=given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,15 +114,13 @@ class TableJob:
             space = with_required(space, request.spec, self.required(loads))
         cluster = request.cluster.resized(num_gpus)
         check_quotients(space, num_gpus, request.global_batch_size)
-        return dataclasses.replace(
-            request, cluster=cluster, space=space, begun_s=None, remedies=False
-        )
+        return replace(request, cluster=cluster, space=space, begun_s=None, remedies=False)
 
     def required(self, loads: Resharding) -> Mapping[str, Requirement]:
         """What a plan that loads a checkpoint must keep."""
         needs = checkpoint.required(loads.saved, self.loading(loads), self.version)
         who = str(loads.saved.directory)
-        return {name: dataclasses.replace(need, who=who) for name, need in needs.items()}
+        return {name: replace(need, who=who) for name, need in needs.items()}
 
     def plan(self, asked: Request, loads: Resharding | None) -> ParallelPlan:
         """The plan that is asked for."""
@@ -152,7 +149,7 @@ class TableJob:
             needed["ddp_bucket_size"] = bucket
         if len(saved.rng_shape or ()) > 2 and not self.values.get("no_load_rng"):
             needed["no_load_rng"] = True
-        saved = dataclasses.replace(saved, arguments={**own, **needed})
+        saved = replace(saved, arguments={**own, **needed})
         return Resharding(saved=saved, needed=needed)
 
     def loading(self, loads: Resharding | None = None) -> dict[str, Any]:
@@ -289,5 +286,5 @@ def _advised(found: Sequence[Planned], best: tuple[int, Seconds] | None) -> tupl
             told = f"{told} {nodes} nodes, {idle}, take {format_seconds(shorter)} a step.".lstrip()
         elif step is not None:
             best = entry.num_nodes, step
-        advised.append(dataclasses.replace(entry, told=told))
+        advised.append(replace(entry, told=told))
     return tuple(advised)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
@@ -111,7 +110,7 @@ class Decision:
     """
 
     plan: ParallelPlan
-    values: Mapping[str, Any]
+    values: Values
     ranks: tuple[int, ...] | None = None
 
 
@@ -127,7 +126,7 @@ class LaunchPlan:
 
 def read_running_job(
     args: Namespace,
-    defaults: Mapping[str, Any],
+    defaults: Values,
     command_line: tuple[str, Sequence[str]],
     release: str,
 ) -> Job:
@@ -152,7 +151,7 @@ def read_running_job(
     values["padded_vocab_size"] = padded_vocab_size(args, defaults)
     job = job_of(command, values)
     newer = newer_release_notes(f"megatron_lm_{release}")
-    return dataclasses.replace(job, notes=(*job.notes, *newer))
+    return replace(job, notes=(*job.notes, *newer))
 
 
 def decide(
@@ -180,7 +179,7 @@ def decide(
     values, version = command.values, command.version
     saved = checkpoint.read_checkpoint(values)
     saves = {} if saved is None else checkpoint.required(saved, values, version)
-    job = dataclasses.replace(
+    job = replace(
         job,
         free=FreeParameters(names=tuple(free), option="nest.free"),
         required={**saves, **job.required},
@@ -195,7 +194,7 @@ def decide(
     )
     kept = kept_flags(job, request, place.settings)
     outcome = carry_out(found, command, request.notes, made_by=made_by, kept=kept)
-    return dataclasses.replace(outcome, searched=searched)
+    return replace(outcome, searched=searched)
 
 
 def plan_to_launch(request: Request, composed: Settings, choose: int = 0) -> ParallelPlan:
@@ -205,14 +204,14 @@ def plan_to_launch(request: Request, composed: Settings, choose: int = 0) -> Par
         NothingFitsError, SearchEndedError: as of ``decide``.
     """
     if "search.num_alternatives" not in composed.given:
-        request = dataclasses.replace(request, num_alternatives=max(_RUNNERS_UP, choose))
+        request = replace(request, num_alternatives=max(_RUNNERS_UP, choose))
     return require_plan(find_plan(request, choose=choose), request.notes)
 
 
 def running_request(job: Job, place: JobCluster) -> Request:
     """What to search for a running job."""
     cluster, notes = place.cluster, (*job.notes, *place.notes)
-    job = dataclasses.replace(job, notes=notes, num_gpus=cluster.num_gpus)
+    job = replace(job, notes=notes, num_gpus=cluster.num_gpus)
     installed = installed_versions()
     return job_request(job, cluster, place.settings, prefix="nest.", versions=installed)
 
@@ -237,9 +236,9 @@ def costs(searched: Searched) -> list[tuple[str, Seconds]]:
     found = []
     for choice in (*searched.kept, "all"):
         names = {choice, "stage_layout"} if choice == _PIPELINE else {choice}
-        free = dataclasses.replace(searched.job.free, names=(*searched.job.free.names, *names))
-        request = running_request(dataclasses.replace(searched.job, free=free), searched.place)
-        wanted = dataclasses.replace(request, num_alternatives=0, offer=None, remedies=False)
+        free = replace(searched.job.free, names=(*searched.job.free.names, *names))
+        request = running_request(replace(searched.job, free=free), searched.place)
+        wanted = replace(request, num_alternatives=0, offer=None, remedies=False)
         plan = find_plan(wanted)
         if not isinstance(plan, ParallelPlan):
             continue
@@ -282,7 +281,7 @@ def command_of(
         for argument in load_arguments(version)
         if argument.dest in PARALLEL_ARGUMENTS and values.get(argument.dest) != argument.default
     }
-    merged = dataclasses.replace(typed, values=values, explicit=typed.explicit | untyped)
+    merged = replace(typed, values=values, explicit=typed.explicit | untyped)
     return with_degrees_as_flags(merged)
 
 

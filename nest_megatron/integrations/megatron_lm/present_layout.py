@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
+from dataclasses import replace
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import Settings
@@ -47,7 +46,7 @@ def on_device(job: Job, cluster: Cluster) -> Job:
     """A job with the settings that its recipe has on the devices of a cluster alone."""
     if not (job.on_blackwell and is_blackwell(cluster.accelerator.name)):
         return job
-    return dataclasses.replace(job, memory_flags={**job.memory_flags, **job.on_blackwell})
+    return replace(job, memory_flags={**job.memory_flags, **job.on_blackwell})
 
 
 def with_present_layout(request: Request, job: Job, composed: Settings) -> Request:
@@ -62,7 +61,7 @@ def with_present_layout(request: Request, job: Job, composed: Settings) -> Reque
         return request
     if refused:
         note = f"The present layout is no point of the search, Megatron refuses it: {refused}"
-        return dataclasses.replace(request, notes=(*request.notes, note))
+        return replace(request, notes=(*request.notes, note))
     layout = variant.layout
     if not _keeps_fixed(request, layout):
         return request
@@ -71,7 +70,7 @@ def with_present_layout(request: Request, job: Job, composed: Settings) -> Reque
         if any(any(violations(plan, file)) for file in request.policy):
             return request
     space = _reaching(request.space, layout, request.cluster)
-    return dataclasses.replace(request, present=layout, space=space)
+    return replace(request, present=layout, space=space)
 
 
 def _keeps_fixed(request: Request, layout: Layout) -> bool:
@@ -109,7 +108,7 @@ def _reaching(space: SearchSpace, present: Layout, cluster: Cluster) -> SearchSp
     is_tried = space.without_modules.isdisjoint(recompute.modules)
     is_tried &= space.full_recompute or not is_full
     own = recompute if is_tried else None
-    return dataclasses.replace(space, present=beyond, present_recompute=own)
+    return replace(space, present=beyond, present_recompute=own)
 
 
 def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Variant, str]:
@@ -133,7 +132,7 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
             _MICRO, None, "Megatron-LM does not start without it", "Add it to the command."
         )
     grid = PartialLayout(
-        dims=dataclasses.replace(dims, virtual_pipeline_model_parallel_size=virtual),
+        dims=replace(dims, virtual_pipeline_model_parallel_size=virtual),
         global_batch_size=request.global_batch_size,
         micro_batch_size=int(micro),
         # Megatron turns it off where there is no tensor group
@@ -143,11 +142,11 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
         zero=ZeroStage.NONE if zero is None else zero,
     )
     asked = _execution(job, request, composed)
-    grid = dataclasses.replace(grid, execution=allowed_execution(asked, grid))
+    grid = replace(grid, execution=allowed_execution(asked, grid))
     settings = request.settings
     if "cost.dp_overlap" not in composed.given:
         settings = _overlapped(settings, values, grid.zero)
-    layout = dataclasses.replace(
+    layout = replace(
         grid.with_stages(stages, job.sharding),
         overlap_grad_reduce=bool(values.get("overlap_grad_reduce")),
         overlap_param_gather=bool(values.get("overlap_param_gather")),
@@ -162,12 +161,12 @@ def _overlapped(settings: CostSettings, values: Values, zero: ZeroStage) -> Cost
     FSDP overlaps gradients by itself (0.16.1 megatron_fsdp.py:277).
     """
     if not values.get("overlap_grad_reduce") and not zero.is_fsdp:
-        return dataclasses.replace(settings, dp_overlap=0.0)
+        return replace(settings, dp_overlap=0.0)
     gathers = zero in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)
     if not gathers or values.get("overlap_param_gather"):
         return settings
-    traits = dataclasses.replace(settings.traits, overlap_param_gather=False)
-    return dataclasses.replace(settings, traits=traits)
+    traits = replace(settings.traits, overlap_param_gather=False)
+    return replace(settings, traits=traits)
 
 
 def refusal(request: Request, job: Job, asked: Execution | None = None) -> Refusal:
@@ -183,7 +182,7 @@ def refusal(request: Request, job: Job, asked: Execution | None = None) -> Refus
 def refused(
     request: Request,
     variant: Variant,
-    values: Mapping[str, Any],
+    values: Values,
     version: str,
     asked: Execution | None = None,
     but: Collection[str] = (),

@@ -1,4 +1,4 @@
-"""The ranks of a job: how they meet, which process is which, how they record steps and end together.
+"""The ranks of a job: how they meet, which process is which, how they record and end together.
 
 The functions of the loop are those of core_v0.16.1 and 0.20, and of Megatron-Bridge 0.3 and 0.5.
 Megatron's own timers of passes (``--timing-log-level 2``) synchronize the device twice a pass;
@@ -8,13 +8,12 @@ Megatron's own timers of passes (``--timing-log-level 2``) synchronize the devic
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import socket
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -25,13 +24,9 @@ from nest_megatron.config.launch import LaunchWords, MixedGpus
 from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.errors import NestError, UserInputError, exit_code_of, settings_typed_as
 from nest_megatron.history.records import Launch
-from nest_megatron.integrations.megatron_lm.agreement import (
-    RankContext,
-    RendezvousStore,
-    connect,
-    gather,
-)
+from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore, connect, gather
 from nest_megatron.integrations.megatron_lm.planning import Decision
+from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.integrations.recorder import Recorder
 from nest_megatron.integrations.run_record import changed_flags, figures
 from nest_megatron.layout.diff import Change
@@ -148,7 +143,7 @@ class LaunchedJob:
         """Where the job runs: as ``nest.cluster`` names it, or as it is found."""
         hosts = self.hosts
         if self.launch.ranks != "by_host":  # then it is not known which ranks are near
-            hosts = tuple(dataclasses.replace(host, groups=()) for host in hosts)
+            hosts = tuple(replace(host, groups=()) for host in hosts)
         return find_cluster(
             self.words.job,
             num_ranks,

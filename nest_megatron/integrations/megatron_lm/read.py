@@ -9,11 +9,10 @@ Source: ``megatron.training.arguments.validate_args`` and ``core_transformer_con
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import PurePath
 from types import MappingProxyType
-from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.job import Job, ReadCommand, Requirement
@@ -127,7 +126,7 @@ def job_of(command: ReadCommand, values: Values, *, vocab_size: int | None = Non
         version=command.version,
         vocab_size=vocab_size,
     )
-    return dataclasses.replace(
+    return replace(
         job,
         num_gpus=command.ranks.num_ranks,
         command=command,
@@ -371,9 +370,7 @@ def _notes(values: Values, script: str, version: str) -> Iterator[str]:
     yield from unpriced(values)
 
 
-def stated_schedule(
-    values: Mapping[str, Any], seq_length: int, version: str
-) -> BatchSchedule | None:
+def stated_schedule(values: Values, seq_length: int, version: str) -> BatchSchedule | None:
     """How the batch grows; 0.20 takes no notice of ``--rampup-batch-size``."""
     stated = {STEPS: values.get(STEPS)} if _ignores_rampup(version) else values
     last = values.get("global_batch_size")
@@ -398,7 +395,7 @@ def _ignores_rampup(version: str) -> bool:
     return release_number(version) >= (0, 18)
 
 
-def schedule_notes(values: Mapping[str, Any], version: str) -> Iterator[str]:
+def schedule_notes(values: Values, version: str) -> Iterator[str]:
     """What Megatron does not do of what a job says, one sentence."""
     if values.get(RAMPUP) and _ignores_rampup(version):
         yield f"Megatron-LM {version} ignores {flag_of(RAMPUP)}: the batch does not grow."
@@ -410,12 +407,12 @@ _MICRO, _PP = "micro_batch_size", "pipeline_model_parallel_size"
 _VPP = "virtual_pipeline_model_parallel_size"
 
 
-def is_packed(values: Mapping[str, Any]) -> bool:
+def is_packed(values: Values) -> bool:
     """Whether a job with these arguments packs several sequences into one."""
     return any(map(values.get, PACKED))
 
 
-def needs_of_packs(values: Mapping[str, Any], version: str) -> Mapping[str, Requirement]:
+def needs_of_packs(values: Values, version: str) -> Mapping[str, Requirement]:
     """What packs fix of a layout, by the names of its degrees."""
     if not (values.get("sft") and release_number(version) < (0, 19)):
         return MappingProxyType({})
@@ -423,7 +420,7 @@ def needs_of_packs(values: Mapping[str, Any], version: str) -> Mapping[str, Requ
     return MappingProxyType({_MICRO: Requirement(value=1, reason=why, fix=fix, who="--sft")})
 
 
-def pipeline_limits(values: Mapping[str, Any], script: str, version: str) -> Mapping[str, int]:
+def pipeline_limits(values: Values, script: str, version: str) -> Mapping[str, int]:
     """Largest pipelines that know where the sequences of a pack begin.
 
     Before 0.17 ``pretrain_gpt.py`` tells it to the first and to the last virtual stage alone: those
@@ -433,7 +430,7 @@ def pipeline_limits(values: Mapping[str, Any], script: str, version: str) -> Map
     return {_PP: 2, _VPP: 1} if lost else {}
 
 
-def packing_notes(values: Mapping[str, Any], script: str, version: str) -> Iterator[str]:
+def packing_notes(values: Values, script: str, version: str) -> Iterator[str]:
     """What is not as it seems in a job that packs."""
     if pipeline_limits(values, script, version):
         yield (

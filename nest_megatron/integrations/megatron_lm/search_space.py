@@ -5,8 +5,8 @@ A job stays with its own data-parallel sharding, unless the user frees it; anoth
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nest_megatron.config.compose import Settings
@@ -172,7 +172,7 @@ def job_space(job: Job, settings: Settings) -> tuple[SearchSpace, Offer | None]:
     """
     freed, offer = freed_flags(job.free), None
     space = _space(settings, job, freed)
-    space = dataclasses.replace(space, zero_stages=for_optimizer(space.zero_stages, job))
+    space = replace(space, zero_stages=for_optimizer(space.zero_stages, job))
     if settings.parallel.zero_stage is None:
         space, offer = _with_own_sharding(space, job, freed)
         if IMPLEMENTATION[0] in job.required:
@@ -224,7 +224,7 @@ def with_required(
         if partition not in (None, saved):
             raise _not_loadable(_LAYOUT, "as given", layout)
         partition = saved
-    return dataclasses.replace(space, fixed=fixed, zero_stages=zeros, partition=partition)
+    return replace(space, fixed=fixed, zero_stages=zeros, partition=partition)
 
 
 def _not_loadable(name: str, value: object, need: Requirement) -> UserInputError:
@@ -239,7 +239,7 @@ def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
         command, pipelines = job.command, (_PIPELINE, *STAGE_OPTIONS, *VIRTUAL_STAGES)
         limits = pipeline_limits(command.values, command.script, command.version)
         if not any(map(stated.get, pipelines)):  # what the user states is kept
-            own = dataclasses.replace(own, limits={**limits, **own.limits})
+            own = replace(own, limits={**limits, **own.limits})
     fixed = {name: int(stated[name]) for name in DEGREES if stated.get(name) is not None}
     if says_all := job.command is None and bool(job.stated):
         fixed = {**_unset_degrees(spec, fixed, freed), **fixed}
@@ -260,7 +260,7 @@ def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
     # sequence parallelism belongs to all degrees together, and is no choice by itself
     keeps_degrees = says_all and not freed.intersection(DEGREES) - {"micro_batch_size"}
     is_whole = fixed.get(_TENSOR, 1) > 1 and not job.stated.get("sequence_parallel")
-    return dataclasses.replace(
+    return replace(
         own,
         fixed={**fixed, **own.fixed},
         rank_orders=orders,
@@ -346,14 +346,14 @@ def _with_own_sharding(
     saved, offer = job.ckpt_format or _FORMATS.get(job.sharding, "torch_dist"), None
     if others:
         offer = Offer(
-            space=dataclasses.replace(space, zero_stages=others),
+            space=replace(space, zero_stages=others),
             own=job.sharding,
             free={sharding: _spelled(job.free.option, names) for sharding, names in fixed.items()},
             ckpt_format={s: kind for s, kind in _FORMATS.items() if not _saves(s, saved)},
         )
     freely = tuple(zero for zero in every if fixed.get(zero.sharding) == [])
     if freely:  # from torch FSDP2 to what saves the format that is kept
-        return dataclasses.replace(space, zero_stages=freely), offer
+        return replace(space, zero_stages=freely), offer
     zeros = job.sharding.zero_stages
     if job.zero is not None and not set(freed).intersection((*IMPLEMENTATION, *STAGE)):
         zeros = (job.zero,)
@@ -371,7 +371,7 @@ def _with_own_sharding(
                 "Use 1, or another data-parallel sharding.",
             )
     fixed_sizes = {**space.fixed, **dict.fromkeys(alone, 1)}
-    own = dataclasses.replace(space, zero_stages=zeros, sharding=job.sharding, fixed=fixed_sizes)
+    own = replace(space, zero_stages=zeros, sharding=job.sharding, fixed=fixed_sizes)
     return own, offer
 
 

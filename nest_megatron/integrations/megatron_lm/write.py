@@ -19,6 +19,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
     REASONS,
     RECOMPUTE,
+    ROLES,
     STAGE_OPTIONS,
     VIRTUAL_STAGES,
     Values,
@@ -55,51 +56,20 @@ from nest_megatron.layout.rulebook.sharding import initializes_on_meta_device, o
 from nest_megatron.layout.zero import STRATEGIES, DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import PLAIN
 from nest_megatron.model.layer_pattern import LayerBlock
-from nest_megatron.model.sizes import DELTA_NET_SIZES, LATENT_SIZES, MAMBA_SIZES
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.plain import to_plain
 from nest_megatron.units import format_gib
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-_ROTARY = ("rotary_base", "rotary_percent")
-_SPARSE = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
-_EXPERTS = (
-    *("num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk"),
-    *("moe_router_pre_softmax", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
-    *("moe_latent_size", "moe_router_enable_expert_bias", "moe_router_score_function"),
-)
-#: Arguments of a model in the order in which they are written.
-_OF_MODEL = (
-    *("num_layers", "encoder_num_layers", "decoder_num_layers", "hybrid_override_pattern"),
-    *("is_hybrid_model", "spec", "seq_length", "encoder_seq_length", "decoder_seq_length"),
-    *(*MAMBA_SIZES, "hidden_size", "ffn_hidden_size", "num_attention_heads"),
-    *("group_query_attention", "num_query_groups", "kv_channels", "add_qkv_bias", "qk_layernorm"),
-    *("qk_l2_norm", "softmax_type", "window_size", "window_attn_skip_freq", "no_rope_freq"),
-    *("attention_output_gate", "experimental_attention_variant", "linear_attention_freq"),
-    *(*DELTA_NET_SIZES, *_SPARSE, "multi_latent_attention", *LATENT_SIZES),
-    *("max_position_embeddings", "position_embedding_type", *_ROTARY, "normalization"),
-    *("layernorm_epsilon", "layernorm_zero_centered_gamma"),
-    *(*filter(None, ACTIVATION_FLAGS.values()), "bias_gelu_fusion", "hidden_dropout"),
-    *("attention_dropout", "add_bias_linear", "untie_embeddings_and_output_weights"),
-    *("vocab_size", "make_vocab_size_divisible_by", "padded_vocab_size"),
-    *(*_EXPERTS, "mtp_num_layers"),
-)
+#: Arguments of a model by what they are about, in the order in which they are written.
+_OF_MODEL = {part: names.split() for part, names in ROLES["of_model"].items()}
 #: What arguments of norms were called before 0.16.
 _NAMES_OF_0_15 = {
     "layernorm_epsilon": "norm_epsilon",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
 }
 #: Arguments of a layout before and behind those of how layers are carried out.
-_DEGREES = (
-    *("tensor_model_parallel_size", "sequence_parallel", "context_parallel_size"),
-    *("pipeline_model_parallel_size", "pipeline_model_parallel_layout", "hybrid_layer_pattern"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size", "moe_grouped_gemm"),
-)
-_SHARDING = (
-    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
-    *("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
-    *("use_megatron_fsdp", "use_torch_fsdp2"),
-)
+_DEGREES, _SHARDING = (ROLES["of_layout"][part].split() for part in ("degrees", "sharding"))
 
 
 def model_argv(spec: TransformerSpec, *, version: str = DEFAULT_VERSION) -> list[str]:
@@ -123,8 +93,7 @@ def model_argv(spec: TransformerSpec, *, version: str = DEFAULT_VERSION) -> list
             "Megatron-LM's command line has no flag for it",
             "Launch through NeMo or Megatron-Bridge, whose configurations can state it.",
         )
-    stated = _stated(spec, release_number(version))
-    values = {n: stated[n] if n in stated else getattr(spec, n, None) for n in _OF_MODEL}
+    values = _model_arguments(spec, release_number(version))
     if release_number(version) < (0, 16):
         values = {_NAMES_OF_0_15.get(name, name): value for name, value in values.items()}
     known = {argument.dest for argument in load_arguments(version)}
@@ -139,8 +108,8 @@ def model_argv(spec: TransformerSpec, *, version: str = DEFAULT_VERSION) -> list
     return [word for option in options_for(values, version) for word in option.tokens]
 
 
-def _stated(spec: TransformerSpec, release: Release) -> dict[str, Any]:
-    """Arguments that are no field of the model by the same name; ``None`` for what it has not.
+def _model_arguments(spec: TransformerSpec, release: Release) -> dict[str, Any]:
+    """Arguments of a model in the order in which they are written; ``None`` is not written.
 
     ``pretrain_t5.py`` gives the decoder the layers of the encoder. Since 0.17 a hybrid
     model's layers are those of ``parallel_argv``. Gated delta nets have their old name in all.
@@ -149,23 +118,21 @@ def _stated(spec: TransformerSpec, release: Release) -> dict[str, Any]:
     pattern, latent = spec.hybrid_layer_pattern.replace("|", ""), spec.multi_latent_attention
     grouped = spec.num_query_groups is not None and not latent
     window, balanced = spec.window_size, spec.moe_router_enable_expert_bias
-    is_t5, has_experts = spec.family is ModelFamily.T5, spec.num_experts is not None
+    is_t5 = spec.family is ModelFamily.T5
     has_delta_nets = LayerBlock.GATED_DELTA_NET in spec.blocks
     is_sparse = spec.experimental_attention_variant == "dsa"
     linear = has_delta_nets and not pattern
-    absent = (
-        *(() if pattern else MAMBA_SIZES),
-        *(() if has_delta_nets else DELTA_NET_SIZES),
-        *(() if is_sparse else _SPARSE),
-        *(() if latent else LATENT_SIZES),
-        *(() if spec.position_embedding_type == "rope" else _ROTARY),
-    )
-    package, activation = (
-        "mamba" if release < (0, 18) else "hybrid",
-        (spec.activation, spec.gated_linear_unit),
-    )
+    package = "mamba" if release < (0, 18) else "hybrid"
+    activation = spec.activation, spec.gated_linear_unit
+    has = {
+        "state space": pattern,
+        "gated delta nets": has_delta_nets,
+        "sparse attention": is_sparse,
+        "latent sizes": latent,
+        "rotations": spec.position_embedding_type == "rope",
+        "experts": spec.num_experts is not None,
+    }
     found = {
-        **dict.fromkeys(absent),
         "num_layers": None if is_t5 or (pattern and not counted) else spec.num_layers,
         "decoder_num_layers": spec.num_layers if is_t5 else None,
         "hybrid_override_pattern": (pattern if counted else None) or None,
@@ -195,7 +162,11 @@ def _stated(spec: TransformerSpec, release: Release) -> dict[str, Any]:
         "moe_router_score_function": "sigmoid" if balanced else None,
         "mtp_num_layers": None if pattern else spec.mtp_num_layers,
     }
-    return found if has_experts else found | dict.fromkeys(_EXPERTS)
+    return {
+        name: found.get(name, getattr(spec, name, None))
+        for part, names in _OF_MODEL.items()
+        for name in (names if has.get(part, True) else ())
+    }
 
 
 def _freq(value: int | Sequence[int] | None) -> str | None:

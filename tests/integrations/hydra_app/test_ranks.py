@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.integrations.hydra import ranks
+from nest_megatron.integrations.hydra import plans as ranks
 from nest_megatron.integrations.hydra.plans import Plans
-from nest_megatron.integrations.megatron_lm.agreement import NoAgreementError
+from nest_megatron.integrations.megatron_lm.rendezvous import NoAgreementError
 from tests.cli.runs import environment
 from tests.integrations.hydra_app.apps import AUTO, MAIN, make_app
 from tests.integrations.hydra_app.test_plans import composed

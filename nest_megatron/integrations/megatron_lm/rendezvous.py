@@ -1,0 +1,246 @@
+"""The key-value store where the ranks of a job meet, whose operations all end.
+
+Under torchrun the store is the agent's, which is there already; elsewhere rank 0 hosts one on a
+port of its own, because Megatron will want ``MASTER_PORT`` later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from nest_megatron.errors import NestError, UserInputError
+from nest_megatron.units import Seconds
+
+#: Ports tried for a store of our own, below Linux's ephemeral range.
+_FIRST_PORT, _NUM_PORTS, _NUM_TRIES, _STRIDE = 25_000, 7_000, 16, 97
+#: Longest wait for one port's answer; the pause between two rounds over all ports, and how many
+#: rounds in one second all ranks take at most once they have waited a while.
+_PROBE_S, _PAUSE_S, _ROUNDS_PER_S = 5.0, 0.5, 2_000.0
+#: Within this the store says that the time of a blocking request is over.
+_ANSWER_S = 2.0
+#: Variables that tell one attempt of one job from all others. Each agent counts restarts for
+#: itself: one that joined late counts fewer than the others, so they tell attempts apart only where
+#: these share its store.
+_OF_ATTEMPT = (
+    *("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID"),
+)
+_OF_AGENTS_STORE = "TORCHELASTIC_RESTART_COUNT"
+
+
+class NoAgreementError(NestError):
+    """A rank failed, sent no heartbeat or did not come, or ranks were started differently."""
+
+
+class LostStoreError(NoAgreementError):
+    """The store is gone."""
+
+
+class SilentStoreError(LostStoreError):
+    """The store is there and does not answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """Which rank of which job this process is, and how long it waits for others.
+
+    Args:
+        rendezvous_timeout_s: longest wait for another rank.
+        planning_s: how long rank 0 may plan meanwhile.
+        heartbeat_timeout_s: longest time without a heartbeat of a rank that is awaited, or without
+            an answer of the store.
+        port: of the store, where torchrun hosts none; several are tried if not given.
+    """
+
+    rank: int
+    world_size: int
+    environment: Mapping[str, str]
+    rendezvous_timeout_s: Seconds = 600.0
+    planning_s: Seconds = 0.0
+    heartbeat_timeout_s: Seconds = 20.0
+    port: int | None = None
+
+    @property
+    def agent_hosts_store(self) -> bool:
+        """Whether torchrun's agent hosts the store at ``MASTER_ADDR:MASTER_PORT``."""
+        return self.environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+    @property
+    def key(self) -> str:
+        """A name for this attempt of this job, the same on all its ranks."""
+        names = (*_OF_ATTEMPT, _OF_AGENTS_STORE) if self.agent_hosts_store else _OF_ATTEMPT
+        words = [self.environment.get(name, "") for name in names]
+        return hashlib.sha256("|".join([*words, str(self.world_size)]).encode()).hexdigest()[:16]
+
+
+class TimedStore:
+    """A ``torch.distributed.Store`` of which each operation has a deadline.
+
+    A client of torch's ``TCPStore`` waits without end for a server that is stopped (SIGSTOP, a
+    frozen host): its own timeout does not cover the answer to a request. Operations therefore run
+    in threads of their own, one after another as they do on the client's one socket anyway, and
+    whoever calls stops waiting.
+
+    Args:
+        server: who hosts the store and where, for errors.
+
+    Attributes:
+        is_silent: an operation is still waiting for its answer.
+    """
+
+    def __init__(
+        self, make: Callable[[], Any], limit_s: Seconds, connect_s: Seconds, server: str
+    ) -> None:
+        self.server, self._limit_s, self.is_silent = server, limit_s, False
+        self._socket = threading.Lock()
+        self._store = self._answer(make, connect_s)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """What a method of the store returns; bytes come as text."""
+        return self._answer(lambda: getattr(self._store, method)(*arguments), self._limit_s)
+
+    def wait_for(self, key: str, limit_s: Seconds) -> str | None:
+        """Block until a key has a value; ``None`` if it has none after a time."""
+
+        def blocking() -> Any:
+            self._store.set_timeout(timedelta(seconds=limit_s))
+            try:
+                return self._store.get(key)
+            finally:
+                self._store.set_timeout(timedelta(seconds=self._limit_s))
+
+        started = time.monotonic()
+        try:
+            value: str = self._answer(blocking, max(limit_s, self._limit_s), _ANSWER_S)
+        except LostStoreError as error:
+            if isinstance(error, SilentStoreError) or time.monotonic() - started < limit_s:
+                raise
+            return None
+        return value
+
+    def _answer(self, operation: Callable[[], Any], limit_s: Seconds, more_s: Seconds = 0.0) -> Any:
+        import torch
+
+        answer: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                with self._socket:
+                    answer.set_result(operation())
+            except BaseException as error:  # noqa: BLE001 - raised again where it was asked for
+                answer.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        try:
+            found = answer.result(0 if self.is_silent else limit_s + more_s)
+        except TimeoutError:
+            self.is_silent = True
+            raise SilentStoreError(
+                f"{self.server} has not answered for {limit_s:g} s: the process is stopped, its "
+                "host is frozen, or the network between them is down"
+            ) from None
+        except torch.distributed.DistError as error:
+            raise LostStoreError(
+                f"the connection to {self.server} was lost; that process has ended, and its own "
+                "output says why"
+            ) from error
+        return found.decode() if isinstance(found, bytes) else found
+
+
+def connect_store(context: RankContext) -> TimedStore:
+    """Join the store of this process's job; its keys are the job's own.
+
+    Raises:
+        NoAgreementError: if rank 0's store cannot be found in time.
+        UserInputError: if no port is left for it, or nothing says where rank 0 is.
+    """
+    if context.agent_hosts_store:
+        port = int(context.environment["MASTER_PORT"])
+        return _joined(context, port, context.rendezvous_timeout_s)
+    if "MASTER_ADDR" not in context.environment:
+        limit = f"{context.world_size} ranks meet there"
+        fix = "Export it with rank 0's host, as for any launch without torchrun."
+        raise UserInputError("MASTER_ADDR", None, limit, fix)
+    if context.rank:
+        return _find(context)
+    for port in ports(context):
+        with contextlib.suppress(LostStoreError):
+            store = _joined(context, port, context.heartbeat_timeout_s, is_master=True)
+            store.call("set", "hello", "yes")
+            return store
+    tried = ", ".join(map(str, ports(context)))
+    limit = f"none of the ports {tried} is free on rank 0's host ({socket.gethostname()})"
+    fix = "Give a free one with nest.port, or launch with torchrun."
+    raise UserInputError("nest.port", context.port, limit, fix)
+
+
+def ports(context: RankContext) -> tuple[int, ...]:
+    """Ports to try for a store of our own, in order, the same on all ranks."""
+    if context.port is not None:
+        return (context.port,)
+    start, master = int(context.key, 16), context.environment.get("MASTER_PORT")
+    tried = (_FIRST_PORT + (start + _STRIDE * i) % _NUM_PORTS for i in range(_NUM_TRIES))
+    return tuple(port for port in tried if str(port) != master)
+
+
+def _find(context: RankContext) -> TimedStore:
+    """The store of this job among those that may answer: another job may hold a port of ours."""
+    host = context.environment["MASTER_ADDR"]
+    ended = time.monotonic() + context.rendezvous_timeout_s
+    strange: dict[int, float] = {}
+    pause_s, longest_s = _PAUSE_S, max(_PAUSE_S, context.world_size / _ROUNDS_PER_S)
+    while time.monotonic() < ended:
+        for port in ports(context):
+            if time.monotonic() < strange.get(port, 0.0):
+                continue
+            try:
+                socket.create_connection((host, port), timeout=_PROBE_S).close()
+                store = _joined(context, port, _PROBE_S)
+                if store.call("check", ["hello"]):
+                    return store
+            except LostStoreError as error:  # one that says nothing is not asked all the time
+                pause = context.heartbeat_timeout_s if isinstance(error, SilentStoreError) else 0.0
+                strange[port] = time.monotonic() + pause
+            except OSError:
+                continue
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_s)
+    taken = f"; port {', '.join(map(str, strange))} belongs to another program there, or rank 0 is "
+    raise NoAgreementError(
+        f"rank 0 did not appear at {host} within "
+        f"{context.rendezvous_timeout_s:g} s{f'{taken}stopped' if strange else ''}. Look at rank "
+        "0's own output: it may have ended, or was started without +nest or with another "
+        "nest.port, MASTER_ADDR or MASTER_PORT"
+    )
+
+
+def _joined(
+    context: RankContext, port: int, connect_s: Seconds, *, is_master: bool = False
+) -> TimedStore:
+    import torch
+
+    address = context.environment["MASTER_ADDR"]
+    host = "torchrun's agent" if context.agent_hosts_store else "rank 0"
+
+    def make() -> Any:
+        store = torch.distributed.TCPStore(
+            address,
+            port,
+            world_size=context.world_size,
+            is_master=is_master,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=connect_s),
+        )
+        return torch.distributed.PrefixStore(f"nest/{context.key}", store)
+
+    # torch's own end of a connection comes first
+    server = f"the store of {host} at {address}:{port}"
+    return TimedStore(make, context.heartbeat_timeout_s, connect_s + 1.0, server)
