@@ -331,8 +331,7 @@ class Family:
 
 def family_of(config: Any) -> Family:
     """The family of a model's configuration; one without fields for megatron-core's own layers."""
-    builder = layer_builder(value_or(config, "transformer_layer_spec"))
-    names = (builder, *class_names(config))
+    names = (layer_builder(value_or(config, "transformer_layer_spec")), *class_names(config))
     return next((FAMILIES[name] for name in names if name in FAMILIES), Family())
 
 
@@ -359,8 +358,9 @@ def _hybrid(config: Any) -> dict[str, Any]:
 
 def _nemotron_h(config: Any) -> dict[str, Any]:
     """NeMo writes the squared ReLU of these models as a function without a name."""
-    function = value_or(config, "activation_func")
-    own = getattr(function, "__qualname__", "").startswith("NemotronHConfigBase.")
+    own = getattr(value_or(config, "activation_func"), "__qualname__", "").startswith(
+        "NemotronHConfigBase."
+    )
     return _hybrid(config) | ({"activation": "squared_relu"} if own else {})
 
 

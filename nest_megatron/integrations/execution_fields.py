@@ -106,8 +106,11 @@ class ExecutionPlaces:
         idle = _first(raw.get("cp_comm_type")) == levels and wanted.cp_comm_type is not levels
         refused = contradicted(plan, raw, self.version)
         in_graphs = wanted.cuda_graph_impl in OF_LAYERS
-        own = {} if self.beside_graphs and in_graphs else GRAPHS_OF_THE_JOB
-        lacking = {**OFFLOADS_OF_THE_JOB, **own, **self.lacks}
+        lacking = {
+            **OFFLOADS_OF_THE_JOB,
+            **({} if self.beside_graphs and in_graphs else GRAPHS_OF_THE_JOB),
+            **self.lacks,
+        }
         for names in EXECUTION_ARGUMENTS.values():
             fields = dict.fromkeys(EXECUTION_FIELDS[name] for name in names)
             if not plan.model.is_moe and _OF_EXPERTS.issuperset(fields):

@@ -98,8 +98,7 @@ def attribute(holder: Any, name: str) -> Any:
     except AttributeError:
         return ABSENT
     except ValueError:
-        fields = getattr(holder.__fn_or_cls__, "__dataclass_fields__", {})
-        return fields[name].default_factory()
+        return getattr(holder.__fn_or_cls__, "__dataclass_fields__", {})[name].default_factory()
 
 
 def value_or(holder: Any, name: str, default: Any = None) -> Any:

@@ -131,8 +131,11 @@ def flag_cost_report(planned_s: Seconds, costs: Iterable[tuple[str, Seconds]]) -
         table.add_column(head, justify="left" if head == "Freed" else "right")
     for choice, freed_s in costs:
         cost = 100.0 * (planned_s - freed_s) / freed_s
-        words = f"{cost:.1f} %" if cost >= 0.05 else "nothing"
-        table.add_row(f"nest.free=[{choice}]", format_seconds(freed_s), words)
+        table.add_row(
+            f"nest.free=[{choice}]",
+            format_seconds(freed_s),
+            f"{cost:.1f} %" if cost >= 0.05 else "nothing",
+        )
     step = format_seconds(planned_s)
     title = f"nest: what your flags cost, by predicted steps ({step} with all)"
     return Group(Text(title), table)

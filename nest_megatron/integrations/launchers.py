@@ -381,8 +381,9 @@ class _Launch:
                 continue
             if quantity == "per_node" and (each := tasks_per_node(text)):
                 text = str(max(each))
-            pattern = launcher.nodes if quantity == "nodes" else _COUNT
-            found.setdefault(quantity, _Value(text, name, pattern))
+            found.setdefault(
+                quantity, _Value(text, name, launcher.nodes if quantity == "nodes" else _COUNT)
+            )
         return found
 
     def _nodes(self, said: _Said) -> int | None:

@@ -148,8 +148,9 @@ class NemoRecipe(Recipe, framework="nemo"):
     def memory(self) -> Mapping[str, Any]:
         """Settings of callbacks win over those of the plugin, and these over the others."""
         paths = (self.model, "optim.config", self.ddp, _STRATEGY)
-        overlaps = map(self.find, self.places.overlap)
-        return memory_fields(*overlaps, self._plugin, *map(self.find, paths))
+        return memory_fields(
+            *map(self.find, self.places.overlap), self._plugin, *map(self.find, paths)
+        )
 
     @property
     def _plugin(self) -> Any:

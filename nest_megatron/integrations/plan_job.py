@@ -135,8 +135,9 @@ class StatedJob:
             return request
         stated = stored_settings(request.settings)  # a plan's file offers no other numbers
         others = {name: value for name, value in stated.items() if not is_trait(name)}
-        settings = restored_settings({**others, **self.traits})
-        return replace(request, settings=settings, numeric_offers=())
+        return replace(
+            request, settings=restored_settings({**others, **self.traits}), numeric_offers=()
+        )
 
 
 def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
@@ -426,8 +427,10 @@ class PlannedJob:
             own: the plan's sharding holds, as the ZeRO stage is the plan's.
         """
         grid = replace(grid, execution=allowed_execution(self._execution, grid))
-        sharding = self._plan.layout.sharding if own else None
-        return Variant(settings=self._settings, layout=grid.with_stages(partition, sharding))
+        return Variant(
+            settings=self._settings,
+            layout=grid.with_stages(partition, self._plan.layout.sharding if own else None),
+        )
 
     def _dims(self, given: Mapping[str, int], rank_order: RankOrder | None) -> ParallelDims:
         """The plan's degrees with those given; the GPUs that are left replicate."""

@@ -88,8 +88,9 @@ def _reviewed(pin: Pin, plan: ParallelPlan) -> Pin:
             "it is not predicted to fit in memory",
             "Pin a plan that fits.",
         )
-    request = launch_request(plan, version=release or DEFAULT_VERSION)
-    require_launchable(request, but=("activation_flag",))
+    require_launchable(
+        launch_request(plan, version=release or DEFAULT_VERSION), but=("activation_flag",)
+    )
     return replace(pin, megatron_lm=release)
 
 
@@ -243,8 +244,12 @@ def read_launched(path: Path, num_gpus: int | None = None) -> PinnedPlan:
                 f"plans are launched from {' or '.join(file.launch.plan_folders)}",
             )
         if file.launch.signers:
-            signers = read_signers(file.launch.signers, file.owners)
-            signed = verify_pinned(path, signers, num_gpus=num_gpus, content=content)
+            signed = verify_pinned(
+                path,
+                read_signers(file.launch.signers, file.owners),
+                num_gpus=num_gpus,
+                content=content,
+            )
             found = replace(signed.pinned, signer=signed.signer.key_name)
     require_allowed(found.plan, policy)
     return found

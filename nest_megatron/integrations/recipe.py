@@ -189,8 +189,9 @@ class Recipe(Configuration, ABC):
         )
         spec = _spec(config, seq_length=length, vocab_size=rows, vocab_is_padded=is_padded)
         if spec.decoder_seq_length is not None:
-            decoder = value_or(data, "seq_length_dec", spec.decoder_seq_length)
-            spec = replace(spec, decoder_seq_length=decoder)
+            spec = replace(
+                spec, decoder_seq_length=value_or(data, "seq_length_dec", spec.decoder_seq_length)
+            )
         for name in ("peft", "model_transform"):
             if (peft := value_or(self.root, name)) is not None:
                 where = f"{self.variable}.{name}"

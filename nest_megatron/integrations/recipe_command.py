@@ -143,8 +143,7 @@ def _of_bridge(command: SplitCommand, assume_harmless: Sequence[str]) -> Job:
     parser.add_argument("--mode")  # what the recipe's own name says
     given, rest = parser.parse_known_args(command.argv)
     own = [word for word in rest if not word.lstrip("+").startswith(("nest=", "nest."))]
-    fields = _fields(own, "model.tensor_model_parallel_size")
-    cfg = _bridge_recipe(given.recipe, fields)
+    cfg = _bridge_recipe(given.recipe, _fields(own, "model.tensor_model_parallel_size"))
     known: dict[str, Any] = {"environment": {}, "assume_harmless": assume_harmless}
     job = megatron_bridge.read_recipe(cfg, **known)
     return replace(
@@ -172,8 +171,9 @@ def _bridge_recipe(name: str, fields: list[str]) -> Any:
     known = [each for each in dir(recipes) if each.endswith("_config")]
     require_known(_RECIPE, name, known, "the installed Megatron-Bridge has no such recipe")
     try:
-        cfg = getattr(recipes, name)()
-        return omegaconf_utils.process_config_with_overrides(cfg, cli_overrides=fields)
+        return omegaconf_utils.process_config_with_overrides(
+            getattr(recipes, name)(), cli_overrides=fields
+        )
     except Exception as error:
         raise _wrong(
             name,

@@ -423,8 +423,11 @@ def plan_recipe(
     settings = with_defaults(settings, names_cluster=isinstance(cluster, Cluster))
     size = "cluster.num_gpus"
     if isinstance(cluster, Cluster):
-        sized = cluster.resized(job.num_gpus or cluster.num_gpus)
-        place = JobCluster(cluster=sized, settings=compose(settings), notes=())
+        place = JobCluster(
+            cluster=cluster.resized(job.num_gpus or cluster.num_gpus),
+            settings=compose(settings),
+            notes=(),
+        )
     else:
         if not any(setting.key == size for setting in settings):
             if job.num_gpus is None:

@@ -278,8 +278,7 @@ class Recorder:
             if (run := self.run()) is None:
                 return
             if parts:
-                measured = measured_by_ranks(parts, self.num_ranks)
-                run = replace(run, measured=measured)
+                run = replace(run, measured=measured_by_ranks(parts, self.num_ranks))
                 run = replace(run, warnings=run_warnings(run, parts))
                 lines = [comparison(run), *(f"warning: {each}" for each in run.warnings)]
                 print_cleaned("\n".join(f"nest: {line}" for line in lines))

@@ -177,9 +177,14 @@ def _read(composed: Settings, text: str | Sequence[str], version: str | None) ->
                 "it has no flags, so it says nothing about the model",
                 "Give the whole command in quotes, or - to read it from standard input.",
             )
-        before = () if launch is None else launch.notes
-        newer = newer_release_notes(f"megatron_lm_{version or ''}")
-        command = replace(command, notes=(*before, *newer, *command.notes))
+        command = replace(
+            command,
+            notes=(
+                *(() if launch is None else launch.notes),
+                *newer_release_notes(f"megatron_lm_{version or ''}"),
+                *command.notes,
+            ),
+        )
         command = with_flags(command, composed)
         unread = unread_model([command.script])  # unless the command describes the model
         if unread and not {"num_layers", "hidden_size"} & command.explicit:
@@ -199,8 +204,9 @@ def _read(composed: Settings, text: str | Sequence[str], version: str | None) ->
             error.what, error.value, error.limit, " ".join((error.fix, *launch.notes))
         ) from error
     assert job.command is not None
-    tp = job.command.values["tensor_model_parallel_size"]
-    return replace(job, spec=job.spec.with_padded_vocab(tp))
+    return replace(
+        job, spec=job.spec.with_padded_vocab(job.command.values["tensor_model_parallel_size"])
+    )
 
 
 def recorded_launch(text: str | Sequence[str], composed: Settings) -> RecordedLaunch | None:
@@ -233,8 +239,10 @@ def one_command(
     if launch is None:
         return text if isinstance(text, str) else tuple(text), ()
     sizes = slurm_options(launch.header).items()
-    given = [f"{SLURM_VARIABLES[option][0]}={value}" for option, value in sizes]
-    return (*given, *launch.words), launch.notes
+    return (
+        *[f"{SLURM_VARIABLES[option][0]}={value}" for option, value in sizes],
+        *launch.words,
+    ), launch.notes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,9 +311,12 @@ def command_of_plan(
         changes = job.changes(found)
         found = made_for(found, job, "plan --from")
     else:
-        kept = kept_flags(job, request, composed)
         found, rewrite = with_command(
-            found, command, made_by="plan --from", kept=kept, notes=request.notes
+            found,
+            command,
+            made_by="plan --from",
+            kept=kept_flags(job, request, composed),
+            notes=request.notes,
         )
         changes = rewrite.changes
     return CommandPlan(job=job, request=request, plan=found, changes=changes)
@@ -330,8 +341,9 @@ def estimate_command(
             value = composed.parallel.stated().get(name.partition(".")[2])
             raise UserInputError(name, value, limit, fix)
     job = replace(job, num_gpus=job.num_gpus or cluster.num_gpus)
-    asked = on_device(job, cluster)
-    request = request_for(asked, cluster, composed, SearchSpace(), choose_execution=False)
+    request = request_for(
+        on_device(job, cluster), cluster, composed, SearchSpace(), choose_execution=False
+    )
     found, _ = typed_plan(job, request, composed)
     launch = {}
     if (command := job.command) is not None:

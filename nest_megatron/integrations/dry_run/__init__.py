@@ -59,8 +59,9 @@ def is_script_call(words: Sequence[str]) -> bool:
     """
     programs = (word for word in words if assignment(word) is None)
     first = next((word for word in programs if word.rpartition("/")[2] not in WRAPPERS), "")
-    name = first.rpartition("/")[2]
-    return name in (*SHELLS, "sbatch", "source", ".") or first.endswith(_SUFFIXES)
+    return first.rpartition("/")[2] in (*SHELLS, "sbatch", "source", ".") or first.endswith(
+        _SUFFIXES
+    )
 
 
 def names_script(words: Sequence[str]) -> bool:
@@ -399,8 +400,15 @@ def _run(folder: Path, words: Sequence[str], environment: Mapping[str, str]) -> 
         "NEST_DRY_RUN": str(folder),
         "NEST_DRY_RUN_PATH": os.environ.get("PATH", ""),
     }
-    recorder_path = folder / "bin" / ".recorder"
-    start = [sys.executable, "-I", "-S", str(VIEW), str(folder), str(recorder_path), *words]
+    start = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(VIEW),
+        str(folder),
+        str(folder / "bin" / ".recorder"),
+        *words,
+    ]
     with (folder / "printed").open("wb") as printed:
         process = subprocess.Popen(
             start,

@@ -150,8 +150,7 @@ def require_same_plan(plan: ParallelPlan, job: str, environment: Mapping[str, st
 
 def require_same_job(view: AppView, number: object, environment: Mapping[str, str]) -> bool:
     """As ``require_same_plan``, for the configuration and the versions of one job of several."""
-    may_differ = (*view.settings.may_differ, "nest.out")
-    mine = {**versions(), **fields(view.raw, "", may_differ)}
+    mine = {**versions(), **fields(view.raw, "", (*view.settings.may_differ, "nest.out"))}
     return _compared(environment, f"configuration of job {number}", mine)
 
 
@@ -217,8 +216,9 @@ def plan_app(view: AppView, environment: Mapping[str, str]) -> AppPlan:
             )
             plan, notes = plan_to_launch(request, found.settings), request.notes
             require_decided(plan, request.max_seconds)
-            origin = plan.provenance.made_for("a Hydra application", None, "+nest=auto")
-            plan = replace(plan, provenance=origin)
+            plan = replace(
+                plan, provenance=plan.provenance.made_for("a Hydra application", None, "+nest=auto")
+            )
         else:
             pinned = read_launched(pinned_file(settings.plan), size)
             plan, notes, signer = pinned.plan, (pinned_by(pinned.pin),), pinned.signer
@@ -282,8 +282,9 @@ def _plan_first(config: Any, view: AppView, environment: Mapping[str, str]) -> N
             signer=found.signer,
             changes=changed_flags(changes),
         )
-        hosts = [socket.gethostname()]
-        PLANS.run = recorder.begin_record(found.plan, hosts, PLANS.launch, is_watched=False)
+        PLANS.run = recorder.begin_record(
+            found.plan, [socket.gethostname()], PLANS.launch, is_watched=False
+        )
 
 
 #: Choices that an application may have a field for.

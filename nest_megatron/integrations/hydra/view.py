@@ -188,8 +188,10 @@ class AppSettings:
         own = [Setting(key=key, value=value) for key, value in named if value is not None]
         if num_gpus is None:
             return tuple(s for s in (*own, *given) if s.key.partition(".")[0] != "cluster")
-        settings = with_defaults((*own, *given))
-        return (*settings, Setting(key="cluster.num_gpus", value=str(num_gpus)))
+        return (
+            *with_defaults((*own, *given)),
+            Setting(key="cluster.num_gpus", value=str(num_gpus)),
+        )
 
 
 _MODES = [Mode.AUTO.value, Mode.PINNED.value]

@@ -138,14 +138,16 @@ def run(
     def planned() -> str:
         nonlocal notes
         if words.mode is Mode.PINNED:
-            path = pinned_file(launch.plan)
-            pinned = pinned_recipe(recipe, path, hosts=job.hosts, mixed=mixed)
+            pinned = pinned_recipe(recipe, pinned_file(launch.plan), hosts=job.hosts, mixed=mixed)
             job.signer = pinned.signer
             return plan_file.dump(pinned.plan)
         given = [setting.value for setting in words.job if setting.key == "out"]
         out = plan_output(given[-1] if given else None)
-        sharding = {"all", "use_megatron_fsdp"}.intersection(launch.free)
-        free = free_parameters(("all",) if sharding else None, keep, "nest.free")
+        free = free_parameters(
+            ("all",) if {"all", "use_megatron_fsdp"}.intersection(launch.free) else None,
+            keep,
+            "nest.free",
+        )
         found, notes = plan_recipe(
             replace(recipe, free=free, packages=installed_packages()),
             cluster=None,

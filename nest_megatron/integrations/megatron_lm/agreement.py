@@ -73,8 +73,10 @@ class RendezvousStore:
     @property
     def interval_s(self) -> Seconds:
         """Time between two heartbeats: longer for many ranks, a quarter of the timeout at most."""
-        shared = self.context.world_size / _HEARTBEATS_PER_S
-        return min(max(_SHORTEST_INTERVAL_S, shared), self.context.heartbeat_timeout_s / 4)
+        return min(
+            max(_SHORTEST_INTERVAL_S, self.context.world_size / _HEARTBEATS_PER_S),
+            self.context.heartbeat_timeout_s / 4,
+        )
 
     def count(self, name: str, step: int = 1) -> int:
         """Raise a counter, and say where it stands."""

@@ -79,11 +79,10 @@ def launch_request(
             f"the plan is for {placed} GPUs",
             "Use the plan as it was written, or plan again.",
         )
-    settings = restored_settings(plan.provenance.settings)
     return layout_request(
         plan.model,
         plan.layout,
-        settings,
+        restored_settings(plan.provenance.settings),
         execution=allowed_execution(plan.layout.execution, plan.layout),
         schedule=plan.train.batch_schedule,
         values={} if command is None else command.values,
@@ -133,16 +132,18 @@ def with_launch(plan: ParallelPlan, *, notes: tuple[str, ...] = ()) -> ParallelP
             the layout.
     """
     target = restored_settings(plan.provenance.settings).target
-    version = DEFAULT_VERSION if target is None else target_named(target).megatron_core
-    request = launch_request(plan, version=version)
+    request = launch_request(
+        plan, version=DEFAULT_VERSION if target is None else target_named(target).megatron_core
+    )
     if target is not None and not target.startswith(LAUNCHER):
         require_launchable(request, but=OF_THE_COMMAND_LINE)
         return plan
     require_launchable(request, but=STATED_ELSEWHERE)
     argv, remark = _own_argv(request)
     notes = (*notes, remark, *filter(None, [newest_flags(argv)]))
-    launch = _launch_command(plan, request, "", argv, notes)
-    return replace(plan, launch={**plan.launch, LAUNCHER: launch})
+    return replace(
+        plan, launch={**plan.launch, LAUNCHER: _launch_command(plan, request, "", argv, notes)}
+    )
 
 
 def with_command(
@@ -256,8 +257,7 @@ def require_kept(
         f"{flag_of(name)} {command.values[name]} -> {rewrite.values[name]}"
         for name in sorted({*kept} & rewrite.values.keys() - refused)
     ]
-    values = {**command.values, **rewrite.values}
-    found = [*changed, *_other_meanings(values, plan, kept)]
+    found = [*changed, *_other_meanings({**command.values, **rewrite.values}, plan, kept)]
     if found:
         raise FaultError(
             f"the plan would change what you set and did not free: {'; '.join(found)}. That is a "

@@ -173,8 +173,12 @@ def with_degrees_as_flags(command: ReadCommand) -> ReadCommand:
 
 def _saved(values: Values, name: str) -> SavedCheckpoint | None:
     """The checkpoint of ``--load`` or ``--pretrained-checkpoint``; ``None`` if there is none."""
-    alone = {**values, "pretrained_checkpoint": None, "moe_use_upcycling": None}
-    saved = read_checkpoint({**alone, "load": values[name]})
+    saved = read_checkpoint(
+        {
+            **{**values, "pretrained_checkpoint": None, "moe_use_upcycling": None},
+            "load": values[name],
+        }
+    )
     if saved is None:
         if values.get("exit_on_missing_checkpoint"):
             raise flag_error(
@@ -216,10 +220,9 @@ def _without_checkpoint(values: Values, name: str) -> str:
 
 
 def _absent(where: str) -> str:
-    folder = Path(where)
     return (
         "the folder holds no latest_checkpointed_iteration.txt"
-        if folder.is_dir()
+        if Path(where).is_dir()
         else "there is no such folder on this host"
     )
 

@@ -130,8 +130,9 @@ def run(launched: LaunchedJob) -> Any:
             )
         decision = launched.decision = from_plain(Decision, agreement.broadcast(store, solve))
         if launch.stop_before_training:
-            checksum = {"plan": plan_file.checksum(decision.plan)}
-            agreement.require_equal(store, checksum, what="plan")  # no rank ends before the others
+            agreement.require_equal(
+                store, {"plan": plan_file.checksum(decision.plan)}, what="plan"
+            )  # no rank ends before the others
             sys.exit(OK)
         result = _carried_out(launched, decision)
         agreement.require_equal(store, _arguments(launched), what="arguments")
@@ -250,8 +251,9 @@ def _job_and_place(launched: LaunchedJob) -> tuple[Job, JobCluster]:
 
 def _read(launched: LaunchedJob) -> Job:
     _asked_file(launched)
-    command_line = (launched.script, launched.argv)
-    return planning.read_running_job(launched.args, launched.defaults, command_line, _installed())
+    return planning.read_running_job(
+        launched.args, launched.defaults, (launched.script, launched.argv), _installed()
+    )
 
 
 def _with_ranks(
@@ -271,8 +273,7 @@ def _with_ranks(
     note = "Ranks are numbered anew so that each host's are together, and hosts of one switch."
     if isinstance(asked, list) or outcome.decision.ranks is not None:
         note = "Ranks are numbered anew, as asked for."
-        placement = replace(plan.placement, rank_permutation=ranks)
-        plan = replace(plan, placement=placement)
+        plan = replace(plan, placement=replace(plan.placement, rank_permutation=ranks))
     decision = replace(outcome.decision, plan=plan, ranks=ranks)
     return replace(outcome, decision=decision, notes=(*outcome.notes, note))
 

@@ -131,8 +131,12 @@ def measure_job(
     )
     answers: Sequence[Any] = ()
     if orders.tasks:
-        limit_s = orders.max_seconds + SPARE_S + context.rendezvous_timeout_s
-        answers = agreement.gather(store, work, what="timings", limit_s=limit_s)
+        answers = agreement.gather(
+            store,
+            work,
+            what="timings",
+            limit_s=orders.max_seconds + SPARE_S + context.rendezvous_timeout_s,
+        )
     if not found:
         return None
     ((read, place, known),) = found
@@ -180,8 +184,7 @@ def _orders(
 def with_profile(place: JobCluster, mode: ProfileMode, name: str | None = None) -> JobCluster:
     """The same place, its layer times from elsewhere."""
     profile = replace(place.settings.profile, mode=mode.value, name=name)
-    settings = replace(place.settings, profile=profile)
-    return replace(place, settings=settings)
+    return replace(place, settings=replace(place.settings, profile=profile))
 
 
 def _recorded(

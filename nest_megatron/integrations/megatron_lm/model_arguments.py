@@ -98,8 +98,9 @@ def saved_pattern(arguments: Values) -> str:
 
     Raises: as ``hybrid_pattern``.
     """
-    version = "0.17" if "hybrid_layer_pattern" in arguments else "0.16"
-    return hybrid_pattern(arguments, "", version).replace("|", "")
+    return hybrid_pattern(
+        arguments, "", "0.17" if "hybrid_layer_pattern" in arguments else "0.16"
+    ).replace("|", "")
 
 
 def _pattern(values: Values) -> str:

@@ -73,8 +73,7 @@ def sized(composed: Settings, counts: Sequence[int]) -> Settings:
             f"End at {cluster.num_gpus // size}, or leave cluster.num_gpus out.",
         )
     fields = {**(composed.cluster or {}), "num_gpus": most}
-    given = {**composed.given, "cluster.num_gpus": None}
-    return replace(composed, cluster=fields, given=given)
+    return replace(composed, cluster=fields, given={**composed.given, "cluster.num_gpus": None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +130,7 @@ class TableJob:
 
     def check_loadable(self, plan: ParallelPlan, loads: Resharding) -> None:
         """Refuse a plan that does not load a checkpoint."""
-        values = self.loading(loads)
-        checkpoint.check_loadable(loads.saved, plan.arguments, values, self.version)
+        checkpoint.check_loadable(loads.saved, plan.arguments, self.loading(loads), self.version)
 
     def saves(self, plan: ParallelPlan, num_nodes: int) -> Resharding:
         """What the plan for so many nodes saves.

@@ -237,8 +237,7 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
         rule = job.rule(composed) or f"{lost[0]} = {asked[lost[0]]}: this model has it not"
         return replace(_nearest(job, space, asked), rule=rule)
     variant = job.variant_of(found.layout.without_stages(), found.layout.partition)
-    beside = _versus(job, plan, variant)
-    return WhyNot(asked=asked, versus=beside, bounded=_is_bounded(found))
+    return WhyNot(asked=asked, versus=_versus(job, plan, variant), bounded=_is_bounded(found))
 
 
 def _nearest(job: PlannedJob, space: SearchSpace, asked: Mapping[str, Any]) -> WhyNot:

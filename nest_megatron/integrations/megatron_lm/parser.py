@@ -167,8 +167,9 @@ def options_of(argv: Sequence[str], version: str) -> tuple[Option, ...]:
         flag, equals, _ = argv[at].partition("=")
         argument = table.get(flag)
         count = 1 if argument is None or equals else 1 + _num_values(argument, argv[at + 1 :])
-        dest = None if argument is None else argument.dest
-        options.append(Option(dest, tuple(argv[at : at + count])))
+        options.append(
+            Option(None if argument is None else argument.dest, tuple(argv[at : at + count]))
+        )
         at += count
     return tuple(options)
 

@@ -150,8 +150,7 @@ def read_running_job(
     require_optimizer(values, version)
     values["padded_vocab_size"] = padded_vocab_size(args, defaults)
     job = job_of(command, values)
-    newer = newer_release_notes(f"megatron_lm_{release}")
-    return replace(job, notes=(*job.notes, *newer))
+    return replace(job, notes=(*job.notes, *newer_release_notes(f"megatron_lm_{release}")))
 
 
 def decide(
@@ -192,8 +191,13 @@ def decide(
     searched = Searched(
         job=job, place=place, request=request, best_s=found.predicted.iteration_time_s
     )
-    kept = kept_flags(job, request, place.settings)
-    outcome = carry_out(found, command, request.notes, made_by=made_by, kept=kept)
+    outcome = carry_out(
+        found,
+        command,
+        request.notes,
+        made_by=made_by,
+        kept=kept_flags(job, request, place.settings),
+    )
     return replace(outcome, searched=searched)
 
 
@@ -212,8 +216,7 @@ def running_request(job: Job, place: JobCluster) -> Request:
     """What to search for a running job."""
     cluster, notes = place.cluster, (*job.notes, *place.notes)
     job = replace(job, notes=notes, num_gpus=cluster.num_gpus)
-    installed = installed_versions()
-    return job_request(job, cluster, place.settings, prefix="nest.", versions=installed)
+    return job_request(job, cluster, place.settings, prefix="nest.", versions=installed_versions())
 
 
 def carry_out(
@@ -226,8 +229,7 @@ def carry_out(
 ) -> LaunchPlan:
     """A plan as what every rank sets in Megatron's arguments, which Megatron must not refuse."""
     plan, rewrite = with_command(plan, command, made_by=made_by, kept=kept, notes=notes)
-    ranks = plan.placement.rank_permutation
-    decision = Decision(plan=plan, values=rewrite.values, ranks=ranks)
+    decision = Decision(plan=plan, values=rewrite.values, ranks=plan.placement.rank_permutation)
     return LaunchPlan(decision=decision, changes=rewrite.changes, notes=notes)
 
 

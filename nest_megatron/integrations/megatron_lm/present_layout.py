@@ -69,18 +69,21 @@ def with_present_layout(request: Request, job: Job, composed: Settings) -> Reque
         plan = estimate_for(request, layout)
         if any(any(violations(plan, file)) for file in request.policy):
             return request
-    space = _reaching(request.space, layout, request.cluster)
-    return replace(request, present=layout, space=space)
+    return replace(request, present=layout, space=_reaching(request.space, layout, request.cluster))
 
 
 def _keeps_fixed(request: Request, layout: Layout) -> bool:
     """Whether a layout is one of the space but for its limits."""
     space, sizes = request.space, layout.sizes
-    zeros = (*space.zero_stages, ZeroStage.NONE)
     return (
         all(sizes[name] == value for name, value in space.fixed.items())
         and all(sizes[name] >= least for name, least in space.least.items())
-        and layout.zero in (zeros if layout.dims.data_parallel_size == 1 else space.zero_stages)
+        and layout.zero
+        in (
+            ((*space.zero_stages, ZeroStage.NONE))
+            if layout.dims.data_parallel_size == 1
+            else space.zero_stages
+        )
         and layout.sharding is (space.sharding or layout.zero.sharding)
         and layout.dims.rank_order in space.rank_orders
         and layout.recompute in (space.recompute or layout.recompute,)
@@ -107,8 +110,7 @@ def _reaching(space: SearchSpace, present: Layout, cluster: Cluster) -> SearchSp
     is_full = recompute.granularity is RecomputeGranularity.FULL
     is_tried = space.without_modules.isdisjoint(recompute.modules)
     is_tried &= space.full_recompute or not is_full
-    own = recompute if is_tried else None
-    return replace(space, present=beyond, present_recompute=own)
+    return replace(space, present=beyond, present_recompute=recompute if is_tried else None)
 
 
 def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Variant, str]:
@@ -165,8 +167,7 @@ def _overlapped(settings: CostSettings, values: Values, zero: ZeroStage) -> Cost
     gathers = zero in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)
     if not gathers or values.get("overlap_param_gather"):
         return settings
-    traits = replace(settings.traits, overlap_param_gather=False)
-    return replace(settings, traits=traits)
+    return replace(settings, traits=replace(settings.traits, overlap_param_gather=False))
 
 
 def refusal(request: Request, job: Job, asked: Execution | None = None) -> Refusal:
@@ -211,8 +212,9 @@ def _dims(job: Job, request: Request) -> ParallelDims:
     names = (_TP, _PP, "context_parallel_size", "expert_model_parallel_size")
     degrees = {name: int(values.get(name) or 1) for name in names}
     if request.spec.is_moe:
-        experts = values.get("expert_tensor_parallel_size")
-        degrees["expert_tensor_parallel_size"] = int(experts or degrees[_TP])
+        degrees["expert_tensor_parallel_size"] = int(
+            values.get("expert_tensor_parallel_size") or degrees[_TP]
+        )
     replica = degrees[_TP] * degrees[_PP] * degrees["context_parallel_size"]
     gpus = request.cluster.num_gpus
     if gpus % replica:
@@ -222,18 +224,22 @@ def _dims(job: Job, request: Request) -> ParallelDims:
             f"tp * cp * pp must divide the {gpus} GPUs of the job (arguments.py:317)",
             "Change a degree, or say with cluster.num_gpus or the launcher how many GPUs run it.",
         )
-    inner = values.get("use_tp_pp_dp_mapping")
-    order = RankOrder.TP_CP_EP_PP_DP if inner else RankOrder.TP_CP_EP_DP_PP
+    order = (
+        RankOrder.TP_CP_EP_PP_DP if values.get("use_tp_pp_dp_mapping") else RankOrder.TP_CP_EP_DP_PP
+    )
     return ParallelDims(**degrees, data_parallel_size=gpus // replica, rank_order=order)
 
 
 def _execution(job: Job, request: Request, composed: Settings) -> Execution:
     """As the flags say; of experts with the dispatcher that Megatron has where none is typed."""
     own = job.values.get(_DISPATCHER) if request.spec.is_moe else None
-    own_flags = on_device(job, request.cluster).memory_flags
-    flags = {**own_flags, **({} if own is None else {_DISPATCHER: own})}
-    name = request.cluster.accelerator.name
-    return CostInputs.of(composed, job, name, spec=request.spec, flags=flags).execution()
+    flags = {
+        **on_device(job, request.cluster).memory_flags,
+        **({} if own is None else {_DISPATCHER: own}),
+    }
+    return CostInputs.of(
+        composed, job, request.cluster.accelerator.name, spec=request.spec, flags=flags
+    ).execution()
 
 
 def typed_plan(job: Job, request: Request, composed: Settings) -> tuple[ParallelPlan, Variant]:

@@ -183,8 +183,9 @@ def begin_record(job: LaunchedJob) -> None:
         PolicyError: where a policy has to have an audit, and it cannot be written.
     """
     assert job.decision is not None
-    changes = changed_flags(job.changes)
-    launch = Launch(mode=job.words.mode.value, signer=job.signer, changes=changes)
+    launch = Launch(
+        mode=job.words.mode.value, signer=job.signer, changes=changed_flags(job.changes)
+    )
     recorder = Recorder(
         steps=job.launch.watch.steps,
         rank=job.args.rank,

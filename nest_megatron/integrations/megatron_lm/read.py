@@ -218,8 +218,9 @@ def refuse_unplannable(values: Values, script: str) -> None:
     found = next((w for w in _REFUSED_SCRIPTS if w in words or f"{w}." in layer_spec), None)
     if found:
         limit = "only models like GPT, BERT, T5 and those of pretrain_vlm.py are supported"
-        value = script if found in words else layer_spec
-        raise UnplannableModelError("training script", value, limit, fix)
+        raise UnplannableModelError(
+            "training script", script if found in words else layer_spec, limit, fix
+        )
 
 
 def _script_words(script: str) -> list[str]:
@@ -244,11 +245,14 @@ def _spec(
     kinds, _, mtp = hybrid_kinds(pattern) if pattern else ((), (), values.get("mtp_num_layers"))
     stated = (kind for kind, flag in ACTIVATION_FLAGS.items() if flag and values.get(flag))
     activation, gated = next(stated, ("gelu", False))
-    rotary = {"position_embedding_type": "rope"}
     return spec_from_arguments(
         {
             **values,
-            **(rotary if values.get("use_rotary_position_embeddings") else {}),
+            **(
+                {"position_embedding_type": "rope"}
+                if values.get("use_rotary_position_embeddings")
+                else {}
+            ),
             "mtp_num_layers": mtp,
         },
         flag_of,
@@ -356,8 +360,11 @@ def _sharding(values: Values) -> DataParallelSharding:
                 "Use version 1, or launch without nest.",
             )
         return DataParallelSharding.MEGATRON_FSDP
-    torch_fsdp = values.get("use_torch_fsdp2")
-    return DataParallelSharding.TORCH_FSDP2 if torch_fsdp else DataParallelSharding.DDP
+    return (
+        DataParallelSharding.TORCH_FSDP2
+        if values.get("use_torch_fsdp2")
+        else DataParallelSharding.DDP
+    )
 
 
 def _notes(values: Values, script: str, version: str) -> Iterator[str]:

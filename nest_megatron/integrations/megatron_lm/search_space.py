@@ -279,8 +279,12 @@ def _unset_degrees(
 
     Every field of a recipe is said; what is absent from a command is free.
     """
-    experts = ["expert_model_parallel_size"] if spec.is_moe else []
-    names = [_TENSOR, _PIPELINE, "context_parallel_size", *experts]
+    names = [
+        _TENSOR,
+        _PIPELINE,
+        "context_parallel_size",
+        *(["expert_model_parallel_size"] if spec.is_moe else []),
+    ]
     kept = {name: 1 for name in names if name not in freed}
     tp = {**kept, **fixed}.get(_TENSOR)
     if spec.is_moe and _EXPERT_TENSOR not in freed and tp is not None:
@@ -438,8 +442,11 @@ def _refused_format(job: Job) -> UserInputError:
 
 def _fixed_by_user(job: Job, other: DataParallelSharding, freed: Collection[str]) -> list[str]:
     """What must be freed before another implementation may be taken; nothing if it may."""
-    of_torch = job.sharding is DataParallelSharding.TORCH_FSDP2
-    names = [] if IMPLEMENTATION[0] in freed else [IMPLEMENTATION[of_torch]]
+    names = (
+        []
+        if IMPLEMENTATION[0] in freed
+        else [IMPLEMENTATION[(job.sharding is DataParallelSharding.TORCH_FSDP2)]]
+    )
     if CKPT_FORMAT not in freed and not _saves(other, job.ckpt_format):
         names.append(CKPT_FORMAT)
     return names

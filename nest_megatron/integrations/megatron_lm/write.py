@@ -185,8 +185,7 @@ def planned_arguments(request: LaunchRequest) -> dict[str, Any]:
     partition = request.partition
     if partition is None:
         assert dims.is_one_stage, "a pipeline needs a stage partition"
-        whole = (0, spec.num_units)
-        partition = StagePartition(boundaries=whole, pipeline_model_parallel_size=1)
+        partition = StagePartition(boundaries=(0, spec.num_units), pipeline_model_parallel_size=1)
     layout = request.with_stages(partition, sharding)
     found = to_plain(layout_arguments(spec, layout))
     overlaps = overlaps_gradients(request.optimizer, request.version)
@@ -240,8 +239,10 @@ def _batch(request: LaunchRequest) -> dict[str, Any]:
         return {"global_batch_size": request.global_batch_size}
     if (steps := schedule.step_batch_size_schedule) is not None:
         return {"step_batch_size_schedule": steps}
-    growth = list(schedule.rampup_batch_size or ()) or None
-    return {"global_batch_size": schedule.last, "rampup_batch_size": growth}
+    return {
+        "global_batch_size": schedule.last,
+        "rampup_batch_size": (list(schedule.rampup_batch_size or ()) or None),
+    }
 
 
 def _of_fsdp(request: LaunchRequest) -> dict[str, Any]:
@@ -407,11 +408,10 @@ def rewrite(
         if dest not in placed:
             tokens += option.tokens
     assert owned <= WRITABLE
-    values = {dest: planned[dest] for dest in wanted}
     return Rewrite(
         argv=tuple(tokens),
         changes=tuple(_changes(given, owned, wanted, plan, refused)),
-        values=namespace_values(values, owned, version),
+        values=namespace_values({dest: planned[dest] for dest in wanted}, owned, version),
     )
 
 
