@@ -65,18 +65,17 @@ def refuse_unplannable(
     """
     for what, value, lacking in _refused(config, wrappers):
         raise unplannable(what, shown(value), lacking)
-    for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        if not value_or(config, name, 0) and not (name == "num_layers" and _pattern(config)):
+    # a pattern names every layer, so that their number may be left out
+    patterns = (value_or(config, f"hybrid_{kind}_pattern") for kind in ("layer", "override"))
+    for name in (*(() if any(patterns) else ("num_layers",)), "hidden_size", "num_attention_heads"):
+        if not value_or(config, name, 0):
             raise unplannable(f"model.{name}", None, "it states no layers of megatron-core's")
-    notes = (
-        _assumed(
-            "model",
-            changed_fields(part, _TABLE["supported_classes"], CLASSIFIED),
-            assume_harmless,
-        )
+    classes = _TABLE["supported_classes"]
+    return tuple(
+        note
         for part in _parts(config)
+        for note in _assumed("model", changed_fields(part, classes, CLASSIFIED), assume_harmless)
     )
-    return tuple(note for each in notes for note in each)
 
 
 def _parts(config: Any) -> tuple[Any, ...]:
@@ -85,7 +84,7 @@ def _parts(config: Any) -> tuple[Any, ...]:
     return (config,) if inside is None else (config, inside)
 
 
-def unknown_beside(parts: Mapping[str, Any]) -> tuple[str, ...]:
+def notes_on_unknown_fields(parts: Mapping[str, Any]) -> tuple[str, ...]:
     """Notes on fields beside the model that are set and not known.
 
     Args:
@@ -94,13 +93,8 @@ def unknown_beside(parts: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(
         f"{path}.{name} = {shown(value)} is not known here, and a plan leaves it out of account."
         for path, part in parts.items()
-        for name, value in changed_fields(part, class_names(part)[:1], _TABLE["beside_the_model"])
+        for name, value in changed_fields(part, class_names(part)[:1], _TABLE["training_parts"])
     )
-
-
-def _pattern(config: Any) -> Any:
-    """A pattern that names every layer, so that their number may be left out."""
-    return value_or(config, "hybrid_layer_pattern") or value_or(config, "hybrid_override_pattern")
 
 
 def _assumed(
@@ -120,8 +114,7 @@ def _assumed(
 
 def unplannable(what: str, value: object, lacking: str) -> UnplannableModelError:
     """The error for a model that this planner does not support."""
-    fix = "Launch this job without nest."
-    return UnplannableModelError(what, value, lacking, fix)
+    return UnplannableModelError(what, value, lacking, "Launch this job without nest.")
 
 
 def unpriced(values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -144,8 +137,7 @@ def _refused(config: Any, wrappers: tuple[Any, ...]) -> Iterator[tuple[str, Any,
             if name not in _TABLE["supported_classes"] and re.search(pattern, name):
                 yield "model", name, lacking
     for part in _parts(config):
-        for name, lacking in _refused_classes(part):
-            yield "model", name, lacking
+        yield from (("model", *refused) for refused in _refused_classes(part))
     for wrapper in wrappers:  # a user's own class may stand before one of NeMo's that is known
         for kind in classes_of(wrapper):
             if kind.__name__ in _TABLE["supported_models"]:
@@ -196,8 +188,7 @@ def _refused_classes(config: Any) -> Iterator[tuple[str, str]]:
             is_method = isinstance(value, FunctionType | property | classmethod | staticmethod)
             overrides = any(name in vars(base) for base in mro[place + 1 : -1])
             if is_method and overrides and name not in {*_GENERATED, *CLASSIFIED}:
-                lacking = f"its own {name} may build a model that is not supported"
-                yield kind.__name__, lacking
+                yield kind.__name__, f"its own {name} may build a model that is not supported"
 
 
 def layer_builder(spec: Any) -> str | None:
@@ -285,16 +276,15 @@ def read_adapters(
     notes = _assumed(
         where, changed_fields(peft, (*_SCHEMES,), (*_READ, *_NO_EFFECT)), assume_harmless
     )
-    stated = {field: value_or(peft, field) for field in _READ}
-    given = {field: value for field, value in stated.items() if value is not None}
-    if not (targets := tuple(given.pop("target_modules", ()))):
+    read = {name: value for name in _READ if (value := value_or(peft, name)) is not None}
+    if not (targets := tuple(read.pop("target_modules", ()))):
         raise UserInputError(
             f"{where}.target_modules",
             list(targets),
             "adapters on all but some modules are not priced",
             "Name target_modules.",
         )
-    return Adapters(scheme=_SCHEMES[name], target_modules=targets, **given), notes
+    return Adapters(scheme=_SCHEMES[name], target_modules=targets, **read), notes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,9 +312,8 @@ class Family:
         """The degrees that its code fixes for a model, whose configuration's class is named."""
         if self.cuts_chunks and spec.attention_chunk_size is None:
             return {}
-        fix = "plan another model"
         return {
-            degree: Requirement(value=1, reason=why, fix=fix, who=name)
+            degree: Requirement(value=1, reason=why, fix="plan another model", who=name)
             for degree, why in self.ones.items()
         }
 

@@ -45,7 +45,7 @@ class ExecutionPlaces:
         overlap: paths of the objects whose ``OVERLAPPED`` the framework copies over the model's.
         lacks: field of ``Execution`` -> why the framework cannot have it here.
         forced: settings that something puts over the model's as training starts.
-        beside_graphs: switches that graphs of layers need on; without any, those are the job's own.
+        graph_switches: what graphs of layers need on; without any, graphs are the job's own.
     """
 
     root: Any
@@ -54,7 +54,7 @@ class ExecutionPlaces:
     overlap: tuple[str, ...] = ()
     lacks: Mapping[str, str] = field(default_factory=dict)
     forced: Mapping[str, object] = field(default_factory=dict)
-    beside_graphs: tuple[str, ...] = ()
+    graph_switches: tuple[str, ...] = ()
 
     def paths(self, argument: str) -> tuple[str, ...]:
         """Paths of a setting that counts."""
@@ -73,7 +73,7 @@ class ExecutionPlaces:
         single = (knob.name for knob in KNOBS if knob.choice not in groups)
         return {name: self.paths(name)[0] for name in single}
 
-    def stated(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
         """What the configuration means by these settings: what it lacks or leaves unset is off."""
         found = {name: self._meant(name) for name in EXECUTION_FIELDS}
         if find(self.root, f"{self.model}.cpu_offloading") is False:
@@ -98,7 +98,7 @@ class ExecutionPlaces:
         planned["cuda_graph_scope_deprecated"] = planned["cuda_graph_modules"]
         if self._value("cuda_graph_modules") is not ABSENT:  # 0.19 refuses both
             planned["cuda_graph_scope"] = None
-        stated = self.stated()
+        stated = self.values()
         asked, changed = _unlike(wanted, PLAIN), _unlike(wanted, execution_of(stated))
         values = {name: self._value(name) for name in EXECUTION_FIELDS}
         raw = {name: value for name, value in values.items() if value not in (ABSENT, None, "")}
@@ -108,7 +108,7 @@ class ExecutionPlaces:
         in_graphs = wanted.cuda_graph_impl in OF_LAYERS
         lacking = {
             **OFFLOADS_OF_THE_JOB,
-            **({} if self.beside_graphs and in_graphs else GRAPHS_OF_THE_JOB),
+            **({} if self.graph_switches and in_graphs else GRAPHS_OF_THE_JOB),
             **self.lacks,
         }
         for names in EXECUTION_ARGUMENTS.values():
@@ -147,7 +147,7 @@ class ExecutionPlaces:
                 for argument in arguments:
                     for path in self.paths(argument):
                         yield path, planned[argument], refused.get(argument) or why
-        for path in self.beside_graphs if in_graphs else ():
+        for path in self.graph_switches if in_graphs else ():
             yield path, True, "random numbers inside CUDA graphs are drawn by this tracker"
 
     def _value(self, argument: str) -> Any:

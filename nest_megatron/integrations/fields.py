@@ -224,7 +224,7 @@ def carry_out(root: Any, changed: tuple[Change, ...]) -> tuple[Change, ...]:
 
 def _set(root: Any, path: str, value: Any) -> None:
     parent, _, name = path.rpartition(".")
-    setattr(find(root, parent) if parent else root, name, value)
+    setattr(find(root, parent), name, value)
 
 
 def _is_same(path: str, before: Any, value: Any) -> bool:

@@ -189,7 +189,7 @@ def slurm_options(words: Sequence[str]) -> dict[str, str]:
     >>> slurm_options(["-N4", "--ntasks-per-node=8", "--gres=gpu:h100:8"])
     {'--nodes': '4', '--ntasks-per-node': '8', '--gpus-per-node': '8'}
     """
-    said = _said(_SLURM, words)
+    said = _option_values(_SLURM, words)
     return {
         name: said[_SLURM_OPTIONS[name]].text
         for name in SLURM_VARIABLES
@@ -231,7 +231,7 @@ _Said = Mapping[str, _Value]
 _Sizes = tuple[int | None, int | None]
 
 
-def _said(launcher: Launcher, words: Sequence[str]) -> _Said:
+def _option_values(launcher: Launcher, words: Sequence[str]) -> _Said:
     """What the options of a launcher say; the last of several holds."""
     found = dict[str, _Value]()
     for word, following in zip(words, (*words[1:], ""), strict=False):
@@ -271,7 +271,7 @@ class _Launch:
         self._parts = list(_parts(words))  # innermost first
         of_slurm = [said for launcher, said in self._parts if launcher is _SLURM]
         #: What Slurm is told, the nearest words first.
-        self._slurm = [*of_slurm, _said(_SLURM, place.header), self._variables(_SLURM)]
+        self._slurm = [*of_slurm, _option_values(_SLURM, place.header), self._variables(_SLURM)]
 
     def read(self) -> LaunchedRanks:
         """The number of ranks, or why it is not known."""
@@ -465,5 +465,5 @@ def _parts(words: Sequence[str]) -> Iterator[tuple[Launcher, _Said]]:
     for at in reversed(range(end)):
         if (launcher := _launcher(words[at])) is not None:
             if launcher is not _WRAPPER:
-                yield launcher, _said(launcher, words[at + 1 : end])
+                yield launcher, _option_values(launcher, words[at + 1 : end])
             end = at

@@ -38,8 +38,8 @@ from nest_megatron.integrations.recipe import (
 )
 from nest_megatron.integrations.recipe_plan import (
     Recorded,
-    fields_beside,
     layout_fields,
+    other_fields,
     plan_into,
     planned_items,
 )
@@ -225,7 +225,7 @@ class NemoRecipe(Recipe, framework="nemo"):
             yield from layout
             yield f"{inside}use_megatron_fsdp", fsdp, why
         yield "trainer.strategy.fsdp", "megatron" if fsdp else None, why
-        yield from fields_beside(self, plan)
+        yield from other_fields(self, plan)
         yield from self._execution(plan)
 
     def _ddp_config(self, plan: ParallelPlan) -> Any:

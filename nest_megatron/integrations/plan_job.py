@@ -104,7 +104,7 @@ def _plain(value: object) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StatedJob:
+class RecipeJob:
     """What the fields of a recipe say and settings cannot.
 
     Args:
@@ -153,9 +153,9 @@ def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
         UserInputError: if settings cannot state it: it was planned from a command or a recipe.
     """
     if plan.train.batch_schedule is not None:
-        raise _unstated(path, "a batch that grows")
+        raise _no_settings(path, "a batch that grows")
     if plan.train.sequence_lengths is not None:
-        raise _unstated(path, "lengths of sequences")
+        raise _no_settings(path, "lengths of sequences")
     stated = {
         "model": str(path),
         "cluster": str(path),
@@ -172,7 +172,7 @@ def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
     found |= _typed("reliability.", reliability_of(plan)) | _typed("cost.", rates_of(plan))
     if (tokens := found.pop("cost.tokens", None)) is not None:
         found["train.tokens"] = tokens
-    job = StatedJob(fields=plan.provenance.recipe)
+    job = RecipeJob(fields=plan.provenance.recipe)
 
     def request() -> Request:
         return job.request(compose([Setting(key=k, value=value) for k, value in found.items()]))
@@ -184,22 +184,22 @@ def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
     differing = [name for name in {**space, **words} if space.get(name) != words.get(name)]
     if space and differing:
         lacks = ", ".join(f"{name} {space.get(name, '(not set)')}" for name in differing)
-        raise _unstated(path, f"searched {lacks}")
+        raise _no_settings(path, f"searched {lacks}")
     return [Setting(key=key, value=value) for key, value in found.items()]
 
 
-def stated_job(plan: ParallelPlan, settings: Sequence[Setting]) -> StatedJob:
+def recipe_job(plan: ParallelPlan, settings: Sequence[Setting]) -> RecipeJob:
     """What the fields of a plan's recipe say; nothing where settings say the same.
 
     Args:
         settings: that state the plan's job.
     """
-    found = StatedJob(fields=plan.provenance.recipe)
+    found = RecipeJob(fields=plan.provenance.recipe)
     if found.fields is not None:
         return found
     stated = stored_settings(found.request(compose(settings)).settings)
     own, theirs = (traits_of(each) for each in (plan.provenance.settings, stated))
-    return found if own == theirs else StatedJob(traits=own)
+    return found if own == theirs else RecipeJob(traits=own)
 
 
 def _words(request: Request) -> dict[str, str]:
@@ -223,7 +223,7 @@ def _typed(prefix: str, record: object) -> dict[str, str]:
     return {f"{prefix}{k}": value_text(v) for k, v in fields.items() if v not in (None, [])}
 
 
-def _unstated(path: Path, value: str) -> UserInputError:
+def _no_settings(path: Path, value: str) -> UserInputError:
     limit = "the plan's job has it, and the file does not say by which settings"
     fix = "Plan each change of it with nest-megatron plan, from its command or its settings."
     return UserInputError(str(path), value, limit, fix)
@@ -253,7 +253,7 @@ def _assumptions(
 ) -> dict[str, str]:
     """Assumptions of the cost model that are not the target's own."""
     stated, wanted = {}, plan.provenance.settings
-    if not plan.launch:  # a recipe's fields say them (``StatedJob``)
+    if not plan.launch:  # a recipe's fields say them (``RecipeJob``)
         wanted, found = (
             {name: value for name, value in each.items() if not is_trait(name)}
             for each in (wanted, found)
@@ -263,11 +263,11 @@ def _assumptions(
             continue
         key = f"memory.{name[7:]}" if name.startswith("memory_") else f"cost.{name}"
         if key not in section_keys():
-            raise _unstated(path, f"{name} = {value}")
+            raise _no_settings(path, f"{name} = {value}")
         whole = isinstance(value, float) and value.is_integer()
         stated[key] = value_text(int(value) if whole else value)
     for name in found.keys() - wanted.keys():
-        raise _unstated(path, f"{name} (not set)")
+        raise _no_settings(path, f"{name} (not set)")
     return stated
 
 

@@ -118,7 +118,7 @@ def plan_output(named: str | None, inputs: Sequence[str | None] = ()) -> Path | 
     return out
 
 
-def told_where(path: Path) -> str:
+def plan_file_note(path: Path) -> str:
     """What is said of a plan that was written."""
     return f"nest: the full plan is in {path} (`nest-megatron explain` shows it)"
 

@@ -21,8 +21,8 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.architecture import (
     UNPRICED,
     family_of,
+    notes_on_unknown_fields,
     refuse_unplannable,
-    unknown_beside,
     unplannable,
     unpriced,
     with_adapters,
@@ -106,7 +106,7 @@ class Recipe(Configuration, ABC):
         states_size: it says how many GPUs there are; otherwise its launcher does.
         restored_by: finds the checkpoint that it starts from.
         installed_name: the framework with its installed release, where that decides the target.
-        beside_the_model: configurations of training whose fields may matter to time and memory.
+        training_parts: configurations of training whose fields may matter to time and memory.
 
     Args:
         assume_harmless: fields that are not known and are planned for all the same.
@@ -118,7 +118,7 @@ class Recipe(Configuration, ABC):
     made_by: str
     states_size: bool
     restored_by: Callable[[Any], Restored | None]
-    beside_the_model: tuple[str, ...]
+    training_parts: tuple[str, ...]
     installed_name: str = ""
 
     def __init__(self, root: Any, target: Target, assume_harmless: Collection[str] = ()) -> None:
@@ -218,7 +218,7 @@ class Recipe(Configuration, ABC):
                 precision, fp8_recipe = narrow, str(value_or(holder, "fp8_recipe", "delayed"))
         uses_fsdp, restored = self.uses_fsdp, self.restored_by(self.root)
         config, data, places = self.find(self.model), self.find(self.data), self.places
-        family, stated, execution = family_of(config), self.stated(), places.stated()
+        family, stated, execution = family_of(config), self.item_values(), places.values()
         packs = packs_sequences(data)
         micro = self.whole(self.items["micro_batch_size"])
         if (size := packed_sequence_size(data)) is not None and not family.packs:
@@ -291,7 +291,7 @@ class Recipe(Configuration, ABC):
                 *notes,
                 *unpriced({name: value_or(config, name) for name in UNPRICED}),
                 *newer_release_notes(self.installed_name),
-                *unknown_beside({path: self.find(path) for path in self.beside_the_model}),
+                *notes_on_unknown_fields({path: self.find(path) for path in self.training_parts}),
                 *(() if restored is None else (restored.note(),)),
                 *time_notes(flags),
             ),
@@ -314,7 +314,7 @@ class Recipe(Configuration, ABC):
             name=lambda name: {**self.items, RAMPUP: self.rampup_batch_size}.get(name, name),
         )
 
-    def stated(self) -> dict[str, Any]:
+    def item_values(self) -> dict[str, Any]:
         """The items of a plan that it has, with their values; a layout of stages as text."""
         found = {item: self.find(path) for item, path in self.items.items()}
         stated = {item: value for item, value in found.items() if value is not ABSENT}
@@ -323,7 +323,7 @@ class Recipe(Configuration, ABC):
 
     def arguments(self) -> dict[str, Any]:
         """The same by the names of Megatron-LM's arguments; a layout says the virtual stages."""
-        stated, virtual = self.stated(), "virtual_pipeline_model_parallel_size"
+        stated, virtual = self.item_values(), "virtual_pipeline_model_parallel_size"
         if stated.get(virtual) == 1 or stated["pipeline_model_parallel_layout"] is not None:
             stated.pop(virtual, None)
         pattern = "hybrid_layer_pattern"
@@ -366,18 +366,19 @@ def memory_fields(*holders: Any) -> Mapping[str, Any]:
     settings the framework copies over the others'; ``None`` is passed over.
     """
     names = [name for name in READ if name not in _OF_PRECISION]
-    stated = {name: next(_said(holders, name), None) for name in names}
+    stated = {name: next(_values_of(holders, name), None) for name in names}
     stated["num_distributed_optimizer_instances"] = max(
-        (int(each) for each in _said(holders, "num_distributed_optimizer_instances")), default=None
+        (int(each) for each in _values_of(holders, "num_distributed_optimizer_instances")),
+        default=None,
     )
-    wide = next(_said(holders, "grad_reduce_in_fp32"), None)
+    wide = next(_values_of(holders, "grad_reduce_in_fp32"), None)
     if wide is not None:
         stated["accumulate_allreduce_grads_in_fp32"] = bool(wide)
         stated["grad_reduce_in_bf16"] = not wide
     return {name: value for name, value in stated.items() if value is not None}
 
 
-def _said(holders: tuple[Any, ...], name: str) -> Iterator[Any]:
+def _values_of(holders: tuple[Any, ...], name: str) -> Iterator[Any]:
     for holder in holders:
         for spelled in _SPELLINGS.get(name, (name,)):
             if (value := value_or(holder, spelled)) is not None:

@@ -35,7 +35,7 @@ from nest_megatron.integrations.megatron_lm.attach import (
     OF_THE_COMMAND_LINE,
     launch_request,
 )
-from nest_megatron.integrations.megatron_lm.layout_arguments import stated_partition
+from nest_megatron.integrations.megatron_lm.layout_arguments import partition_of_values
 from nest_megatron.integrations.megatron_lm.planning import job_request, plan_to_launch
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
 from nest_megatron.integrations.megatron_lm.write import planned_arguments
@@ -100,7 +100,7 @@ def layout_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     arguments = recipe.arguments()
     stays = arguments.get("pipeline_model_parallel_size") == pp
     try:
-        stays = stays and stated_partition(plan.model, arguments, pp) == plan.layout.partition
+        stays = stays and partition_of_values(plan.model, arguments, pp) == plan.layout.partition
     except UserInputError:
         stays = False
     of_stages = (even, "virtual_pipeline_model_parallel_size") if stays else ()
@@ -121,7 +121,7 @@ def layout_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
             yield recipe.items[item], cleared, "the plan states every stage itself"
 
 
-def fields_beside(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
+def other_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     """What must change beside the layout's own fields, and what the layout makes stale."""
     yield from _fsdp(recipe, plan)
     yield from finetuning_fields(recipe, plan)

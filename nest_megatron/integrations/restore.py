@@ -142,14 +142,14 @@ class Restored:
         source: where it lies, as the job writes it.
         values: what the job says of loading, by Megatron's destinations.
         is_seen: it lies on this host; otherwise only its format is known, as it is stated.
-        stated: where its format comes from if it was not seen, for the note.
+        format_source: where its format comes from if it was not seen, for the note.
     """
 
     source: str
     saved: SavedCheckpoint
     values: Mapping[str, Any]
     is_seen: bool = False
-    stated: str = ""
+    format_source: str = ""
 
     def required(self, version: str) -> Mapping[str, Requirement]:
         """What a plan must keep, by the names of ``layout_arguments``."""
@@ -163,7 +163,7 @@ class Restored:
 
     def note(self) -> str:
         """What is known of it, for the plan's notes."""
-        how = "as was found there" if self.is_seen else self.stated
+        how = "as was found there" if self.is_seen else self.format_source
         return f"The job restores {self.source}, in the format {self.saved.format} ({how})."
 
 
@@ -181,7 +181,7 @@ def restored_by_command(values: Mapping[str, Any]) -> Restored | None:
     if source is None or values.get("moe_use_upcycling"):
         return None
     how = "as --ckpt-format has it: there is no such folder on this host"
-    return _stated(source, str(values.get("ckpt_format") or "torch_dist"), values, how)
+    return _unseen_checkpoint(source, str(values.get("ckpt_format") or "torch_dist"), values, how)
 
 
 def restored_by_bridge(cfg: Any) -> Restored | None:
@@ -207,9 +207,9 @@ def restored_by_bridge(cfg: Any) -> Restored | None:
     }
     source = str(load if resumes else pretrained or load)
     if _has_checkpoint(source) and (saved := read_checkpoint(values)) is not None:
-        saved = replace(saved, **_sizes_beside(saved.directory))
+        saved = replace(saved, **_saved_sizes(saved.directory))
         return Restored(source=source, saved=saved, values=values, is_seen=True)
-    return _stated(source, str(values["ckpt_format"]), values)
+    return _unseen_checkpoint(source, str(values["ckpt_format"]), values)
 
 
 def restored_by_nemo(recipe: Any) -> Restored | None:
@@ -217,13 +217,15 @@ def restored_by_nemo(recipe: Any) -> Restored | None:
     resume, strategy = value_or(recipe, "resume"), recipe.trainer.strategy
     values = {"num_experts": value_or(recipe.model.config, "num_moe_experts")}
     if (going_on := _run_that_goes_on(recipe, resume)) is not None:
-        return _stated(going_on, value_or(strategy, "save_ckpt_format", "torch_dist"), values)
+        return _unseen_checkpoint(
+            going_on, value_or(strategy, "save_ckpt_format", "torch_dist"), values
+        )
     config = value_or(resume, "restore_config", value_or(strategy, "restore_config"))
     if config is None:
         return None
     values["finetune"] = not value_or(config, "load_optim_state", False)
     # whatever this run saves: an imported model is torch_dist, and so is a run with plain DDP
-    return _stated(str(value_or(config, "path", "")), "torch_dist", values)
+    return _unseen_checkpoint(str(value_or(config, "path", "")), "torch_dist", values)
 
 
 def _run_that_goes_on(recipe: Any, resume: Any) -> str | None:
@@ -242,7 +244,7 @@ def _run_that_goes_on(recipe: Any, resume: Any) -> str | None:
     return str(max(last, key=lambda each: each.lstat().st_mtime)) if last else None
 
 
-def _stated(
+def _unseen_checkpoint(
     path: str, kind: str, values: Mapping[str, Any], how: str = "as the recipe states"
 ) -> Restored:
     """A checkpoint whose format is only stated, or found in NeMo's folder of weights."""
@@ -255,7 +257,7 @@ def _stated(
         format=kind,
         weights_only=bool(values.get("finetune")),
     )
-    return Restored(source=path, saved=saved, values=values, stated=how)
+    return Restored(source=path, saved=saved, values=values, format_source=how)
 
 
 def _has_checkpoint(folder: object) -> bool:
@@ -265,7 +267,7 @@ def _has_checkpoint(folder: object) -> bool:
     return any(Path(folder, name).is_file() for name in trackers)
 
 
-def _sizes_beside(folder: Path) -> dict[str, Any]:
+def _saved_sizes(folder: Path) -> dict[str, Any]:
     """The degrees that Megatron-Bridge writes beside a checkpoint."""
     path = folder / "run_config.yaml"
     if not path.is_file():

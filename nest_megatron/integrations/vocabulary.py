@@ -159,7 +159,7 @@ _DEFAULT_TOKENIZERS = {
 }
 
 
-def stated_vocab_size(values: Values, family: ModelFamily, version: str, notes: list[str]) -> int:
+def vocab_size_of(values: Values, family: ModelFamily, version: str, notes: list[str]) -> int:
     """Vocabulary rows before padding: of the tokenizer's files where they are on this host.
 
     Args:
@@ -261,11 +261,13 @@ def _hugging_face(path: Path, added: Any) -> set[str] | None:
         return None
     for other in ("added_tokens.json", "tokenizer_config.json", "special_tokens_map.json"):
         if (folder / other).is_file():
-            names |= set(_stated(_object(folder / other), is_map=other == "added_tokens.json"))
+            names |= set(
+                _extra_tokens(_object(folder / other), is_map=other == "added_tokens.json")
+            )
     return names | set(added)
 
 
-def _stated(table: Values, *, is_map: bool) -> Iterator[str]:
+def _extra_tokens(table: Values, *, is_map: bool) -> Iterator[str]:
     """Tokens that a file adds or names, some of which may be in the vocabulary already."""
     if is_map:
         yield from table

@@ -143,7 +143,9 @@ def _chosen(run: DryRun, call: str) -> RecordedLaunch:
         "Not on this host": run.absent,
         "Programs that were not run": run.skipped,
     }
-    fix = " ".join([*_told(lists), "Or give the training command itself by --from 'COMMAND'."])
+    fix = " ".join(
+        [*_list_sentences(lists), "Or give the training command itself by --from 'COMMAND'."]
+    )
     raise UserInputError("script", call, _why_none(run), fix)
 
 
@@ -223,7 +225,7 @@ def _notes(run: DryRun, found: RecordedLaunch, script: str) -> Iterator[str]:
         "Variables that nothing sets, empty as in the shell": run.unset,
         "Not on this host": run.absent,
     }
-    yield from _told(lists)
+    yield from _list_sentences(lists)
     if found.header:
         yield "What Slurm tells a task is made up: hosts are node1 and so on, and the rank is 0."
     if run.code is None:
@@ -235,7 +237,7 @@ def _notes(run: DryRun, found: RecordedLaunch, script: str) -> Iterator[str]:
         )
 
 
-def _told(lists: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+def _list_sentences(lists: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
     """A sentence for each list that has names, which come with their lines."""
     for what, names in lists.items():
         shown = [f"{name} (line {line})" if line else name for name, line in names.items()]

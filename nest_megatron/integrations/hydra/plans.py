@@ -54,10 +54,10 @@ from nest_megatron.integrations.megatron_lm.search_space import freed_flags, job
 from nest_megatron.integrations.plan_output import (
     pinned_by,
     pinned_file,
+    plan_file_note,
     plan_output,
     read_launched,
     require_launch,
-    told_where,
 )
 from nest_megatron.integrations.process_variables import launched
 from nest_megatron.integrations.recipe_plan import planned_items, require_pinned_for
@@ -275,7 +275,7 @@ def _plan_first(config: Any, view: AppView, environment: Mapping[str, str]) -> N
     rows = [(each.field, value_text(each.after), each.reason) for each in changes]
     show(*values_report(found.plan, rows, found.notes))
     plan_file.write(found.plan, path)
-    say(told_where(path))
+    say(plan_file_note(path))
     if is_launched(environment):
         PLANS.launch = Launch(
             mode=view.settings.mode.value,

@@ -196,7 +196,7 @@ def _require_known_fields(view: AppView) -> None:
                 "a plan neither reads nor sets such a field",
                 nearest(name, _KNOWN),
             )
-    unsaid = [name for name in _OF_THE_MODEL if not _is_said(view, name)]
+    unsaid = [name for name in _OF_THE_MODEL if not _has_field(view, name)]
     for name in node_at(view.raw, view.settings.root):
         close = difflib.get_close_matches(name, unsaid, n=1, cutoff=_NEARLY)
         if close and name not in _KNOWN:
@@ -215,7 +215,7 @@ def _assumptions(view: AppView) -> Iterator[str]:
         f"{first} ({default})"
         for names, default in _TABLE["assumed"].items()
         for first, *_ in [names.split()]
-        if not any(_is_said(view, name) for name in names.split())
+        if not any(_has_field(view, name) for name in names.split())
         and (first != "precision" or view.at("trainer.precision") is None)
     ]
     if unsaid:
@@ -229,7 +229,7 @@ def _assumptions(view: AppView) -> Iterator[str]:
 
 def _unread_notes(view: AppView) -> Iterator[str]:
     mapped = set(view.settings.fields.values())
-    if unread := sorted(_beside(view, mapped)):
+    if unread := sorted(_unread_fields(view, mapped)):
         yield f"Fields beside those of the model that are not read: {', '.join(unread)}."
     read, set_elsewhere = {*mapped, *map(view.own_path, _KNOWN)}, []
     for path, _ in leaves(view.raw):
@@ -245,11 +245,11 @@ def _unread_notes(view: AppView) -> Iterator[str]:
         )
 
 
-def _is_said(view: AppView, name: str) -> bool:
+def _has_field(view: AppView, name: str) -> bool:
     return name in view.settings.fields or view.has(view.own_path(name))
 
 
-def _beside(view: AppView, mapped: Collection[str]) -> Iterator[str]:
+def _unread_fields(view: AppView, mapped: Collection[str]) -> Iterator[str]:
     """Fields that are set in the nodes that ``nest.fields`` names, and that nothing reads."""
     for parent in {path.rpartition(".")[0] for path in mapped}:
         for name, value in node_at(view.raw, parent).items():
@@ -291,20 +291,22 @@ def space_of(own: SearchSpace, view: AppView, job: Job) -> SearchSpace:
     fixed at that; ``UserInputError`` for one that can be neither.
     """
     layout, mapping = "pipeline_model_parallel_layout", "use_tp_pp_dp_mapping"
-    if not view.is_planned(layout) and (given := view.given(layout)):
+    if not view.is_planned(layout) and (given := view.value_of_choice(layout)):
         raise UserInputError(
             str(view.place(layout)),
             given,
             "a layout given by hand leaves nothing to search for in a Hydra application",
             "Leave it out, or launch without nest.",
         )
-    order = RankOrder.TP_CP_EP_PP_DP if view.given(mapping) else RankOrder.TP_CP_EP_DP_PP
+    order = RankOrder.TP_CP_EP_PP_DP if view.value_of_choice(mapping) else RankOrder.TP_CP_EP_DP_PP
     orders = tuple(RankOrder) if view.is_planned(mapping) else (order,)
     # sequence parallelism comes with tensor parallelism, as every plan wants it
-    divides_sequences = view.is_planned("sequence_parallel") or view.given("sequence_parallel")
+    divides_sequences = view.is_planned("sequence_parallel") or view.value_of_choice(
+        "sequence_parallel"
+    )
     recompute = own.recompute
     if not view.is_planned("recompute_granularity"):
-        said = {name: view.given(name) for name in RECOMPUTE}
+        said = {name: view.value_of_choice(name) for name in RECOMPUTE}
         if said["recompute_granularity"] == RecomputeGranularity.FULL:
             choice("recompute_method", str(said["recompute_method"]), RecomputeMethod)
             said["recompute_num_layers"] = int(said["recompute_num_layers"] or 1)
@@ -327,7 +329,7 @@ def require_expressible(plan: ParallelPlan, view: AppView, job: Job) -> None:
     for item, value in planned_items(plan).items():
         if item in _NEED_NO_FIELD or view.is_planned(item):
             continue
-        given = view.given(item)
+        given = view.value_of_choice(item)
         if given == value or (given in _DEFAULTS and value in _DEFAULTS):
             continue
         limit, fix = f"the plan needs {value}", "Leave it to the plan, or plan again with it fixed."
@@ -393,7 +395,7 @@ def _degrees(own: SearchSpace, view: AppView, spec: TransformerSpec) -> dict[str
         free = name == "data_parallel_size" or view.is_planned(name) or name in own.fixed
         if free or (name.startswith("expert_") and not spec.is_moe):
             continue
-        given = view.given(name)
+        given = view.value_of_choice(name)
         if name == "expert_tensor_parallel_size":  # Megatron divides an expert like a layer
             given = given or fixed.get(
                 "tensor_model_parallel_size", own.fixed.get("tensor_model_parallel_size")

@@ -293,7 +293,7 @@ class AppView:
             )
         return found is not None
 
-    def given(self, item: str) -> Any:
+    def value_of_choice(self, item: str) -> Any:
         """The value of the field that holds a choice, or ``None`` as for ``at``."""
         place = self.place(item)
         return None if place is None else self.at(place)

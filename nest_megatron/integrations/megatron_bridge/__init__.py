@@ -29,8 +29,8 @@ from nest_megatron.integrations.fields import ABSENT, FieldValue, carry_out, val
 from nest_megatron.integrations.recipe import Recipe, memory_fields
 from nest_megatron.integrations.recipe_plan import (
     Recorded,
-    fields_beside,
     layout_fields,
+    other_fields,
     plan_into,
 )
 from nest_megatron.integrations.restore import packed_sequence_size, restored_by_bridge
@@ -79,7 +79,7 @@ class BridgeConfig(Recipe, framework="megatron_bridge"):
             version=self.target.megatron_core,
             overlap=() if self.find("comm_overlap") in (ABSENT, None) else ("comm_overlap",),
             lacks={"hierarchical_context_parallel_sizes": why} if alone else {},
-            beside_graphs=("model.use_te_rng_tracker", "rng.te_rng_tracker"),
+            graph_switches=("model.use_te_rng_tracker", "rng.te_rng_tracker"),
         )
 
     @property
@@ -197,7 +197,7 @@ class BridgeConfig(Recipe, framework="megatron_bridge"):
             )
         for path in FSDP_SWITCHES if fsdp or used else ():  # as ``ConfigContainer.validate`` asks
             yield path, fsdp, reason(plan, "use_megatron_fsdp")
-        yield from fields_beside(self, plan)
+        yield from other_fields(self, plan)
         yield from self.places.fields(plan)
         variables, degrees = self.find("env_vars"), plan.layout.dims
         experts = ("expert_model_parallel_size", "expert_tensor_parallel_size")

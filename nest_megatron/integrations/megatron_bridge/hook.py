@@ -125,7 +125,7 @@ def run(
     set_rank_variables()
     harmless = fields_assumed_harmless(words.job)
     recipe = read_recipe(cfg, assume_harmless=harmless)
-    keep = stated_choices(stated, launch.free)
+    keep = choices_of_fields(stated, launch.free)
     job = LaunchedJob(words=words, launch=launch, script=sys.argv[0], argv=tuple(sys.argv[1:]))
     job.rendezvous = rendezvous or Rendezvous()
     rank, num_ranks = int(os.environ.get("RANK", "0")), recipe.num_gpus or 1
@@ -214,13 +214,13 @@ def adapt(plan: ParallelPlan, variables: MutableMapping[str, str]) -> Iterator[s
             yield f"{name}={value}: with CUDA graphs Megatron asks for it."
 
 
-def stated_choices(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...]:
+def choices_of_fields(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...]:
     """Choices that the user made by hand and has not freed.
 
     Args:
         stated: fields that the user typed; 0.7 has those of layers in ``model.transformer``.
 
-    >>> stated_choices(["model.context_parallel_size", "model.recompute_method"], ["recompute"])
+    >>> choices_of_fields(["model.context_parallel_size", "model.recompute_method"], ["recompute"])
     ('context_parallel_size',)
     """
     if "all" in free:

@@ -18,7 +18,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     STAGE_OPTIONS,
     VIRTUAL_STAGES,
     flag_of,
-    stated_partition,
+    partition_of_values,
 )
 from nest_megatron.integrations.megatron_lm.parser import newest_flags
 from nest_megatron.integrations.megatron_lm.read import read_recompute
@@ -271,7 +271,7 @@ def _other_meanings(
     """Kept flags that Megatron would read as another layout than the plan's."""
     if set(kept) & {*STAGE_OPTIONS, *VIRTUAL_STAGES}:
         pp = plan.layout.dims.pipeline_model_parallel_size
-        if stated_partition(plan.model, values, pp) not in (None, plan.layout.partition):
+        if partition_of_values(plan.model, values, pp) not in (None, plan.layout.partition):
             yield f"the stages are not {plan.arguments['pipeline_model_parallel_layout']}"
     recompute = plan.layout.recompute
     if set(kept) & set(RECOMPUTE) and (read_recompute(values) or NO_RECOMPUTE) != recompute:

@@ -60,10 +60,10 @@ from nest_megatron.integrations.plan_output import (
     allowed_on_mismatch,
     pinned_by,
     pinned_file,
+    plan_file_note,
     plan_output,
     read_launched,
     require_launch,
-    told_where,
 )
 from nest_megatron.integrations.process_variables import set_variables
 from nest_megatron.integrations.restore import restored_by_command
@@ -311,7 +311,7 @@ def _write_plan(launched: LaunchedJob, plan: ParallelPlan) -> str:
         if asked is not None:
             raise
         return f"nest: the full plan could not be kept ({error}); nest.out=FILE names a place."
-    return told_where(path)
+    return plan_file_note(path)
 
 
 #: What a plan keeps under ``nearest``, by the names of ``layout_arguments``: which rank holds which

@@ -143,7 +143,7 @@ def user_partition(
     return _partition(spec, values, pipeline_model_parallel_size)
 
 
-def stated_partition(
+def partition_of_values(
     spec: TransformerSpec, values: Values, pipeline_model_parallel_size: int
 ) -> StagePartition | None:
     """As ``user_partition``, and the even stages that a number of virtual ones makes by itself."""

@@ -19,7 +19,7 @@ from nest_megatron.integrations.megatron_lm.attach import (
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     Values,
     flag_error,
-    stated_partition,
+    partition_of_values,
 )
 from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zero
 from nest_megatron.layout.dims import ParallelDims, RankOrder
@@ -126,7 +126,7 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
     values, spec = job.values, request.spec
     dims = _dims(job, request)
     pp = dims.pipeline_model_parallel_size
-    stages = stated_partition(spec, values, pp) or uniform_partition(spec, pp)
+    stages = partition_of_values(spec, values, pp) or uniform_partition(spec, pp)
     virtual = stages.num_chunks // pp
     zero = read_zero(values)
     if (micro := values.get(_MICRO)) is None:

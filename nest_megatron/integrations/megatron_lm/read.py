@@ -39,7 +39,7 @@ from nest_megatron.integrations.megatron_lm.model_arguments import (
     script_arguments,
     with_images,
 )
-from nest_megatron.integrations.vocabulary import stated_vocab_size
+from nest_megatron.integrations.vocabulary import vocab_size_of
 from nest_megatron.layout.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
 from nest_megatron.layout.cuda_graphs import cuda_graphs
 from nest_megatron.layout.knobs import closed_fields
@@ -160,7 +160,7 @@ def job_from_values(
     stated, dispatcher = {**values, "params_dtype": params}, "moe_token_dispatcher_type"
     if dispatcher not in explicit and values.get(dispatcher) == "allgather":
         stated[dispatcher] = None  # Megatron's default, which a plan replaces
-    flags, schedule = memory_flags(stated), stated_schedule(values, spec.seq_length, version)
+    flags, schedule = memory_flags(stated), schedule_of_values(values, spec.seq_length, version)
     if rounds := values.get(_ROUNDS):
         flags = {**flags, _ROUNDS: rounds}
     return Job(
@@ -265,7 +265,7 @@ def _spec(
         hidden_size=_required(values, "hidden_size"),
         num_attention_heads=_required(values, "num_attention_heads"),
         seq_length=_required(values, "seq_length", "encoder_seq_length"),
-        vocab_size=vocab_size or stated_vocab_size(values, family, version, notes),
+        vocab_size=vocab_size or vocab_size_of(values, family, version, notes),
         vocab_is_padded=vocab_size is None and bool(values.get("padded_vocab_size")),
         activation=activation,
         gated_linear_unit=gated,
@@ -377,7 +377,7 @@ def _notes(values: Values, script: str, version: str) -> Iterator[str]:
     yield from unpriced(values)
 
 
-def stated_schedule(values: Values, seq_length: int, version: str) -> BatchSchedule | None:
+def schedule_of_values(values: Values, seq_length: int, version: str) -> BatchSchedule | None:
     """How the batch grows; 0.20 takes no notice of ``--rampup-batch-size``."""
     stated = {STEPS: values.get(STEPS)} if _ignores_rampup(version) else values
     last = values.get("global_batch_size")

@@ -21,7 +21,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     Values,
     flag_error,
     flag_of,
-    stated_partition,
+    partition_of_values,
     states_stages,
 )
 from nest_megatron.integrations.megatron_lm.read import pipeline_limits
@@ -182,11 +182,11 @@ def job_space(job: Job, settings: Settings) -> tuple[SearchSpace, Offer | None]:
 
 def fixed_choices(job: Job) -> tuple[str, ...]:
     """What of the job's choices a plan holds fixed, by their names in ``LAYOUT``."""
-    stated = _stated(job, freed_flags(job.free))
+    stated = _fixed_values(job, freed_flags(job.free))
     return tuple(name for name, flags in LAYOUT.items() if any(map(stated.get, flags)))
 
 
-def _stated(job: Job, freed: frozenset[str]) -> dict[str, Any]:
+def _fixed_values(job: Job, freed: frozenset[str]) -> dict[str, Any]:
     return {name: value for name, value in job.fixed.items() if name not in freed}
 
 
@@ -234,7 +234,7 @@ def _not_loadable(name: str, value: object, need: Requirement) -> UserInputError
 
 
 def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
-    own, spec, stated = read_space(settings), job.spec, _stated(job, freed)
+    own, spec, stated = read_space(settings), job.spec, _fixed_values(job, freed)
     if job.command is not None:
         command, pipelines = job.command, (_PIPELINE, *STAGE_OPTIONS, *VIRTUAL_STAGES)
         limits = pipeline_limits(command.values, command.script, command.version)
@@ -309,7 +309,7 @@ def _fixed_stages(
             "it divides the model for one number of pipeline ranks, and that number is freed",
             "Free stage_layout as well, or keep the number.",
         )
-    return stated_partition(spec, values, fixed.get(_PIPELINE, 1)) if stated else None
+    return partition_of_values(spec, values, fixed.get(_PIPELINE, 1)) if stated else None
 
 
 def _virtual(values: Values, fixed: Mapping[str, int], spec: TransformerSpec) -> int | None:

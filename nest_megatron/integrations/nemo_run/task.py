@@ -56,7 +56,7 @@ _DEGREES = (
 )
 
 
-def stated_layout(recipe: Any) -> DividedRanks:
+def divided_ranks(recipe: Any) -> DividedRanks:
     """The layout that a recipe states now."""
     return _divided(find(recipe, f"trainer.strategy.{name}") for name in _DEGREES)
 
