@@ -239,7 +239,7 @@ def _plan_command(
 
 
 def _command_parts(found: CommandPlan, *, with_reasons: bool) -> list[RenderableType]:
-    from nest_megatron.integrations.launched import change_rows
+    from nest_megatron.integrations.plan_output import change_rows
 
     command, changes = found.job.command, change_rows(found.changes)
     if not with_reasons:

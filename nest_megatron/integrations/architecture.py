@@ -8,16 +8,15 @@ whose layers a framework builds by code of its own is a row of ``FAMILIES``.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import FunctionType, MappingProxyType
 from typing import Any
 
 from nest_megatron.config.job import Requirement
 from nest_megatron.documents import packaged
-from nest_megatron.errors import UnplannableModelError, UserInputError
+from nest_megatron.errors import UnplannableModelError
 from nest_megatron.integrations.fields import (
     changed_fields,
     class_names,
@@ -25,7 +24,6 @@ from nest_megatron.integrations.fields import (
     shown,
     value_or,
 )
-from nest_megatron.model.adapters import EXPERTS, Adapters, PeftScheme
 from nest_megatron.model.encoder import EncoderSpec
 from nest_megatron.model.heterogeneous import read_heterogeneous_layers
 from nest_megatron.model.hugging_face_vision import read_vision_config
@@ -74,7 +72,9 @@ def refuse_unplannable(
     return tuple(
         note
         for part in _parts(config)
-        for note in _assumed("model", changed_fields(part, classes, CLASSIFIED), assume_harmless)
+        for note in notes_on_assumed(
+            "model", changed_fields(part, classes, CLASSIFIED), assume_harmless
+        )
     )
 
 
@@ -97,7 +97,7 @@ def notes_on_unknown_fields(parts: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _assumed(
+def notes_on_assumed(
     where: str, unknown: Iterator[tuple[str, Any]], assume_harmless: Collection[str]
 ) -> tuple[str, ...]:
     """Notes on the fields that are assumed to be harmless; the first other one is refused."""
@@ -208,83 +208,6 @@ def _is_standard_stack(stack: Any) -> bool:
     modules = (getattr(each, "module", None) for each in (stack, *inside.values()))
     names = [module.__module__ for module in modules if module is not None]
     return bool(names) and all(name.startswith("megatron.core.") for name in names)
-
-
-_SCHEMES = {
-    "LoRA": PeftScheme.LORA,
-    "DoRA": PeftScheme.DORA,
-    "CanonicalLoRA": PeftScheme.CANONICAL_LORA,
-}
-_READ = tuple(field.name for field in dataclasses.fields(Adapters) if field.name != "scheme")
-#: Fields that change neither time nor memory: scaling, first values, what is derived, what a
-#: checkpoint holds.
-_NO_EFFECT = (
-    *("alpha", "lora_A_init_method", "lora_B_init_method", "canonical_mapping", "params_to_save"),
-)
-
-
-def with_adapters(
-    spec: TransformerSpec,
-    peft: Any,
-    where: str,
-    config: Any,
-    assume_harmless: Collection[str] = (),
-) -> tuple[TransformerSpec, tuple[str, ...]]:
-    """The model with what a job's ``peft`` trains, and notes; raises as ``read_adapters`` does.
-
-    Args:
-        config: of the model: without grouped products each expert would have adapters of its own.
-    """
-    adapters, notes = read_adapters(peft, where, assume_harmless)
-    spec = replace(spec, adapters=adapters)
-    grouped = value_or(config, "moe_grouped_gemm", False)
-    if spec.adapters is None or not spec.is_moe or grouped:
-        return spec, notes
-    for path in EXPERTS:
-        if spec.adapters.adapts(path, spec.num_layers):
-            raise UserInputError(
-                "model.moe_grouped_gemm",
-                grouped,
-                f"without it every expert has an adapter of its own on {path}, not priced here",
-                f"Set it, or leave {path.rpartition('.')[2]} out of {where}.target_modules.",
-            )
-    return spec, notes
-
-
-def read_adapters(
-    peft: Any, where: str, assume_harmless: Collection[str] = ()
-) -> tuple[Adapters | None, tuple[str, ...]]:
-    """What a job's ``peft`` adapts (``None`` where it trains all weights), and notes.
-
-    Args:
-        peft: ``LoRA``, ``DoRA`` or ``CanonicalLoRA`` of ``nemo.collections.llm.peft`` or
-            ``megatron.bridge.peft``, built or a Fiddle ``Config``.
-        where: what messages call it.
-        assume_harmless: as of ``refuse_unplannable``.
-
-    Raises:
-        UnplannableModelError: for another scheme, or a field whose effect is not known.
-        UserInputError: for what cannot be priced, naming the field.
-    """
-    if peft is None:
-        return None, ()
-    name = class_names(peft)[0]
-    if name not in _SCHEMES:
-        raise unplannable(
-            where, name, f"of fine-tuning schemes {', '.join(_SCHEMES)} are supported"
-        )
-    notes = _assumed(
-        where, changed_fields(peft, (*_SCHEMES,), (*_READ, *_NO_EFFECT)), assume_harmless
-    )
-    read = {name: value for name in _READ if (value := value_or(peft, name)) is not None}
-    if not (targets := tuple(read.pop("target_modules", ()))):
-        raise UserInputError(
-            f"{where}.target_modules",
-            list(targets),
-            "adapters on all but some modules are not priced",
-            "Name target_modules.",
-        )
-    return Adapters(scheme=_SCHEMES[name], target_modules=targets, **read), notes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,9 +21,9 @@ from nest_megatron.config.job import Job
 from nest_megatron.cost_model.target_defaults import NEMO, NEMO_LACKS
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import recipe_plan
-from nest_megatron.integrations.execution_fields import ExecutionPlaces
 from nest_megatron.integrations.fields import (
     ABSENT,
+    ExecutionPlaces,
     FieldValue,
     carry_out,
     changes,

@@ -25,13 +25,12 @@ from nest_megatron.integrations.architecture import (
     refuse_unplannable,
     unplannable,
     unpriced,
-    with_adapters,
 )
-from nest_megatron.integrations.execution_fields import ExecutionPlaces
 from nest_megatron.integrations.fields import (
     ABSENT,
     FIELDS,
     Configuration,
+    ExecutionPlaces,
     FieldValue,
     class_names,
     value_or,
@@ -43,6 +42,7 @@ from nest_megatron.integrations.restore import (
     is_finetuning,
     packed_sequence_size,
     packs_sequences,
+    with_adapters,
 )
 from nest_megatron.layout.batch_schedule import RAMPUP, BatchSchedule, read_schedule
 from nest_megatron.layout.cuda_graphs import FIELDS as GRAPH_FIELDS

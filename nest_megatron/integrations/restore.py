@@ -1,4 +1,4 @@
-"""What a job's data and the checkpoint that it restores fix of a plan.
+"""What a job's data, its adapters and the checkpoint that it restores fix of a plan.
 
 Of fine-tuning: packed sequences and losses over masked tokens. Of checkpoints: what is on this
 host's disks is looked at; of what is not, the format that the job states is believed. Sources:
@@ -9,8 +9,9 @@ host's disks is looked at; of what is not, the format that the job states is bel
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +20,12 @@ from typing import Any
 from nest_megatron.config.job import Requirement
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.architecture import notes_on_assumed, unplannable
 from nest_megatron.integrations.fields import (
     ABSENT,
     Configuration,
     FieldValue,
+    changed_fields,
     class_names,
     find,
     value_or,
@@ -30,6 +33,8 @@ from nest_megatron.integrations.fields import (
 from nest_megatron.integrations.megatron_lm import checkpoint
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, read_checkpoint
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.model.adapters import EXPERTS, Adapters, PeftScheme
+from nest_megatron.model.spec import TransformerSpec
 
 #: Data of supervised fine-tuning, by the classes of both frameworks.
 _SFT_DATA = frozenset(
@@ -122,6 +127,83 @@ def finetuning_fields(recipe: Configuration, plan: ParallelPlan) -> Iterator[Fie
         if stated is not ABSENT and (stated or 1) % (2 * cp):
             why = f"{cp} context-parallel ranks hold two parts of every sequence of a pack"
             yield path, 2 * cp, why
+
+
+_SCHEMES = {
+    "LoRA": PeftScheme.LORA,
+    "DoRA": PeftScheme.DORA,
+    "CanonicalLoRA": PeftScheme.CANONICAL_LORA,
+}
+_READ = tuple(field.name for field in dataclasses.fields(Adapters) if field.name != "scheme")
+#: Fields that change neither time nor memory: scaling, first values, what is derived, what a
+#: checkpoint holds.
+_NO_EFFECT = (
+    *("alpha", "lora_A_init_method", "lora_B_init_method", "canonical_mapping", "params_to_save"),
+)
+
+
+def with_adapters(
+    spec: TransformerSpec,
+    peft: Any,
+    where: str,
+    config: Any,
+    assume_harmless: Collection[str] = (),
+) -> tuple[TransformerSpec, tuple[str, ...]]:
+    """The model with what a job's ``peft`` trains, and notes; raises as ``read_adapters`` does.
+
+    Args:
+        config: of the model: without grouped products each expert would have adapters of its own.
+    """
+    adapters, notes = read_adapters(peft, where, assume_harmless)
+    spec = replace(spec, adapters=adapters)
+    grouped = value_or(config, "moe_grouped_gemm", False)
+    if spec.adapters is None or not spec.is_moe or grouped:
+        return spec, notes
+    for path in EXPERTS:
+        if spec.adapters.adapts(path, spec.num_layers):
+            raise UserInputError(
+                "model.moe_grouped_gemm",
+                grouped,
+                f"without it every expert has an adapter of its own on {path}, not priced here",
+                f"Set it, or leave {path.rpartition('.')[2]} out of {where}.target_modules.",
+            )
+    return spec, notes
+
+
+def read_adapters(
+    peft: Any, where: str, assume_harmless: Collection[str] = ()
+) -> tuple[Adapters | None, tuple[str, ...]]:
+    """What a job's ``peft`` adapts (``None`` where it trains all weights), and notes.
+
+    Args:
+        peft: ``LoRA``, ``DoRA`` or ``CanonicalLoRA`` of ``nemo.collections.llm.peft`` or
+            ``megatron.bridge.peft``, built or a Fiddle ``Config``.
+        where: what messages call it.
+        assume_harmless: as of ``refuse_unplannable``.
+
+    Raises:
+        UnplannableModelError: for another scheme, or a field whose effect is not known.
+        UserInputError: for what cannot be priced, naming the field.
+    """
+    if peft is None:
+        return None, ()
+    name = class_names(peft)[0]
+    if name not in _SCHEMES:
+        raise unplannable(
+            where, name, f"of fine-tuning schemes {', '.join(_SCHEMES)} are supported"
+        )
+    notes = notes_on_assumed(
+        where, changed_fields(peft, (*_SCHEMES,), (*_READ, *_NO_EFFECT)), assume_harmless
+    )
+    read = {name: value for name in _READ if (value := value_or(peft, name)) is not None}
+    if not (targets := tuple(read.pop("target_modules", ()))):
+        raise UserInputError(
+            f"{where}.target_modules",
+            list(targets),
+            "adapters on all but some modules are not priced",
+            "Name target_modules.",
+        )
+    return Adapters(scheme=_SCHEMES[name], target_modules=targets, **read), notes
 
 
 #: Sizes that Megatron-Bridge keeps in ``run_config.yaml``, by Megatron's names.

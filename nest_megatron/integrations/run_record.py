@@ -41,7 +41,7 @@ from nest_megatron.history.records import (
 )
 from nest_megatron.history.store import line_of
 from nest_megatron.integrations.fields import shown
-from nest_megatron.integrations.megatron_lm.same_job import named
+from nest_megatron.integrations.megatron_lm.rendezvous import named
 from nest_megatron.integrations.plan_output import user_name
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import Change

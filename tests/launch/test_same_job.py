@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from nest_megatron.integrations.megatron_lm.planning import flags_of
-from nest_megatron.integrations.megatron_lm.same_job import (
+from nest_megatron.integrations.megatron_lm.rendezvous import (
     MAY_DIFFER,
     arguments,
     comparable,

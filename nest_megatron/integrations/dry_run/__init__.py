@@ -232,8 +232,8 @@ def _notes(run: DryRun, found: RecordedLaunch, script: str) -> Iterator[str]:
         yield f"It was ended after {MAX_SECONDS:g} s; what it launches later is not seen."
     if run.exposed:
         yield (
-            "This system gives no view of its files whose writes vanish "
-            f"({run.exposed}): what the script itself writes by > and >> is written."
+            f"This system gives no view of its files whose writes vanish ({run.exposed}): "
+            "what the script itself writes by > and >> is written."
         )
 
 
@@ -265,7 +265,6 @@ _END_S, _TAIL_BYTES = 5.0, 4096
 _OWN = ("PATH", "PWD", "OLDPWD", "SHLVL", "_", "BASH_ENV", "ENV", "BASH_XTRACEFD")
 VIEW = Path(__file__).with_name("view.py")
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # of a terminal's colours
-_FILES = ("shell.bash", "recorder.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,7 +358,7 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
             launches=tuple(launches),
             **{each: _listed(folder / each) for each in ("skipped", "answered", "absent", "unset")},
             code=code,
-            printed=tuple(_last_lines(folder / "printed")),
+            printed=_last_lines(folder / "printed"),
             exposed=(folder / "open").read_text("utf-8") if (folder / "open").exists() else "",
         )
 
@@ -369,12 +368,13 @@ def _furnish(folder: Path, bash: str, cluster: Cluster | None) -> None:
     programs = folder / "bin"
     programs.mkdir()
     (folder / "launches").mkdir()
-    for name in _FILES:
+    for name in ("shell.bash", "recorder.py"):
         shutil.copyfile(Path(__file__).with_name(name), folder / name)
-    start = f"#!{bash} -p\n"  # -p: it reads no BASH_ENV
-    start += '[[ $0 == */.recorder ]] || set -- "${0##*/}" "$@"\n'
-    start += (
-        f'exec {shlex.quote(sys.executable)} -I -S {shlex.quote(str(folder / _FILES[1]))} "$@"\n'
+    stands_for = shlex.quote(str(folder / "recorder.py"))
+    start = (
+        f"#!{bash} -p\n"  # -p: it reads no BASH_ENV
+        '[[ $0 == */.recorder ]] || set -- "${0##*/}" "$@"\n'
+        f'exec {shlex.quote(sys.executable)} -I -S {stands_for} "$@"\n'
     )
     (programs / ".recorder").write_text(start, encoding="utf-8")
     (programs / ".recorder").chmod(0o700)
@@ -486,17 +486,16 @@ def _listed(path: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     parts = path.read_text(encoding="utf-8", errors="replace").split("\0")[:-1]
-    pairs = zip(parts[::2], parts[1::2], strict=False)
     found: dict[str, str] = {}
-    for name, place in pairs:
+    for name, place in zip(parts[::2], parts[1::2], strict=False):
         found.setdefault(name, place.rpartition(":")[2])
     return found
 
 
-def _last_lines(path: Path) -> Iterator[str]:
+def _last_lines(path: Path) -> tuple[str, ...]:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         text = file.read().decode(errors="replace")
     text = _ESCAPE.sub("", text).replace(f"{path.parent}/bin/", "")
     lines = ("".join(filter(str.isprintable, line)).strip() for line in text.splitlines())
-    yield from [line for line in lines if line][-3:]
+    return tuple(filter(None, lines))[-3:]

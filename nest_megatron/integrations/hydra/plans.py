@@ -37,7 +37,7 @@ from nest_megatron.config.request import request_for
 from nest_megatron.errors import UserInputError
 from nest_megatron.history.records import Launch, RunRecord
 from nest_megatron.integrations import recorder
-from nest_megatron.integrations.execution_fields import execution_items
+from nest_megatron.integrations.fields import execution_items
 from nest_megatron.integrations.hydra.read import (
     planned_execution,
     read_app,
@@ -45,11 +45,9 @@ from nest_megatron.integrations.hydra.read import (
     space_of,
 )
 from nest_megatron.integrations.hydra.view import AppView, view_of
-from nest_megatron.integrations.launched import values_report
 from nest_megatron.integrations.megatron_lm.agreement import require_like_first
 from nest_megatron.integrations.megatron_lm.planning import plan_to_launch
-from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
-from nest_megatron.integrations.megatron_lm.same_job import fields, versions
+from nest_megatron.integrations.megatron_lm.rendezvous import RankContext, fields, versions
 from nest_megatron.integrations.megatron_lm.search_space import freed_flags, job_space
 from nest_megatron.integrations.plan_output import (
     pinned_by,
@@ -58,6 +56,7 @@ from nest_megatron.integrations.plan_output import (
     plan_output,
     read_launched,
     require_launch,
+    values_report,
 )
 from nest_megatron.integrations.process_variables import launched
 from nest_megatron.integrations.recipe_plan import planned_items, require_pinned_for

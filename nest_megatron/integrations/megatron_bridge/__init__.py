@@ -24,8 +24,13 @@ from nest_megatron.config.job import Job
 from nest_megatron.cost_model.target_defaults import installed_name, target_named
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import recipe_plan
-from nest_megatron.integrations.execution_fields import ExecutionPlaces
-from nest_megatron.integrations.fields import ABSENT, FieldValue, carry_out, value_or
+from nest_megatron.integrations.fields import (
+    ABSENT,
+    ExecutionPlaces,
+    FieldValue,
+    carry_out,
+    value_or,
+)
 from nest_megatron.integrations.recipe import Recipe, memory_fields
 from nest_megatron.integrations.recipe_plan import (
     Recorded,

@@ -28,7 +28,6 @@ from nest_megatron.config.overrides import leaves
 from nest_megatron.config.target import installed_packages
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import OK, UserInputError
-from nest_megatron.integrations.launched import fields_report
 from nest_megatron.integrations.megatron_bridge import BridgeConfig, apply_plan, read_recipe
 from nest_megatron.integrations.megatron_lm.agreement import (
     broadcast,
@@ -43,9 +42,14 @@ from nest_megatron.integrations.megatron_lm.ranks import (
     job_hosts,
     words_of,
 )
-from nest_megatron.integrations.megatron_lm.same_job import fields, versions
+from nest_megatron.integrations.megatron_lm.rendezvous import fields, versions
 from nest_megatron.integrations.megatron_lm.search_space import CHOICES, free_parameters
-from nest_megatron.integrations.plan_output import pinned_file, plan_output, require_launch
+from nest_megatron.integrations.plan_output import (
+    fields_report,
+    pinned_file,
+    plan_output,
+    require_launch,
+)
 from nest_megatron.integrations.process_variables import set_rank_variables, set_variables
 from nest_megatron.integrations.recipe import ARGUMENTS
 from nest_megatron.integrations.recipe_plan import (

@@ -27,8 +27,9 @@ from nest_megatron.integrations.megatron_lm.rendezvous import (
     RankContext,
     TimedStore,
     connect_store,
+    differences,
+    named,
 )
-from nest_megatron.integrations.megatron_lm.same_job import differences, named
 from nest_megatron.layout.plan_file import digest
 from nest_megatron.plain import to_plain
 from nest_megatron.units import Seconds

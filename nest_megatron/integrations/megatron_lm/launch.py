@@ -35,7 +35,6 @@ from nest_megatron.config.job import FreeParameters, Job, Requirement
 from nest_megatron.config.launch import MixedGpus, Mode
 from nest_megatron.errors import OK, NestError, RefusedByMegatronError, UserInputError
 from nest_megatron.files import user_folder
-from nest_megatron.integrations.launched import flag_cost_report, launched_report
 from nest_megatron.integrations.megatron_lm import agreement, attach, planning
 from nest_megatron.integrations.megatron_lm.measure import measure_job
 from nest_megatron.integrations.megatron_lm.measure_child import stand_in_device
@@ -54,10 +53,16 @@ from nest_megatron.integrations.megatron_lm.ranks import (
     ranks_by_host,
     words_of,
 )
-from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
-from nest_megatron.integrations.megatron_lm.same_job import arguments, comparable, versions
+from nest_megatron.integrations.megatron_lm.rendezvous import (
+    RankContext,
+    arguments,
+    comparable,
+    versions,
+)
 from nest_megatron.integrations.plan_output import (
     allowed_on_mismatch,
+    flag_cost_report,
+    launched_report,
     pinned_by,
     pinned_file,
     plan_file_note,

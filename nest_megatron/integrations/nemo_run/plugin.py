@@ -12,7 +12,6 @@ from typing import Any
 import nemo_run as run
 from nemo_run.run import api
 
-from nest_megatron.integrations.launched import fields_report
 from nest_megatron.integrations.nemo_run.task import (
     TaskOptions,
     adapt,
@@ -21,7 +20,7 @@ from nest_megatron.integrations.nemo_run.task import (
     script_words,
     size_of,
 )
-from nest_megatron.integrations.plan_output import plan_file_note
+from nest_megatron.integrations.plan_output import fields_report, plan_file_note
 from nest_megatron.layout import plan_file
 from nest_megatron.report.console import say, show
 

@@ -23,7 +23,7 @@ from nest_megatron.integrations.hydra import plans, register
 from nest_megatron.integrations.hydra.plans import Plans, num_gpus, require_expressible
 from nest_megatron.integrations.hydra.read import read_app
 from nest_megatron.integrations.hydra.view import view_of
-from nest_megatron.integrations.launched import values_report
+from nest_megatron.integrations.plan_output import values_report
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.planner.pins import Pin, PinnedPlan, write_pinned
 from nest_megatron.report.console import show
