@@ -164,7 +164,12 @@ def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
         "train.precision": plan.train.precision,
         "train.global_batch_size": plan.layout.global_batch_size,
     }
-    found = _typed("", stated) | _recorded(plan)
+    found = _typed("", stated) | recorded_defaults()
+    if plan.choice is not None:
+        found["memory.max_oom_chance"] = value_text(plan.choice.max_oom_chance)
+        found["search.tie_percent"] = value_text(plan.choice.tie_percent)
+    pairs = (text.partition("=") for text in plan.provenance.given)
+    found |= {key: value for key, _, value in pairs}
     if plan.provenance.profile == ANALYTIC_NAME:  # its changes are not priced by one either
         found["profile.mode"] = ProfileMode.ANALYTIC.value
     if plan.provenance.site is None:
@@ -205,16 +210,6 @@ def recipe_job(plan: ParallelPlan, settings: Sequence[Setting]) -> RecipeJob:
 def _words(request: Request) -> dict[str, str]:
     """A request's space in the words of a plan file."""
     return dict(describe_space(request.space, request.cluster, request.policy))
-
-
-def _recorded(plan: ParallelPlan) -> dict[str, str]:
-    """Settings that no other part of a plan's file says; files of earlier versions say few."""
-    found = recorded_defaults()
-    if plan.choice is not None:
-        found["memory.max_oom_chance"] = value_text(plan.choice.max_oom_chance)
-        found["search.tie_percent"] = value_text(plan.choice.tie_percent)
-    pairs = (text.partition("=") for text in plan.provenance.given)
-    return found | {key: value for key, _, value in pairs}
 
 
 def _typed(prefix: str, record: object) -> dict[str, str]:

@@ -29,7 +29,6 @@ from nest_megatron.layout.launch import launch_words
 from nest_megatron.layout.plan import MEGATRON_LM, ParallelPlan
 from nest_megatron.layout.policy import (
     OnMismatch,
-    Policy,
     PolicyError,
     PolicyFile,
     require_allowed,
@@ -255,7 +254,9 @@ def read_launched(path: Path, num_gpus: int | None = None) -> PinnedPlan:
     path = expanded(path, "nest.plan")
     content, place = read_opened(path, "nest.plan")  # once: what is judged is what is launched
     found, policy = parse_pinned(content, path, num_gpus), read_policy()
-    for file in _asking_for_review(policy, found):
+    for file in policy:
+        if found.pin.by == TUNE and may_tune(file):  # it asks for no signers and folders
+            continue
         if _is_outside(place, file):
             raise file.broken(
                 "launch.plan_folders",
@@ -273,12 +274,6 @@ def read_launched(path: Path, num_gpus: int | None = None) -> PinnedPlan:
             found = replace(signed.pinned, signer=signed.signer.key_name)
     require_allowed(found.plan, policy)
     return found
-
-
-def _asking_for_review(policy: Policy, pinned: PinnedPlan) -> Policy:
-    """The files whose signers and folders a plan needs: of a run of ``tune`` not all."""
-    is_trial = pinned.pin.by == TUNE
-    return tuple(file for file in policy if not (is_trial and may_tune(file)))
 
 
 def _is_outside(place: Path, file: PolicyFile) -> bool:

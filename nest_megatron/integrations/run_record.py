@@ -142,17 +142,15 @@ _WAITING = (GroupKind.TP, GroupKind.CP, GroupKind.ETP, GroupKind.EP)
 def run_warnings(run: RunRecord, parts: Mapping[int, RankMeasured]) -> tuple[str, ...]:
     """One sentence each."""
     hosts = {rank: part.host for rank, part in parts.items()}
-    warned = [*_missing(run, parts), *_memory(run, hosts), *_experts(run)]
+    missing = [rank for rank in range(run.grid.dims.world_size) if rank not in parts]
+    warned = []
+    if missing:
+        warned = [f"nothing was heard from {named(missing, dict(enumerate(run.hosts)))}"]
+    warned += [*_memory(run, hosts), *_experts(run)]
     if not run.grid.zero.is_fsdp:
         groups = _groups(run, parts)
         warned += [*_slow(groups, hosts), *_passes(run, groups)]
     return tuple(warned)
-
-
-def _missing(run: RunRecord, parts: Mapping[int, RankMeasured]) -> Iterator[str]:
-    missing = [rank for rank in range(run.grid.dims.world_size) if rank not in parts]
-    if missing:
-        yield f"nothing was heard from {named(missing, dict(enumerate(run.hosts)))}"
 
 
 def _memory(run: RunRecord, hosts: Mapping[int, str]) -> Iterator[str]:

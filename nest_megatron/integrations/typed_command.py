@@ -368,7 +368,7 @@ def before_and_after(found: CommandPlan, composed: Settings) -> BeforeAfter:
     return BeforeAfter(
         before=before.priced(),
         changes=_by_fields(changes(request, own, after, refusal(request, job)), job.fields),
-        needs=(*_packages(before, plan), *_releases(found), *_checkpoint(found, before)),
+        needs=tuple(_needs(found, before)),
     )
 
 
@@ -384,26 +384,17 @@ def _by_fields(found: Changes, fields: Mapping[str, str]) -> Changes:
     )
 
 
-def _packages(before: ParallelPlan, plan: ParallelPlan) -> Iterator[str]:
-    """What choices of the plan need that a container may lack."""
+def _needs(found: CommandPlan, before: ParallelPlan) -> Iterator[str]:
+    """What the plan needs where the job runs: packages, a release, a checkpoint that it loads."""
     for knob in KNOBS:
-        value = getattr(plan.layout.execution, knob.name)
+        value = getattr(found.plan.layout.execution, knob.name)
         if value != getattr(before.layout.execution, knob.name) and value in knob.needs:
             words = " ".join(value) if isinstance(value, tuple) else value
             yield f"{knob.flag} {words} needs {knob.needs[value].words} where the job runs."
-
-
-def _releases(found: CommandPlan) -> Iterator[str]:
-    """The release that the flags need which the plan adds."""
-    if found.job.command is None:
-        return
-    argv = found.plan.launch[LAUNCHER].argv
-    if needed := newest_flags(argv, given=found.job.command.argv):
-        yield needed
-
-
-def _checkpoint(found: CommandPlan, before: ParallelPlan) -> Iterator[str]:
-    """Whether the plan goes on from a checkpoint of the present layout, and what that takes."""
+    if found.job.command is not None:
+        argv = found.plan.launch[LAUNCHER].argv
+        if needed := newest_flags(argv, given=found.job.command.argv):
+            yield needed
     values = found.job.values
     if not (values.get("save") or values.get("load")):
         return

@@ -378,8 +378,7 @@ def _furnish(folder: Path, bash: str, cluster: Cluster | None) -> None:
     )
     (programs / ".recorder").write_text(start, encoding="utf-8")
     (programs / ".recorder").chmod(0o700)
-    pythons = (f"python3.{minor}" for minor in range(8, 16))
-    for name in (*recorder.STANDS_FOR, *pythons):
+    for name in (*recorder.STANDS_FOR, *(f"python3.{minor}" for minor in range(8, 16))):
         (programs / name).symlink_to(".recorder")
     for name in READS.split():
         if (found := shutil.which(name)) is not None:

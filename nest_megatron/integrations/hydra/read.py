@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -229,8 +229,15 @@ def _assumptions(view: AppView) -> Iterator[str]:
 
 def _unread_notes(view: AppView) -> Iterator[str]:
     mapped = set(view.settings.fields.values())
-    if unread := sorted(_unread_fields(view, mapped)):
-        yield f"Fields beside those of the model that are not read: {', '.join(unread)}."
+    unread = []  # what is set in the nodes that ``nest.fields`` names
+    for parent in {path.rpartition(".")[0] for path in mapped}:
+        for name, value in node_at(view.raw, parent).items():
+            path = f"{parent}.{name}" if parent else str(name)
+            is_read = path in mapped or (parent == view.settings.root and name in _KNOWN)
+            if not is_read and isinstance(value, bool | int | float | str) and value is not False:
+                unread.append(path)
+    if unread:
+        yield f"Fields beside those of the model that are not read: {', '.join(sorted(unread))}."
     read, set_elsewhere = {*mapped, *map(view.own_path, _KNOWN)}, []
     for path, _ in leaves(view.raw):
         if path.startswith("nest.") or path in read or not _OTHER_JOB.search(path):
@@ -247,16 +254,6 @@ def _unread_notes(view: AppView) -> Iterator[str]:
 
 def _has_field(view: AppView, name: str) -> bool:
     return name in view.settings.fields or view.has(view.own_path(name))
-
-
-def _unread_fields(view: AppView, mapped: Collection[str]) -> Iterator[str]:
-    """Fields that are set in the nodes that ``nest.fields`` names, and that nothing reads."""
-    for parent in {path.rpartition(".")[0] for path in mapped}:
-        for name, value in node_at(view.raw, parent).items():
-            path = f"{parent}.{name}" if parent else str(name)
-            is_read = path in mapped or (parent == view.settings.root and name in _KNOWN)
-            if not is_read and isinstance(value, bool | int | float | str) and value is not False:
-                yield path
 
 
 #: Choices that need no field: they follow from others, or only save time where they are set.

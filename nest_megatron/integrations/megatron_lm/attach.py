@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -257,25 +257,20 @@ def require_kept(
         f"{flag_of(name)} {command.values[name]} -> {rewrite.values[name]}"
         for name in sorted({*kept} & rewrite.values.keys() - refused)
     ]
-    found = [*changed, *_other_meanings({**command.values, **rewrite.values}, plan, kept)]
-    if found:
+    # kept flags that Megatron would read as another layout than the plan's
+    values, layout = {**command.values, **rewrite.values}, plan.layout
+    if set(kept) & {*STAGE_OPTIONS, *VIRTUAL_STAGES}:
+        pp = layout.dims.pipeline_model_parallel_size
+        if partition_of_values(plan.model, values, pp) not in (None, layout.partition):
+            changed.append(f"the stages are not {plan.arguments['pipeline_model_parallel_layout']}")
+    recompute = read_recompute(values) or NO_RECOMPUTE
+    if set(kept) & set(RECOMPUTE) and recompute != layout.recompute:
+        changed.append(f"the recomputation is not {layout.recompute.label()}")
+    if changed:
         raise FaultError(
-            f"the plan would change what you set and did not free: {'; '.join(found)}. That is a "
+            f"the plan would change what you set and did not free: {'; '.join(changed)}. That is a "
             "fault of nest-megatron; launch without it and report it."
         )
-
-
-def _other_meanings(
-    values: Mapping[str, Any], plan: ParallelPlan, kept: Collection[str]
-) -> Iterator[str]:
-    """Kept flags that Megatron would read as another layout than the plan's."""
-    if set(kept) & {*STAGE_OPTIONS, *VIRTUAL_STAGES}:
-        pp = plan.layout.dims.pipeline_model_parallel_size
-        if partition_of_values(plan.model, values, pp) not in (None, plan.layout.partition):
-            yield f"the stages are not {plan.arguments['pipeline_model_parallel_layout']}"
-    recompute = plan.layout.recompute
-    if set(kept) & set(RECOMPUTE) and (read_recompute(values) or NO_RECOMPUTE) != recompute:
-        yield f"the recomputation is not {recompute.label()}"
 
 
 def target_refusals(spec: TransformerSpec) -> Mapping[str, str]:

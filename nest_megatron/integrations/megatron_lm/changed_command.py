@@ -126,7 +126,14 @@ def taken(values: Values, saved: Values, version: str) -> dict[str, Any]:
     Raises:
         UserInputError: for a value that is no number, text, list or switch.
     """
-    saved = _as_of_now(saved, version)
+    saved = dict(saved)  # under today's names
+    if "disable_bias_linear" in saved:
+        saved["add_bias_linear"] = not saved["disable_bias_linear"]
+    if release_number(version) >= (0, 17):
+        pattern = saved.get("hybrid_override_pattern")
+        if pattern is not None and saved.get("hybrid_layer_pattern") is None:
+            saved |= {"hybrid_layer_pattern": pattern, "num_layers": None}
+        saved.setdefault("gdp_num_householder", 3)
     found = {
         name: saved[name]
         for kind in ("replaced", "filled")
@@ -242,19 +249,6 @@ def _notes(values: Values, saved: SavedCheckpoint, version: str) -> Iterator[str
                 f"The checkpoint was saved with {name} = {before}, which Megatron {version} does "
                 f"not take from it; the command has {now}."
             )
-
-
-def _as_of_now(saved: Values, version: str) -> dict[str, Any]:
-    """Saved arguments under today's names."""
-    found = dict(saved)
-    if "disable_bias_linear" in found:
-        found["add_bias_linear"] = not found["disable_bias_linear"]
-    if release_number(version) >= (0, 17):
-        pattern = found.get("hybrid_override_pattern")
-        if pattern is not None and found.get("hybrid_layer_pattern") is None:
-            found |= {"hybrid_layer_pattern": pattern, "num_layers": None}
-        found.setdefault("gdp_num_householder", 3)
-    return found
 
 
 #: Settings that one flag of Megatron-LM says.

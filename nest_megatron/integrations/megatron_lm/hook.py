@@ -162,7 +162,11 @@ def after_parallel_state(module: ModuleType) -> None:
         with ending_on_errors():
             _require_plan()
         result = original(*args, **kwargs)
-        plan = _plan_of_groups()
+        plan = None  # that Megatron's groups are compared with, once in a job of Megatron-LM
+        if _job is None:
+            plan = _plan_of_hydra_application()
+        elif not _job.groups_checked and _job.decision is not None:
+            _job.groups_checked, plan = True, _job.decision.plan
         if plan is not None:
             from nest_megatron.integrations.megatron_lm.ranks import compare_groups
 
@@ -171,16 +175,6 @@ def after_parallel_state(module: ModuleType) -> None:
         return result
 
     _wrap(module, "initialize_model_parallel", initialize_model_parallel)
-
-
-def _plan_of_groups() -> ParallelPlan | None:
-    """The plan that Megatron's groups are compared with, once in a job of Megatron-LM."""
-    if _job is None:
-        return _plan_of_hydra_application()
-    if _job.groups_checked or _job.decision is None:
-        return None
-    _job.groups_checked = True
-    return _job.decision.plan
 
 
 def _plan_of_hydra_application() -> ParallelPlan | None:

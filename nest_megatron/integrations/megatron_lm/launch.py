@@ -156,23 +156,19 @@ def dry_run(launched: LaunchedJob) -> None:
     with _device_of(plan), contextlib.redirect_stdout(io.StringIO()):  # it prints every argument
         _carried_out(launched, outcome.decision)
     say("nest: Megatron's own validation accepts this.\n")
-    _show_command(launched, plan)
-    if _asked_file(launched) is not None:
-        say(_write_plan(launched, plan))
-    if outcome.searched is not None and outcome.searched.kept:
-        _print_costs(outcome.searched)
-    say("nest: dry run; nothing was started.")
-
-
-def _show_command(launched: LaunchedJob, plan: ParallelPlan) -> None:
     launch = plan.launch[attach.LAUNCHER]
-    wanted = [(name, text) for name, text in launch.environment.items() if text is not None]
     say("nest: the same without nest\n")
+    wanted = [(name, text) for name, text in launch.environment.items() if text is not None]
     say(command_lines(launch_words(plan, launched.script, launch.argv), wanted))
     for name, text in launch.environment.items():
         if text is None:
             say(f"  with {name} unset")
     say()
+    if _asked_file(launched) is not None:
+        say(_write_plan(launched, plan))
+    if outcome.searched is not None and outcome.searched.kept:
+        _print_costs(outcome.searched)
+    say("nest: dry run; nothing was started.")
 
 
 def _device_of(plan: ParallelPlan) -> AbstractContextManager[None]:
