@@ -291,7 +291,10 @@ def plan_table(
     >>> {number: found.layout.num_gpus for number, found in table.plans().items()}
     {2: 16, 3: 24}
     """
-    from nest_megatron.integrations.megatron_lm.node_counts import plan_for_nodes, sized
+    from nest_megatron.integrations.megatron_lm.node_counts import (
+        plan_for_nodes,
+        settings_for_nodes,
+    )
 
     counts = tuple(nodes)
     if not counts or min(counts) < 1:
@@ -299,7 +302,7 @@ def plan_table(
         raise UserInputError("nodes", counts, limit, fix)
     sizes = None, global_batch_size
     composed = compose_keywords(model, cluster, settings, config_dir, *sizes)
-    job = table_job(sized(composed, counts))
+    job = table_job(settings_for_nodes(composed, counts))
     return PlanTable(record=plan_for_nodes(job, counts), notes=job.request.notes)
 
 

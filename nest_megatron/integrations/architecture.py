@@ -21,7 +21,7 @@ from nest_megatron.integrations.fields import (
     changed_fields,
     class_names,
     classes_of,
-    shown,
+    short_text,
     value_or,
 )
 from nest_megatron.model.encoder import EncoderSpec
@@ -62,7 +62,7 @@ def refuse_unplannable(
         A note on each field that was assumed to be harmless.
     """
     for what, value, lacking in _refused(config, wrappers):
-        raise unplannable(what, shown(value), lacking)
+        raise unplannable(what, short_text(value), lacking)
     # a pattern names every layer, so that their number may be left out
     patterns = (value_or(config, f"hybrid_{kind}_pattern") for kind in ("layer", "override"))
     for name in (*(() if any(patterns) else ("num_layers",)), "hidden_size", "num_attention_heads"):
@@ -91,7 +91,8 @@ def notes_on_unknown_fields(parts: Mapping[str, Any]) -> tuple[str, ...]:
         parts: of a job, by the path that messages call them.
     """
     return tuple(
-        f"{path}.{name} = {shown(value)} is not known here, and a plan leaves it out of account."
+        f"{path}.{name} = {short_text(value)} is not known here, and a plan leaves it out of "
+        "account."
         for path, part in parts.items()
         for name, value in changed_fields(part, class_names(part)[:1], _TABLE["training_parts"])
     )
@@ -107,8 +108,8 @@ def notes_on_assumed(
         if not {name, field}.intersection(assume_harmless):
             fix = "Launch this job without nest, or plan it as if the field were not set: "
             fix += f"--assume-harmless {name} (assume_harmless=[{name}])."
-            raise UnplannableModelError(field, shown(value), lacking, fix)
-        notes.append(f"{field} = {shown(value)} was assumed to be harmless: {lacking}.")
+            raise UnplannableModelError(field, short_text(value), lacking, fix)
+        notes.append(f"{field} = {short_text(value)} was assumed to be harmless: {lacking}.")
     return tuple(notes)
 
 

@@ -183,16 +183,16 @@ def _default(field: Field[Any]) -> Any:
     return None if field.default is MISSING else field.default
 
 
-def shown(value: Any) -> str:
+def short_text(value: Any) -> str:
     """A value in a few letters: of a configuration inside, its kind alone.
 
-    >>> shown(["mlp"]), shown(type("Sizes", (), {})())
+    >>> short_text(["mlp"]), shown(type("Sizes", (), {})())
     ("['mlp']", 'Sizes')
-    >>> shown([type("Callback", (), {})()])
+    >>> short_text([type("Callback", (), {})()])
     '[Callback]'
     """
     if isinstance(value, list | tuple) and not all(map(_is_plain, value)):
-        return f"[{', '.join(map(shown, value))}]"
+        return f"[{', '.join(map(short_text, value))}]"
     return str(value) if _is_plain(value) else class_names(value)[0]
 
 
@@ -222,7 +222,7 @@ def changes(root: Any, wanted: Iterable[FieldValue]) -> tuple[Change, ...]:
     return tuple(found)
 
 
-def carry_out(root: Any, changed: tuple[Change, ...]) -> tuple[Change, ...]:
+def set_fields(root: Any, changed: tuple[Change, ...]) -> tuple[Change, ...]:
     """Set every field, or none: where one is refused, those before it get their values back."""
     done: list[Change] = []
     for change in changed:
@@ -323,7 +323,10 @@ class ExecutionPlaces:
         if self._value("cuda_graph_modules") is not ABSENT:  # 0.19 refuses both
             planned["cuda_graph_scope"] = None
         stated = self.values()
-        asked, changed = _unlike(wanted, PLAIN), _unlike(wanted, execution_of(stated))
+        asked, changed = (
+            _differing_fields(wanted, PLAIN),
+            _differing_fields(wanted, execution_of(stated)),
+        )
         values = {name: self._value(name) for name in EXECUTION_FIELDS}
         raw = {name: value for name, value in values.items() if value not in (ABSENT, None, "")}
         levels = ContextTraffic.A2A_P2P  # a framework that makes no two would train without any
@@ -398,7 +401,7 @@ def _first(value: Any) -> Any:
     return value[0] if isinstance(value, list | tuple) and value else value
 
 
-def _unlike(wanted: Execution, other: Execution) -> set[str]:
+def _differing_fields(wanted: Execution, other: Execution) -> set[str]:
     """Fields of two executions that differ."""
     names = (knob.name for knob in KNOBS)
     return {name for name in names if getattr(wanted, name) != getattr(other, name)}

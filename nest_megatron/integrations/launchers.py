@@ -278,23 +278,23 @@ class _Launch:
         launcher, said = self._parts[0] if self._parts else (_WRAPPER, {})
         said = {**self._variables(launcher), **said}
         if launcher in (_TORCHRUN, _DEEPSPEED):
-            nodes, ranks = self._of_agents(launcher, said)
+            nodes, ranks = self._agent_ranks(launcher, said)
         elif launcher is _MPI:
-            nodes, ranks = self._of_mpi(said)
+            nodes, ranks = self._mpi_ranks(said)
         elif launcher is _ACCELERATE:
             if "ranks" not in said:
                 self._unsaid.append("accelerate is not told --num_processes")
             nodes, ranks = self._count(said, "nodes"), self._count(said, "ranks")
         else:
-            nodes, ranks = self._of_tasks()
+            nodes, ranks = self._slurm_tasks()
             if ranks == 1 and launcher is not _SLURM:
                 ranks = None  # a process of a step of one task may stand for those that it starts
         if ranks is None:
-            ranks = self._of_variable(self._typed)
+            ranks = self._world_size(self._typed)
         if ranks is None and launcher not in (_TORCHRUN, _DEEPSPEED, _ACCELERATE):
-            nodes, ranks = self._of_gpus(nodes)
+            nodes, ranks = self._ranks_by_gpus(nodes)
         if ranks is None and launcher is not _TORCHRUN:
-            ranks = self._of_variable(self._environment)
+            ranks = self._world_size(self._environment)
         if ranks is None and not self._unsaid:
             what = "neither a launcher nor Slurm nor WORLD_SIZE says it"
             if self._first and _launcher(self._first) is None:
@@ -307,7 +307,7 @@ class _Launch:
             unsaid="" if ranks else self._unsaid[0],
         )
 
-    def _of_agents(self, launcher: Launcher, said: _Said) -> _Sizes:
+    def _agent_ranks(self, launcher: Launcher, said: _Said) -> _Sizes:
         """Of an agent on each node, which starts that node's ranks."""
         nodes, per_node = self._count(said, "nodes"), self._count(said, "per_node")
         if "selected_gpus" in said:
@@ -322,14 +322,14 @@ class _Launch:
                 return None, None
             per_node = per_node or (self._node_gpus() if "per_node" not in said else None)
         if nodes is None:
-            nodes = 1 if "nodes" not in said else self._of_tasks()[0]
+            nodes = 1 if "nodes" not in said else self._slurm_tasks()[0]
         if per_node is None and launcher is _TORCHRUN:
             per_node = 1 if "per_node" not in said else self._slurm_count("gpus_per_node")
         return nodes, nodes * per_node if nodes and per_node else None
 
-    def _of_mpi(self, said: _Said) -> _Sizes:
+    def _mpi_ranks(self, said: _Said) -> _Sizes:
         slots = self._slots(said)
-        nodes, tasks = self._of_tasks()
+        nodes, tasks = self._slurm_tasks()
         nodes = len(slots) if slots else nodes
         per_node = self._count(said, "per_node")
         if ranks := self._count(said, "ranks"):
@@ -338,7 +338,7 @@ class _Launch:
             return nodes, nodes * per_node if nodes and per_node else None
         return nodes, sum(slots) if slots else tasks
 
-    def _of_tasks(self) -> _Sizes:
+    def _slurm_tasks(self) -> _Sizes:
         """Nodes and tasks, by the nearest words for Slurm that say them."""
         known = dict[str, _Value]()
         nodes = tasks = None
@@ -357,7 +357,7 @@ class _Launch:
                 break
         return nodes, tasks
 
-    def _of_gpus(self, nodes: int | None) -> _Sizes:
+    def _ranks_by_gpus(self, nodes: int | None) -> _Sizes:
         """A rank on each GPU that Slurm is told of, where it is told no number of tasks."""
         known = {name: value for said in reversed(self._slurm) for name, value in said.items()}
         nodes = self._nodes(known) or nodes
@@ -369,7 +369,7 @@ class _Launch:
         self._notes.append(f"Slurm is told {gpus} GPUs and no tasks; a rank on each is assumed.")
         return nodes, gpus
 
-    def _of_variable(self, environment: Mapping[str, str]) -> int | None:
+    def _world_size(self, environment: Mapping[str, str]) -> int | None:
         name = next((name for name in _WORLD if name in environment), None)
         return self._count({"ranks": _Value(environment[name], name)} if name else {}, "ranks")
 

@@ -25,9 +25,9 @@ from nest_megatron.integrations.fields import (
     ABSENT,
     ExecutionPlaces,
     FieldValue,
-    carry_out,
     changes,
     class_names,
+    set_fields,
     value_or,
 )
 from nest_megatron.integrations.megatron_lm.attach import is_blackwell
@@ -47,9 +47,9 @@ from nest_megatron.integrations.restore import packed_sequence_size, restored_by
 from nest_megatron.integrations.vocabulary import (
     build_within,
     hub_name,
-    is_here,
-    known_rows,
-    offline,
+    is_cached,
+    rows_of_model,
+    without_hub,
 )
 from nest_megatron.integrations.watching import STEPS
 from nest_megatron.layout import plan_file
@@ -177,11 +177,11 @@ class NemoRecipe(Recipe, framework="nemo"):
             return given, False, ()
         for holder in (recipe.model, recipe.data):
             if (tokenizer := value_or(holder, "tokenizer")) is not None:
-                rows, notes = _rows(tokenizer)
+                rows, notes = _tokenizer_rows(tokenizer)
                 return rows, False, notes
         base = hub_name(self.find("resume.restore_config.path"))
-        if base is not None and (found := known_rows(base)) is not None:
-            return found, False, (_of_base(base, found),)
+        if base is not None and (found := rows_of_model(base)) is not None:
+            return found, False, (_base_note(base, found),)
         kind = class_names(recipe.data)[0]
         if kind == "MockDataModule" and "T5Model" in class_names(recipe.model):
             kind = "T5MockDataModule"
@@ -192,7 +192,7 @@ class NemoRecipe(Recipe, framework="nemo"):
         limit = "the recipe names no tokenizer"
         if base is not None:
             limit += f", and how many rows that of {base} has is not known"
-        raise _no_vocabulary(kind, limit)
+        raise _vocabulary_error(kind, limit)
 
     def wanted(self, plan: ParallelPlan) -> Iterator[FieldValue]:
         """The plan, and what it makes stale cleared."""
@@ -325,7 +325,7 @@ def require_language_models(installed: str | None = None) -> None:
         raise UserInputError(what, installed, limit, fix)
 
 
-def _rows(tokenizer: Any) -> tuple[int, tuple[str, ...]]:
+def _tokenizer_rows(tokenizer: Any) -> tuple[int, tuple[str, ...]]:
     """Rows of a tokenizer, which is built if it is not yet and can be, and what was assumed."""
     if not hasattr(tokenizer, "__fn_or_cls__"):
         return int(tokenizer.vocab_size), ()
@@ -333,31 +333,31 @@ def _rows(tokenizer: Any) -> tuple[int, tuple[str, ...]]:
 
     names = (value_or(tokenizer, each) for each in ("pretrained_model_name", "model_name"))
     name = next(filter(None, map(hub_name, names)), None)
-    is_cached = name is not None and is_here(name)
-    if name is not None and not is_cached and (known := known_rows(name)) is not None:
-        return known, (_of_base(name, known),)
+    is_here = name is not None and is_cached(name)
+    if name is not None and not is_here and (known := rows_of_model(name)) is not None:
+        return known, (_base_note(name, known),)
     try:
-        with offline() if is_cached else contextlib.nullcontext():
+        with without_hub() if is_here else contextlib.nullcontext():
             return int(build_within(lambda: fiddle.build(tokenizer)).vocab_size), ()
     except TimeoutError as error:
-        raise _no_vocabulary(
+        raise _vocabulary_error(
             name or repr(tokenizer),
             f"the tokenizer cannot be fetched ({error}; is there a network here?)",
         ) from error
     except Exception as error:
-        raise _no_vocabulary(
+        raise _vocabulary_error(
             name or repr(tokenizer), f"the tokenizer cannot be built here ({type(error).__name__})"
         ) from error
 
 
-def _of_base(name: str, rows: int) -> str:
+def _base_note(name: str, rows: int) -> str:
     return (
         f"The vocabulary has {rows:,} rows, as {name} has; its tokenizer is not here. vocab_size= "
         "says another number."
     )
 
 
-def _no_vocabulary(value: str, limit: str) -> UserInputError:
+def _vocabulary_error(value: str, limit: str) -> UserInputError:
     fix = "Give vocab_size=, or set model.config.vocab_size."
     return UserInputError("recipe.data.tokenizer", value, limit, fix)
 
@@ -429,7 +429,9 @@ def apply_plan(
         UserInputError: if the plan is for another model or job, breaks a rule of megatron-core, or
             needs a field that this NeMo does not have.
     """
-    return carry_out(recipe, plan_changes(recipe, plan, free=free, assume_harmless=assume_harmless))
+    return set_fields(
+        recipe, plan_changes(recipe, plan, free=free, assume_harmless=assume_harmless)
+    )
 
 
 def plan_changes(

@@ -39,7 +39,7 @@ from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, STATED_ELSEWHERE
 from nest_megatron.integrations.megatron_lm.parser import read_argv
-from nest_megatron.integrations.megatron_lm.present_layout import refused
+from nest_megatron.integrations.megatron_lm.present_layout import refusal_text
 from nest_megatron.layout.before_after import Difference
 from nest_megatron.layout.dims import DEGREES as LAYOUT_DEGREES
 from nest_megatron.layout.dims import ParallelDims, RankOrder
@@ -71,18 +71,18 @@ _FIELDS = tuple(
 )
 
 
-def made_for(plan: ParallelPlan, job: Job, made_by: str) -> ParallelPlan:
+def with_origin(plan: ParallelPlan, job: Job, made_by: str) -> ParallelPlan:
     """A plan that says what it was made for: a framework, and of a recipe the job as well."""
     origin = plan.provenance
     if job.command is not None:
         origin = origin.made_for(MEGATRON_LM, job.version, made_by)
     else:
         assert job.target is not None
-        origin = origin.made_for(job.target.framework, None, made_by, recorded(job))
+        origin = origin.made_for(job.target.framework, None, made_by, recorded_fields(job))
     return replace(plan, provenance=origin)
 
 
-def recorded(job: Job) -> dict[str, Any]:
+def recorded_fields(job: Job) -> dict[str, Any]:
     """The fields of a recipe's job that are not the defaults, as plain data."""
     default = Job(spec=job.spec)
     return {
@@ -108,7 +108,7 @@ class RecipeJob:
     """What the fields of a recipe say and settings cannot.
 
     Args:
-        fields: of the job, as ``recorded``; ``None`` in plans of an application.
+        fields: of the job, as ``recorded_fields``; ``None`` in plans of an application.
         traits: of the cost model's settings, which stand for them there.
     """
 
@@ -164,7 +164,7 @@ def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
         "train.precision": plan.train.precision,
         "train.global_batch_size": plan.layout.global_batch_size,
     }
-    found = _typed("", stated) | recorded_defaults()
+    found = _as_settings("", stated) | recorded_defaults()
     if plan.choice is not None:
         found["memory.max_oom_chance"] = value_text(plan.choice.max_oom_chance)
         found["search.tie_percent"] = value_text(plan.choice.tie_percent)
@@ -174,7 +174,9 @@ def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
         found["profile.mode"] = ProfileMode.ANALYTIC.value
     if plan.provenance.site is None:
         found["profile.site"] = "false"
-    found |= _typed("reliability.", reliability_of(plan)) | _typed("cost.", rates_of(plan))
+    found |= _as_settings("reliability.", reliability_of(plan)) | _as_settings(
+        "cost.", rates_of(plan)
+    )
     if (tokens := found.pop("cost.tokens", None)) is not None:
         found["train.tokens"] = tokens
     job = RecipeJob(fields=plan.provenance.recipe)
@@ -212,7 +214,7 @@ def _words(request: Request) -> dict[str, str]:
     return dict(describe_space(request.space, request.cluster, request.policy))
 
 
-def _typed(prefix: str, record: object) -> dict[str, str]:
+def _as_settings(prefix: str, record: object) -> dict[str, str]:
     """The fields of a record, or of a mapping, that are set, as settings."""
     fields = to_plain(record) or {}
     return {f"{prefix}{k}": value_text(v) for k, v in fields.items() if v not in (None, [])}
@@ -237,7 +239,7 @@ def _space_settings(plan: ParallelPlan, free: Mapping[str, str]) -> dict[str, st
         if name in said and "," not in said[name]:
             found[f"parallel.{name}"] = said[name]
     if "recompute" in said:
-        found |= _typed("parallel.recompute_", plan.layout.recompute)
+        found |= _as_settings("parallel.recompute_", plan.layout.recompute)
     if said.get("num_gpus") == "any whole nodes":
         found["search.use_all_gpus"] = "false"
     return found
@@ -452,7 +454,7 @@ class PlannedJob:
         gpus, placed = variant.layout.num_gpus, self._plan.layout.num_gpus
         if gpus != placed:
             return f"tp * pp * cp * dp = {gpus}: the plan is for {placed} GPUs"
-        return refused(self._job, variant, self._values, self._version, but=STATED_ELSEWHERE)
+        return refusal_text(self._job, variant, self._values, self._version, but=STATED_ELSEWHERE)
 
     def rule(self, composed: Settings) -> str:
         """The rule that the plan's layout with what was named breaks; empty for none."""

@@ -20,7 +20,7 @@ from nest_megatron.cost_model.target_defaults import MEGATRON_LM as MEGATRON_LM_
 from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.files import check_output, expanded, now, read_bytes, read_opened
-from nest_megatron.integrations.fields import shown
+from nest_megatron.integrations.fields import short_text
 from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.parser import load_arguments
 from nest_megatron.layout import plan_file
@@ -154,7 +154,7 @@ def pinned_file(named: str | None) -> Path:
     return expanded(Path(named), "nest.plan")
 
 
-def pinned_by(pin: Pin) -> str:
+def pin_note(pin: Pin) -> str:
     """What is said of who pinned a plan."""
     return f"Pinned {one_line(pin.created)} by {one_line(pin.by)}."
 
@@ -375,7 +375,7 @@ def change_rows(changes: Iterable[Change]) -> list[tuple[str, str | None, str | 
     """Changes as ``changes_table`` takes them."""
 
     def text(value: object) -> str | None:
-        return None if value is None else shown(value)
+        return None if value is None else short_text(value)
 
     return [(each.field, text(each.before), text(each.after), each.reason) for each in changes]
 

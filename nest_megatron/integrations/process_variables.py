@@ -42,7 +42,7 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in own.items() if name not in environment}
 
 
-def launched(environment: Mapping[str, str]) -> dict[str, str]:
+def with_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process with what ``srun`` says in the names of torch."""
     return {**environment, **rank_variables(environment)}
 

@@ -53,9 +53,9 @@ def read_recipe(
     """
     words = list(dropwhile(_ASSIGNMENT.match, tokens(text)))
     if words and PurePath(words[0]).name == "nemo":
-        return _of_nemo(words[1:], assume_harmless)
+        return _nemo_job(words[1:], assume_harmless)
     if any(word.partition("=")[0] == _RECIPE for word in words):
-        return _of_bridge(split_command(words, place), assume_harmless)
+        return _bridge_job(split_command(words, place), assume_harmless)
     return None
 
 
@@ -74,10 +74,10 @@ class _Parser(argparse.ArgumentParser):
     """Raises our own error instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise _wrong(message, "its words cannot be read", "Correct them.")
+        raise _command_error(message, "its words cannot be read", "Correct them.")
 
 
-def _wrong(value: str, limit: str, fix: str) -> UserInputError:
+def _command_error(value: str, limit: str, fix: str) -> UserInputError:
     return UserInputError("--from", value, limit, fix)
 
 
@@ -85,7 +85,7 @@ def _fields(words: Sequence[str], where: str) -> list[str]:
     """Words that set fields of a recipe; a ``UserInputError`` for any other."""
     for word in words:
         if word.startswith("-") or "=" not in word:
-            raise _wrong(
+            raise _command_error(
                 word,
                 "what it changes of the recipe is not known here",
                 f"Write the fields themselves, such as {where}=4.",
@@ -93,7 +93,7 @@ def _fields(words: Sequence[str], where: str) -> list[str]:
     return list(words)
 
 
-def _of_nemo(words: Sequence[str], assume_harmless: Sequence[str]) -> Job:
+def _nemo_job(words: Sequence[str], assume_harmless: Sequence[str]) -> Job:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("collection", choices=["llm"])
     parser.add_argument("task", choices=["pretrain", "finetune"])
@@ -130,14 +130,14 @@ def _nemo_recipe(task: str, factory: str, fields: list[str]) -> Any:
     try:
         return RunContext(name=task, factory=factory).parse_fn(getattr(llm, task), fields)
     except Exception as error:
-        raise _wrong(
+        raise _command_error(
             factory,
             f"NeMo-Run does not make it: {first_line(error)}",
             f"`nemo llm {task} --factory NAME --dryrun` shows what it takes.",
         ) from error
 
 
-def _of_bridge(command: SplitCommand, assume_harmless: Sequence[str]) -> Job:
+def _bridge_job(command: SplitCommand, assume_harmless: Sequence[str]) -> Job:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument(_RECIPE, required=True)
     parser.add_argument("--mode")  # what the recipe's own name says
@@ -175,7 +175,7 @@ def _bridge_recipe(name: str, fields: list[str]) -> Any:
             getattr(recipes, name)(), cli_overrides=fields
         )
     except Exception as error:
-        raise _wrong(
+        raise _command_error(
             name,
             f"Megatron-Bridge does not make it: {first_line(error)}",
             "Correct the fields, or give what it lacks.",

@@ -30,7 +30,7 @@ from nest_megatron.config.launch import MixedGpus
 from nest_megatron.config.overrides import Setting, parse
 from nest_megatron.config.train import LENGTH_SETTINGS
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.fields import ABSENT, FIELDS, FieldValue, carry_out, changes
+from nest_megatron.integrations.fields import ABSENT, FIELDS, FieldValue, changes, set_fields
 from nest_megatron.integrations.megatron_lm.attach import (
     OF_THE_COMMAND_LINE,
     launch_request,
@@ -39,7 +39,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import partition_of
 from nest_megatron.integrations.megatron_lm.planning import job_request, plan_to_launch
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
 from nest_megatron.integrations.megatron_lm.write import planned_arguments
-from nest_megatron.integrations.plan_job import made_for
+from nest_megatron.integrations.plan_job import with_origin
 from nest_megatron.integrations.plan_output import read_launched
 from nest_megatron.integrations.recipe import TAKEN_BACK, Recipe
 from nest_megatron.integrations.restore import finetuning_fields
@@ -459,7 +459,7 @@ def plan_recipe(
     if job.restored is not None:
         job.restored.check(found, job.version)
     by_words = job.free.option == "nest.free"  # only Megatron-Bridge's scripts take them
-    return made_for(found, job, "+nest=auto" if by_words else "auto_recipe"), request.notes
+    return with_origin(found, job, "+nest=auto" if by_words else "auto_recipe"), request.notes
 
 
 def plan_into(
@@ -482,4 +482,4 @@ def plan_into(
     recipe = make(fields_assumed_harmless(settings))
     job = replace(recipe.job(vocab_size), free=free_parameters(free, keep))
     plan, _ = plan_recipe(job, cluster=cluster, overrides=settings)
-    return plan, carry_out(recipe.root, plan_changes(recipe, plan, may_change))
+    return plan, set_fields(recipe.root, plan_changes(recipe, plan, may_change))

@@ -163,16 +163,16 @@ class Recorder:
         layout = self.plan.layout
         if not layout.execution.overlap_moe_expert_parallel_comm:  # passes of two are one then
             for name in _PASSES:
-                self._patch(schedules, name, self.timed)
+                self._patch(schedules, name, self.with_timing)
         if (ep := layout.dims.expert_model_parallel_size) > 1:
             routed = importlib.import_module(_ROUTED[0])  # the package has a function of its name
-            self._patch(routed, _ROUTED[1], functools.partial(self.routed, ep=ep))
+            self._patch(routed, _ROUTED[1], functools.partial(self.with_token_counts, ep=ep))
 
     def _patch(self, module: ModuleType, name: str, wrapper: Callable[..., Any]) -> None:
         if (original := getattr(module, name, None)) is not None:
             self._patches.enter_context(mock.patch.object(module, name, wrapper(original)))
 
-    def timed(self, function: Callable[..., Result]) -> Callable[..., Result]:
+    def with_timing(self, function: Callable[..., Result]) -> Callable[..., Result]:
         """A forward or backward pass of this rank's layers, timed inside watched steps."""
 
         @functools.wraps(function)
@@ -186,7 +186,7 @@ class Recorder:
 
         return run
 
-    def routed(self, function: Callable[..., Result], ep: int) -> Callable[..., Result]:
+    def with_token_counts(self, function: Callable[..., Result], ep: int) -> Callable[..., Result]:
         """Megatron's update of routers' biases, whose first argument it makes whole counts of.
 
         Args:
@@ -208,7 +208,7 @@ class Recorder:
             return
         self.is_done = True
         self._patches.close()
-        with self.telling("completed"):
+        with self.reporting_errors("completed"):
             self.measured = self._read()
             self._passes, self._tokens = [], []
             if self._store is not None:
@@ -229,17 +229,17 @@ class Recorder:
                 self._gathering.join()
             elif self.rank == 0 and not self.is_done:
                 self._record({})  # it was too short
-            with self.telling("completed"):
+            with self.reporting_errors("completed"):
                 if self.rank == 0 and (run := self.run()) is not None:
                     audit_outcome(replace(run, outcome=Outcome.FINISHED, end=now()))
             return
-        with self.telling("completed"):
+        with self.reporting_errors("completed"):
             self._record_failure(error)
 
     def run(self) -> RunRecord | None:
         """The record of the run as it began; ``None`` if there is none."""
         if self._own_run is None and self._store is not None:
-            for run in self._store.left(_RUN).values():
+            for run in self._store.parts(_RUN).values():
                 self._own_run = from_plain(RunRecord, run)
         return self._own_run
 
@@ -265,16 +265,16 @@ class Recorder:
         assert self.measured is not None
         ended = time.monotonic() + _GATHER_S + 2 * max(self.measured.step_times_s)
         parts = {0: self.measured}
-        with self.telling("completed"):
-            while self._store.num_left(_MEASURED) < self.num_ranks and time.monotonic() < ended:
+        with self.reporting_errors("completed"):
+            while self._store.num_parts(_MEASURED) < self.num_ranks and time.monotonic() < ended:
                 time.sleep(_PAUSE_S)
-            for part in self._store.left(_MEASURED).values():
+            for part in self._store.parts(_MEASURED).values():
                 parts[part["rank"]] = from_plain(RankMeasured, part)
         self._record(parts)
 
     def _record(self, parts: Mapping[int, RankMeasured]) -> None:
         """Print and keep the measured run."""
-        with self.telling("kept"):
+        with self.reporting_errors("kept"):
             if (run := self.run()) is None:
                 return
             if parts:
@@ -304,12 +304,12 @@ class Recorder:
 
     def _keep(self, run: RunRecord) -> None:
         """Add to the history; an audit is the operators', and needs none."""
-        with self.telling("kept"):
+        with self.reporting_errors("kept"):
             if self.steps:
                 history.append(run)
 
     @contextlib.contextmanager
-    def telling(self, what: str) -> Iterator[None]:
+    def reporting_errors(self, what: str) -> Iterator[None]:
         """A record that cannot be kept is told of, and ends nothing."""
         try:
             yield

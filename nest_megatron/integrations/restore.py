@@ -235,7 +235,7 @@ class Restored:
 
     def required(self, version: str) -> Mapping[str, Requirement]:
         """What a plan must keep, by the names of ``layout_arguments``."""
-        needs = checkpoint.required(self.saved, self.values, version)
+        needs = checkpoint.requirements(self.saved, self.values, version)
         return needs if self.is_seen else {n: r for n, r in needs.items() if r.value is not None}
 
     def check(self, plan: ParallelPlan, version: str) -> None:

@@ -40,8 +40,8 @@ from nest_megatron.history.records import (
     job_key,
 )
 from nest_megatron.history.store import line_of
-from nest_megatron.integrations.fields import shown
-from nest_megatron.integrations.megatron_lm.rendezvous import named
+from nest_megatron.integrations.fields import short_text
+from nest_megatron.integrations.megatron_lm.rendezvous import rank_words
 from nest_megatron.integrations.plan_output import user_name
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import Change
@@ -145,7 +145,7 @@ def run_warnings(run: RunRecord, parts: Mapping[int, RankMeasured]) -> tuple[str
     missing = [rank for rank in range(run.grid.dims.world_size) if rank not in parts]
     warned = []
     if missing:
-        warned = [f"nothing was heard from {named(missing, dict(enumerate(run.hosts)))}"]
+        warned = [f"nothing was heard from {rank_words(missing, dict(enumerate(run.hosts)))}"]
     warned += [*_memory(run, hosts), *_experts(run)]
     if not run.grid.zero.is_fsdp:
         groups = _groups(run, parts)
@@ -165,7 +165,7 @@ def _memory(run: RunRecord, hosts: Mapping[int, str]) -> Iterator[str]:
         peak, ratio = peaks[worst], over[worst]
         others = f"; so are {len(over)} ranks in all" if len(over) > 1 else ""
         yield (
-            f"peak memory of {named([worst], hosts)} is {_percent(ratio)} above the "
+            f"peak memory of {rank_words([worst], hosts)} is {_percent(ratio)} above the "
             f"prediction ({format_gib(peak)}, predicted {format_gib(peak / ratio)}){others}"
         )
 
@@ -279,7 +279,7 @@ def _passes(run: RunRecord, groups: list[_Group]) -> Iterator[str]:
 
 
 def _who(group: _Group, hosts: Mapping[int, str]) -> str:
-    return f"{named(group.ranks, hosts)}, pipeline rank {group.pipeline_rank}"
+    return f"{rank_words(group.ranks, hosts)}, pipeline rank {group.pipeline_rank}"
 
 
 def _percent(ratio: float) -> str:
@@ -410,8 +410,8 @@ def changed_flags(changes: Iterable[Change]) -> tuple[FlagChange, ...]:
     return tuple(
         FlagChange(
             name=change.field,
-            before=None if change.before is None else shown(change.before),
-            after=None if change.after is None else shown(change.after),
+            before=None if change.before is None else short_text(change.before),
+            after=None if change.after is None else short_text(change.after),
         )
         for change in changes
     )

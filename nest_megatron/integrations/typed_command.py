@@ -26,13 +26,17 @@ from nest_megatron.integrations.dry_run import (
 from nest_megatron.integrations.launchers import SLURM_VARIABLES, LaunchPlace, slurm_options
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_command
 from nest_megatron.integrations.megatron_lm.changed_command import require_model, with_flags
-from nest_megatron.integrations.megatron_lm.checkpoint import check_loadable, saved_by
+from nest_megatron.integrations.megatron_lm.checkpoint import check_loadable, checkpoint_of_plan
 from nest_megatron.integrations.megatron_lm.parser import newest_flags, read_command, tokens
 from nest_megatron.integrations.megatron_lm.planning import job_request
-from nest_megatron.integrations.megatron_lm.present_layout import on_device, refusal, typed_plan
+from nest_megatron.integrations.megatron_lm.present_layout import (
+    refusal,
+    typed_plan,
+    with_device_settings,
+)
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters, kept_flags
-from nest_megatron.integrations.plan_job import made_for
+from nest_megatron.integrations.plan_job import with_origin
 from nest_megatron.integrations.restore import restored_by_command
 from nest_megatron.layout.before_after import BeforeAfter, Changes, LayoutChange
 from nest_megatron.layout.diff import Change
@@ -309,7 +313,7 @@ def command_of_plan(
     if (command := job.command) is None:
         assert job.changes is not None
         changes = job.changes(found)
-        found = made_for(found, job, "plan --from")
+        found = with_origin(found, job, "plan --from")
     else:
         found, rewrite = with_command(
             found,
@@ -342,7 +346,7 @@ def estimate_command(
             raise UserInputError(name, value, limit, fix)
     job = replace(job, num_gpus=job.num_gpus or cluster.num_gpus)
     request = request_for(
-        on_device(job, cluster), cluster, composed, SearchSpace(), choose_execution=False
+        with_device_settings(job, cluster), cluster, composed, SearchSpace(), choose_execution=False
     )
     found, _ = typed_plan(job, request, composed)
     launch = {}
@@ -350,7 +354,7 @@ def estimate_command(
         launch[LAUNCHER] = LaunchCommand(
             script=command.script, argv=command.argv, environment=command.environment
         )
-    found = replace(made_for(found, job, "estimate --from"), launch=launch)
+    found = replace(with_origin(found, job, "estimate --from"), launch=launch)
     return CommandPlan(job=job, request=request, plan=found, changes=())
 
 
@@ -414,7 +418,7 @@ def _needs(found: CommandPlan, before: ParallelPlan) -> Iterator[str]:
 def _obstacle(found: CommandPlan, before: ParallelPlan, values: Mapping[str, Any]) -> str:
     """Why the plan does not load what a job of the present layout saves; empty where it does."""
     version = found.job.version
-    saved = saved_by(before, values, version, "a checkpoint of the present layout")
+    saved = checkpoint_of_plan(before, values, version, "a checkpoint of the present layout")
     try:
         check_loadable(saved, found.plan.arguments, values, version)
     except UserInputError as error:

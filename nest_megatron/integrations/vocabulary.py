@@ -70,10 +70,10 @@ def hub_name(text: object) -> str | None:
     return None if found is None else found[1]
 
 
-def known_rows(name: str) -> int | None:
+def rows_of_model(name: str) -> int | None:
     """Rows of a model's vocabulary, where the catalogue or the table above has it.
 
-    >>> known_rows("meta-llama/Meta-Llama-3-8B"), known_rows("mine/model")
+    >>> rows_of_model("meta-llama/Meta-Llama-3-8B"), known_rows("mine/model")
     (128256, None)
     """
     if name in _ROWS:
@@ -87,7 +87,7 @@ def known_rows(name: str) -> int | None:
     return int(sizes.pop()) if len(sizes) == 1 else None
 
 
-def is_here(name: str) -> bool:
+def is_cached(name: str) -> bool:
     """Whether files of a tokenizer lie in a folder of this name, or in the cache of the hub."""
     if Path(name).exists():
         return True
@@ -124,7 +124,7 @@ def build_within(build: Callable[[], Built], seconds: float = FETCH_S) -> Built:
 
 
 @contextlib.contextmanager
-def offline() -> Iterator[None]:
+def without_hub() -> Iterator[None]:
     """Keep the Hugging Face libraries from asking the hub about files that are here."""
     with _SWITCHING, contextlib.ExitStack() as stack:
         for module, name in _OFFLINE:
@@ -249,7 +249,7 @@ def _hugging_face(path: Path, added: Any) -> set[str] | None:
         whole = _object(file)
         vocab = whole["model"].get("vocab") if isinstance(whole.get("model"), dict) else None
         if not isinstance(vocab, dict | list):
-            raise _refused(file, "it has no model.vocab")
+            raise _file_error(file, "it has no model.vocab")
         names = set(_contents(whole.get("added_tokens")))
         # Unigram has pairs of a token and its score
         names.update(each if isinstance(each, str) else str(each[0]) for each in vocab)
@@ -291,17 +291,17 @@ def _object(path: Path) -> dict[str, Any]:
     text = read_text(path, str(path), most=_MOST_BYTES)
     found = parse_json(text, str(path), limits=_LIMITS)
     if not isinstance(found, dict):
-        raise _refused(path, "it is no JSON object")
+        raise _file_error(path, "it is no JSON object")
     return found
 
 
 def _pieces(path: Path) -> Iterator[str]:
     """The pieces of a SentencePiece model: field 1 of its protobuf message, one after another."""
     if path.is_dir():
-        raise _refused(path, "it is a folder, and this tokenizer reads a SentencePiece model")
+        raise _file_error(path, "it is a folder, and this tokenizer reads a SentencePiece model")
     content = read_bytes(path, str(path), most=_MOST_BYTES)
     if not content:
-        raise _refused(path, "it is empty")
+        raise _file_error(path, "it is empty")
     for number, value in _fields(content, path):
         if number == 1:
             inner = dict(_fields(value, path))
@@ -319,9 +319,9 @@ def _fields(content: bytes, path: Path) -> Iterator[tuple[int, bytes]]:
         elif kind == 2:
             size, at = _varint(content, at, path)
         elif kind not in (1, 5):
-            raise _refused(path, "it is no SentencePiece model")
+            raise _file_error(path, "it is no SentencePiece model")
         if at + size > len(content):
-            raise _refused(path, "it is no SentencePiece model, or cut short")
+            raise _file_error(path, "it is no SentencePiece model, or cut short")
         yield key >> 3, content[at : at + size]
         at += size
 
@@ -336,10 +336,10 @@ def _varint(content: bytes, at: int, path: Path) -> tuple[int, int]:
         value |= (byte & 127) << shift
         if byte < 128:
             return value, at
-    raise _refused(path, "it is no SentencePiece model, or cut short")
+    raise _file_error(path, "it is no SentencePiece model, or cut short")
 
 
-def _refused(path: Path, limit: str) -> UserInputError:
+def _file_error(path: Path, limit: str) -> UserInputError:
     return UserInputError(
         "the tokenizer's file",
         str(path),

@@ -21,7 +21,7 @@ from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.history.records import Launch, RunRecord
 from nest_megatron.integrations.megatron_lm.agreement import connect, propagating_errors
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
-from nest_megatron.integrations.process_variables import launched
+from nest_megatron.integrations.process_variables import with_rank_variables
 from nest_megatron.integrations.recorder import Recorder
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.policy import PolicyError
@@ -76,7 +76,7 @@ class WatchedLoop:
                         RankContext(
                             rank=rank,
                             world_size=num_ranks,
-                            environment=launched(os.environ),
+                            environment=with_rank_variables(os.environ),
                             rendezvous_timeout_s=_MEET_S,
                         )
                     )
@@ -133,7 +133,7 @@ def watching(plan: ParallelPlan | None = None, *, steps: int = STEPS) -> Iterato
         PolicyError: where a policy has to have an audit, and it cannot be written.
         UserInputError: if there is no plan.
     """
-    environment = launched(os.environ)
+    environment = with_rank_variables(os.environ)
     watched = WatchedLoop(plan, steps=steps) if plan is not None else loop_of_hydra(steps)
     watched.begin(int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1")))
     try:

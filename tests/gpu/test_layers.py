@@ -183,7 +183,7 @@ def test_what_was_timed_before_cuda_failed_is_kept(
         where=Where.GPU,
         max_seconds=3600.0,
     )
-    answer = measure_child.measured(orders, 1)
+    answer = measure_child.measure(orders, 1)
     timed = [LayerBlock.DENSE] if words else [LayerBlock.DENSE, LayerBlock.HEAD]
     assert [timing.block for timing in answer.timings] == timed
     (skipped,) = answer.skipped

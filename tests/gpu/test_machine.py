@@ -98,7 +98,7 @@ def test_watched_steps_are_read_when_all_are_done() -> None:
     """Steps of 0.5 s, half of it in passes of this rank's layers; capturing marks nothing."""
     with stand_in_gpu() as gpu, pytest.MonkeyPatch.context() as monkeypatch:
         watched = recorder.Recorder(steps=4, rank=1, num_ranks=2, store=None, own_run=None)
-        run_layers = watched.timed(lambda: gpu.works(0.25))
+        run_layers = watched.with_timing(lambda: gpu.works(0.25))
         for capturing in (False, False, False, True, False):
             monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
             with watched.step():
@@ -193,7 +193,7 @@ def test_nothing_is_timed_on_the_processor_in_place_of_a_gpu() -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         orders: Any = type("Orders", (), {"where": Where.CPU})
         with pytest.raises(RuntimeError, match="NVIDIA_DRIVER_CAPABILITIES"):
-            measure_child.measured(orders, 1)
+            measure_child.measure(orders, 1)
 
 
 def test_an_engine_that_does_not_load_is_said(

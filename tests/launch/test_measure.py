@@ -23,12 +23,12 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm import measure
 from nest_megatron.integrations.megatron_lm.measure import (
     MeasuringError,
+    gpu_of_rank,
     measure_in_child,
     measure_job,
-    own_gpu,
+    num_threads,
     shape_of,
     tasks_for,
-    threads_for,
     with_profile,
 )
 from nest_megatron.integrations.megatron_lm.measure_child import (
@@ -380,7 +380,7 @@ def test_a_child_knows_of_no_rank_and_of_one_gpu() -> None:
     assert found["HOME"] == "/root"
     assert rank.keys() & found.keys() == {"HOME", "CUDA_VISIBLE_DEVICES"}
     on_cpu = measure.child_environment(orders_for(), rank)
-    assert on_cpu["OMP_NUM_THREADS"] == str(threads_for(rank))
+    assert on_cpu["OMP_NUM_THREADS"] == str(num_threads(rank))
 
 
 @pytest.mark.parametrize(
@@ -393,13 +393,13 @@ def test_a_child_knows_of_no_rank_and_of_one_gpu() -> None:
     ],
 )
 def test_a_rank_s_own_gpu(variables: dict[str, str], gpu: str) -> None:
-    assert own_gpu(variables) == gpu
+    assert gpu_of_rank(variables) == gpu
 
 
 def test_cores_are_shared_by_the_ranks_of_a_host() -> None:
     cores = len(os.sched_getaffinity(0))
-    assert threads_for({}) == cores
-    assert threads_for({"LOCAL_WORLD_SIZE": "10000"}) == 1
+    assert num_threads({}) == cores
+    assert num_threads({"LOCAL_WORLD_SIZE": "10000"}) == 1
 
 
 def test_measuring_leaves_the_rest_of_the_place_alone() -> None:

@@ -102,7 +102,7 @@ def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> Recor
             "Correct the path; it is relative to the current folder.",
         )
     run = dry_run(rest, variables, cluster)
-    found = _chosen(run, shlex.join(rest))
+    found = _launch_that_trains(run, shlex.join(rest))
     given = (
         f"{name}={value}"
         for name, value in found.environment.items()
@@ -125,7 +125,7 @@ def unread_model(words: Iterable[str]) -> str:
     return next((_UNREAD[part] for part in parts if part in _UNREAD), "")
 
 
-def _chosen(run: DryRun, call: str) -> RecordedLaunch:
+def _launch_that_trains(run: DryRun, call: str) -> RecordedLaunch:
     """The one launch that trains; one on each of several nodes is one."""
     trains = [each for each in run.launches if any(map(_is_training, each.words))]
     found = {_of_all_nodes(each.words): each for each in reversed(trains)}
@@ -356,7 +356,10 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
                 pending += [(options, each) for each in _records(folder)]
         return DryRun(
             launches=tuple(launches),
-            **{each: _listed(folder / each) for each in ("skipped", "answered", "absent", "unset")},
+            **{
+                each: _read_names(folder / each)
+                for each in ("skipped", "answered", "absent", "unset")
+            },
             code=code,
             printed=_last_lines(folder / "printed"),
             exposed=(folder / "open").read_text("utf-8") if (folder / "open").exists() else "",
@@ -480,7 +483,7 @@ def _slurm_variables(options: Sequence[str], environment: Mapping[str, str]) -> 
     return {name: value for name, value in found.items() if name not in environment}
 
 
-def _listed(path: Path) -> dict[str, str]:
+def _read_names(path: Path) -> dict[str, str]:
     """Names with the line of their first call."""
     if not path.exists():
         return {}

@@ -47,10 +47,14 @@ from nest_megatron.integrations.hydra.read import (
 from nest_megatron.integrations.hydra.view import AppView, view_of
 from nest_megatron.integrations.megatron_lm.agreement import require_like_first
 from nest_megatron.integrations.megatron_lm.planning import plan_to_launch
-from nest_megatron.integrations.megatron_lm.rendezvous import RankContext, fields, versions
+from nest_megatron.integrations.megatron_lm.rendezvous import (
+    RankContext,
+    comparable_fields,
+    versions,
+)
 from nest_megatron.integrations.megatron_lm.search_space import freed_flags, job_space
 from nest_megatron.integrations.plan_output import (
-    pinned_by,
+    pin_note,
     pinned_file,
     plan_file_note,
     plan_output,
@@ -58,7 +62,7 @@ from nest_megatron.integrations.plan_output import (
     require_launch,
     values_report,
 )
-from nest_megatron.integrations.process_variables import launched
+from nest_megatron.integrations.process_variables import with_rank_variables
 from nest_megatron.integrations.recipe_plan import planned_items, require_pinned_for
 from nest_megatron.integrations.run_record import auditing_refusals, changed_flags
 from nest_megatron.layout import plan_file
@@ -137,7 +141,7 @@ def require_same_plan(plan: ParallelPlan, job: str, environment: Mapping[str, st
         NoAgreementError: if another rank has arrived at another plan, with what differs.
     """
     items = {"num_gpus": plan.layout.num_gpus, **planned_items(plan)}
-    return _compared(
+    return _compare_ranks(
         environment,
         f"plan of {job}",
         {name: repr(value) for name, value in items.items()},
@@ -149,11 +153,14 @@ def require_same_plan(plan: ParallelPlan, job: str, environment: Mapping[str, st
 
 def require_same_job(view: AppView, number: object, environment: Mapping[str, str]) -> bool:
     """As ``require_same_plan``, for the configuration and the versions of one job of several."""
-    mine = {**versions(), **fields(view.raw, "", (*view.settings.may_differ, "nest.out"))}
-    return _compared(environment, f"configuration of job {number}", mine)
+    mine = {
+        **versions(),
+        **comparable_fields(view.raw, "", (*view.settings.may_differ, "nest.out")),
+    }
+    return _compare_ranks(environment, f"configuration of job {number}", mine)
 
 
-def _compared(
+def _compare_ranks(
     environment: Mapping[str, str], name: str, mine: Mapping[str, str], **words: str
 ) -> bool:
     """Compare values where ``torchrun`` has a store, and say if so."""
@@ -220,7 +227,7 @@ def plan_app(view: AppView, environment: Mapping[str, str]) -> AppPlan:
             )
         else:
             pinned = read_launched(pinned_file(settings.plan), size)
-            plan, notes, signer = pinned.plan, (pinned_by(pinned.pin),), pinned.signer
+            plan, notes, signer = pinned.plan, (pin_note(pinned.pin),), pinned.signer
             job = read_app(view, compose(settings.settings(None)))
             named = settings.cluster is not None
             require_pinned_for(
@@ -250,7 +257,7 @@ def plan_job(config: Any, task: Any = None) -> None:
         config: with Hydra's own part.
         task: what the application gets of it.
     """
-    view, environment = view_of(config), launched(os.environ)
+    view, environment = view_of(config), with_rank_variables(os.environ)
     number = OmegaConf.select(config, "hydra.job.num", default=0)  # unset without -m
     require_same_job(view, number, environment)
     if is_first(environment):
@@ -335,7 +342,7 @@ class Plans:
                 )
             self._planning.on = True
             try:
-                environment = launched(os.environ)
+                environment = with_rank_variables(os.environ)
                 found = plan_app(view, environment)
                 require_same_plan(found.plan, job, environment)
                 self._known[whole] = found
@@ -360,19 +367,19 @@ class Plans:
     def _job(self, view: AppView) -> str:
         """A digest of all that a plan is made for."""
         places = {view.place(item) for item in (*_ITEMS, *(item for _, item in view.uses()))}
-        return _digest(_without(view.raw, "", places))
+        return _digest(_without_places(view.raw, "", places))
 
 
 #: Of this process.
 PLANS = Plans()
 
 
-def _without(node: Any, path: str, places: set[str | None]) -> Any:
+def _without_places(node: Any, path: str, places: set[str | None]) -> Any:
     if not isinstance(node, Mapping):
         return node
     inside = {name: f"{path}.{name}" if path else str(name) for name in node}
     return {
-        name: _without(node[name], where, places)
+        name: _without_places(node[name], where, places)
         for name, where in inside.items()
         if where not in places
     }

@@ -28,7 +28,7 @@ from nest_megatron.integrations.fields import (
     ABSENT,
     ExecutionPlaces,
     FieldValue,
-    carry_out,
+    set_fields,
     value_or,
 )
 from nest_megatron.integrations.recipe import Recipe, memory_fields
@@ -39,7 +39,7 @@ from nest_megatron.integrations.recipe_plan import (
     plan_into,
 )
 from nest_megatron.integrations.restore import packed_sequence_size, restored_by_bridge
-from nest_megatron.integrations.vocabulary import hub_name, known_rows
+from nest_megatron.integrations.vocabulary import hub_name, rows_of_model
 from nest_megatron.layout.diff import Change, reason
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import release_number
@@ -119,7 +119,7 @@ class BridgeConfig(Recipe, framework="megatron_bridge"):
             adds_end = release_number(self.target.megatron_core) < (0, 18) and not is_legacy
             return rows + adds_end, False, ()
         base = hub_name(self.find("tokenizer.tokenizer_model"))
-        if base is not None and (known := known_rows(base)) is not None:
+        if base is not None and (known := rows_of_model(base)) is not None:
             return known, False, ()
         raise UserInputError(
             "model.vocab_size",
@@ -289,7 +289,7 @@ def apply_plan(
     found = plan_changes(
         cfg, plan, free=free, environment=environment, assume_harmless=assume_harmless
     )
-    return carry_out(cfg, found)
+    return set_fields(cfg, found)
 
 
 def plan_changes(

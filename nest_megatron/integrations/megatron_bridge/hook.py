@@ -42,7 +42,7 @@ from nest_megatron.integrations.megatron_lm.ranks import (
     job_hosts,
     words_of,
 )
-from nest_megatron.integrations.megatron_lm.rendezvous import fields, versions
+from nest_megatron.integrations.megatron_lm.rendezvous import comparable_fields, versions
 from nest_megatron.integrations.megatron_lm.search_space import CHOICES, free_parameters
 from nest_megatron.integrations.plan_output import (
     fields_report,
@@ -172,7 +172,7 @@ def run(
             return planned()
 
     with propagating_errors(store):
-        own = fields(cfg, "", launch.may_differ)
+        own = comparable_fields(cfg, "", launch.may_differ)
         require_equal(store, {**versions(), **words_of(words), **own}, what="command")
         # ranks are not numbered by switches here, so that no host is near another
         job.hosts = tuple(replace(host, groups=()) for host in job_hosts(store))
@@ -188,7 +188,7 @@ def run(
             show(fields_report(plan, job.changes, (*notes, *told)))
         if launch.dry_run:
             sys.exit(OK)
-        require_equal(store, fields(cfg, "", launch.may_differ), what="configuration")
+        require_equal(store, comparable_fields(cfg, "", launch.may_differ), what="configuration")
         begin_record(job)
     return job
 

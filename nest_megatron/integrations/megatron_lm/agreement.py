@@ -28,7 +28,7 @@ from nest_megatron.integrations.megatron_lm.rendezvous import (
     TimedStore,
     connect_store,
     differences,
-    named,
+    rank_words,
 )
 from nest_megatron.layout.plan_file import digest
 from nest_megatron.plain import to_plain
@@ -89,18 +89,18 @@ class RendezvousStore:
         self.store.call("append", name, f"{text}\n")
         self.count(f"{name}/count")
 
-    def num_left(self, name: str) -> int:
+    def num_parts(self, name: str) -> int:
         """How many parts of a list are there."""
         return self.count(f"{name}/count", 0)
 
-    def left(self, name: str) -> dict[int, Any]:
+    def parts(self, name: str) -> dict[int, Any]:
         """The parts of a list as plain data, in the order of the ranks of launched processes."""
-        lines = self.store.call("get", name).splitlines() if self.num_left(name) else ()
+        lines = self.store.call("get", name).splitlines() if self.num_parts(name) else ()
         return dict(sorted(map(json.loads, lines)))
 
     def named(self, ranks: Iterable[int]) -> str:
         """Ranks in words, with their hosts."""
-        return named(ranks, self.left(_ROLL))
+        return rank_words(ranks, self.parts(_ROLL))
 
     def publish(self, answer: object = None) -> None:
         """Write rank 0's next answer into the log, unless another rank has failed meanwhile."""
@@ -129,7 +129,7 @@ class RendezvousStore:
                 self._entry += 1
                 if entry.startswith(_ANSWER):
                     return json.loads(entry.removeprefix(_ANSWER))
-            elif left_s >= timeout_s and 0 in self.left(_ROLL):
+            elif left_s >= timeout_s and 0 in self.parts(_ROLL):
                 raise self._silent([0])
         raise NoAgreementError(
             f"no {what} from {self.named([0])} after {limit_s:g} s. {self._roll_call()}"
@@ -155,14 +155,14 @@ class RendezvousStore:
         started, seen = time.monotonic(), dict[int, tuple[str, float]]()
         next_check = started + self.interval_s
         while True:
-            is_there = self.num_left(what) >= self.context.world_size or enough()
+            is_there = self.num_parts(what) >= self.context.world_size or enough()
             self.raise_failure()
             if is_there:
-                return self.left(what)
+                return self.parts(what)
             now = time.monotonic()
             if now > min(started + limit_s, next_check):
                 # ranks that have arrived, and whose part is missing
-                late = sorted(self.left(_ROLL).keys() - self.left(what).keys())
+                late = sorted(self.parts(_ROLL).keys() - self.parts(what).keys())
                 if now > started + limit_s:
                     said = f"after {limit_s:g} s"
                     if late:
@@ -181,7 +181,7 @@ class RendezvousStore:
 
     def tell(self, error: BaseException) -> None:
         """Tell the other ranks what ends this one, unless another was first."""
-        own = named([self.context.rank], {self.context.rank: socket.gethostname()})
+        own = rank_words([self.context.rank], {self.context.rank: socket.gethostname()})
         message = f"{own} stopped: {str(error) or type(error).__name__}"
         if isinstance(error, NoAgreementError):
             message = str(error)
@@ -215,7 +215,7 @@ class RendezvousStore:
         ended = time.monotonic() + _GRACE_PERIOD_S
         with contextlib.suppress(LostStoreError):
             gone = self.count("gone")
-            while gone < self.num_left(_ROLL) and time.monotonic() < ended:
+            while gone < self.num_parts(_ROLL) and time.monotonic() < ended:
                 time.sleep(self.interval_s / 2)  # all of them poll
                 gone = self.count("gone", 0)
 
@@ -259,13 +259,13 @@ class RendezvousStore:
         )
 
     def _roll_call(self) -> str:
-        world_size, hosts = self.context.world_size, self.left(_ROLL)
+        world_size, hosts = self.context.world_size, self.parts(_ROLL)
         missing = [rank for rank in range(world_size) if rank not in hosts]
         if not missing:
             return f"All {world_size} ranks have arrived."
         return (
-            f"{len(missing)} of {world_size} ranks have not arrived: {named(missing, {})}. "
-            f"Arrived: {named(hosts, hosts)}. Look at the missing ranks' own output: one that "
+            f"{len(missing)} of {world_size} ranks have not arrived: {rank_words(missing, {})}. "
+            f"Arrived: {rank_words(hosts, hosts)}. Look at the missing ranks' own output: one that "
             "ended, hangs or was started without +nest never arrives"
         )
 
@@ -345,14 +345,14 @@ def require_equal(
 
         def enough() -> bool:
             """One differs, and others had time to say the same."""
-            if not ends and store.num_left(different):
+            if not ends and store.num_parts(different):
                 ends.append(time.monotonic() + _OTHERS_S)
             return bool(ends) and time.monotonic() > ends[0]
 
         parts = store.collect(what, enough=enough)
-        if others := store.left(different):
+        if others := store.parts(different):
             of_ranks = {**dict.fromkeys(parts, mine), **others}
-            raise NoAgreementError(differences(of_ranks, store.left(_ROLL)))
+            raise NoAgreementError(differences(of_ranks, store.parts(_ROLL)))
         store.publish()
 
 

@@ -139,7 +139,7 @@ def with_launch(plan: ParallelPlan, *, notes: tuple[str, ...] = ()) -> ParallelP
         require_launchable(request, but=OF_THE_COMMAND_LINE)
         return plan
     require_launchable(request, but=STATED_ELSEWHERE)
-    argv, remark = _own_argv(request)
+    argv, remark = _argv_and_note(request)
     notes = (*notes, remark, *filter(None, [newest_flags(argv)]))
     return replace(
         plan, launch={**plan.launch, LAUNCHER: _launch_command(plan, request, "", argv, notes)}
@@ -166,7 +166,7 @@ def with_command(
     """
     request = launch_request(plan, command)
     require_launchable(request)
-    rewrite = rewritten(plan, command, kept)
+    rewrite = rewrite_command(plan, command, kept)
     launch = _launch_command(plan, request, command.script, rewrite.argv, notes)
     origin, launches = plan.provenance, {**plan.launch, LAUNCHER: launch}
     if made_by is not None:
@@ -193,7 +193,9 @@ def _launch_command(
     )
 
 
-def rewritten(plan: ParallelPlan, command: ReadCommand, kept: Collection[str] = ()) -> Rewrite:
+def rewrite_command(
+    plan: ParallelPlan, command: ReadCommand, kept: Collection[str] = ()
+) -> Rewrite:
     """The user's command under a plan, and what changed.
 
     Raises:
@@ -210,7 +212,7 @@ def rewritten(plan: ParallelPlan, command: ReadCommand, kept: Collection[str] = 
     return found
 
 
-def _own_argv(request: LaunchRequest) -> tuple[tuple[str, ...], str]:
+def _argv_and_note(request: LaunchRequest) -> tuple[tuple[str, ...], str]:
     layout = parallel_argv(request)
     spec, lacking = request.spec, dict(request.spec.variant.differences())
     if not has_activation_flag(spec):

@@ -82,13 +82,13 @@ def with_checkpoint_arguments(command: ReadCommand) -> ReadCommand:
         )
     values, notes, missing = dict(command.values), list(command.notes), []
     for name in named:
-        if (saved := _saved(values, name)) is None:
+        if (saved := _named_checkpoint(values, name)) is None:
             missing.append(name)
         else:
-            values.update(taken(values, saved.arguments, command.version))
+            values.update(values_from_checkpoint(values, saved.arguments, command.version))
             notes += _notes(values, saved, command.version)
     if missing == named:
-        notes.append(_without_checkpoint(values, missing[-1]))
+        notes.append(_note_without_checkpoint(values, missing[-1]))
     grouped = values.get("moe_grouped_gemm") or values.get("transformer_impl") == "local"
     if values.get("num_experts") and not grouped:  # and would stay so, whatever flag a plan adds
         raise flag_error(
@@ -116,7 +116,7 @@ def _names(kind: str, version: str) -> Iterator[str]:
                 yield from names.get(kind, ())
 
 
-def taken(values: Values, saved: Values, version: str) -> dict[str, Any]:
+def values_from_checkpoint(values: Values, saved: Values, version: str) -> dict[str, Any]:
     """What Megatron sets from saved arguments, by destination.
 
     Args:
@@ -178,7 +178,7 @@ def with_degrees_as_flags(command: ReadCommand) -> ReadCommand:
     )
 
 
-def _saved(values: Values, name: str) -> SavedCheckpoint | None:
+def _named_checkpoint(values: Values, name: str) -> SavedCheckpoint | None:
     """The checkpoint of ``--load`` or ``--pretrained-checkpoint``; ``None`` if there is none."""
     saved = read_checkpoint(
         {
@@ -191,7 +191,8 @@ def _saved(values: Values, name: str) -> SavedCheckpoint | None:
             raise flag_error(
                 name,
                 values[name],
-                f"{_absent(values[name])}, and --exit-on-missing-checkpoint ends the job there",
+                f"{_reason_of_absence(values[name])}, and --exit-on-missing-checkpoint ends the "
+                "job there",
                 "Correct the path.",
             )
         return None
@@ -207,7 +208,7 @@ def _saved(values: Values, name: str) -> SavedCheckpoint | None:
     return saved
 
 
-def _without_checkpoint(values: Values, name: str) -> str:
+def _note_without_checkpoint(values: Values, name: str) -> str:
     """The note of a job that starts without a checkpoint, from its own flags."""
     where = values[name]
     if all(values.get(each) for each in _SHAPE):
@@ -220,13 +221,13 @@ def _without_checkpoint(values: Values, name: str) -> str:
     raise flag_error(
         name,
         where,
-        f"{_absent(where)}, and --use-checkpoint-args reads the model from it",
+        f"{_reason_of_absence(where)}, and --use-checkpoint-args reads the model from it",
         "Plan where the checkpoint lies, copy its metadata here (latest_checkpointed_iteration.txt "
         f"and iter_*/ without the *.distcp of weights), or {_BY_HAND}.",
     )
 
 
-def _absent(where: str) -> str:
+def _reason_of_absence(where: str) -> str:
     return (
         "the folder holds no latest_checkpointed_iteration.txt"
         if Path(where).is_dir()
@@ -264,12 +265,12 @@ def with_flags(command: ReadCommand, composed: Settings) -> ReadCommand:
     Raises:
         UserInputError: for a word that is no flag of the release, and for two values of one flag.
     """
-    wanted = dict(_wanted(command, composed))
+    wanted = dict(_flags_to_set(command, composed))
     if not wanted:
         return command
     typed: dict[str | None, Option] = {option.dest: option for option in command.options}
     changed = {
-        dest: option for dest, option in wanted.items() if not _same(option, typed.get(dest))
+        dest: option for dest, option in wanted.items() if not _is_same(option, typed.get(dest))
     }
     removed = {_INSTEAD[dest] for dest in wanted if dest in _INSTEAD} & typed.keys() - wanted.keys()
     others = (each for each in command.options if each.dest not in {*changed, *removed})
@@ -309,7 +310,7 @@ def require_model(spec: TransformerSpec, composed: Settings, command: ReadComman
             )
 
 
-def _wanted(command: ReadCommand, composed: Settings) -> Iterator[tuple[str, Option]]:
+def _flags_to_set(command: ReadCommand, composed: Settings) -> Iterator[tuple[str, Option]]:
     """The flags by destination, settings among them."""
     version, found = command.version, dict[str, Option]()
     for option in options_of(shlex.split(composed.flags or ""), version):
@@ -355,7 +356,7 @@ def _destination(option: Option, composed: Settings, version: str) -> str:
 
 
 def _require_one(other: Option | None, option: Option, what: str) -> None:
-    if other is not None and not _same(option, other):
+    if other is not None and not _is_same(option, other):
         raise UserInputError(
             what,
             option.value,
@@ -364,7 +365,7 @@ def _require_one(other: Option | None, option: Option, what: str) -> None:
         )
 
 
-def _same(option: Option, other: Option | None) -> bool:
+def _is_same(option: Option, other: Option | None) -> bool:
     return other is not None and option.value == other.value and option.flag == other.flag
 
 

@@ -136,7 +136,7 @@ def loads_optimizer(saved: SavedCheckpoint, values: Values) -> bool:
     )
 
 
-def required(saved: SavedCheckpoint, values: Values, version: str) -> Mapping[str, Requirement]:
+def requirements(saved: SavedCheckpoint, values: Values, version: str) -> Mapping[str, Requirement]:
     """What a plan must keep to load this under ``version``, by the names of ``layout_arguments``.
 
     A virtual size of 1 stands for none; ``check_loadable`` sees what hangs on several choices.
@@ -174,7 +174,7 @@ def check_loadable(saved: SavedCheckpoint, arguments: Values, values: Values, ve
     """
     release = release_number(version)
     _check_format(saved, values, release)
-    for name, need in required(saved, values, version).items():
+    for name, need in requirements(saved, values, version).items():
         planned, value = arguments[name], need.value
         same = (planned or (1 if name == _VPP else False)) == value
         if name == _LAYOUT and planned and value and not saved_pattern(saved.arguments):
@@ -433,7 +433,9 @@ def _refuse(what: str, value: object, limit: str, fix: str) -> NoReturn:
 _KEPT = ("ddp_bucket_size", "ddp_num_buckets", "no_save_optim", "no_save_rng", "moe_grouped_gemm")
 
 
-def saved_by(plan: ParallelPlan, values: Values, version: str, name: str) -> SavedCheckpoint:
+def checkpoint_of_plan(
+    plan: ParallelPlan, values: Values, version: str, name: str
+) -> SavedCheckpoint:
     """What a plan's job saves.
 
     Source: ``_build_sharded_state_dict_metadata`` (core_v0.16.1 ``training/checkpointing.py``:405;

@@ -55,15 +55,15 @@ from nest_megatron.integrations.megatron_lm.ranks import (
 )
 from nest_megatron.integrations.megatron_lm.rendezvous import (
     RankContext,
-    arguments,
-    comparable,
+    comparable_arguments,
+    comparable_text,
     versions,
 )
 from nest_megatron.integrations.plan_output import (
     allowed_on_mismatch,
     flag_cost_report,
     launched_report,
-    pinned_by,
+    pin_note,
     pinned_file,
     plan_file_note,
     plan_output,
@@ -107,7 +107,7 @@ def run(launched: LaunchedJob) -> Any:
                     auditing_refusals(words.mode.value, launch.plan, args.world_size)
                 )
             require_launch(words.mode, launch.free, _release())
-            found = _find(launched, measured)
+            found = _find_plan(launched, measured)
         outcome = _with_ranks(launched, found, hosts)
         launched.changes = tuple(outcome.changes)
         show(launched_report(outcome.decision.plan, outcome.changes, outcome.notes))
@@ -120,7 +120,7 @@ def run(launched: LaunchedJob) -> Any:
         command = {
             **versions(),
             **words_of(words),
-            "defaults of the script": comparable(launched.defaults),
+            "defaults of the script": comparable_text(launched.defaults),
             **_arguments(launched),
         }
         agreement.require_equal(store, command, what="command")
@@ -139,7 +139,7 @@ def run(launched: LaunchedJob) -> Any:
                 store, {"plan": plan_file.checksum(decision.plan)}, what="plan"
             )  # no rank ends before the others
             sys.exit(OK)
-        result = _carried_out(launched, decision)
+        result = _apply_and_validate(launched, decision)
         agreement.require_equal(store, _arguments(launched), what="arguments")
         begin_record(launched)
         return result
@@ -149,12 +149,12 @@ def dry_run(launched: LaunchedJob) -> None:
     """Print the plan, the changes and the command on rank 0; have Megatron validate them."""
     if os.environ.get("RANK", "0") != "0":
         return
-    outcome = _find(launched)
+    outcome = _find_plan(launched)
     plan = outcome.decision.plan
     show(launched_report(plan, outcome.changes, outcome.notes))
     launched.args.world_size = plan.layout.num_gpus
     with _device_of(plan), contextlib.redirect_stdout(io.StringIO()):  # it prints every argument
-        _carried_out(launched, outcome.decision)
+        _apply_and_validate(launched, outcome.decision)
     say("nest: Megatron's own validation accepts this.\n")
     launch = plan.launch[attach.LAUNCHER]
     say("nest: the same without nest\n")
@@ -164,7 +164,7 @@ def dry_run(launched: LaunchedJob) -> None:
         if text is None:
             say(f"  with {name} unset")
     say()
-    if _asked_file(launched) is not None:
+    if _output_file(launched) is not None:
         say(_write_plan(launched, plan))
     if outcome.searched is not None and outcome.searched.kept:
         _print_costs(outcome.searched)
@@ -179,17 +179,17 @@ def _device_of(plan: ParallelPlan) -> AbstractContextManager[None]:
     return stand_in_device(device.name, attach.device_architecture(plan), device.memory_bytes)
 
 
-def _carried_out(launched: LaunchedJob, decision: Decision) -> Any:
+def _apply_and_validate(launched: LaunchedJob, decision: Decision) -> Any:
     args, validate = launched.args, launched.validate
     assert validate is not None
     unplanned = copy.deepcopy(args)
     apply(args, decision)
-    result = validated(validate, args, launched.defaults, unplanned)
+    result = validate_arguments(validate, args, launched.defaults, unplanned)
     require_planned(args, decision.plan)
     return result
 
 
-def validated(
+def validate_arguments(
     validate: Callable[..., Any], args: Namespace, defaults: Mapping[str, Any], unplanned: Namespace
 ) -> Any:
     """What ``validate_args`` of Megatron returns; ``unplanned``: the arguments without a plan.
@@ -207,7 +207,7 @@ def validated(
             with contextlib.redirect_stdout(io.StringIO()):
                 validate(unplanned, defaults)
         except Exception as other:  # noqa: BLE001 - whatever Megatron raises
-            if _place_and_words(other) == _place_and_words(error):
+            if _error_identity(other) == _error_identity(error):
                 text = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
                 raise RefusedByMegatronError(
                     f"Megatron's own validation refuses the arguments: {text} (try without +nest)"
@@ -215,13 +215,13 @@ def validated(
         raise
 
 
-def _place_and_words(error: Exception) -> tuple[object, ...]:
+def _error_identity(error: Exception) -> tuple[object, ...]:
     last = traceback.extract_tb(error.__traceback__)[-1]
     return type(error), str(error), last.filename, last.lineno
 
 
 def _arguments(launched: LaunchedJob) -> dict[str, str]:
-    return arguments(launched.args, flags_of(_release()), launched.launch.may_differ)
+    return comparable_arguments(launched.args, flags_of(_release()), launched.launch.may_differ)
 
 
 def _release() -> str:
@@ -235,7 +235,7 @@ def _installed() -> str:
     return str(release)
 
 
-def _find(
+def _find_plan(
     launched: LaunchedJob, measured: tuple[Job, JobCluster] | None = None
 ) -> planning.LaunchPlan:
     """The plan; one that is searched, with the layer times that were measured for it, if any."""
@@ -251,7 +251,7 @@ def _job_and_place(launched: LaunchedJob) -> tuple[Job, JobCluster]:
 
 
 def _read(launched: LaunchedJob) -> Job:
-    _asked_file(launched)
+    _output_file(launched)
     return planning.read_running_job(
         launched.args, launched.defaults, (launched.script, launched.argv), _installed()
     )
@@ -295,13 +295,13 @@ def _print_costs(searched: planning.Searched) -> None:
         print_cleaned(f"nest: what the kept flags cost cannot be said: {error}")
 
 
-def _asked_file(launched: LaunchedJob) -> Path | None:
+def _output_file(launched: LaunchedJob) -> Path | None:
     return plan_output(last_value(launched.words, "out"), [launched.launch.plan])
 
 
 def _write_plan(launched: LaunchedJob, plan: ParallelPlan) -> str:
     """Write the plan file and say where; a cache that cannot be written is no reason to stop."""
-    asked = path = _asked_file(launched)
+    asked = path = _output_file(launched)
     try:
         if path is None:
             name = f"{plan.model.name}-{plan_file.checksum(plan)}.yaml"
@@ -354,7 +354,7 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
     found = differences(pinned, actual)
     if not found:
         launched.signer = pinned.signer
-        return _as_pinned(job, pinned)
+        return _pinned_launch(job, pinned)
     if not all(each.is_of_moment for each in found):
         raise refusal(found)
     if allowed[0] is OnMismatch.REFUSE:
@@ -362,7 +362,7 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
         if others:
             fix += f"; nest.on_mismatch={others} has another plan take its place"
         raise refusal(found, f"{fix}.")
-    return _in_its_place(launched, job, pinned, actual, found, allowed)
+    return _replacement(launched, job, pinned, actual, found, allowed)
 
 
 def _actual(launched: LaunchedJob, job: Job, cluster: Cluster | None, world_size: int) -> ActualJob:
@@ -385,7 +385,7 @@ def _actual(launched: LaunchedJob, job: Job, cluster: Cluster | None, world_size
     )
 
 
-def _as_pinned(job: Job, pinned: PinnedPlan) -> planning.LaunchPlan:
+def _pinned_launch(job: Job, pinned: PinnedPlan) -> planning.LaunchPlan:
     assert job.command is not None
     if (restored := restored_by_command(job.command.values)) is not None:
         restored.check(pinned.plan, job.version)
@@ -394,11 +394,11 @@ def _as_pinned(job: Job, pinned: PinnedPlan) -> planning.LaunchPlan:
         # the embedding has the rows that the job gives it by itself
         model = replace(plan.model, vocab_size=rows, vocab_is_padded=True)
         plan = replace(plan, model=model)
-    notes = [pinned_by(pinned.pin), *filter(None, [pinned.told])]
-    return planning.carry_out(plan, job.command, tuple(notes))
+    notes = [pin_note(pinned.pin), *filter(None, [pinned.told])]
+    return planning.launch_plan(plan, job.command, tuple(notes))
 
 
-def _in_its_place(
+def _replacement(
     launched: LaunchedJob,
     job: Job,
     pinned: PinnedPlan,
@@ -409,7 +409,7 @@ def _in_its_place(
     """The plan that the machines of the moment get, with the reason in its notes."""
     policy, free = allowed[0], launched.launch.free
     note = (
-        f"{pinned_by(pinned.pin)} Another plan takes its place (nest.on_mismatch={policy}): "
+        f"{pin_note(pinned.pin)} Another plan takes its place (nest.on_mismatch={policy}): "
         f"{'; '.join(map(str, found))}."
     )
     place = _place(launched, pinned.plan.cluster, actual)
@@ -422,7 +422,7 @@ def _in_its_place(
         if OnMismatch.REPLAN in allowed
         else "pin a plan for these machines"
     )
-    kept = _kept(pinned.plan.arguments, way_out, has_experts=job.spec.is_moe)
+    kept = _requirements_of(pinned.plan.arguments, way_out, has_experts=job.spec.is_moe)
     job = replace(job, required={**job.required, **kept})
     try:
         return planning.decide(job, place, free=_ALL, made_by=made_by)
@@ -465,7 +465,7 @@ def _place(launched: LaunchedJob, planned: Cluster, actual: ActualJob) -> JobClu
     return JobCluster(cluster=cluster, settings=compose(words), notes=(note,))
 
 
-def _kept(
+def _requirements_of(
     arguments: Mapping[str, Any], way_out: str, *, has_experts: bool
 ) -> Mapping[str, Requirement]:
     """What ``nearest`` keeps of a plan; a virtual size of 1 stands for none."""

@@ -229,10 +229,10 @@ def _notes(orders: Orders, answers: Sequence[Answer], profile: LayerProfile) -> 
     refused = [one for one in skipped if not one.is_too_large]
     left = len(orders.tasks) - num_timed - len(skipped)
     if large:
-        yield f"Too large for the device: {_named(large)}."
+        yield f"Too large for the device: {_block_words(large)}."
     if refused:
         yield (
-            f"Could not be timed: {_named(refused)} ({refused[0].reason}). "
+            f"Could not be timed: {_block_words(refused)} ({refused[0].reason}). "
             f"They are not tried again unless {untimed_file(profile)} is removed."
         )
     if left > 0:
@@ -242,7 +242,7 @@ def _notes(orders: Orders, answers: Sequence[Answer], profile: LayerProfile) -> 
         )
 
 
-def _named(skipped: list[Skipped]) -> str:
+def _block_words(skipped: list[Skipped]) -> str:
     """How many blocks, and the first of them by name and shape."""
     shown = [
         f"{one.task.block.value} (tp {one.task.shard.tensor_model_parallel_size}, micro batch "
@@ -278,7 +278,7 @@ def measure_in_child(
         )
         json.dump(to_plain(orders), given)
         given.seek(0)
-        command = [*_COMMAND, str(os.getpid()), str(threads_for(environment))]
+        command = [*_COMMAND, str(os.getpid()), str(num_threads(environment))]
         variables = child_environment(orders, environment)
         child = subprocess.Popen(command, stdin=given, stdout=out, stderr=err, env=variables)
         stack.callback(child.wait)
@@ -306,7 +306,7 @@ def _last_words(err: IO[str]) -> str:
     return "\n  ".join(["; it said:", *lines]) if lines else ""
 
 
-def threads_for(environment: Mapping[str, str]) -> int:
+def num_threads(environment: Mapping[str, str]) -> int:
     """Threads of a process: the cores of this host that it may use, shared by the host's ranks."""
     return max(1, len(os.sched_getaffinity(0)) // (processes_per_host(environment) or 1))
 
@@ -322,17 +322,19 @@ def child_environment(orders: Orders, environment: Mapping[str, str]) -> dict[st
     found["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if orders.where is Where.GPU:
-        found["CUDA_VISIBLE_DEVICES"] = own_gpu(environment)
+        found["CUDA_VISIBLE_DEVICES"] = gpu_of_rank(environment)
     else:
-        found["OMP_NUM_THREADS"] = str(threads_for(environment))
+        found["OMP_NUM_THREADS"] = str(num_threads(environment))
     return found
 
 
-def own_gpu(environment: Mapping[str, str]) -> str:
+def gpu_of_rank(environment: Mapping[str, str]) -> str:
     """The one GPU of a rank, as ``CUDA_VISIBLE_DEVICES`` names it.
 
-    >>> own_gpu({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,6"}), own_gpu({"LOCAL_RANK": "3"})
-    ('6', '3')
+    >>> gpu_of_rank({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,6"})
+    '6'
+    >>> gpu_of_rank({"LOCAL_RANK": "3"})
+    '3'
     """
     local = environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0"))
     seen = re.findall(r"[^,\s]+", environment.get("CUDA_VISIBLE_DEVICES", ""))

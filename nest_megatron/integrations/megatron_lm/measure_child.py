@@ -95,14 +95,14 @@ class Answer:
 def main() -> None:
     """Carry out the orders on standard input; the parent and torch's threads are arguments."""
     parent, num_threads = map(int, sys.argv[1:])
-    end_with(parent)
-    with _own_output() as out:
+    end_with_parent(parent)
+    with _answer_stream() as out:
         orders = from_plain(Orders, json.load(sys.stdin))
-        json.dump(to_plain(measured(orders, num_threads)), out)
+        json.dump(to_plain(measure(orders, num_threads)), out)
     os._exit(0)  # a framework's own way out may take long, or fail
 
 
-def end_with(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """Have Linux end this process when the one that started it is gone, or is gone already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
@@ -110,7 +110,7 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def measured(orders: Orders, num_threads: int) -> Answer:
+def measure(orders: Orders, num_threads: int) -> Answer:
     """The timing, or the reason for none, of each block that was begun in time."""
     import torch
 
@@ -137,7 +137,7 @@ def measured(orders: Orders, num_threads: int) -> Answer:
     return Answer(machine=with_clocks(machine), timings=timings, skipped=skipped)
 
 
-def _own_output() -> TextIO:
+def _answer_stream() -> TextIO:
     """Standard output for the answer alone; what others print goes to standard error."""
     sys.stdout.flush()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -297,7 +297,7 @@ def _layers(spec: TransformerSpec, shard: LayerShard, args: Namespace) -> Layers
         layers = described_layers(spec, shard, config, made_by)
         if args.spec is None:
             return layers
-        described, mtp = _imported(args.spec), layers.mtp
+        described, mtp = _import_spec(args.spec), layers.mtp
     # the single layer of a description, and the norm behind it, as a block of layers reads it
     block = _get_block_submodules(config, described)
     return Layers(
@@ -325,10 +325,10 @@ def _bert_layer(args: Namespace) -> Any:
 
     if args.spec is None:
         return specs.get_bert_layer_with_transformer_engine_spec()
-    return specs.bert_layer_local_spec if args.spec[0] == "local" else _imported(args.spec)
+    return specs.bert_layer_local_spec if args.spec[0] == "local" else _import_spec(args.spec)
 
 
-def _imported(spec: Sequence[str]) -> Any:
+def _import_spec(spec: Sequence[str]) -> Any:
     from megatron.core.transformer.spec_utils import import_module
 
     return import_module(spec)

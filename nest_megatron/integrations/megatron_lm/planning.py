@@ -26,7 +26,10 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     flag_error,
 )
 from nest_megatron.integrations.megatron_lm.parser import load_arguments, read_argv
-from nest_megatron.integrations.megatron_lm.present_layout import on_device, with_present_layout
+from nest_megatron.integrations.megatron_lm.present_layout import (
+    with_device_settings,
+    with_present_layout,
+)
 from nest_megatron.integrations.megatron_lm.read import (
     job_of,
     refuse_unplannable,
@@ -68,7 +71,7 @@ def job_request(
     Raises:
         UserInputError: for a setting that cannot be kept.
     """
-    job = on_device(job, cluster)
+    job = with_device_settings(job, cluster)
     space, offer = job_space(job, composed)
     request = request_for(
         *(job, cluster, composed, space),
@@ -177,7 +180,7 @@ def decide(
     assert command is not None
     values, version = command.values, command.version
     saved = checkpoint.read_checkpoint(values)
-    saves = {} if saved is None else checkpoint.required(saved, values, version)
+    saves = {} if saved is None else checkpoint.requirements(saved, values, version)
     job = replace(
         job,
         free=FreeParameters(names=tuple(free), option="nest.free"),
@@ -191,7 +194,7 @@ def decide(
     searched = Searched(
         job=job, place=place, request=request, best_s=found.predicted.iteration_time_s
     )
-    outcome = carry_out(
+    outcome = launch_plan(
         found,
         command,
         request.notes,
@@ -219,7 +222,7 @@ def running_request(job: Job, place: JobCluster) -> Request:
     return job_request(job, cluster, place.settings, prefix="nest.", versions=installed_versions())
 
 
-def carry_out(
+def launch_plan(
     plan: ParallelPlan,
     command: ReadCommand,
     notes: tuple[str, ...],

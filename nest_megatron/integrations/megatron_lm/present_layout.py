@@ -42,7 +42,7 @@ _MICRO = "micro_batch_size"
 _DISPATCHER = "moe_token_dispatcher_type"
 
 
-def on_device(job: Job, cluster: Cluster) -> Job:
+def with_device_settings(job: Job, cluster: Cluster) -> Job:
     """A job with the settings that its recipe has on the devices of a cluster alone."""
     if not (job.on_blackwell and is_blackwell(cluster.accelerator.name)):
         return job
@@ -63,16 +63,18 @@ def with_present_layout(request: Request, job: Job, composed: Settings) -> Reque
         note = f"The present layout is no point of the search, Megatron refuses it: {refused}"
         return replace(request, notes=(*request.notes, note))
     layout = variant.layout
-    if not _keeps_fixed(request, layout):
+    if not _is_in_space(request, layout):
         return request
     if request.policy:
         plan = estimate_for(request, layout)
         if any(any(violations(plan, file)) for file in request.policy):
             return request
-    return replace(request, present=layout, space=_reaching(request.space, layout, request.cluster))
+    return replace(
+        request, present=layout, space=_space_with(request.space, layout, request.cluster)
+    )
 
 
-def _keeps_fixed(request: Request, layout: Layout) -> bool:
+def _is_in_space(request: Request, layout: Layout) -> bool:
     """Whether a layout is one of the space but for its limits."""
     space, sizes = request.space, layout.sizes
     return (
@@ -94,7 +96,7 @@ def _keeps_fixed(request: Request, layout: Layout) -> bool:
     )
 
 
-def _reaching(space: SearchSpace, present: Layout, cluster: Cluster) -> SearchSpace:
+def _space_with(space: SearchSpace, present: Layout, cluster: Cluster) -> SearchSpace:
     """A space with the sizes and the recomputation of what runs today.
 
     A limit that the user has set holds for other layouts.
@@ -147,7 +149,7 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
     grid = replace(grid, execution=allowed_execution(asked, grid))
     settings = request.settings
     if "cost.dp_overlap" not in composed.given:
-        settings = _overlapped(settings, values, grid.zero)
+        settings = _settings_with_overlaps(settings, values, grid.zero)
     layout = replace(
         grid.with_stages(stages, job.sharding),
         overlap_grad_reduce=bool(values.get("overlap_grad_reduce")),
@@ -157,7 +159,9 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
     return variant, refusal(request, job, asked)(variant)
 
 
-def _overlapped(settings: CostSettings, values: Values, zero: ZeroStage) -> CostSettings:
+def _settings_with_overlaps(
+    settings: CostSettings, values: Values, zero: ZeroStage
+) -> CostSettings:
     """What hides of the traffic between replicas: what the flags have overlapped, and no more.
 
     FSDP overlaps gradients by itself (0.16.1 megatron_fsdp.py:277).
@@ -177,10 +181,10 @@ def refusal(request: Request, job: Job, asked: Execution | None = None) -> Refus
         asked: how layers are asked to be carried out, where not as the layout says.
     """
     but = () if job.command else OF_THE_COMMAND_LINE
-    return lambda variant: refused(request, variant, job.values, job.version, asked, but)
+    return lambda variant: refusal_text(request, variant, job.values, job.version, asked, but)
 
 
-def refused(
+def refusal_text(
     request: Request,
     variant: Variant,
     values: Values,
@@ -234,7 +238,7 @@ def _execution(job: Job, request: Request, composed: Settings) -> Execution:
     """As the flags say; of experts with the dispatcher that Megatron has where none is typed."""
     own = job.values.get(_DISPATCHER) if request.spec.is_moe else None
     flags = {
-        **on_device(job, request.cluster).memory_flags,
+        **with_device_settings(job, request.cluster).memory_flags,
         **({} if own is None else {_DISPATCHER: own}),
     }
     return CostInputs.of(

@@ -241,7 +241,7 @@ class Watch:
 
 def _log(recording: Recorder, iteration: int) -> None:
     """Tell the job's own trackers what was measured."""
-    with recording.telling("logged"):
+    with recording.reporting_errors("logged"):
         if recording.measured and (writers := list(_writers())) and (run := recording.run()):
             for write in writers:
                 write(figures(run, recording.measured), iteration)

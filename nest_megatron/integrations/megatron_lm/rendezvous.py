@@ -52,18 +52,18 @@ def versions() -> dict[str, str]:
     return {f"version of {name}": version for name, version in (own | found).items()}
 
 
-def arguments(
+def comparable_arguments(
     args: Namespace, flags: Mapping[str, str], may_differ: Collection[str] = ()
 ) -> dict[str, str]:
     """Everything of Megatron's arguments that must be the same on all ranks, by its flag."""
     return {
-        flags.get(name, f"args.{name}"): comparable(value)
+        flags.get(name, f"args.{name}"): comparable_text(value)
         for name, value in sorted(vars(args).items())
         if name not in MAY_DIFFER and name not in may_differ
     }
 
 
-def fields(config: Any, name: str, may_differ: Collection[str] = ()) -> dict[str, str]:
+def comparable_fields(config: Any, name: str, may_differ: Collection[str] = ()) -> dict[str, str]:
     """The leaves of a configuration made of records and mappings, by their dotted names.
 
     Args:
@@ -79,7 +79,7 @@ def fields(config: Any, name: str, may_differ: Collection[str] = ()) -> dict[str
     }
 
 
-def comparable(value: object, above: tuple[int, ...] = ()) -> str:
+def comparable_text(value: object, above: tuple[int, ...] = ()) -> str:
     """A value as text that is the same in every process that has an equal one.
 
     Objects are shown by their class and their own attributes, never by where they lie in memory.
@@ -87,9 +87,9 @@ def comparable(value: object, above: tuple[int, ...] = ()) -> str:
     Args:
         above: what it is a part of, by ``id``.
 
-    >>> comparable([None, 1e-4, "a", {"x", "y"}])
+    >>> comparable_text([None, 1e-4, "a", {"x", "y"}])
     "[None, 0.0001, 'a', {'x', 'y'}]"
-    >>> comparable(Namespace(depth=2)), comparable(comparable)
+    >>> comparable_text(Namespace(depth=2)), comparable(comparable)
     ('Namespace(depth=2)', 'nest_megatron.integrations.megatron_lm.rendezvous.comparable')
     """
     if isinstance(value, enum.Enum):
@@ -104,9 +104,9 @@ def comparable(value: object, above: tuple[int, ...] = ()) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{k!r}: {v}" for k, v in _items(value, inside)) + "}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(comparable(item, inside) for item in value)}]"
+        return f"[{', '.join(comparable_text(item, inside) for item in value)}]"
     if isinstance(value, set | frozenset):
-        return "{" + ", ".join(sorted(comparable(item, inside) for item in value)) + "}"
+        return "{" + ", ".join(sorted(comparable_text(item, inside) for item in value)) + "}"
     return _object(value, inside)
 
 
@@ -137,7 +137,7 @@ def _attributes(value: object) -> Mapping[str, Any] | None:
 
 
 def _items(value: Mapping[Any, Any], inside: tuple[int, ...]) -> list[tuple[Any, str]]:
-    pairs = [(key, comparable(each, inside)) for key, each in value.items()]
+    pairs = [(key, comparable_text(each, inside)) for key, each in value.items()]
     return sorted(pairs, key=lambda pair: str(pair[0]))
 
 
@@ -146,7 +146,7 @@ def _leaves(node: Any, name: str, above: tuple[int, ...]) -> Iterable[tuple[str,
     if dataclasses.is_dataclass(node) or isinstance(node, SimpleNamespace):
         inside = _attributes(node)
     if not inside or id(node) in above or len(above) > _DEEPEST:
-        yield name, comparable(node)
+        yield name, comparable_text(node)
         return
     for key, value in inside.items():
         yield from _leaves(value, f"{name}.{key}" if name else str(key), (*above, id(node)))
@@ -175,7 +175,7 @@ def differences(
         if len(ranks_of) > 1:
             shown = (
                 f"{text[:_LONGEST_VALUE]}{'...' * (len(text) > _LONGEST_VALUE)} on "
-                f"{named(ranks, hosts)}"
+                f"{rank_words(ranks, hosts)}"
                 for text, ranks in ranks_of.items()
             )
             lines.append(f"\n  {name}: {'; '.join(shown)}")
@@ -184,10 +184,10 @@ def differences(
     return f"{head}:{''.join(lines)}\n{advice}"
 
 
-def named(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
+def rank_words(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
     """Ranks in words, with their hosts where these are known.
 
-    >>> named([0, 1, 2, 5], {0: "a", 1: "a", 2: "b", 5: "b"}), named([3], {})
+    >>> rank_words([0, 1, 2, 5], {0: "a", 1: "a", 2: "b", 5: "b"}), named([3], {})
     ('ranks 0-2, 5 (a, b)', 'rank 3')
     """
     ranks = sorted(ranks)
@@ -344,16 +344,16 @@ def connect_store(context: RankContext) -> TimedStore:
     """
     if context.agent_hosts_store:
         port = int(context.environment["MASTER_PORT"])
-        return _joined(context, port, context.rendezvous_timeout_s)
+        return _connect(context, port, context.rendezvous_timeout_s)
     if "MASTER_ADDR" not in context.environment:
         limit = f"{context.world_size} ranks meet there"
         fix = "Export it with rank 0's host, as for any launch without torchrun."
         raise UserInputError("MASTER_ADDR", None, limit, fix)
     if context.rank:
-        return _find(context)
+        return _find_store(context)
     for port in ports(context):
         with contextlib.suppress(LostStoreError):
-            store = _joined(context, port, context.heartbeat_timeout_s, is_master=True)
+            store = _connect(context, port, context.heartbeat_timeout_s, is_master=True)
             store.call("set", "hello", "yes")
             return store
     tried = ", ".join(map(str, ports(context)))
@@ -371,7 +371,7 @@ def ports(context: RankContext) -> tuple[int, ...]:
     return tuple(port for port in tried if str(port) != master)
 
 
-def _find(context: RankContext) -> TimedStore:
+def _find_store(context: RankContext) -> TimedStore:
     """The store of this job among those that may answer: another job may hold a port of ours."""
     host = context.environment["MASTER_ADDR"]
     ended = time.monotonic() + context.rendezvous_timeout_s
@@ -383,7 +383,7 @@ def _find(context: RankContext) -> TimedStore:
                 continue
             try:
                 socket.create_connection((host, port), timeout=_PROBE_S).close()
-                store = _joined(context, port, _PROBE_S)
+                store = _connect(context, port, _PROBE_S)
                 if store.call("check", ["hello"]):
                     return store
             except LostStoreError as error:  # one that says nothing is not asked all the time
@@ -402,7 +402,7 @@ def _find(context: RankContext) -> TimedStore:
     )
 
 
-def _joined(
+def _connect(
     context: RankContext, port: int, connect_s: Seconds, *, is_master: bool = False
 ) -> TimedStore:
     import torch

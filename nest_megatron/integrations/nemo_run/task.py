@@ -58,10 +58,10 @@ _DEGREES = (
 
 def divided_ranks(recipe: Any) -> DividedRanks:
     """The layout that a recipe states now."""
-    return _divided(find(recipe, f"trainer.strategy.{name}") for name in _DEGREES)
+    return _ranks_of_sizes(find(recipe, f"trainer.strategy.{name}") for name in _DEGREES)
 
 
-def _divided(sizes: Iterable[object]) -> DividedRanks:
+def _ranks_of_sizes(sizes: Iterable[object]) -> DividedRanks:
     tp, cp, pp = (isinstance(size, int) and size > 1 for size in sizes)
     return DividedRanks(splits=tp or cp, pipelined=pp)
 
@@ -77,7 +77,7 @@ def adapt(
     Returns:
         What was changed and why, and what another plugin may still undo, one sentence each.
     """
-    now = _divided(getattr(plan.layout.dims, name) for name in _DEGREES)
+    now = _ranks_of_sizes(getattr(plan.layout.dims, name) for name in _DEGREES)
     old, fsdp = variables.get(_CONNECTIONS), plan.layout.uses_megatron_fsdp
     said = []
     if now.splits and not fsdp:  # kernels of a layer in program order, where traffic hides
@@ -135,20 +135,20 @@ class TaskOptions:
 
     def __post_init__(self) -> None:
         if self.mode not in (Mode.AUTO, Mode.PINNED):
-            raise _wrong("mode", self.mode, "it is auto or pinned", "Correct it.")
+            raise _plugin_error("mode", self.mode, "it is auto or pinned", "Correct it.")
         if self.mode == Mode.PINNED and self.plan is None:
-            raise _wrong(
+            raise _plugin_error(
                 "plan",
                 None,
                 "mode='pinned' launches a reviewed plan",
                 "Name the file that `nest-megatron pin` made.",
             )
         if self.mode == Mode.AUTO and self.plan is not None:
-            raise _wrong(
+            raise _plugin_error(
                 "plan", self.plan, "mode='auto' searches for a plan", "Give mode='pinned'."
             )
         if self.watch is not None and self.watch < 0:
-            raise _wrong("watch", self.watch, "it is at least 0", "Give a number of steps.")
+            raise _plugin_error("watch", self.watch, "it is at least 0", "Give a number of steps.")
 
 
 def plan_recipe(
@@ -164,7 +164,7 @@ def plan_recipe(
         NestError: if there is no plan, or the recipe and the executor are of different sizes.
     """
     if attribute(recipe, "trainer") is ABSENT:
-        raise _wrong(
+        raise _plugin_error(
             "task",
             type(recipe).__name__,
             "it is no recipe of NeMo 2.x and no script",
@@ -174,7 +174,7 @@ def plan_recipe(
     job = read_recipe(recipe, vocab_size=options.vocab_size, assume_harmless=harmless)
     if size is not None and job.num_gpus not in (None, size[0] * size[1]):
         nodes, per_node = size
-        raise _wrong(
+        raise _plugin_error(
             "trainer.num_nodes * trainer.devices",
             job.num_gpus,
             f"the executor starts {nodes} x {per_node} processes",
@@ -200,14 +200,14 @@ def plan_recipe(
 def script_words(script: Any, options: TaskOptions) -> list[str]:
     """The words with which a script plans itself, if it takes any and they can say it."""
     if not script.path or "python" not in script.entrypoint:
-        raise _wrong(
+        raise _plugin_error(
             "task",
             script.path or "inline",
             "only a Python script with a path takes +nest=auto",
             "Give run.Script(path=..., entrypoint='python'), or plan in the script itself.",
         )
     if options.keep or options.vocab_size:
-        raise _wrong(
+        raise _plugin_error(
             "keep, vocab_size",
             options.keep or options.vocab_size,
             "a script keeps what its own words say, and knows its tokenizer",
@@ -223,7 +223,7 @@ def script_words(script: Any, options: TaskOptions) -> list[str]:
     return words
 
 
-def _wrong(what: str, value: object, limit: str, fix: str) -> UserInputError:
+def _plugin_error(what: str, value: object, limit: str, fix: str) -> UserInputError:
     return UserInputError(f"NestPlugin {what}", value, limit, fix)
 
 
