@@ -14,11 +14,13 @@ from collections.abc import Mapping
 
 from nest_megatron.cluster.topology import hosts_of
 
+#: Variables of a process.
+Environment = Mapping[str, str]
 #: Ports for ``MASTER_PORT``: below Linux's ephemeral range, one for each of many jobs.
 _FIRST_PORT, _NUM_PORTS = 15_000, 10_000
 
 
-def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
+def rank_variables(environment: Environment) -> dict[str, str]:
     """``RANK`` and its kin for a task of ``srun`` that has none of them; nothing outside Slurm.
 
     A script that exports them itself is left alone, and so is a step of one task.
@@ -42,7 +44,7 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in own.items() if name not in environment}
 
 
-def with_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
+def with_rank_variables(environment: Environment) -> dict[str, str]:
     """The environment of a process with what ``srun`` says in the names of torch."""
     return {**environment, **rank_variables(environment)}
 

@@ -30,6 +30,7 @@ from nest_megatron.integrations.launchers import (
     header_options,
     slurm_options,
 )
+from nest_megatron.integrations.process_variables import Environment
 from nest_megatron.units import Seconds
 
 #: Programs, by a part of their path or module, whose model is not in their words.
@@ -281,7 +282,7 @@ class RecordedLaunch:
     """
 
     words: tuple[str, ...]
-    environment: Mapping[str, str]
+    environment: Environment
     header: tuple[str, ...]
     line: str
     notes: tuple[str, ...] = ()
@@ -396,7 +397,7 @@ def _furnish(folder: Path, bash: str, cluster: Cluster | None) -> None:
     (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
-def _run(folder: Path, words: Sequence[str], environment: Mapping[str, str]) -> int | None:
+def _run(folder: Path, words: Sequence[str], environment: Environment) -> int | None:
     """Run words in the view of ``view.py``; the exit status, ``None`` where time ended them."""
     given = {
         **{name: value for name, value in environment.items() if name not in _OWN},
@@ -459,7 +460,7 @@ def _launch(record: Mapping[str, Any], header: tuple[str, ...]) -> RecordedLaunc
     )
 
 
-def _slurm_variables(options: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+def _slurm_variables(options: Sequence[str], environment: Environment) -> dict[str, str]:
     """The variables of a job that has these options, as far as Slurm has not set them."""
     if not options:
         return {}

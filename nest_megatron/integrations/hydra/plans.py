@@ -62,7 +62,7 @@ from nest_megatron.integrations.plan_output import (
     require_launch,
     values_report,
 )
-from nest_megatron.integrations.process_variables import with_rank_variables
+from nest_megatron.integrations.process_variables import Environment, with_rank_variables
 from nest_megatron.integrations.recipe_plan import planned_items, require_pinned_for
 from nest_megatron.integrations.run_record import auditing_refusals, changed_flags
 from nest_megatron.layout import plan_file
@@ -76,18 +76,18 @@ from nest_megatron.report.console import say, show
 _TIMEOUT_S = 60.0
 
 
-def is_launched(environment: Mapping[str, str]) -> bool:
+def is_launched(environment: Environment) -> bool:
     """Whether a launcher started this process for training; otherwise somebody is looking."""
     return "WORLD_SIZE" in environment or "LOCAL_RANK" in environment
 
 
-def is_first(environment: Mapping[str, str]) -> bool:
+def is_first(environment: Environment) -> bool:
     """Whether this is the process that speaks for all."""
     rank = environment.get("RANK", environment.get("LOCAL_RANK", "0"))
     return rank == "0" and environment.get("NODE_RANK", "0") == "0"
 
 
-def num_gpus(view: AppView, environment: Mapping[str, str]) -> int:
+def num_gpus(view: AppView, environment: Environment) -> int:
     """Ranks of the job, as the user, the trainer and the launcher agree; one must say it."""
     # Lightning's words; ``-1`` and ``auto`` leave the number to the host
     devices, nodes = view.at("trainer.devices"), view.at("trainer.num_nodes")
@@ -131,7 +131,7 @@ def require_decided(plan: ParallelPlan, max_seconds: float) -> None:
         )
 
 
-def require_same_plan(plan: ParallelPlan, job: str, environment: Mapping[str, str]) -> bool:
+def require_same_plan(plan: ParallelPlan, job: str, environment: Environment) -> bool:
     """Compare this rank's plan with the others', where ``torchrun`` has a store, and say if so.
 
     Args:
@@ -151,7 +151,7 @@ def require_same_plan(plan: ParallelPlan, job: str, environment: Mapping[str, st
     )
 
 
-def require_same_job(view: AppView, number: object, environment: Mapping[str, str]) -> bool:
+def require_same_job(view: AppView, number: object, environment: Environment) -> bool:
     """As ``require_same_plan``, for the configuration and the versions of one job of several."""
     mine = {
         **versions(),
@@ -161,7 +161,7 @@ def require_same_job(view: AppView, number: object, environment: Mapping[str, st
 
 
 def _compare_ranks(
-    environment: Mapping[str, str], name: str, mine: Mapping[str, str], **words: str
+    environment: Environment, name: str, mine: Mapping[str, str], **words: str
 ) -> bool:
     """Compare values where ``torchrun`` has a store, and say if so."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -194,7 +194,7 @@ class AppPlan:
     signer: str | None = None
 
 
-def plan_app(view: AppView, environment: Mapping[str, str]) -> AppPlan:
+def plan_app(view: AppView, environment: Environment) -> AppPlan:
     """Find the plan of an application, in a process with these variables; ``NestError`` if none."""
     view.require_places()
     settings, size, here = view.settings, num_gpus(view, environment), is_launched(environment)
@@ -267,7 +267,7 @@ def plan_job(config: Any, task: Any = None) -> None:
         PLANS.write(each, found)
 
 
-def _plan_first(config: Any, view: AppView, environment: Mapping[str, str]) -> None:
+def _plan_first(config: Any, view: AppView, environment: Environment) -> None:
     path = plan_output(view.settings.out, [view.settings.plan])
     path = path or Path(config.hydra.runtime.output_dir, "nest_plan.yaml")
     found = PLANS.of(config)

@@ -31,6 +31,7 @@ from nest_megatron.integrations.fields import (
     set_fields,
     value_or,
 )
+from nest_megatron.integrations.process_variables import Environment
 from nest_megatron.integrations.recipe import Recipe, memory_fields
 from nest_megatron.integrations.recipe_plan import (
     Recorded,
@@ -66,7 +67,7 @@ class BridgeConfig(Recipe, framework="megatron_bridge"):
     def __init__(
         self,
         root: Any,
-        environment: Mapping[str, str] | None = None,
+        environment: Environment | None = None,
         assume_harmless: Collection[str] = (),
     ) -> None:
         self.installed_name = installed_name("megatron_bridge")
@@ -223,7 +224,7 @@ def read_recipe(
     cfg: Any,
     *,
     vocab_size: int | None = None,
-    environment: Mapping[str, str] | None = None,
+    environment: Environment | None = None,
     assume_harmless: Collection[str] = (),
 ) -> Job:
     """Read model, batch, sequence and layout from a configuration; nothing is changed.
@@ -247,7 +248,7 @@ def auto_recipe(
     free: Sequence[str] | None = None,
     keep: Sequence[str] = (),
     vocab_size: int | None = None,
-    environment: Mapping[str, str] | None = None,
+    environment: Environment | None = None,
 ) -> tuple[ParallelPlan, tuple[Change, ...]]:
     """Plan a configuration and write the plan into it, as ``nemo.auto_recipe`` does a recipe.
 
@@ -275,7 +276,7 @@ def apply_plan(
     plan: ParallelPlan | Recorded,
     *,
     free: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
+    environment: Environment | None = None,
     assume_harmless: Collection[str] = (),
 ) -> tuple[Change, ...]:
     """Write a plan into a configuration, in place, as ``nemo.apply_plan`` does into a recipe.
@@ -297,7 +298,7 @@ def plan_changes(
     plan: ParallelPlan | Recorded,
     *,
     free: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
+    environment: Environment | None = None,
     assume_harmless: Collection[str] = (),
 ) -> tuple[Change, ...]:
     """As ``apply_plan``, but the configuration stays as it is."""

@@ -38,6 +38,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
 from nest_megatron.integrations.megatron_lm.measure_child import Answer, Orders, job_arguments
 from nest_megatron.integrations.megatron_lm.planning import decide
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
+from nest_megatron.integrations.process_variables import Environment
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.megatron_core.stage import Where
@@ -255,7 +256,7 @@ def _block_words(skipped: list[Skipped]) -> str:
 
 def measure_in_child(
     orders: Orders,
-    environment: Mapping[str, str],
+    environment: Environment,
     check: Callable[[], None],
     pause_s: Seconds = 1.0,
     *,
@@ -306,12 +307,12 @@ def _last_words(err: IO[str]) -> str:
     return "\n  ".join(["; it said:", *lines]) if lines else ""
 
 
-def num_threads(environment: Mapping[str, str]) -> int:
+def num_threads(environment: Environment) -> int:
     """Threads of a process: the cores of this host that it may use, shared by the host's ranks."""
     return max(1, len(os.sched_getaffinity(0)) // (processes_per_host(environment) or 1))
 
 
-def child_environment(orders: Orders, environment: Mapping[str, str]) -> dict[str, str]:
+def child_environment(orders: Orders, environment: Environment) -> dict[str, str]:
     """A rank's variables without those that make it one, with its own GPU alone.
 
     The child imports from the same places; where the script lies is among them.
@@ -328,7 +329,7 @@ def child_environment(orders: Orders, environment: Mapping[str, str]) -> dict[st
     return found
 
 
-def gpu_of_rank(environment: Mapping[str, str]) -> str:
+def gpu_of_rank(environment: Environment) -> str:
     """The one GPU of a rank, as ``CUDA_VISIBLE_DEVICES`` names it.
 
     >>> gpu_of_rank({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,6"})
