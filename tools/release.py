@@ -208,7 +208,7 @@ def _section(
 def role(name: str) -> str:
     """What we do with an argument or a field: ``read`` is one that the package's source names.
 
-    >>> [role(name) for name in ("tensor_model_parallel_size", "hidden_size", "tensorboard_queue_size")]
+    >>> [role(name) for name in ("tensor_model_parallel_size", "hidden_size", "log_interval")]
     ['written', 'read', 'not known']
     """
     dest = name.rpartition(".")[2]
