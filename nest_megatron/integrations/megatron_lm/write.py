@@ -53,6 +53,7 @@ from nest_megatron.layout.rulebook.facts import (
 from nest_megatron.layout.rulebook.job import ACTIVATION_FLAGS, has_activation_flag
 from nest_megatron.layout.rulebook.options import OPTION_RULES, contradicted
 from nest_megatron.layout.rulebook.sharding import initializes_on_meta_device, overlaps_gradients
+from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.layout.zero import STRATEGIES, DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import PLAIN
 from nest_megatron.model.layer_pattern import LayerBlock
@@ -191,9 +192,9 @@ def planned_arguments(request: LaunchRequest) -> dict[str, Any]:
     overlaps = overlaps_gradients(request.optimizer, request.version)
     if not overlaps or sharding is DataParallelSharding.TORCH_FSDP2:  # which overlaps by itself
         found |= {"overlap_grad_reduce": False, "overlap_param_gather": False}
-    stages, pattern = "pipeline_model_parallel_layout", None
-    if spec.has_split_encoder:  # a copy of it would reach the encoder; the stages are even
-        found[stages] = None
+    stages, pattern, virtual = "pipeline_model_parallel_layout", None, None
+    if not spec.hybrid_layer_pattern and is_uniform(spec, partition):  # Megatron's own stages
+        found[stages], virtual = None, found["virtual_pipeline_model_parallel_size"]
     if spec.hybrid_layer_pattern:
         pattern, found[stages] = found[stages] or spec.hybrid_layer_pattern.replace("|", ""), None
     experts = spec.num_experts is not None
@@ -201,6 +202,7 @@ def planned_arguments(request: LaunchRequest) -> dict[str, Any]:
         found["expert_model_parallel_size"] = None
     found |= {
         "hybrid_layer_pattern": pattern,
+        "num_virtual_stages_per_pipeline_rank": virtual,
         "expert_tensor_parallel_size": launched_expert_tensor_size(spec, dims),
         "moe_grouped_gemm": experts and request.moe_grouped_gemm,
         "recompute_modules": found["recompute_modules"] or None,
