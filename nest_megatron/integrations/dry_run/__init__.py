@@ -60,9 +60,8 @@ def is_script_call(words: Sequence[str]) -> bool:
     """
     programs = (word for word in words if assignment(word) is None)
     first = next((word for word in programs if word.rpartition("/")[2] not in WRAPPERS), "")
-    return first.rpartition("/")[2] in (*SHELLS, "sbatch", "source", ".") or first.endswith(
-        _SUFFIXES
-    )
+    name = first.rpartition("/")[2]
+    return name in (*SHELLS, "sbatch", "source", ".") or first.endswith(_SUFFIXES)
 
 
 def names_script(words: Sequence[str]) -> bool:

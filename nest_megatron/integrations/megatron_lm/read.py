@@ -244,14 +244,11 @@ def _spec(
     kinds, _, mtp = hybrid_kinds(pattern) if pattern else ((), (), values.get("mtp_num_layers"))
     stated = (kind for kind, flag in ACTIVATION_FLAGS.items() if flag and values.get(flag))
     activation, gated = next(stated, ("gelu", False))
+    rotary = {"position_embedding_type": "rope"}
     return spec_from_arguments(
         {
             **values,
-            **(
-                {"position_embedding_type": "rope"}
-                if values.get("use_rotary_position_embeddings")
-                else {}
-            ),
+            **(rotary if values.get("use_rotary_position_embeddings") else {}),
             "mtp_num_layers": mtp,
         },
         flag_of,
