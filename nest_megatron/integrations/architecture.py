@@ -271,9 +271,8 @@ def _hybrid(config: Any) -> dict[str, Any]:
 
 def _nemotron_h(config: Any) -> dict[str, Any]:
     """NeMo writes the squared ReLU of these models as a function without a name."""
-    own = getattr(value_or(config, "activation_func"), "__qualname__", "").startswith(
-        "NemotronHConfigBase."
-    )
+    name = getattr(value_or(config, "activation_func"), "__qualname__", "")
+    own = name.startswith("NemotronHConfigBase.")
     return _hybrid(config) | ({"activation": "squared_relu"} if own else {})
 
 

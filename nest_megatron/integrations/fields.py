@@ -186,7 +186,7 @@ def _default(field: Field[Any]) -> Any:
 def short_text(value: Any) -> str:
     """A value in a few letters: of a configuration inside, its kind alone.
 
-    >>> short_text(["mlp"]), shown(type("Sizes", (), {})())
+    >>> short_text(["mlp"]), short_text(type("Sizes", (), {})())
     ("['mlp']", 'Sizes')
     >>> short_text([type("Callback", (), {})()])
     '[Callback]'

@@ -8,7 +8,7 @@ many nodes, where it does not say so itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -268,7 +268,15 @@ class _Launch:
         self._notes: list[str] = []
         self._unsaid: list[str] = []
         self._first = next((w for w in words if assignment(w) is None), "")
-        self._parts = list(_parts(words))  # innermost first
+        #: Launchers among the words, innermost first, with what their own options say.
+        self._parts: list[tuple[Launcher, _Said]] = []
+        end = len(words)
+        for at in reversed(range(end)):
+            if (launcher := _launcher(words[at])) is not None:
+                if launcher is not _WRAPPER:
+                    said = _option_values(launcher, words[at + 1 : end])
+                    self._parts.append((launcher, said))
+                end = at
         of_slurm = [said for launcher, said in self._parts if launcher is _SLURM]
         #: What Slurm is told, the nearest words first.
         self._slurm = [*of_slurm, _option_values(_SLURM, place.header), self._variables(_SLURM)]
@@ -457,13 +465,3 @@ class _Launch:
         if given:
             self._notes.append(f"{name}={text} of the environment is taken.")
         return max(counts)
-
-
-def _parts(words: Sequence[str]) -> Iterator[tuple[Launcher, _Said]]:
-    """The launchers among words, innermost first, with what their own options say."""
-    end = len(words)
-    for at in reversed(range(end)):
-        if (launcher := _launcher(words[at])) is not None:
-            if launcher is not _WRAPPER:
-                yield launcher, _option_values(launcher, words[at + 1 : end])
-            end = at

@@ -36,11 +36,8 @@ class WatchCallback(Callback):
             if self._plan is None:
                 self._loop = loop_of_hydra(self._steps)
             else:
-                plan = (
-                    plan_file.load(self._plan)
-                    if ("\n" in self._plan)
-                    else plan_file.read(Path(self._plan))
-                )
+                is_text = "\n" in self._plan
+                plan = plan_file.load(self._plan) if is_text else plan_file.read(Path(self._plan))
                 self._loop = WatchedLoop(plan, steps=self._steps)
             self._loop.begin(trainer.global_rank, trainer.world_size)
 

@@ -341,6 +341,13 @@ def launched_report(
     return _report(plan, notes, Text(f"nest: its {what} are already the plan"))
 
 
+def fields_report(
+    plan: ParallelPlan, changes: Iterable[Change], notes: Sequence[str] = ()
+) -> RenderableType:
+    """The same for a job whose configuration has fields instead of flags."""
+    return launched_report(plan, changes, notes, "fields")
+
+
 def values_report(
     plan: ParallelPlan, rows: Iterable[tuple[str, str, str]], notes: Sequence[str]
 ) -> Iterator[RenderableType]:

@@ -73,7 +73,7 @@ def hub_name(text: object) -> str | None:
 def rows_of_model(name: str) -> int | None:
     """Rows of a model's vocabulary, where the catalogue or the table above has it.
 
-    >>> rows_of_model("meta-llama/Meta-Llama-3-8B"), known_rows("mine/model")
+    >>> rows_of_model("meta-llama/Meta-Llama-3-8B"), rows_of_model("mine/model")
     (128256, None)
     """
     if name in _ROWS:

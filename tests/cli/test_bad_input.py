@@ -240,8 +240,8 @@ SLOW: dict[str, tuple[str, ...]] = {
 }
 #: No other end of an endless script.
 ENDLESS = """
-from nest_megatron.integrations import dry_run as launch
-launch.MAX_SECONDS = 10.0**6
+from nest_megatron.integrations import dry_run
+dry_run.MAX_SECONDS = 10.0**6
 """
 
 

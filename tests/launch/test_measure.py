@@ -325,8 +325,8 @@ PARENT = """
 import os, subprocess, sys
 code = '''
 import sys, time
-from nest_megatron.integrations.megatron_lm.measure_child import end_with
-end_with(int(sys.argv[1]))
+from nest_megatron.integrations.megatron_lm.measure_child import end_with_parent
+end_with_parent(int(sys.argv[1]))
 print("ready", flush=True)
 time.sleep(600)
 '''

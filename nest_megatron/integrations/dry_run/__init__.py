@@ -60,9 +60,8 @@ def is_script_call(words: Sequence[str]) -> bool:
     """
     programs = (word for word in words if assignment(word) is None)
     first = next((word for word in programs if word.rpartition("/")[2] not in WRAPPERS), "")
-    return first.rpartition("/")[2] in (*SHELLS, "sbatch", "source", ".") or first.endswith(
-        _SUFFIXES
-    )
+    name = first.rpartition("/")[2]
+    return name in (*SHELLS, "sbatch", "source", ".") or first.endswith(_SUFFIXES)
 
 
 def names_script(words: Sequence[str]) -> bool:
@@ -71,9 +70,7 @@ def names_script(words: Sequence[str]) -> bool:
     >>> names_script(["bash", "-x", "train.sh", "8"]), names_script(["bash", "-c", "torchrun t.py"])
     (True, False)
     """
-    if not is_script_call(words):
-        return False
-    return not any(re.fullmatch(r"-[a-z]*c", word) for word in words)
+    return is_script_call(words) and not any(re.fullmatch(r"-[a-z]*c", word) for word in words)
 
 
 def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> RecordedLaunch:
@@ -260,8 +257,7 @@ READS = """
 """
 #: Batch scripts that scripts submit, one in another.
 _MAX_BATCHES = 8
-_MAX_LAUNCHES = 1000
-_END_S, _TAIL_BYTES = 5.0, 4096
+_MAX_LAUNCHES, _END_S, _TAIL_BYTES = 1000, 5.0, 4096
 #: Variables of the shell's own.
 _OWN = ("PATH", "PWD", "OLDPWD", "SHLVL", "_", "BASH_ENV", "ENV", "BASH_XTRACEFD")
 VIEW = Path(__file__).with_name("view.py")

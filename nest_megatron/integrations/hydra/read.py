@@ -155,11 +155,8 @@ def _refuse_unplannable(view: AppView) -> None:
     of_families = dict.fromkeys(sorted(unread), "it is not read of an application")
     for name, reason in {**of_families, **REFUSED, **_TABLE["refused"]}.items():
         if value := view.value(name):
-            raise unplannable(
-                f"{view.settings.root}.{name}",
-                value if isinstance(value, int | str) else name,
-                reason,
-            )
+            shown = value if isinstance(value, int | str) else name
+            raise unplannable(f"{view.settings.root}.{name}", shown, reason)
     for path in ("peft", view.own_path("peft")):
         if (value := view.at(path)) and _scheme(value) not in (None, "none"):
             raise unplannable(path, _scheme(value), "adapters of an application are not read")

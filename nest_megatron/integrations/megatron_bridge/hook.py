@@ -45,7 +45,7 @@ from nest_megatron.integrations.megatron_lm.ranks import (
 from nest_megatron.integrations.megatron_lm.rendezvous import comparable_fields, versions
 from nest_megatron.integrations.megatron_lm.search_space import CHOICES, free_parameters
 from nest_megatron.integrations.plan_output import (
-    launched_report,
+    fields_report,
     pinned_file,
     plan_output,
     require_launch,
@@ -185,7 +185,7 @@ def run(
         told = tuple(adapt(plan, variables))
         set_variables(dict(variables.items() - os.environ.items()))
         if rank == 0:
-            show(launched_report(plan, job.changes, (*notes, *told), "fields"))
+            show(fields_report(plan, job.changes, (*notes, *told)))
         if launch.dry_run:
             sys.exit(OK)
         require_equal(store, comparable_fields(cfg, "", launch.may_differ), what="configuration")

@@ -180,12 +180,8 @@ def with_degrees_as_flags(command: ReadCommand) -> ReadCommand:
 
 def _named_checkpoint(values: Values, name: str) -> SavedCheckpoint | None:
     """The checkpoint of ``--load`` or ``--pretrained-checkpoint``; ``None`` if there is none."""
-    saved = read_checkpoint(
-        {
-            **{**values, "pretrained_checkpoint": None, "moe_use_upcycling": None},
-            "load": values[name],
-        }
-    )
+    others = {"pretrained_checkpoint": None, "moe_use_upcycling": None}
+    saved = read_checkpoint({**values, **others, "load": values[name]})
     if saved is None:
         if values.get("exit_on_missing_checkpoint"):
             raise flag_error(

@@ -131,9 +131,9 @@ def loads_optimizer(saved: SavedCheckpoint, values: Values) -> bool:
 
     Source: a ckpt:1579, :1785, args:1173; b ckpt:2487, :2611, :2958, args:1875.
     """
-    return not (saved.weights_only or saved.arguments.get("no_save_optim")) and not any(
-        map(values.get, ("finetune", "freeze_all_layers", "no_load_optim", "skip_train"))
-    )
+    unsaved = saved.weights_only or saved.arguments.get("no_save_optim")
+    names = ("finetune", "freeze_all_layers", "no_load_optim", "skip_train")
+    return not unsaved and not any(map(values.get, names))
 
 
 def requirements(saved: SavedCheckpoint, values: Values, version: str) -> Mapping[str, Requirement]:
@@ -386,13 +386,8 @@ def _read(folder: Path, kind: str) -> tuple[_Sizes, dict[str, Any]]:
     places = {}
     listed = folder / ".metadata"
     if listed.is_file():
-        index = vars(
-            load_inert(
-                read_bytes(listed, "--load", most=MAX_METADATA_BYTES),
-                str(listed),
-                most=MAX_METADATA_BYTES,
-            )
-        )
+        content = read_bytes(listed, "--load", most=MAX_METADATA_BYTES)
+        index = vars(load_inert(content, str(listed), most=MAX_METADATA_BYTES))
         for key, value in index["state_dict_metadata"].items():
             size = vars(value).get("size") or ()  # random states and objects have none
             sizes[str(key)] = tuple(n for n in size if isinstance(n, int))

@@ -334,8 +334,6 @@ def gpu_of_rank(environment: Environment) -> str:
 
     >>> gpu_of_rank({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,6"})
     '6'
-    >>> gpu_of_rank({"LOCAL_RANK": "3"})
-    '3'
     """
     local = environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0"))
     seen = re.findall(r"[^,\s]+", environment.get("CUDA_VISIBLE_DEVICES", ""))

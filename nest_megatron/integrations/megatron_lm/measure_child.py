@@ -204,11 +204,8 @@ class JobLayers:
         args = self._arguments(spec, shard)
         global_vars.set_args(args)
         set_variables({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
-        device = (
-            contextlib.nullcontext()
-            if (self.where is Where.GPU)
-            else stand_in_device("cpu", 9, 1 << 36)
-        )
+        on_gpu = self.where is Where.GPU
+        device = contextlib.nullcontext() if on_gpu else stand_in_device("cpu", 9, 1 << 36)
         with contextlib.redirect_stdout(io.StringIO()):  # it lists all arguments each time
             with device:
                 arguments.validate_args(args, dict(self.job.defaults))
@@ -289,11 +286,8 @@ def _layers(spec: TransformerSpec, shard: LayerShard, args: Namespace) -> Layers
         mtp = None if block is None else block.layer_specs[0]
     else:  # a script of another folder: the same decisions by megatron-core alone
         config = core_transformer_config_from_args(args)
-        made_by = (
-            Implementation.TRANSFORMER_ENGINE
-            if (args.transformer_impl == "transformer_engine")
-            else Implementation.LOCAL
-        )
+        uses_engine = args.transformer_impl == "transformer_engine"
+        made_by = Implementation.TRANSFORMER_ENGINE if uses_engine else Implementation.LOCAL
         layers = described_layers(spec, shard, config, made_by)
         if args.spec is None:
             return layers

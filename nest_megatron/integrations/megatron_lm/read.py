@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import PurePath
-from types import MappingProxyType
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.job import Job, ReadCommand, Requirement
@@ -245,14 +244,11 @@ def _spec(
     kinds, _, mtp = hybrid_kinds(pattern) if pattern else ((), (), values.get("mtp_num_layers"))
     stated = (kind for kind, flag in ACTIVATION_FLAGS.items() if flag and values.get(flag))
     activation, gated = next(stated, ("gelu", False))
+    rotary = {"position_embedding_type": "rope"}
     return spec_from_arguments(
         {
             **values,
-            **(
-                {"position_embedding_type": "rope"}
-                if values.get("use_rotary_position_embeddings")
-                else {}
-            ),
+            **(rotary if values.get("use_rotary_position_embeddings") else {}),
             "mtp_num_layers": mtp,
         },
         flag_of,
@@ -360,26 +356,29 @@ def _sharding(values: Values) -> DataParallelSharding:
                 "Use version 1, or launch without nest.",
             )
         return DataParallelSharding.MEGATRON_FSDP
-    return (
-        DataParallelSharding.TORCH_FSDP2
-        if values.get("use_torch_fsdp2")
-        else DataParallelSharding.DDP
-    )
+    torch_fsdp = values.get("use_torch_fsdp2")
+    return DataParallelSharding.TORCH_FSDP2 if torch_fsdp else DataParallelSharding.DDP
 
 
 def _notes(values: Values, script: str, version: str) -> Iterator[str]:
-    yield from schedule_notes(values, version)
+    if values.get(RAMPUP) and release_number(version) >= (0, 18):
+        yield f"Megatron-LM {version} ignores {flag_of(RAMPUP)}: the batch does not grow."
     engine = values.get("transformer_impl") or "transformer_engine"
     backend = text(values.get("attention_backend") or "auto")
     if engine == "local" or backend in ("unfused", "local"):
         yield "Attention is priced with its score matrices kept, as what you run keeps them."
-    yield from packing_notes(values, script, version)
+    if pipeline_limits(values, script, version):
+        yield (
+            "--sft: before 0.17 stages of pretrain_gpt.py between the first and the last attend "
+            "across the sequences of a pack; pipelines above 2 and virtual stages are taken only "
+            "where you state them."
+        )
     yield from unpriced(values)
 
 
 def schedule_of_values(values: Values, seq_length: int, version: str) -> BatchSchedule | None:
     """How the batch grows; 0.20 takes no notice of ``--rampup-batch-size``."""
-    stated = {STEPS: values.get(STEPS)} if _ignores_rampup(version) else values
+    stated = {STEPS: values.get(STEPS)} if release_number(version) >= (0, 18) else values
     last = values.get("global_batch_size")
     if last is not None and stated.get(STEPS):
         raise flag_error(
@@ -398,20 +397,8 @@ def schedule_of_values(values: Values, seq_length: int, version: str) -> BatchSc
     )
 
 
-def _ignores_rampup(version: str) -> bool:
-    return release_number(version) >= (0, 18)
-
-
-def schedule_notes(values: Values, version: str) -> Iterator[str]:
-    """What Megatron does not do of what a job says, one sentence."""
-    if values.get(RAMPUP) and _ignores_rampup(version):
-        yield f"Megatron-LM {version} ignores {flag_of(RAMPUP)}: the batch does not grow."
-
-
 #: Arguments of jobs that pack several sequences into one.
 PACKED = ("sft", "dataloader_inter_document_masking")
-_MICRO, _PP = "micro_batch_size", "pipeline_model_parallel_size"
-_VPP = "virtual_pipeline_model_parallel_size"
 
 
 def is_packed(values: Values) -> bool:
@@ -420,28 +407,24 @@ def is_packed(values: Values) -> bool:
 
 
 def needs_of_packs(values: Values, version: str) -> Mapping[str, Requirement]:
-    """What packs fix of a layout, by the names of its degrees."""
+    """What packs fix of a layout, by the names of its degrees.
+
+    ``validate_args`` does not check it. Since 0.19 the packs of a micro batch are joined
+    (``flatten_batch_for_packed_sequences``).
+    """
     if not (values.get("sft") and release_number(version) < (0, 19)):
-        return MappingProxyType({})
+        return {}
     why, fix = "a micro batch is one pack of sequences", "train without --sft"
-    return MappingProxyType({_MICRO: Requirement(value=1, reason=why, fix=fix, who="--sft")})
+    return {"micro_batch_size": Requirement(value=1, reason=why, fix=fix, who="--sft")}
 
 
 def pipeline_limits(values: Values, script: str, version: str) -> Mapping[str, int]:
     """Largest pipelines that know where the sequences of a pack begin.
 
     Before 0.17 ``pretrain_gpt.py`` tells it to the first and to the last virtual stage alone: those
-    between attend across sequences.
+    between attend across sequences (``get_batch``, and ``get_batch_on_this_tp_rank`` of
+    ``megatron/training/utils.py``).
     """
     lost = values.get("sft") and release_number(version) < (0, 17) and "mamba" not in script
-    return {_PP: 2, _VPP: 1} if lost else {}
-
-
-def packing_notes(values: Values, script: str, version: str) -> Iterator[str]:
-    """What is not as it seems in a job that packs."""
-    if pipeline_limits(values, script, version):
-        yield (
-            "--sft: before 0.17 stages of pretrain_gpt.py between the first and the last attend "
-            "across the sequences of a pack; pipelines above 2 and virtual stages are taken only "
-            "where you state them."
-        )
+    limits = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 1}
+    return limits if lost else {}

@@ -89,8 +89,8 @@ def comparable_text(value: object, above: tuple[int, ...] = ()) -> str:
 
     >>> comparable_text([None, 1e-4, "a", {"x", "y"}])
     "[None, 0.0001, 'a', {'x', 'y'}]"
-    >>> comparable_text(Namespace(depth=2)), comparable(comparable)
-    ('Namespace(depth=2)', 'nest_megatron.integrations.megatron_lm.rendezvous.comparable')
+    >>> comparable_text(Namespace(depth=2)), comparable_text(comparable_text)
+    ('Namespace(depth=2)', 'nest_megatron.integrations.megatron_lm.rendezvous.comparable_text')
     """
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
@@ -187,7 +187,7 @@ def differences(
 def rank_words(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
     """Ranks in words, with their hosts where these are known.
 
-    >>> rank_words([0, 1, 2, 5], {0: "a", 1: "a", 2: "b", 5: "b"}), named([3], {})
+    >>> rank_words([0, 1, 2, 5], {0: "a", 1: "a", 2: "b", 5: "b"}), rank_words([3], {})
     ('ranks 0-2, 5 (a, b)', 'rank 3')
     """
     ranks = sorted(ranks)

@@ -442,11 +442,8 @@ def _refused_format(job: Job) -> UserInputError:
 
 def _fixed_by_user(job: Job, other: DataParallelSharding, freed: Collection[str]) -> list[str]:
     """What must be freed before another implementation may be taken; nothing if it may."""
-    names = (
-        []
-        if IMPLEMENTATION[0] in freed
-        else [IMPLEMENTATION[(job.sharding is DataParallelSharding.TORCH_FSDP2)]]
-    )
+    of_torch = job.sharding is DataParallelSharding.TORCH_FSDP2
+    names = [] if IMPLEMENTATION[0] in freed else [IMPLEMENTATION[of_torch]]
     if CKPT_FORMAT not in freed and not _saves(other, job.ckpt_format):
         names.append(CKPT_FORMAT)
     return names

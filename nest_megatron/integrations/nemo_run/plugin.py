@@ -20,7 +20,7 @@ from nest_megatron.integrations.nemo_run.task import (
     script_words,
     size_of,
 )
-from nest_megatron.integrations.plan_output import launched_report, plan_file_note
+from nest_megatron.integrations.plan_output import fields_report, plan_file_note
 from nest_megatron.layout import plan_file
 from nest_megatron.report.console import say, show
 
@@ -61,7 +61,7 @@ class NestPlugin(TaskOptions, run.Plugin):
         before = divided_ranks(task)
         plan, changes = plan_recipe(task, self, size_of(executor))
         variables = getattr(executor, "env_vars", None)
-        show(launched_report(plan, changes, what="fields"))
+        show(fields_report(plan, changes))
         for sentence in () if variables is None else adapt(variables, before, plan):
             say(f"nest: {sentence}")
         # the experiment's own folder does not exist yet, and NeMo-Run makes it only where none is
