@@ -24,9 +24,8 @@ import nest_megatron
 from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.errors import require_known
 from nest_megatron.files import write_text
-from nest_megatron.integrations.megatron_lm.attach import launch_request
+from nest_megatron.integrations.megatron_lm.attach import launch_request, target_refusal
 from nest_megatron.integrations.megatron_lm.write import parallel_argv
-from nest_megatron.integrations.supported import refusal
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.pins import Pin, PinnedPlan, read_pinned, write_pinned
 
@@ -80,7 +79,7 @@ class Job:
 
 @functools.cache
 def _reason(model: str, release: str) -> str:
-    return refusal(nest_megatron.models()[model], target_named(f"{LM}_{release}"))
+    return target_refusal(nest_megatron.models()[model], target_named(f"{LM}_{release}"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from nest_megatron.errors import INTERRUPTED, NestError, UserInputError
 from nest_megatron.files import append_line
 from nest_megatron.history.records import FlagChange, Launch, Outcome
 from nest_megatron.history.store import line_of, read, read_audit
-from nest_megatron.integrations import audit
+from nest_megatron.integrations import run_record as audit
 from nest_megatron.layout.policy import PolicyError, PolicyFile
 from nest_megatron.minisign import Reason, SignatureError
 from nest_megatron.planner.pinned_job import refusal
@@ -63,9 +63,11 @@ def write(path: Path, **rules: Any) -> Path:
 
 def test_a_launch_is_one_record_whatever_becomes_of_it(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
-    audit.begin(STARTED)
-    audit.follow(dataclasses.replace(STARTED, measured=run_record().measured))
-    audit.follow(dataclasses.replace(STARTED, outcome=Outcome.FINISHED, end=run_record().end))
+    audit.audit_launch(STARTED)
+    audit.audit_outcome(dataclasses.replace(STARTED, measured=run_record().measured))
+    audit.audit_outcome(
+        dataclasses.replace(STARTED, outcome=Outcome.FINISHED, end=run_record().end)
+    )
     assert len(path.read_bytes().splitlines()) == 3
     assert read(path) == (run_record(launch=STARTED.launch),)
     assert stat.S_IMODE(path.stat().st_mode) == 0o622
@@ -73,10 +75,10 @@ def test_a_launch_is_one_record_whatever_becomes_of_it(tmp_path: Path) -> None:
 
 def test_a_forged_end_changes_nothing_of_how_it_began(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
-    audit.begin(STARTED)
+    audit.audit_launch(STARTED)
     forged = Launch(mode="pinned", signer="0000000000000000", changes=())
-    audit.follow(run_record(plan="ffffffffffffffff", launch=forged))
-    audit.follow(run_record(user="eve"))
+    audit.audit_outcome(run_record(plan="ffffffffffffffff", launch=forged))
+    audit.audit_outcome(run_record(user="eve"))
     mine, other = sorted(read(path), key=lambda each: each.user)
     assert (mine.plan, mine.launch) == (STARTED.plan, STARTED.launch)
     assert other.user == "eve"
@@ -109,13 +111,13 @@ def test_a_line_that_was_cut_short_costs_itself_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "audit.jsonl"
-    audit.begin(STARTED)
+    audit.audit_launch(STARTED)
     with monkeypatch.context() as full:
         real = os.write
         full.setattr(os, "write", lambda descriptor, line: real(descriptor, line[:20]))
-        audit.begin(run_record(id="half"))
+        audit.audit_launch(run_record(id="half"))
     assert "No space left on device" in capsys.readouterr().out
-    audit.begin(run_record(id="next"))
+    audit.audit_launch(run_record(id="next"))
     assert {each.id for each in read(path)} == {STARTED.id, "next"}
     assert "no whole record on line 2" in capsys.readouterr().err
 
@@ -124,7 +126,7 @@ def test_a_file_that_users_may_write_to_and_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "audit.jsonl"
-    audit.begin(STARTED)
+    audit.audit_launch(STARTED)
     real = os.open
 
     def without_reading(name: Any, flags: int, *more: Any) -> int:
@@ -148,10 +150,10 @@ def test_what_cannot_be_written_is_said_or_ends_the_launch(
     write(policy, file=str(tmp_path / where), required=required)
     if required:
         with pytest.raises(PolicyError, match=r"audit\.required") as refused:
-            audit.begin(STARTED)
+            audit.audit_launch(STARTED)
         assert f"{policy}:" in refused.value.limit
     else:
-        audit.begin(STARTED)
+        audit.audit_launch(STARTED)
         assert f"not in the audit {tmp_path / where}" in capsys.readouterr().out
 
 
@@ -161,7 +163,7 @@ def test_a_disk_that_does_not_answer_stops_no_job(
     answered = threading.Event()
     monkeypatch.setattr(audit, "append_line", lambda *_, **__: answered.wait())
     monkeypatch.setattr(audit, "_WRITE_S", 0.1)
-    audit.begin(STARTED)
+    audit.audit_launch(STARTED)
     answered.set()
     assert "its disk has not answered for 0.1 s" in capsys.readouterr().out
 
@@ -188,10 +190,10 @@ def test_an_audit_that_is_not_understood_ends_everything(
 @pytest.fixture
 def audited(tmp_path: Path) -> Path:
     """The audit of two users: a finished launch, and one that nothing is known of since."""
-    audit.begin(STARTED)
-    audit.follow(run_record(launch=STARTED.launch))
+    audit.audit_launch(STARTED)
+    audit.audit_outcome(run_record(launch=STARTED.launch))
     later = {"id": "ffff0000", "start": "2026-11-25T12:00:00+00:00", "plan": "ffff456789abcdef"}
-    audit.begin(dataclasses.replace(STARTED, user="bob", launch=None, **later))
+    audit.audit_launch(dataclasses.replace(STARTED, user="bob", launch=None, **later))
     return tmp_path / "audit.jsonl"
 
 
@@ -251,7 +253,7 @@ def test_programs_learn_how_long_no_end_was_recorded() -> None:
 
 def refuse(**launch: Any) -> None:
     """A rule does not allow a launch."""
-    with audit.refusals(**{"mode": "auto", "plan_file": None, "num_ranks": 16, **launch}):
+    with audit.auditing_refusals(**{"mode": "auto", "plan_file": None, "num_ranks": 16, **launch}):
         raise PolicyFile(path="/etc/policy.yaml", lines={"launch.pinned_only": 4}).broken(
             "launch.pinned_only", "+nest", "auto", "only pinned plans are launched here"
         )
@@ -292,7 +294,7 @@ def test_a_refused_launch_is_written_down_with_its_rule(audited: Path) -> None:
 def test_what_no_rule_refuses_is_no_refusal(
     error: NestError, rule: str | None, tmp_path: Path
 ) -> None:
-    with pytest.raises(type(error)), audit.refusals("pinned", "/plans/a.yaml", 8):
+    with pytest.raises(type(error)), audit.auditing_refusals("pinned", "/plans/a.yaml", 8):
         raise error
     path = tmp_path / "audit.jsonl"
     found = read_audit(path)[1] if path.exists() else ()

@@ -17,7 +17,7 @@ from nest_megatron.config.request import request_of
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import PeakLimit, out_of_memory
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.launched import launched_report
+from nest_megatron.integrations.plan_output import launched_report
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.stage_layout import is_uniform

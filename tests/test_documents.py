@@ -55,7 +55,7 @@ WITH_OWN_LOADER = {
     "config/compose.py",  # what it wrote itself
     "documents.py",
     "integrations/dry_run/recorder.py",  # what it and run.py wrote themselves
-    "integrations/dry_run/run.py",
+    "integrations/dry_run/__init__.py",
     "integrations/megatron_lm/agreement.py",
     "integrations/megatron_lm/measure.py",
     "integrations/megatron_lm/measure_child.py",

@@ -19,7 +19,7 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.stated_job import StatedJob
+from nest_megatron.integrations.plan_job import RecipeJob
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import EndedEarly, NoPlan, Request, plan
 from nest_megatron.planner.shortage import no_plan
@@ -130,7 +130,7 @@ WITH_PACKAGES = (
 
 def test_a_search_without_time_has_a_plan_near_the_best() -> None:
     """No clock is asked before rules of thumb are priced."""
-    asked = StatedJob().request(compose(parse(WITH_PACKAGES)))
+    asked = RecipeJob().request(compose(parse(WITH_PACKAGES)))
     late = dataclasses.replace(asked, begun_s=time.monotonic() - 1e6, num_alternatives=0)
     early = plan(late)
     assert isinstance(early, ParallelPlan)

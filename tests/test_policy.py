@@ -15,7 +15,7 @@ from nest_megatron.config import defaults
 from nest_megatron.config.launch import Mode
 from nest_megatron.config.policy import VARIABLE, read_policy
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.site_policy import read_launched, require_launch, require_tune
+from nest_megatron.integrations.plan_output import read_launched, require_launch, require_tune
 from nest_megatron.layout.policy import PolicyError, violations
 from nest_megatron.minisign import SignatureError
 from nest_megatron.planner.pins import TUNE, read_pinned, write_pinned

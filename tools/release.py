@@ -27,7 +27,7 @@ from nest_megatron.files import write_text
 from nest_megatron.integrations import architecture
 from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS, REASONS
 from nest_megatron.integrations.megatron_lm.parser import rows_of
-from nest_megatron.integrations.megatron_lm.rewrite import WRITABLE
+from nest_megatron.integrations.megatron_lm.write import WRITABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "nest_megatron/integrations/megatron_lm/arguments_data/arguments.json"
@@ -208,7 +208,7 @@ def _section(
 def role(name: str) -> str:
     """What we do with an argument or a field: ``read`` is one that the package's source names.
 
-    >>> [role(name) for name in ("tensor_model_parallel_size", "hidden_size", "wandb_project")]
+    >>> [role(name) for name in ("tensor_model_parallel_size", "hidden_size", "log_interval")]
     ['written', 'read', 'not known']
     """
     dest = name.rpartition(".")[2]
@@ -223,10 +223,14 @@ def role(name: str) -> str:
 
 @functools.cache
 def named() -> frozenset[str]:
-    """Words that the package's source has in quotes, and keys of its tables."""
+    """Words that the package's source has in quotes, keys of its tables, and names listed there."""
     package = ROOT / "nest_megatron"
-    text = "".join(p.read_text() for end in ("py", "toml") for p in package.rglob(f"*.{end}"))
-    return frozenset(re.findall(r"(?:[\"']|^)(\w+)(?:[\"']| = )", text, re.MULTILINE))
+    source, tables = (
+        "".join(p.read_text() for p in package.rglob(f"*.{end}")) for end in ("py", "toml")
+    )
+    quoted = re.findall(r"(?:[\"']|^)(\w+)(?:[\"']| = )", source + tables, re.MULTILINE)
+    lists = re.findall(r'= "+([\w\s.]+)"', tables)
+    return frozenset((*quoted, *(name for names in lists for name in names.split())))
 
 
 def fields(checkout: Path) -> dict[str, str]:

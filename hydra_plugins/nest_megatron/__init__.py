@@ -31,7 +31,7 @@ class NestSearchPath(SearchPathPlugin):
         if means_another(sys.argv[1:]) and not _has_group(search_path):
             return
         try:
-            from nest_megatron.integrations.hydra.resolver import register
+            from nest_megatron.integrations.hydra import register
 
             register()
         except Exception as error:  # noqa: BLE001 - other people's applications must go on

@@ -196,7 +196,7 @@ def plan_command(
 
 def planned_command(found: CommandPlan, composed: Settings) -> Plan:
     """The plan of a command beside what it runs today, here and on the command line."""
-    from nest_megatron.integrations.megatron_lm.before_after import before_and_after
+    from nest_megatron.integrations.typed_command import before_and_after
 
     today = before_and_after(found, composed)
     return Plan(record=replace(found.plan, today=today), notes=found.notes)
@@ -259,10 +259,10 @@ def estimate_command(
     >>> priced.layout.dims.data_parallel_size, priced.arguments["overlap_grad_reduce"]
     (16, False)
     """
-    from nest_megatron.integrations.megatron_lm import as_typed
+    from nest_megatron.integrations import typed_command
 
     composed = compose_keywords(None, cluster, settings, config_dir, num_gpus)
-    found = as_typed.estimate_command(
+    found = typed_command.estimate_command(
         command_words(command), composed, version=megatron_version, strict=strict
     )
     return Plan(record=found.plan, notes=found.notes)
@@ -291,7 +291,10 @@ def plan_table(
     >>> {number: found.layout.num_gpus for number, found in table.plans().items()}
     {2: 16, 3: 24}
     """
-    from nest_megatron.integrations.megatron_lm.node_counts import plan_for_nodes, sized
+    from nest_megatron.integrations.megatron_lm.node_counts import (
+        plan_for_nodes,
+        settings_for_nodes,
+    )
 
     counts = tuple(nodes)
     if not counts or min(counts) < 1:
@@ -299,7 +302,7 @@ def plan_table(
         raise UserInputError("nodes", counts, limit, fix)
     sizes = None, global_batch_size
     composed = compose_keywords(model, cluster, settings, config_dir, *sizes)
-    job = table_job(sized(composed, counts))
+    job = table_job(settings_for_nodes(composed, counts))
     return PlanTable(record=plan_for_nodes(job, counts), notes=job.request.notes)
 
 

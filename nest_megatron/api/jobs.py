@@ -17,7 +17,7 @@ from nest_megatron.report.failure import require_plan
 from nest_megatron.units import Seconds
 
 if TYPE_CHECKING:
-    from nest_megatron.integrations.stated_job import StatedJob
+    from nest_megatron.integrations.plan_job import RecipeJob
 
 
 def plan_job(
@@ -25,7 +25,7 @@ def plan_job(
     *,
     begun_s: Seconds | None = None,
     shortlist: bool = False,
-    stated: StatedJob | None = None,
+    stated: RecipeJob | None = None,
     on_progress: Progress | None = None,
 ) -> Plan:
     """Plan a job of settings: what ``plan`` does, here and on the command line.

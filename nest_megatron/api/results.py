@@ -383,7 +383,7 @@ class Explanation(Shown):
 
     def report(self) -> Iterator[RenderableType]:
         """The parts of what ``explain`` prints; a text is to be shown as it stands."""
-        from nest_megatron.integrations.launched import explanation
+        from nest_megatron.integrations.plan_output import explanation
 
         yield from explanation(self.plan.record, self.times, self.differences(), self.plan.pin)
 

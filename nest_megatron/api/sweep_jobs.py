@@ -33,7 +33,7 @@ from nest_megatron.config.schema import PlanConfig
 from nest_megatron.documents import read_json
 from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import expanded, write_text
-from nest_megatron.integrations.stated_job import StatedJob
+from nest_megatron.integrations.plan_job import RecipeJob
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.printing import print_to_stderr
@@ -105,7 +105,7 @@ class SweptCommand:
 
     def typed(self, composed: Settings) -> ParallelPlan:
         """What it is as it is typed, under the settings of a job."""
-        from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
+        from nest_megatron.integrations.typed_command import estimate_command
 
         found = estimate_command(self.text, composed, version=self.version, strict=self.strict)
         return found.plan
@@ -139,7 +139,7 @@ class SweepJob:
     key: str
     config_dir: str | None = None
     command: SweptCommand | None = None
-    stated: StatedJob | None = None
+    stated: RecipeJob | None = None
 
     def composed(self, *, without: Callable[[str], bool] | None = None) -> Settings:
         """Its settings, behind the defaults of the site.
@@ -164,7 +164,7 @@ def sweep_job(
     keys: Collection[str],
     config_dir: Path | None = None,
     command: SweptCommand | None = None,
-    stated: StatedJob | None = None,
+    stated: RecipeJob | None = None,
 ) -> SweepJob:
     """A job with its key: the composed values, files of the user included.
 

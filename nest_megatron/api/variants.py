@@ -33,7 +33,7 @@ from nest_megatron.report.whatif import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from nest_megatron.integrations.stated_job import StatedJob
+    from nest_megatron.integrations.plan_job import RecipeJob
 
 #: What a plan's job is; other settings say how it is planned.
 _OF_JOB = ("cluster", "model", "train", "parallel")
@@ -186,10 +186,10 @@ def plan_variants(path: Path, changes: Sequence[Setting], options: SweepOptions)
     if not any(map(_is_of_job, keys)):
         fix = "For example cluster.levels.node.bandwidth=900GB/s, memory=141GiB or gpus=256,512."
         raise _no_change(changes, "it names no change of the job", fix)
-    from nest_megatron.integrations.stated_job import settings_of, stated_job
+    from nest_megatron.integrations.plan_job import recipe_job, settings_of
 
     base = settings_of(present, path if path.is_absolute() else Path.cwd() / path)
-    stated = stated_job(present, base)
+    stated = recipe_job(present, base)
     jobs = _jobs(base, changes, keys, stated=stated)
     _require_one(jobs, stated)
 
@@ -244,7 +244,7 @@ def _jobs(
     changes: Sequence[Setting],
     keys: Collection[str],
     command: SweptCommand | None = None,
-    stated: StatedJob | None = None,
+    stated: RecipeJob | None = None,
 ) -> list[SweepJob]:
     """The job unchanged, and one for each combination of the changes."""
     held = [setting for setting in changes if setting.key not in keys]
@@ -264,7 +264,7 @@ def _merged(base: Sequence[Setting], given: Sequence[Setting]) -> tuple[Setting,
     return (*(setting for setting in base if setting.key not in keys), *given)
 
 
-def _require_one(jobs: Sequence[SweepJob], stated: StatedJob) -> None:
+def _require_one(jobs: Sequence[SweepJob], stated: RecipeJob) -> None:
     """Refuse what is wrong in the unchanged job, or in all of its changes."""
     unchanged, *changed = jobs
     stated.request(unchanged.composed())

@@ -16,7 +16,7 @@ from nest_megatron.app.form import COMMAND, FREE, GPUS, Form, require_no_mistake
 from nest_megatron.config.keywords import compose_keywords
 from nest_megatron.config.overrides import read_counts
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.dry_run.launch import names_script
+from nest_megatron.integrations.dry_run import names_script
 from nest_megatron.integrations.megatron_lm.parser import tokens
 from nest_megatron.layout import plan_file
 from nest_megatron.report.sweep import to_csv

@@ -108,7 +108,7 @@ def _tables(
 
 
 def _named_by_policies() -> Sequence[Path]:
-    from nest_megatron.integrations.audit import audits
+    from nest_megatron.integrations.run_record import audits
 
     named = [Path(rules.file) for _, rules in audits()]
     if not named:

@@ -45,14 +45,14 @@ def models(name: str | None, *, as_json: bool) -> None:
         else:
             show(models_table([spec for spec, _ in listed]))
         return
-    from nest_megatron.integrations.supported import refusals
+    from nest_megatron.integrations.megatron_lm.attach import target_refusals
 
     assert name is not None, "without a name all are listed"
     spec, notes = named_model(name)
     if as_json:
-        show_json(model_document(spec, notes, refusals(spec)))
+        show_json(model_document(spec, notes, target_refusals(spec)))
     else:
-        show(model_details(spec, refusals(spec)), *(f"note: {note}" for note in notes))
+        show(model_details(spec, target_refusals(spec)), *(f"note: {note}" for note in notes))
 
 
 @command(

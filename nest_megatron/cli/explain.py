@@ -78,7 +78,7 @@ def explain(
 def _table(path: Path, given: Mapping[str, object]) -> PlanTable | None:
     """The table of plans that a file holds, if it is one; no option is about all of them."""
     from nest_megatron.api import PlanTable
-    from nest_megatron.integrations.plan_output import pinned_by
+    from nest_megatron.integrations.plan_output import pin_note
     from nest_megatron.planner.pins import read_table
 
     if (found := read_table(path)) is None:
@@ -87,7 +87,7 @@ def _table(path: Path, given: Mapping[str, object]) -> PlanTable | None:
         limit, fix = f"{path} is a table of plans", "Plan for one number of nodes."
         raise UserInputError(option, str(value), limit, fix)
     table, pin = found
-    said = () if pin is None else (pinned_by(pin),)
+    said = () if pin is None else (pin_note(pin),)
     return PlanTable(record=table, notes=said)
 
 

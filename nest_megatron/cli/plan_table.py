@@ -11,7 +11,11 @@ from nest_megatron.cli.planning import PlanOptions, composed_settings
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.overrides import Setting, read_counts
 from nest_megatron.errors import OK, UserInputError
-from nest_megatron.integrations.megatron_lm.node_counts import TableJob, plan_for_nodes, sized
+from nest_megatron.integrations.megatron_lm.node_counts import (
+    TableJob,
+    plan_for_nodes,
+    settings_for_nodes,
+)
 from nest_megatron.integrations.typed_command import command_of_plan, read_request
 from nest_megatron.report.console import progress, say, show, show_json
 
@@ -25,7 +29,7 @@ def run_plan_table(options: PlanOptions) -> int:
     counts = read_counts(options.for_nodes, _OPTION)
     refuse_other_jobs(options, _OPTION)
     _refuse_launcher(launcher)
-    composed = sized(composed_settings(settings, options.config_dir), counts)
+    composed = settings_for_nodes(composed_settings(settings, options.config_dir), counts)
     with progress() as report:
         job = _job(composed, options)
         made = plan_for_nodes(dataclasses.replace(job, on_progress=report), counts)

@@ -195,7 +195,7 @@ def run_estimate(options: EstimateOptions) -> int:
     if (text := options.command()) is None:
         found = estimate_job(composed)
     else:
-        from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
+        from nest_megatron.integrations.typed_command import estimate_command
 
         version = options.megatron_version
         priced = estimate_command(text, composed, version=version, strict=options.strict)
@@ -239,7 +239,7 @@ def _plan_command(
 
 
 def _command_parts(found: CommandPlan, *, with_reasons: bool) -> list[RenderableType]:
-    from nest_megatron.integrations.launched import change_rows
+    from nest_megatron.integrations.plan_output import change_rows
 
     command, changes = found.job.command, change_rows(found.changes)
     if not with_reasons:

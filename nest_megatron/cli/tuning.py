@@ -14,7 +14,7 @@ from pathlib import Path
 from nest_megatron.cli.planning import composed_settings
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import NOTHING_FITS, OK, UserInputError
-from nest_megatron.integrations.site_policy import require_tune
+from nest_megatron.integrations.plan_output import require_tune
 from nest_megatron.integrations.typed_command import one_command
 from nest_megatron.layout import plan_file
 from nest_megatron.printing import print_to_stderr

@@ -1,29 +1,35 @@
-"""Which model configurations of a framework can be planned: by their classes and all their fields.
+"""Which model configurations of a framework can be planned, and families with code of their own.
 
 A model is planned because its class and every field that it sets are known, not because nothing
 about it looks strange. ``model_fields.toml`` says of each field whether it is read, has no effect,
-or is refused; one that it does not name is refused where it is not as its class makes it.
+or is refused; one that it does not name is refused where it is not as its class makes it. A family
+whose layers a framework builds by code of its own is a row of ``FAMILIES``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import FunctionType, MappingProxyType
 from typing import Any
 
+from nest_megatron.config.job import Requirement
 from nest_megatron.documents import packaged
-from nest_megatron.errors import UnplannableModelError, UserInputError
+from nest_megatron.errors import UnplannableModelError
 from nest_megatron.integrations.fields import (
     changed_fields,
     class_names,
     classes_of,
-    shown,
+    short_text,
     value_or,
 )
-from nest_megatron.model.adapters import EXPERTS, Adapters, PeftScheme
+from nest_megatron.model.encoder import EncoderSpec
+from nest_megatron.model.heterogeneous import read_heterogeneous_layers
+from nest_megatron.model.hugging_face_vision import read_vision_config
+from nest_megatron.model.layer_pattern import pattern_from_ratios
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.model.variant import ModelVariant, NormPlacement
 
 _TABLE = packaged(__package__, "model_fields.toml")
 #: Field that must be off -> what this planner lacks otherwise.
@@ -56,19 +62,20 @@ def refuse_unplannable(
         A note on each field that was assumed to be harmless.
     """
     for what, value, lacking in _refused(config, wrappers):
-        raise unplannable(what, shown(value), lacking)
-    for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        if not value_or(config, name, 0) and not (name == "num_layers" and _pattern(config)):
+        raise unplannable(what, short_text(value), lacking)
+    # a pattern names every layer, so that their number may be left out
+    patterns = (value_or(config, f"hybrid_{kind}_pattern") for kind in ("layer", "override"))
+    for name in (*(() if any(patterns) else ("num_layers",)), "hidden_size", "num_attention_heads"):
+        if not value_or(config, name, 0):
             raise unplannable(f"model.{name}", None, "it states no layers of megatron-core's")
-    notes = (
-        _assumed(
-            "model",
-            changed_fields(part, _TABLE["supported_classes"], CLASSIFIED),
-            assume_harmless,
-        )
+    classes = _TABLE["supported_classes"]
+    return tuple(
+        note
         for part in _parts(config)
+        for note in notes_on_assumed(
+            "model", changed_fields(part, classes, CLASSIFIED), assume_harmless
+        )
     )
-    return tuple(note for each in notes for note in each)
 
 
 def _parts(config: Any) -> tuple[Any, ...]:
@@ -77,25 +84,21 @@ def _parts(config: Any) -> tuple[Any, ...]:
     return (config,) if inside is None else (config, inside)
 
 
-def unknown_beside(parts: Mapping[str, Any]) -> tuple[str, ...]:
+def notes_on_unknown_fields(parts: Mapping[str, Any]) -> tuple[str, ...]:
     """Notes on fields beside the model that are set and not known.
 
     Args:
         parts: of a job, by the path that messages call them.
     """
     return tuple(
-        f"{path}.{name} = {shown(value)} is not known here, and a plan leaves it out of account."
+        f"{path}.{name} = {short_text(value)} is not known here, and a plan leaves it out of "
+        "account."
         for path, part in parts.items()
-        for name, value in changed_fields(part, class_names(part)[:1], _TABLE["beside_the_model"])
+        for name, value in changed_fields(part, class_names(part)[:1], _TABLE["training_parts"])
     )
 
 
-def _pattern(config: Any) -> Any:
-    """A pattern that names every layer, so that their number may be left out."""
-    return value_or(config, "hybrid_layer_pattern") or value_or(config, "hybrid_override_pattern")
-
-
-def _assumed(
+def notes_on_assumed(
     where: str, unknown: Iterator[tuple[str, Any]], assume_harmless: Collection[str]
 ) -> tuple[str, ...]:
     """Notes on the fields that are assumed to be harmless; the first other one is refused."""
@@ -105,15 +108,14 @@ def _assumed(
         if not {name, field}.intersection(assume_harmless):
             fix = "Launch this job without nest, or plan it as if the field were not set: "
             fix += f"--assume-harmless {name} (assume_harmless=[{name}])."
-            raise UnplannableModelError(field, shown(value), lacking, fix)
-        notes.append(f"{field} = {shown(value)} was assumed to be harmless: {lacking}.")
+            raise UnplannableModelError(field, short_text(value), lacking, fix)
+        notes.append(f"{field} = {short_text(value)} was assumed to be harmless: {lacking}.")
     return tuple(notes)
 
 
 def unplannable(what: str, value: object, lacking: str) -> UnplannableModelError:
     """The error for a model that this planner does not support."""
-    fix = "Launch this job without nest."
-    return UnplannableModelError(what, value, lacking, fix)
+    return UnplannableModelError(what, value, lacking, "Launch this job without nest.")
 
 
 def unpriced(values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -136,8 +138,7 @@ def _refused(config: Any, wrappers: tuple[Any, ...]) -> Iterator[tuple[str, Any,
             if name not in _TABLE["supported_classes"] and re.search(pattern, name):
                 yield "model", name, lacking
     for part in _parts(config):
-        for name, lacking in _refused_classes(part):
-            yield "model", name, lacking
+        yield from (("model", *refused) for refused in _refused_classes(part))
     for wrapper in wrappers:  # a user's own class may stand before one of NeMo's that is known
         for kind in classes_of(wrapper):
             if kind.__name__ in _TABLE["supported_models"]:
@@ -188,8 +189,7 @@ def _refused_classes(config: Any) -> Iterator[tuple[str, str]]:
             is_method = isinstance(value, FunctionType | property | classmethod | staticmethod)
             overrides = any(name in vars(base) for base in mro[place + 1 : -1])
             if is_method and overrides and name not in {*_GENERATED, *CLASSIFIED}:
-                lacking = f"its own {name} may build a model that is not supported"
-                yield kind.__name__, lacking
+                yield kind.__name__, f"its own {name} may build a model that is not supported"
 
 
 def layer_builder(spec: Any) -> str | None:
@@ -211,79 +211,230 @@ def _is_standard_stack(stack: Any) -> bool:
     return bool(names) and all(name.startswith("megatron.core.") for name in names)
 
 
-_SCHEMES = {
-    "LoRA": PeftScheme.LORA,
-    "DoRA": PeftScheme.DORA,
-    "CanonicalLoRA": PeftScheme.CANONICAL_LORA,
-}
-_READ = tuple(field.name for field in dataclasses.fields(Adapters) if field.name != "scheme")
-#: Fields that change neither time nor memory: scaling, first values, what is derived, what a
-#: checkpoint holds.
-_NO_EFFECT = (
-    *("alpha", "lora_A_init_method", "lora_B_init_method", "canonical_mapping", "params_to_save"),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One family of models.
+
+    Args:
+        fields: of a ``TransformerSpec``, by Megatron's names, from a configuration: those that the
+            family spells otherwise, or that its code fixes.
+        ones: the degrees that its code takes only as 1, and why.
+        cuts_chunks: they are so only where its attention is cut into chunks.
+        packs: its attention takes packed sequences.
+        recomputes_layers: whole layers can be recomputed.
+        keeps_scores: its attention is ``DotProductAttention``, which is not fused.
+    """
+
+    fields: Callable[[Any], dict[str, Any]] = lambda _: {}
+    ones: Mapping[str, str] = field(default_factory=dict)
+    cuts_chunks: bool = False
+    packs: bool = True
+    recomputes_layers: bool = True
+    keeps_scores: bool = False
+
+    def requirements(self, name: str, spec: TransformerSpec) -> dict[str, Requirement]:
+        """The degrees that its code fixes for a model, whose configuration's class is named."""
+        if self.cuts_chunks and spec.attention_chunk_size is None:
+            return {}
+        return {
+            degree: Requirement(value=1, reason=why, fix="plan another model", who=name)
+            for degree, why in self.ones.items()
+        }
+
+
+def family_of(config: Any) -> Family:
+    """The family of a model's configuration; one without fields for megatron-core's own layers."""
+    names = (layer_builder(value_or(config, "transformer_layer_spec")), *class_names(config))
+    return next((FAMILIES[name] for name in names if name in FAMILIES), Family())
+
+
+def _hybrid(config: Any) -> dict[str, Any]:
+    """A pattern, or the shares that make one; 0.16.1 has no MTP layers there.
+
+    Source: ``HybridModelProvider.finalize`` of Megatron-Bridge 0.6.
+    """
+    found = (value_or(config, f"hybrid_{name}_pattern") for name in ("layer", "override"))
+    pattern = next(filter(None, found), "")
+    if not pattern:
+        shares = (value_or(config, f"hybrid_{name}_ratio", 0.0) for name in ("attention", "mlp"))
+        pattern = pattern_from_ratios(config.num_layers, *shares)
+    pattern = pattern.replace("|", "")
+    main, predictors = pattern.partition("/")[0], value_or(config, "mtp_num_layers", 0)
+    if (depth := value_or(config, "mtp_hybrid_override_pattern")) is not None:
+        pattern = "/".join((main, *(depth,) * predictors))
+    return {
+        "hybrid_layer_pattern": pattern,
+        "num_layers": len(main),
+        "mtp_num_layers": predictors or None,
+    }
+
+
+def _nemotron_h(config: Any) -> dict[str, Any]:
+    """NeMo writes the squared ReLU of these models as a function without a name."""
+    name = getattr(value_or(config, "activation_func"), "__qualname__", "")
+    own = name.startswith("NemotronHConfigBase.")
+    return _hybrid(config) | ({"activation": "squared_relu"} if own else {})
+
+
+def _heterogeneous(config: Any) -> dict[str, Any]:
+    """The layers of ``block_configs``, which the text in a configuration or its file holds."""
+    builder = layer_builder(value_or(config, "transformer_layer_spec"))
+    if builder not in _HETEROGENEOUS_LAYERS:
+        raise unplannable(
+            "model.transformer_layer_spec",
+            builder,
+            f"only {' and '.join(_HETEROGENEOUS_LAYERS)} build heterogeneous layers",
+        )
+    names = ("heterogeneous_layers_config_encoded_json", "heterogeneous_layers_config_path")
+    text, path = (value_or(config, name) for name in names)
+    heads = config.num_attention_heads
+    layers = read_heterogeneous_layers(
+        text,
+        path,
+        "model.{}".format,
+        hidden_size=config.hidden_size,
+        num_attention_heads=heads,
+        num_query_groups=value_or(config, "num_query_groups") or heads,
+        ffn_hidden_size=value_or(config, "ffn_hidden_size") or 4 * config.hidden_size,
+    )
+    return {"heterogeneous_layers": layers}
+
+
+def _exaone_moe(config: Any) -> dict[str, Any]:
+    """0.7 states a window for each layer, beside the one of them all."""
+    windows = sorted({*value_or(config, "sliding_windows", ())} - {0})
+    if len(windows) > 1:
+        raise unplannable(
+            "model.sliding_windows", windows, "windows of several sizes are not supported"
+        )
+    return {"variant": ModelVariant(dense_mtp=True)}
+
+
+def _gemma2(config: Any) -> dict[str, Any]:
+    """Windows are masks over the whole square of scores, and save nothing."""
+    variant = ModelVariant(
+        norm_placement=NormPlacement.SANDWICH,
+        attn_logit_softcapping=value_or(config, "attn_logit_softcapping", 0.0) or None,
+        final_logit_softcapping=value_or(config, "final_logit_softcapping", 0.0) or None,
+    )
+    return {"variant": variant, "window_size": None}
+
+
+def _gemma3(config: Any) -> dict[str, Any]:
+    """Of ``interleaved_attn_pattern`` layers the last ones attend in full; 1B has no image tower.
+
+    Source: ``Gemma3TEDotProductAttention`` of both frameworks.
+    """
+    local, full = value_or(config, "interleaved_attn_pattern", (5, 1))
+    if full != 1:
+        raise unplannable(
+            "model.interleaved_attn_pattern",
+            (local, full),
+            "after the layers with a window there must be one without",
+        )
+    if value_or(config, "is_vision_language", False):
+        raise unplannable("model.is_vision_language", True, "its masks are not supported")
+    return {
+        "variant": ModelVariant(norm_placement=NormPlacement.SANDWICH),
+        "qk_layernorm": True,
+        "window_size": (value_or(config, "window_size", 512), 0),
+        "window_attn_skip_freq": local + full,
+        "rotary_base": max(value_or(config, "rotary_base", (10_000, 1_000_000))),
+    }
+
+
+def _qwen_vl(config: Any) -> dict[str, Any]:
+    """An encoder of transformers' own, whole on every rank of the first stage.
+
+    Rotations over time, height and width are as many as those of a text.
+
+    Source: ``Qwen25VLModel`` and ``Qwen3VLModel`` of Megatron-Bridge.
+    """
+    if value_or(config, "freeze_language_model", False):
+        raise unplannable(
+            "model.freeze_language_model", True, "only its encoder or projector would be trained"
+        )
+    vision = config.vision_config
+    fields = vision.to_dict() if hasattr(vision, "to_dict") else vars(vision)
+    kind = str(fields.get("model_type")).removesuffix("_vision")  # as transformers 5 has it
+    read = read_vision_config(fields, class_names(config)[0], kind)
+    if read is None:
+        raise unplannable(
+            "model.vision_config", fields.get("model_type"), "no such encoder of images is known"
+        )
+    encoder = EncoderSpec(
+        **read.shape,
+        frozen=value_or(config, "freeze_vision_model", False),
+        projector_frozen=value_or(config, "freeze_vision_projection", False),
+    )
+    return {"position_embedding_type": "rope", "vision": encoder}
+
+
+_WHOLE_SCORES = "its attention keeps all scores and splits no sequence"
+_HETEROGENEOUS_LAYERS = ("heterogeneous_layer_spec", "get_gpt_heterogeneous_layer_spec")
+_GEMMA2 = Family(
+    fields=_gemma2,
+    ones={"context_parallel_size": _WHOLE_SCORES},
+    packs=False,
+)
+_WHOLE_SEQUENCES = {"context_parallel_size": "its forward pass splits no sequence"}
+_QWEN3_VL = Family(
+    fields=_qwen_vl,
+    ones={
+        **_WHOLE_SEQUENCES,
+        "virtual_pipeline_model_parallel_size": "its layers are not told their virtual stage",
+    },
 )
 
-
-def with_adapters(
-    spec: TransformerSpec,
-    peft: Any,
-    where: str,
-    config: Any,
-    assume_harmless: Collection[str] = (),
-) -> tuple[TransformerSpec, tuple[str, ...]]:
-    """The model with what a job's ``peft`` trains, and notes; raises as ``read_adapters`` does.
-
-    Args:
-        config: of the model: without grouped products each expert would have adapters of its own.
-    """
-    adapters, notes = read_adapters(peft, where, assume_harmless)
-    spec = dataclasses.replace(spec, adapters=adapters)
-    grouped = value_or(config, "moe_grouped_gemm", False)
-    if spec.adapters is None or not spec.is_moe or grouped:
-        return spec, notes
-    for path in EXPERTS:
-        if spec.adapters.adapts(path, spec.num_layers):
-            raise UserInputError(
-                "model.moe_grouped_gemm",
-                grouped,
-                f"without it every expert has an adapter of its own on {path}, not priced here",
-                f"Set it, or leave {path.rpartition('.')[2]} out of {where}.target_modules.",
-            )
-    return spec, notes
-
-
-def read_adapters(
-    peft: Any, where: str, assume_harmless: Collection[str] = ()
-) -> tuple[Adapters | None, tuple[str, ...]]:
-    """What a job's ``peft`` adapts (``None`` where it trains all weights), and notes.
-
-    Args:
-        peft: ``LoRA``, ``DoRA`` or ``CanonicalLoRA`` of ``nemo.collections.llm.peft`` or
-            ``megatron.bridge.peft``, built or a Fiddle ``Config``.
-        where: what messages call it.
-        assume_harmless: as of ``refuse_unplannable``.
-
-    Raises:
-        UnplannableModelError: for another scheme, or a field whose effect is not known.
-        UserInputError: for what cannot be priced, naming the field.
-    """
-    if peft is None:
-        return None, ()
-    name = class_names(peft)[0]
-    if name not in _SCHEMES:
-        raise unplannable(
-            where, name, f"of fine-tuning schemes {', '.join(_SCHEMES)} are supported"
-        )
-    notes = _assumed(
-        where, changed_fields(peft, (*_SCHEMES,), (*_READ, *_NO_EFFECT)), assume_harmless
-    )
-    stated = {field: value_or(peft, field) for field in _READ}
-    given = {field: value for field, value in stated.items() if value is not None}
-    if not (targets := tuple(given.pop("target_modules", ()))):
-        raise UserInputError(
-            f"{where}.target_modules",
-            list(targets),
-            "adapters on all but some modules are not priced",
-            "Name target_modules.",
-        )
-    return Adapters(scheme=_SCHEMES[name], target_modules=targets, **given), notes
+#: Base class of a family's configurations in NeMo or Megatron-Bridge, or the function that builds
+#: its layers -> the family.
+FAMILIES: dict[str | None, Family] = {
+    "ExaoneMoeModelProvider": Family(fields=_exaone_moe),
+    "exaone4_layer_spec": Family(
+        fields=lambda _: {"variant": ModelVariant(norm_placement=NormPlacement.POST)},
+        ones={"context_parallel_size": _WHOLE_SCORES},
+        packs=False,
+        keeps_scores=True,
+    ),
+    "HybridModelProvider": Family(
+        fields=_hybrid,
+        ones={"virtual_pipeline_model_parallel_size": "its provide refuses virtual stages"},
+    ),
+    "MambaModelProvider": Family(fields=_hybrid),
+    "NemotronHConfigBase": Family(fields=_nemotron_h),
+    "SSMConfig": Family(fields=_hybrid),
+    "HeterogeneousTransformerConfig": Family(
+        fields=_heterogeneous,
+        ones={"virtual_pipeline_model_parallel_size": "its layers are built for one stage a rank"},
+    ),
+    "Gemma2Config": _GEMMA2,
+    "Gemma2ModelProvider": _GEMMA2,
+    "Gemma3Config": Family(
+        fields=_gemma3,
+        ones={
+            "context_parallel_size": "its configure_model refuses context parallelism",
+            "virtual_pipeline_model_parallel_size": "its configure_model refuses virtual stages",
+        },
+    ),
+    # its rotary embedding is a pair of tensors, which CheckpointFunction does not save
+    "Gemma3ModelProvider": Family(fields=_gemma3, recomputes_layers=False),
+    "OlMoEModelProvider": Family(
+        fields=lambda _: {"variant": ModelVariant(qk_norm_full_width=True)},
+        ones={
+            "tensor_model_parallel_size": "its norms of queries and keys are as wide as all heads "
+            "on every rank"
+        },
+    ),
+    "Qwen25VLModelProvider": Family(fields=_qwen_vl, ones=_WHOLE_SEQUENCES),
+    "Qwen3VLModelProvider": _QWEN3_VL,
+    "Qwen3VLMoEModelProvider": _QWEN3_VL,
+    "Llama4Config": Family(
+        # on every layer, rotated or not (``Llama4SelfAttention.forward`` of ``llama4_utils``)
+        fields=lambda config: {"attention_chunk_size": value_or(config, "attention_chunk_size")},
+        ones={
+            "context_parallel_size": "its chunks are cut from the part of a sequence that one rank "
+            "holds"
+        },
+        cuts_chunks=True,
+    ),
+}

@@ -8,23 +8,25 @@ many nodes, where it does not say so itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 from nest_megatron.cluster.topology import hosts_of, tasks_per_node
 from nest_megatron.config.job import LaunchedRanks
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_text
 
-_RANKS, _PER_NODE, _NODES, _HOSTS = "ranks", "ranks per node", "nodes", "hosts"
-_GPUS, _GPUS_PER_NODE = "GPUs", "GPUs per node"
-_GPUS_PER_RANK, _RANKS_PER_GPU = "GPUs per rank", "ranks per GPU"
-_HOSTFILE, _MAP, _SELECTED = "host file", "mapping", "selected GPUs"
 _COUNT = r"0*[1-9][0-9]{0,8}"
 #: A count of processes that is the number of GPUs of a node (``torchrun --nproc-per-node=gpu``).
 _EACH_GPU = ("gpu", "auto")
+
+
+def _spelled(**said: str) -> dict[str, str]:
+    """What each option or variable says, of quantities with all spellings."""
+    return {name: quantity for quantity, names in said.items() for name in names.split()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,7 @@ class Launcher:
         nodes: what a number of nodes may be, a range among it.
     """
 
-    names: tuple[str, ...]
+    names: str
     options: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
     nodes: str = _COUNT
@@ -48,7 +50,7 @@ class Launcher:
         name = flag.replace("_", "-") if flag.startswith("--") else flag
         if name in self.options or len(name) < len("--n__"):
             return self.options.get(name)
-        meant = {self.options[known] for known in self.options if known.startswith(name)}
+        meant = {said for known, said in self.options.items() if known.startswith(name)}
         return meant.pop() if len(meant) == 1 else None
 
 
@@ -60,32 +62,29 @@ SLURM_VARIABLES = {
     "--gpus": ("SLURM_GPUS",),
     "--gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
 }
-_SLURM_OPTIONS = {
-    "--nodes": _NODES,
-    "--ntasks": _RANKS,
-    "--ntasks-per-node": _PER_NODE,
-    "--gpus": _GPUS,
-    "--gpus-per-node": _GPUS_PER_NODE,
-    "--gres": _GPUS_PER_NODE,
-    "--gpus-per-task": _GPUS_PER_RANK,
-    "--ntasks-per-gpu": _RANKS_PER_GPU,
-    "--nodelist": _HOSTS,
-}
+_SLURM_OPTIONS = _spelled(
+    nodes="--nodes -N",
+    ranks="--ntasks -n",
+    per_node="--ntasks-per-node",
+    gpus="--gpus -G",
+    gpus_per_node="--gpus-per-node --gres",
+    gpus_per_rank="--gpus-per-task",
+    ranks_per_gpu="--ntasks-per-gpu",
+    hosts="--nodelist -w",
+)
 
 # Sources: torch/distributed/run.py, whose variables are PET_<OPTION>; nvidia_resiliency_ext
 # fault_tolerance/launcher.py, which has its options.
 _TORCHRUN = Launcher(
-    names=(
-        *("torchrun", "torch.distributed.run", "torch.distributed.launch"),
-        *("ft_launcher", "nvidia_resiliency_ext.fault_tolerance.launcher"),
-    ),
-    options={"--nnodes": _NODES, "--nproc-per-node": _PER_NODE},
-    variables={"PET_NNODES": _NODES, "PET_NPROC_PER_NODE": _PER_NODE},
+    names="torchrun torch.distributed.run torch.distributed.launch ft_launcher "
+    "nvidia_resiliency_ext.fault_tolerance.launcher",
+    options=_spelled(nodes="--nnodes", per_node="--nproc-per-node"),
+    variables=_spelled(nodes="PET_NNODES", per_node="PET_NPROC_PER_NODE"),
     nodes=rf"{_COUNT}(:{_COUNT})?",
 )
 _SLURM = Launcher(
-    names=("srun", "sbatch", "salloc"),
-    options={**_SLURM_OPTIONS, "-N": _NODES, "-n": _RANKS, "-G": _GPUS, "-w": _HOSTS},
+    names="srun sbatch salloc",
+    options=_SLURM_OPTIONS,
     variables={
         name: _SLURM_OPTIONS[option] for option, names in SLURM_VARIABLES.items() for name in names
     },
@@ -93,44 +92,39 @@ _SLURM = Launcher(
 )
 # Open MPI, MPICH and Intel MPI
 _MPI = Launcher(
-    names=("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun"),
-    options={
-        **dict.fromkeys(("-n", "-np", "--n", "--np"), _RANKS),
-        **dict.fromkeys(("-N", "--npernode", "-npernode"), _PER_NODE),
-        **dict.fromkeys(("-ppn", "--ppn", "-perhost"), _PER_NODE),
-        **dict.fromkeys(("-H", "--host", "-host", "-hosts", "--hosts"), _HOSTS),
-        **dict.fromkeys(("--hostfile", "-hostfile", "--machinefile"), _HOSTFILE),
-        **dict.fromkeys(("-machinefile", "-f"), _HOSTFILE),
-        **dict.fromkeys(("--map-by", "-map-by"), _MAP),
-    },
+    names="mpirun mpiexec mpiexec.hydra orterun prterun",
+    options=_spelled(
+        ranks="-n -np --n --np",
+        per_node="-N --npernode -npernode -ppn --ppn -perhost",
+        hosts="-H --host -host -hosts --hosts",
+        host_file="--hostfile -hostfile --machinefile -machinefile -f",
+        mapping="--map-by -map-by",
+    ),
 )
 # Source: deepspeed/launcher/runner.py
 _DEEPSPEED = Launcher(
-    names=("deepspeed", "deepspeed.launcher.runner"),
-    options={
-        "--num-nodes": _NODES,
-        "--num-gpus": _PER_NODE,
-        **dict.fromkeys(("-H", "--hostfile"), _HOSTFILE),
-        **dict.fromkeys(("-i", "--include", "-e", "--exclude"), _SELECTED),
-    },
+    names="deepspeed deepspeed.launcher.runner",
+    options=_spelled(
+        nodes="--num-nodes",
+        per_node="--num-gpus",
+        host_file="-H --hostfile",
+        selected_gpus="-i --include -e --exclude",
+    ),
 )
 # Source: accelerate/commands/launch.py
 _ACCELERATE = Launcher(
-    names=("accelerate", "accelerate-launch", "accelerate.commands.launch"),
-    options={"--num-processes": _RANKS, "--num-machines": _NODES},
+    names="accelerate accelerate-launch accelerate.commands.launch",
+    options=_spelled(ranks="--num-processes", nodes="--num-machines"),
 )
 #: Programs that start one other each, so that their options count nothing.
 _WRAPPER = Launcher(
-    names=(
-        *("python", "python3", "bash", "sh", "env", "exec", "export", "nohup", "time", "timeout"),
-        *("numactl", "taskset", "nsys", "ncu", "uv", "uvx", "poetry", "conda", "mamba", "ray"),
-        *("docker", "podman", "apptainer", "singularity", "enroot", "nerdctl", "sudo", "stdbuf"),
-    ),
+    names="python python3 bash sh env exec export nohup time timeout numactl taskset nsys ncu uv "
+    "uvx poetry conda mamba ray docker podman apptainer singularity enroot nerdctl sudo stdbuf",
 )
 #: Names of torchrun, and of what has its options.
-TORCHRUN = _TORCHRUN.names
+TORCHRUN = _TORCHRUN.names.split()
 LAUNCHERS = (_TORCHRUN, _SLURM, _MPI, _DEEPSPEED, _ACCELERATE)
-_BY_NAME = {name: row for row in (*LAUNCHERS, _WRAPPER) for name in row.names}
+_BY_NAME = {name: row for row in (*LAUNCHERS, _WRAPPER) for name in row.names.split()}
 #: Variables that hold the number of all ranks.
 _WORLD = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
 
@@ -195,7 +189,7 @@ def slurm_options(words: Sequence[str]) -> dict[str, str]:
     >>> slurm_options(["-N4", "--ntasks-per-node=8", "--gres=gpu:h100:8"])
     {'--nodes': '4', '--ntasks-per-node': '8', '--gpus-per-node': '8'}
     """
-    said = _said(_SLURM, words)
+    said = _option_values(_SLURM, words)
     return {
         name: said[_SLURM_OPTIONS[name]].text
         for name in SLURM_VARIABLES
@@ -223,8 +217,7 @@ def assignment(word: str) -> tuple[str, str] | None:
     return (found[1], found[2]) if found else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Value:
+class _Value(NamedTuple):
     """What an option or a variable says, its name, and the pattern of a count."""
 
     text: str
@@ -238,7 +231,7 @@ _Said = Mapping[str, _Value]
 _Sizes = tuple[int | None, int | None]
 
 
-def _said(launcher: Launcher, words: Sequence[str]) -> _Said:
+def _option_values(launcher: Launcher, words: Sequence[str]) -> _Said:
     """What the options of a launcher say; the last of several holds."""
     found = dict[str, _Value]()
     for word, following in zip(words, (*words[1:], ""), strict=False):
@@ -249,19 +242,19 @@ def _said(launcher: Launcher, words: Sequence[str]) -> _Said:
         if quantity is None:
             continue
         text = value if equals else following
-        if launcher is _SLURM and quantity in (_GPUS, _GPUS_PER_NODE, _GPUS_PER_RANK):
+        if launcher is _SLURM and quantity in ("gpus", "gpus_per_node", "gpus_per_rank"):
             counted = re.fullmatch(
                 r"(?:gres/)?(?:gpu\b)?[:=]?(?:[^:,]*[A-Za-z][^:,]*:)?(\d+).*", text
             )
             if counted is None and not _FILLED_IN.search(text):
                 continue  # --gres=gpu, or of something else
             text = counted[1] if counted else text
-        if launcher is _MPI and quantity == _MAP:
+        if launcher is _MPI and quantity == "mapping":
             per_node = re.match(r"ppr:(\d+):node", text)
             if per_node is None:
                 continue
-            quantity, text = _PER_NODE, per_node[1]
-        found[quantity] = _Value(text, name, launcher.nodes if quantity == _NODES else _COUNT)
+            quantity, text = "per_node", per_node[1]
+        found[quantity] = _Value(text, name, launcher.nodes if quantity == "nodes" else _COUNT)
     return found
 
 
@@ -275,33 +268,41 @@ class _Launch:
         self._notes: list[str] = []
         self._unsaid: list[str] = []
         self._first = next((w for w in words if assignment(w) is None), "")
-        self._parts = list(_parts(words))  # innermost first
+        #: Launchers among the words, innermost first, with what their own options say.
+        self._parts: list[tuple[Launcher, _Said]] = []
+        end = len(words)
+        for at in reversed(range(end)):
+            if (launcher := _launcher(words[at])) is not None:
+                if launcher is not _WRAPPER:
+                    said = _option_values(launcher, words[at + 1 : end])
+                    self._parts.append((launcher, said))
+                end = at
         of_slurm = [said for launcher, said in self._parts if launcher is _SLURM]
         #: What Slurm is told, the nearest words first.
-        self._slurm = [*of_slurm, _said(_SLURM, place.header), self._variables(_SLURM)]
+        self._slurm = [*of_slurm, _option_values(_SLURM, place.header), self._variables(_SLURM)]
 
     def read(self) -> LaunchedRanks:
         """The number of ranks, or why it is not known."""
         launcher, said = self._parts[0] if self._parts else (_WRAPPER, {})
         said = {**self._variables(launcher), **said}
         if launcher in (_TORCHRUN, _DEEPSPEED):
-            nodes, ranks = self._of_agents(launcher, said)
+            nodes, ranks = self._agent_ranks(launcher, said)
         elif launcher is _MPI:
-            nodes, ranks = self._of_mpi(said)
+            nodes, ranks = self._mpi_ranks(said)
         elif launcher is _ACCELERATE:
-            if _RANKS not in said:
+            if "ranks" not in said:
                 self._unsaid.append("accelerate is not told --num_processes")
-            nodes, ranks = self._count(said, _NODES), self._count(said, _RANKS)
+            nodes, ranks = self._count(said, "nodes"), self._count(said, "ranks")
         else:
-            nodes, ranks = self._of_tasks()
+            nodes, ranks = self._slurm_tasks()
             if ranks == 1 and launcher is not _SLURM:
                 ranks = None  # a process of a step of one task may stand for those that it starts
         if ranks is None:
-            ranks = self._of_variable(self._typed)
+            ranks = self._world_size(self._typed)
         if ranks is None and launcher not in (_TORCHRUN, _DEEPSPEED, _ACCELERATE):
-            nodes, ranks = self._of_gpus(nodes)
+            nodes, ranks = self._ranks_by_gpus(nodes)
         if ranks is None and launcher is not _TORCHRUN:
-            ranks = self._of_variable(self._environment)
+            ranks = self._world_size(self._environment)
         if ranks is None and not self._unsaid:
             what = "neither a launcher nor Slurm nor WORLD_SIZE says it"
             if self._first and _launcher(self._first) is None:
@@ -314,57 +315,57 @@ class _Launch:
             unsaid="" if ranks else self._unsaid[0],
         )
 
-    def _of_agents(self, launcher: Launcher, said: _Said) -> _Sizes:
+    def _agent_ranks(self, launcher: Launcher, said: _Said) -> _Sizes:
         """Of an agent on each node, which starts that node's ranks."""
-        nodes, per_node = self._count(said, _NODES), self._count(said, _PER_NODE)
-        if _SELECTED in said:
-            self._unsaid.append(f"{said[_SELECTED].name} names some GPUs of some nodes")
+        nodes, per_node = self._count(said, "nodes"), self._count(said, "per_node")
+        if "selected_gpus" in said:
+            self._unsaid.append(f"{said['selected_gpus'].name} names some GPUs of some nodes")
             return nodes, None
         if launcher is _DEEPSPEED:
             slots = self._slots(said)
             if slots is not None:
                 nodes = nodes or len(slots)
                 per_node = per_node or max(slots)
-            elif _HOSTFILE in said and nodes is None:
+            elif "host_file" in said and nodes is None:
                 return None, None
-            per_node = per_node or (self._node_gpus() if _PER_NODE not in said else None)
+            per_node = per_node or (self._node_gpus() if "per_node" not in said else None)
         if nodes is None:
-            nodes = 1 if _NODES not in said else self._of_tasks()[0]
+            nodes = 1 if "nodes" not in said else self._slurm_tasks()[0]
         if per_node is None and launcher is _TORCHRUN:
-            per_node = 1 if _PER_NODE not in said else self._slurm_count(_GPUS_PER_NODE)
+            per_node = 1 if "per_node" not in said else self._slurm_count("gpus_per_node")
         return nodes, nodes * per_node if nodes and per_node else None
 
-    def _of_mpi(self, said: _Said) -> _Sizes:
+    def _mpi_ranks(self, said: _Said) -> _Sizes:
         slots = self._slots(said)
-        nodes, tasks = self._of_tasks()
+        nodes, tasks = self._slurm_tasks()
         nodes = len(slots) if slots else nodes
-        per_node = self._count(said, _PER_NODE)
-        if ranks := self._count(said, _RANKS):
+        per_node = self._count(said, "per_node")
+        if ranks := self._count(said, "ranks"):
             return (ranks // per_node if per_node else nodes), ranks
-        if _PER_NODE in said:
+        if "per_node" in said:
             return nodes, nodes * per_node if nodes and per_node else None
         return nodes, sum(slots) if slots else tasks
 
-    def _of_tasks(self) -> _Sizes:
+    def _slurm_tasks(self) -> _Sizes:
         """Nodes and tasks, by the nearest words for Slurm that say them."""
         known = dict[str, _Value]()
         nodes = tasks = None
         for said in self._slurm:
             known = {**said, **known}
-            nodes, tasks = self._nodes(known), self._count(known, _RANKS)
-            per_node = self._count(known, _PER_NODE)
+            nodes, tasks = self._nodes(known), self._count(known, "ranks")
+            per_node = self._count(known, "per_node")
             gpus = self._gpus(known, nodes)
             if tasks is None and per_node:
                 tasks = (nodes or 1) * per_node
-            if tasks is None and gpus and (each := self._count(known, _RANKS_PER_GPU)):
+            if tasks is None and gpus and (each := self._count(known, "ranks_per_gpu")):
                 tasks = gpus * each
-            if tasks is None and gpus and (each := self._count(known, _GPUS_PER_RANK)):
+            if tasks is None and gpus and (each := self._count(known, "gpus_per_rank")):
                 tasks = gpus // each
             if tasks is not None:
                 break
         return nodes, tasks
 
-    def _of_gpus(self, nodes: int | None) -> _Sizes:
+    def _ranks_by_gpus(self, nodes: int | None) -> _Sizes:
         """A rank on each GPU that Slurm is told of, where it is told no number of tasks."""
         known = {name: value for said in reversed(self._slurm) for name, value in said.items()}
         nodes = self._nodes(known) or nodes
@@ -376,9 +377,9 @@ class _Launch:
         self._notes.append(f"Slurm is told {gpus} GPUs and no tasks; a rank on each is assumed.")
         return nodes, gpus
 
-    def _of_variable(self, environment: Mapping[str, str]) -> int | None:
+    def _world_size(self, environment: Mapping[str, str]) -> int | None:
         name = next((name for name in _WORLD if name in environment), None)
-        return self._count({_RANKS: _Value(environment[name], name)} if name else {}, _RANKS)
+        return self._count({"ranks": _Value(environment[name], name)} if name else {}, "ranks")
 
     def _variables(self, launcher: Launcher) -> _Said:
         """What variables of the environment say in the place of a launcher's options."""
@@ -386,19 +387,20 @@ class _Launch:
         for name, quantity in launcher.variables.items():
             if (text := self._environment.get(name)) is None:
                 continue
-            if quantity == _PER_NODE and (each := tasks_per_node(text)):
+            if quantity == "per_node" and (each := tasks_per_node(text)):
                 text = str(max(each))
-            pattern = launcher.nodes if quantity == _NODES else _COUNT
-            found.setdefault(quantity, _Value(text, name, pattern))
+            found.setdefault(
+                quantity, _Value(text, name, launcher.nodes if quantity == "nodes" else _COUNT)
+            )
         return found
 
     def _nodes(self, said: _Said) -> int | None:
-        hosts = said.get(_HOSTS)
+        hosts = said.get("hosts")
         named = len(hosts_of(hosts.text)) if hosts and not _FILLED_IN.search(hosts.text) else None
-        return self._count(said, _NODES) or named
+        return self._count(said, "nodes") or named
 
     def _gpus(self, said: _Said, nodes: int | None) -> int | None:
-        gpus, per_node = self._count(said, _GPUS), self._count(said, _GPUS_PER_NODE)
+        gpus, per_node = self._count(said, "gpus"), self._count(said, "gpus_per_node")
         return gpus or (per_node and per_node * (nodes or 1))
 
     def _slurm_count(self, quantity: str) -> int | None:
@@ -406,8 +408,8 @@ class _Launch:
 
     def _node_gpus(self) -> int | None:
         """GPUs of a node: those that Slurm gives, or all of the cluster's."""
-        nodes, gpus = self._slurm_count(_NODES), self._slurm_count(_GPUS)
-        of_slurm = self._slurm_count(_GPUS_PER_NODE) or (nodes and gpus and gpus // nodes)
+        nodes, gpus = self._slurm_count("nodes"), self._slurm_count("gpus")
+        of_slurm = self._slurm_count("gpus_per_node") or (nodes and gpus and gpus // nodes)
         found = of_slurm or self._gpus_per_node
         if found is None:
             self._unsaid.append("no cluster says how many GPUs a node has")
@@ -415,10 +417,10 @@ class _Launch:
 
     def _slots(self, said: _Said) -> list[int] | None:
         """Ranks that each host takes, by a list of hosts or a file of them."""
-        if hosts := said.get(_HOSTS):
+        if hosts := said.get("hosts"):
             parts = [part.partition(":")[2] or "1" for part in hosts.text.split(",")]
             return [int(slots) for slots in parts if slots.isdigit()] or None
-        if (file := said.get(_HOSTFILE)) is None:
+        if (file := said.get("host_file")) is None:
             return None
         path = Path(file.text)
         if not path.is_file():
@@ -436,7 +438,7 @@ class _Launch:
         if (value := said.get(quantity)) is None:
             return None
         text, name = value.text, value.name
-        if quantity == _PER_NODE and text in _EACH_GPU:
+        if quantity == "per_node" and text in _EACH_GPU:
             return self._node_gpus()
         if _FILLED_IN.search(text) or text in ("cpu", "xpu"):
             self._unsaid.append(f"{name} {text} is no number")
@@ -463,13 +465,3 @@ class _Launch:
         if given:
             self._notes.append(f"{name}={text} of the environment is taken.")
         return max(counts)
-
-
-def _parts(words: Sequence[str]) -> Iterator[tuple[Launcher, _Said]]:
-    """The launchers among words, innermost first, with what their own options say."""
-    end = len(words)
-    for at in reversed(range(end)):
-        if (launcher := _launcher(words[at])) is not None:
-            if launcher is not _WRAPPER:
-                yield launcher, _said(launcher, words[at + 1 : end])
-            end = at

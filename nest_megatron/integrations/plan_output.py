@@ -1,24 +1,61 @@
-"""Plan files that a launched job names (``nest.out``, ``nest.plan``), and reviewed ones."""
+"""What a launched job prints and writes of its plan; which reviewed plans a policy lets launch."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pwd
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from nest_megatron.config.launch import Mode
+from nest_megatron.config.policy import may_tune, read_policy, require_may_free
+from nest_megatron.cost_model.settings import restored_settings
+from nest_megatron.cost_model.target_defaults import MEGATRON_LM as MEGATRON_LM_TARGETS
+from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.errors import PlanFileError, UserInputError
-from nest_megatron.files import check_output, expanded, now, read_bytes
+from nest_megatron.files import check_output, expanded, now, read_bytes, read_opened
+from nest_megatron.integrations.fields import short_text
 from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.parser import load_arguments
 from nest_megatron.layout import plan_file
+from nest_megatron.layout.diff import Change
+from nest_megatron.layout.launch import launch_words
 from nest_megatron.layout.plan import MEGATRON_LM, ParallelPlan
+from nest_megatron.layout.policy import (
+    OnMismatch,
+    PolicyError,
+    PolicyFile,
+    require_allowed,
+)
 from nest_megatron.layout.rulebook import require_launchable
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
-from nest_megatron.planner.pins import Pin, PinnedPlan, PinnedTable, is_pinned, plan_text
+from nest_megatron.planner.pins import (
+    TUNE,
+    Pin,
+    PinnedPlan,
+    PinnedTable,
+    is_pinned,
+    parse_pinned,
+    pinned_for,
+    plan_text,
+)
 from nest_megatron.planner.plan_table import TableText, is_table
+from nest_megatron.planner.signed import read_signers, verify_pinned
 from nest_megatron.printing import one_line
+from nest_megatron.profile.lookup import LayerTimes
+from nest_megatron.profile.records import ANALYTIC_NAME
+from nest_megatron.report.answer import answer_report
+from nest_megatron.report.before_after import before_after_report
+from nest_megatron.report.console import command_lines
+from nest_megatron.report.terminal import changes_table, explain_report, notes_report
+from nest_megatron.report.words import early_words
+from nest_megatron.units import Seconds, format_seconds
 from nest_megatron.version import __version__
 
 
@@ -70,9 +107,10 @@ def _reviewed(pin: Pin, plan: ParallelPlan) -> Pin:
             "it is not predicted to fit in memory",
             "Pin a plan that fits.",
         )
-    request = launch_request(plan, version=release or DEFAULT_VERSION)
-    require_launchable(request, but=("activation_flag",))
-    return dataclasses.replace(pin, megatron_lm=release)
+    require_launchable(
+        launch_request(plan, version=release or DEFAULT_VERSION), but=("activation_flag",)
+    )
+    return replace(pin, megatron_lm=release)
 
 
 def user_name() -> str:
@@ -99,7 +137,7 @@ def plan_output(named: str | None, inputs: Sequence[str | None] = ()) -> Path | 
     return out
 
 
-def told_where(path: Path) -> str:
+def plan_file_note(path: Path) -> str:
     """What is said of a plan that was written."""
     return f"nest: the full plan is in {path} (`nest-megatron explain` shows it)"
 
@@ -116,6 +154,244 @@ def pinned_file(named: str | None) -> Path:
     return expanded(Path(named), "nest.plan")
 
 
-def pinned_by(pin: Pin) -> str:
+def pin_note(pin: Pin) -> str:
     """What is said of who pinned a plan."""
     return f"Pinned {one_line(pin.created)} by {one_line(pin.by)}."
+
+
+def require_launch(mode: Mode, free: Collection[str] = (), release: str | None = None) -> None:
+    """Refuse a launch that a policy forbids, before anything is planned.
+
+    Args:
+        free: names that the user frees.
+        release: of Megatron-LM, where the job runs on it.
+
+    Raises:
+        PolicyError: naming the rule.
+    """
+    policy = read_policy()
+    require_may_free(free, policy)
+    for file in policy:
+        rules = file.launch
+        if mode is Mode.AUTO and rules.pinned_only:
+            raise file.broken(
+                "launch.pinned_only", "+nest", mode.value, "only pinned plans are launched here"
+            )
+        if release is not None and rules.megatron_lm and release not in rules.megatron_lm:
+            raise file.broken(
+                "launch.megatron_lm",
+                "Megatron-LM",
+                release,
+                f"it is {' or '.join(rules.megatron_lm)}",
+            )
+
+
+def allowed_on_mismatch(asked: str | None) -> tuple[OnMismatch, ...]:
+    """Values of ``nest.on_mismatch`` that a policy allows, the one that holds for the job first.
+
+    Args:
+        asked: the job's own value, if it has one.
+
+    Raises:
+        PolicyError: naming the rule that does not allow it, or leaves none.
+    """
+    left = tuple(OnMismatch)
+    for file in read_policy():
+        rules = file.launch
+        for rule, allowed in (
+            ("launch.pinned_only", (OnMismatch.REFUSE,) if rules.pinned_only else ()),
+            ("launch.on_mismatch", rules.on_mismatch),
+        ):
+            words, before = " or ".join(allowed), left
+            left = tuple(each for each in allowed or left if each in left)
+            if not left:
+                raise file.broken(
+                    rule,
+                    "nest.on_mismatch",
+                    words,
+                    f"other rules allow {' or '.join(before)} alone",
+                )
+            if asked is not None and asked not in left:
+                raise file.broken(rule, "nest.on_mismatch", asked, f"it is {words}")
+    return tuple(sorted(left, key=lambda each: each != asked))
+
+
+def require_tune(folder: Path) -> None:
+    """Refuse to tune where the plans of its runs, which nobody reviews, are not launched.
+
+    Args:
+        folder: of the runs.
+
+    Raises:
+        PolicyError: naming the rule, and what the operators may write to allow it.
+    """
+    for file in read_policy():
+        if may_tune(file):
+            continue
+        rules = file.launch
+        rule = "pinned_only" if rules.pinned_only else "signers" if rules.signers else None
+        if rule is None and not _is_outside(folder.resolve(), file):
+            continue
+        limit = "its runs launch plans that nobody has reviewed"
+        fix = (
+            "--dry-run shows the runs and starts none; the operators of the cluster may allow them "
+            f"with launch.may_tune: [{user_name()}] in {file.path}."
+        )
+        where = file.where(f"launch.{rule or 'plan_folders'}")
+        raise PolicyError("tune", value=None, limit=f"{limit} ({where})", fix=fix)
+
+
+def read_launched(path: Path, num_gpus: int | None = None) -> PinnedPlan:
+    """A pinned file that is about to be launched.
+
+    Args:
+        num_gpus: as of ``read_pinned``.
+
+    Raises:
+        UserInputError: if it is not as it was pinned, or a policy does not let it be launched: a
+            ``PolicyError``, or a ``SignatureError`` where a signature is asked for.
+    """
+    path = expanded(path, "nest.plan")
+    content, place = read_opened(path, "nest.plan")  # once: what is judged is what is launched
+    found, policy = parse_pinned(content, path, num_gpus), read_policy()
+    for file in policy:
+        if found.pin.by == TUNE and may_tune(file):  # it asks for no signers and folders
+            continue
+        if _is_outside(place, file):
+            raise file.broken(
+                "launch.plan_folders",
+                "nest.plan",
+                str(path),
+                f"plans are launched from {' or '.join(file.launch.plan_folders)}",
+            )
+        if file.launch.signers:
+            signed = verify_pinned(
+                path,
+                read_signers(file.launch.signers, file.owners),
+                num_gpus=num_gpus,
+                content=content,
+            )
+            found = replace(signed.pinned, signer=signed.signer.key_name)
+    require_allowed(found.plan, policy)
+    return found
+
+
+def _is_outside(place: Path, file: PolicyFile) -> bool:
+    """Whether a place, links followed, is in none of the folders that plans are launched from."""
+    folders = [Path(each).resolve() for each in file.launch.plan_folders]
+    return bool(folders) and not any(place.is_relative_to(each) for each in folders)
+
+
+def explanation(
+    plan: ParallelPlan,
+    times: LayerTimes | None,
+    differences: Sequence[Mapping[str, Seconds] | None],
+    pin: Pin | None = None,
+) -> Iterator[RenderableType]:
+    """The parts of the report; a text is to be shown as it stands.
+
+    Args:
+        times: the measured layer times that the plan was made with.
+        differences: as for ``explain_report``.
+        pin: who froze the plan.
+    """
+    if said := early_words(plan.search):
+        yield f"{said}.\n"
+    if plan.today is not None:
+        yield before_after_report(plan.today, plan.priced())
+        yield f"Today is {plan.provenance.created[:10]}, when the plan was made.\n"
+    yield explain_report(plan, differences)
+    for name, launch in plan.launch.items():
+        variables = [(k, v) for k, v in launch.environment.items() if v is not None]
+        unset = [k for k, v in launch.environment.items() if v is None]
+        yield f"\nLaunch with {name}\n"
+        yield command_lines(launch_words(plan, launch.script, launch.argv), variables)
+        yield ""
+        yield notes_report([*launch.notes, *(f"{each} must not be set." for each in unset)])
+    yield from _advice(plan, times)
+    if pin is not None:
+        said = f" ({pin.note})" if pin.note else ""
+        yield f"\nPinned {pin.created} by {pin.by}{said}, for {pinned_for(plan, pin.megatron_lm)}."
+
+
+def _advice(plan: ParallelPlan, times: LayerTimes | None) -> Iterator[str]:
+    profile = plan.provenance.profile
+    if times is None and profile != ANALYTIC_NAME:
+        yield (
+            f"\nIts layer times ({profile}) are not in the profile store of this machine; what is "
+            "priced again here is priced from data sheets. Import the profile to see its own."
+        )
+    if plan.launch:
+        return
+    target = restored_settings(plan.provenance.settings).target
+    if target is None or target_named(target) in MEGATRON_LM_TARGETS:
+        yield "\nThis plan holds no launch command; plan again with this version to get one."
+    else:
+        framework = target_named(target).framework
+        yield f"\nThe plan is for {framework}; docs/nemo.md says how recipes take it."
+
+
+def launched_report(
+    plan: ParallelPlan, changes: Iterable[Change], notes: Sequence[str] = (), what: str = "flags"
+) -> RenderableType:
+    """The plan in a few lines, what it changes in a job's flags or fields, and what was assumed."""
+    if rows := change_rows(changes):
+        table = changes_table(rows, plan.model)
+        return _report(plan, notes, Text(f"nest: changes to its {what}"), table)
+    return _report(plan, notes, Text(f"nest: its {what} are already the plan"))
+
+
+def fields_report(
+    plan: ParallelPlan, changes: Iterable[Change], notes: Sequence[str] = ()
+) -> RenderableType:
+    """The same for a job whose configuration has fields instead of flags."""
+    return launched_report(plan, changes, notes, "fields")
+
+
+def values_report(
+    plan: ParallelPlan, rows: Iterable[tuple[str, str, str]], notes: Sequence[str]
+) -> Iterator[RenderableType]:
+    """The same for an application whose fields ask for the plan, by field, value and reason.
+
+    Fields are lines of text, which no width cuts: a path may be longer than a terminal is wide.
+    """
+    yield _report(plan, ())
+    yield "nest: values of its fields"
+    for path, value, why in rows:
+        yield f"  {path} = {value}"
+        yield Padding(Text(why, "dim"), (0, 0, 0, 6))
+    if notes:
+        yield notes_report(notes)
+
+
+def _report(plan: ParallelPlan, notes: Sequence[str], *changes: RenderableType) -> RenderableType:
+    told = [notes_report(notes)] if notes else []
+    early = [Text(f"nest: {said}")] if (said := early_words(plan.search)) else []
+    answer = Padding(answer_report(plan), (0, 0, 0, 2))
+    return Group(*early, Text("nest: this job runs as"), answer, *changes, *told)
+
+
+def change_rows(changes: Iterable[Change]) -> list[tuple[str, str | None, str | None, str]]:
+    """Changes as ``changes_table`` takes them."""
+
+    def text(value: object) -> str | None:
+        return None if value is None else short_text(value)
+
+    return [(each.field, text(each.before), text(each.after), each.reason) for each in changes]
+
+
+def flag_cost_report(planned_s: Seconds, costs: Iterable[tuple[str, Seconds]]) -> RenderableType:
+    """What the user's choices cost: the shortest step with all, and with each (last, all) freed."""
+    table = Table(box=None, padding=(0, 2))
+    for head in ("Freed", "Step", "Kept, it costs"):
+        table.add_column(head, justify="left" if head == "Freed" else "right")
+    for choice, freed_s in costs:
+        cost = 100.0 * (planned_s - freed_s) / freed_s
+        table.add_row(
+            f"nest.free=[{choice}]",
+            format_seconds(freed_s),
+            f"{cost:.1f} %" if cost >= 0.05 else "nothing",
+        )
+    step = format_seconds(planned_s)
+    title = f"nest: what your flags cost, by predicted steps ({step} with all)"
+    return Group(Text(title), table)

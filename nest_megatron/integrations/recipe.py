@@ -6,9 +6,9 @@ Fields are read by name from anything that has them: a built config, a provider,
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
@@ -20,17 +20,17 @@ from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.architecture import (
     UNPRICED,
+    family_of,
+    notes_on_unknown_fields,
     refuse_unplannable,
-    unknown_beside,
     unplannable,
     unpriced,
-    with_adapters,
 )
-from nest_megatron.integrations.execution_fields import ExecutionPlaces
-from nest_megatron.integrations.families import family_of
 from nest_megatron.integrations.fields import (
     ABSENT,
+    FIELDS,
     Configuration,
+    ExecutionPlaces,
     FieldValue,
     class_names,
     value_or,
@@ -42,6 +42,7 @@ from nest_megatron.integrations.restore import (
     is_finetuning,
     packed_sequence_size,
     packs_sequences,
+    with_adapters,
 )
 from nest_megatron.layout.batch_schedule import RAMPUP, BatchSchedule, read_schedule
 from nest_megatron.layout.cuda_graphs import FIELDS as GRAPH_FIELDS
@@ -59,22 +60,7 @@ from nest_megatron.model.arguments import (
 from nest_megatron.model.sizes import LATENT_SIZES
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 
-#: Items that megatron-core's ``ModelParallelConfig`` or a strategy around it holds.
-DEGREES = (
-    "tensor_model_parallel_size",
-    "sequence_parallel",
-    "context_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "pipeline_model_parallel_layout",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
-#: Items that its ``TransformerConfig`` holds.
+#: Items of recomputation.
 RECOMPUTE = (
     "recompute_granularity",
     "recompute_method",
@@ -89,37 +75,19 @@ ARGUMENTS = {
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }
-_FIXED = ({*DEGREES} - {"sequence_parallel"}) | {"micro_batch_size", "use_tp_pp_dp_mapping"}
-_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-#: Name of an activation function -> the name in a ``TransformerSpec``.
-_ACTIVATIONS = {
-    "silu": "silu",
-    "gelu": "gelu",
-    "fast_gelu": "gelu",
-    "openai_gelu": "gelu",
-    "gelu_impl": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-    "quick_gelu": "quick_gelu",
-    "squared_relu": "squared_relu",
-}
-#: What else the configuration of a model names as Megatron's arguments do.
-SHAPE = (
-    *SAME_NAMES,
-    *LINEAR_NAMES,
-    *EXPERT_NAMES,
-    "num_attention_heads",
-    "num_query_groups",
-    "window_size",
-    "window_attn_skip_freq",
-    "experimental_attention_variant",
-    "dsa_indexer_n_heads",
-    "dsa_indexer_head_dim",
-    "dsa_indexer_topk",
-    "linear_attention_freq",
-    "no_rope_freq",
-    "mtp_num_layers",
-    "moe_layer_freq",
+#: Items that no choice of a layout is made of by itself.
+_NOT_FIXED = (
+    *RECOMPUTE,
+    "sequence_parallel",
+    "use_distributed_optimizer",
+    "data_parallel_sharding_strategy",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "global_batch_size",
 )
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+#: What else the configuration of a model names as Megatron's arguments do.
+SHAPE = (*SAME_NAMES, *LINEAR_NAMES, *EXPERT_NAMES, *FIELDS["model"]["shape"].split())
 #: Megatron's name of a setting of memory -> other names for it in configurations.
 _SPELLINGS = {
     "fp8_param_gather": ("fp8_param_gather", "fp8_params", "fp8_param"),
@@ -138,7 +106,7 @@ class Recipe(Configuration, ABC):
         states_size: it says how many GPUs there are; otherwise its launcher does.
         restored_by: finds the checkpoint that it starts from.
         installed_name: the framework with its installed release, where that decides the target.
-        beside_the_model: configurations of training whose fields may matter to time and memory.
+        training_parts: configurations of training whose fields may matter to time and memory.
 
     Args:
         assume_harmless: fields that are not known and are planned for all the same.
@@ -150,7 +118,7 @@ class Recipe(Configuration, ABC):
     made_by: str
     states_size: bool
     restored_by: Callable[[Any], Restored | None]
-    beside_the_model: tuple[str, ...] = ()
+    training_parts: tuple[str, ...]
     installed_name: str = ""
 
     def __init__(self, root: Any, target: Target, assume_harmless: Collection[str] = ()) -> None:
@@ -187,6 +155,10 @@ class Recipe(Configuration, ABC):
     def wanted(self, plan: ParallelPlan) -> Iterator[FieldValue]:
         """All that a plan sets in it."""
 
+    def declared(self, path: str) -> str:
+        """A field by the path that overrides of the framework take."""
+        return path
+
     def require_plannable(self) -> tuple[str, ...]:
         """Refuse what is no such configuration, or has a model that cannot be planned.
 
@@ -217,8 +189,9 @@ class Recipe(Configuration, ABC):
         )
         spec = _spec(config, seq_length=length, vocab_size=rows, vocab_is_padded=is_padded)
         if spec.decoder_seq_length is not None:
-            decoder = value_or(data, "seq_length_dec", spec.decoder_seq_length)
-            spec = dataclasses.replace(spec, decoder_seq_length=decoder)
+            spec = replace(
+                spec, decoder_seq_length=value_or(data, "seq_length_dec", spec.decoder_seq_length)
+            )
         for name in ("peft", "model_transform"):
             if (peft := value_or(self.root, name)) is not None:
                 where = f"{self.variable}.{name}"
@@ -245,7 +218,7 @@ class Recipe(Configuration, ABC):
                 precision, fp8_recipe = narrow, str(value_or(holder, "fp8_recipe", "delayed"))
         uses_fsdp, restored = self.uses_fsdp, self.restored_by(self.root)
         config, data, places = self.find(self.model), self.find(self.data), self.places
-        family, stated, execution = family_of(config), self.stated(), places.stated()
+        family, stated, execution = family_of(config), self.item_values(), places.values()
         packs = packs_sequences(data)
         micro = self.whole(self.items["micro_batch_size"])
         if (size := packed_sequence_size(data)) is not None and not family.packs:
@@ -258,7 +231,7 @@ class Recipe(Configuration, ABC):
         fixed = {
             ARGUMENTS.get(item, item): value
             for item, value in stated.items()
-            if item in _FIXED
+            if item not in _NOT_FIXED
             and value is not None
             and (spec.is_moe or not item.startswith("expert_"))
         }
@@ -318,7 +291,7 @@ class Recipe(Configuration, ABC):
                 *notes,
                 *unpriced({name: value_or(config, name) for name in UNPRICED}),
                 *newer_release_notes(self.installed_name),
-                *unknown_beside({path: self.find(path) for path in self.beside_the_model}),
+                *notes_on_unknown_fields({path: self.find(path) for path in self.training_parts}),
                 *(() if restored is None else (restored.note(),)),
                 *time_notes(flags),
             ),
@@ -341,7 +314,7 @@ class Recipe(Configuration, ABC):
             name=lambda name: {**self.items, RAMPUP: self.rampup_batch_size}.get(name, name),
         )
 
-    def stated(self) -> dict[str, Any]:
+    def item_values(self) -> dict[str, Any]:
         """The items of a plan that it has, with their values; a layout of stages as text."""
         found = {item: self.find(path) for item, path in self.items.items()}
         stated = {item: value for item, value in found.items() if value is not ABSENT}
@@ -350,7 +323,7 @@ class Recipe(Configuration, ABC):
 
     def arguments(self) -> dict[str, Any]:
         """The same by the names of Megatron-LM's arguments; a layout says the virtual stages."""
-        stated, virtual = self.stated(), "virtual_pipeline_model_parallel_size"
+        stated, virtual = self.item_values(), "virtual_pipeline_model_parallel_size"
         if stated.get(virtual) == 1 or stated["pipeline_model_parallel_layout"] is not None:
             stated.pop(virtual, None)
         pattern = "hybrid_layer_pattern"
@@ -393,18 +366,19 @@ def memory_fields(*holders: Any) -> Mapping[str, Any]:
     settings the framework copies over the others'; ``None`` is passed over.
     """
     names = [name for name in READ if name not in _OF_PRECISION]
-    stated = {name: next(_said(holders, name), None) for name in names}
+    stated = {name: next(_values_of(holders, name), None) for name in names}
     stated["num_distributed_optimizer_instances"] = max(
-        (int(each) for each in _said(holders, "num_distributed_optimizer_instances")), default=None
+        (int(each) for each in _values_of(holders, "num_distributed_optimizer_instances")),
+        default=None,
     )
-    wide = next(_said(holders, "grad_reduce_in_fp32"), None)
+    wide = next(_values_of(holders, "grad_reduce_in_fp32"), None)
     if wide is not None:
         stated["accumulate_allreduce_grads_in_fp32"] = bool(wide)
         stated["grad_reduce_in_bf16"] = not wide
     return {name: value for name, value in stated.items() if value is not None}
 
 
-def _said(holders: tuple[Any, ...], name: str) -> Iterator[Any]:
+def _values_of(holders: tuple[Any, ...], name: str) -> Iterator[Any]:
     for holder in holders:
         for spelled in _SPELLINGS.get(name, (name,)):
             if (value := value_or(holder, spelled)) is not None:
@@ -445,6 +419,13 @@ def _spec(
     values["rotary_base"] = int(values["rotary_base"])
     if not values["multi_latent_attention"]:
         values |= dict.fromkeys(LATENT_SIZES)
+    function = value_or(config, "activation_func", "gelu")
+    function = getattr(function, "func", function)  # functools.partial(gelu, approximate=...)
+    name = function if isinstance(function, str) else getattr(function, "__name__", repr(function))
+    activation = FIELDS["activations"].get(name)
+    if activation is None and "activation" not in own:
+        supported = ", ".join(sorted(FIELDS["activations"]))
+        raise unplannable("model.activation_func", name, f"supported are {supported}")
     shared = value_or(config, "share_embeddings_and_output_weights", True)
     names = " ".join(class_names(config))
     family = next((kind for word, kind in _FAMILIES.items() if word in names), ModelFamily.GPT)
@@ -465,19 +446,9 @@ def _spec(
         seq_length=seq_length,
         vocab_size=vocab_size,
         vocab_is_padded=vocab_is_padded,
-        activation=own.pop("activation", None) or _activation(config),
+        activation=own.pop("activation", None) or activation,
         gated_linear_unit=value_or(config, "gated_linear_unit", False),
         untie_embeddings_and_output_weights=not shared,
         source="the framework's own configuration",
         **{name: value for name, value in own.items() if name not in values},
     )
-
-
-def _activation(config: Any) -> str:
-    function = value_or(config, "activation_func", "gelu")
-    function = getattr(function, "func", function)  # functools.partial(gelu, approximate=...)
-    name = function if isinstance(function, str) else getattr(function, "__name__", repr(function))
-    if name not in _ACTIVATIONS:
-        supported = ", ".join(sorted(_ACTIVATIONS))
-        raise unplannable("model.activation_func", name, f"supported are {supported}")
-    return _ACTIVATIONS[name]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import dropwhile
 from pathlib import PurePath
@@ -53,9 +53,9 @@ def read_recipe(
     """
     words = list(dropwhile(_ASSIGNMENT.match, tokens(text)))
     if words and PurePath(words[0]).name == "nemo":
-        return _of_nemo(words[1:], assume_harmless)
+        return _nemo_job(words[1:], assume_harmless)
     if any(word.partition("=")[0] == _RECIPE for word in words):
-        return _of_bridge(split_command(words, place), assume_harmless)
+        return _bridge_job(split_command(words, place), assume_harmless)
     return None
 
 
@@ -74,10 +74,10 @@ class _Parser(argparse.ArgumentParser):
     """Raises our own error instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise _wrong(message, "its words cannot be read", "Correct them.")
+        raise _command_error(message, "its words cannot be read", "Correct them.")
 
 
-def _wrong(value: str, limit: str, fix: str) -> UserInputError:
+def _command_error(value: str, limit: str, fix: str) -> UserInputError:
     return UserInputError("--from", value, limit, fix)
 
 
@@ -85,7 +85,7 @@ def _fields(words: Sequence[str], where: str) -> list[str]:
     """Words that set fields of a recipe; a ``UserInputError`` for any other."""
     for word in words:
         if word.startswith("-") or "=" not in word:
-            raise _wrong(
+            raise _command_error(
                 word,
                 "what it changes of the recipe is not known here",
                 f"Write the fields themselves, such as {where}=4.",
@@ -93,7 +93,7 @@ def _fields(words: Sequence[str], where: str) -> list[str]:
     return list(words)
 
 
-def _of_nemo(words: Sequence[str], assume_harmless: Sequence[str]) -> Job:
+def _nemo_job(words: Sequence[str], assume_harmless: Sequence[str]) -> Job:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("collection", choices=["llm"])
     parser.add_argument("task", choices=["pretrain", "finetune"])
@@ -104,7 +104,7 @@ def _of_nemo(words: Sequence[str], assume_harmless: Sequence[str]) -> Job:
     given, rest = parser.parse_known_args(words)
     own = [word for word in rest if not word.startswith("run.")]  # the executor's, and plugins'
     recipe = _nemo_recipe(given.task, given.factory, _fields(own, "trainer.num_nodes"))
-    return dataclasses.replace(
+    return replace(
         nemo.read_recipe(recipe, assume_harmless=assume_harmless),
         script=given.factory,
         changes=partial(
@@ -130,24 +130,23 @@ def _nemo_recipe(task: str, factory: str, fields: list[str]) -> Any:
     try:
         return RunContext(name=task, factory=factory).parse_fn(getattr(llm, task), fields)
     except Exception as error:
-        raise _wrong(
+        raise _command_error(
             factory,
             f"NeMo-Run does not make it: {first_line(error)}",
             f"`nemo llm {task} --factory NAME --dryrun` shows what it takes.",
         ) from error
 
 
-def _of_bridge(command: SplitCommand, assume_harmless: Sequence[str]) -> Job:
+def _bridge_job(command: SplitCommand, assume_harmless: Sequence[str]) -> Job:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument(_RECIPE, required=True)
     parser.add_argument("--mode")  # what the recipe's own name says
     given, rest = parser.parse_known_args(command.argv)
     own = [word for word in rest if not word.lstrip("+").startswith(("nest=", "nest."))]
-    fields = _fields(own, "model.tensor_model_parallel_size")
-    cfg = _bridge_recipe(given.recipe, fields)
+    cfg = _bridge_recipe(given.recipe, _fields(own, "model.tensor_model_parallel_size"))
     known: dict[str, Any] = {"environment": {}, "assume_harmless": assume_harmless}
     job = megatron_bridge.read_recipe(cfg, **known)
-    return dataclasses.replace(
+    return replace(
         job,
         script=given.recipe,
         num_gpus=command.ranks.num_ranks,
@@ -172,10 +171,11 @@ def _bridge_recipe(name: str, fields: list[str]) -> Any:
     known = [each for each in dir(recipes) if each.endswith("_config")]
     require_known(_RECIPE, name, known, "the installed Megatron-Bridge has no such recipe")
     try:
-        cfg = getattr(recipes, name)()
-        return omegaconf_utils.process_config_with_overrides(cfg, cli_overrides=fields)
+        return omegaconf_utils.process_config_with_overrides(
+            getattr(recipes, name)(), cli_overrides=fields
+        )
     except Exception as error:
-        raise _wrong(
+        raise _command_error(
             name,
             f"Megatron-Bridge does not make it: {first_line(error)}",
             "Correct the fields, or give what it lacks.",

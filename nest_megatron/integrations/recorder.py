@@ -9,7 +9,6 @@ gone is missing in the record. No process group of the job is used.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import math
@@ -20,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -34,11 +34,15 @@ from nest_megatron.history.records import (
     RunRecord,
     measured_by_ranks,
 )
-from nest_megatron.integrations import audit
 from nest_megatron.integrations.megatron_lm.agreement import Hosts, RendezvousStore, broadcast
-from nest_megatron.integrations.outlets import write_prometheus
-from nest_megatron.integrations.run_record import new_run
-from nest_megatron.integrations.run_warnings import run_warnings
+from nest_megatron.integrations.run_record import (
+    audit_launch,
+    audit_outcome,
+    audits,
+    new_run,
+    run_warnings,
+    write_prometheus,
+)
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.plain import from_plain
 from nest_megatron.printing import print_cleaned
@@ -124,7 +128,7 @@ class Recorder:
             by_rank = sorted(zip(order or range(len(launched)), launched, strict=True))
             named = tuple(host for _, host in by_rank)
             if run is not None:
-                self._own_run = dataclasses.replace(run, hosts=named)
+                self._own_run = replace(run, hosts=named)
                 leave_run(self._store, self._own_run, is_watched=is_watched)
             elif self.plan is not None:
                 self._own_run = begin_record(
@@ -159,16 +163,16 @@ class Recorder:
         layout = self.plan.layout
         if not layout.execution.overlap_moe_expert_parallel_comm:  # passes of two are one then
             for name in _PASSES:
-                self._patch(schedules, name, self.timed)
+                self._patch(schedules, name, self.with_timing)
         if (ep := layout.dims.expert_model_parallel_size) > 1:
             routed = importlib.import_module(_ROUTED[0])  # the package has a function of its name
-            self._patch(routed, _ROUTED[1], functools.partial(self.routed, ep=ep))
+            self._patch(routed, _ROUTED[1], functools.partial(self.with_token_counts, ep=ep))
 
     def _patch(self, module: ModuleType, name: str, wrapper: Callable[..., Any]) -> None:
         if (original := getattr(module, name, None)) is not None:
             self._patches.enter_context(mock.patch.object(module, name, wrapper(original)))
 
-    def timed(self, function: Callable[..., Result]) -> Callable[..., Result]:
+    def with_timing(self, function: Callable[..., Result]) -> Callable[..., Result]:
         """A forward or backward pass of this rank's layers, timed inside watched steps."""
 
         @functools.wraps(function)
@@ -182,7 +186,7 @@ class Recorder:
 
         return run
 
-    def routed(self, function: Callable[..., Result], ep: int) -> Callable[..., Result]:
+    def with_token_counts(self, function: Callable[..., Result], ep: int) -> Callable[..., Result]:
         """Megatron's update of routers' biases, whose first argument it makes whole counts of.
 
         Args:
@@ -204,7 +208,7 @@ class Recorder:
             return
         self.is_done = True
         self._patches.close()
-        with self.telling("completed"):
+        with self.reporting_errors("completed"):
             self.measured = self._read()
             self._passes, self._tokens = [], []
             if self._store is not None:
@@ -225,17 +229,17 @@ class Recorder:
                 self._gathering.join()
             elif self.rank == 0 and not self.is_done:
                 self._record({})  # it was too short
-            with self.telling("completed"):
+            with self.reporting_errors("completed"):
                 if self.rank == 0 and (run := self.run()) is not None:
-                    audit.follow(dataclasses.replace(run, outcome=Outcome.FINISHED, end=now()))
+                    audit_outcome(replace(run, outcome=Outcome.FINISHED, end=now()))
             return
-        with self.telling("completed"):
+        with self.reporting_errors("completed"):
             self._record_failure(error)
 
     def run(self) -> RunRecord | None:
         """The record of the run as it began; ``None`` if there is none."""
         if self._own_run is None and self._store is not None:
-            for run in self._store.left(_RUN).values():
+            for run in self._store.parts(_RUN).values():
                 self._own_run = from_plain(RunRecord, run)
         return self._own_run
 
@@ -261,31 +265,30 @@ class Recorder:
         assert self.measured is not None
         ended = time.monotonic() + _GATHER_S + 2 * max(self.measured.step_times_s)
         parts = {0: self.measured}
-        with self.telling("completed"):
-            while self._store.num_left(_MEASURED) < self.num_ranks and time.monotonic() < ended:
+        with self.reporting_errors("completed"):
+            while self._store.num_parts(_MEASURED) < self.num_ranks and time.monotonic() < ended:
                 time.sleep(_PAUSE_S)
-            for part in self._store.left(_MEASURED).values():
+            for part in self._store.parts(_MEASURED).values():
                 parts[part["rank"]] = from_plain(RankMeasured, part)
         self._record(parts)
 
     def _record(self, parts: Mapping[int, RankMeasured]) -> None:
         """Print and keep the measured run."""
-        with self.telling("kept"):
+        with self.reporting_errors("kept"):
             if (run := self.run()) is None:
                 return
             if parts:
-                measured = measured_by_ranks(parts, self.num_ranks)
-                run = dataclasses.replace(run, measured=measured)
-                run = dataclasses.replace(run, warnings=run_warnings(run, parts))
+                run = replace(run, measured=measured_by_ranks(parts, self.num_ranks))
+                run = replace(run, warnings=run_warnings(run, parts))
                 lines = [comparison(run), *(f"warning: {each}" for each in run.warnings)]
                 print_cleaned("\n".join(f"nest: {line}" for line in lines))
-            ended = dataclasses.replace(run, outcome=Outcome.FINISHED, end=now())
+            ended = replace(run, outcome=Outcome.FINISHED, end=now())
             self._keep(ended)
             if parts:
                 self._own_run = run
                 if self._prometheus is not None:
                     write_prometheus(ended, Path(self._prometheus))
-                audit.follow(run)  # training goes on
+                audit_outcome(run)  # training goes on
 
     def _record_failure(self, error: BaseException) -> None:
         """Only the first rank says why, or one that ran out of memory, which is always a cause."""
@@ -295,18 +298,18 @@ class Recorder:
         is_first = self._store is None or self._store.count(_FAILED) == 1
         if is_first or outcome is Outcome.OUT_OF_MEMORY:
             said = f"rank {self.rank} ({socket.gethostname()}): {first_line(error)}"
-            run = dataclasses.replace(run, outcome=outcome, end=now(), error=said)
+            run = replace(run, outcome=outcome, end=now(), error=said)
             self._keep(run)
-            audit.follow(run)
+            audit_outcome(run)
 
     def _keep(self, run: RunRecord) -> None:
         """Add to the history; an audit is the operators', and needs none."""
-        with self.telling("kept"):
+        with self.reporting_errors("kept"):
             if self.steps:
                 history.append(run)
 
     @contextlib.contextmanager
-    def telling(self, what: str) -> Iterator[None]:
+    def reporting_errors(self, what: str) -> Iterator[None]:
         """A record that cannot be kept is told of, and ends nothing."""
         try:
             yield
@@ -338,16 +341,16 @@ def begin_record(
     Raises:
         PolicyError: where a policy has to have an audit, and it cannot be written.
     """
-    if not is_watched and not audit.audits():
+    if not is_watched and not audits():
         return None
     try:
         run = new_run(plan, hosts, os.environ, launch)
     except Exception as error:  # noqa: BLE001 - the job trains without a record
         print_cleaned(f"nest: no record of this run is kept: {error}")
-        audit.begin(f"no record of the run can be made: {error}")
+        audit_launch(f"no record of the run can be made: {error}")
         return None
     leave_run(store, run, is_watched=is_watched)
-    audit.begin(run)
+    audit_launch(run)
     return run
 
 

@@ -1,4 +1,4 @@
-"""What a job's data and the checkpoint that it restores fix of a plan.
+"""What a job's data, its adapters and the checkpoint that it restores fix of a plan.
 
 Of fine-tuning: packed sequences and losses over masked tokens. Of checkpoints: what is on this
 host's disks is looked at; of what is not, the format that the job states is believed. Sources:
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ from typing import Any
 from nest_megatron.config.job import Requirement
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.architecture import notes_on_assumed, unplannable
 from nest_megatron.integrations.fields import (
     ABSENT,
     Configuration,
     FieldValue,
+    changed_fields,
     class_names,
     find,
     value_or,
@@ -31,6 +33,8 @@ from nest_megatron.integrations.fields import (
 from nest_megatron.integrations.megatron_lm import checkpoint
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, read_checkpoint
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.model.adapters import EXPERTS, Adapters, PeftScheme
+from nest_megatron.model.spec import TransformerSpec
 
 #: Data of supervised fine-tuning, by the classes of both frameworks.
 _SFT_DATA = frozenset(
@@ -125,6 +129,83 @@ def finetuning_fields(recipe: Configuration, plan: ParallelPlan) -> Iterator[Fie
             yield path, 2 * cp, why
 
 
+_SCHEMES = {
+    "LoRA": PeftScheme.LORA,
+    "DoRA": PeftScheme.DORA,
+    "CanonicalLoRA": PeftScheme.CANONICAL_LORA,
+}
+_READ = tuple(field.name for field in dataclasses.fields(Adapters) if field.name != "scheme")
+#: Fields that change neither time nor memory: scaling, first values, what is derived, what a
+#: checkpoint holds.
+_NO_EFFECT = (
+    *("alpha", "lora_A_init_method", "lora_B_init_method", "canonical_mapping", "params_to_save"),
+)
+
+
+def with_adapters(
+    spec: TransformerSpec,
+    peft: Any,
+    where: str,
+    config: Any,
+    assume_harmless: Collection[str] = (),
+) -> tuple[TransformerSpec, tuple[str, ...]]:
+    """The model with what a job's ``peft`` trains, and notes; raises as ``read_adapters`` does.
+
+    Args:
+        config: of the model: without grouped products each expert would have adapters of its own.
+    """
+    adapters, notes = read_adapters(peft, where, assume_harmless)
+    spec = replace(spec, adapters=adapters)
+    grouped = value_or(config, "moe_grouped_gemm", False)
+    if spec.adapters is None or not spec.is_moe or grouped:
+        return spec, notes
+    for path in EXPERTS:
+        if spec.adapters.adapts(path, spec.num_layers):
+            raise UserInputError(
+                "model.moe_grouped_gemm",
+                grouped,
+                f"without it every expert has an adapter of its own on {path}, not priced here",
+                f"Set it, or leave {path.rpartition('.')[2]} out of {where}.target_modules.",
+            )
+    return spec, notes
+
+
+def read_adapters(
+    peft: Any, where: str, assume_harmless: Collection[str] = ()
+) -> tuple[Adapters | None, tuple[str, ...]]:
+    """What a job's ``peft`` adapts (``None`` where it trains all weights), and notes.
+
+    Args:
+        peft: ``LoRA``, ``DoRA`` or ``CanonicalLoRA`` of ``nemo.collections.llm.peft`` or
+            ``megatron.bridge.peft``, built or a Fiddle ``Config``.
+        where: what messages call it.
+        assume_harmless: as of ``refuse_unplannable``.
+
+    Raises:
+        UnplannableModelError: for another scheme, or a field whose effect is not known.
+        UserInputError: for what cannot be priced, naming the field.
+    """
+    if peft is None:
+        return None, ()
+    name = class_names(peft)[0]
+    if name not in _SCHEMES:
+        raise unplannable(
+            where, name, f"of fine-tuning schemes {', '.join(_SCHEMES)} are supported"
+        )
+    notes = notes_on_assumed(
+        where, changed_fields(peft, (*_SCHEMES,), (*_READ, *_NO_EFFECT)), assume_harmless
+    )
+    read = {name: value for name in _READ if (value := value_or(peft, name)) is not None}
+    if not (targets := tuple(read.pop("target_modules", ()))):
+        raise UserInputError(
+            f"{where}.target_modules",
+            list(targets),
+            "adapters on all but some modules are not priced",
+            "Name target_modules.",
+        )
+    return Adapters(scheme=_SCHEMES[name], target_modules=targets, **read), notes
+
+
 #: Sizes that Megatron-Bridge keeps in ``run_config.yaml``, by Megatron's names.
 _SAVED_SIZES = (
     "tensor_model_parallel_size",
@@ -143,18 +224,18 @@ class Restored:
         source: where it lies, as the job writes it.
         values: what the job says of loading, by Megatron's destinations.
         is_seen: it lies on this host; otherwise only its format is known, as it is stated.
-        stated: where its format comes from if it was not seen, for the note.
+        format_source: where its format comes from if it was not seen, for the note.
     """
 
     source: str
     saved: SavedCheckpoint
     values: Mapping[str, Any]
     is_seen: bool = False
-    stated: str = ""
+    format_source: str = ""
 
     def required(self, version: str) -> Mapping[str, Requirement]:
         """What a plan must keep, by the names of ``layout_arguments``."""
-        needs = checkpoint.required(self.saved, self.values, version)
+        needs = checkpoint.requirements(self.saved, self.values, version)
         return needs if self.is_seen else {n: r for n, r in needs.items() if r.value is not None}
 
     def check(self, plan: ParallelPlan, version: str) -> None:
@@ -164,7 +245,7 @@ class Restored:
 
     def note(self) -> str:
         """What is known of it, for the plan's notes."""
-        how = "as was found there" if self.is_seen else self.stated
+        how = "as was found there" if self.is_seen else self.format_source
         return f"The job restores {self.source}, in the format {self.saved.format} ({how})."
 
 
@@ -182,7 +263,7 @@ def restored_by_command(values: Mapping[str, Any]) -> Restored | None:
     if source is None or values.get("moe_use_upcycling"):
         return None
     how = "as --ckpt-format has it: there is no such folder on this host"
-    return _stated(source, str(values.get("ckpt_format") or "torch_dist"), values, how)
+    return _unseen_checkpoint(source, str(values.get("ckpt_format") or "torch_dist"), values, how)
 
 
 def restored_by_bridge(cfg: Any) -> Restored | None:
@@ -208,9 +289,9 @@ def restored_by_bridge(cfg: Any) -> Restored | None:
     }
     source = str(load if resumes else pretrained or load)
     if _has_checkpoint(source) and (saved := read_checkpoint(values)) is not None:
-        saved = dataclasses.replace(saved, **_sizes_beside(saved.directory))
+        saved = replace(saved, **_saved_sizes(saved.directory))
         return Restored(source=source, saved=saved, values=values, is_seen=True)
-    return _stated(source, str(values["ckpt_format"]), values)
+    return _unseen_checkpoint(source, str(values["ckpt_format"]), values)
 
 
 def restored_by_nemo(recipe: Any) -> Restored | None:
@@ -218,13 +299,15 @@ def restored_by_nemo(recipe: Any) -> Restored | None:
     resume, strategy = value_or(recipe, "resume"), recipe.trainer.strategy
     values = {"num_experts": value_or(recipe.model.config, "num_moe_experts")}
     if (going_on := _run_that_goes_on(recipe, resume)) is not None:
-        return _stated(going_on, value_or(strategy, "save_ckpt_format", "torch_dist"), values)
+        return _unseen_checkpoint(
+            going_on, value_or(strategy, "save_ckpt_format", "torch_dist"), values
+        )
     config = value_or(resume, "restore_config", value_or(strategy, "restore_config"))
     if config is None:
         return None
     values["finetune"] = not value_or(config, "load_optim_state", False)
     # whatever this run saves: an imported model is torch_dist, and so is a run with plain DDP
-    return _stated(str(value_or(config, "path", "")), "torch_dist", values)
+    return _unseen_checkpoint(str(value_or(config, "path", "")), "torch_dist", values)
 
 
 def _run_that_goes_on(recipe: Any, resume: Any) -> str | None:
@@ -243,7 +326,7 @@ def _run_that_goes_on(recipe: Any, resume: Any) -> str | None:
     return str(max(last, key=lambda each: each.lstat().st_mtime)) if last else None
 
 
-def _stated(
+def _unseen_checkpoint(
     path: str, kind: str, values: Mapping[str, Any], how: str = "as the recipe states"
 ) -> Restored:
     """A checkpoint whose format is only stated, or found in NeMo's folder of weights."""
@@ -256,7 +339,7 @@ def _stated(
         format=kind,
         weights_only=bool(values.get("finetune")),
     )
-    return Restored(source=path, saved=saved, values=values, stated=how)
+    return Restored(source=path, saved=saved, values=values, format_source=how)
 
 
 def _has_checkpoint(folder: object) -> bool:
@@ -266,7 +349,7 @@ def _has_checkpoint(folder: object) -> bool:
     return any(Path(folder, name).is_file() for name in trackers)
 
 
-def _sizes_beside(folder: Path) -> dict[str, Any]:
+def _saved_sizes(folder: Path) -> dict[str, Any]:
     """The degrees that Megatron-Bridge writes beside a checkpoint."""
     path = folder / "run_config.yaml"
     if not path.is_file():

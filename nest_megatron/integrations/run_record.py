@@ -1,30 +1,59 @@
-"""The record of a run that begins: which plan runs where, and what is predicted of it."""
+"""The record of a run: what is predicted of it, what it did unlike that, and where its figures go.
+
+A rank's own forward and backward passes hold no waiting for other pipeline ranks, but they do hold
+waiting for the ranks of its tensor-, context- and expert-parallel groups: all of these seem as slow
+as the slowest, so they are compared and named together. Under FSDP a pass waits for all replicas,
+and no rank can be told from another. The audit of a site has what was launched and what became of
+it, in files that policies name, each line appended in one write, without a lock that a user could
+keep.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
-from collections.abc import Mapping, Sequence
+import socket
+import statistics
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from nest_megatron.cluster.discovery import local_gpus
+from nest_megatron.config.policy import read_policy
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import allocatable
 from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.cost_model.uncertainty import predictive
-from nest_megatron.files import now
+from nest_megatron.errors import NestError
+from nest_megatron.files import append_line, now, write_text
 from nest_megatron.history.records import (
+    FlagChange,
     Launch,
     Outcome,
     Predicted,
+    RankMeasured,
+    RefusedLaunch,
     RunRecord,
     cluster_key,
     job_key,
 )
+from nest_megatron.history.store import line_of
+from nest_megatron.integrations.fields import short_text
+from nest_megatron.integrations.megatron_lm.rendezvous import rank_words
 from nest_megatron.integrations.plan_output import user_name
 from nest_megatron.layout import plan_file
+from nest_megatron.layout.diff import Change
+from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.policy import AuditRules, PolicyFile
+from nest_megatron.layout.rank_order import GroupKind, group_of_rank
+from nest_megatron.printing import print_cleaned
 from nest_megatron.profile.choose import times_of
 from nest_megatron.profile.installed import installed_versions, nccl_version
 from nest_megatron.profile.records import ANALYTIC_NAME
+from nest_megatron.units import Seconds, format_gib, format_seconds
 from nest_megatron.version import __version__
 
 #: Variables in which schedulers tell a job its number: Slurm, Flux and LSF, PBS.
@@ -96,3 +125,315 @@ def predicted(plan: ParallelPlan) -> Predicted:
         expert_imbalance=settings.expert_imbalance if plan.model.is_moe else None,
         own_runs=plan.provenance.own_runs,
     )
+
+
+#: From which share on ranks are slow: against replicas of theirs, and against other pipeline ranks,
+#: whose layers are others, so that their prices can be wrong as well.
+_SLOWER, _SLOWER_THAN_PRICED = 0.05, 0.15
+#: From which share on memory is above the prediction, and passes are off it.
+_MEMORY, _PASSES = 0.10, 0.10
+#: From which share on tokens are spread less evenly over experts than planned for.
+_IMBALANCE = 0.10
+#: Steps that have to count before one rank is called slower than another.
+_FEWEST_STEPS = 4
+_WAITING = (GroupKind.TP, GroupKind.CP, GroupKind.ETP, GroupKind.EP)
+
+
+def run_warnings(run: RunRecord, parts: Mapping[int, RankMeasured]) -> tuple[str, ...]:
+    """One sentence each."""
+    hosts = {rank: part.host for rank, part in parts.items()}
+    missing = [rank for rank in range(run.grid.dims.world_size) if rank not in parts]
+    warned = []
+    if missing:
+        warned = [f"nothing was heard from {rank_words(missing, dict(enumerate(run.hosts)))}"]
+    warned += [*_memory(run, hosts), *_experts(run)]
+    if not run.grid.zero.is_fsdp:
+        groups = _groups(run, parts)
+        warned += [*_slow(groups, hosts), *_passes(run, groups)]
+    return tuple(warned)
+
+
+def _memory(run: RunRecord, hosts: Mapping[int, str]) -> Iterator[str]:
+    """The rank that is farthest above its prediction, and how many others are above theirs."""
+    assert run.measured is not None
+    predicted, dims = run.predicted.peak_memory_bytes, run.grid.dims
+    peaks = {rank: peak for rank, peak in enumerate(run.measured.peak_memory_bytes) if peak}
+    ratios = {rank: peak / predicted[pipeline_rank(dims, rank)] for rank, peak in peaks.items()}
+    over = {rank: ratio for rank, ratio in ratios.items() if ratio > 1 + _MEMORY}
+    if over:
+        worst = max(over, key=over.__getitem__)
+        peak, ratio = peaks[worst], over[worst]
+        others = f"; so are {len(over)} ranks in all" if len(over) > 1 else ""
+        yield (
+            f"peak memory of {rank_words([worst], hosts)} is {_percent(ratio)} above the "
+            f"prediction ({format_gib(peak)}, predicted {format_gib(peak / ratio)}){others}"
+        )
+
+
+def _experts(run: RunRecord) -> Iterator[str]:
+    """Whether tokens are spread less evenly over expert-parallel ranks than was planned for."""
+    assert run.measured is not None
+    found, planned = run.measured.expert_imbalance, run.predicted.expert_imbalance
+    if found is not None and planned is not None and found > (1 + _IMBALANCE) * planned:
+        yield (
+            f"experts are {found:.2f}x imbalanced (planned for {planned:.2f}x): the busiest "
+            "expert-parallel rank has that many times the mean of tokens in the watched steps; "
+            f"cost.expert_imbalance={found:.2f} plans for it"
+        )
+
+
+class _Group(NamedTuple):
+    """Ranks that wait for each other inside their passes.
+
+    Args:
+        least_s, busy_s, most_s: quartiles of the work of a step, over ranks and steps.
+        predicted_s: the work of a step on their pipeline rank.
+    """
+
+    ranks: tuple[int, ...]
+    pipeline_rank: int
+    least_s: Seconds
+    busy_s: Seconds
+    most_s: Seconds
+    predicted_s: Seconds
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted work."""
+        return self.busy_s / self.predicted_s
+
+
+def pipeline_rank(dims: ParallelDims, rank: int) -> int:
+    """The pipeline rank of a global rank."""
+    return group_of_rank(dims, GroupKind.PP, rank).index(rank)
+
+
+def _groups(run: RunRecord, parts: Mapping[int, RankMeasured]) -> list[_Group]:
+    dims, found, seen = run.grid.dims, [], set[int]()
+    for rank in range(dims.world_size):
+        if rank in seen:
+            continue
+        ranks = _waiting_for(dims, rank)
+        seen |= ranks
+        known = [parts[r].counted_busy_s for r in sorted(ranks) if r in parts]
+        busy = [each for of_rank in known for each in of_rank]
+        stage = pipeline_rank(dims, rank)
+        predicted_s = run.predicted.busy_s[stage]
+        if max(map(len, known), default=0) >= _FEWEST_STEPS and predicted_s > 0:
+            least, middle, most = statistics.quantiles(busy, n=4, method="inclusive")
+            found.append(_Group(tuple(sorted(ranks)), stage, least, middle, most, predicted_s))
+    return found
+
+
+def _waiting_for(dims: ParallelDims, rank: int) -> set[int]:
+    """Ranks that a rank waits for inside its passes, those that they wait for, and itself."""
+    found, ahead = set[int](), [rank]
+    while ahead:
+        if (each := ahead.pop()) not in found:
+            found.add(each)
+            ahead += [other for kind in _WAITING for other in group_of_rank(dims, kind, each)]
+    return found
+
+
+def _slow(groups: list[_Group], hosts: Mapping[int, str]) -> Iterator[str]:
+    for group in groups:
+        others = [each for each in groups if each is not group]
+        replicas = [each for each in others if each.pipeline_rank == group.pipeline_rank]
+        if replicas:
+            usual = statistics.median(each.busy_s for each in replicas)
+            most = statistics.median(each.most_s for each in replicas)
+            if group.least_s > max(most, (1 + _SLOWER) * usual):
+                yield (
+                    f"{_who(group, hosts)}: forward and backward passes take "
+                    f"{_percent(group.busy_s / usual)} longer than those of replicas "
+                    f"({format_seconds(group.busy_s)} a step, {format_seconds(usual)}): a slow "
+                    "GPU or host, or uneven data"
+                )
+        elif others:
+            usual = statistics.median(each.ratio for each in others)
+            if group.least_s / group.predicted_s > (1 + _SLOWER_THAN_PRICED) * usual:
+                yield (
+                    f"{_who(group, hosts)}: forward and backward passes take "
+                    f"{format_seconds(group.busy_s)} a step, {_percent(group.ratio / usual)} more "
+                    "than predicted beside the other pipeline ranks: a slow GPU or host, or layers "
+                    "that are predicted too fast"
+                )
+
+
+def _passes(run: RunRecord, groups: list[_Group]) -> Iterator[str]:
+    """Whether a step is off because of its passes, or of what lies between them."""
+    measured = run.measured
+    if not groups or measured is None:
+        return
+    busiest = max(groups, key=lambda group: group.busy_s)
+    predicted = max(group.predicted_s for group in groups)
+    passes = busiest.busy_s / predicted - 1
+    rest_s, predicted_rest_s = measured.step_s - busiest.busy_s, run.predicted.step_s - predicted
+    if abs(passes) > _PASSES:
+        yield (
+            f"forward and backward passes take {format_seconds(busiest.busy_s)} a step on the "
+            f"busiest pipeline rank (predicted {format_seconds(predicted)}, {100 * passes:+.0f} %),"
+            f" everything else {format_seconds(max(0.0, rest_s))} "
+            f"(predicted {format_seconds(max(0.0, predicted_rest_s))})"
+        )
+
+
+def _who(group: _Group, hosts: Mapping[int, str]) -> str:
+    return f"{rank_words(group.ranks, hosts)}, pipeline rank {group.pipeline_rank}"
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):.0f} %"
+
+
+def figures(run: RunRecord, part: RankMeasured) -> dict[str, float]:
+    """Figures of one rank for a dashboard, by name."""
+    known = part.peak_memory_bytes
+    return {
+        "nest/step_s": part.step_s,
+        "nest/predicted_step_s": run.predicted.step_s,
+        "nest/step_error_percent": 100.0 * (part.step_s / run.predicted.step_s - 1.0),
+        **({} if known is None else {"nest/peak_memory_bytes": float(known)}),
+    }
+
+
+def write_prometheus(run: RunRecord, path: Path) -> None:
+    """Write a measured run for node_exporter's textfile collector, whole or not at all.
+
+    Source: Prometheus' text exposition format 0.0.4.
+    """
+    write_text(path, "\n".join(_lines(run)) + "\n")
+
+
+def _lines(run: RunRecord) -> Iterator[str]:
+    measured, predicted = run.measured, run.predicted
+    assert measured is not None
+    job = {"run": run.id, "model": run.job.model, "plan": run.plan}
+    busy = "Median work of a step in a rank's own forward and backward passes."
+    peaks = _by_rank(job, measured.peak_memory_bytes)
+    planned = _by_rank(job, predicted.peak_memory_bytes, "pipeline_rank")
+    for name, about, samples in (
+        ("step_seconds", "Median of the watched steps.", [(job, measured.step_s)]),
+        ("predicted_step_seconds", "As planned.", [(job, predicted.step_s)]),
+        ("rank_busy_seconds", busy, _by_rank(job, measured.busy_s)),
+        ("rank_peak_memory_bytes", "Peak memory of a rank's device.", peaks),
+        ("predicted_peak_memory_bytes", "As planned.", planned),
+        ("warnings", "Ranks or memory unlike the plan.", [(job, len(run.warnings))]),
+    ):
+        if samples:
+            yield f"# HELP nest_{name} {about}"
+            yield f"# TYPE nest_{name} gauge"
+        for labels, value in samples:
+            inside = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+            yield f"nest_{name}{{{inside}}} {value!r}"
+
+
+def _by_rank(
+    job: Mapping[str, str], values: tuple[float | None, ...], label: str = "rank"
+) -> list[tuple[dict[str, str], float]]:
+    return [({**job, label: str(r)}, v) for r, v in enumerate(values) if v is not None]
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+#: A disk that does not answer stops no job for longer.
+_WRITE_S: Seconds = 10.0
+
+
+def audits() -> tuple[tuple[PolicyFile, AuditRules], ...]:
+    """The files of the policy that name an audit.
+
+    Raises:
+        UserInputError: for a policy that is not understood.
+    """
+    return tuple((file, file.audit) for file in read_policy() if file.audit is not None)
+
+
+def audit_launch(run: RunRecord | str) -> None:
+    """Write down a run that is about to begin.
+
+    Args:
+        run: its record; a text says why none can be made.
+
+    Raises:
+        PolicyError: where it cannot be, and a policy has to have it.
+    """
+    for file, rules in audits():
+        if unwritten := run if isinstance(run, str) else _append(rules, run):
+            if rules.required:
+                raise file.broken("audit.required", "audit", rules.file, unwritten)
+            _tell("this launch", rules, unwritten)
+
+
+@contextlib.contextmanager
+def auditing_refusals(mode: str, plan_file: str | None, num_ranks: int) -> Iterator[None]:
+    """Write down a launch that a rule does not allow, on the rank that plans; its error goes on.
+
+    Args:
+        mode: of ``+nest=``.
+        plan_file: the pinned file that was asked for, if one was.
+    """
+    try:
+        yield
+    except NestError as error:
+        if error.rule is not None:
+            refused = RefusedLaunch(
+                id=secrets.token_hex(4),
+                start=now(),
+                user=user_name(),
+                batch_job=batch_job(os.environ),
+                host=socket.gethostname(),
+                num_ranks=num_ranks,
+                mode=mode,
+                plan_file=plan_file,
+                rule=error.rule,
+                reason=str(error),
+                exit_code=error.exit_code,
+            )
+            audit_outcome(refused, "this refusal")
+        raise
+
+
+def audit_outcome(
+    record: RunRecord | RefusedLaunch, what: str = "what became of this launch"
+) -> None:
+    """Write down what became of a run; where that fails, it is told of, and training goes on."""
+    for _, rules in audits():
+        if unwritten := _append(rules, record):
+            _tell(what, rules, unwritten)
+
+
+def changed_flags(changes: Iterable[Change]) -> tuple[FlagChange, ...]:
+    """What a plan rewrote, as texts."""
+    return tuple(
+        FlagChange(
+            name=change.field,
+            before=None if change.before is None else short_text(change.before),
+            after=None if change.after is None else short_text(change.after),
+        )
+        for change in changes
+    )
+
+
+def _append(rules: AuditRules, record: RunRecord | RefusedLaunch) -> str | None:
+    """Append a line to an audit; why it could not be, if it could not be in time."""
+    reasons = [f"its disk has not answered for {_WRITE_S:g} s"]
+
+    def write() -> None:
+        try:
+            append_line(Path(rules.file), line_of(record), mode=rules.mode)
+            reasons.clear()
+        except Exception as error:  # noqa: BLE001 - whatever a disk says
+            reason = getattr(error, "strerror", None) or str(error)
+            reasons[0] = f"it cannot be written to: {reason}"
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(_WRITE_S)
+    return next(iter(reasons), None)
+
+
+def _tell(what: str, rules: AuditRules, reason: str) -> None:
+    print_cleaned(f"nest: warning: {what} is not in the audit {rules.file}: {reason}")

@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.catalogue import read_cluster, read_spec
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import FreeParameters, Job, LaunchedRanks
+from nest_megatron.config.request import request_for
 from nest_megatron.config.target import megatron_version
 from nest_megatron.cost_model.target_defaults import newer_release_notes
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.dry_run.launch import (
+from nest_megatron.integrations.dry_run import (
+    RecordedLaunch,
     is_script_call,
     names_script,
     script_launch,
     unread_model,
 )
-from nest_megatron.integrations.dry_run.run import RecordedLaunch
 from nest_megatron.integrations.launchers import SLURM_VARIABLES, LaunchPlace, slurm_options
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_command
-from nest_megatron.integrations.megatron_lm.parser import read_command, tokens
+from nest_megatron.integrations.megatron_lm.changed_command import require_model, with_flags
+from nest_megatron.integrations.megatron_lm.checkpoint import check_loadable, checkpoint_of_plan
+from nest_megatron.integrations.megatron_lm.parser import newest_flags, read_command, tokens
 from nest_megatron.integrations.megatron_lm.planning import job_request
+from nest_megatron.integrations.megatron_lm.present_layout import (
+    refusal,
+    typed_plan,
+    with_device_settings,
+)
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters, kept_flags
-from nest_megatron.integrations.megatron_lm.set_flags import require_model, with_flags
+from nest_megatron.integrations.plan_job import with_origin
 from nest_megatron.integrations.restore import restored_by_command
-from nest_megatron.integrations.stated_job import made_for
+from nest_megatron.layout.before_after import BeforeAfter, Changes, LayoutChange
 from nest_megatron.layout.diff import Change
-from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.knobs import KNOBS
+from nest_megatron.layout.plan import LaunchCommand, ParallelPlan
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Progress, Request
 from nest_megatron.planner import plan as find_plan
+from nest_megatron.planner.changes import changes
+from nest_megatron.planner.layouts import Variant
 from nest_megatron.report.failure import require_plan
+from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Seconds
 
 
@@ -62,11 +73,11 @@ def read_request(
     """
     job, cluster = read_typed(text, composed, version=version, strict=strict)
     if (command := job.command) is None:
-        job = dataclasses.replace(job, free=free_parameters(tuple(free) or None, option="--free"))
+        job = replace(job, free=free_parameters(tuple(free) or None, option="--free"))
         return job, job_request(job, cluster, composed)
-    job = dataclasses.replace(job, free=FreeParameters(names=tuple(free)))
+    job = replace(job, free=FreeParameters(names=tuple(free)))
     if (restored := restored_by_command(command.values)) is not None:
-        job = dataclasses.replace(
+        job = replace(
             job,
             required={**restored.required(job.version), **job.required},
             restored=restored,
@@ -109,7 +120,7 @@ def read_typed(
             f"Nothing says how many ranks there are; cluster {cluster.name} has "
             f"{cluster.num_gpus} GPUs, and all are taken."
         )
-        job = dataclasses.replace(job, num_gpus=cluster.num_gpus)
+        job = replace(job, num_gpus=cluster.num_gpus)
     cluster = read_cluster(composed, job.num_gpus)
     if ranks.num_ranks and ranks.num_nodes and (node := cluster.host_size) is not None:
         each = ranks.num_ranks // ranks.num_nodes
@@ -118,7 +129,7 @@ def read_typed(
                 f"The launcher starts {each} ranks on each of {ranks.num_nodes} nodes; those of "
                 f"{cluster.name} have {node} GPUs, and the plan takes whole nodes."
             )
-    return dataclasses.replace(job, notes=tuple(assumed)), cluster
+    return replace(job, notes=tuple(assumed)), cluster
 
 
 def read_model(
@@ -170,9 +181,14 @@ def _read(composed: Settings, text: str | Sequence[str], version: str | None) ->
                 "it has no flags, so it says nothing about the model",
                 "Give the whole command in quotes, or - to read it from standard input.",
             )
-        before = () if launch is None else launch.notes
-        newer = newer_release_notes(f"megatron_lm_{version or ''}")
-        command = dataclasses.replace(command, notes=(*before, *newer, *command.notes))
+        command = replace(
+            command,
+            notes=(
+                *(() if launch is None else launch.notes),
+                *newer_release_notes(f"megatron_lm_{version or ''}"),
+                *command.notes,
+            ),
+        )
         command = with_flags(command, composed)
         unread = unread_model([command.script])  # unless the command describes the model
         if unread and not {"num_layers", "hidden_size"} & command.explicit:
@@ -192,8 +208,9 @@ def _read(composed: Settings, text: str | Sequence[str], version: str | None) ->
             error.what, error.value, error.limit, " ".join((error.fix, *launch.notes))
         ) from error
     assert job.command is not None
-    tp = job.command.values["tensor_model_parallel_size"]
-    return dataclasses.replace(job, spec=job.spec.with_padded_vocab(tp))
+    return replace(
+        job, spec=job.spec.with_padded_vocab(job.command.values["tensor_model_parallel_size"])
+    )
 
 
 def recorded_launch(text: str | Sequence[str], composed: Settings) -> RecordedLaunch | None:
@@ -226,8 +243,10 @@ def one_command(
     if launch is None:
         return text if isinstance(text, str) else tuple(text), ()
     sizes = slurm_options(launch.header).items()
-    given = [f"{SLURM_VARIABLES[option][0]}={value}" for option, value in sizes]
-    return (*given, *launch.words), launch.notes
+    return (
+        *[f"{SLURM_VARIABLES[option][0]}={value}" for option, value in sizes],
+        *launch.words,
+    ), launch.notes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +295,7 @@ def plan_command(
         UserInputError: for a command that cannot be read, or a setting that cannot be kept.
     """
     job, request = read_request(text, composed, free=free, version=version, strict=strict)
-    request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
+    request = replace(request, begun_s=begun_s, shortlist=shortlist)
     found = require_plan(find_plan(request, on_progress), request.notes)
     return command_of_plan(job, request, composed, found)
 
@@ -294,11 +313,114 @@ def command_of_plan(
     if (command := job.command) is None:
         assert job.changes is not None
         changes = job.changes(found)
-        found = made_for(found, job, "plan --from")
+        found = with_origin(found, job, "plan --from")
     else:
-        kept = kept_flags(job, request, composed)
         found, rewrite = with_command(
-            found, command, made_by="plan --from", kept=kept, notes=request.notes
+            found,
+            command,
+            made_by="plan --from",
+            kept=kept_flags(job, request, composed),
+            notes=request.notes,
         )
         changes = rewrite.changes
     return CommandPlan(job=job, request=request, plan=found, changes=changes)
+
+
+def estimate_command(
+    text: str | Sequence[str], composed: Settings, *, version: str | None, strict: bool = False
+) -> CommandPlan:
+    """Price a command, or the script that launches it, as it is typed.
+
+    Args:
+        strict: refuse flags that Megatron-LM does not have.
+
+    Raises:
+        UserInputError: for a command that cannot be read, that Megatron refuses, with its rule, or
+            a setting of the layout, which is the command's.
+    """
+    job, cluster = read_typed(text, composed, version=version, strict=strict)
+    for name in sorted(composed.given):
+        if name.startswith("parallel."):
+            limit, fix = "the layout is that of the command", "Give its flag with --set."
+            value = composed.parallel.stated().get(name.partition(".")[2])
+            raise UserInputError(name, value, limit, fix)
+    job = replace(job, num_gpus=job.num_gpus or cluster.num_gpus)
+    request = request_for(
+        with_device_settings(job, cluster), cluster, composed, SearchSpace(), choose_execution=False
+    )
+    found, _ = typed_plan(job, request, composed)
+    launch = {}
+    if (command := job.command) is not None:
+        launch[LAUNCHER] = LaunchCommand(
+            script=command.script, argv=command.argv, environment=command.environment
+        )
+    found = replace(with_origin(found, job, "estimate --from"), launch=launch)
+    return CommandPlan(job=job, request=request, plan=found, changes=())
+
+
+_RESHARDABLE = "dist_ckpt_optim_fully_reshardable"
+
+
+def before_and_after(found: CommandPlan, composed: Settings) -> BeforeAfter:
+    """A command as it is typed beside its plan, both of the same batch and cluster."""
+    job, request, plan = found.job, found.request, found.plan
+    try:
+        before, own = typed_plan(job, request, composed)
+    except UserInputError as error:
+        return BeforeAfter(before=None, refused=str(error))
+    after = Variant(settings=request.settings, layout=plan.layout)
+    return BeforeAfter(
+        before=before.priced(),
+        changes=_by_fields(changes(request, own, after, refusal(request, job)), job.fields),
+        needs=tuple(_needs(found, before)),
+    )
+
+
+def _by_fields(found: Changes, fields: Mapping[str, str]) -> Changes:
+    """Changes of a recipe by its own fields, as far as a choice is one of them."""
+
+    def named(change: LayoutChange) -> LayoutChange:
+        choices = (replace(each, name=fields.get(each.name, each.name)) for each in change.choices)
+        return replace(change, choices=tuple(choices))
+
+    return replace(
+        found, alone=tuple(map(named, found.alone)), in_order=tuple(map(named, found.in_order))
+    )
+
+
+def _needs(found: CommandPlan, before: ParallelPlan) -> Iterator[str]:
+    """What the plan needs where the job runs: packages, a release, a checkpoint that it loads."""
+    for knob in KNOBS:
+        value = getattr(found.plan.layout.execution, knob.name)
+        if value != getattr(before.layout.execution, knob.name) and value in knob.needs:
+            words = " ".join(value) if isinstance(value, tuple) else value
+            yield f"{knob.flag} {words} needs {knob.needs[value].words} where the job runs."
+    if found.job.command is not None:
+        argv = found.plan.launch[LAUNCHER].argv
+        if needed := newest_flags(argv, given=found.job.command.argv):
+            yield needed
+    values = found.job.values
+    if not (values.get("save") or values.get("load")):
+        return
+    kind = "fsdp_dtensor" if before.layout.uses_megatron_fsdp else values.get("ckpt_format")
+    said = f"a checkpoint of the present layout ({kind or 'torch_dist'})"
+    if not (limit := _obstacle(found, before, values)):
+        yield f"Checkpoint: the plan loads {said} as it is."
+        return
+    yield f"Checkpoint: {limit}"
+    if not _obstacle(found, before, {**values, _RESHARDABLE: True}):
+        yield (
+            "With --dist-ckpt-optim-fully-reshardable in the present command, the next checkpoint "
+            "that it saves is one that the plan loads with its optimizer state."
+        )
+
+
+def _obstacle(found: CommandPlan, before: ParallelPlan, values: Mapping[str, Any]) -> str:
+    """Why the plan does not load what a job of the present layout saves; empty where it does."""
+    version = found.job.version
+    saved = checkpoint_of_plan(before, values, version, "a checkpoint of the present layout")
+    try:
+        check_loadable(saved, found.plan.arguments, values, version)
+    except UserInputError as error:
+        return str(error)
+    return ""

@@ -19,13 +19,10 @@ from typing import Any
 
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.history.records import Launch, RunRecord
-from nest_megatron.integrations.megatron_lm.agreement import (
-    connect,
-    propagating_errors,
-)
+from nest_megatron.integrations.megatron_lm.agreement import connect, propagating_errors
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
+from nest_megatron.integrations.process_variables import with_rank_variables
 from nest_megatron.integrations.recorder import Recorder
-from nest_megatron.integrations.slurm import launched
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.policy import PolicyError
 from nest_megatron.printing import print_cleaned
@@ -79,7 +76,7 @@ class WatchedLoop:
                         RankContext(
                             rank=rank,
                             world_size=num_ranks,
-                            environment=launched(os.environ),
+                            environment=with_rank_variables(os.environ),
                             rendezvous_timeout_s=_MEET_S,
                         )
                     )
@@ -136,7 +133,7 @@ def watching(plan: ParallelPlan | None = None, *, steps: int = STEPS) -> Iterato
         PolicyError: where a policy has to have an audit, and it cannot be written.
         UserInputError: if there is no plan.
     """
-    environment = launched(os.environ)
+    environment = with_rank_variables(os.environ)
     watched = WatchedLoop(plan, steps=steps) if plan is not None else loop_of_hydra(steps)
     watched.begin(int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1")))
     try:
@@ -180,7 +177,7 @@ def require_planned(plan: ParallelPlan, num_ranks: int) -> None:
         )
     state = sys.modules.get("megatron.core.parallel_state")
     if state is not None and state.model_parallel_is_initialized():
-        from nest_megatron.integrations.megatron_lm.groups import compare_groups
+        from nest_megatron.integrations.megatron_lm.ranks import compare_groups
 
         compare_groups(plan, state)
 

@@ -76,7 +76,7 @@ class Provenance:
         site: the calibration of the site, where one was used.
         defaults: settings that are the site's, each with its file and line.
         given: settings that no other part of the file says, as typed (``search.tie_percent=2``).
-        recipe: what the recipe of the job says beside them (``integrations/stated_job.py``).
+        recipe: what the recipe of the job says beside them (``integrations/plan_job.py``).
     """
 
     nest_megatron_version: str

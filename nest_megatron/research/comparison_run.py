@@ -17,7 +17,7 @@ from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import require_folder, write_text
-from nest_megatron.integrations.stated_job import StatedJob
+from nest_megatron.integrations.plan_job import RecipeJob
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.price import Rates
 from nest_megatron.plain import to_plain
@@ -115,7 +115,7 @@ def compare_composed(
     on_planner: Callable[[str], None] = lambda name: None,
 ) -> PlannerComparison:
     """Compare planners on a composed job; arguments as of ``compare``."""
-    request = _without_site(StatedJob().request(composed))  # as plan asks for it
+    request = _without_site(RecipeJob().request(composed))  # as plan asks for it
     return PlannerComparison(request=request, rows=compare(request, names, on_planner))
 
 

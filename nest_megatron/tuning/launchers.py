@@ -19,12 +19,12 @@ from typing import Any
 from nest_megatron.documents import parse_yaml
 from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.files import write_text
-from nest_megatron.integrations.nemo_run.experiment import (
+from nest_megatron.integrations.nemo_run.task import (
     read_executor,
     require_size,
     run_script,
 )
-from nest_megatron.integrations.slurm import first_host
+from nest_megatron.integrations.process_variables import first_host
 from nest_megatron.tuning import LAUNCHERS
 from nest_megatron.tuning.job import RunCommand, meets
 from nest_megatron.tuning.session import Ended, open_locked

@@ -16,8 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
-from nest_megatron.integrations.launched import fields_report
 from nest_megatron.integrations.megatron_bridge import apply_plan, to_dotlist
+from nest_megatron.integrations.plan_output import fields_report
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.pins import read_pinned

@@ -8,8 +8,8 @@ from __future__ import annotations
 from nemo.collections import llm
 from rich.console import Console
 
-from nest_megatron.integrations.launched import fields_report
 from nest_megatron.integrations.nemo import auto_recipe
+from nest_megatron.integrations.plan_output import fields_report
 
 recipe = llm.recipes.llama3_70b.pretrain_recipe(
     name="llama3_70b", dir="/checkpoints", num_nodes=8, num_gpus_per_node=8, performance_mode=True

@@ -8,8 +8,8 @@ from __future__ import annotations
 from nemo.collections import llm
 from rich.console import Console
 
-from nest_megatron.integrations.launched import fields_report
 from nest_megatron.integrations.nemo import apply_plan, auto_recipe
+from nest_megatron.integrations.plan_output import fields_report
 from nest_megatron.layout import plan_file
 
 recipe = llm.recipes.mixtral_8x7b.pretrain_recipe(

@@ -230,7 +230,7 @@ def test_an_old_file_outlives_a_failed_plan(tmp_path: Path) -> None:
 
 LARGE = ("cluster=h100_spine_leaf", "cluster.num_gpus=1024", "search.backend=reference")
 SEARCH = "nest_megatron.solver.search:Search.run"
-SCRIPT = "nest_megatron.integrations.dry_run.run:_run"
+SCRIPT = "nest_megatron.integrations.dry_run:_run"
 #: Functions, and commands that are inside them for as long as one waits.
 SLOW: dict[str, tuple[str, ...]] = {
     "search": (SEARCH, "plan", "model=deepseek_v3", *LARGE),
@@ -240,8 +240,8 @@ SLOW: dict[str, tuple[str, ...]] = {
 }
 #: No other end of an endless script.
 ENDLESS = """
-from nest_megatron.integrations.dry_run import run
-run.MAX_SECONDS = 10.0**6
+from nest_megatron.integrations import dry_run
+dry_run.MAX_SECONDS = 10.0**6
 """
 
 

@@ -11,7 +11,7 @@ import pytest
 from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.config.catalogue import named_model
 from nest_megatron.cost_model.target_defaults import TARGETS
-from nest_megatron.integrations.supported import refusals
+from nest_megatron.integrations.megatron_lm.attach import target_refusals
 from tests import catalogue
 from tests.cli.runs import ROOT, SMALL, run
 
@@ -232,7 +232,7 @@ def test_rules_of_a_model_are_asked_of_every_framework() -> None:
         **{"dsa_indexer_head_dim": 128, "dsa_indexer_topk": 2048},
     }
     spec = dataclasses.replace(catalogue.model("deepseek_v3"), **sparse)
-    found = refusals(spec)
+    found = target_refusals(spec)
     taken = {name for name, why in found.items() if not why}
     assert not taken & {"megatron_lm_0.17", "megatron_bridge_0.4", "nemo_2.7"}
     assert taken >= {"megatron_lm_0.18", "megatron_bridge_0.5"}

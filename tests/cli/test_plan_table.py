@@ -9,7 +9,7 @@ import pytest
 from nest_megatron import load_plan
 from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.integrations.megatron_lm import checkpoint
-from nest_megatron.integrations.megatron_lm.saved_by_plan import saved_by
+from nest_megatron.integrations.megatron_lm.checkpoint import checkpoint_of_plan
 from nest_megatron.layout import plan_file
 from nest_megatron.planner import plan_table
 from nest_megatron.planner.pins import read_pinned, read_table
@@ -60,7 +60,7 @@ def test_each_number_of_nodes_has_a_plan_or_a_reason(table: PlanTable) -> None:
 def test_all_plans_load_what_the_largest_saves(table: PlanTable) -> None:
     plans = [plan for _, plan in table.planned()]
     for saving in plans:
-        saved = saved_by(saving, {}, "0.16", "it")
+        saved = checkpoint_of_plan(saving, {}, "0.16", "it")
         for loading in plans:
             checkpoint.check_loadable(saved, loading.arguments, {}, "0.16")
     assert any("dp_reshardable" in note for note in table.notes)

@@ -17,7 +17,7 @@ from nest_megatron.api.sweep_jobs import SweptCommand
 from nest_megatron.cli.tuning import TuneOptions
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
-from nest_megatron.integrations.dry_run import run as dry
+from nest_megatron.integrations import dry_run as dry
 from tests.cli.runs import run
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
@@ -101,7 +101,7 @@ def test_a_script_of_several_plans_runs_once(
     runs = []
     original = dry.dry_run
     monkeypatch.setattr(
-        "nest_megatron.integrations.dry_run.launch.dry_run",
+        "nest_megatron.integrations.dry_run.dry_run",
         lambda *words: runs.append(words) or original(*words),
     )
     words = ("sbatch", str(script))

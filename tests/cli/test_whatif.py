@@ -21,7 +21,7 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.stated_job import rates_of, reliability_of, settings_of
+from nest_megatron.integrations.plan_job import rates_of, reliability_of, settings_of
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.layouts import keep_layout

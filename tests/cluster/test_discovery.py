@@ -13,7 +13,7 @@ from nest_megatron.config import cluster_detection as rooms
 from nest_megatron.config.cluster_detection import find_cluster
 from nest_megatron.config.overrides import Setting
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm import measure_store
+from nest_megatron.integrations.megatron_lm import measure
 from nest_megatron.model.implementation import Implementation
 from tests import catalogue
 
@@ -227,4 +227,4 @@ def test_nothing_is_measured_on_the_processor_in_their_place(
     devices, fails, words = _BAD[name]
     Nvml(monkeypatch, *devices, fails=fails)
     with pytest.raises(UserInputError, match=f"measure.*{words}"):
-        measure_store.here(Implementation.LOCAL)
+        measure.machine_here(Implementation.LOCAL)

@@ -26,9 +26,9 @@ from nest_megatron.cost_model.target_defaults import (
 from nest_megatron.cost_model.targets import Target, fitted_values
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.field_mapping import require_plannable
 from nest_megatron.integrations.megatron_lm import parser
 from nest_megatron.integrations.megatron_lm.attach import with_launch
+from nest_megatron.integrations.recipe_plan import require_plannable
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, RELEASES
 from nest_megatron.model.execution import PLAIN, Execution, FlexBackend, TokenDispatcher

@@ -74,7 +74,7 @@ def test_a_job_that_measures_first_is_planned_with_what_it_measured(
         monkeypatch.setattr(
             measure,
             "measure_in_child",
-            lambda orders, *_: measure_child.measured(orders, 1),
+            lambda orders, *_: measure_child.measure(orders, 1),
         )
     argv = job_argv(TransformerSpec(**MODEL), "--global-batch-size", "16")
     argv += ["--transformer-impl", "local"]

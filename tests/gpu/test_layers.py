@@ -16,9 +16,8 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 import torch
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.integrations.megatron_lm import measure_child, own_layers
-from nest_megatron.integrations.megatron_lm.measure_child import Orders
-from nest_megatron.integrations.megatron_lm.own_layers import JobArguments
+from nest_megatron.integrations.megatron_lm import measure_child
+from nest_megatron.integrations.megatron_lm.measure_child import JobArguments, Orders
 from nest_megatron.megatron_core import units
 from nest_megatron.megatron_core.stage import Where, staged
 from nest_megatron.model.implementation import Implementation
@@ -184,7 +183,7 @@ def test_what_was_timed_before_cuda_failed_is_kept(
         where=Where.GPU,
         max_seconds=3600.0,
     )
-    answer = measure_child.measured(orders, 1)
+    answer = measure_child.measure(orders, 1)
     timed = [LayerBlock.DENSE] if words else [LayerBlock.DENSE, LayerBlock.HEAD]
     assert [timing.block for timing in answer.timings] == timed
     (skipped,) = answer.skipped
@@ -267,7 +266,7 @@ def test_a_layer_runs_in_the_format_of_the_job(
 def test_tokens_that_pad_a_real_router_s_load_are_not_asked_for() -> None:
     """Balanced counts, which are given, know of none: Megatron's chunks would not add up."""
     padding = {"moe_router_padding_for_fp8", "moe_router_padding_for_quantization"}
-    assert padding <= set(own_layers._NOT_OF_A_LAYER)
+    assert padding <= set(measure_child._NOT_OF_A_LAYER)
 
 
 @pytest.mark.parametrize("implementation", Implementation)

@@ -25,7 +25,7 @@ from nest_megatron.cli.profile_request import request_of_plan
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.errors import ProfileError, UserInputError
 from nest_megatron.integrations import recorder
-from nest_megatron.integrations.megatron_lm import measure_child, measure_store
+from nest_megatron.integrations.megatron_lm import measure, measure_child
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.profile import network, session, store
@@ -59,16 +59,14 @@ def test_the_machine_is_what_the_driver_says() -> None:
     with stand_in_gpu(devices=8) as gpu:
         torch.cuda.set_device(3)
         machine = session.with_clocks(this_machine(Where.GPU, Implementation.LOCAL))
-        here = measure_store.here(Implementation.LOCAL)
+        here = measure.machine_here(Implementation.LOCAL)
         assert session.gpu_uuid() == stand_in.uuid_of(gpu.index) == stand_in.uuid_of(3)
     assert (machine.device_name, machine.memory_bytes) == (H100, H100_BYTES)
     assert (machine.driver, machine.nccl) == (stand_in.DRIVER, "2.27.5")
     assert machine.graphics_mhz == stand_in.GRAPHICS_MHZ
     assert machine.memory_mhz == stand_in.MEMORY_MHZ
     assert not machine.is_cpu
-    assert measure_store.is_same(here, machine), (
-        "what is known before CUDA starts is the same machine"
-    )
+    assert measure.is_same(here, machine), "what is known before CUDA starts is the same machine"
 
 
 def test_clocks_that_the_driver_does_not_tell_are_not_known() -> None:
@@ -99,7 +97,7 @@ def test_watched_steps_are_read_when_all_are_done() -> None:
     """Steps of 0.5 s, half of it in passes of this rank's layers; capturing marks nothing."""
     with stand_in_gpu() as gpu, pytest.MonkeyPatch.context() as monkeypatch:
         watched = recorder.Recorder(steps=4, rank=1, num_ranks=2, store=None, own_run=None)
-        run_layers = watched.timed(lambda: gpu.works(0.25))
+        run_layers = watched.with_timing(lambda: gpu.works(0.25))
         for capturing in (False, False, False, True, False):
             monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
             with watched.step():
@@ -194,7 +192,7 @@ def test_nothing_is_timed_on_the_processor_in_place_of_a_gpu() -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         orders: Any = type("Orders", (), {"where": Where.CPU})
         with pytest.raises(RuntimeError, match="NVIDIA_DRIVER_CAPABILITIES"):
-            measure_child.measured(orders, 1)
+            measure_child.measure(orders, 1)
 
 
 def test_an_engine_that_does_not_load_is_said(

@@ -12,9 +12,12 @@ import pytest
 from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
-from nest_megatron.integrations.megatron_lm.before_after import before_and_after
-from nest_megatron.integrations.typed_command import CommandPlan, plan_command
+from nest_megatron.integrations.typed_command import (
+    CommandPlan,
+    before_and_after,
+    estimate_command,
+    plan_command,
+)
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.before_after import BeforeAfter, Changes
 from nest_megatron.layout.plan import ParallelPlan

@@ -123,7 +123,7 @@ def read(base: Path, **values: Any) -> SavedCheckpoint:
 
 
 def kept(saved: SavedCheckpoint, **values: Any) -> dict[str, Any]:
-    needs = checkpoint.required(saved, values, OLD)
+    needs = checkpoint.requirements(saved, values, OLD)
     return {short: needs[name].value for short, name in SHORT.items() if name in needs}
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.checkpoint_arguments import with_checkpoint_arguments
+from nest_megatron.integrations.megatron_lm.changed_command import with_checkpoint_arguments
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from tests.integrations.test_checkpoint import Bomb, legacy, torch_dist

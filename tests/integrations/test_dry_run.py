@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.dry_run import run as dry
-from nest_megatron.integrations.dry_run.launch import script_launch
+from nest_megatron.integrations import dry_run as dry
+from nest_megatron.integrations.dry_run import RecordedLaunch, script_launch
 from nest_megatron.integrations.dry_run.recorder import LAUNCHERS
-from nest_megatron.integrations.dry_run.run import RecordedLaunch
 from nest_megatron.integrations.megatron_lm.parser import read_command
 
 BASH = shutil.which("bash")
@@ -399,5 +398,5 @@ def test_launchers_are_those_that_are_counted() -> None:
     """Each program whose ranks are known is one that a script may launch."""
     from nest_megatron.integrations import launchers
 
-    counted = {name for row in launchers.LAUNCHERS for name in row.names if "." not in name}
+    counted = {name for row in launchers.LAUNCHERS for name in row.names.split() if "." not in name}
     assert counted - {"sbatch", "salloc"} <= set(LAUNCHERS)

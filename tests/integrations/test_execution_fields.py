@@ -15,11 +15,11 @@ from nest_megatron.cost_model.target_defaults import NEMO_LACKS
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import megatron_bridge, nemo
 from nest_megatron.integrations.fields import find
-from nest_megatron.integrations.megatron_bridge.config import BridgeConfig
-from nest_megatron.integrations.megatron_bridge.hook import adapt, stated_choices
+from nest_megatron.integrations.megatron_bridge import BridgeConfig
+from nest_megatron.integrations.megatron_bridge.hook import adapt, choices_of_fields
 from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.write import planned_arguments
-from nest_megatron.integrations.nemo.recipe import NemoRecipe
+from nest_megatron.integrations.nemo import NemoRecipe
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.execution_arguments import execution_arguments
 from nest_megatron.layout.knobs import KNOBS
@@ -364,8 +364,8 @@ def test_deepep_gives_way_where_it_cannot_run() -> None:
 
 def test_what_a_user_of_bridge_typed_is_kept() -> None:
     stated = ["comm_overlap.tp_comm_overlap", "model.moe_enable_deepep", "model.seq_length"]
-    assert stated_choices(stated, []) == ("tp_comm_overlap", "token_dispatcher")
-    assert stated_choices(stated, ["tp_comm_overlap"]) == ("token_dispatcher",)
+    assert choices_of_fields(stated, []) == ("tp_comm_overlap", "token_dispatcher")
+    assert choices_of_fields(stated, ["tp_comm_overlap"]) == ("token_dispatcher",)
 
 
 def test_one_connection_does_not_undo_the_overlap() -> None:

@@ -186,7 +186,7 @@ def test_nodes_that_are_not_the_clusters_are_told() -> None:
 
 
 def test_a_dry_run_records_each_launcher_that_is_a_program_and_starts_ranks() -> None:
-    names = {name for launcher in LAUNCHERS for name in launcher.names}
+    names = {name for launcher in LAUNCHERS for name in launcher.names.split()}
     modules = {
         "torch.distributed.run",
         "torch.distributed.launch",

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
-from nest_megatron.integrations.typed_command import plan_command
+from nest_megatron.integrations.typed_command import estimate_command, plan_command
 from nest_megatron.layout.rulebook.facts import RELEASES
 from nest_megatron.model.execution import Execution
 from nest_megatron.report.failure import NothingFitsError

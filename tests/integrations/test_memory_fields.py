@@ -13,10 +13,10 @@ from nest_megatron.cost_model.execution_flags import execution_of, execution_tra
 from nest_megatron.cost_model.memory_flags import not_modelled
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_bridge.config import read_recipe as read_bridge
+from nest_megatron.integrations.megatron_bridge import read_recipe as read_bridge
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
-from nest_megatron.integrations.nemo.recipe import read_recipe as read_nemo
+from nest_megatron.integrations.nemo import read_recipe as read_nemo
 from nest_megatron.integrations.recipe import memory_fields
 from tests import catalogue
 from tests.integrations.frameworks import MegatronCommOverlapCallback, bridge_config, nemo_recipe

@@ -17,7 +17,7 @@ from nest_megatron.config.request import recorded_settings
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import megatron_bridge, nemo
 from nest_megatron.integrations.megatron_lm.planning import job_request
-from nest_megatron.integrations.stated_job import StatedJob, recorded
+from nest_megatron.integrations.plan_job import RecipeJob, recorded_fields
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
 from tests import catalogue
@@ -119,8 +119,8 @@ def test_its_job_is_searched_as_that_of_the_recipe(
     asked = job_request(job, read_cluster(composed), composed)
     model = ("model=mixtral_8x7b", f"target={asked.settings.target}")
     plan = plan_file.read(path)
-    origin = dataclasses.replace(plan.provenance, recipe=recorded(job))
+    origin = dataclasses.replace(plan.provenance, recipe=recorded_fields(job))
     text = plan_file.dump(dataclasses.replace(plan, provenance=origin))
-    said = StatedJob(fields=plan_file.load(text).provenance.recipe)
+    said = RecipeJob(fields=plan_file.load(text).provenance.recipe)
     again = said.request(compose(parse([*model, f"cluster={cluster}", "cluster.num_gpus=72"])))
     assert {n: getattr(again, n) for n in SEARCHED} == {n: getattr(asked, n) for n in SEARCHED}

@@ -7,7 +7,7 @@ import pytest
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.as_typed import estimate_command
+from nest_megatron.integrations.typed_command import estimate_command
 from tests.integrations.legal_commands import command_of
 from tests.integrations.test_legal_commands import BASE, NODE, is_legal, refusal
 

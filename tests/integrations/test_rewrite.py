@@ -9,7 +9,7 @@ import pytest
 from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
-from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, with_command
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewrite_command, with_command
 from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
@@ -66,7 +66,7 @@ def test_a_rewritten_command_reads_back_as_the_plan(name: str) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_everything_else_stays(name: str) -> None:
     command = read_command(COMMANDS[name])
-    argv = rewritten(found_for(COMMANDS[name]), command).argv
+    argv = rewrite_command(found_for(COMMANDS[name]), command).argv
     again = read_command([command.script, *argv])
     ours = INCOMPATIBLE.union(PARALLEL_ARGUMENTS)
     for key, value in command.values.items():
@@ -78,14 +78,14 @@ def test_everything_else_stays(name: str) -> None:
 def test_a_second_rewrite_changes_nothing(name: str) -> None:
     command = read_command(COMMANDS[name])
     found = found_for(COMMANDS[name])
-    once = rewritten(found, command)
-    again = rewritten(found, read_command([command.script, *once.argv]))
+    once = rewrite_command(found, command)
+    again = rewrite_command(found, read_command([command.script, *once.argv]))
     assert (again.argv, again.changes) == (once.argv, ())
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_change_has_a_flag_and_a_reason(name: str) -> None:
-    changes = rewritten(found_for(COMMANDS[name]), read_command(COMMANDS[name])).changes
+    changes = rewrite_command(found_for(COMMANDS[name]), read_command(COMMANDS[name])).changes
     assert changes
     for change in changes:
         assert change.field.startswith("--")

@@ -13,9 +13,9 @@ from rich.console import Console
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, with_launch
-from nest_megatron.integrations.megatron_lm.namespace import require_planned
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewrite_command, with_launch
 from nest_megatron.integrations.megatron_lm.parser import read_command
+from nest_megatron.integrations.megatron_lm.planning import require_planned
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
 from nest_megatron.integrations.typed_command import read_request
@@ -51,7 +51,7 @@ def planned(
     found = plan(request)
     assert isinstance(found, ParallelPlan)
     assert read.command is not None
-    argv = rewritten(found, read.command).argv
+    argv = rewrite_command(found, read.command).argv
     return found, read_command(["pretrain_gpt.py", *argv], version).values
 
 

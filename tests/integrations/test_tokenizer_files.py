@@ -11,7 +11,7 @@ import pytest
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
-from nest_megatron.integrations.megatron_lm.tokenizer_files import vocabulary_rows
+from nest_megatron.integrations.vocabulary import vocabulary_rows
 
 BASE = (
     "pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "

@@ -10,7 +10,7 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import NestError
-from nest_megatron.integrations.megatron_lm.attach import require_kept, rewritten
+from nest_megatron.integrations.megatron_lm.attach import require_kept, rewrite_command
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.search_space import kept_flags
 from nest_megatron.integrations.typed_command import read_request
@@ -52,7 +52,7 @@ def asked(flags: str, free: str = "") -> tuple[ReadCommand, frozenset[str], Para
 @pytest.mark.parametrize(("flags", "layout"), TYPED.items())
 def test_stages_stay_as_they_were_typed(flags: str, layout: str) -> None:
     command, kept, found = asked(flags)
-    argv = rewritten(found, command, kept).argv
+    argv = rewrite_command(found, command, kept).argv
     assert " ".join(flags.split()) in " ".join(argv).replace("'", "")
     assert argv.count("--pipeline-model-parallel-layout") == ("layout" in flags)
     assert found.arguments["pipeline_model_parallel_layout"] == layout
@@ -69,7 +69,7 @@ def test_stages_stay_as_they_were_typed(flags: str, layout: str) -> None:
 )
 def test_other_choices_stay_as_they_were_typed(flags: str) -> None:
     command, kept, found = asked(flags)
-    rewrite = rewritten(found, command, kept)
+    rewrite = rewrite_command(found, command, kept)
     assert f" {flags}" in " ".join(rewrite.argv)
     assert not {change.field for change in rewrite.changes} & set(flags.split())
 
@@ -77,7 +77,7 @@ def test_other_choices_stay_as_they_were_typed(flags: str) -> None:
 def test_what_is_freed_changes() -> None:
     flags = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
     command, kept, found = asked(flags, "stage_layout")
-    values = read_command(["s.py", *rewritten(found, command, kept).argv])
+    values = read_command(["s.py", *rewrite_command(found, command, kept).argv])
     assert values.values["pipeline_model_parallel_layout"]
     assert values.values["num_virtual_stages_per_pipeline_rank"] is None
     assert found.arguments["virtual_pipeline_model_parallel_size"] == 2
@@ -88,7 +88,7 @@ def test_what_is_freed_changes() -> None:
 
 def test_a_changed_flag_is_an_error_of_ours() -> None:
     command, kept, found = asked("--tensor-model-parallel-size 2 --recompute-activations")
-    rewrite = rewritten(found, command, kept)
+    rewrite = rewrite_command(found, command, kept)
     values = {**rewrite.values, "tensor_model_parallel_size": 4}
     broken = dataclasses.replace(rewrite, values=values)
     changed = r"--tensor-model-parallel-size 2 -> 4.*bug of nest"

@@ -8,6 +8,8 @@ import pytest
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UnplannableModelError
+from nest_megatron.integrations.fields import FIELDS
+from nest_megatron.integrations.megatron_lm.layout_arguments import ROLES
 from nest_megatron.integrations.megatron_lm.parser import known_flags, read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.write import (
@@ -19,7 +21,9 @@ from nest_megatron.integrations.megatron_lm.write import (
 from nest_megatron.layout.execution_arguments import execution_arguments
 from nest_megatron.layout.rulebook import check
 from nest_megatron.layout.rulebook.facts import RELEASES
+from nest_megatron.layout.rulebook.job import ACTIVATION_FLAGS
 from nest_megatron.layout.zero import ZeroStage
+from nest_megatron.model.sizes import DELTA_NET_SIZES, LATENT_SIZES, MAMBA_SIZES
 from tests.contract import hand_models
 from tests.contract.hand_models import DEEPSEEK, LLAMA
 from tests.integrations.requests import SOUND, dims, request
@@ -127,3 +131,13 @@ def test_patterns() -> None:
     flag = ["--moe-layer-freq", pattern_text(DEEPSEEK.moe_layer_pattern)]
     read = read_command(flag)
     assert tuple(read.values["moe_layer_freq"]) == DEEPSEEK.moe_layer_pattern
+
+
+def test_tables_of_names_have_those_of_the_model() -> None:
+    parts = {part: tuple(names.split()) for part, names in ROLES["of_model"].items()}
+    assert parts["state space"] == MAMBA_SIZES
+    assert parts["gated delta nets"] == DELTA_NET_SIZES
+    assert parts["latent sizes"] == LATENT_SIZES
+    switches = set(filter(None, ACTIVATION_FLAGS.values()))
+    assert switches <= set(parts["norms, activations and dropout"])
+    assert set(LATENT_SIZES) <= set(FIELDS["model"]["planned"].split())

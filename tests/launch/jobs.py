@@ -11,7 +11,7 @@ import pytest
 from nest_megatron.config.cluster_detection import JobCluster, find_cluster
 from nest_megatron.config.job import Job
 from nest_megatron.config.overrides import Setting
-from nest_megatron.integrations.megatron_lm import namespace as arguments
+from nest_megatron.integrations.megatron_lm import planning as arguments
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.planning import (
     LaunchPlan,

@@ -34,7 +34,7 @@ if rank == 0:
     recording.leave_run(store, run, is_watched=True)
 if store is not None:
     store.count("begun")
-    wait_until(lambda: store.num_left("run") and store.count("begun", 0) == num_ranks)
+    wait_until(lambda: store.num_parts("run") and store.count("begun", 0) == num_ranks)
 recorder = recording.Recorder(
     steps=_STEPS,
     rank=rank,
@@ -44,7 +44,7 @@ recorder = recording.Recorder(
 )
 
 
-@recorder.timed
+@recorder.with_timing
 def work() -> None:
     """The passes of a step."""
     clock_s[0] += _WORK_S * (3 if what == "slow" else 1)
@@ -53,7 +53,7 @@ def work() -> None:
 def train() -> None:
     for number in range(_STEPS + 2):
         if what == "without one" and number == _STEPS:  # the last that is watched is over
-            wait_until(lambda: store is not None and store.num_left("measured") >= num_ranks - 2)
+            wait_until(lambda: store is not None and store.num_parts("measured") >= num_ranks - 2)
         with recorder.step():
             work()
             if what == "killed" and number == _STEPS // 2:

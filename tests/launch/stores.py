@@ -68,7 +68,7 @@ def give_up_soon(store: RendezvousStore, present: int, **limits: float) -> None:
     collect = store.collect
 
     def collected(what: str, *arguments: Any, **options: Any) -> dict[int, str]:
-        wait_until(lambda: store.num_left(what) >= present)
+        wait_until(lambda: store.num_parts(what) >= present)
         shorten(store, **limits)
         return collect(what, *arguments, **options)
 

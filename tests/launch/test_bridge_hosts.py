@@ -11,7 +11,7 @@ from nest_megatron.cluster.hosts import Host
 from nest_megatron.config import cluster_detection
 from nest_megatron.config.launch import read_words
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations import plan_recipe
+from nest_megatron.integrations import recipe_plan
 from nest_megatron.integrations.megatron_bridge import hook
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
@@ -31,7 +31,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
         monkeypatch.delenv("RANK", raising=False)
         monkeypatch.setenv("WORLD_SIZE", str(8 * len(hosts)))
         monkeypatch.setattr(hook, "job_hosts", lambda _: hosts)
-        for module in (cluster_detection, plan_recipe):
+        for module in (cluster_detection, recipe_plan):
             monkeypatch.setattr(module, "local_gpus", lambda: hosts[0].gpus)
         cfg = bridge_config(catalogue.model("llama3_8b"))
         hook.run(cfg, read_words(["+nest=auto", f"nest.out={path}", *words]), ())

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nest_megatron.errors import NestError, UserInputError
-from nest_megatron.integrations.megatron_lm import groups
-from nest_megatron.integrations.megatron_lm.groups import check_permutation, ranks_by_host
+from nest_megatron.integrations.megatron_lm import ranks as groups
+from nest_megatron.integrations.megatron_lm.ranks import check_permutation, ranks_by_host
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.rank_order import group_of_rank
 

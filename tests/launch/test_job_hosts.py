@@ -8,8 +8,7 @@ import pytest
 
 from nest_megatron.cluster.hosts import Host
 from nest_megatron.integrations.megatron_lm import ranks
-from nest_megatron.integrations.megatron_lm.groups import ranks_by_host
-from nest_megatron.integrations.megatron_lm.ranks import job_hosts
+from nest_megatron.integrations.megatron_lm.ranks import job_hosts, ranks_by_host
 from tests.launch.stores import HERE, join, on_all_ranks
 
 GROUPS = {"a": ("s1",), "b": ("s2",), "c": ("s1",)}

@@ -20,18 +20,23 @@ from nest_megatron.config.cluster_detection import JobCluster, find_cluster
 from nest_megatron.config.job import Job
 from nest_megatron.config.launch import read_words
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm import measure, measure_store
+from nest_megatron.integrations.megatron_lm import measure
 from nest_megatron.integrations.megatron_lm.measure import (
     MeasuringError,
+    gpu_of_rank,
     measure_in_child,
     measure_job,
-    own_gpu,
-    threads_for,
+    num_threads,
+    shape_of,
+    tasks_for,
     with_profile,
 )
-from nest_megatron.integrations.megatron_lm.measure_child import Answer, Orders
-from nest_megatron.integrations.megatron_lm.measure_store import shape_of, tasks_for
-from nest_megatron.integrations.megatron_lm.own_layers import JobArguments, job_arguments
+from nest_megatron.integrations.megatron_lm.measure_child import (
+    Answer,
+    JobArguments,
+    Orders,
+    job_arguments,
+)
 from nest_megatron.integrations.megatron_lm.planning import decide
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
@@ -62,7 +67,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A store of its own, on a host whose GPUs are H100s."""
     monkeypatch.setenv(store.FOLDER_VARIABLE, str(tmp_path / "profiles"))
     pad_like_megatron(monkeypatch)
-    monkeypatch.setattr(measure_store, "here", lambda _: MACHINE)
+    monkeypatch.setattr(measure, "machine_here", lambda _: MACHINE)
     return tmp_path / "profiles"
 
 
@@ -211,7 +216,7 @@ def test_a_profile_of_another_version_is_not_added_to(
 ) -> None:
     measure_job(measuring())
     newer = dataclasses.replace(MACHINE, torch="99.0")
-    monkeypatch.setattr(measure_store, "here", lambda _: newer)
+    monkeypatch.setattr(measure, "machine_here", lambda _: newer)
     measure_job(measuring())
     assert len(children.orders) == 2
 
@@ -320,8 +325,8 @@ PARENT = """
 import os, subprocess, sys
 code = '''
 import sys, time
-from nest_megatron.integrations.megatron_lm.measure_child import end_with
-end_with(int(sys.argv[1]))
+from nest_megatron.integrations.megatron_lm.measure_child import end_with_parent
+end_with_parent(int(sys.argv[1]))
 print("ready", flush=True)
 time.sleep(600)
 '''
@@ -375,7 +380,7 @@ def test_a_child_knows_of_no_rank_and_of_one_gpu() -> None:
     assert found["HOME"] == "/root"
     assert rank.keys() & found.keys() == {"HOME", "CUDA_VISIBLE_DEVICES"}
     on_cpu = measure.child_environment(orders_for(), rank)
-    assert on_cpu["OMP_NUM_THREADS"] == str(threads_for(rank))
+    assert on_cpu["OMP_NUM_THREADS"] == str(num_threads(rank))
 
 
 @pytest.mark.parametrize(
@@ -388,13 +393,13 @@ def test_a_child_knows_of_no_rank_and_of_one_gpu() -> None:
     ],
 )
 def test_a_rank_s_own_gpu(variables: dict[str, str], gpu: str) -> None:
-    assert own_gpu(variables) == gpu
+    assert gpu_of_rank(variables) == gpu
 
 
 def test_cores_are_shared_by_the_ranks_of_a_host() -> None:
     cores = len(os.sched_getaffinity(0))
-    assert threads_for({}) == cores
-    assert threads_for({"LOCAL_WORLD_SIZE": "10000"}) == 1
+    assert num_threads({}) == cores
+    assert num_threads({"LOCAL_WORLD_SIZE": "10000"}) == 1
 
 
 def test_measuring_leaves_the_rest_of_the_place_alone() -> None:

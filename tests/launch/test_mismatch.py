@@ -16,8 +16,8 @@ from nest_megatron.config import defaults
 from nest_megatron.config import policy as policies
 from nest_megatron.config.launch import read_launch, read_words
 from nest_megatron.errors import NestError, UserInputError
-from nest_megatron.integrations.megatron_lm import pinned as pinning
-from nest_megatron.integrations.megatron_lm.pinned import pinned_plan
+from nest_megatron.integrations.megatron_lm import launch as pinning
+from nest_megatron.integrations.megatron_lm.launch import pinned_plan
 from nest_megatron.integrations.megatron_lm.planning import LaunchPlan
 from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
 from nest_megatron.layout.plan import ParallelPlan

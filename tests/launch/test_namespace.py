@@ -17,14 +17,13 @@ from _pytest.mark import ParameterSet
 from nest_megatron.errors import NestError, UnplannableModelError, UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_request
 from nest_megatron.integrations.megatron_lm.launch import apply
-from nest_megatron.integrations.megatron_lm.namespace import (
+from nest_megatron.integrations.megatron_lm.parser import read_argv
+from nest_megatron.integrations.megatron_lm.planning import (
+    Decision,
     command_of,
     require_planned,
 )
-from nest_megatron.integrations.megatron_lm.parser import read_argv
-from nest_megatron.integrations.megatron_lm.planning import Decision
-from nest_megatron.integrations.megatron_lm.rewrite import WRITABLE
-from nest_megatron.integrations.megatron_lm.write import has_activation_flag
+from nest_megatron.integrations.megatron_lm.write import WRITABLE, has_activation_flag
 from nest_megatron.layout.rulebook import check
 from nest_megatron.layout.rulebook.facts import known_release
 from nest_megatron.layout.stage_layout import expand_layout
@@ -180,7 +179,7 @@ def test_models_that_cannot_be_planned_are_refused_by_name(words: tuple[str, ...
 
 
 def test_a_tokenizer_that_cannot_be_built_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nest_megatron.integrations.megatron_lm import namespace as arguments
+    from nest_megatron.integrations.megatron_lm import planning as arguments
 
     def broken() -> object:
         raise FileNotFoundError("vocab.json")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from nest_megatron.history.records import RankMeasured, RunRecord, measured_by_ranks
-from nest_megatron.integrations.run_warnings import _experts, run_warnings
+from nest_megatron.integrations.run_record import _experts, run_warnings
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.zero import ZeroStage

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.integrations.megatron_lm.namespace import flags_of
-from nest_megatron.integrations.megatron_lm.same_job import (
+from nest_megatron.integrations.megatron_lm.planning import flags_of
+from nest_megatron.integrations.megatron_lm.rendezvous import (
     MAY_DIFFER,
-    arguments,
-    comparable,
+    comparable_arguments,
+    comparable_fields,
+    comparable_text,
     differences,
-    fields,
     versions,
 )
 from nest_megatron.layout.rulebook.facts import RELEASES
@@ -63,24 +63,24 @@ class Model:
     ],
 )
 def test_values_have_one_text_in_every_process(value: object, text: str) -> None:
-    assert comparable(value) == text
+    assert comparable_text(value) == text
 
 
 def test_a_value_that_holds_itself_has_a_text() -> None:
     ring: list[object] = [1]
     ring.append(ring)
-    assert comparable(ring) == "[1, list]"
+    assert comparable_text(ring) == "[1, list]"
 
 
 def test_torch_s_values_have_one_text() -> None:
     torch = pytest.importorskip("torch")
-    assert comparable(torch.bfloat16) == "torch.bfloat16"
-    assert comparable(torch.zeros(2, 3)) == "Tensor(torch.Size([2, 3]), torch.float32)"
+    assert comparable_text(torch.bfloat16) == "torch.bfloat16"
+    assert comparable_text(torch.zeros(2, 3)) == "Tensor(torch.Size([2, 3]), torch.float32)"
 
 
 def test_every_argument_is_compared_but_those_of_the_table() -> None:
     mine = Namespace(lr=0.1, rank=3, local_rank=1, tensorboard_dir="/a", own=1, kind=Kind.FLASH)
-    found = arguments(mine, flags_of(RELEASES[0]), ["own"])
+    found = comparable_arguments(mine, flags_of(RELEASES[0]), ["own"])
     assert found == {"--lr": "0.1", "args.kind": "Kind.FLASH"}
 
 
@@ -91,7 +91,7 @@ def test_a_flag_that_switches_off_is_named_with_what_it_sets() -> None:
 
 def test_the_leaves_of_a_configuration_are_named() -> None:
     config = SimpleNamespace(model=Model(2), logger={"tensorboard_dir": "/a", "every": [1]})
-    found = fields(config, "")
+    found = comparable_fields(config, "")
     assert found == {"model.depth": "2", "model.init": "None", "logger.every": "[1]"}
 
 
@@ -105,13 +105,13 @@ def test_a_section_is_compared_whatever_its_name() -> None:
         "dist": {"local_rank": 1},
         "mine": {"seed": 3, "name": "x"},
     }
-    assert fields(config, "", ("nest.out", "mine.seed", "lr")) == {
+    assert comparable_fields(config, "", ("nest.out", "mine.seed", "lr")) == {
         "lora.rank": "8",
         "tensorboard_dir.of": "'a section'",
         "out.depth": "2",
         "mine.name": "'x'",
     }
-    assert "mine.name" not in fields(config, "", ("mine",))
+    assert "mine.name" not in comparable_fields(config, "", ("mine",))
 
 
 def test_each_value_is_named_with_its_ranks_and_hosts() -> None:

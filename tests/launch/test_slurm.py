@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nest_megatron.integrations.slurm import first_host, rank_variables
+from nest_megatron.integrations.process_variables import first_host, rank_variables
 
 STEP = {
     "SLURM_JOB_ID": "4711",

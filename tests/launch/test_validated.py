@@ -11,7 +11,7 @@ import pytest
 from nest_megatron.cluster.discovery import LocalGpus
 from nest_megatron.errors import RefusedByMegatronError, exit_code_of
 from nest_megatron.integrations.megatron_lm import launch
-from nest_megatron.integrations.megatron_lm.launch import validated
+from nest_megatron.integrations.megatron_lm.launch import validate_arguments
 from tests import catalogue
 
 
@@ -29,7 +29,7 @@ def job(**values: object) -> Namespace:
 
 def test_a_flag_of_the_user_s_is_bad_input() -> None:
     with pytest.raises(RefusedByMegatronError, match="validation refuses") as refused:
-        validated(validate, job(min_lr=2, tensor_model_parallel_size=2), {}, job(min_lr=2))
+        validate_arguments(validate, job(min_lr=2, tensor_model_parallel_size=2), {}, job(min_lr=2))
     assert exit_code_of(refused.value) == 2
     assert "raise AssertionError" in str(refused.value)
     assert str(refused.value).endswith("(try without +nest)")
@@ -37,11 +37,11 @@ def test_a_flag_of_the_user_s_is_bad_input() -> None:
 
 def test_a_flag_of_the_plan_s_is_no_fault_of_the_user_s() -> None:
     with pytest.raises(AssertionError, match="no groups for 4") as refused:
-        validated(validate, job(tensor_model_parallel_size=4), {}, job())
+        validate_arguments(validate, job(tensor_model_parallel_size=4), {}, job())
     assert exit_code_of(refused.value) == 70
     with pytest.raises(AssertionError, match="no groups for 4"):  # refused without it, for another
-        validated(validate, job(tensor_model_parallel_size=4), {}, job(min_lr=2))
-    assert validated(validate, job(), {}, job()) == "validated"
+        validate_arguments(validate, job(tensor_model_parallel_size=4), {}, job(min_lr=2))
+    assert validate_arguments(validate, job(), {}, job()) == "validated"
 
 
 HOPPER = LocalGpus(device_name="NVIDIA H100 80GB HBM3", memory_bytes=85520809984, count=8)

@@ -60,7 +60,7 @@ def alone(steps: int, **more: Any) -> Recorder:
 
 
 def take_steps(recorder: Recorder, count: int, work: Callable[[], Any] = lambda: None) -> None:
-    run = recorder.timed(work)
+    run = recorder.with_timing(work)
     for _ in range(count):
         with recorder.step():
             run()
@@ -247,7 +247,7 @@ def test_tokens_of_the_busiest_expert_rank_are_kept(runs: Path) -> None:
         tokens *= 8
         return rate
 
-    routed = recorder.routed(update, ep=2)
+    routed = recorder.with_token_counts(update, ep=2)
     for _ in range(6):
         with recorder.step():
             assert routed(begun.clone(), 1e-3) == 1e-3

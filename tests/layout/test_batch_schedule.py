@@ -16,10 +16,10 @@ from nest_megatron.config.request import request_of
 from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import megatron_bridge, nemo
-from nest_megatron.integrations.megatron_bridge import config
+from nest_megatron.integrations import megatron_bridge as config
 from nest_megatron.integrations.megatron_lm.attach import (
     LAUNCHER,
-    rewritten,
+    rewrite_command,
     with_command,
     with_launch,
 )
@@ -132,7 +132,7 @@ def test_a_plan_is_legal_at_every_size_and_changes_none(version: str) -> None:
         assert rest == 0
         assert count % 2 == 0  # whole rounds of two pipeline ranks
     command = read_command(JOB + FIXED + GROWING[version][0], version)
-    written = set(rewritten(found, command, ("pipeline_model_parallel_size",)).values)
+    written = set(rewrite_command(found, command, ("pipeline_model_parallel_size",)).values)
     assert written.isdisjoint({"rampup_batch_size", "step_batch_size_schedule"})
     assert ("global_batch_size" in written) == (version == "0.16")
     again = read_command(["pretrain_gpt.py", *found.launch[LAUNCHER].argv], version).values

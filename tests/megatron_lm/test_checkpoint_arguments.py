@@ -17,7 +17,7 @@ import pytest
 
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
-from nest_megatron.integrations.megatron_lm.checkpoint_arguments import with_checkpoint_arguments
+from nest_megatron.integrations.megatron_lm.changed_command import with_checkpoint_arguments
 from nest_megatron.integrations.megatron_lm.parser import read_argv
 from nest_megatron.integrations.typed_command import read_request
 from tests.megatron_lm.ask import checkout_version

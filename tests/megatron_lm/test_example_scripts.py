@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.dry_run.launch import script_launch
-from nest_megatron.integrations.dry_run.run import RecordedLaunch
+from nest_megatron.integrations.dry_run import RecordedLaunch, script_launch
 from tests.integrations.test_dry_run import BASH, run_by_bash
 from tests.megatron_lm.training import HOME
 

@@ -15,7 +15,7 @@ import pytest
 from nest_megatron.integrations.megatron_lm.attach import (
     LAUNCHER,
     device_architecture,
-    rewritten,
+    rewrite_command,
 )
 from nest_megatron.integrations.megatron_lm.parser import read_argv
 from nest_megatron.layout.plan import ParallelPlan
@@ -48,7 +48,7 @@ def case(index: int) -> dict[str, Any]:
     command = read_argv(launch.script, [*make.job_argv(job, plan), *data], job.release)
     variables = dict(launch.environment)
     return {
-        "argv": list(rewritten(plan, command).argv),
+        "argv": list(rewrite_command(plan, command).argv),
         "world_size": plan.layout.num_gpus,
         "max_connections": variables.pop("CUDA_DEVICE_MAX_CONNECTIONS", None),
         "architecture": device_architecture(plan),

@@ -19,7 +19,7 @@ from nemo_run.cli.api import RunContext, resolve_factory  # noqa: E402 - after t
 from nest_megatron.errors import UserInputError  # noqa: E402
 from nest_megatron.integrations.nemo_run import NestPlugin, cli  # noqa: E402
 from nest_megatron.integrations.nemo_run import plugin as plugin_module  # noqa: E402
-from nest_megatron.integrations.nemo_run.experiment import read_executor  # noqa: E402
+from nest_megatron.integrations.nemo_run.task import read_executor  # noqa: E402
 from nest_megatron.layout import plan_file  # noqa: E402
 from nest_megatron.tuning.job import RunCommand  # noqa: E402
 from nest_megatron.tuning.launchers import launcher_named  # noqa: E402

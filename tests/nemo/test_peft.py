@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nest_megatron.errors import NestError
-from nest_megatron.integrations.architecture import read_adapters
+from nest_megatron.integrations.restore import read_adapters
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.megatron_core.stage import as_rank, transformer_config
 from nest_megatron.model.adapters import Adapters, PeftScheme

@@ -48,17 +48,17 @@ def main(folder: Path, words: list[str]) -> int:
     said.write_text("the view was not finished", encoding="utf-8")
     child = os.fork()
     if child == 0:
-        os._exit(_closed(folder, said, words))
+        os._exit(_run_closed(folder, said, words))
     try:
         status = _wait_for(child)
         if said.exists():  # nothing was started
-            status = _started(words)
+            status = _run_bounded(words)
     finally:
         _end_children()
     return status
 
 
-def _closed(folder: Path, said: Path, words: list[str]) -> int:
+def _run_closed(folder: Path, said: Path, words: list[str]) -> int:
     """Run the words in a view of their own, or write down why not."""
     _libc("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
@@ -74,7 +74,7 @@ def _closed(folder: Path, said: Path, words: list[str]) -> int:
         return 1
     said.unlink()
     try:
-        return _started(words)
+        return _run_bounded(words)
     finally:
         _end_children()
 
@@ -122,7 +122,7 @@ class _View:
         inner = [each for each in mounts if path in each.parents]
         target = self._at(path)
         kind = mounts.get(path)
-        if not inner and kind not in _STORAGE_FREE and self._overlaid(path, target):
+        if not inner and kind not in _STORAGE_FREE and self._put_overlay(path, target):
             return
         if not inner or kind in _STORAGE_FREE:
             _mount(str(path), target, None, _MS_BIND | _MS_REC)
@@ -140,7 +140,7 @@ class _View:
                 _mount(str(each), at, None, _MS_BIND)
                 _read_only(at)
 
-    def _overlaid(self, path: Path, target: Path) -> bool:
+    def _put_overlay(self, path: Path, target: Path) -> bool:
         self._num_layers += 1
         if self._num_layers > _MAX_MOUNTS or set(str(path)) & set(",:\\"):
             return False
@@ -195,7 +195,7 @@ def _libc(name: str, *arguments: object) -> None:
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-def _started(words: list[str]) -> int:
+def _run_bounded(words: list[str]) -> int:
     """Run the words within bounds; end what they leave behind; their exit status."""
     child = os.fork()
     if child == 0:

@@ -13,7 +13,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 
 from nest_megatron.errors import settings_typed_as
-from nest_megatron.integrations.hydra.resolver import register
+from nest_megatron.integrations.hydra import register
 
 register()
 

@@ -59,7 +59,7 @@ def moved_fields(raw: Mapping[str, Any], root: str, fields: Mapping[str, str]) -
     return moved
 
 
-def with_moved(
+def with_moved_fields(
     raw: Mapping[str, Any], moved: Mapping[str, str], typed: Collection[str]
 ) -> dict[str, Any]:
     """The configuration with the planned choices where the application has them.
@@ -188,8 +188,10 @@ class AppSettings:
         own = [Setting(key=key, value=value) for key, value in named if value is not None]
         if num_gpus is None:
             return tuple(s for s in (*own, *given) if s.key.partition(".")[0] != "cluster")
-        settings = with_defaults((*own, *given))
-        return (*settings, Setting(key="cluster.num_gpus", value=str(num_gpus)))
+        return (
+            *with_defaults((*own, *given)),
+            Setting(key="cluster.num_gpus", value=str(num_gpus)),
+        )
 
 
 _MODES = [Mode.AUTO.value, Mode.PINNED.value]
@@ -218,7 +220,9 @@ _LIMITS = {
 def read_settings(node: Any) -> AppSettings:
     """The settings of the ``nest`` node; an unknown key or a node of another kind is refused."""
     if not isinstance(node, Mapping | None):
-        raise _wrong("nest", node, "the group nest was not composed, so nothing would be planned")
+        raise _setting_error(
+            "nest", node, "the group nest was not composed, so nothing would be planned"
+        )
     values = dict(node or {})
     for name, value in values.items():
         if name not in _LIMITS:
@@ -232,16 +236,16 @@ def read_settings(node: Any) -> AppSettings:
     values |= {name: values.get(name) or {} for name in ("fields", "overrides")}
     for name, (holds, limit) in _LIMITS.items():
         if name in values and not holds(values[name]):
-            raise _wrong(f"nest.{name}", values[name], limit)
+            raise _setting_error(f"nest.{name}", values[name], limit)
     for name, path in values["fields"].items():
         if not isinstance(path, str):
-            raise _wrong(
+            raise _setting_error(
                 f"nest.fields.{name}", path, "it is the path of a field, such as arch.depth"
             )
     return AppSettings(**{**values, "mode": Mode(values.get("mode", Mode.AUTO))})
 
 
-def _wrong(what: str, value: object, limit: str) -> UserInputError:
+def _setting_error(what: str, value: object, limit: str) -> UserInputError:
     return UserInputError(what, value, limit, "docs/hydra_apps.md shows each.")
 
 
@@ -291,7 +295,7 @@ class AppView:
             )
         return found is not None
 
-    def given(self, item: str) -> Any:
+    def value_of_choice(self, item: str) -> Any:
         """The value of the field that holds a choice, or ``None`` as for ``at``."""
         place = self.place(item)
         return None if place is None else self.at(place)
@@ -416,7 +420,7 @@ def view_of(root: Any) -> AppView:
     if task is None and HydraConfig.initialized():
         task = HydraConfig.get().overrides.task
     typed = [str(each).lstrip("+~").partition("=")[0] for each in task or ()]
-    own = with_moved(own, moved, typed)
+    own = with_moved_fields(own, moved, typed)
     return AppView(root=root, raw=own, settings=settings, moved=moved)
 
 

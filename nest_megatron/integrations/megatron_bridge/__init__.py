@@ -1,4 +1,4 @@
-"""Megatron-Bridge: a plan in the fields of a ``ConfigContainer``, before training starts.
+"""Megatron-Bridge: a ``ConfigContainer`` read as a job, and a plan in its fields.
 
 >>> from nest_megatron.integrations.megatron_bridge import auto_recipe
 >>> cfg = llama3_70b_pretrain_config()  # doctest: +SKIP
@@ -11,20 +11,344 @@ Nothing of Megatron-Bridge or torch is loaded here: a configuration is read by i
 
 from __future__ import annotations
 
-from nest_megatron.integrations.megatron_bridge.config import (
-    apply_plan,
-    auto_recipe,
-    plan_changes,
-    read_recipe,
-    to_dotlist,
-    to_yaml,
-)
+import json
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
-__all__ = [
-    "apply_plan",
-    "auto_recipe",
-    "plan_changes",
-    "read_recipe",
-    "to_dotlist",
-    "to_yaml",
-]
+from nest_megatron.cluster.records import Cluster, Precision
+from nest_megatron.config.cluster_detection import number_said, processes_per_host
+from nest_megatron.config.job import Job
+from nest_megatron.cost_model.target_defaults import installed_name, target_named
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations import recipe_plan
+from nest_megatron.integrations.fields import (
+    ABSENT,
+    ExecutionPlaces,
+    FieldValue,
+    set_fields,
+    value_or,
+)
+from nest_megatron.integrations.process_variables import Environment
+from nest_megatron.integrations.recipe import Recipe, memory_fields
+from nest_megatron.integrations.recipe_plan import (
+    Recorded,
+    layout_fields,
+    other_fields,
+    plan_into,
+)
+from nest_megatron.integrations.restore import packed_sequence_size, restored_by_bridge
+from nest_megatron.integrations.vocabulary import hub_name, rows_of_model
+from nest_megatron.layout.diff import Change, reason
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rulebook.facts import release_number
+
+#: Both switches of Megatron-FSDP.
+FSDP_SWITCHES = ("dist.use_megatron_fsdp", "ddp.use_megatron_fsdp")
+#: Variable of HybridEP: ranks of a group of experts that share NVLink. A wrong one spoils the
+#: all-to-all (Megatron-Bridge's notes on dispatchers).
+NVLINK_RANKS = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
+
+
+class BridgeConfig(Recipe, framework="megatron_bridge"):
+    """A ``ConfigContainer``.
+
+    Args:
+        environment: the launcher's variables, which alone know the number of ranks; those of this
+            process if not given.
+        assume_harmless: as of ``Recipe``.
+    """
+
+    restored_by = staticmethod(restored_by_bridge)
+    states_size = False
+
+    def __init__(
+        self,
+        root: Any,
+        environment: Environment | None = None,
+        assume_harmless: Collection[str] = (),
+    ) -> None:
+        self.installed_name = installed_name("megatron_bridge")
+        super().__init__(root, target_named(self.installed_name), assume_harmless)
+        self._environment = os.environ if environment is None else environment
+
+    @property
+    def places(self) -> ExecutionPlaces:
+        """``comm_overlap`` replaces the model's settings (``CommOverlapConfig.setup``)."""
+        alone = self.find("dist.use_decentralized_pg") is True
+        why = "dist.use_decentralized_pg makes no process groups of two levels"
+        return ExecutionPlaces(
+            root=self.root,
+            model=self.model,
+            version=self.target.megatron_core,
+            overlap=() if self.find("comm_overlap") in (ABSENT, None) else ("comm_overlap",),
+            lacks={"hierarchical_context_parallel_sizes": why} if alone else {},
+            graph_switches=("model.use_te_rng_tracker", "rng.te_rng_tracker"),
+        )
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whether either of the two switches is on."""
+        return any(self.find(path) is True for path in FSDP_SWITCHES)
+
+    def size(self) -> tuple[int | None, int | None]:
+        """What the job's launcher says; as ``get_world_size_safe`` looks."""
+        ranks = number_said(self._environment, "WORLD_SIZE", "SLURM_NTASKS")
+        return ranks, processes_per_host(self._environment)
+
+    def vocabulary(self, given: int | None) -> tuple[int, bool, tuple[str, ...]]:
+        """A size of the model's own is taken as it is, that of the tokenizer is padded.
+
+        It replaces the model's if ``use_tokenizer_vocab_size`` is on. ``NullTokenizer``
+        has a row beside those that it is given, for a document's end, before megatron-core 0.18;
+        Megatron-Bridge 0.3.1 has none with ``legacy_tokenizer``.
+
+        Source: ``setup._validate_and_set_vocab_size``, ``_NullTokenizer.vocab_size``.
+        """
+        preset = value_or(self.root.model, "vocab_size")
+        of_tokenizer = self.find("tokenizer.use_tokenizer_vocab_size") is True
+        if preset is not None and not of_tokenizer:
+            return preset, not value_or(self.root.model, "should_pad_vocab", False), ()
+        if given is not None:
+            return given, False, ()
+        kind = str(self.find("tokenizer.tokenizer_type"))
+        rows = self.find("tokenizer.vocab_size")
+        if kind == "NullTokenizer" and isinstance(rows, int):
+            is_legacy = self.find("tokenizer.legacy_tokenizer") is True
+            adds_end = release_number(self.target.megatron_core) < (0, 18) and not is_legacy
+            return rows + adds_end, False, ()
+        base = hub_name(self.find("tokenizer.tokenizer_model"))
+        if base is not None and (known := rows_of_model(base)) is not None:
+            return known, False, ()
+        raise UserInputError(
+            "model.vocab_size",
+            None,
+            f"it comes from the files of {kind}, which are not read",
+            "Set it, or give vocab_size=.",
+        )
+
+    def memory(self) -> Mapping[str, Any]:
+        """Settings of mixed precision are copied over the others before training.
+
+        Source: ``update_config_with_precision_overrides`` and the recipes beside it, of which those
+        of fp8 gather weights in fp8, blockwise scaling apart.
+        """
+        gathers = release_number(self.target.megatron_core) >= (0, 18)
+        mixed, others = self._mixed, ("comm_overlap", "model", "optimizer", "ddp", "dist")
+        holders = map(self.find, others)
+        if not isinstance(mixed, str):
+            return memory_fields(mixed, *holders)
+        return {
+            **memory_fields(*holders),
+            "accumulate_allreduce_grads_in_fp32": not mixed.startswith("fp16"),
+            "grad_reduce_in_bf16": False,
+            "fp8_param_gather": "fp8" in mixed and "subchannel" not in mixed,
+            "fp4": "e2m1" if "fp4" in mixed else None,
+            # its recipe gathers weights in NVFP4 since 26.06
+            "fp4_param_gather": "fp4" in mixed and gathers,
+        }
+
+    def number_format(self) -> tuple[Precision, Any]:
+        """Mixed precision may be given by name."""
+        mixed = self._mixed
+        holder = self.root.model if mixed is None else mixed
+        if isinstance(mixed, str):
+            recipes = {"delayed": "delayed", "mxfp8": "mxfp8", "subchannel": "blockwise"}
+            holder = SimpleNamespace(
+                **{kind: kind in mixed for kind in ("bf16", "fp16", "fp8", "fp4")},
+                fp8_recipe=next((recipes[word] for word in recipes if word in mixed), "tensorwise"),
+            )
+        around = next((kind for kind in ("bf16", "fp16") if value_or(holder, kind, False)), "fp32")
+        return Precision(around), holder
+
+    @property
+    def _mixed(self) -> Any:
+        mixed = value_or(self.root, "mixed_precision")
+        return mixed.replace("-", "_") if isinstance(mixed, str) else mixed
+
+    def declared(self, path: str) -> str:
+        """0.7 declares fields of layers in a part of the model, which gives them as its own.
+
+        Source: ``GPTModelConfig.__getattr__``.
+        """
+        parent, _, name = path.partition(".")
+        model = self.root.model
+        inside = parent == "model" and value_or(model, "transformer") is not None
+        if not inside or name in type(model).__dataclass_fields__:
+            return path
+        return f"model.transformer.{name}"
+
+    def wanted(self, plan: ParallelPlan) -> Iterator[FieldValue]:
+        """The plan, and what it makes stale cleared."""
+        packed = packed_sequence_size(self.root.dataset) is not None  # the length is that of a pack
+        for path in () if packed else ("dataset.seq_length", "model.seq_length"):
+            if self.find(path) is not ABSENT:
+                yield path, plan.train.seq_length, "the sequences that were planned for"
+        yield from layout_fields(self, plan)
+        if self.find("dataset.micro_batch_size") is not ABSENT:  # Energon's data keep a copy
+            why = "the data and training state the same size"
+            yield "dataset.micro_batch_size", plan.layout.micro_batch_size, why
+        sharded = plan.layout.shards_optimizer
+        yield "ddp.use_distributed_optimizer", sharded, reason(plan, "use_distributed_optimizer")
+        fsdp, used = plan.layout.uses_megatron_fsdp, self.uses_fsdp
+        if fsdp and not used and self.find("model._pre_wrap_hooks") not in (ABSENT, None, []):
+            raise UserInputError(
+                "use_megatron_fsdp",
+                True,
+                "a hook changes the model before it is wrapped (register_pre_wrap_hook): the "
+                "weights are then on the meta device, and what it loads is lost",
+                "Load weights from a checkpoint, or leave use_megatron_fsdp as it is.",
+            )
+        for path in FSDP_SWITCHES if fsdp or used else ():  # as ``ConfigContainer.validate`` asks
+            yield path, fsdp, reason(plan, "use_megatron_fsdp")
+        yield from other_fields(self, plan)
+        yield from self.places.fields(plan)
+        variables, degrees = self.find("env_vars"), plan.layout.dims
+        experts = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+        differs = any(self.find(self.items[each]) != getattr(degrees, each) for each in experts)
+        if isinstance(variables, Mapping) and NVLINK_RANKS in variables and differs:
+            others = {name: value for name, value in variables.items() if name != NVLINK_RANKS}
+            why = f"{NVLINK_RANKS} was for another group of experts; HybridEP finds it by itself"
+            yield "env_vars", others, why
+        predictors, why = (
+            "model.mtp_num_layers",
+            "with the overlapped all-to-all 0.3 takes 1 or none",
+        )
+        if plan.layout.execution.overlap_moe_expert_parallel_comm and self.find(predictors) == 0:
+            yield predictors, None, why
+
+
+def read_recipe(
+    cfg: Any,
+    *,
+    vocab_size: int | None = None,
+    environment: Environment | None = None,
+    assume_harmless: Collection[str] = (),
+) -> Job:
+    """Read model, batch, sequence and layout from a configuration; nothing is changed.
+
+    Args:
+        cfg: a ``ConfigContainer``, or an object with the same attributes.
+        vocab_size: of the tokenizer, where its files are not here.
+        environment: as of ``BridgeConfig``.
+        assume_harmless: as for ``nemo.read_recipe``.
+
+    Raises: as ``nemo.read_recipe``.
+    """
+    return BridgeConfig(cfg, environment, assume_harmless).job(vocab_size)
+
+
+def auto_recipe(
+    cfg: Any,
+    *,
+    cluster: str | Cluster | None = None,
+    overrides: Sequence[str] = (),
+    free: Sequence[str] | None = None,
+    keep: Sequence[str] = (),
+    vocab_size: int | None = None,
+    environment: Environment | None = None,
+) -> tuple[ParallelPlan, tuple[Change, ...]]:
+    """Plan a configuration and write the plan into it, as ``nemo.auto_recipe`` does a recipe.
+
+    Args:
+        cfg: as for ``read_recipe``; changed in place.
+        cluster: a name of the catalogue or a file; a record; or ``None`` for the GPUs of this host.
+            Its size is the launcher's number of ranks, or ``cluster.num_gpus`` in ``overrides``.
+        overrides, free, keep, vocab_size: as for ``nemo.auto_recipe``.
+        environment: the launcher's variables; those of this process if not given.
+
+    Returns, Raises: as ``nemo.auto_recipe``.
+    """
+    return plan_into(
+        partial(BridgeConfig, cfg, environment),
+        overrides,
+        cluster=cluster,
+        free=free,
+        keep=keep,
+        vocab_size=vocab_size,
+    )
+
+
+def apply_plan(
+    cfg: Any,
+    plan: ParallelPlan | Recorded,
+    *,
+    free: Sequence[str] = (),
+    environment: Environment | None = None,
+    assume_harmless: Collection[str] = (),
+) -> tuple[Change, ...]:
+    """Write a plan into a configuration, in place, as ``nemo.apply_plan`` does into a recipe.
+
+    Args:
+        cfg: as for ``read_recipe``.
+        free: ``global_batch_size``, ``seq_length``; the number of ranks is the launcher's.
+        environment: the launcher's variables; those of this process if not given.
+        assume_harmless: as for ``read_recipe``.
+    """
+    found = plan_changes(
+        cfg, plan, free=free, environment=environment, assume_harmless=assume_harmless
+    )
+    return set_fields(cfg, found)
+
+
+def plan_changes(
+    cfg: Any,
+    plan: ParallelPlan | Recorded,
+    *,
+    free: Sequence[str] = (),
+    environment: Environment | None = None,
+    assume_harmless: Collection[str] = (),
+) -> tuple[Change, ...]:
+    """As ``apply_plan``, but the configuration stays as it is."""
+    return recipe_plan.plan_changes(BridgeConfig(cfg, environment, assume_harmless), plan, free)
+
+
+#: A value that Hydra's grammar and YAML read alike; of other objects (torch types) the text.
+_text = partial(json.dumps, default=str)
+
+
+def to_dotlist(changes: Iterable[Change]) -> list[str]:
+    """Changes as overrides in Hydra's grammar, one a field.
+
+    >>> to_dotlist([Change(field="model.recompute_modules", before=None, after=["mlp"], reason="")])
+    ['model.recompute_modules=["mlp"]']
+    """
+    words = []
+    for change in changes:
+        removed = _removed(change)
+        words += [f"~{path}" for path in removed] or [f"{change.field}={_text(change.after)}"]
+    return words
+
+
+def to_yaml(changes: Iterable[Change]) -> str:
+    """Changes as a YAML overlay, each field with its reason."""
+    tree: dict[str, Any] = {}
+    for change in changes:
+        *parents, name = change.field.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = change
+    return "\n".join([*_lines(tree, ""), ""])
+
+
+def _lines(tree: dict[str, Any], indent: str) -> list[str]:
+    lines = []
+    for name, node in tree.items():
+        if isinstance(node, Change) and (removed := _removed(node)):
+            lines.append(f"{indent}# take {', '.join(removed)} out: {node.reason}")
+        elif isinstance(node, Change):
+            lines.append(f"{indent}# {node.reason}")
+            lines.append(f"{indent}{name}: {_text(node.after)}")
+        else:
+            lines += [f"{indent}{name}:", *_lines(node, f"{indent}  ")]
+    return lines
+
+
+def _removed(change: Change) -> list[str]:
+    """Entries of a mapping that a change takes out, which a file to merge cannot say."""
+    if not (isinstance(change.before, Mapping) and isinstance(change.after, Mapping)):
+        return []
+    return [f"{change.field}.{name}" for name in change.before.keys() - change.after.keys()]

@@ -7,12 +7,12 @@ in the log. Wrapped, it plans after the user's own overrides, and those stay as 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,7 @@ from nest_megatron.config.overrides import leaves
 from nest_megatron.config.target import installed_packages
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import OK, UserInputError
-from nest_megatron.integrations import audit
-from nest_megatron.integrations.launched import fields_report
-from nest_megatron.integrations.megatron_bridge.config import BridgeConfig, apply_plan, read_recipe
-from nest_megatron.integrations.megatron_lm import watch
+from nest_megatron.integrations.megatron_bridge import BridgeConfig, apply_plan, read_recipe
 from nest_megatron.integrations.megatron_lm.agreement import (
     broadcast,
     propagating_errors,
@@ -41,20 +38,26 @@ from nest_megatron.integrations.megatron_lm.planning import Decision
 from nest_megatron.integrations.megatron_lm.ranks import (
     LaunchedJob,
     Rendezvous,
+    begin_record,
     job_hosts,
     words_of,
 )
-from nest_megatron.integrations.megatron_lm.same_job import fields, versions
+from nest_megatron.integrations.megatron_lm.rendezvous import comparable_fields, versions
 from nest_megatron.integrations.megatron_lm.search_space import CHOICES, free_parameters
-from nest_megatron.integrations.plan_output import pinned_file, plan_output
-from nest_megatron.integrations.plan_recipe import (
+from nest_megatron.integrations.plan_output import (
+    fields_report,
+    pinned_file,
+    plan_output,
+    require_launch,
+)
+from nest_megatron.integrations.process_variables import set_rank_variables, set_variables
+from nest_megatron.integrations.recipe import ARGUMENTS
+from nest_megatron.integrations.recipe_plan import (
     fields_assumed_harmless,
     pinned_recipe,
     plan_recipe,
 )
-from nest_megatron.integrations.process_variables import set_rank_variables, set_variables
-from nest_megatron.integrations.recipe import ARGUMENTS
-from nest_megatron.integrations.site_policy import require_launch
+from nest_megatron.integrations.run_record import auditing_refusals
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.execution_arguments import EXECUTION_FIELDS, execution_environment
 from nest_megatron.layout.plan import ParallelPlan
@@ -126,7 +129,7 @@ def run(
     set_rank_variables()
     harmless = fields_assumed_harmless(words.job)
     recipe = read_recipe(cfg, assume_harmless=harmless)
-    keep = stated_choices(stated, launch.free)
+    keep = choices_of_fields(stated, launch.free)
     job = LaunchedJob(words=words, launch=launch, script=sys.argv[0], argv=tuple(sys.argv[1:]))
     job.rendezvous = rendezvous or Rendezvous()
     rank, num_ranks = int(os.environ.get("RANK", "0")), recipe.num_gpus or 1
@@ -139,16 +142,18 @@ def run(
     def planned() -> str:
         nonlocal notes
         if words.mode is Mode.PINNED:
-            path = pinned_file(launch.plan)
-            pinned = pinned_recipe(recipe, path, hosts=job.hosts, mixed=mixed)
+            pinned = pinned_recipe(recipe, pinned_file(launch.plan), hosts=job.hosts, mixed=mixed)
             job.signer = pinned.signer
             return plan_file.dump(pinned.plan)
         given = [setting.value for setting in words.job if setting.key == "out"]
         out = plan_output(given[-1] if given else None)
-        sharding = {"all", "use_megatron_fsdp"}.intersection(launch.free)
-        free = free_parameters(("all",) if sharding else None, keep, "nest.free")
+        free = free_parameters(
+            ("all",) if {"all", "use_megatron_fsdp"}.intersection(launch.free) else None,
+            keep,
+            "nest.free",
+        )
         found, notes = plan_recipe(
-            dataclasses.replace(recipe, free=free, packages=installed_packages()),
+            replace(recipe, free=free, packages=installed_packages()),
             cluster=None,
             overrides=[setting for setting in words.job if setting.key != "out"],
             choose=launch.alternative,
@@ -162,15 +167,15 @@ def run(
     def solve(_: object) -> str:
         if launch.dry_run:
             return planned()
-        with audit.refusals(words.mode.value, launch.plan, num_ranks):
+        with auditing_refusals(words.mode.value, launch.plan, num_ranks):
             require_launch(words.mode, launch.free)
             return planned()
 
     with propagating_errors(store):
-        own = fields(cfg, "", launch.may_differ)
+        own = comparable_fields(cfg, "", launch.may_differ)
         require_equal(store, {**versions(), **words_of(words), **own}, what="command")
         # ranks are not numbered by switches here, so that no host is near another
-        job.hosts = tuple(dataclasses.replace(host, groups=()) for host in job_hosts(store))
+        job.hosts = tuple(replace(host, groups=()) for host in job_hosts(store))
         plan = plan_file.load(broadcast(store, solve))
         job.changes = apply_plan(
             cfg, plan, environment={} if launch.dry_run else None, assume_harmless=harmless
@@ -183,8 +188,8 @@ def run(
             show(fields_report(plan, job.changes, (*notes, *told)))
         if launch.dry_run:
             sys.exit(OK)
-        require_equal(store, fields(cfg, "", launch.may_differ), what="configuration")
-        watch.begin(job)
+        require_equal(store, comparable_fields(cfg, "", launch.may_differ), what="configuration")
+        begin_record(job)
     return job
 
 
@@ -213,13 +218,13 @@ def adapt(plan: ParallelPlan, variables: MutableMapping[str, str]) -> Iterator[s
             yield f"{name}={value}: with CUDA graphs Megatron asks for it."
 
 
-def stated_choices(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...]:
+def choices_of_fields(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...]:
     """Choices that the user made by hand and has not freed.
 
     Args:
         stated: fields that the user typed; 0.7 has those of layers in ``model.transformer``.
 
-    >>> stated_choices(["model.context_parallel_size", "model.recompute_method"], ["recompute"])
+    >>> choices_of_fields(["model.context_parallel_size", "model.recompute_method"], ["recompute"])
     ('context_parallel_size',)
     """
     if "all" in free:

@@ -17,7 +17,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nest_megatron.errors import OneRankError, exit_code_of
@@ -27,8 +27,9 @@ from nest_megatron.integrations.megatron_lm.rendezvous import (
     RankContext,
     TimedStore,
     connect_store,
+    differences,
+    rank_words,
 )
-from nest_megatron.integrations.megatron_lm.same_job import differences, named
 from nest_megatron.layout.plan_file import digest
 from nest_megatron.plain import to_plain
 from nest_megatron.units import Seconds
@@ -44,9 +45,12 @@ _GRACE_PERIOD_S = 10.0
 _ANSWER, _HEARTBEAT, _FAILURE = "+", ".", "!"
 #: The list that every rank leaves its host in as it arrives.
 _ROLL = "roll"
-
 #: Waits for all ranks and gives the name of the host of each.
 Hosts = Callable[[], Sequence[str]]
+
+
+class DifferentRankError(NoAgreementError, OneRankError):
+    """This rank differs from the first, and the others have not been told."""
 
 
 class RendezvousStore:
@@ -60,10 +64,8 @@ class RendezvousStore:
 
     def __init__(self, store: TimedStore, context: RankContext) -> None:
         self.store, self.context = store, context
-        self._entry = 0
-        self._writing = threading.Lock()
-        self._waits = False
-        self._stopped = threading.Event()
+        self._entry, self._waits = 0, False
+        self._writing, self._stopped = threading.Lock(), threading.Event()
         self.count(f"heartbeat/{context.rank}")
         self.leave(_ROLL, socket.gethostname())
         self._heartbeat = threading.Thread(target=self._send_heartbeats, daemon=True)
@@ -72,8 +74,10 @@ class RendezvousStore:
     @property
     def interval_s(self) -> Seconds:
         """Time between two heartbeats: longer for many ranks, a quarter of the timeout at most."""
-        shared = self.context.world_size / _HEARTBEATS_PER_S
-        return min(max(_SHORTEST_INTERVAL_S, shared), self.context.heartbeat_timeout_s / 4)
+        return min(
+            max(_SHORTEST_INTERVAL_S, self.context.world_size / _HEARTBEATS_PER_S),
+            self.context.heartbeat_timeout_s / 4,
+        )
 
     def count(self, name: str, step: int = 1) -> int:
         """Raise a counter, and say where it stands."""
@@ -85,18 +89,18 @@ class RendezvousStore:
         self.store.call("append", name, f"{text}\n")
         self.count(f"{name}/count")
 
-    def num_left(self, name: str) -> int:
+    def num_parts(self, name: str) -> int:
         """How many parts of a list are there."""
         return self.count(f"{name}/count", 0)
 
-    def left(self, name: str) -> dict[int, Any]:
+    def parts(self, name: str) -> dict[int, Any]:
         """The parts of a list as plain data, in the order of the ranks of launched processes."""
-        lines = self.store.call("get", name).splitlines() if self.num_left(name) else ()
+        lines = self.store.call("get", name).splitlines() if self.num_parts(name) else ()
         return dict(sorted(map(json.loads, lines)))
 
-    def hosts(self) -> dict[int, str]:
-        """The hosts of the ranks that have arrived."""
-        return self.left(_ROLL)
+    def named(self, ranks: Iterable[int]) -> str:
+        """Ranks in words, with their hosts."""
+        return rank_words(ranks, self.parts(_ROLL))
 
     def publish(self, answer: object = None) -> None:
         """Write rank 0's next answer into the log, unless another rank has failed meanwhile."""
@@ -125,10 +129,11 @@ class RendezvousStore:
                 self._entry += 1
                 if entry.startswith(_ANSWER):
                     return json.loads(entry.removeprefix(_ANSWER))
-            elif left_s >= timeout_s and 0 in self.hosts():
-                raise NoAgreementError(self._silent([0]))
-        who = named([0], self.hosts())
-        raise NoAgreementError(f"no {what} from {who} after {limit_s:g} s. {self._roll_call()}")
+            elif left_s >= timeout_s and 0 in self.parts(_ROLL):
+                raise self._silent([0])
+        raise NoAgreementError(
+            f"no {what} from {self.named([0])} after {limit_s:g} s. {self._roll_call()}"
+        )
 
     def collect(
         self,
@@ -150,19 +155,21 @@ class RendezvousStore:
         started, seen = time.monotonic(), dict[int, tuple[str, float]]()
         next_check = started + self.interval_s
         while True:
-            is_there = self.num_left(what) >= self.context.world_size or enough()
+            is_there = self.num_parts(what) >= self.context.world_size or enough()
             self.raise_failure()
             if is_there:
-                return self.left(what)
+                return self.parts(what)
             now = time.monotonic()
-            if now > started + limit_s:
-                said = f"after {limit_s:g} s"
-                if late := self._late(what):
-                    raise NoAgreementError(f"no {what} from {named(late, self.hosts())} {said}")
-                raise NoAgreementError(f"{said} {self._roll_call()}")
-            if now > next_check:
+            if now > min(started + limit_s, next_check):
+                # ranks that have arrived, and whose part is missing
+                late = sorted(self.parts(_ROLL).keys() - self.parts(what).keys())
+                if now > started + limit_s:
+                    said = f"after {limit_s:g} s"
+                    if late:
+                        raise NoAgreementError(f"no {what} from {self.named(late)} {said}")
+                    raise NoAgreementError(f"{said} {self._roll_call()}")
                 next_check = now + self.interval_s
-                self._require_heartbeats(self._late(what), seen)
+                self._require_heartbeats(late, seen)
             time.sleep(_POLL_S)
 
     def raise_failure(self) -> None:
@@ -174,7 +181,7 @@ class RendezvousStore:
 
     def tell(self, error: BaseException) -> None:
         """Tell the other ranks what ends this one, unless another was first."""
-        own = named([self.context.rank], {self.context.rank: socket.gethostname()})
+        own = rank_words([self.context.rank], {self.context.rank: socket.gethostname()})
         message = f"{own} stopped: {str(error) or type(error).__name__}"
         if isinstance(error, NoAgreementError):
             message = str(error)
@@ -208,7 +215,7 @@ class RendezvousStore:
         ended = time.monotonic() + _GRACE_PERIOD_S
         with contextlib.suppress(LostStoreError):
             gone = self.count("gone")
-            while gone < self.num_left(_ROLL) and time.monotonic() < ended:
+            while gone < self.num_parts(_ROLL) and time.monotonic() < ended:
                 time.sleep(self.interval_s / 2)  # all of them poll
                 gone = self.count("gone", 0)
 
@@ -233,37 +240,32 @@ class RendezvousStore:
                 elif not self._waits:
                     self.count(f"heartbeat/{self.context.rank}")
 
-    def _late(self, what: str) -> list[int]:
-        """Ranks that have arrived, and whose part of a list is missing."""
-        return sorted(self.hosts().keys() - self.left(what).keys())
-
     def _require_heartbeats(self, ranks: Sequence[int], seen: dict[int, tuple[str, float]]) -> None:
         """Ranks that are awaited are alive; ``seen`` has the last heartbeat of each, and when."""
-        now, timeout_s = time.monotonic(), self.context.heartbeat_timeout_s
+        now = time.monotonic()
         keys = [f"heartbeat/{rank}" for rank in ranks]
         heartbeats = self.store.call("multi_get", keys) if keys else ()
         for rank, heartbeat in zip(ranks, heartbeats, strict=True):
             if seen.get(rank, ("", 0.0))[0] != heartbeat:
                 seen[rank] = heartbeat, time.monotonic()
-        silent = [rank for rank in ranks if now - seen[rank][1] > timeout_s]
-        if silent:
-            raise NoAgreementError(self._silent(silent))
+        if silent := [r for r in ranks if now - seen[r][1] > self.context.heartbeat_timeout_s]:
+            raise self._silent(silent)
 
-    def _silent(self, ranks: Collection[int]) -> str:
-        return (
-            f"no heartbeat from {named(ranks, self.hosts())} for "
+    def _silent(self, ranks: Iterable[int]) -> NoAgreementError:
+        return NoAgreementError(
+            f"no heartbeat from {self.named(ranks)} for "
             f"{self.context.heartbeat_timeout_s:g} s: the process was killed or is stopped, or its "
             "host is down"
         )
 
     def _roll_call(self) -> str:
-        world_size, hosts = self.context.world_size, self.hosts()
+        world_size, hosts = self.context.world_size, self.parts(_ROLL)
         missing = [rank for rank in range(world_size) if rank not in hosts]
         if not missing:
             return f"All {world_size} ranks have arrived."
         return (
-            f"{len(missing)} of {world_size} ranks have not arrived: {named(missing, {})}. "
-            f"Arrived: {named(hosts, hosts)}. Look at the missing ranks' own output: one that "
+            f"{len(missing)} of {world_size} ranks have not arrived: {rank_words(missing, {})}. "
+            f"Arrived: {rank_words(hosts, hosts)}. Look at the missing ranks' own output: one that "
             "ended, hangs or was started without +nest never arrives"
         )
 
@@ -295,10 +297,7 @@ def propagating_errors(store: RendezvousStore | None) -> Iterator[None]:
 def broadcast(
     store: RendezvousStore | None, solve: Callable[[Hosts], object], *, what: str = "plan"
 ) -> Any:
-    """Rank 0's answer, on every rank as plain data.
-
-    Args:
-        solve: called on rank 0 alone.
+    """Rank 0's answer, on every rank as plain data; rank 0 alone calls ``solve``.
 
     Raises:
         NoAgreementError: on the other ranks, with rank 0's reason.
@@ -307,11 +306,12 @@ def broadcast(
         return to_plain(solve(lambda: [socket.gethostname()]))
     with propagating_errors(store):
         if store.context.rank:
-            limit_s = store.context.planning_s + store.context.rendezvous_timeout_s
-            return store.receive(what, limit_s)
-        answer = solve(lambda: list(store.collect(_ROLL).values()))
+            return store.receive(
+                what, store.context.planning_s + store.context.rendezvous_timeout_s
+            )
+        answer = to_plain(solve(lambda: list(store.collect(_ROLL).values())))
         store.publish(answer)
-        return to_plain(answer)
+        return answer
 
 
 def require_equal(
@@ -345,14 +345,14 @@ def require_equal(
 
         def enough() -> bool:
             """One differs, and others had time to say the same."""
-            if not ends and store.num_left(different):
+            if not ends and store.num_parts(different):
                 ends.append(time.monotonic() + _OTHERS_S)
             return bool(ends) and time.monotonic() > ends[0]
 
         parts = store.collect(what, enough=enough)
-        if others := store.left(different):
+        if others := store.parts(different):
             of_ranks = {**dict.fromkeys(parts, mine), **others}
-            raise NoAgreementError(differences(of_ranks, store.hosts()))
+            raise NoAgreementError(differences(of_ranks, store.parts(_ROLL)))
         store.publish()
 
 
@@ -381,10 +381,6 @@ def gather(
         return tuple(parts.values())
 
 
-class DifferentRankError(NoAgreementError, OneRankError):
-    """This rank differs from the first, and the others have not been told."""
-
-
 def require_like_first(
     context: RankContext, name: str, mine: Mapping[str, str], **words: str
 ) -> None:
@@ -404,9 +400,8 @@ def require_like_first(
         note = {"rank": context.rank, "host": host, "values": dict(mine)}
         store.call("compare_set", f"{name}/{own}", "", json.dumps(note))
     first = store.call("compare_set", name, "", own)
-    if first == own:
-        return
-    other = json.loads(store.call("get", f"{name}/{first}"))
-    of_ranks = {other["rank"]: other["values"], context.rank: mine}
-    hosts = {other["rank"]: other["host"], context.rank: host}
-    raise DifferentRankError(differences(of_ranks, hosts, **words))
+    if first != own:
+        other = json.loads(store.call("get", f"{name}/{first}"))
+        of_ranks = {other["rank"]: other["values"], context.rank: mine}
+        hosts = {other["rank"]: other["host"], context.rank: host}
+        raise DifferentRankError(differences(of_ranks, hosts, **words))

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from nest_megatron.config.job import ReadCommand
+from nest_megatron.config.space import require_buildable
 from nest_megatron.cost_model.settings import CostSettings, restored_settings
-from nest_megatron.cost_model.target_defaults import target_named
+from nest_megatron.cost_model.target_defaults import MEGATRON_LM as MEGATRON_LM_TARGETS
+from nest_megatron.cost_model.target_defaults import TARGETS, target_named
+from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import FaultError, UserInputError
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     RECOMPUTE,
     STAGE_OPTIONS,
     VIRTUAL_STAGES,
     flag_of,
-    stated_partition,
+    partition_of_values,
 )
 from nest_megatron.integrations.megatron_lm.parser import newest_flags
 from nest_megatron.integrations.megatron_lm.read import read_recompute
-from nest_megatron.integrations.megatron_lm.rewrite import Rewrite, rewrite
 from nest_megatron.integrations.megatron_lm.write import (
+    Rewrite,
     environment,
     model_argv,
     parallel_argv,
     planned_arguments,
+    rewrite,
     script_name,
 )
 from nest_megatron.layout.batch_schedule import BatchSchedule
 from nest_megatron.layout.cuda_graphs import cuda_graphs
+from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.plan import MEGATRON_LM, LaunchCommand, ParallelPlan
@@ -36,8 +41,9 @@ from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.layout.rulebook import RULES, require_launchable
 from nest_megatron.layout.rulebook.devices import has_multicast
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, LaunchRequest
-from nest_megatron.layout.rulebook.job import has_activation_flag
+from nest_megatron.layout.rulebook.job import JOB_RULES, has_activation_flag
 from nest_megatron.layout.rulebook.options import contradicted
+from nest_megatron.layout.rulebook.rule import violations
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
 
@@ -73,11 +79,10 @@ def launch_request(
             f"the plan is for {placed} GPUs",
             "Use the plan as it was written, or plan again.",
         )
-    settings = restored_settings(plan.provenance.settings)
     return layout_request(
         plan.model,
         plan.layout,
-        settings,
+        restored_settings(plan.provenance.settings),
         execution=allowed_execution(plan.layout.execution, plan.layout),
         schedule=plan.train.batch_schedule,
         values={} if command is None else command.values,
@@ -127,16 +132,18 @@ def with_launch(plan: ParallelPlan, *, notes: tuple[str, ...] = ()) -> ParallelP
             the layout.
     """
     target = restored_settings(plan.provenance.settings).target
-    version = DEFAULT_VERSION if target is None else target_named(target).megatron_core
-    request = launch_request(plan, version=version)
+    request = launch_request(
+        plan, version=DEFAULT_VERSION if target is None else target_named(target).megatron_core
+    )
     if target is not None and not target.startswith(LAUNCHER):
         require_launchable(request, but=OF_THE_COMMAND_LINE)
         return plan
     require_launchable(request, but=STATED_ELSEWHERE)
-    argv, remark = _own_argv(request)
+    argv, remark = _argv_and_note(request)
     notes = (*notes, remark, *filter(None, [newest_flags(argv)]))
-    launch = _launch_command(plan, request, "", argv, notes)
-    return dataclasses.replace(plan, launch={**plan.launch, LAUNCHER: launch})
+    return replace(
+        plan, launch={**plan.launch, LAUNCHER: _launch_command(plan, request, "", argv, notes)}
+    )
 
 
 def with_command(
@@ -159,12 +166,12 @@ def with_command(
     """
     request = launch_request(plan, command)
     require_launchable(request)
-    rewrite = rewritten(plan, command, kept)
+    rewrite = rewrite_command(plan, command, kept)
     launch = _launch_command(plan, request, command.script, rewrite.argv, notes)
     origin, launches = plan.provenance, {**plan.launch, LAUNCHER: launch}
     if made_by is not None:
         origin = origin.made_for(MEGATRON_LM, command.version, made_by)
-    return dataclasses.replace(plan, launch=launches, provenance=origin), rewrite
+    return replace(plan, launch=launches, provenance=origin), rewrite
 
 
 def _launch_command(
@@ -186,7 +193,9 @@ def _launch_command(
     )
 
 
-def rewritten(plan: ParallelPlan, command: ReadCommand, kept: Collection[str] = ()) -> Rewrite:
+def rewrite_command(
+    plan: ParallelPlan, command: ReadCommand, kept: Collection[str] = ()
+) -> Rewrite:
     """The user's command under a plan, and what changed.
 
     Raises:
@@ -203,7 +212,7 @@ def rewritten(plan: ParallelPlan, command: ReadCommand, kept: Collection[str] = 
     return found
 
 
-def _own_argv(request: LaunchRequest) -> tuple[tuple[str, ...], str]:
+def _argv_and_note(request: LaunchRequest) -> tuple[tuple[str, ...], str]:
     layout = parallel_argv(request)
     spec, lacking = request.spec, dict(request.spec.variant.differences())
     if not has_activation_flag(spec):
@@ -250,23 +259,51 @@ def require_kept(
         f"{flag_of(name)} {command.values[name]} -> {rewrite.values[name]}"
         for name in sorted({*kept} & rewrite.values.keys() - refused)
     ]
-    values = {**command.values, **rewrite.values}
-    found = [*changed, *_other_meanings(values, plan, kept)]
-    if found:
+    # kept flags that Megatron would read as another layout than the plan's
+    values, layout = {**command.values, **rewrite.values}, plan.layout
+    if set(kept) & {*STAGE_OPTIONS, *VIRTUAL_STAGES}:
+        pp = layout.dims.pipeline_model_parallel_size
+        if partition_of_values(plan.model, values, pp) not in (None, layout.partition):
+            changed.append(f"the stages are not {plan.arguments['pipeline_model_parallel_layout']}")
+    recompute = read_recompute(values) or NO_RECOMPUTE
+    if set(kept) & set(RECOMPUTE) and recompute != layout.recompute:
+        changed.append(f"the recomputation is not {layout.recompute.label()}")
+    if changed:
         raise FaultError(
-            f"the plan would change what you set and did not free: {'; '.join(found)}. That is a "
+            f"the plan would change what you set and did not free: {'; '.join(changed)}. That is a "
             "bug of nest-megatron; launch without it and report it."
         )
 
 
-def _other_meanings(
-    values: Mapping[str, Any], plan: ParallelPlan, kept: Collection[str]
-) -> Iterator[str]:
-    """Kept flags that Megatron would read as another layout than the plan's."""
-    if set(kept) & {*STAGE_OPTIONS, *VIRTUAL_STAGES}:
-        pp = plan.layout.dims.pipeline_model_parallel_size
-        if stated_partition(plan.model, values, pp) not in (None, plan.layout.partition):
-            yield f"the stages are not {plan.arguments['pipeline_model_parallel_layout']}"
-    recompute = plan.layout.recompute
-    if set(kept) & set(RECOMPUTE) and (read_recompute(values) or NO_RECOMPUTE) != recompute:
-        yield f"the recomputation is not {recompute.label()}"
+def target_refusals(spec: TransformerSpec) -> Mapping[str, str]:
+    """Why each target does not take a model, by its name; empty where it does."""
+    return {name: target_refusal(spec, target) for name, target in TARGETS.items()}
+
+
+def target_refusal(spec: TransformerSpec, target: Target) -> str:
+    """Why a framework at a release does not take a model; empty where it does.
+
+    Asked are what the framework builds, what Megatron-LM's command line has flags for, and the
+    rules that hold for a model whatever its layout.
+    """
+    try:
+        require_buildable(spec, target)
+        if target in MEGATRON_LM_TARGETS:
+            model_argv(spec, version=target.megatron_core)
+    except UserInputError as error:
+        return _refusal_words(error)
+    one_gpu = LaunchRequest(
+        spec=spec,
+        dims=ParallelDims(),
+        global_batch_size=1,
+        micro_batch_size=1,
+        version=target.megatron_core,
+    )
+    framework = target.framework.partition(" ")[0]
+    rules = [rule for rule in JOB_RULES if rule.framework in ("", framework)]
+    return next((_refusal_words(error) for _, error in violations(one_gpu.facts, rules)), "")
+
+
+def _refusal_words(error: UserInputError) -> str:
+    part = error.what.rpartition(" ")[2].removeprefix("variant.")
+    return f"{part} {error.value}: {error.limit}"

@@ -29,6 +29,7 @@ from nest_megatron.integrations.megatron_lm.inert_pickle import (
 )
 from nest_megatron.integrations.megatron_lm.layout_arguments import Values, user_partition
 from nest_megatron.integrations.megatron_lm.model_arguments import saved_pattern
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import Release, release_number
 from nest_megatron.layout.stage_layout import expand_layout, layout_string, uniform_partition
 from nest_megatron.model.layer_pattern import hybrid_kinds
@@ -117,8 +118,12 @@ def read_checkpoint(values: Values) -> SavedCheckpoint | None:
         base, iteration, release = other, newer, False
     if iteration is None:
         return None
-    folder = base / ("release" if release else f"iter_{iteration:07d}")
-    return _describe(folder, iteration, release or finetune, values)
+    return _describe(
+        base / ("release" if release else f"iter_{iteration:07d}"),
+        iteration,
+        release or finetune,
+        values,
+    )
 
 
 def loads_optimizer(saved: SavedCheckpoint, values: Values) -> bool:
@@ -131,7 +136,7 @@ def loads_optimizer(saved: SavedCheckpoint, values: Values) -> bool:
     return not unsaved and not any(map(values.get, names))
 
 
-def required(saved: SavedCheckpoint, values: Values, version: str) -> Mapping[str, Requirement]:
+def requirements(saved: SavedCheckpoint, values: Values, version: str) -> Mapping[str, Requirement]:
     """What a plan must keep to load this under ``version``, by the names of ``layout_arguments``.
 
     A virtual size of 1 stands for none; ``check_loadable`` sees what hangs on several choices.
@@ -169,7 +174,7 @@ def check_loadable(saved: SavedCheckpoint, arguments: Values, values: Values, ve
     """
     release = release_number(version)
     _check_format(saved, values, release)
-    for name, need in required(saved, values, version).items():
+    for name, need in requirements(saved, values, version).items():
         planned, value = arguments[name], need.value
         same = (planned or (1 if name == _VPP else False)) == value
         if name == _LAYOUT and planned and value and not saved_pattern(saved.arguments):
@@ -417,3 +422,58 @@ def _latest(base: Path) -> tuple[int | None, bool]:
 
 def _refuse(what: str, value: object, limit: str, fix: str) -> NoReturn:
     raise UserInputError(what, value, limit, f"{fix[0].upper()}{fix[1:]}.")
+
+
+#: Flags that a checkpoint keeps and that decide how it can be loaded.
+_KEPT = ("ddp_bucket_size", "ddp_num_buckets", "no_save_optim", "no_save_rng", "moe_grouped_gemm")
+
+
+def checkpoint_of_plan(
+    plan: ParallelPlan, values: Values, version: str, name: str
+) -> SavedCheckpoint:
+    """What a plan's job saves.
+
+    Source: ``_build_sharded_state_dict_metadata`` (core_v0.16.1 ``training/checkpointing.py``:405;
+    0.20 :527), and what ``checkpoint.py`` says of each part.
+
+    Args:
+        values: the job's arguments by destination; Megatron's defaults where it states none.
+        version: of Megatron-LM.
+        name: for errors.
+    """
+    layout, dims, experts = plan.layout, plan.layout.dims, plan.model.is_moe
+    ep, tp = dims.expert_model_parallel_size, dims.tensor_model_parallel_size
+    replicas = dims.data_parallel_size * dims.context_parallel_size
+    release = release_number(version)
+    kind = (
+        "fsdp_dtensor" if layout.uses_megatron_fsdp else values.get("ckpt_format") or "torch_dist"
+    )
+    sharding = "dp_reshardable"
+    if kind == "fsdp_dtensor":
+        sharding = kind
+    elif values.get("dist_ckpt_optim_fully_reshardable"):
+        sharding = "fully_reshardable"
+    apart = ep > 1 or (release >= (0, 19) and dims.expert_tensor_parallel_size != tp)
+    stages = dims.pipeline_model_parallel_size
+    return SavedCheckpoint(
+        directory=Path(name),
+        iteration=0,
+        format=kind,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=dims.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
+        pipeline_model_parallel_layout=plan.arguments["pipeline_model_parallel_layout"],
+        use_distributed_optimizer=layout.shards_optimizer,
+        distrib_optim_sharding_type=sharding if layout.shards_optimizer else None,
+        num_optimizers=1 + (experts and apart),
+        largest_buffer=max(stage.parameters for stage in plan.predicted.stages),
+        rng_shape=(stages, tp, replicas) if release == (0, 16) and ep > 1 else (stages, tp),
+        arguments={
+            **{name: values.get(name) for name in _KEPT},
+            "data_parallel_size": dims.data_parallel_size,
+            "context_parallel_size": dims.context_parallel_size,
+            "overlap_grad_reduce": layout.overlap_grad_reduce,
+        },
+    )

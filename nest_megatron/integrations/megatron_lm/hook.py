@@ -25,6 +25,7 @@ from nest_megatron.report.failure import end, ending_on_errors
 if TYPE_CHECKING:
     from nest_megatron.layout.plan import ParallelPlan
 
+Function = Callable[..., Any]
 
 _job: LaunchedJob | None = None
 _bridge_job: LaunchedJob | None = None
@@ -66,9 +67,9 @@ def _is_hydras_own() -> bool:
     return running and not set(asked).intersection(Mode)
 
 
-def _wrap(module: ModuleType, name: str, wrapper: Callable[..., Any]) -> Callable[..., Any] | None:
+def _wrap(module: ModuleType, name: str, wrapper: Function) -> Function | None:
     """Put a function in the place of a module's own (returned, if any), which it takes first."""
-    original: Callable[..., Any] | None = getattr(module, name, None)
+    original: Function | None = getattr(module, name, None)
     if original is not None:
         wrapped = functools.wraps(original)(functools.partial(wrapper, original))
         setattr(module, name, wrapped)
@@ -92,7 +93,7 @@ def after_arguments(module: ModuleType) -> None:
 
 
 def _validate_args(
-    validate: Callable[..., Any], args: Namespace, defaults: Mapping[str, Any] | None = None
+    validate: Function, args: Namespace, defaults: Mapping[str, Any] | None = None
 ) -> Any:
     job, defaults = _job, defaults or {}
     if job is None or job.decision is not None:
@@ -131,7 +132,7 @@ def after_initialize(module: ModuleType) -> None:
     """Let what does not train come as far as the arguments without CUDA (0.16 asks first)."""
     if _job is not None and (_job.launch.dry_run or _job.launch.stop_before_training):
 
-        def initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def initialize_megatron(original: Function, *args: Any, **kwargs: Any) -> Any:
             without = {} if len(args) > 3 else {"allow_no_cuda": True}
             return original(*args, **{**kwargs, **without})
 
@@ -148,7 +149,7 @@ def _watch(
     module: ModuleType, training: ModuleType, job_of: Callable[[], LaunchedJob | None]
 ) -> None:
     """Watch the loop of ``training``, which ``module.pretrain`` runs."""
-    from nest_megatron.integrations.megatron_lm.watch import Watch
+    from nest_megatron.integrations.megatron_lm.ranks import Watch
 
     watch = Watch(training, job_of)
     _wrap(module, "pretrain", watch.pretrain)
@@ -158,29 +159,23 @@ def _watch(
 def after_parallel_state(module: ModuleType) -> None:
     """No groups without a plan, and none other than the plan's."""
 
-    def initialize_model_parallel(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def initialize_model_parallel(original: Function, *args: Any, **kwargs: Any) -> Any:
         with ending_on_errors():
             _require_plan()
         result = original(*args, **kwargs)
-        plan = _plan_of_groups()
+        plan = None  # that Megatron's groups are compared with, once in a job of Megatron-LM
+        if _job is None:
+            plan = _plan_of_hydra_application()
+        elif not _job.groups_checked and _job.decision is not None:
+            _job.groups_checked, plan = True, _job.decision.plan
         if plan is not None:
-            from nest_megatron.integrations.megatron_lm.groups import compare_groups
+            from nest_megatron.integrations.megatron_lm.ranks import compare_groups
 
             with ending_on_errors():
                 compare_groups(plan, module)
         return result
 
     _wrap(module, "initialize_model_parallel", initialize_model_parallel)
-
-
-def _plan_of_groups() -> ParallelPlan | None:
-    """The plan that Megatron's groups are compared with, once in a job of Megatron-LM."""
-    if _job is None:
-        return _plan_of_hydra_application()
-    if _job.groups_checked or _job.decision is None:
-        return None
-    _job.groups_checked = True
-    return _job.decision.plan
 
 
 def _plan_of_hydra_application() -> ParallelPlan | None:
@@ -196,7 +191,7 @@ def after_hydra(module: ModuleType) -> None:
     the package is broken, or not installed where Hydra looks for plugins.
     """
 
-    def run_job(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_job(original: Function, *args: Any, **kwargs: Any) -> Any:
         for config in (*args, *kwargs.values()):
             stray = config.get("nest") if type(config).__name__ == "DictConfig" else None
             if stray in (Mode.AUTO.value, Mode.PINNED.value):

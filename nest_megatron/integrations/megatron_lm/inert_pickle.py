@@ -63,7 +63,7 @@ def load_state(stream: IO[bytes], name: str) -> Any:
         bounded.most = MAX_STATE_BYTES + 1
         entry = next(e for e in archive.infolist() if e.filename.endswith("data.pkl"))
         if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise _refused(name, "its data.pkl is compressed as torch.save does not")
+            raise _limit_error(name, "its data.pkl is compressed as torch.save does not")
         with archive.open(entry) as data:
             return load_inert(data.read(MAX_STATE_BYTES + 1), name, most=MAX_STATE_BYTES)
 
@@ -80,7 +80,7 @@ def load_inert(content: bytes, name: str, *, most: int) -> Any:
         Exception: any, if it is damaged.
     """
     if len(content) > most:
-        raise _refused(name, f"what is to be read of it is larger than {most // _MIB} MiB")
+        raise _limit_error(name, f"what is to be read of it is larger than {most // _MIB} MiB")
     _require_bounded(content, name, _MEMORY_FACTOR * most)
     return _Unpickler(io.BytesIO(content)).load()
 
@@ -118,7 +118,9 @@ class _Bounded:
         """Read as the file does."""
         found = self._stream.read(min(size, self.most + 1) if size >= 0 else self.most + 1)
         if len(found) > self.most:
-            raise _refused(self._name, f"a part of the archive is larger than {self.most:,} bytes")
+            raise _limit_error(
+                self._name, f"a part of the archive is larger than {self.most:,} bytes"
+            )
         return found
 
 
@@ -171,7 +173,7 @@ def _require_bounded(content: bytes, name: str, left: int) -> None:
             left -= len(argument) * (1 if argument.isascii() else 4)
         left -= _BYTES.get(kind, _BYTES_EACH)
         if left < 0:
-            raise _refused(name, "what it holds takes too much memory")
+            raise _limit_error(name, "what it holds takes too much memory")
         if kind not in _SPECIAL:
             (pops, has_slice), values = _taken(opcode), 1
             if has_slice:
@@ -182,7 +184,7 @@ def _require_bounded(content: bytes, name: str, left: int) -> None:
                 values += stack.pop()
             is_tuple = kind in _TUPLES
             if is_tuple and values > _MAX_TUPLE:
-                raise _refused(name, f"a tuple in it has more than {_MAX_TUPLE:,} values")
+                raise _limit_error(name, f"a tuple in it has more than {_MAX_TUPLE:,} values")
             if opcode.stack_after:
                 stack.append(values if is_tuple else 1)
         elif kind == "MARK":
@@ -192,7 +194,7 @@ def _require_bounded(content: bytes, name: str, left: int) -> None:
         elif kind in _PUTS:
             index = len(memo) if argument is None else argument
             if index > len(memo) + 1:  # the reader makes room for all below it
-                raise _refused(name, f"its memo goes to {index}, with few values in it")
+                raise _limit_error(name, f"its memo goes to {index}, with few values in it")
             memo += [1] * (index + 1 - len(memo))
             memo[index] = stack[-1]
         elif kind == "DUP":
@@ -203,7 +205,7 @@ def _require_bounded(content: bytes, name: str, left: int) -> None:
             raise pickle.UnpicklingError(f"torch.save writes no {kind}")
 
 
-def _refused(name: str, limit: str) -> UserInputError:
+def _limit_error(name: str, limit: str) -> UserInputError:
     return UserInputError(
         "checkpoint", name, limit, "Check that it is a checkpoint of yours; it may be damaged."
     )

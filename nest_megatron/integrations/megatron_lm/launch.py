@@ -1,58 +1,88 @@
 """``+nest=auto`` and ``+nest=pinned`` in a job that is about to train: plan, agree, rewrite.
 
-``nest.dry_run=true`` does everything that a launch would do, as far as the first GPU.
+``nest.dry_run=true`` does everything that a launch would do, as far as the first GPU. A plan is
+pinned for a job, for machines and for software. Another job is refused. Where the machines or the
+software are not the plan's, ``nest.on_mismatch`` says what happens: ``nearest`` holds the search to
+the plan's degrees and stages, ``replan`` to what the command itself states.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import io
 import os
 import sys
 import threading
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nest_megatron.cluster.discovery import is_same_device, known_gpus
-from nest_megatron.config.cluster_detection import JobCluster
-from nest_megatron.config.job import Job
-from nest_megatron.config.launch import Mode
+from nest_megatron.cluster.discovery import is_same_device, known_gpus, local_gpus, with_hosts_of
+from nest_megatron.cluster.records import Cluster
+from nest_megatron.config.cluster_detection import (
+    JobCluster,
+    like_gpus,
+    names_cluster,
+    processes_per_host,
+)
+from nest_megatron.config.compose import compose
+from nest_megatron.config.job import FreeParameters, Job, Requirement
+from nest_megatron.config.launch import MixedGpus, Mode
 from nest_megatron.errors import OK, NestError, RefusedByMegatronError, UserInputError
 from nest_megatron.files import user_folder
-from nest_megatron.integrations import audit
-from nest_megatron.integrations.launched import flag_cost_report, launched_report
-from nest_megatron.integrations.megatron_lm import agreement, attach, groups, planning, watch
+from nest_megatron.integrations.megatron_lm import agreement, attach, planning
 from nest_megatron.integrations.megatron_lm.measure import measure_job
-from nest_megatron.integrations.megatron_lm.namespace import (
+from nest_megatron.integrations.megatron_lm.measure_child import stand_in_device
+from nest_megatron.integrations.megatron_lm.planning import (
+    Decision,
     flags_of,
     require_planned,
     write,
 )
-from nest_megatron.integrations.megatron_lm.own_layers import stand_in_device
-from nest_megatron.integrations.megatron_lm.pinned import pinned_plan
-from nest_megatron.integrations.megatron_lm.planning import Decision
 from nest_megatron.integrations.megatron_lm.ranks import (
     LaunchedJob,
+    begin_record,
+    check_permutation,
     job_hosts,
     last_value,
+    ranks_by_host,
     words_of,
 )
-from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
-from nest_megatron.integrations.megatron_lm.same_job import arguments, comparable, versions
-from nest_megatron.integrations.plan_output import plan_output, told_where
+from nest_megatron.integrations.megatron_lm.rendezvous import (
+    RankContext,
+    comparable_arguments,
+    comparable_text,
+    versions,
+)
+from nest_megatron.integrations.plan_output import (
+    allowed_on_mismatch,
+    flag_cost_report,
+    launched_report,
+    pin_note,
+    pinned_file,
+    plan_file_note,
+    plan_output,
+    read_launched,
+    require_launch,
+)
 from nest_megatron.integrations.process_variables import set_variables
-from nest_megatron.integrations.site_policy import require_launch
+from nest_megatron.integrations.restore import restored_by_command
+from nest_megatron.integrations.run_record import auditing_refusals
 from nest_megatron.layout import plan_file
+from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.launch import launch_words
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.policy import OnMismatch
 from nest_megatron.layout.rulebook.facts import known_release
 from nest_megatron.plain import from_plain
+from nest_megatron.planner import plan as find_plan
+from nest_megatron.planner.pinned_job import ActualJob, Difference, differences, refusal
+from nest_megatron.planner.pins import PinnedPlan
 from nest_megatron.printing import print_cleaned
 from nest_megatron.profile.records import ProfileMode
 from nest_megatron.report.console import command_lines, say, show
@@ -74,10 +104,10 @@ def run(launched: LaunchedJob) -> Any:
         with contextlib.ExitStack() as audited:
             if not launch.stop_before_training:  # what is not to train is no launch
                 audited.enter_context(
-                    audit.refusals(words.mode.value, launch.plan, args.world_size)
+                    auditing_refusals(words.mode.value, launch.plan, args.world_size)
                 )
             require_launch(words.mode, launch.free, _release())
-            found = _find(launched, measured)
+            found = _find_plan(launched, measured)
         outcome = _with_ranks(launched, found, hosts)
         launched.changes = tuple(outcome.changes)
         show(launched_report(outcome.decision.plan, outcome.changes, outcome.notes))
@@ -90,7 +120,7 @@ def run(launched: LaunchedJob) -> Any:
         command = {
             **versions(),
             **words_of(words),
-            "defaults of the script": comparable(launched.defaults),
+            "defaults of the script": comparable_text(launched.defaults),
             **_arguments(launched),
         }
         agreement.require_equal(store, command, what="command")
@@ -105,12 +135,13 @@ def run(launched: LaunchedJob) -> Any:
             )
         decision = launched.decision = from_plain(Decision, agreement.broadcast(store, solve))
         if launch.stop_before_training:
-            checksum = {"plan": plan_file.checksum(decision.plan)}
-            agreement.require_equal(store, checksum, what="plan")  # no rank ends before the others
+            agreement.require_equal(
+                store, {"plan": plan_file.checksum(decision.plan)}, what="plan"
+            )  # no rank ends before the others
             sys.exit(OK)
-        result = _carried_out(launched, decision)
+        result = _apply_and_validate(launched, decision)
         agreement.require_equal(store, _arguments(launched), what="arguments")
-        watch.begin(launched)
+        begin_record(launched)
         return result
 
 
@@ -118,30 +149,26 @@ def dry_run(launched: LaunchedJob) -> None:
     """Print the plan, the changes and the command on rank 0; have Megatron validate them."""
     if os.environ.get("RANK", "0") != "0":
         return
-    outcome = _find(launched)
+    outcome = _find_plan(launched)
     plan = outcome.decision.plan
     show(launched_report(plan, outcome.changes, outcome.notes))
     launched.args.world_size = plan.layout.num_gpus
     with _device_of(plan), contextlib.redirect_stdout(io.StringIO()):  # it prints every argument
-        _carried_out(launched, outcome.decision)
+        _apply_and_validate(launched, outcome.decision)
     say("nest: Megatron's own validation accepts this.\n")
-    _show_command(launched, plan)
-    if _asked_file(launched) is not None:
-        say(_write_plan(launched, plan))
-    if outcome.searched is not None and outcome.searched.kept:
-        _print_costs(outcome.searched)
-    say("nest: dry run; nothing was started.")
-
-
-def _show_command(launched: LaunchedJob, plan: ParallelPlan) -> None:
     launch = plan.launch[attach.LAUNCHER]
-    wanted = [(name, text) for name, text in launch.environment.items() if text is not None]
     say("nest: the same without nest\n")
+    wanted = [(name, text) for name, text in launch.environment.items() if text is not None]
     say(command_lines(launch_words(plan, launched.script, launch.argv), wanted))
     for name, text in launch.environment.items():
         if text is None:
             say(f"  with {name} unset")
     say()
+    if _output_file(launched) is not None:
+        say(_write_plan(launched, plan))
+    if outcome.searched is not None and outcome.searched.kept:
+        _print_costs(outcome.searched)
+    say("nest: dry run; nothing was started.")
 
 
 def _device_of(plan: ParallelPlan) -> AbstractContextManager[None]:
@@ -152,17 +179,17 @@ def _device_of(plan: ParallelPlan) -> AbstractContextManager[None]:
     return stand_in_device(device.name, attach.device_architecture(plan), device.memory_bytes)
 
 
-def _carried_out(launched: LaunchedJob, decision: Decision) -> Any:
+def _apply_and_validate(launched: LaunchedJob, decision: Decision) -> Any:
     args, validate = launched.args, launched.validate
     assert validate is not None
     unplanned = copy.deepcopy(args)
     apply(args, decision)
-    result = validated(validate, args, launched.defaults, unplanned)
+    result = validate_arguments(validate, args, launched.defaults, unplanned)
     require_planned(args, decision.plan)
     return result
 
 
-def validated(
+def validate_arguments(
     validate: Callable[..., Any], args: Namespace, defaults: Mapping[str, Any], unplanned: Namespace
 ) -> Any:
     """What ``validate_args`` of Megatron returns; ``unplanned``: the arguments without a plan.
@@ -180,7 +207,7 @@ def validated(
             with contextlib.redirect_stdout(io.StringIO()):
                 validate(unplanned, defaults)
         except Exception as other:  # noqa: BLE001 - whatever Megatron raises
-            if _place_and_words(other) == _place_and_words(error):
+            if _error_identity(other) == _error_identity(error):
                 text = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
                 raise RefusedByMegatronError(
                     f"Megatron's own validation refuses the arguments: {text} (try without +nest)"
@@ -188,13 +215,13 @@ def validated(
         raise
 
 
-def _place_and_words(error: Exception) -> tuple[object, ...]:
+def _error_identity(error: Exception) -> tuple[object, ...]:
     last = traceback.extract_tb(error.__traceback__)[-1]
     return type(error), str(error), last.filename, last.lineno
 
 
 def _arguments(launched: LaunchedJob) -> dict[str, str]:
-    return arguments(launched.args, flags_of(_release()), launched.launch.may_differ)
+    return comparable_arguments(launched.args, flags_of(_release()), launched.launch.may_differ)
 
 
 def _release() -> str:
@@ -208,7 +235,7 @@ def _installed() -> str:
     return str(release)
 
 
-def _find(
+def _find_plan(
     launched: LaunchedJob, measured: tuple[Job, JobCluster] | None = None
 ) -> planning.LaunchPlan:
     """The plan; one that is searched, with the layer times that were measured for it, if any."""
@@ -224,9 +251,10 @@ def _job_and_place(launched: LaunchedJob) -> tuple[Job, JobCluster]:
 
 
 def _read(launched: LaunchedJob) -> Job:
-    _asked_file(launched)
-    command_line = (launched.script, launched.argv)
-    return planning.read_running_job(launched.args, launched.defaults, command_line, _installed())
+    _output_file(launched)
+    return planning.read_running_job(
+        launched.args, launched.defaults, (launched.script, launched.argv), _installed()
+    )
 
 
 def _with_ranks(
@@ -237,19 +265,18 @@ def _with_ranks(
     if isinstance(asked, list):
         ranks = tuple(asked)
     elif ranks is None and asked == "by_host":
-        ranks = groups.ranks_by_host(hosts(), {host.name: host.groups for host in launched.hosts})
+        ranks = ranks_by_host(hosts(), {host.name: host.groups for host in launched.hosts})
     if ranks is None:
         return outcome
     context = RankContext(rank=0, world_size=len(hosts()), environment=dict(os.environ))
-    groups.check_permutation(ranks, context.world_size, zero_may_move=context.agent_hosts_store)
+    check_permutation(ranks, context.world_size, zero_may_move=context.agent_hosts_store)
     plan = outcome.decision.plan
     note = "Ranks are numbered anew so that each host's are together, and hosts of one switch."
     if isinstance(asked, list) or outcome.decision.ranks is not None:
         note = "Ranks are numbered anew, as asked for."
-        placement = dataclasses.replace(plan.placement, rank_permutation=ranks)
-        plan = dataclasses.replace(plan, placement=placement)
-    decision = dataclasses.replace(outcome.decision, plan=plan, ranks=ranks)
-    return dataclasses.replace(outcome, decision=decision, notes=(*outcome.notes, note))
+        plan = replace(plan, placement=replace(plan.placement, rank_permutation=ranks))
+    decision = replace(outcome.decision, plan=plan, ranks=ranks)
+    return replace(outcome, decision=decision, notes=(*outcome.notes, note))
 
 
 def apply(args: Namespace, decision: Decision) -> None:
@@ -268,13 +295,13 @@ def _print_costs(searched: planning.Searched) -> None:
         print_cleaned(f"nest: what the kept flags cost cannot be said: {error}")
 
 
-def _asked_file(launched: LaunchedJob) -> Path | None:
+def _output_file(launched: LaunchedJob) -> Path | None:
     return plan_output(last_value(launched.words, "out"), [launched.launch.plan])
 
 
 def _write_plan(launched: LaunchedJob, plan: ParallelPlan) -> str:
     """Write the plan file and say where; a cache that cannot be written is no reason to stop."""
-    asked = path = _asked_file(launched)
+    asked = path = _output_file(launched)
     try:
         if path is None:
             name = f"{plan.model.name}-{plan_file.checksum(plan)}.yaml"
@@ -285,4 +312,171 @@ def _write_plan(launched: LaunchedJob, plan: ParallelPlan) -> str:
         if asked is not None:
             raise
         return f"nest: the full plan could not be kept ({error}); nest.out=FILE names a place."
-    return told_where(path)
+    return plan_file_note(path)
+
+
+#: What a plan keeps under ``nearest``, by the names of ``layout_arguments``: which rank holds which
+#: part of the model, and how its states are divided. Replicas take the ranks that are there.
+_KEPT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "pipeline_model_parallel_layout",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "use_distributed_optimizer",
+    "use_megatron_fsdp",
+)
+#: Flags of the job that the search may change, where the plan and not the command says what stays.
+_ALL = ("all",)
+
+
+def pinned_plan(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
+    """The plan of ``nest.plan`` for a running job, or the one that takes its place.
+
+    Raises:
+        UserInputError: for another job, for other machines or software where the user lets nothing
+            take the plan's place, and where nothing legal can.
+        NothingFitsError: if what could take its place does not fit in memory.
+    """
+    path, dry_run = pinned_file(launched.launch.plan), launched.launch.dry_run
+    allowed = allowed_on_mismatch(launched.launch.on_mismatch)
+    cluster, world_size = None, launched.args.world_size
+    if names_cluster(launched.words.job):
+        cluster = launched.find_place(world_size).cluster
+        world_size = cluster.num_gpus
+    unsized = cluster is None and dry_run and "WORLD_SIZE" not in os.environ
+    pinned = read_launched(path, None if unsized else world_size)
+    if unsized:
+        world_size = pinned.plan.layout.num_gpus
+    actual = _actual(launched, job, cluster, world_size)
+    found = differences(pinned, actual)
+    if not found:
+        launched.signer = pinned.signer
+        return _pinned_launch(job, pinned)
+    if not all(each.is_of_moment for each in found):
+        raise refusal(found)
+    if allowed[0] is OnMismatch.REFUSE:
+        fix, others = "Launch the pinned job, or plan and pin this one", " or ".join(allowed[1:])
+        if others:
+            fix += f"; nest.on_mismatch={others} has another plan take its place"
+        raise refusal(found, f"{fix}.")
+    return _replacement(launched, job, pinned, actual, found, allowed)
+
+
+def _actual(launched: LaunchedJob, job: Job, cluster: Cluster | None, world_size: int) -> ActualJob:
+    assert job.command is not None
+    dry_run, gpus = launched.launch.dry_run, None
+    if cluster is None and not dry_run:
+        gpus, _ = like_gpus(launched.hosts, local_gpus(), MixedGpus(launched.launch.mixed_gpus))
+    return ActualJob(
+        spec=job.spec,
+        num_gpus=world_size,
+        cluster=cluster,
+        gpus=gpus,
+        gpus_per_host=None if dry_run else processes_per_host(os.environ),
+        global_batch_size=job.final_batch_size,
+        batch_schedule=job.batch_schedule,
+        precision=job.precision,
+        tensor_model_parallel_size=job.command.values["tensor_model_parallel_size"],
+        megatron_lm=job.version,
+        memory_flags=job.memory_flags,
+    )
+
+
+def _pinned_launch(job: Job, pinned: PinnedPlan) -> planning.LaunchPlan:
+    assert job.command is not None
+    if (restored := restored_by_command(job.command.values)) is not None:
+        restored.check(pinned.plan, job.version)
+    plan, rows = pinned.plan, job.spec.vocab_size
+    if job.spec.vocab_is_padded and rows % plan.layout.dims.tensor_model_parallel_size == 0:
+        # the embedding has the rows that the job gives it by itself
+        model = replace(plan.model, vocab_size=rows, vocab_is_padded=True)
+        plan = replace(plan, model=model)
+    notes = [pin_note(pinned.pin), *filter(None, [pinned.told])]
+    return planning.launch_plan(plan, job.command, tuple(notes))
+
+
+def _replacement(
+    launched: LaunchedJob,
+    job: Job,
+    pinned: PinnedPlan,
+    actual: ActualJob,
+    found: Sequence[Difference],
+    allowed: Sequence[OnMismatch],
+) -> planning.LaunchPlan:
+    """The plan that the machines of the moment get, with the reason in its notes."""
+    policy, free = allowed[0], launched.launch.free
+    note = (
+        f"{pin_note(pinned.pin)} Another plan takes its place (nest.on_mismatch={policy}): "
+        f"{'; '.join(map(str, found))}."
+    )
+    place = _place(launched, pinned.plan.cluster, actual)
+    job = replace(job, notes=(*job.notes, note))
+    made_by = f"+nest=pinned nest.on_mismatch={policy}"
+    if policy is OnMismatch.REPLAN:
+        return planning.decide(job, place, free=free, made_by=made_by)
+    way_out = (
+        "search anew with nest.on_mismatch=replan"
+        if OnMismatch.REPLAN in allowed
+        else "pin a plan for these machines"
+    )
+    kept = _requirements_of(pinned.plan.arguments, way_out, has_experts=job.spec.is_moe)
+    job = replace(job, required={**job.required, **kept})
+    try:
+        return planning.decide(job, place, free=_ALL, made_by=made_by)
+    except UserInputError as error:
+        if (smaller := _largest_below(job, place, pinned.plan.layout.dims)) is None:
+            raise
+        fix = f"Start {smaller} ranks, the most below {actual.num_gpus} that the pinned plan's "
+        fix += f"degrees and stages can be used on, or {way_out}."
+        raise UserInputError(error.what, error.value, limit=error.limit, fix=fix) from error
+
+
+def _largest_below(job: Job, place: JobCluster, dims: ParallelDims) -> int | None:
+    """The most ranks below those that are there for which a plan keeps what ``job`` requires."""
+    job = replace(job, free=FreeParameters(names=_ALL))
+    for number in range(place.cluster.num_gpus - 1, 0, -1):
+        replicas, rest = divmod(number, dims.world_size // dims.data_parallel_size)
+        if rest or (job.final_batch_size or 0) % replicas:
+            continue
+        with contextlib.suppress(UserInputError):
+            smaller = replace(place, cluster=place.cluster.resized(number))
+            asked = replace(planning.running_request(job, smaller), remedies=False)
+            if isinstance(find_plan(asked), ParallelPlan):
+                return number
+    return None
+
+
+def _place(launched: LaunchedJob, planned: Cluster, actual: ActualJob) -> JobCluster:
+    """The machines of the moment: as named, else the plan's own at the size of the job.
+
+    Where this host has other GPUs than the plan's, they are found as ``+nest=auto`` finds them.
+    """
+    words = launched.words.job
+    other = actual.gpus is not None and not is_same_device(planned.accelerator, actual.gpus)
+    if names_cluster(words) or other:
+        return launched.find_place(actual.num_gpus)
+    cluster, per_host = planned.resized(actual.num_gpus), actual.gpus_per_host
+    if per_host not in (None, cluster.launch_gpus_per_host) and cluster.gpus_per_host is None:
+        cluster = with_hosts_of(cluster, per_host)
+    note = f"The network is taken to be that of the pinned plan ({planned.name})."
+    return JobCluster(cluster=cluster, settings=compose(words), notes=(note,))
+
+
+def _requirements_of(
+    arguments: Mapping[str, Any], way_out: str, *, has_experts: bool
+) -> Mapping[str, Requirement]:
+    """What ``nearest`` keeps of a plan; a virtual size of 1 stands for none."""
+    names = [name for name in _KEPT if has_experts or not name.startswith("expert")]
+    return {
+        name: Requirement(
+            value=1 if value is None and name.startswith("virtual") else value,
+            reason="nest.on_mismatch=nearest keeps its degrees and stages",
+            fix=way_out,
+            who="the pinned plan",
+        )
+        for name in names
+        if (value := arguments[name]) is not None or name.startswith("virtual")
+    }

@@ -75,14 +75,14 @@ def states_stages(values: Values, dest: str) -> bool:
     return value is not None and value is not False
 
 
-_ROLES = packaged(__package__, "arguments_data/roles.toml")
+ROLES = packaged(__package__, "arguments_data/roles.toml")
 #: Why arguments are ``refused``, ``set`` or ``removed``, by destination.
-REASONS: Mapping[str, Mapping[str, str]] = _ROLES["reasons"]
+REASONS: Mapping[str, Mapping[str, str]] = ROLES["reasons"]
 
 
 def arguments_of(role: str) -> tuple[str, ...]:
     """The arguments of one table of ``arguments_data/roles.toml``."""
-    return tuple(name for names in _ROLES[role].values() for name in names)
+    return tuple(name for names in ROLES[role].values() for name in names.split())
 
 
 def flag_of(dest: str) -> str:
@@ -143,7 +143,7 @@ def user_partition(
     return _partition(spec, values, pipeline_model_parallel_size)
 
 
-def stated_partition(
+def partition_of_values(
     spec: TransformerSpec, values: Values, pipeline_model_parallel_size: int
 ) -> StagePartition | None:
     """As ``user_partition``, and the even stages that a number of virtual ones makes by itself."""

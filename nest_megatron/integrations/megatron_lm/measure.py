@@ -2,14 +2,15 @@
 
 Rank 0 plans from data sheets and says which blocks in which shapes matter; every rank times its
 share in a child process; the timings meet at rank 0, which adds them to the profile store. What
-the store has is not measured again.
+the store has is not measured again, nor what failed. The most useful comes first: the best plans'
+shapes, then near ones.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
+import math
 import os
 import re
 import subprocess
@@ -17,26 +18,51 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
+from nest_megatron.cluster.discovery import local_gpus
+from nest_megatron.cluster.records import Precision
 from nest_megatron.config.cluster_detection import JobCluster, processes_per_host
 from nest_megatron.config.job import Job
-from nest_megatron.errors import NestError, require_seconds
-from nest_megatron.integrations.megatron_lm import agreement, measure_store
+from nest_megatron.config.layout import LAYER_DEGREES
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.documents import read_json
+from nest_megatron.errors import NestError, ProfileError, UserInputError, require_seconds
+from nest_megatron.files import now
+from nest_megatron.integrations.megatron_lm import agreement
 from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
-from nest_megatron.integrations.megatron_lm.measure_child import Answer, Orders
-from nest_megatron.integrations.megatron_lm.own_layers import job_arguments
+from nest_megatron.integrations.megatron_lm.measure_child import Answer, Orders, job_arguments
 from nest_megatron.integrations.megatron_lm.planning import decide
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
+from nest_megatron.integrations.process_variables import Environment
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.layer_pattern import LayerBlock
+from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import from_plain, to_plain
-from nest_megatron.profile.records import LayerProfile, ProfileMode
-from nest_megatron.profile.session import Skipped, share_of
-from nest_megatron.profile.store import profiles_folder
+from nest_megatron.planner import Request
+from nest_megatron.profile import store
+from nest_megatron.profile.installed import driver_version
+from nest_megatron.profile.lookup import Point, point_of, shard_of
+from nest_megatron.profile.records import (
+    LayerProfile,
+    Machine,
+    ProfileMode,
+    default_name,
+    fingerprint,
+    shape_digest,
+)
+from nest_megatron.profile.session import Skipped, Task, share_of, tasks_of, this_machine
+from nest_megatron.profile.store import LAYERS, profiles_folder
 from nest_megatron.report.console import say
+from nest_megatron.solver.grids import GridSpace
 from nest_megatron.units import Seconds, counted
 
 _COMMAND = (sys.executable, "-m", "nest_megatron.integrations.megatron_lm.measure_child")
@@ -97,7 +123,7 @@ def measure_job(
             return Answer()
         check = (lambda: None) if store is None else store.raise_failure
         pause_s = 1.0 if store is None else store.interval_s
-        own_orders = dataclasses.replace(orders, tasks=own)
+        own_orders = replace(orders, tasks=own)
         return measure_in_child(own_orders, os.environ, check, pause_s)
 
     orders = from_plain(
@@ -105,8 +131,12 @@ def measure_job(
     )
     answers: Sequence[Any] = ()
     if orders.tasks:
-        limit_s = orders.max_seconds + SPARE_S + context.rendezvous_timeout_s
-        answers = agreement.gather(store, work, what="timings", limit_s=limit_s)
+        answers = agreement.gather(
+            store,
+            work,
+            what="timings",
+            limit_s=orders.max_seconds + SPARE_S + context.rendezvous_timeout_s,
+        )
     if not found:
         return None
     ((read, place, known),) = found
@@ -115,7 +145,7 @@ def measure_job(
         profile = _recorded(orders, measured, place.settings.profile.name, known)
     notes = (*place.notes, *_notes(orders, measured, profile))
     place = with_profile(place, ProfileMode.AUTO, profile.name)
-    return read, dataclasses.replace(place, notes=notes)
+    return read, replace(place, notes=notes)
 
 
 def _orders(
@@ -136,13 +166,13 @@ def _orders(
     assert outcome.searched is not None
     assert job.command is not None
     request = outcome.searched.request
-    tasks = measure_store.tasks_for(outcome.decision.plan, request, implementation)
-    machine = measure_store.here(implementation)
-    known = measure_store.stored_profile(request.spec, request.settings.precision, machine)
+    tasks = tasks_for(outcome.decision.plan, request, implementation)
+    machine = machine_here(implementation)
+    known = stored_profile(request.spec, request.settings.precision, machine)
     orders = Orders(
         spec=request.spec,
         precision=request.settings.precision,
-        tasks=measure_store.missing(request.spec, tasks, known),
+        tasks=missing_tasks(request.spec, tasks, known),
         job=job_arguments(job.command, defaults),
         implementation=implementation,
         where=Where.CPU if machine.is_cpu else Where.GPU,
@@ -153,44 +183,37 @@ def _orders(
 
 def with_profile(place: JobCluster, mode: ProfileMode, name: str | None = None) -> JobCluster:
     """The same place, its layer times from elsewhere."""
-    profile = dataclasses.replace(place.settings.profile, mode=mode.value, name=name)
-    settings = dataclasses.replace(place.settings, profile=profile)
-    return dataclasses.replace(place, settings=settings)
+    profile = replace(place.settings.profile, mode=mode.value, name=name)
+    return replace(place, settings=replace(place.settings, profile=profile))
 
 
 def _recorded(
     orders: Orders, answers: Iterable[Answer], name: str | None, known: LayerProfile | None
 ) -> LayerProfile:
     """The profile as it is stored now; the first machine's has the name that the user asks for."""
+    joined: dict[object, Answer] = {}  # of equal machines, whose clocks differ all the time
+    for answer in answers:
+        assert answer.machine is not None
+        alike = replace(answer.machine, graphics_mhz=None, memory_mhz=None)
+        first = joined.get(alike, replace(answer, timings=(), skipped=()))
+        timings, skipped = first.timings + answer.timings, first.skipped + answer.skipped
+        joined[alike] = replace(first, timings=timings, skipped=skipped)
     stored = [
-        measure_store.record(answer, orders, None if other else name)
-        for other, answer in enumerate(_by_machine(answers))
+        record_answer(answer, orders, None if other else name)
+        for other, answer in enumerate(joined.values())
     ]
     profile = next(filter(None, stored), known)
     if profile is None:
-        skipped = (one.reason for answer in answers for one in answer.skipped)
-        why = next(skipped, f"nothing was done within {orders.max_seconds:g} s")
+        reasons = (one.reason for answer in answers for one in answer.skipped)
+        why = next(reasons, f"nothing was done within {orders.max_seconds:g} s")
         raise MeasuringError(f"no block of this job's layers could be timed: {why}")
     return profile
-
-
-def _by_machine(answers: Iterable[Answer]) -> Iterable[Answer]:
-    """The answers of equal machines as one each; clocks differ from one moment to the next."""
-    joined: dict[object, Answer] = {}
-    for answer in answers:
-        assert answer.machine is not None
-        alike = dataclasses.replace(answer.machine, graphics_mhz=None, memory_mhz=None)
-        first = joined.get(alike, dataclasses.replace(answer, timings=(), skipped=()))
-        timings = (*first.timings, *answer.timings)
-        skipped = (*first.skipped, *answer.skipped)
-        joined[alike] = dataclasses.replace(first, timings=timings, skipped=skipped)
-    return joined.values()
 
 
 def _notes(orders: Orders, answers: Sequence[Answer], profile: LayerProfile) -> Iterator[str]:
     where = f"profile {profile.name} is in {profiles_folder()}"
     if not orders.tasks:
-        failed = measure_store.untimed(profile)
+        failed = untimed(profile)
         words = f", or known not to be timed ({counted(len(failed), 'block')})" if failed else ""
         yield f"Nothing was measured: all blocks are timed already{words}; {where}."
         return
@@ -206,11 +229,11 @@ def _notes(orders: Orders, answers: Sequence[Answer], profile: LayerProfile) -> 
     refused = [one for one in skipped if not one.is_too_large]
     left = len(orders.tasks) - num_timed - len(skipped)
     if large:
-        yield f"Too large for the device: {_named(large)}."
+        yield f"Too large for the device: {_block_words(large)}."
     if refused:
         yield (
-            f"Could not be timed: {_named(refused)} ({refused[0].reason}). "
-            f"They are not tried again unless {measure_store.untimed_file(profile)} is removed."
+            f"Could not be timed: {_block_words(refused)} ({refused[0].reason}). "
+            f"They are not tried again unless {untimed_file(profile)} is removed."
         )
     if left > 0:
         yield (
@@ -219,7 +242,7 @@ def _notes(orders: Orders, answers: Sequence[Answer], profile: LayerProfile) -> 
         )
 
 
-def _named(skipped: list[Skipped]) -> str:
+def _block_words(skipped: list[Skipped]) -> str:
     """How many blocks, and the first of them by name and shape."""
     shown = [
         f"{one.task.block.value} (tp {one.task.shard.tensor_model_parallel_size}, micro batch "
@@ -232,7 +255,7 @@ def _named(skipped: list[Skipped]) -> str:
 
 def measure_in_child(
     orders: Orders,
-    environment: Mapping[str, str],
+    environment: Environment,
     check: Callable[[], None],
     pause_s: Seconds = 1.0,
     *,
@@ -255,7 +278,7 @@ def measure_in_child(
         )
         json.dump(to_plain(orders), given)
         given.seek(0)
-        command = [*_COMMAND, str(os.getpid()), str(threads_for(environment))]
+        command = [*_COMMAND, str(os.getpid()), str(num_threads(environment))]
         variables = child_environment(orders, environment)
         child = subprocess.Popen(command, stdin=given, stdout=out, stderr=err, env=variables)
         stack.callback(child.wait)
@@ -274,7 +297,7 @@ def measure_in_child(
             how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
             raise MeasuringError(f"the process that measures {how}{_last_words(err)}")
     found = from_plain(Answer, json.loads(answer))
-    return dataclasses.replace(found, seconds=time.monotonic() - started)
+    return replace(found, seconds=time.monotonic() - started)
 
 
 def _last_words(err: IO[str]) -> str:
@@ -283,12 +306,12 @@ def _last_words(err: IO[str]) -> str:
     return "\n  ".join(["; it said:", *lines]) if lines else ""
 
 
-def threads_for(environment: Mapping[str, str]) -> int:
+def num_threads(environment: Environment) -> int:
     """Threads of a process: the cores of this host that it may use, shared by the host's ranks."""
     return max(1, len(os.sched_getaffinity(0)) // (processes_per_host(environment) or 1))
 
 
-def child_environment(orders: Orders, environment: Mapping[str, str]) -> dict[str, str]:
+def child_environment(orders: Orders, environment: Environment) -> dict[str, str]:
     """A rank's variables without those that make it one, with its own GPU alone.
 
     The child imports from the same places; where the script lies is among them.
@@ -299,19 +322,178 @@ def child_environment(orders: Orders, environment: Mapping[str, str]) -> dict[st
     found["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if orders.where is Where.GPU:
-        found["CUDA_VISIBLE_DEVICES"] = own_gpu(environment)
+        found["CUDA_VISIBLE_DEVICES"] = gpu_of_rank(environment)
     else:
-        found["OMP_NUM_THREADS"] = str(threads_for(environment))
+        found["OMP_NUM_THREADS"] = str(num_threads(environment))
     return found
 
 
-def own_gpu(environment: Mapping[str, str]) -> str:
+def gpu_of_rank(environment: Environment) -> str:
     """The one GPU of a rank, as ``CUDA_VISIBLE_DEVICES`` names it.
 
-    >>> own_gpu({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,6"}), own_gpu({"LOCAL_RANK": "3"})
-    ('6', '3')
+    >>> gpu_of_rank({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,6"})
+    '6'
     """
     local = environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0"))
     seen = re.findall(r"[^,\s]+", environment.get("CUDA_VISIBLE_DEVICES", ""))
     # a launcher may show each rank its own GPU alone
     return seen[int(local) % len(seen)] if seen else local
+
+
+#: A block and the point that its time depends on.
+Shape = tuple[LayerBlock, Point]
+
+
+def tasks_for(
+    plan: ParallelPlan, request: Request, implementation: Implementation
+) -> tuple[Task, ...]:
+    """Layer blocks and shapes in the order in which they are to be timed, from ``plan`` on."""
+    like = LayerShard(flash_attention=implementation is Implementation.TRANSFORMER_ENGINE)
+    best = _shard(plan.layout, like)
+
+    def distance(shard: LayerShard) -> tuple[float, ...]:
+        """Doublings from the best shape; what is equally far goes by size."""
+        pairs = zip(_degrees(shard), _degrees(best), strict=True)
+        return (math.fsum(abs(math.log2(a / b)) for a, b in pairs), *_degrees(shard))
+
+    model = CostModel(request.spec, request.cluster, request.settings)
+    legal = {  # shapes that the search may choose and whose groups lie inside a node
+        _shard(grid, like)
+        for grid in GridSpace(model, request.global_batch_size, request.space).shards()
+        if grid.dims.context_parallel_size == 1
+        and max(grid.dims.tensor_model_parallel_size, grid.dims.expert_ranks)
+        <= request.cluster.gpus_per_node
+    }
+    others = (_shard(other.layout, like) for other in plan.alternatives)
+    return tasks_of(request.spec, (best, *others, *sorted(legal, key=distance)))
+
+
+def shape_of(spec: TransformerSpec, task: Task) -> Shape:
+    """What tells two tasks apart: the block, and what its time depends on."""
+    return task.block, point_of(spec, task.block, task.shard)
+
+
+def _shard(layout: PartialLayout, like: LayerShard) -> LayerShard:
+    return replace(
+        like,
+        **{name: getattr(layout.dims, name) for name in LAYER_DEGREES},
+        micro_batch_size=layout.micro_batch_size,
+        sequence_parallel=layout.sequence_parallel,
+    )
+
+
+def _degrees(shard: LayerShard) -> tuple[int, ...]:
+    return (
+        shard.tensor_model_parallel_size,
+        shard.micro_batch_size,
+        shard.expert_model_parallel_size,
+        shard.expert_tensor_parallel_size,
+    )
+
+
+#: What tells this machine, set up as it is now, from others.
+_IDENTITY = (
+    *("device_name", "is_cpu", "implementation", "driver"),
+    *("torch", "megatron_core", "transformer_engine"),
+)
+
+
+def machine_here(implementation: Implementation) -> Machine:
+    """This machine as far as it is known without CUDA: its GPU as the driver names it, or its CPU.
+
+    Raises:
+        UserInputError: if GPUs are machine_here that cannot be used.
+    """
+    try:
+        gpus = local_gpus()
+    except UserInputError as error:
+        raise UserInputError(
+            "nest.profile.mode",
+            "measure",
+            f"{error.what} = {error.value}: {error.limit}",
+            "Leave nest.profile.mode=measure out.",
+        ) from error
+    machine = this_machine(Where.CPU, implementation)
+    if gpus is None:
+        return machine
+    return replace(machine, device_name=gpus.device_name, is_cpu=False, driver=driver_version())
+
+
+def is_same(machine: Machine, other: Machine) -> bool:
+    """Whether two machines are one, as ``machine_here`` knows them; builds of a version are."""
+    first, second = (
+        [str(getattr(each, name)).partition("+")[0] for name in _IDENTITY]
+        for each in (machine, other)
+    )
+    return first == second
+
+
+def stored_profile(
+    spec: TransformerSpec, precision: Precision, machine: Machine
+) -> LayerProfile | None:
+    """The newest profile that was measured on a machine, of these layers."""
+    layers, found = shape_digest(spec, precision), []
+    for entry in store.stored_entries():
+        with contextlib.suppress(ProfileError):  # a broken file is named where it is looked for
+            if entry.line(LAYERS) == layers:
+                found.append(entry.read())
+    own = (p for p in found if not p.imported and is_same(p.machine, machine))
+    return max(own, key=lambda p: datetime.fromisoformat(p.created), default=None)
+
+
+def missing_tasks(
+    spec: TransformerSpec, tasks: Iterable[Task], profile: LayerProfile | None
+) -> tuple[Task, ...]:
+    """The tasks that a profile has neither timed nor found impossible."""
+    if profile is None:
+        return tuple(tasks)
+    anything = LayerShard()
+    timed = (Task(timing.block, shard_of(timing, anything)) for timing in profile.timings)
+    failed = (skipped.task for skipped in untimed(profile))
+    known = {shape_of(spec, task) for task in (*timed, *failed)}
+    return tuple(task for task in tasks if shape_of(spec, task) not in known)
+
+
+def untimed_file(profile: LayerProfile) -> Path:
+    """The file of what could not be timed for a profile, which is not tried each time."""
+    identity = fingerprint(profile.machine, profile.model, profile.precision)
+    return store.profiles_folder() / f".untimed-{identity}.json"
+
+
+def untimed(profile: LayerProfile) -> tuple[Skipped, ...]:
+    """What could not be timed for a profile; a file that cannot be read says nothing."""
+    try:
+        lines = read_json(untimed_file(profile), "list of what was not timed")
+        return tuple(from_plain(Skipped, line) for line in lines)
+    except (ValueError, TypeError):
+        return ()
+
+
+def record_answer(answer: Answer, orders: Orders, name: str | None) -> LayerProfile | None:
+    """Put what was measured into the store; ``None`` where nothing was timed.
+
+    Args:
+        name: of a profile that is new; made up if not given.
+
+    Raises:
+        ProfileError: if the store cannot be written to, or the name is taken by another profile.
+    """
+    if answer.machine is None or not answer.timings:
+        return None
+    profile = store.record(
+        LayerProfile(
+            name=name or default_name(answer.machine, orders.spec, orders.precision),
+            created=now(),
+            precision=orders.precision,
+            machine=answer.machine,
+            model=orders.spec,
+            timings=answer.timings,
+        )
+    )
+    failed = (*untimed(profile), *answer.skipped)
+    shapes = {shape_of(profile.model, one.task): one for one in failed}
+    if shapes:
+        text = json.dumps([to_plain(one) for one in shapes.values()])
+        with contextlib.suppress(OSError):
+            untimed_file(profile).write_text(text, encoding="utf-8")
+    return profile

@@ -14,7 +14,8 @@ pipeline rank; all patches become tokens of the language model (``model_provider
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Any
@@ -97,8 +98,9 @@ def saved_pattern(arguments: Values) -> str:
 
     Raises: as ``hybrid_pattern``.
     """
-    version = "0.17" if "hybrid_layer_pattern" in arguments else "0.16"
-    return hybrid_pattern(arguments, "", version).replace("|", "")
+    return hybrid_pattern(
+        arguments, "", "0.17" if "hybrid_layer_pattern" in arguments else "0.16"
+    ).replace("|", "")
 
 
 def _pattern(values: Values) -> str:
@@ -263,9 +265,7 @@ def script_arguments(unknown: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def with_images(
-    spec: TransformerSpec, values: Mapping[str, Any], precision: Precision
-) -> TransformerSpec:
+def with_images(spec: TransformerSpec, values: Values, precision: Precision) -> TransformerSpec:
     """A language model with the encoder that the script puts in front of it.
 
     Raises:
@@ -298,7 +298,7 @@ def with_images(
     shared = {each.name for each in dataclasses.fields(EncoderSpec)} - {"num_layers"}
     shared &= {each.name for each in dataclasses.fields(spec)}
     stated = values.get("encoder_num_layers") or values.get("num_layers")
-    return dataclasses.replace(
+    return replace(
         spec,
         num_layers=values.get("decoder_num_layers") or spec.num_layers,
         seq_length=text + tokens,

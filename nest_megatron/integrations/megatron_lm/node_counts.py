@@ -7,9 +7,8 @@ The batch stays as it is. Every plan loads the checkpoints that one of them save
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
@@ -19,8 +18,7 @@ from nest_megatron.config.job import Requirement
 from nest_megatron.config.space import check_quotients
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm import checkpoint
-from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint
-from nest_megatron.integrations.megatron_lm.saved_by_plan import saved_by
+from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, checkpoint_of_plan
 from nest_megatron.integrations.megatron_lm.search_space import with_required
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
@@ -59,7 +57,7 @@ def gpus_per_host(cluster: Cluster) -> int:
     return size
 
 
-def sized(composed: Settings, counts: Sequence[int]) -> Settings:
+def settings_for_nodes(composed: Settings, counts: Sequence[int]) -> Settings:
     """A configuration with the cluster at the size of the most nodes.
 
     Raises:
@@ -75,8 +73,7 @@ def sized(composed: Settings, counts: Sequence[int]) -> Settings:
             f"End at {cluster.num_gpus // size}, or leave cluster.num_gpus out.",
         )
     fields = {**(composed.cluster or {}), "num_gpus": most}
-    given = {**composed.given, "cluster.num_gpus": None}
-    return dataclasses.replace(composed, cluster=fields, given=given)
+    return replace(composed, cluster=fields, given={**composed.given, "cluster.num_gpus": None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,22 +106,20 @@ class TableJob:
     values: Mapping[str, Any] = field(default_factory=dict)
     on_progress: Progress | None = None
 
-    def asked(self, num_gpus: int, loads: Resharding | None) -> Request:
+    def request_for(self, num_gpus: int, loads: Resharding | None) -> Request:
         """What to plan for so many GPUs; an error if what is fixed does not divide them."""
         request, space = self.request, self.request.space
         if loads is not None:
-            space = with_required(space, request.spec, self.required(loads))
+            space = with_required(space, request.spec, self.requirements(loads))
         cluster = request.cluster.resized(num_gpus)
         check_quotients(space, num_gpus, request.global_batch_size)
-        return dataclasses.replace(
-            request, cluster=cluster, space=space, begun_s=None, remedies=False
-        )
+        return replace(request, cluster=cluster, space=space, begun_s=None, remedies=False)
 
-    def required(self, loads: Resharding) -> Mapping[str, Requirement]:
+    def requirements(self, loads: Resharding) -> Mapping[str, Requirement]:
         """What a plan that loads a checkpoint must keep."""
-        needs = checkpoint.required(loads.saved, self.loading(loads), self.version)
+        needs = checkpoint.requirements(loads.saved, self.values_for(loads), self.version)
         who = str(loads.saved.directory)
-        return {name: dataclasses.replace(need, who=who) for name, need in needs.items()}
+        return {name: replace(need, who=who) for name, need in needs.items()}
 
     def plan(self, asked: Request, loads: Resharding | None) -> ParallelPlan:
         """The plan that is asked for."""
@@ -135,16 +130,15 @@ class TableJob:
 
     def check_loadable(self, plan: ParallelPlan, loads: Resharding) -> None:
         """Refuse a plan that does not load a checkpoint."""
-        values = self.loading(loads)
-        checkpoint.check_loadable(loads.saved, plan.arguments, values, self.version)
+        checkpoint.check_loadable(loads.saved, plan.arguments, self.values_for(loads), self.version)
 
-    def saves(self, plan: ParallelPlan, num_nodes: int) -> Resharding:
+    def checkpoint_of(self, plan: ParallelPlan, num_nodes: int) -> Resharding:
         """What the plan for so many nodes saves.
 
         Source of the flags: ``_check_buckets`` and ``_check_rng`` of ``checkpoint.py``.
         """
         name, needed = f"the checkpoint of the plan for {num_nodes} nodes", dict[str, int | bool]()
-        saved = saved_by(plan, self.loading(), self.version, name)
+        saved = checkpoint_of_plan(plan, self.values_for(), self.version, name)
         dims, own = plan.layout.dims, saved.arguments
         bucket = 1_000_000 * dims.data_parallel_size * dims.context_parallel_size
         is_bucketed = saved.distrib_optim_sharding_type == "dp_reshardable"
@@ -153,10 +147,10 @@ class TableJob:
             needed["ddp_bucket_size"] = bucket
         if len(saved.rng_shape or ()) > 2 and not self.values.get("no_load_rng"):
             needed["no_load_rng"] = True
-        saved = dataclasses.replace(saved, arguments={**own, **needed})
+        saved = replace(saved, arguments={**own, **needed})
         return Resharding(saved=saved, needed=needed)
 
-    def loading(self, loads: Resharding | None = None) -> dict[str, Any]:
+    def values_for(self, loads: Resharding | None = None) -> dict[str, Any]:
         """The job's arguments, with what loading a checkpoint needs."""
         experts = self.request.spec.num_experts
         own = {"num_experts": experts, "moe_grouped_gemm": bool(experts), **self.values}
@@ -173,8 +167,8 @@ def plan_for_nodes(job: TableJob, counts: Sequence[int]) -> PlanTable:
     Raises:
         UserInputError: if there is no plan for any of them.
     """
-    alone = [_planned(job, nodes, None) for nodes in sorted(counts, reverse=True)]
-    tables = [(loads, _loading(job, alone, loads)) for loads in _candidates(job, alone)]
+    alone = [_plan_entry(job, nodes, None) for nodes in sorted(counts, reverse=True)]
+    tables = [(loads, _plans_that_load(job, alone, loads)) for loads in _candidates(job, alone)]
     if not tables:
         entry, _ = alone[0]
         raise UserInputError(
@@ -185,7 +179,7 @@ def plan_for_nodes(job: TableJob, counts: Sequence[int]) -> PlanTable:
         )
     loads, found = max(tables, key=lambda each: _worth(each[1]))
     return PlanTable(
-        entries=_advised(found, _fewer(job, found, loads)),
+        entries=_entries_with_advice(found, _best_below(job, found, loads)),
         plans={plan_file.checksum(plan): plan for _, plan in found if plan is not None},
         notes=tuple(_notes(job, loads)),
     )
@@ -196,12 +190,12 @@ def _candidates(job: TableJob, alone: Sequence[Planned]) -> list[Resharding]:
     found: dict[tuple[object, ...], Resharding] = {}
     for entry, plan in alone:
         if plan is not None:
-            loads = job.saves(plan, entry.num_nodes)
-            found.setdefault(tuple(need.value for need in job.required(loads).values()), loads)
+            loads = job.checkpoint_of(plan, entry.num_nodes)
+            found.setdefault(tuple(need.value for need in job.requirements(loads).values()), loads)
     return list(found.values())
 
 
-def _loading(job: TableJob, alone: Sequence[Planned], loads: Resharding) -> list[Planned]:
+def _plans_that_load(job: TableJob, alone: Sequence[Planned], loads: Resharding) -> list[Planned]:
     """The plans that load a checkpoint, most nodes first: those found alone, where they do."""
     found = []
     for entry, plan in alone:
@@ -210,7 +204,7 @@ def _loading(job: TableJob, alone: Sequence[Planned], loads: Resharding) -> list
             if plan is not None:
                 job.check_loadable(plan, loads)
         except UserInputError:
-            kept = _planned(job, entry.num_nodes, loads)
+            kept = _plan_entry(job, entry.num_nodes, loads)
         found.append(kept)
     return found
 
@@ -227,13 +221,13 @@ def _worth(found: Sequence[Planned]) -> tuple[float, ...]:
     return sum(each > 0 for each in steps_per_s), *reversed(steps_per_s)
 
 
-def _planned(job: TableJob, num_nodes: int, loads: Resharding | None) -> Planned:
+def _plan_entry(job: TableJob, num_nodes: int, loads: Resharding | None) -> Planned:
     """An entry with its plan, or with the reason why it has none."""
     num_gpus = num_nodes * gpus_per_host(job.request.cluster)
     asked = checksum = plan = None
     told = ""
     try:
-        asked = job.asked(num_gpus, loads)
+        asked = job.request_for(num_gpus, loads)
         plan = job.plan(asked, loads)
         checksum = plan_file.checksum(plan)
     except UserInputError as error:
@@ -244,7 +238,7 @@ def _planned(job: TableJob, num_nodes: int, loads: Resharding | None) -> Planned
     return TableEntry(num_nodes=num_nodes, num_gpus=num_gpus, checksum=checksum, told=told), plan
 
 
-def _fewer(
+def _best_below(
     job: TableJob, found: Sequence[Planned], loads: Resharding
 ) -> tuple[int, Seconds] | None:
     """Nodes and step of the plan for the most nodes below all, where the fewest have no plan."""
@@ -253,7 +247,7 @@ def _fewer(
     for nodes in range(least.num_nodes - 1, 0, -1) if plan is None else ():
         with contextlib.suppress(UserInputError):
             try:
-                smaller = job.plan(job.asked(nodes * size, loads), loads)
+                smaller = job.plan(job.request_for(nodes * size, loads), loads)
             except WITHOUT_PLAN:
                 return None  # fewer nodes have less memory
             return nodes, smaller.predicted.iteration_time_s
@@ -262,7 +256,7 @@ def _fewer(
 
 def _notes(job: TableJob, loads: Resharding) -> Iterator[str]:
     """What holds all plans but the first, and what their command needs."""
-    layout = [need for name, need in job.required(loads).items() if name in DEGREES]
+    layout = [need for name, need in job.requirements(loads).items() if name in DEGREES]
     for reason in dict.fromkeys(need.reason for need in layout):
         yield f"All plans load {loads.saved.directory}, and keep its layout: {reason}."
     for name, value in loads.needed.items():
@@ -274,7 +268,9 @@ def _words(counts: Sequence[int]) -> str:
     return f"{min(counts)}..{max(counts)}" if len(counts) > 1 else str(counts[0])
 
 
-def _advised(found: Sequence[Planned], best: tuple[int, Seconds] | None) -> tuple[TableEntry, ...]:
+def _entries_with_advice(
+    found: Sequence[Planned], best: tuple[int, Seconds] | None
+) -> tuple[TableEntry, ...]:
     """The entries, fewest nodes first, with what fewer nodes do better.
 
     Args:
@@ -290,5 +286,5 @@ def _advised(found: Sequence[Planned], best: tuple[int, Seconds] | None) -> tupl
             told = f"{told} {nodes} nodes, {idle}, take {format_seconds(shorter)} a step.".lstrip()
         elif step is not None:
             best = entry.num_nodes, step
-        advised.append(dataclasses.replace(entry, told=told))
+        advised.append(replace(entry, told=told))
     return tuple(advised)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.config.keywords import read_layout
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.planned_job import SEARCH_S, PlannedJob
+from nest_megatron.integrations.plan_job import SEARCH_S, PlannedJob
 from nest_megatron.layout.before_after import Difference
 from nest_megatron.layout.dims import SHORT_DEGREES
 from nest_megatron.layout.plan import ParallelPlan
@@ -216,7 +215,7 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
         found = find_plan(job.request(space))
     except UserInputError as error:
         rule = job.rule(composed) or f"{error.what} = {error.value}: {error.limit}"
-        return dataclasses.replace(_nearest(job, space, asked), rule=rule)
+        return replace(_nearest(job, space, asked), rule=rule)
     if isinstance(found, EndedEarly):
         raise UserInputError(
             "--why-not",
@@ -228,7 +227,7 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
         grid = found.shortage.grid
         variant = job.variant_of(grid, spread_partition(plan.model, grid.dims))
         nearest = _nearest(job, space, asked)
-        return dataclasses.replace(
+        return replace(
             nearest,
             versus=_versus(job, plan, variant),
             needed_bytes=found.shortage.needed_bytes,
@@ -236,10 +235,9 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
         )
     if lost := _not_kept(found, space):  # a model without experts has no sizes of experts
         rule = job.rule(composed) or f"{lost[0]} = {asked[lost[0]]}: this model has it not"
-        return dataclasses.replace(_nearest(job, space, asked), rule=rule)
+        return replace(_nearest(job, space, asked), rule=rule)
     variant = job.variant_of(found.layout.without_stages(), found.layout.partition)
-    beside = _versus(job, plan, variant)
-    return WhyNot(asked=asked, versus=beside, bounded=_is_bounded(found))
+    return WhyNot(asked=asked, versus=_versus(job, plan, variant), bounded=_is_bounded(found))
 
 
 def _nearest(job: PlannedJob, space: SearchSpace, asked: Mapping[str, Any]) -> WhyNot:
@@ -249,7 +247,7 @@ def _nearest(job: PlannedJob, space: SearchSpace, asked: Mapping[str, Any]) -> W
         plans = []
         for changed in combinations(names, number):
             fixed = {k: v for k, v in space.fixed.items() if k not in changed}
-            asked_for = dataclasses.replace(space, fixed=fixed)
+            asked_for = replace(space, fixed=fixed)
             try:
                 found = find_plan(job.request(asked_for))
             except UserInputError:

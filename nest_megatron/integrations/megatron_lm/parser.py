@@ -114,7 +114,10 @@ def load_arguments(version: str) -> tuple[Argument, ...]:
             "its options are not recorded",
             nearest(version, RELEASES),
         )
-    return tuple(map(_argument, rows_of(version)))
+    return tuple(
+        Argument(**{**row, **{name: tuple(row.get(name, ())) for name in ("flags", "choices")}})
+        for row in rows_of(version)
+    )
 
 
 def rows_of(version: str) -> Iterator[dict[str, Any]]:
@@ -123,11 +126,6 @@ def rows_of(version: str) -> Iterator[dict[str, Any]]:
         fields = dict(row)
         if is_within(version, fields.pop("since", ""), fields.pop("until", "")):
             yield fields
-
-
-def _argument(fields: Mapping[str, Any]) -> Argument:
-    lists = {name: tuple(fields.get(name, ())) for name in ("flags", "choices")}
-    return Argument(**{**fields, **lists})
 
 
 @cache
@@ -167,8 +165,9 @@ def options_of(argv: Sequence[str], version: str) -> tuple[Option, ...]:
         flag, equals, _ = argv[at].partition("=")
         argument = table.get(flag)
         count = 1 if argument is None or equals else 1 + _num_values(argument, argv[at + 1 :])
-        dest = None if argument is None else argument.dest
-        options.append(Option(dest, tuple(argv[at : at + count])))
+        options.append(
+            Option(None if argument is None else argument.dest, tuple(argv[at : at + count]))
+        )
         at += count
     return tuple(options)
 

@@ -1,11 +1,12 @@
-"""A job as a planning request; of a running one, its plan as a decision for all ranks."""
+"""A job as a planning request; a running one from Megatron's Namespace, its plan written back."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import io
 from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
@@ -15,9 +16,20 @@ from nest_megatron.config.job import FreeParameters, Job, ReadCommand
 from nest_megatron.config.request import request_for
 from nest_megatron.config.target import installed_packages
 from nest_megatron.cost_model.target_defaults import newer_release_notes
-from nest_megatron.integrations.megatron_lm import checkpoint, namespace
+from nest_megatron.errors import NestError
+from nest_megatron.integrations.megatron_lm import checkpoint
 from nest_megatron.integrations.megatron_lm.attach import with_command
-from nest_megatron.integrations.megatron_lm.present_layout import on_device, with_present_layout
+from nest_megatron.integrations.megatron_lm.changed_command import with_degrees_as_flags
+from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    PARALLEL_ARGUMENTS,
+    Values,
+    flag_error,
+)
+from nest_megatron.integrations.megatron_lm.parser import load_arguments, read_argv
+from nest_megatron.integrations.megatron_lm.present_layout import (
+    with_device_settings,
+    with_present_layout,
+)
 from nest_megatron.integrations.megatron_lm.read import (
     job_of,
     refuse_unplannable,
@@ -29,9 +41,12 @@ from nest_megatron.integrations.megatron_lm.search_space import (
     job_space,
     kept_flags,
 )
+from nest_megatron.integrations.megatron_lm.write import WRITABLE
+from nest_megatron.integrations.process_variables import set_variables
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import known_release
+from nest_megatron.layout.rulebook.sharding import ELEMENTWISE_OPTIMIZERS
 from nest_megatron.planner import Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.profile.installed import installed_versions
@@ -56,7 +71,7 @@ def job_request(
     Raises:
         UserInputError: for a setting that cannot be kept.
     """
-    job = on_device(job, cluster)
+    job = with_device_settings(job, cluster)
     space, offer = job_space(job, composed)
     request = request_for(
         *(job, cluster, composed, space),
@@ -98,7 +113,7 @@ class Decision:
     """
 
     plan: ParallelPlan
-    values: Mapping[str, Any]
+    values: Values
     ranks: tuple[int, ...] | None = None
 
 
@@ -114,7 +129,7 @@ class LaunchPlan:
 
 def read_running_job(
     args: Namespace,
-    defaults: Mapping[str, Any],
+    defaults: Values,
     command_line: tuple[str, Sequence[str]],
     release: str,
 ) -> Job:
@@ -131,15 +146,14 @@ def read_running_job(
     """
     script, argv = command_line
     version = known_release(release)
-    command = namespace.command_of(args, argv, script, version, defaults)
+    command = command_of(args, argv, script, version, defaults)
     # a checkpoint's arguments are merged in by now, so the model's shape is known
     values = {**command.values, "use_checkpoint_args": False}
     refuse_unplannable(values, script)  # before its tokenizer is built, which may take long
     require_optimizer(values, version)
-    values["padded_vocab_size"] = namespace.padded_vocab_size(args, defaults)
+    values["padded_vocab_size"] = padded_vocab_size(args, defaults)
     job = job_of(command, values)
-    newer = newer_release_notes(f"megatron_lm_{release}")
-    return dataclasses.replace(job, notes=(*job.notes, *newer))
+    return replace(job, notes=(*job.notes, *newer_release_notes(f"megatron_lm_{release}")))
 
 
 def decide(
@@ -166,8 +180,8 @@ def decide(
     assert command is not None
     values, version = command.values, command.version
     saved = checkpoint.read_checkpoint(values)
-    saves = {} if saved is None else checkpoint.required(saved, values, version)
-    job = dataclasses.replace(
+    saves = {} if saved is None else checkpoint.requirements(saved, values, version)
+    job = replace(
         job,
         free=FreeParameters(names=tuple(free), option="nest.free"),
         required={**saves, **job.required},
@@ -180,9 +194,14 @@ def decide(
     searched = Searched(
         job=job, place=place, request=request, best_s=found.predicted.iteration_time_s
     )
-    kept = kept_flags(job, request, place.settings)
-    outcome = carry_out(found, command, request.notes, made_by=made_by, kept=kept)
-    return dataclasses.replace(outcome, searched=searched)
+    outcome = launch_plan(
+        found,
+        command,
+        request.notes,
+        made_by=made_by,
+        kept=kept_flags(job, request, place.settings),
+    )
+    return replace(outcome, searched=searched)
 
 
 def plan_to_launch(request: Request, composed: Settings, choose: int = 0) -> ParallelPlan:
@@ -192,19 +211,18 @@ def plan_to_launch(request: Request, composed: Settings, choose: int = 0) -> Par
         NothingFitsError, SearchEndedError: as of ``decide``.
     """
     if "search.num_alternatives" not in composed.given:
-        request = dataclasses.replace(request, num_alternatives=max(_RUNNERS_UP, choose))
+        request = replace(request, num_alternatives=max(_RUNNERS_UP, choose))
     return require_plan(find_plan(request, choose=choose), request.notes)
 
 
 def running_request(job: Job, place: JobCluster) -> Request:
     """What to search for a running job."""
     cluster, notes = place.cluster, (*job.notes, *place.notes)
-    job = dataclasses.replace(job, notes=notes, num_gpus=cluster.num_gpus)
-    installed = installed_versions()
-    return job_request(job, cluster, place.settings, prefix="nest.", versions=installed)
+    job = replace(job, notes=notes, num_gpus=cluster.num_gpus)
+    return job_request(job, cluster, place.settings, prefix="nest.", versions=installed_versions())
 
 
-def carry_out(
+def launch_plan(
     plan: ParallelPlan,
     command: ReadCommand,
     notes: tuple[str, ...],
@@ -214,8 +232,7 @@ def carry_out(
 ) -> LaunchPlan:
     """A plan as what every rank sets in Megatron's arguments, which Megatron must not refuse."""
     plan, rewrite = with_command(plan, command, made_by=made_by, kept=kept, notes=notes)
-    ranks = plan.placement.rank_permutation
-    decision = Decision(plan=plan, values=rewrite.values, ranks=ranks)
+    decision = Decision(plan=plan, values=rewrite.values, ranks=plan.placement.rank_permutation)
     return LaunchPlan(decision=decision, changes=rewrite.changes, notes=notes)
 
 
@@ -224,9 +241,9 @@ def costs(searched: Searched) -> list[tuple[str, Seconds]]:
     found = []
     for choice in (*searched.kept, "all"):
         names = {choice, "stage_layout"} if choice == _PIPELINE else {choice}
-        free = dataclasses.replace(searched.job.free, names=(*searched.job.free.names, *names))
-        request = running_request(dataclasses.replace(searched.job, free=free), searched.place)
-        wanted = dataclasses.replace(request, num_alternatives=0, offer=None, remedies=False)
+        free = replace(searched.job.free, names=(*searched.job.free.names, *names))
+        request = running_request(replace(searched.job, free=free), searched.place)
+        wanted = replace(request, num_alternatives=0, offer=None, remedies=False)
         plan = find_plan(wanted)
         if not isinstance(plan, ParallelPlan):
             continue
@@ -235,3 +252,122 @@ def costs(searched: Searched) -> list[tuple[str, Seconds]]:
         if plan.search.certificate in ("optimal", "chosen") or step < searched.best_s:
             found.append((choice, step))
     return found
+
+
+#: Choices of a plan that Megatron's validation derives or checks.
+_DERIVED = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "data_parallel_size",
+    "expert_model_parallel_size",
+    "sequence_parallel",
+    "use_megatron_fsdp",
+)
+
+
+def command_of(
+    args: Namespace, argv: Sequence[str], script: str, version: str, defaults: Values
+) -> ReadCommand:
+    """The job as Megatron has parsed it, beside the words that the user typed.
+
+    A value that differs from Megatron's default without being typed counts as the user's own: it
+    comes from a checkpoint's arguments.
+
+    Args:
+        args: Megatron's Namespace before validation.
+        argv: the script's arguments, without this package's own words.
+    """
+    typed = read_argv(script, argv, version, world_size=args.world_size)
+    values = vars(with_defaults(Namespace(**{**typed.values, **vars(args)}), defaults))
+    untyped = {
+        argument.dest
+        for argument in load_arguments(version)
+        if argument.dest in PARALLEL_ARGUMENTS and values.get(argument.dest) != argument.default
+    }
+    merged = replace(typed, values=values, explicit=typed.explicit | untyped)
+    return with_degrees_as_flags(merged)
+
+
+def with_defaults(args: Namespace, defaults: Values) -> Namespace:
+    """A copy of Megatron's arguments with what the script sets where the user says nothing."""
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    return Namespace(**{**vars(args), **defaults, **given})
+
+
+def write(args: Namespace, values: Values, environment: Mapping[str, str | None]) -> None:
+    """Set a plan's values in Megatron's Namespace, and the variables that go with them."""
+    assert values.keys() <= WRITABLE
+    for dest, value in values.items():
+        if hasattr(args, dest):
+            setattr(args, dest, value)
+    set_variables(environment)
+
+
+def require_planned(args: Namespace, plan: ParallelPlan) -> None:
+    """Raise if Megatron derived something else than the plan has, naming it."""
+    arguments, train = plan.arguments, plan.train
+    wanted = {name: arguments[name] for name in _DERIVED} | {
+        "micro_batch_size": plan.layout.micro_batch_size,
+        "seq_length": train.seq_length,
+        "num_layers": plan.model.num_layers,
+    }
+    if train.batch_schedule is None or train.batch_schedule.rampup_batch_size:
+        wanted["global_batch_size"] = plan.final_batch_size  # else one micro batch on each replica
+    if (getattr(args, "optimizer", None) or "adam") in ELEMENTWISE_OPTIMIZERS:
+        # 0.20 divides an emerging optimizer's state by layers instead, and clears the flag
+        wanted["use_distributed_optimizer"] = arguments["use_distributed_optimizer"]
+    if plan.model.vision is not None:  # pretrain_vlm.py makes the language model's of others
+        del wanted["seq_length"], wanted["num_layers"]
+    for name, value in wanted.items():
+        found = getattr(args, name)
+        if found != value:
+            raise NestError(
+                f"after Megatron's own validation {name} is {found!r}, the plan has {value!r}; "
+                "launch without nest and report it."
+            )
+
+
+def flags_of(version: str) -> dict[str, str]:
+    """How a user writes each of Megatron's arguments; one that is switched off has both names."""
+    flags: dict[str, str] = {}
+    for argument in load_arguments(version):
+        flag, off = argument.flags[0], argument.action == "store_false"
+        flags.setdefault(argument.dest, f"{argument.dest} ({flag} makes it False)" if off else flag)
+    return flags
+
+
+def padded_vocab_size(args: Namespace, defaults: Values) -> int | None:
+    """Rows of the embedding under the user's own tensor-parallel size; ``None`` without padding.
+
+    Megatron's own tokenizer says it, on a copy of the arguments, because for most tokenizers the
+    number is in their files alone.
+
+    Raises:
+        UserInputError: if the tokenizer cannot be built.
+    """
+    if args.padded_vocab_size is not None:
+        return int(args.padded_vocab_size)
+    if getattr(args, "pad_vocab_size", True) is False:
+        return None
+    copied = with_defaults(args, defaults)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # Megatron says it all again when it starts
+            _build_tokenizer()(copied)
+    except Exception as error:
+        raise flag_error(
+            "tokenizer_type",
+            copied.tokenizer_type,
+            f"Megatron cannot build it: {error}",
+            "Correct the tokenizer's flags, or give --padded-vocab-size.",
+        ) from error
+    return int(copied.padded_vocab_size)
+
+
+def _build_tokenizer() -> Any:
+    try:
+        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    except ImportError:  # 0.16
+        from megatron.training.tokenizer import build_tokenizer
+    return build_tokenizer

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
+from dataclasses import replace
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import Settings
@@ -20,7 +19,7 @@ from nest_megatron.integrations.megatron_lm.attach import (
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     Values,
     flag_error,
-    stated_partition,
+    partition_of_values,
 )
 from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zero
 from nest_megatron.layout.dims import ParallelDims, RankOrder
@@ -43,11 +42,11 @@ _MICRO = "micro_batch_size"
 _DISPATCHER = "moe_token_dispatcher_type"
 
 
-def on_device(job: Job, cluster: Cluster) -> Job:
+def with_device_settings(job: Job, cluster: Cluster) -> Job:
     """A job with the settings that its recipe has on the devices of a cluster alone."""
     if not (job.on_blackwell and is_blackwell(cluster.accelerator.name)):
         return job
-    return dataclasses.replace(job, memory_flags={**job.memory_flags, **job.on_blackwell})
+    return replace(job, memory_flags={**job.memory_flags, **job.on_blackwell})
 
 
 def with_present_layout(request: Request, job: Job, composed: Settings) -> Request:
@@ -62,19 +61,20 @@ def with_present_layout(request: Request, job: Job, composed: Settings) -> Reque
         return request
     if refused:
         note = f"The present layout is no point of the search, Megatron refuses it: {refused}"
-        return dataclasses.replace(request, notes=(*request.notes, note))
+        return replace(request, notes=(*request.notes, note))
     layout = variant.layout
-    if not _keeps_fixed(request, layout):
+    if not _is_in_space(request, layout):
         return request
     if request.policy:
         plan = estimate_for(request, layout)
         if any(any(violations(plan, file)) for file in request.policy):
             return request
-    space = _reaching(request.space, layout, request.cluster)
-    return dataclasses.replace(request, present=layout, space=space)
+    return replace(
+        request, present=layout, space=_space_with(request.space, layout, request.cluster)
+    )
 
 
-def _keeps_fixed(request: Request, layout: Layout) -> bool:
+def _is_in_space(request: Request, layout: Layout) -> bool:
     """Whether a layout is one of the space but for its limits."""
     space, sizes = request.space, layout.sizes
     zeros = (*space.zero_stages, ZeroStage.NONE)
@@ -92,7 +92,7 @@ def _keeps_fixed(request: Request, layout: Layout) -> bool:
     )
 
 
-def _reaching(space: SearchSpace, present: Layout, cluster: Cluster) -> SearchSpace:
+def _space_with(space: SearchSpace, present: Layout, cluster: Cluster) -> SearchSpace:
     """A space with the sizes and the recomputation of what runs today.
 
     A limit that the user has set holds for other layouts.
@@ -108,8 +108,7 @@ def _reaching(space: SearchSpace, present: Layout, cluster: Cluster) -> SearchSp
     is_full = recompute.granularity is RecomputeGranularity.FULL
     is_tried = space.without_modules.isdisjoint(recompute.modules)
     is_tried &= space.full_recompute or not is_full
-    own = recompute if is_tried else None
-    return dataclasses.replace(space, present=beyond, present_recompute=own)
+    return replace(space, present=beyond, present_recompute=recompute if is_tried else None)
 
 
 def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Variant, str]:
@@ -125,7 +124,7 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
     values, spec = job.values, request.spec
     dims = _dims(job, request)
     pp = dims.pipeline_model_parallel_size
-    stages = stated_partition(spec, values, pp) or uniform_partition(spec, pp)
+    stages = partition_of_values(spec, values, pp) or uniform_partition(spec, pp)
     virtual = stages.num_chunks // pp
     zero = read_zero(values)
     if (micro := values.get(_MICRO)) is None:
@@ -133,7 +132,7 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
             _MICRO, None, "Megatron-LM does not start without it", "Add it to the command."
         )
     grid = PartialLayout(
-        dims=dataclasses.replace(dims, virtual_pipeline_model_parallel_size=virtual),
+        dims=replace(dims, virtual_pipeline_model_parallel_size=virtual),
         global_batch_size=request.global_batch_size,
         micro_batch_size=int(micro),
         # Megatron turns it off where there is no tensor group
@@ -143,11 +142,11 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
         zero=ZeroStage.NONE if zero is None else zero,
     )
     asked = _execution(job, request, composed)
-    grid = dataclasses.replace(grid, execution=allowed_execution(asked, grid))
+    grid = replace(grid, execution=allowed_execution(asked, grid))
     settings = request.settings
     if "cost.dp_overlap" not in composed.given:
-        settings = _overlapped(settings, values, grid.zero)
-    layout = dataclasses.replace(
+        settings = _settings_with_overlaps(settings, values, grid.zero)
+    layout = replace(
         grid.with_stages(stages, job.sharding),
         overlap_grad_reduce=bool(values.get("overlap_grad_reduce")),
         overlap_param_gather=bool(values.get("overlap_param_gather")),
@@ -156,18 +155,19 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
     return variant, refusal(request, job, asked)(variant)
 
 
-def _overlapped(settings: CostSettings, values: Values, zero: ZeroStage) -> CostSettings:
+def _settings_with_overlaps(
+    settings: CostSettings, values: Values, zero: ZeroStage
+) -> CostSettings:
     """What hides of the traffic between replicas: what the flags have overlapped, and no more.
 
     FSDP overlaps gradients by itself (0.16.1 megatron_fsdp.py:277).
     """
     if not values.get("overlap_grad_reduce") and not zero.is_fsdp:
-        return dataclasses.replace(settings, dp_overlap=0.0)
+        return replace(settings, dp_overlap=0.0)
     gathers = zero in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)
     if not gathers or values.get("overlap_param_gather"):
         return settings
-    traits = dataclasses.replace(settings.traits, overlap_param_gather=False)
-    return dataclasses.replace(settings, traits=traits)
+    return replace(settings, traits=replace(settings.traits, overlap_param_gather=False))
 
 
 def refusal(request: Request, job: Job, asked: Execution | None = None) -> Refusal:
@@ -177,13 +177,13 @@ def refusal(request: Request, job: Job, asked: Execution | None = None) -> Refus
         asked: how layers are asked to be carried out, where not as the layout says.
     """
     but = () if job.command else OF_THE_COMMAND_LINE
-    return lambda variant: refused(request, variant, job.values, job.version, asked, but)
+    return lambda variant: refusal_text(request, variant, job.values, job.version, asked, but)
 
 
-def refused(
+def refusal_text(
     request: Request,
     variant: Variant,
-    values: Mapping[str, Any],
+    values: Values,
     version: str,
     asked: Execution | None = None,
     but: Collection[str] = (),
@@ -212,8 +212,9 @@ def _dims(job: Job, request: Request) -> ParallelDims:
     names = (_TP, _PP, "context_parallel_size", "expert_model_parallel_size")
     degrees = {name: int(values.get(name) or 1) for name in names}
     if request.spec.is_moe:
-        experts = values.get("expert_tensor_parallel_size")
-        degrees["expert_tensor_parallel_size"] = int(experts or degrees[_TP])
+        degrees["expert_tensor_parallel_size"] = int(
+            values.get("expert_tensor_parallel_size") or degrees[_TP]
+        )
     replica = degrees[_TP] * degrees[_PP] * degrees["context_parallel_size"]
     gpus = request.cluster.num_gpus
     if gpus % replica:
@@ -223,18 +224,22 @@ def _dims(job: Job, request: Request) -> ParallelDims:
             f"tp * cp * pp must divide the {gpus} GPUs of the job (arguments.py:317)",
             "Change a degree, or say with cluster.num_gpus or the launcher how many GPUs run it.",
         )
-    inner = values.get("use_tp_pp_dp_mapping")
-    order = RankOrder.TP_CP_EP_PP_DP if inner else RankOrder.TP_CP_EP_DP_PP
+    order = (
+        RankOrder.TP_CP_EP_PP_DP if values.get("use_tp_pp_dp_mapping") else RankOrder.TP_CP_EP_DP_PP
+    )
     return ParallelDims(**degrees, data_parallel_size=gpus // replica, rank_order=order)
 
 
 def _execution(job: Job, request: Request, composed: Settings) -> Execution:
     """As the flags say; of experts with the dispatcher that Megatron has where none is typed."""
     own = job.values.get(_DISPATCHER) if request.spec.is_moe else None
-    own_flags = on_device(job, request.cluster).memory_flags
-    flags = {**own_flags, **({} if own is None else {_DISPATCHER: own})}
-    name = request.cluster.accelerator.name
-    return CostInputs.of(composed, job, name, spec=request.spec, flags=flags).execution()
+    flags = {
+        **with_device_settings(job, request.cluster).memory_flags,
+        **({} if own is None else {_DISPATCHER: own}),
+    }
+    return CostInputs.of(
+        composed, job, request.cluster.accelerator.name, spec=request.spec, flags=flags
+    ).execution()
 
 
 def typed_plan(job: Job, request: Request, composed: Settings) -> tuple[ParallelPlan, Variant]:

@@ -1,27 +1,37 @@
-"""The ranks of a job that is about to be planned: how they meet, and how they end together."""
+"""The ranks of a job: how they meet, which process is which, how they record and end together.
+
+The functions of the loop are those of core_v0.16.1 and 0.20, and of Megatron-Bridge 0.3 and 0.5.
+Megatron's own timers of passes (``--timing-log-level 2``) synchronize the device twice a pass;
+``forward_step`` and ``backward_step``, which they surround, are timed by events instead.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from nest_megatron.cluster.hosts import Host, this_host
+from nest_megatron.cluster.placement import network_order
 from nest_megatron.config.cluster_detection import JobCluster, find_cluster
 from nest_megatron.config.launch import LaunchWords, MixedGpus
 from nest_megatron.config.schema import LaunchConfig
-from nest_megatron.errors import exit_code_of, settings_typed_as
+from nest_megatron.errors import NestError, UserInputError, exit_code_of, settings_typed_as
+from nest_megatron.history.records import Launch
 from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore, connect, gather
 from nest_megatron.integrations.megatron_lm.planning import Decision
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.integrations.recorder import Recorder
+from nest_megatron.integrations.run_record import changed_flags, figures
 from nest_megatron.layout.diff import Change
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rank_order import GroupKind, group_of_rank
 from nest_megatron.plain import from_plain
 from nest_megatron.report.failure import ending_on_errors, is_first_of_host
 from nest_megatron.units import Seconds
@@ -133,7 +143,7 @@ class LaunchedJob:
         """Where the job runs: as ``nest.cluster`` names it, or as it is found."""
         hosts = self.hosts
         if self.launch.ranks != "by_host":  # then it is not known which ranks are near
-            hosts = tuple(dataclasses.replace(host, groups=()) for host in hosts)
+            hosts = tuple(replace(host, groups=()) for host in hosts)
         return find_cluster(
             self.words.job,
             num_ranks,
@@ -164,3 +174,172 @@ class LaunchedJob:
                 port=self.launch.port,
             )
         )
+
+
+def begin_record(job: LaunchedJob) -> None:
+    """Begin the record of a job that is about to train; every rank comes here.
+
+    Raises:
+        PolicyError: where a policy has to have an audit, and it cannot be written.
+    """
+    assert job.decision is not None
+    launch = Launch(
+        mode=job.words.mode.value, signer=job.signer, changes=changed_flags(job.changes)
+    )
+    recorder = Recorder(
+        steps=job.launch.watch.steps,
+        rank=job.args.rank,
+        num_ranks=job.args.world_size,
+        store=job.store,
+        plan=job.decision.plan,
+        prometheus=job.launch.watch.prometheus,
+    )
+    recorder.begin(launch, what="word that the run may begin", order=job.decision.ranks)
+    job.recorder = recorder
+
+
+class Watch:
+    """Megatron's training loop with the recorder of a job in it.
+
+    Args:
+        training: the module whose ``train_step`` this takes the place of.
+        job_of: the job, once there is one.
+    """
+
+    def __init__(self, training: ModuleType, job_of: Callable[[], LaunchedJob | None]) -> None:
+        self._training, self._job_of = training, job_of
+
+    def pretrain(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The whole of training; what ends it is kept."""
+        try:
+            result = original(*args, **kwargs)
+        except BaseException as error:
+            self._end(error)
+            raise
+        self._end()
+        return result
+
+    def _end(self, error: BaseException | None = None) -> None:
+        if (job := self._job_of()) is not None and job.recorder is not None:
+            job.recorder.end(error)
+
+    def train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """One step; of a batch that grows, one of the size that the plan is for."""
+        job = self._job_of()
+        recording = None if job is None else job.recorder
+        if job is None or recording is None or not recording.steps:
+            return original(*args, **kwargs)
+        if job.decision is not None and not has_planned_batch(job.decision.plan):
+            return original(*args, **kwargs)
+        was_done = recording.is_done
+        with recording.step():
+            if recording.is_done != was_done:
+                self._training.train_step = original  # type: ignore[attr-defined]
+                _log(recording, getattr(job.args, "curr_iteration", 0))
+            return original(*args, **kwargs)
+
+
+def _log(recording: Recorder, iteration: int) -> None:
+    """Tell the job's own trackers what was measured."""
+    with recording.reporting_errors("logged"):
+        if recording.measured and (writers := list(_writers())) and (run := recording.run()):
+            for write in writers:
+                write(figures(run, recording.measured), iteration)
+
+
+def has_planned_batch(plan: ParallelPlan) -> bool:
+    """Whether steps have the batch that a plan is for: of a batch that grows, those at its end."""
+    if plan.train.batch_schedule is None:
+        return True
+    from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+
+    return bool(get_current_global_batch_size() == plan.layout.global_batch_size)
+
+
+def _writers() -> Iterator[Callable[[Mapping[str, float], int], None]]:
+    """The job's TensorBoard and Weights & Biases, which Megatron-LM opens on the last rank."""
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    board = getattr(global_vars, "get_tensorboard_writer", lambda: None)()
+    if board is not None:
+
+        def write(values: Mapping[str, float], iteration: int) -> None:
+            for name, value in values.items():
+                board.add_scalar(name, value, iteration)
+
+        yield write
+    wandb = getattr(global_vars, "get_wandb_writer", lambda: None)()
+    if wandb is not None:
+        yield lambda values, iteration: wandb.log(dict(values), iteration)
+
+
+#: Megatron's function for each kind of group; the last two are those of experts.
+_GETTERS = {
+    GroupKind.TP: "get_tensor_model_parallel_group",
+    GroupKind.CP: "get_context_parallel_group",
+    GroupKind.PP: "get_pipeline_model_parallel_group",
+    GroupKind.DP_CP: "get_data_parallel_group",
+    GroupKind.EP: "get_expert_model_parallel_group",
+    GroupKind.EDP: "get_expert_data_parallel_group",
+}
+
+
+def ranks_by_host(
+    hosts: Sequence[str], groups: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+) -> tuple[int, ...] | None:
+    """New global ranks that keep the ranks of each host together; ``None`` if they already are.
+
+    Args:
+        groups: switches above each host, innermost first, whose hosts stay together as well.
+
+    >>> ranks_by_host(["a", "b", "a", "b"]), ranks_by_host(["a", "a", "b", "b"])
+    ((0, 2, 1, 3), None)
+    >>> ranks_by_host(["a", "b", "c"], {"a": ("s1",), "b": ("s2",), "c": ("s1",)})
+    (0, 2, 1)
+    """
+    names = list(dict.fromkeys(hosts))
+    in_order = network_order([groups.get(name, ()) for name in names])
+    order = {names[host]: place for place, host in enumerate(in_order)}
+    launched = sorted(range(len(hosts)), key=lambda rank: order[hosts[rank]])
+    if launched == list(range(len(hosts))):
+        return None
+    return tuple(new for _, new in sorted(zip(launched, range(len(hosts)), strict=True)))
+
+
+def check_permutation(ranks: Sequence[int], world_size: int, *, zero_may_move: bool) -> None:
+    """Raise for a list that is no permutation, or moves rank 0 where it hosts the store of all."""
+    limit = None
+    if sorted(ranks) != list(range(world_size)):
+        limit = f"it names each of the ranks 0 to {world_size - 1} once"
+        fix = "Correct the list, or use by_host."
+    elif ranks and ranks[0] != 0 and not zero_may_move:
+        limit = "global rank 0 hosts the store at MASTER_ADDR and cannot move"
+        fix = "Begin the list with 0, or launch with torchrun."
+    if limit is not None:
+        raise UserInputError("nest.ranks", list(ranks)[:16], limit, fix)
+
+
+def compare_groups(plan: ParallelPlan, parallel_state: ModuleType) -> None:
+    """Raise for the first process group that Megatron made otherwise than planned.
+
+    Args:
+        parallel_state: ``megatron.core.parallel_state`` after ``initialize_model_parallel``.
+    """
+    import torch
+
+    rank = torch.distributed.get_rank()
+    # megatron-core before 0.10, which NeMo 1 runs on, makes the experts' groups in another way
+    has_experts = plan.model.is_moe and hasattr(parallel_state, "get_expert_data_parallel_group")
+    for kind, name in _GETTERS.items():
+        if kind in (GroupKind.EP, GroupKind.EDP) and not has_experts:
+            continue
+        options = {"with_context_parallel": True} if kind is GroupKind.DP_CP else {}
+        group = getattr(parallel_state, name)(**options)
+        made = [int(member) for member in torch.distributed.get_process_group_ranks(group)]
+        planned = group_of_rank(plan.layout.dims, kind, rank)
+        if sorted(made) != sorted(planned):
+            raise NestError(
+                f"rank {rank}: Megatron's {kind.value} group is {made[:16]}, the plan's is "
+                f"{list(planned)[:16]}. Either the program did not take all of the plan's degrees, "
+                "or this Megatron numbers its ranks in another way; launch without nest and "
+                "report it."
+            )

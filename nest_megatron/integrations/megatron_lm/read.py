@@ -9,19 +9,18 @@ Source: ``megatron.training.arguments.validate_args`` and ``core_transformer_con
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import PurePath
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.config.job import Job, ReadCommand
+from nest_megatron.config.job import Job, ReadCommand, Requirement
 from nest_megatron.cost_model.execution_flags import time_notes
 from nest_megatron.cost_model.memory_flags import memory_flags, text
 from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.errors import UnplannableModelError
 from nest_megatron.integrations.architecture import REFUSED, unpriced
-from nest_megatron.integrations.megatron_lm.checkpoint_arguments import with_checkpoint_arguments
-from nest_megatron.integrations.megatron_lm.growing_batch import schedule_notes, stated_schedule
+from nest_megatron.integrations.megatron_lm.changed_command import with_checkpoint_arguments
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
     REASONS,
@@ -39,8 +38,8 @@ from nest_megatron.integrations.megatron_lm.model_arguments import (
     script_arguments,
     with_images,
 )
-from nest_megatron.integrations.megatron_lm.packing import is_packed, needs_of_packs, packing_notes
-from nest_megatron.integrations.megatron_lm.tokenizer_files import stated_vocab_size
+from nest_megatron.integrations.vocabulary import vocab_size_of
+from nest_megatron.layout.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
 from nest_megatron.layout.cuda_graphs import cuda_graphs
 from nest_megatron.layout.knobs import closed_fields
 from nest_megatron.layout.recompute import (
@@ -49,7 +48,7 @@ from nest_megatron.layout.recompute import (
     RecomputeMethod,
     selective_recompute,
 )
-from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, Facts
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, Facts, release_number
 from nest_megatron.layout.rulebook.job import ACTIVATION_FLAGS
 from nest_megatron.layout.rulebook.rule import violations
 from nest_megatron.layout.rulebook.sharding import OPTIMIZER_RULES, STATE_FORMATS
@@ -126,7 +125,7 @@ def job_of(command: ReadCommand, values: Values, *, vocab_size: int | None = Non
         version=command.version,
         vocab_size=vocab_size,
     )
-    return dataclasses.replace(
+    return replace(
         job,
         num_gpus=command.ranks.num_ranks,
         command=command,
@@ -160,7 +159,7 @@ def job_from_values(
     stated, dispatcher = {**values, "params_dtype": params}, "moe_token_dispatcher_type"
     if dispatcher not in explicit and values.get(dispatcher) == "allgather":
         stated[dispatcher] = None  # Megatron's default, which a plan replaces
-    flags, schedule = memory_flags(stated), stated_schedule(values, spec.seq_length, version)
+    flags, schedule = memory_flags(stated), schedule_of_values(values, spec.seq_length, version)
     if rounds := values.get(_ROUNDS):
         flags = {**flags, _ROUNDS: rounds}
     return Job(
@@ -218,8 +217,9 @@ def refuse_unplannable(values: Values, script: str) -> None:
     found = next((w for w in _REFUSED_SCRIPTS if w in words or f"{w}." in layer_spec), None)
     if found:
         limit = "only models like GPT, BERT, T5 and those of pretrain_vlm.py are supported"
-        value = script if found in words else layer_spec
-        raise UnplannableModelError("training script", value, limit, fix)
+        raise UnplannableModelError(
+            "training script", script if found in words else layer_spec, limit, fix
+        )
 
 
 def _script_words(script: str) -> list[str]:
@@ -261,7 +261,7 @@ def _spec(
         hidden_size=_required(values, "hidden_size"),
         num_attention_heads=_required(values, "num_attention_heads"),
         seq_length=_required(values, "seq_length", "encoder_seq_length"),
-        vocab_size=vocab_size or stated_vocab_size(values, family, version, notes),
+        vocab_size=vocab_size or vocab_size_of(values, family, version, notes),
         vocab_is_padded=vocab_size is None and bool(values.get("padded_vocab_size")),
         activation=activation,
         gated_linear_unit=gated,
@@ -361,10 +361,70 @@ def _sharding(values: Values) -> DataParallelSharding:
 
 
 def _notes(values: Values, script: str, version: str) -> Iterator[str]:
-    yield from schedule_notes(values, version)
+    if values.get(RAMPUP) and release_number(version) >= (0, 18):
+        yield f"Megatron-LM {version} ignores {flag_of(RAMPUP)}: the batch does not grow."
     engine = values.get("transformer_impl") or "transformer_engine"
     backend = text(values.get("attention_backend") or "auto")
     if engine == "local" or backend in ("unfused", "local"):
         yield "Attention is priced with its score matrices kept, as what you run keeps them."
-    yield from packing_notes(values, script, version)
+    if pipeline_limits(values, script, version):
+        yield (
+            "--sft: before 0.17 stages of pretrain_gpt.py between the first and the last attend "
+            "across the sequences of a pack; pipelines above 2 and virtual stages are taken only "
+            "where you state them."
+        )
     yield from unpriced(values)
+
+
+def schedule_of_values(values: Values, seq_length: int, version: str) -> BatchSchedule | None:
+    """How the batch grows; 0.20 takes no notice of ``--rampup-batch-size``."""
+    stated = {STEPS: values.get(STEPS)} if release_number(version) >= (0, 18) else values
+    last = values.get("global_batch_size")
+    if last is not None and stated.get(STEPS):
+        raise flag_error(
+            "global_batch_size",
+            last,
+            f"{flag_of(STEPS)} is given as well, and Megatron takes one",
+            "Drop one of the two.",
+        )
+    return read_schedule(
+        stated.get,
+        last=last,
+        seq_length=seq_length,
+        samples=values.get("train_samples"),
+        iterations=values.get("train_iters"),
+        name=flag_of,
+    )
+
+
+#: Arguments of jobs that pack several sequences into one.
+PACKED = ("sft", "dataloader_inter_document_masking")
+
+
+def is_packed(values: Values) -> bool:
+    """Whether a job with these arguments packs several sequences into one."""
+    return any(map(values.get, PACKED))
+
+
+def needs_of_packs(values: Values, version: str) -> Mapping[str, Requirement]:
+    """What packs fix of a layout, by the names of its degrees.
+
+    ``validate_args`` does not check it. Since 0.19 the packs of a micro batch are joined
+    (``flatten_batch_for_packed_sequences``).
+    """
+    if not (values.get("sft") and release_number(version) < (0, 19)):
+        return {}
+    why, fix = "a micro batch is one pack of sequences", "train without --sft"
+    return {"micro_batch_size": Requirement(value=1, reason=why, fix=fix, who="--sft")}
+
+
+def pipeline_limits(values: Values, script: str, version: str) -> Mapping[str, int]:
+    """Largest pipelines that know where the sequences of a pack begin.
+
+    Before 0.17 ``pretrain_gpt.py`` tells it to the first and to the last virtual stage alone: those
+    between attend across sequences (``get_batch``, and ``get_batch_on_this_tp_rank`` of
+    ``megatron/training/utils.py``).
+    """
+    lost = values.get("sft") and release_number(version) < (0, 17) and "mamba" not in script
+    limits = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 1}
+    return limits if lost else {}

@@ -1,24 +1,204 @@
-"""The key-value store where the ranks of a job meet, whose operations all end.
+"""The key-value store where the ranks of a job meet, and what must be the same on all of them.
 
-Under torchrun the store is the agent's, which is there already; elsewhere rank 0 hosts one on a
-port of its own, because Megatron will want ``MASTER_PORT`` later.
+Each operation of the store ends. Under torchrun the store is the agent's, which is there already;
+elsewhere rank 0 hosts one on a port of its own, because Megatron will want ``MASTER_PORT`` later.
+What must be the same is text that can be compared and shown.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import enum
+import functools
 import hashlib
+import itertools
+import os
+import platform
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from argparse import Namespace
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 from nest_megatron.errors import NestError, UserInputError
+from nest_megatron.integrations.megatron_lm.layout_arguments import arguments_of
+from nest_megatron.profile.installed import installed_versions
 from nest_megatron.units import Seconds
+from nest_megatron.version import __version__
+
+#: Megatron's arguments that may differ from rank to rank; all others must not.
+MAY_DIFFER = frozenset(arguments_of("may_differ"))
+#: Of these, names that mean something else in other people's configurations (LoRA's ``rank``).
+_OF_MEGATRON_ALONE = frozenset({"rank", "profile"})
+ABSENT = "not set"
+_DEEPEST = 8
+_LONGEST_VALUE, _MOST_NAMES, _MOST_HOSTS = 160, 60, 6
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def versions() -> dict[str, str]:
+    """Versions that all ranks must share, by what a message calls them."""
+    installed = installed_versions()
+    major, minor, _ = platform.python_version_tuple()
+    packages = ("megatron_core", "torch", "transformer_engine")
+    found = {name.replace("_", "-"): installed.get(name, ABSENT) for name in packages}
+    own = {"nest-megatron": __version__, "Python": f"{major}.{minor}"}
+    return {f"version of {name}": version for name, version in (own | found).items()}
+
+
+def comparable_arguments(
+    args: Namespace, flags: Mapping[str, str], may_differ: Collection[str] = ()
+) -> dict[str, str]:
+    """Everything of Megatron's arguments that must be the same on all ranks, by its flag."""
+    return {
+        flags.get(name, f"args.{name}"): comparable_text(value)
+        for name, value in sorted(vars(args).items())
+        if name not in MAY_DIFFER and name not in may_differ
+    }
+
+
+def comparable_fields(config: Any, name: str, may_differ: Collection[str] = ()) -> dict[str, str]:
+    """The leaves of a configuration made of records and mappings, by their dotted names.
+
+    Args:
+        may_differ: more leaves that may differ by rank, by their last name, or whole dotted names
+            of leaves and sections.
+    """
+    left_out = {*(MAY_DIFFER - _OF_MEGATRON_ALONE), *may_differ}
+    return {
+        path: text
+        for path, text in _leaves(config, name, ())
+        if path.rpartition(".")[2] not in left_out
+        and not any(path == one or path.startswith(f"{one}.") for one in may_differ)
+    }
+
+
+def comparable_text(value: object, above: tuple[int, ...] = ()) -> str:
+    """A value as text that is the same in every process that has an equal one.
+
+    Objects are shown by their class and their own attributes, never by where they lie in memory.
+
+    Args:
+        above: what it is a part of, by ``id``.
+
+    >>> comparable_text([None, 1e-4, "a", {"x", "y"}])
+    "[None, 0.0001, 'a', {'x', 'y'}]"
+    >>> comparable_text(Namespace(depth=2)), comparable_text(comparable_text)
+    ('Namespace(depth=2)', 'nest_megatron.integrations.megatron_lm.rendezvous.comparable_text')
+    """
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if isinstance(value, os.PathLike):
+        return repr(os.fspath(value))
+    if type(value) in _PLAIN:
+        return repr(value)
+    if id(value) in above or len(above) > _DEEPEST:
+        return type(value).__name__
+    inside = (*above, id(value))
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k!r}: {v}" for k, v in _items(value, inside)) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(comparable_text(item, inside) for item in value)}]"
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(comparable_text(item, inside) for item in value)) + "}"
+    return _object(value, inside)
+
+
+def _object(value: object, inside: tuple[int, ...]) -> str:
+    name = getattr(value, "__qualname__", None)
+    if isinstance(name, str):  # a class or a function
+        return f"{getattr(value, '__module__', '')}.{name}"
+    kind = type(value).__name__
+    attributes = _attributes(value)
+    if attributes is not None:
+        return f"{kind}({', '.join(f'{k}={v}' for k, v in _items(attributes, inside))})"
+    if isinstance(value, _PLAIN) or kind in ("dtype", "device", "timedelta", "Size"):
+        return repr(value)
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    return kind if shape is None else f"{kind}({shape}, {dtype})"
+
+
+def _attributes(value: object) -> Mapping[str, Any] | None:
+    """What an object is made of; ``None`` for one that keeps it to itself, such as a tensor."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+    if isinstance(value, Namespace | SimpleNamespace):
+        return vars(value)
+    if isinstance(value, functools.partial):
+        return {"func": value.func, "args": value.args, **value.keywords}
+    own = getattr(value, "__dict__", None)
+    return own if isinstance(own, dict) and own and not hasattr(value, "dtype") else None
+
+
+def _items(value: Mapping[Any, Any], inside: tuple[int, ...]) -> list[tuple[Any, str]]:
+    pairs = [(key, comparable_text(each, inside)) for key, each in value.items()]
+    return sorted(pairs, key=lambda pair: str(pair[0]))
+
+
+def _leaves(node: Any, name: str, above: tuple[int, ...]) -> Iterable[tuple[str, str]]:
+    inside = node if isinstance(node, Mapping) else None
+    if dataclasses.is_dataclass(node) or isinstance(node, SimpleNamespace):
+        inside = _attributes(node)
+    if not inside or id(node) in above or len(above) > _DEEPEST:
+        yield name, comparable_text(node)
+        return
+    for key, value in inside.items():
+        yield from _leaves(value, f"{name}.{key}" if name else str(key), (*above, id(node)))
+
+
+#: What to do about ranks that were started differently.
+ADVICE = (
+    "Start all ranks with the same command in the same environment; an argument of your own that "
+    "has to differ goes into nest.may_differ=[NAME]"
+)
+
+
+def differences(
+    of_ranks: Mapping[int, Mapping[str, str]],
+    hosts: Mapping[int, str],
+    *,
+    head: str = "the ranks were not started with the same job",
+    advice: str = ADVICE,
+) -> str:
+    """What differs between ranks, one name a line, with who has which value."""
+    lines = []
+    for name in dict.fromkeys(itertools.chain.from_iterable(of_ranks.values())):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, values in of_ranks.items():
+            ranks_of.setdefault(values.get(name, ABSENT), []).append(rank)
+        if len(ranks_of) > 1:
+            shown = (
+                f"{text[:_LONGEST_VALUE]}{'...' * (len(text) > _LONGEST_VALUE)} on "
+                f"{rank_words(ranks, hosts)}"
+                for text, ranks in ranks_of.items()
+            )
+            lines.append(f"\n  {name}: {'; '.join(shown)}")
+    if len(lines) > _MOST_NAMES:
+        lines[_MOST_NAMES:] = [f"\n  ... and {len(lines) - _MOST_NAMES} more"]
+    return f"{head}:{''.join(lines)}\n{advice}"
+
+
+def rank_words(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
+    """Ranks in words, with their hosts where these are known.
+
+    >>> rank_words([0, 1, 2, 5], {0: "a", 1: "a", 2: "b", 5: "b"}), rank_words([3], {})
+    ('ranks 0-2, 5 (a, b)', 'rank 3')
+    """
+    ranks = sorted(ranks)
+    grouped = itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
+    found = [[rank for _, rank in run] for _, run in grouped]
+    runs = (f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in found)
+    known = list(dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts))
+    shown = [*known[:_MOST_HOSTS], *(["..."] if len(known) > _MOST_HOSTS else [])]
+    there = f" ({', '.join(shown)})" if shown else ""
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(runs)}{there}"
+
 
 #: Ports tried for a store of our own, below Linux's ephemeral range.
 _FIRST_PORT, _NUM_PORTS, _NUM_TRIES, _STRIDE = 25_000, 7_000, 16, 97
@@ -27,16 +207,12 @@ _FIRST_PORT, _NUM_PORTS, _NUM_TRIES, _STRIDE = 25_000, 7_000, 16, 97
 _PROBE_S, _PAUSE_S, _ROUNDS_PER_S = 5.0, 0.5, 2_000.0
 #: Within this the store says that the time of a blocking request is over.
 _ANSWER_S = 2.0
-#: Variables that tell one attempt of one job from all others.
+#: Variables that tell one attempt of one job from all others. Each agent counts restarts for
+#: itself: one that joined late counts fewer than the others, so they tell attempts apart only where
+#: these share its store.
 _OF_ATTEMPT = (
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-    "TORCHELASTIC_RUN_ID",
+    *("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID"),
 )
-#: Tells attempts apart that share a store. Each agent counts for itself: one that joined late
-#: counts fewer restarts than the others.
 _OF_AGENTS_STORE = "TORCHELASTIC_RESTART_COUNT"
 
 
@@ -80,7 +256,7 @@ class RankContext:
     @property
     def key(self) -> str:
         """A name for this attempt of this job, the same on all its ranks."""
-        names = (*_OF_ATTEMPT, *([_OF_AGENTS_STORE] if self.agent_hosts_store else []))
+        names = (*_OF_ATTEMPT, _OF_AGENTS_STORE) if self.agent_hosts_store else _OF_ATTEMPT
         words = [self.environment.get(name, "") for name in names]
         return hashlib.sha256("|".join([*words, str(self.world_size)]).encode()).hexdigest()[:16]
 
@@ -168,43 +344,34 @@ def connect_store(context: RankContext) -> TimedStore:
     """
     if context.agent_hosts_store:
         port = int(context.environment["MASTER_PORT"])
-        return _joined(context, port, context.rendezvous_timeout_s)
+        return _connect(context, port, context.rendezvous_timeout_s)
     if "MASTER_ADDR" not in context.environment:
-        raise UserInputError(
-            "MASTER_ADDR",
-            None,
-            f"{context.world_size} ranks meet there",
-            "Export it with rank 0's host, as for any launch without torchrun.",
-        )
-    return _host(context) if context.rank == 0 else _find(context)
+        limit = f"{context.world_size} ranks meet there"
+        fix = "Export it with rank 0's host, as for any launch without torchrun."
+        raise UserInputError("MASTER_ADDR", None, limit, fix)
+    if context.rank:
+        return _find_store(context)
+    for port in ports(context):
+        with contextlib.suppress(LostStoreError):
+            store = _connect(context, port, context.heartbeat_timeout_s, is_master=True)
+            store.call("set", "hello", "yes")
+            return store
+    tried = ", ".join(map(str, ports(context)))
+    limit = f"none of the ports {tried} is free on rank 0's host ({socket.gethostname()})"
+    fix = "Give a free one with nest.port, or launch with torchrun."
+    raise UserInputError("nest.port", context.port, limit, fix)
 
 
 def ports(context: RankContext) -> tuple[int, ...]:
     """Ports to try for a store of our own, in order, the same on all ranks."""
     if context.port is not None:
         return (context.port,)
-    start = int(context.key, 16)
-    tried = [_FIRST_PORT + (start + _STRIDE * i) % _NUM_PORTS for i in range(_NUM_TRIES)]
-    master = context.environment.get("MASTER_PORT")
+    start, master = int(context.key, 16), context.environment.get("MASTER_PORT")
+    tried = (_FIRST_PORT + (start + _STRIDE * i) % _NUM_PORTS for i in range(_NUM_TRIES))
     return tuple(port for port in tried if str(port) != master)
 
 
-def _host(context: RankContext) -> TimedStore:
-    for port in ports(context):
-        with contextlib.suppress(LostStoreError):
-            store = _joined(context, port, context.heartbeat_timeout_s, is_master=True)
-            store.call("set", "hello", "yes")
-            return store
-    tried = ", ".join(map(str, ports(context)))
-    raise UserInputError(
-        "nest.port",
-        context.port,
-        f"none of the ports {tried} is free on rank 0's host ({socket.gethostname()})",
-        "Give a free one with nest.port, or launch with torchrun.",
-    )
-
-
-def _find(context: RankContext) -> TimedStore:
+def _find_store(context: RankContext) -> TimedStore:
     """The store of this job among those that may answer: another job may hold a port of ours."""
     host = context.environment["MASTER_ADDR"]
     ended = time.monotonic() + context.rendezvous_timeout_s
@@ -216,7 +383,7 @@ def _find(context: RankContext) -> TimedStore:
                 continue
             try:
                 socket.create_connection((host, port), timeout=_PROBE_S).close()
-                store = _joined(context, port, _PROBE_S)
+                store = _connect(context, port, _PROBE_S)
                 if store.call("check", ["hello"]):
                     return store
             except LostStoreError as error:  # one that says nothing is not asked all the time
@@ -235,7 +402,7 @@ def _find(context: RankContext) -> TimedStore:
     )
 
 
-def _joined(
+def _connect(
     context: RankContext, port: int, connect_s: Seconds, *, is_master: bool = False
 ) -> TimedStore:
     import torch
@@ -254,9 +421,6 @@ def _joined(
         )
         return torch.distributed.PrefixStore(f"nest/{context.key}", store)
 
-    return TimedStore(
-        make,
-        limit_s=context.heartbeat_timeout_s,
-        connect_s=connect_s + 1.0,  # torch's own end of a connection comes first
-        server=f"the store of {host} at {address}:{port}",
-    )
+    # torch's own end of a connection comes first
+    server = f"the store of {host} at {address}:{port}"
+    return TimedStore(make, context.heartbeat_timeout_s, connect_s + 1.0, server)

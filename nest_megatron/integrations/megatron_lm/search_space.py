@@ -5,8 +5,8 @@ A job stays with its own data-parallel sharding, unless the user frees it; anoth
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nest_megatron.config.compose import Settings
@@ -21,10 +21,10 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     Values,
     flag_error,
     flag_of,
-    stated_partition,
+    partition_of_values,
     states_stages,
 )
-from nest_megatron.integrations.megatron_lm.packing import pipeline_limits
+from nest_megatron.integrations.megatron_lm.read import pipeline_limits
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.execution_arguments import EXECUTION_ARGUMENTS
 from nest_megatron.layout.partition import StagePartition
@@ -172,7 +172,7 @@ def job_space(job: Job, settings: Settings) -> tuple[SearchSpace, Offer | None]:
     """
     freed, offer = freed_flags(job.free), None
     space = _space(settings, job, freed)
-    space = dataclasses.replace(space, zero_stages=for_optimizer(space.zero_stages, job))
+    space = replace(space, zero_stages=for_optimizer(space.zero_stages, job))
     if settings.parallel.zero_stage is None:
         space, offer = _with_own_sharding(space, job, freed)
         if IMPLEMENTATION[0] in job.required:
@@ -182,11 +182,11 @@ def job_space(job: Job, settings: Settings) -> tuple[SearchSpace, Offer | None]:
 
 def fixed_choices(job: Job) -> tuple[str, ...]:
     """What of the job's choices a plan holds fixed, by their names in ``LAYOUT``."""
-    stated = _stated(job, freed_flags(job.free))
+    stated = _fixed_values(job, freed_flags(job.free))
     return tuple(name for name, flags in LAYOUT.items() if any(map(stated.get, flags)))
 
 
-def _stated(job: Job, freed: frozenset[str]) -> dict[str, Any]:
+def _fixed_values(job: Job, freed: frozenset[str]) -> dict[str, Any]:
     return {name: value for name, value in job.fixed.items() if name not in freed}
 
 
@@ -224,7 +224,7 @@ def with_required(
         if partition not in (None, saved):
             raise _not_loadable(_LAYOUT, "as given", layout)
         partition = saved
-    return dataclasses.replace(space, fixed=fixed, zero_stages=zeros, partition=partition)
+    return replace(space, fixed=fixed, zero_stages=zeros, partition=partition)
 
 
 def _not_loadable(name: str, value: object, need: Requirement) -> UserInputError:
@@ -234,12 +234,12 @@ def _not_loadable(name: str, value: object, need: Requirement) -> UserInputError
 
 
 def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
-    own, spec, stated = read_space(settings), job.spec, _stated(job, freed)
+    own, spec, stated = read_space(settings), job.spec, _fixed_values(job, freed)
     if job.command is not None:
         command, pipelines = job.command, (_PIPELINE, *STAGE_OPTIONS, *VIRTUAL_STAGES)
         limits = pipeline_limits(command.values, command.script, command.version)
         if not any(map(stated.get, pipelines)):  # what the user states is kept
-            own = dataclasses.replace(own, limits={**limits, **own.limits})
+            own = replace(own, limits={**limits, **own.limits})
     fixed = {name: int(stated[name]) for name in DEGREES if stated.get(name) is not None}
     if says_all := job.command is None and bool(job.stated):
         fixed = {**_unset_degrees(spec, fixed, freed), **fixed}
@@ -260,7 +260,7 @@ def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
     # sequence parallelism belongs to all degrees together, and is no choice by itself
     keeps_degrees = says_all and not freed.intersection(DEGREES) - {"micro_batch_size"}
     is_whole = fixed.get(_TENSOR, 1) > 1 and not job.stated.get("sequence_parallel")
-    return dataclasses.replace(
+    return replace(
         own,
         fixed={**fixed, **own.fixed},
         rank_orders=orders,
@@ -279,8 +279,12 @@ def _unset_degrees(
 
     Every field of a recipe is said; what is absent from a command is free.
     """
-    experts = ["expert_model_parallel_size"] if spec.is_moe else []
-    names = [_TENSOR, _PIPELINE, "context_parallel_size", *experts]
+    names = [
+        _TENSOR,
+        _PIPELINE,
+        "context_parallel_size",
+        *(["expert_model_parallel_size"] if spec.is_moe else []),
+    ]
     kept = {name: 1 for name in names if name not in freed}
     tp = {**kept, **fixed}.get(_TENSOR)
     if spec.is_moe and _EXPERT_TENSOR not in freed and tp is not None:
@@ -305,7 +309,7 @@ def _fixed_stages(
             "it divides the model for one number of pipeline ranks, and that number is freed",
             "Free stage_layout as well, or keep the number.",
         )
-    return stated_partition(spec, values, fixed.get(_PIPELINE, 1)) if stated else None
+    return partition_of_values(spec, values, fixed.get(_PIPELINE, 1)) if stated else None
 
 
 def _virtual(values: Values, fixed: Mapping[str, int], spec: TransformerSpec) -> int | None:
@@ -346,14 +350,14 @@ def _with_own_sharding(
     saved, offer = job.ckpt_format or _FORMATS.get(job.sharding, "torch_dist"), None
     if others:
         offer = Offer(
-            space=dataclasses.replace(space, zero_stages=others),
+            space=replace(space, zero_stages=others),
             own=job.sharding,
             free={sharding: _spelled(job.free.option, names) for sharding, names in fixed.items()},
             ckpt_format={s: kind for s, kind in _FORMATS.items() if not _saves(s, saved)},
         )
     freely = tuple(zero for zero in every if fixed.get(zero.sharding) == [])
     if freely:  # from torch FSDP2 to what saves the format that is kept
-        return dataclasses.replace(space, zero_stages=freely), offer
+        return replace(space, zero_stages=freely), offer
     zeros = job.sharding.zero_stages
     if job.zero is not None and not set(freed).intersection((*IMPLEMENTATION, *STAGE)):
         zeros = (job.zero,)
@@ -371,7 +375,7 @@ def _with_own_sharding(
                 "Use 1, or another data-parallel sharding.",
             )
     fixed_sizes = {**space.fixed, **dict.fromkeys(alone, 1)}
-    own = dataclasses.replace(space, zero_stages=zeros, sharding=job.sharding, fixed=fixed_sizes)
+    own = replace(space, zero_stages=zeros, sharding=job.sharding, fixed=fixed_sizes)
     return own, offer
 
 

@@ -1,28 +1,48 @@
-"""A model and a plan in Megatron-LM's own arguments.
+"""A model and a plan in Megatron-LM's own arguments, and a user's arguments with a plan's in place.
 
 ``model_argv`` makes Megatron build exactly this model; ``planned_arguments`` lay it over the ranks
-as planned.
+as planned. Of a user's arguments only the destinations in ``WRITABLE`` are touched; everything else
+keeps its words and its place, and every change has a reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.config.job import Option, ReadCommand
 from nest_megatron.errors import UnplannableModelError
-from nest_megatron.integrations.megatron_lm.layout_arguments import flag_of
-from nest_megatron.integrations.megatron_lm.parser import load_arguments, options_for
+from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    PARALLEL_ARGUMENTS,
+    REASONS,
+    RECOMPUTE,
+    ROLES,
+    STAGE_OPTIONS,
+    VIRTUAL_STAGES,
+    Values,
+    flag_of,
+)
+from nest_megatron.integrations.megatron_lm.parser import (
+    load_arguments,
+    namespace_values,
+    options_for,
+)
+from nest_megatron.layout.diff import Change, reason
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.execution_arguments import (
+    EXECUTION_ARGUMENTS,
     EXECUTION_FIELDS,
     WITH_EXPERTS,
     execution_arguments,
     execution_environment,
 )
+from nest_megatron.layout.knobs import execution_reason
 from nest_megatron.layout.layout import layout_arguments
 from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
 from nest_megatron.layout.rulebook.facts import (
     DEFAULT_VERSION,
@@ -31,54 +51,26 @@ from nest_megatron.layout.rulebook.facts import (
     release_number,
 )
 from nest_megatron.layout.rulebook.job import ACTIVATION_FLAGS, has_activation_flag
+from nest_megatron.layout.rulebook.options import OPTION_RULES, contradicted
 from nest_megatron.layout.rulebook.sharding import initializes_on_meta_device, overlaps_gradients
+from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.layout.zero import STRATEGIES, DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import PLAIN
 from nest_megatron.model.layer_pattern import LayerBlock
-from nest_megatron.model.sizes import DELTA_NET_SIZES, LATENT_SIZES, MAMBA_SIZES
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.plain import to_plain
+from nest_megatron.units import format_gib
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-_ROTARY = ("rotary_base", "rotary_percent")
-_SPARSE = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
-_EXPERTS = (
-    *("num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk"),
-    *("moe_router_pre_softmax", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
-    *("moe_latent_size", "moe_router_enable_expert_bias", "moe_router_score_function"),
-)
-#: Arguments of a model in the order in which they are written.
-_OF_MODEL = (
-    *("num_layers", "encoder_num_layers", "decoder_num_layers", "hybrid_override_pattern"),
-    *("is_hybrid_model", "spec", "seq_length", "encoder_seq_length", "decoder_seq_length"),
-    *(*MAMBA_SIZES, "hidden_size", "ffn_hidden_size", "num_attention_heads"),
-    *("group_query_attention", "num_query_groups", "kv_channels", "add_qkv_bias", "qk_layernorm"),
-    *("qk_l2_norm", "softmax_type", "window_size", "window_attn_skip_freq", "no_rope_freq"),
-    *("attention_output_gate", "experimental_attention_variant", "linear_attention_freq"),
-    *(*DELTA_NET_SIZES, *_SPARSE, "multi_latent_attention", *LATENT_SIZES),
-    *("max_position_embeddings", "position_embedding_type", *_ROTARY, "normalization"),
-    *("layernorm_epsilon", "layernorm_zero_centered_gamma"),
-    *(*filter(None, ACTIVATION_FLAGS.values()), "bias_gelu_fusion", "hidden_dropout"),
-    *("attention_dropout", "add_bias_linear", "untie_embeddings_and_output_weights"),
-    *("vocab_size", "make_vocab_size_divisible_by", "padded_vocab_size"),
-    *(*_EXPERTS, "mtp_num_layers"),
-)
+#: Arguments of a model by what they are about, in the order in which they are written.
+_OF_MODEL = {part: names.split() for part, names in ROLES["of_model"].items()}
 #: What arguments of norms were called before 0.16.
 _NAMES_OF_0_15 = {
     "layernorm_epsilon": "norm_epsilon",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
 }
 #: Arguments of a layout before and behind those of how layers are carried out.
-_DEGREES = (
-    *("tensor_model_parallel_size", "sequence_parallel", "context_parallel_size"),
-    *("pipeline_model_parallel_size", "pipeline_model_parallel_layout", "hybrid_layer_pattern"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size", "moe_grouped_gemm"),
-)
-_SHARDING = (
-    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
-    *("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
-    *("use_megatron_fsdp", "use_torch_fsdp2"),
-)
+_DEGREES, _SHARDING = (ROLES["of_layout"][part].split() for part in ("degrees", "sharding"))
 
 
 def model_argv(spec: TransformerSpec, *, version: str = DEFAULT_VERSION) -> list[str]:
@@ -102,8 +94,7 @@ def model_argv(spec: TransformerSpec, *, version: str = DEFAULT_VERSION) -> list
             "Megatron-LM's command line has no flag for it",
             "Launch through NeMo or Megatron-Bridge, whose configurations can state it.",
         )
-    stated = _stated(spec, release_number(version))
-    values = {n: stated[n] if n in stated else getattr(spec, n, None) for n in _OF_MODEL}
+    values = _model_arguments(spec, release_number(version))
     if release_number(version) < (0, 16):
         values = {_NAMES_OF_0_15.get(name, name): value for name, value in values.items()}
     known = {argument.dest for argument in load_arguments(version)}
@@ -118,8 +109,8 @@ def model_argv(spec: TransformerSpec, *, version: str = DEFAULT_VERSION) -> list
     return [word for option in options_for(values, version) for word in option.tokens]
 
 
-def _stated(spec: TransformerSpec, release: Release) -> dict[str, Any]:
-    """Arguments that are no field of the model by the same name; ``None`` for what it has not.
+def _model_arguments(spec: TransformerSpec, release: Release) -> dict[str, Any]:
+    """Arguments of a model in the order in which they are written; ``None`` is not written.
 
     ``pretrain_t5.py`` gives the decoder the layers of the encoder. Since 0.17 a hybrid
     model's layers are those of ``parallel_argv``. Gated delta nets have their old name in all.
@@ -128,23 +119,21 @@ def _stated(spec: TransformerSpec, release: Release) -> dict[str, Any]:
     pattern, latent = spec.hybrid_layer_pattern.replace("|", ""), spec.multi_latent_attention
     grouped = spec.num_query_groups is not None and not latent
     window, balanced = spec.window_size, spec.moe_router_enable_expert_bias
-    is_t5, has_experts = spec.family is ModelFamily.T5, spec.num_experts is not None
+    is_t5 = spec.family is ModelFamily.T5
     has_delta_nets = LayerBlock.GATED_DELTA_NET in spec.blocks
     is_sparse = spec.experimental_attention_variant == "dsa"
     linear = has_delta_nets and not pattern
-    absent = (
-        *(() if pattern else MAMBA_SIZES),
-        *(() if has_delta_nets else DELTA_NET_SIZES),
-        *(() if is_sparse else _SPARSE),
-        *(() if latent else LATENT_SIZES),
-        *(() if spec.position_embedding_type == "rope" else _ROTARY),
-    )
-    package, activation = (
-        "mamba" if release < (0, 18) else "hybrid",
-        (spec.activation, spec.gated_linear_unit),
-    )
+    package = "mamba" if release < (0, 18) else "hybrid"
+    activation = spec.activation, spec.gated_linear_unit
+    has = {
+        "state space": pattern,
+        "gated delta nets": has_delta_nets,
+        "sparse attention": is_sparse,
+        "latent sizes": latent,
+        "rotations": spec.position_embedding_type == "rope",
+        "experts": spec.num_experts is not None,
+    }
     found = {
-        **dict.fromkeys(absent),
         "num_layers": None if is_t5 or (pattern and not counted) else spec.num_layers,
         "decoder_num_layers": spec.num_layers if is_t5 else None,
         "hybrid_override_pattern": (pattern if counted else None) or None,
@@ -174,7 +163,11 @@ def _stated(spec: TransformerSpec, release: Release) -> dict[str, Any]:
         "moe_router_score_function": "sigmoid" if balanced else None,
         "mtp_num_layers": None if pattern else spec.mtp_num_layers,
     }
-    return found if has_experts else found | dict.fromkeys(_EXPERTS)
+    return {
+        name: found.get(name, getattr(spec, name, None))
+        for part, names in _OF_MODEL.items()
+        for name in (names if has.get(part, True) else ())
+    }
 
 
 def _freq(value: int | Sequence[int] | None) -> str | None:
@@ -193,16 +186,15 @@ def planned_arguments(request: LaunchRequest) -> dict[str, Any]:
     partition = request.partition
     if partition is None:
         assert dims.is_one_stage, "a pipeline needs a stage partition"
-        whole = (0, spec.num_units)
-        partition = StagePartition(boundaries=whole, pipeline_model_parallel_size=1)
+        partition = StagePartition(boundaries=(0, spec.num_units), pipeline_model_parallel_size=1)
     layout = request.with_stages(partition, sharding)
     found = to_plain(layout_arguments(spec, layout))
     overlaps = overlaps_gradients(request.optimizer, request.version)
     if not overlaps or sharding is DataParallelSharding.TORCH_FSDP2:  # which overlaps by itself
         found |= {"overlap_grad_reduce": False, "overlap_param_gather": False}
-    stages, pattern = "pipeline_model_parallel_layout", None
-    if spec.has_split_encoder:  # a copy of it would reach the encoder; the stages are even
-        found[stages] = None
+    stages, pattern, virtual = "pipeline_model_parallel_layout", None, None
+    if not spec.hybrid_layer_pattern and is_uniform(spec, partition):  # Megatron's own stages
+        found[stages], virtual = None, found["virtual_pipeline_model_parallel_size"]
     if spec.hybrid_layer_pattern:
         pattern, found[stages] = found[stages] or spec.hybrid_layer_pattern.replace("|", ""), None
     experts = spec.num_experts is not None
@@ -210,6 +202,7 @@ def planned_arguments(request: LaunchRequest) -> dict[str, Any]:
         found["expert_model_parallel_size"] = None
     found |= {
         "hybrid_layer_pattern": pattern,
+        "num_virtual_stages_per_pipeline_rank": virtual,
         "expert_tensor_parallel_size": launched_expert_tensor_size(spec, dims),
         "moe_grouped_gemm": experts and request.moe_grouped_gemm,
         "recompute_modules": found["recompute_modules"] or None,
@@ -248,8 +241,10 @@ def _batch(request: LaunchRequest) -> dict[str, Any]:
         return {"global_batch_size": request.global_batch_size}
     if (steps := schedule.step_batch_size_schedule) is not None:
         return {"step_batch_size_schedule": steps}
-    growth = list(schedule.rampup_batch_size or ()) or None
-    return {"global_batch_size": schedule.last, "rampup_batch_size": growth}
+    return {
+        "global_batch_size": schedule.last,
+        "rampup_batch_size": (list(schedule.rampup_batch_size or ()) or None),
+    }
 
 
 def _of_fsdp(request: LaunchRequest) -> dict[str, Any]:
@@ -336,3 +331,133 @@ def script_name(spec: TransformerSpec, version: str) -> str:
         return "pretrain_vlm.py"
     folder = "" if is_old or spec.family is ModelFamily.GPT else f"examples/{family}/"
     return f"{folder}pretrain_{family}.py"
+
+
+#: Set together with the layout; those in the second row only where the user says nothing.
+_WITH_LAYOUT = (
+    "global_batch_size",
+    "ckpt_format",
+    "padded_vocab_size",
+    "init_model_with_meta_device",
+    "megatron_fsdp_main_grads_dtype",
+)
+_IF_ABSENT = "moe_grouped_gemm"
+#: Set where a job comes to Megatron-FSDP; one that has it already knows its Transformer Engine.
+_WITH_NEW_FSDP = "gradient_accumulation_fusion"
+
+#: Several spellings of one choice: where the user's own stays, none is added.
+_STATEMENTS = (RECOMPUTE, (*STAGE_OPTIONS, *VIRTUAL_STAGES), *EXECUTION_ARGUMENTS.values())
+
+#: What a plan sets, and with the options that it contradicts every destination that it may write.
+#: Nothing else of a job is ever changed.
+_SET = frozenset((*PARALLEL_ARGUMENTS, *_WITH_LAYOUT, _IF_ABSENT, _WITH_NEW_FSDP))
+WRITABLE = _SET | {rule.what for rule in OPTION_RULES}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewrite:
+    """A rewritten command's arguments, and what changed.
+
+    Args:
+        changes: flags before and after; ``None`` is an absent flag, empty text a bare switch.
+        values: what the plan decided, by destination; of what it leaves out Megatron's default.
+    """
+
+    argv: tuple[str, ...]
+    changes: tuple[Change, ...]
+    values: Values
+
+
+def rewrite(
+    command: ReadCommand,
+    planned: Values,
+    plan: ParallelPlan,
+    kept: Collection[str] = (),
+) -> Rewrite:
+    """Put a plan's flags into a user's arguments.
+
+    Args:
+        planned: the plan's arguments, from ``write.planned_arguments``.
+        kept: destinations whose flags stay as the user wrote them; the plan was searched under
+            them, so it says nothing else.
+    """
+    given, version = command.options, command.version
+    stated = {dest for flags in _STATEMENTS if set(flags) & set(kept) for dest in flags}
+    refused = contradicted(plan, command.values, command.version)
+    settled = stated.union(kept).difference(refused.keys() & EXECUTION_FIELDS.keys())
+    settled |= command.explicit & {_IF_ABSENT}
+    if command.values.get("use_megatron_fsdp"):
+        settled |= {_WITH_NEW_FSDP}
+    wanted = {
+        option.dest: option
+        for option in options_for(planned, version)
+        if option.dest is not None and option.dest in _SET - settled
+    }
+    free = {*PARALLEL_ARGUMENTS} - settled
+    if plan.model.num_experts is None:  # a dense model's expert grid is the user's own
+        free -= {"expert_tensor_parallel_size"}
+    owned = free | wanted.keys() | refused.keys()
+    tokens: list[str] = []
+    placed: set[str] = set()
+    for option in given:
+        if option.dest not in owned:
+            tokens += option.tokens
+        elif option.dest in wanted and option.dest not in placed:
+            new = wanted[option.dest]  # the user's own spelling where the value is the same
+            tokens += option.tokens if option.value == new.value else new.tokens
+            placed.add(option.dest)
+    for dest, option in wanted.items():
+        if dest not in placed:
+            tokens += option.tokens
+    assert owned <= WRITABLE
+    return Rewrite(
+        argv=tuple(tokens),
+        changes=tuple(_changes(given, owned, wanted, plan, refused)),
+        values=namespace_values({dest: planned[dest] for dest in wanted}, owned, version),
+    )
+
+
+def _changes(
+    given: Sequence[Option],
+    owned: Collection[str],
+    wanted: Mapping[str, Option],
+    plan: ParallelPlan,
+    refused: Mapping[str, str],
+) -> Iterator[Change]:
+    mine = {option.dest: option for option in given if option.dest and option.dest in owned}
+    for dest in dict.fromkeys((*mine, *wanted)):
+        before = mine[dest].value if dest in mine else None
+        after = wanted[dest].value if dest in wanted else None
+        if before == after or (before is None and after and _is_default(dest, after, plan)):
+            continue
+        if after is None:
+            reason = refused.get(dest) or REASONS["removed"].get(dest, "the plan does not need it")
+        else:
+            reason = _reason(dest, plan)
+        flag = (wanted if dest in wanted else mine)[dest].flag
+        yield Change(field=flag, before=before, after=after, reason=reason)
+
+
+def _is_default(dest: str, value: str, plan: ParallelPlan) -> bool:
+    """What Megatron takes anyway: writing it out changes nothing."""
+    if dest == "expert_tensor_parallel_size":
+        return value == str(plan.layout.dims.tensor_model_parallel_size)
+    return dest.endswith("_parallel_size") and value == "1"
+
+
+def _reason(dest: str, plan: ParallelPlan) -> str:
+    if dest in EXECUTION_FIELDS:
+        return execution_reason(EXECUTION_FIELDS[dest])
+    if dest == "expert_tensor_parallel_size" and not plan.model.is_moe:
+        return reason(plan, dest)
+    count, predicted = plan.layout.num_microbatches, plan.predicted
+    return (
+        REASONS["set"]
+        .get(dest, "belongs to the plan")
+        .format(
+            level=plan.placement.group_levels,
+            microbatches=f"{count} micro batch{'es' * (count > 1)}",
+            peak=format_gib(predicted.peak_memory_bytes),
+            capacity=format_gib(predicted.capacity_bytes),
+        )
+    )

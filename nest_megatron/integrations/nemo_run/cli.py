@@ -14,9 +14,9 @@ from typing import Any, Optional
 import nemo_run as run
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.launched import fields_report
 from nest_megatron.integrations.nemo_run.plugin import NestPlugin
 from nest_megatron.integrations.nemo_run.task import TaskOptions, plan_recipe
+from nest_megatron.integrations.plan_output import fields_report
 from nest_megatron.report.console import show
 
 _RECIPES = "nemo.collections.llm.recipes"

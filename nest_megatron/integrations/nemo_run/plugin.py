@@ -12,16 +12,15 @@ from typing import Any
 import nemo_run as run
 from nemo_run.run import api
 
-from nest_megatron.integrations.launched import fields_report
-from nest_megatron.integrations.nemo_run.experiment import size_of
 from nest_megatron.integrations.nemo_run.task import (
     TaskOptions,
     adapt,
+    divided_ranks,
     plan_recipe,
     script_words,
-    stated_layout,
+    size_of,
 )
-from nest_megatron.integrations.plan_output import told_where
+from nest_megatron.integrations.plan_output import fields_report, plan_file_note
 from nest_megatron.layout import plan_file
 from nest_megatron.report.console import say, show
 
@@ -59,7 +58,7 @@ class NestPlugin(TaskOptions, run.Plugin):
             task.args.extend(words)
             say(f"nest: {task.path} plans as it starts: {' '.join(words)}")
             return
-        before = stated_layout(task)
+        before = divided_ranks(task)
         plan, changes = plan_recipe(task, self, size_of(executor))
         variables = getattr(executor, "env_vars", None)
         show(fields_report(plan, changes))
@@ -71,7 +70,7 @@ class NestPlugin(TaskOptions, run.Plugin):
         path = base / "nest_plans" / f"{executor.experiment_id}-{Path(executor.job_dir).name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         plan_file.write(plan, path)
-        say(told_where(path))
+        say(plan_file_note(path))
 
 
 def _watch_direct_runs() -> None:

@@ -1,13 +1,16 @@
-"""A plan in a task of NeMo-Run: in the fields of a recipe, or in the words of a script.
+"""A plan in a task of NeMo-Run, in a recipe or a script; a script run on a user's executor.
 
 Variables of a task's processes that depend on its layout follow the planned one. NeMo's and
 Megatron-Bridge's ``PerfEnvPlugin`` set the same from the layout that they find. What it has set
 from the recipe's own layout is brought to the planned one, so that both orders of the plugins end
 alike. Source: ``PerfEnvPlugin.setup`` of NeMo 2.7.3.
 """
+
 # ruff: noqa: UP045
 
-from collections.abc import Iterable, MutableMapping, Sequence
+import contextlib
+import threading
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -23,9 +26,11 @@ from nest_megatron.integrations.nemo import (
     read_recipe,
     watch_recipe,
 )
-from nest_megatron.integrations.plan_recipe import fields_assumed_harmless, pinned_recipe
+from nest_megatron.integrations.recipe_plan import fields_assumed_harmless, pinned_recipe
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.packages import install_command
+from nest_megatron.units import Seconds
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _CHUNK = "NCCL_P2P_NET_CHUNKSIZE"
@@ -51,12 +56,12 @@ _DEGREES = (
 )
 
 
-def stated_layout(recipe: Any) -> DividedRanks:
+def divided_ranks(recipe: Any) -> DividedRanks:
     """The layout that a recipe states now."""
-    return _divided(find(recipe, f"trainer.strategy.{name}") for name in _DEGREES)
+    return _ranks_of_sizes(find(recipe, f"trainer.strategy.{name}") for name in _DEGREES)
 
 
-def _divided(sizes: Iterable[object]) -> DividedRanks:
+def _ranks_of_sizes(sizes: Iterable[object]) -> DividedRanks:
     tp, cp, pp = (isinstance(size, int) and size > 1 for size in sizes)
     return DividedRanks(splits=tp or cp, pipelined=pp)
 
@@ -72,7 +77,7 @@ def adapt(
     Returns:
         What was changed and why, and what another plugin may still undo, one sentence each.
     """
-    now = _divided(getattr(plan.layout.dims, name) for name in _DEGREES)
+    now = _ranks_of_sizes(getattr(plan.layout.dims, name) for name in _DEGREES)
     old, fsdp = variables.get(_CONNECTIONS), plan.layout.uses_megatron_fsdp
     said = []
     if now.splits and not fsdp:  # kernels of a layer in program order, where traffic hides
@@ -130,20 +135,20 @@ class TaskOptions:
 
     def __post_init__(self) -> None:
         if self.mode not in (Mode.AUTO, Mode.PINNED):
-            raise _wrong("mode", self.mode, "it is auto or pinned", "Correct it.")
+            raise _plugin_error("mode", self.mode, "it is auto or pinned", "Correct it.")
         if self.mode == Mode.PINNED and self.plan is None:
-            raise _wrong(
+            raise _plugin_error(
                 "plan",
                 None,
                 "mode='pinned' launches a reviewed plan",
                 "Name the file that `nest-megatron pin` made.",
             )
         if self.mode == Mode.AUTO and self.plan is not None:
-            raise _wrong(
+            raise _plugin_error(
                 "plan", self.plan, "mode='auto' searches for a plan", "Give mode='pinned'."
             )
         if self.watch is not None and self.watch < 0:
-            raise _wrong("watch", self.watch, "it is at least 0", "Give a number of steps.")
+            raise _plugin_error("watch", self.watch, "it is at least 0", "Give a number of steps.")
 
 
 def plan_recipe(
@@ -159,7 +164,7 @@ def plan_recipe(
         NestError: if there is no plan, or the recipe and the executor are of different sizes.
     """
     if attribute(recipe, "trainer") is ABSENT:
-        raise _wrong(
+        raise _plugin_error(
             "task",
             type(recipe).__name__,
             "it is no recipe of NeMo 2.x and no script",
@@ -169,7 +174,7 @@ def plan_recipe(
     job = read_recipe(recipe, vocab_size=options.vocab_size, assume_harmless=harmless)
     if size is not None and job.num_gpus not in (None, size[0] * size[1]):
         nodes, per_node = size
-        raise _wrong(
+        raise _plugin_error(
             "trainer.num_nodes * trainer.devices",
             job.num_gpus,
             f"the executor starts {nodes} x {per_node} processes",
@@ -195,14 +200,14 @@ def plan_recipe(
 def script_words(script: Any, options: TaskOptions) -> list[str]:
     """The words with which a script plans itself, if it takes any and they can say it."""
     if not script.path or "python" not in script.entrypoint:
-        raise _wrong(
+        raise _plugin_error(
             "task",
             script.path or "inline",
             "only a Python script with a path takes +nest=auto",
             "Give run.Script(path=..., entrypoint='python'), or plan in the script itself.",
         )
     if options.keep or options.vocab_size:
-        raise _wrong(
+        raise _plugin_error(
             "keep, vocab_size",
             options.keep or options.vocab_size,
             "a script keeps what its own words say, and knows its tokenizer",
@@ -218,9 +223,132 @@ def script_words(script: Any, options: TaskOptions) -> list[str]:
     return words
 
 
-def _wrong(what: str, value: object, limit: str, fix: str) -> UserInputError:
+def _plugin_error(what: str, value: object, limit: str, fix: str) -> UserInputError:
     return UserInputError(f"NestPlugin {what}", value, limit, fix)
 
 
 def _names(value: Sequence[str] | str | None) -> Sequence[str]:
     return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+#: What an executor's files of a task are called that hold what it printed.
+_LOGS = ("*.out", "*.log")
+_OPTION = "--launcher-option executor"
+
+
+def read_executor(source: str) -> Any:
+    """An executor by the name of its factory, or from a file that NeMo-Run can load.
+
+    Raises:
+        UserInputError: if NeMo-Run is not installed, or knows no such executor.
+    """
+    try:
+        import fiddle
+        import nemo_run
+        from nemo_run.cli.config import ConfigSerializer
+    except ImportError as error:
+        raise UserInputError(
+            "--launcher",
+            "nemo_run",
+            f"NeMo-Run cannot be imported ({error})",
+            f"{install_command('run')}.",
+        ) from error
+    try:
+        if Path(source).suffix:
+            found = ConfigSerializer().load(Path(source))
+        else:
+            found = nemo_run.cli.resolve_factory(nemo_run.Executor, source)()
+        executor = fiddle.build(found)
+    except Exception as error:
+        raise UserInputError(
+            _OPTION,
+            source,
+            f"NeMo-Run cannot make it: {error}",
+            "Name a factory that `run.cli.factory` registered, or a .yaml, .json or .toml file.",
+        ) from error
+    if not isinstance(executor, nemo_run.Executor):
+        raise UserInputError(
+            _OPTION,
+            source,
+            f"it makes a {type(executor).__name__}",
+            "Name an executor, such as a SlurmExecutor.",
+        )
+    return executor
+
+
+def size_of(executor: Any) -> tuple[int, int] | None:
+    """Nodes, and processes on each, that an executor starts; ``None`` if it does not say."""
+    try:
+        return executor.nnodes(), executor.nproc_per_node()
+    except NotImplementedError:
+        return None
+
+
+def require_size(executor: Any, num_nodes: int, gpus_per_node: int) -> None:
+    """Refuse an executor that starts other processes than a job has ranks.
+
+    Raises:
+        UserInputError: naming both.
+    """
+    size = size_of(executor)
+    if size not in (None, (num_nodes, gpus_per_node)):
+        raise UserInputError(
+            _OPTION,
+            " x ".join(map(str, size)),
+            f"the job has {num_nodes} x {gpus_per_node} ranks",
+            "Change its nodes and its tasks or GPUs on each.",
+        )
+
+
+def run_script(
+    executor: Any,
+    script: Sequence[str],
+    arguments: Sequence[str],
+    variables: Mapping[str, str | None],
+    timeout_s: Seconds,
+    title: str,
+) -> tuple[int | None, str]:
+    """Run a script under NeMo-Run's torchrun to its end.
+
+    Args:
+        script: its path, or ``-m`` and a module.
+        variables: to set in its processes, or, where ``None``, not to set by the executor.
+
+    Returns:
+        An exit code, ``None`` where time ended it, and what it printed, as far as NeMo-Run has it
+        on this host.
+    """
+    import nemo_run as run
+
+    *module, path = script
+    task = run.Script(path=path, m=bool(module), entrypoint="python", args=list(arguments))
+    own = executor.clone()
+    own.launcher = "torchrun"
+    own.retries = 0
+    kept = {name: text for name, text in own.env_vars.items() if name not in variables}
+    own.env_vars = {**kept, **{n: text for n, text in variables.items() if text is not None}}
+    late = threading.Event()
+    with contextlib.ExitStack() as stack, run.Experiment(title, executor=own) as experiment:
+        job = experiment.add(task, tail_logs=False)
+        folder = Path(experiment.jobs[0].executor.job_dir)
+
+        def cancel() -> None:
+            late.set()
+            experiment.cancel(job)
+
+        timer = threading.Timer(timeout_s, cancel)
+        timer.daemon = True
+        timer.start()
+        stack.callback(timer.cancel)
+        try:
+            experiment.run(detach=False, tail_logs=False)
+        except BaseException:
+            experiment.cancel(job)
+            raise
+    (ended,) = experiment.jobs  # leaving the experiment waits for it
+    found = {path.resolve() for pattern in _LOGS for path in folder.rglob(pattern)}
+    logs = filter(Path.is_file, sorted(found))  # a file that another names is read once
+    printed = "".join(path.read_text(encoding="utf-8", errors="replace") for path in logs)
+    if late.is_set():
+        return None, printed
+    return int(str(getattr(ended.state, "name", ended.state)) != "SUCCEEDED"), printed

@@ -230,7 +230,7 @@ def test_a_plan_of_hydra_is_not_made_again_by_megatron_s_hook(tmp_path: Path) ->
 def test_a_plugin_that_is_not_there_is_no_stray_value(tmp_path: Path) -> None:
     """Hydra would take ``nest: auto`` for a value of the application and train."""
     main = (
-        "\n    import sys; sys.modules['nest_megatron.integrations.hydra.resolver'] = None"
+        "\n    import sys; sys.modules['nest_megatron.integrations.hydra'] = None"
         "\n    import nest_megatron.boot\n"
     )
     script = make_app(tmp_path, main=main + MAIN)

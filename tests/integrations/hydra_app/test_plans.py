@@ -19,13 +19,11 @@ from nest_megatron.config.compose import compose
 from nest_megatron.cost_model.execution_flags import execution_traits
 from nest_megatron.cost_model.memory_flags import not_modelled
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.hydra import plans, ranks
-from nest_megatron.integrations.hydra.plans import Plans, require_expressible
-from nest_megatron.integrations.hydra.ranks import num_gpus
+from nest_megatron.integrations.hydra import plans, register
+from nest_megatron.integrations.hydra.plans import Plans, num_gpus, require_expressible
 from nest_megatron.integrations.hydra.read import read_app
-from nest_megatron.integrations.hydra.resolver import register
 from nest_megatron.integrations.hydra.view import view_of
-from nest_megatron.integrations.launched import values_report
+from nest_megatron.integrations.plan_output import values_report
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.planner.pins import Pin, PinnedPlan, write_pinned
 from nest_megatron.report.console import show
@@ -297,18 +295,18 @@ def test_a_plan_that_time_decided_is_refused(searches: list[object]) -> None:
     plan = plans.PLANS.of(composed()).plan
     late = dataclasses.replace(plan.search, certificate="gap", gap_percent=1.0, seconds=60.0)
     with pytest.raises(UserInputError, match="every rank searches for itself"):
-        ranks.require_decided(dataclasses.replace(plan, search=late), 60.0)
+        plans.require_decided(dataclasses.replace(plan, search=late), 60.0)
     soon = dataclasses.replace(late, seconds=54.0)  # some time is kept for what follows
     with pytest.raises(UserInputError, match="max_seconds"):
-        ranks.require_decided(dataclasses.replace(plan, search=soon), 60.0)
+        plans.require_decided(dataclasses.replace(plan, search=soon), 60.0)
     limited = dataclasses.replace(late, certificate="node-limit")
-    ranks.require_decided(dataclasses.replace(plan, search=limited), 60.0)
-    ranks.require_decided(plan, 60.0)
+    plans.require_decided(dataclasses.replace(plan, search=limited), 60.0)
+    plans.require_decided(plan, 60.0)
 
 
 def test_without_torchrun_there_is_no_place_to_compare(searches: list[object]) -> None:
     plan = plans.PLANS.of(composed()).plan
-    assert not ranks.require_same_plan(plan, "job", {"WORLD_SIZE": "8"})
+    assert not plans.require_same_plan(plan, "job", {"WORLD_SIZE": "8"})
 
 
 def test_experts_are_cut_as_far_as_layers_where_there_is_no_field(searches: list[object]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from nest_megatron.config.compose import compose
-from nest_megatron.integrations.hydra.resolver import register
+from nest_megatron.integrations.hydra import register
 from tests.cli.runs import environment
 from tests.integrations.hydra_app.apps import AUTO, make_app, run_app
 

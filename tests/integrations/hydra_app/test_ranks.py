@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.integrations.hydra import ranks
+from nest_megatron.integrations.hydra import plans as ranks
 from nest_megatron.integrations.hydra.plans import Plans
 from nest_megatron.integrations.megatron_lm.rendezvous import NoAgreementError
 from tests.cli.runs import environment

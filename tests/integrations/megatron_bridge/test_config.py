@@ -15,10 +15,10 @@ from nest_megatron.config.launch import read_words
 from nest_megatron.cost_model.target_defaults import TARGETS
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations import megatron_bridge as config
 from nest_megatron.integrations.megatron_bridge import (
     apply_plan,
     auto_recipe,
-    config,
     hook,
     plan_changes,
     read_recipe,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.fields import ABSENT, attribute, carry_out, changes
+from nest_megatron.integrations.fields import ABSENT, attribute, changes, set_fields
 from nest_megatron.integrations.nemo import apply_plan, plan_changes, read_recipe
 from tests import catalogue
 from tests.contract.test_adapters import laid_out
@@ -66,5 +66,5 @@ def test_nothing_is_set_where_one_field_is_missing() -> None:
         ("config.no_such_field", 2, "asked"),
     ]
     with pytest.raises(UserInputError, match="no such field"):
-        carry_out(root, changes(root, wanted))
+        set_fields(root, changes(root, wanted))
     assert root.config.seq_length == 1024

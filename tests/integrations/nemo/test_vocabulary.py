@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations import base_models
-from nest_megatron.integrations.base_models import build_within, hub_name, known_rows, offline
+from nest_megatron.integrations import vocabulary as base_models
 from nest_megatron.integrations.nemo import read_recipe
+from nest_megatron.integrations.vocabulary import build_within, hub_name, rows_of_model, without_hub
 from tests import catalogue
 from tests.integrations.frameworks import nemo_recipe
 
@@ -51,8 +51,8 @@ def test_a_recipe_has_the_vocabulary_of_the_model_that_it_starts_from(base: str)
 
 
 def test_names_that_are_none_or_like_others() -> None:
-    assert known_rows("meta-llama/Meta-Llama-3") is None
-    assert known_rows("bigcode/starcoder") == 49_152
+    assert rows_of_model("meta-llama/Meta-Llama-3") is None
+    assert rows_of_model("bigcode/starcoder") == 49_152
     for path in ("nemo://", "/checkpoints/llama", None, 3):
         assert hub_name(path) is None
 
@@ -117,6 +117,6 @@ def test_libraries_are_online_again_behind_it(monkeypatch: pytest.MonkeyPatch) -
     module = SimpleNamespace(HF_HUB_OFFLINE=False)
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(constants=module))
     monkeypatch.setitem(sys.modules, "huggingface_hub.constants", module)
-    with offline():
+    with without_hub():
         assert module.HF_HUB_OFFLINE
     assert not module.HF_HUB_OFFLINE

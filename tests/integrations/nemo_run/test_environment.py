@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.integrations.nemo_run.task import DividedRanks, adapt, stated_layout
+from nest_megatron.integrations.nemo_run.task import DividedRanks, adapt, divided_ranks
 from nest_megatron.layout.plan import ParallelPlan
 from tests.altered import altered
 from tests.contract.test_adapters import laid_out
@@ -67,5 +67,5 @@ def test_a_recipes_own_layout() -> None:
         tensor_model_parallel_size=1, pipeline_model_parallel_size=4, context_parallel_size=2
     )
     recipe = SimpleNamespace(trainer=SimpleNamespace(strategy=strategy))
-    assert stated_layout(recipe) == DIVIDED
-    assert stated_layout(SimpleNamespace()) == WHOLE
+    assert divided_ranks(recipe) == DIVIDED
+    assert divided_ranks(SimpleNamespace()) == WHOLE

@@ -36,10 +36,10 @@ def at(moment: str, act: str) -> None:
     if moment == "start":
         do(act)
         return
-    from nest_megatron.integrations.megatron_lm import launch, namespace
+    from nest_megatron.integrations.megatron_lm import launch, planning
 
     where, name = {
-        "plan": (namespace, "_build_tokenizer"),
+        "plan": (planning, "_build_tokenizer"),
         "validate": (launch, "require_planned"),
     }[moment]
     setattr(where, name, first(act, getattr(where, name)))
@@ -76,10 +76,10 @@ def do(act: str) -> None:
 
 def another_release(version: str) -> None:
     """Take another version of megatron-core for the installed one."""
-    from nest_megatron.integrations.megatron_lm import same_job
+    from nest_megatron.integrations.megatron_lm import rendezvous
 
-    found = same_job.installed_versions()
-    same_job.installed_versions = lambda: {**found, "megatron_core": version}
+    found = rendezvous.installed_versions()
+    rendezvous.installed_versions = lambda: {**found, "megatron_core": version}
 
 
 if __name__ == "__main__":

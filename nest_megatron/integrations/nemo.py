@@ -1,53 +1,56 @@
-"""A NeMo 2.x recipe (a Fiddle ``run.Partial`` of ``llm.pretrain`` or its like): read, planned."""
+"""NeMo 2.x: a recipe (a Fiddle ``run.Partial`` of ``llm.pretrain`` or its like) read and planned.
+
+>>> from nest_megatron.integrations.nemo import auto_recipe
+>>> recipe = llm.recipes.llama3_70b.pretrain_recipe(num_nodes=8)  # doctest: +SKIP
+>>> plan, changes = auto_recipe(recipe, cluster="dgx_h100")  # doctest: +SKIP
+
+Nothing of NeMo, torch or Fiddle is loaded here: a recipe is read by the names of its fields.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.metadata
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.config.job import Job
-from nest_megatron.config.overrides import parse
 from nest_megatron.cost_model.target_defaults import NEMO, NEMO_LACKS
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.base_models import (
-    build_within,
-    hub_name,
-    is_here,
-    known_rows,
-    offline,
-)
-from nest_megatron.integrations.execution_fields import ExecutionPlaces
-from nest_megatron.integrations.field_mapping import (
-    Recorded,
-    fields_beside,
-    layout_fields,
-    planned_items,
-)
-from nest_megatron.integrations.field_mapping import plan_changes as recipe_changes
+from nest_megatron.integrations import recipe_plan
 from nest_megatron.integrations.fields import (
     ABSENT,
+    ExecutionPlaces,
     FieldValue,
-    carry_out,
     changes,
     class_names,
+    set_fields,
     value_or,
 )
 from nest_megatron.integrations.megatron_lm.attach import is_blackwell
-from nest_megatron.integrations.megatron_lm.search_space import free_parameters
-from nest_megatron.integrations.plan_recipe import fields_assumed_harmless, plan_recipe
 from nest_megatron.integrations.recipe import (
-    DEGREES,
-    RECOMPUTE,
     Recipe,
     lightning_precision,
     memory_fields,
 )
+from nest_megatron.integrations.recipe_plan import (
+    Recorded,
+    layout_fields,
+    other_fields,
+    plan_into,
+    planned_items,
+)
 from nest_megatron.integrations.restore import packed_sequence_size, restored_by_nemo
+from nest_megatron.integrations.vocabulary import (
+    build_within,
+    hub_name,
+    is_cached,
+    rows_of_model,
+    without_hub,
+)
 from nest_megatron.integrations.watching import STEPS
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import Change, reason
@@ -70,47 +73,13 @@ _DEEPEP = {
 }
 
 
-class NemoRecipe(Recipe):
+class NemoRecipe(Recipe, framework="nemo"):
     """A recipe of NeMo 2.x.
 
     Source: NeMo 2.7.3 ``nemo.lightning.MegatronStrategy``, which copies its own sizes over those of
     ``model.config`` before the model is built.
     """
 
-    items = MappingProxyType(
-        {
-            **{name: f"{_STRATEGY}.{name}" for name in (*DEGREES, "use_tp_pp_dp_mapping")},
-            **{name: f"model.config.{name}" for name in RECOMPUTE},
-            "use_distributed_optimizer": "optim.config.use_distributed_optimizer",
-            "data_parallel_sharding_strategy": f"{_STRATEGY}.ddp.data_parallel_sharding_strategy",
-            "overlap_grad_reduce": f"{_STRATEGY}.ddp.overlap_grad_reduce",
-            "overlap_param_gather": f"{_STRATEGY}.ddp.overlap_param_gather",
-            "micro_batch_size": "data.micro_batch_size",
-            "global_batch_size": "data.global_batch_size",
-        }
-    )
-    model = "model.config"
-    data = "data"
-    ddp = f"{_STRATEGY}.ddp"
-    incompatible = MappingProxyType(
-        {
-            name: f"{_STRATEGY}.{name}"
-            for name in (
-                "microbatch_group_size_per_vp_stage",
-                "num_distributed_optimizer_instances",
-            )
-        }
-    )
-    pipeline_types = (f"{_STRATEGY}.pipeline_dtype", "trainer.plugins.pipeline_dtype")
-    ckpt_format = f"{_STRATEGY}.save_ckpt_format"
-    async_save = f"{_STRATEGY}.ckpt_async_save"
-    seq_length = "data.seq_length"
-    rampup_batch_size = "data.rampup_batch_size"
-    iterations = "trainer.max_steps"
-    called = variable = "recipe"
-    parts = ("model", "model.config", "data", "trainer", "trainer.strategy", "optim.config")
-    described = "a recipe of nemo.collections.llm"
-    made_by = "a pretrain_recipe() returns, with its model and optimizer set"
     restored_by = staticmethod(restored_by_nemo)
     states_size = True
 
@@ -179,8 +148,9 @@ class NemoRecipe(Recipe):
     def memory(self) -> Mapping[str, Any]:
         """Settings of callbacks win over those of the plugin, and these over the others."""
         paths = (self.model, "optim.config", self.ddp, _STRATEGY)
-        overlaps = map(self.find, self.places.overlap)
-        return memory_fields(*overlaps, self._plugin, *map(self.find, paths))
+        return memory_fields(
+            *map(self.find, self.places.overlap), self._plugin, *map(self.find, paths)
+        )
 
     @property
     def _plugin(self) -> Any:
@@ -207,11 +177,11 @@ class NemoRecipe(Recipe):
             return given, False, ()
         for holder in (recipe.model, recipe.data):
             if (tokenizer := value_or(holder, "tokenizer")) is not None:
-                rows, notes = _rows(tokenizer)
+                rows, notes = _tokenizer_rows(tokenizer)
                 return rows, False, notes
         base = hub_name(self.find("resume.restore_config.path"))
-        if base is not None and (found := known_rows(base)) is not None:
-            return found, False, (_of_base(base, found),)
+        if base is not None and (found := rows_of_model(base)) is not None:
+            return found, False, (_base_note(base, found),)
         kind = class_names(recipe.data)[0]
         if kind == "MockDataModule" and "T5Model" in class_names(recipe.model):
             kind = "T5MockDataModule"
@@ -222,7 +192,7 @@ class NemoRecipe(Recipe):
         limit = "the recipe names no tokenizer"
         if base is not None:
             limit += f", and how many rows that of {base} has is not known"
-        raise _no_vocabulary(kind, limit)
+        raise _vocabulary_error(kind, limit)
 
     def wanted(self, plan: ParallelPlan) -> Iterator[FieldValue]:
         """The plan, and what it makes stale cleared."""
@@ -255,7 +225,7 @@ class NemoRecipe(Recipe):
             yield from layout
             yield f"{inside}use_megatron_fsdp", fsdp, why
         yield "trainer.strategy.fsdp", "megatron" if fsdp else None, why
-        yield from fields_beside(self, plan)
+        yield from other_fields(self, plan)
         yield from self._execution(plan)
 
     def _ddp_config(self, plan: ParallelPlan) -> Any:
@@ -285,7 +255,7 @@ class NemoRecipe(Recipe):
         if added and _is_unbuilt(self.root):
             yield self._overlap_callback(plan)
             able = {name: why for name, why in places.lacks.items() if name != option}
-            places = dataclasses.replace(places, lacks=able)
+            places = replace(places, lacks=able)
             own = f"{places.model}.{option}"  # the callback sets it as training starts
             found = tuple(row for row in places.fields(plan) if row[0] != own)
         else:
@@ -294,7 +264,7 @@ class NemoRecipe(Recipe):
         if not places.forced or not plan.model.is_moe or (works and not changes(self.root, found)):
             yield from found
             return
-        yield from dataclasses.replace(places, forced={}).fields(plan)
+        yield from replace(places, forced={}).fields(plan)
         others = [each for each in self.callbacks if not turns_on_deepep(each)]
         why = "the plan states the dispatcher itself, which this callback would replace"
         yield "trainer.callbacks", others, why
@@ -355,7 +325,7 @@ def require_language_models(installed: str | None = None) -> None:
         raise UserInputError(what, installed, limit, fix)
 
 
-def _rows(tokenizer: Any) -> tuple[int, tuple[str, ...]]:
+def _tokenizer_rows(tokenizer: Any) -> tuple[int, tuple[str, ...]]:
     """Rows of a tokenizer, which is built if it is not yet and can be, and what was assumed."""
     if not hasattr(tokenizer, "__fn_or_cls__"):
         return int(tokenizer.vocab_size), ()
@@ -363,31 +333,31 @@ def _rows(tokenizer: Any) -> tuple[int, tuple[str, ...]]:
 
     names = (value_or(tokenizer, each) for each in ("pretrained_model_name", "model_name"))
     name = next(filter(None, map(hub_name, names)), None)
-    is_cached = name is not None and is_here(name)
-    if name is not None and not is_cached and (known := known_rows(name)) is not None:
-        return known, (_of_base(name, known),)
+    is_here = name is not None and is_cached(name)
+    if name is not None and not is_here and (known := rows_of_model(name)) is not None:
+        return known, (_base_note(name, known),)
     try:
-        with offline() if is_cached else contextlib.nullcontext():
+        with without_hub() if is_here else contextlib.nullcontext():
             return int(build_within(lambda: fiddle.build(tokenizer)).vocab_size), ()
     except TimeoutError as error:
-        raise _no_vocabulary(
+        raise _vocabulary_error(
             name or repr(tokenizer),
             f"the tokenizer cannot be fetched ({error}; is there a network here?)",
         ) from error
     except Exception as error:
-        raise _no_vocabulary(
+        raise _vocabulary_error(
             name or repr(tokenizer), f"the tokenizer cannot be built here ({type(error).__name__})"
         ) from error
 
 
-def _of_base(name: str, rows: int) -> str:
+def _base_note(name: str, rows: int) -> str:
     return (
         f"The vocabulary has {rows:,} rows, as {name} has; its tokenizer is not here. vocab_size= "
         "says another number."
     )
 
 
-def _no_vocabulary(value: str, limit: str) -> UserInputError:
+def _vocabulary_error(value: str, limit: str) -> UserInputError:
     fix = "Give vocab_size=, or set model.config.vocab_size."
     return UserInputError("recipe.data.tokenizer", value, limit, fix)
 
@@ -424,12 +394,15 @@ def auto_recipe(
         SearchEndedError: if time ended the search before it had a plan.
         UserInputError: for a recipe that cannot be planned, or a choice that cannot be kept.
     """
-    settings = parse(overrides)
-    harmless = fields_assumed_harmless(settings)
-    job = read_recipe(recipe, vocab_size=vocab_size, assume_harmless=harmless)
-    job = dataclasses.replace(job, free=free_parameters(free, keep))
-    plan, _ = plan_recipe(job, cluster=cluster, overrides=settings)
-    return plan, apply_plan(recipe, plan, free=("num_gpus",), assume_harmless=harmless)
+    return plan_into(
+        partial(NemoRecipe, recipe),
+        overrides,
+        cluster=cluster,
+        free=free,
+        keep=keep,
+        vocab_size=vocab_size,
+        may_change=("num_gpus",),
+    )
 
 
 def apply_plan(
@@ -456,7 +429,9 @@ def apply_plan(
         UserInputError: if the plan is for another model or job, breaks a rule of megatron-core, or
             needs a field that this NeMo does not have.
     """
-    return carry_out(recipe, plan_changes(recipe, plan, free=free, assume_harmless=assume_harmless))
+    return set_fields(
+        recipe, plan_changes(recipe, plan, free=free, assume_harmless=assume_harmless)
+    )
 
 
 def plan_changes(
@@ -467,7 +442,7 @@ def plan_changes(
     assume_harmless: Collection[str] = (),
 ) -> tuple[Change, ...]:
     """As ``apply_plan``, but the recipe stays as it is."""
-    return recipe_changes(NemoRecipe(recipe, assume_harmless), plan, free)
+    return recipe_plan.plan_changes(NemoRecipe(recipe, assume_harmless), plan, free)
 
 
 def watch_recipe(recipe: Any, plan: ParallelPlan, *, steps: int = STEPS) -> None:

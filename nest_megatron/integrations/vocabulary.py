@@ -1,22 +1,139 @@
-"""The size of a job's vocabulary: what its arguments say, or the files of its tokenizer hold.
+"""Rows of vocabularies: of models on the Hugging Face hub, of tokenizers, of Megatron-LM's jobs.
 
-Tokens are counted as Megatron-LM's tokenizers count them. Files are read as JSON, as text, or as
-the pieces of a SentencePiece model; neither transformers nor sentencepiece is needed. Sources:
-``a`` core_v0.16.1 ``training/tokenizer/tokenizer.py``, ``b`` 0.20 ``core/tokenizers``.
+A recipe that fine-tunes names the model that it starts from, or its tokenizer, and no number. A
+command of Megatron-LM says the number, or names files: tokens are counted as Megatron-LM's
+tokenizers count them. Files are read as JSON, as text, or as the pieces of a SentencePiece model;
+neither transformers nor sentencepiece is needed. Sources: ``a`` core_v0.16.1
+``training/tokenizer/tokenizer.py``, ``b`` 0.20 ``core/tokenizers``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import importlib
+import re
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from unittest import mock
 
+from nest_megatron.catalogue_files import catalogue_names, catalogue_root
 from nest_megatron.documents import Limits, parse_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import expanded, read_bytes, read_text
 from nest_megatron.integrations.megatron_lm.layout_arguments import Values, flag_error, flag_of
 from nest_megatron.layout.rulebook.facts import release_number
 from nest_megatron.model.spec import ModelFamily
+
+Built = TypeVar("Built")
+
+#: Longest wait for a tokenizer whose files are not here: without a network, retries take minutes.
+FETCH_S = 20.0
+#: Rows of the embedding by ``config.json``, of models that recipes of NeMo 2.7.3 start from and the
+#: catalogue lacks; of ``gpt-neox-20b``, whose tokenizer alone they name, those of the tokenizer.
+_ROWS = {
+    "deepseek-ai/DeepSeek-V3-Base": 129_280,
+    "EleutherAI/gpt-neox-20b": 50_277,
+    "intfloat/e5-large-v2": 30_522,
+    "mgoin/Nemotron-4-340B-Base-hf": 256_000,
+    "mistralai/Mistral-7B-v0.3": 32_768,
+    "mistralai/Mistral-Small-3-24B-Instruct-2501": 131_072,
+    "nvidia/Llama-3.1-Nemotron-70B-Instruct-HF": 128_256,
+    "nvidia/Llama-3.1-Nemotron-Nano-8B-v1": 128_256,
+    "nvidia/Llama-3_1-Nemotron-Ultra-253B-v1": 128_256,
+    "nvidia/Llama-3_3-Nemotron-Super-49B-v1": 128_256,
+    "nvidia/Minitron-4B-Base": 256_000,
+    "thhaus/nemotron3-22b-hf": 256_000,
+    "thhaus/nemotron3-8b": 256_000,
+    "thhaus/nemotron4-15b-base-hf": 256_000,
+}
+_NAME = re.compile(r"(?:nemo://|hf://)?([\w.-]+/[\w.-]+)")
+_SIZE = re.compile(r"^vocab_size: (\d+)", re.MULTILINE)
+#: Files of which a tokenizer has at least one.
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+#: Switches of the Hugging Face libraries that belong to the process.
+_OFFLINE = (
+    ("huggingface_hub.constants", "HF_HUB_OFFLINE"),
+    ("transformers.utils.hub", "_is_offline_mode"),
+)
+_SWITCHING = threading.Lock()
+
+
+def hub_name(text: object) -> str | None:
+    """The name on the hub that a path of a recipe says, if it says one.
+
+    >>> hub_name("nemo://meta-llama/Meta-Llama-3-8B"), hub_name("/checkpoints/mine")
+    ('meta-llama/Meta-Llama-3-8B', None)
+    """
+    found = _NAME.fullmatch(text) if isinstance(text, str) else None
+    return None if found is None else found[1]
+
+
+def rows_of_model(name: str) -> int | None:
+    """Rows of a model's vocabulary, where the catalogue or the table above has it.
+
+    >>> rows_of_model("meta-llama/Meta-Llama-3-8B"), rows_of_model("mine/model")
+    (128256, None)
+    """
+    if name in _ROWS:
+        return _ROWS[name]
+    said = re.compile(rf"(?<![\w./-]){re.escape(name)}(?![\w.-])")
+    sizes: set[str] = set()
+    for entry in catalogue_names("model"):
+        text = catalogue_root().joinpath("model", f"{entry}.yaml").read_text(encoding="utf-8")
+        if said.search(text) and (size := _SIZE.search(text)) is not None:
+            sizes.add(size[1])
+    return int(sizes.pop()) if len(sizes) == 1 else None
+
+
+def is_cached(name: str) -> bool:
+    """Whether files of a tokenizer lie in a folder of this name, or in the cache of the hub."""
+    if Path(name).exists():
+        return True
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return False
+    return any(isinstance(try_to_load_from_cache(name, file), str) for file in _FILES)
+
+
+def build_within(build: Callable[[], Built], seconds: float = FETCH_S) -> Built:
+    """Build what may come over a network.
+
+    Raises:
+        TimeoutError: if it takes longer; the thread that waits ends with the process.
+    """
+    found: list[Built] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            found.append(build())
+        except Exception as error:  # noqa: BLE001 - raised again below
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failed:
+        raise failed[0]
+    if not found:
+        raise TimeoutError(f"not within {seconds:g} s")
+    return found[0]
+
+
+@contextlib.contextmanager
+def without_hub() -> Iterator[None]:
+    """Keep the Hugging Face libraries from asking the hub about files that are here."""
+    with _SWITCHING, contextlib.ExitStack() as stack:
+        for module, name in _OFFLINE:
+            with contextlib.suppress(ImportError):
+                owner: Any = importlib.import_module(module)
+                if hasattr(owner, name):
+                    stack.enter_context(mock.patch.object(owner, name, True))
+        yield
+
 
 #: The first release without tokenizers of Megatron-LM's own.
 _NEW = (0, 17)
@@ -42,7 +159,7 @@ _DEFAULT_TOKENIZERS = {
 }
 
 
-def stated_vocab_size(values: Values, family: ModelFamily, version: str, notes: list[str]) -> int:
+def vocab_size_of(values: Values, family: ModelFamily, version: str, notes: list[str]) -> int:
     """Vocabulary rows before padding: of the tokenizer's files where they are on this host.
 
     Args:
@@ -132,7 +249,7 @@ def _hugging_face(path: Path, added: Any) -> set[str] | None:
         whole = _object(file)
         vocab = whole["model"].get("vocab") if isinstance(whole.get("model"), dict) else None
         if not isinstance(vocab, dict | list):
-            raise _refused(file, "it has no model.vocab")
+            raise _file_error(file, "it has no model.vocab")
         names = set(_contents(whole.get("added_tokens")))
         # Unigram has pairs of a token and its score
         names.update(each if isinstance(each, str) else str(each[0]) for each in vocab)
@@ -144,11 +261,13 @@ def _hugging_face(path: Path, added: Any) -> set[str] | None:
         return None
     for other in ("added_tokens.json", "tokenizer_config.json", "special_tokens_map.json"):
         if (folder / other).is_file():
-            names |= set(_stated(_object(folder / other), is_map=other == "added_tokens.json"))
+            names |= set(
+                _extra_tokens(_object(folder / other), is_map=other == "added_tokens.json")
+            )
     return names | set(added)
 
 
-def _stated(table: Values, *, is_map: bool) -> Iterator[str]:
+def _extra_tokens(table: Values, *, is_map: bool) -> Iterator[str]:
     """Tokens that a file adds or names, some of which may be in the vocabulary already."""
     if is_map:
         yield from table
@@ -172,17 +291,17 @@ def _object(path: Path) -> dict[str, Any]:
     text = read_text(path, str(path), most=_MOST_BYTES)
     found = parse_json(text, str(path), limits=_LIMITS)
     if not isinstance(found, dict):
-        raise _refused(path, "it is no JSON object")
+        raise _file_error(path, "it is no JSON object")
     return found
 
 
 def _pieces(path: Path) -> Iterator[str]:
     """The pieces of a SentencePiece model: field 1 of its protobuf message, one after another."""
     if path.is_dir():
-        raise _refused(path, "it is a folder, and this tokenizer reads a SentencePiece model")
+        raise _file_error(path, "it is a folder, and this tokenizer reads a SentencePiece model")
     content = read_bytes(path, str(path), most=_MOST_BYTES)
     if not content:
-        raise _refused(path, "it is empty")
+        raise _file_error(path, "it is empty")
     for number, value in _fields(content, path):
         if number == 1:
             inner = dict(_fields(value, path))
@@ -200,9 +319,9 @@ def _fields(content: bytes, path: Path) -> Iterator[tuple[int, bytes]]:
         elif kind == 2:
             size, at = _varint(content, at, path)
         elif kind not in (1, 5):
-            raise _refused(path, "it is no SentencePiece model")
+            raise _file_error(path, "it is no SentencePiece model")
         if at + size > len(content):
-            raise _refused(path, "it is no SentencePiece model, or cut short")
+            raise _file_error(path, "it is no SentencePiece model, or cut short")
         yield key >> 3, content[at : at + size]
         at += size
 
@@ -217,10 +336,10 @@ def _varint(content: bytes, at: int, path: Path) -> tuple[int, int]:
         value |= (byte & 127) << shift
         if byte < 128:
             return value, at
-    raise _refused(path, "it is no SentencePiece model, or cut short")
+    raise _file_error(path, "it is no SentencePiece model, or cut short")
 
 
-def _refused(path: Path, limit: str) -> UserInputError:
+def _file_error(path: Path, limit: str) -> UserInputError:
     return UserInputError(
         "the tokenizer's file",
         str(path),

@@ -1,4 +1,4 @@
-"""What a plan sets in a configuration of megatron-core, item by item, and what it clears.
+"""Plan a recipe; what a plan sets in its configuration of megatron-core, and what it clears.
 
 An *item* is Megatron's name of a choice; each framework's ``Recipe`` says in which field it lies.
 Both frameworks keep settings that hide communication in one object (NeMo's
@@ -8,18 +8,39 @@ what is ``None`` there, and both let a job set the same names on the model.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
-from nest_megatron.cluster.records import Precision
+from nest_megatron.cluster.discovery import LocalGpus, known_gpus, local_gpus
+from nest_megatron.cluster.hosts import Host
+from nest_megatron.cluster.records import Cluster, Precision
+from nest_megatron.config.cluster_detection import (
+    JobCluster,
+    find_cluster,
+    like_gpus,
+    names_cluster,
+)
+from nest_megatron.config.compose import compose
+from nest_megatron.config.defaults import with_defaults
+from nest_megatron.config.job import Job
+from nest_megatron.config.launch import MixedGpus
+from nest_megatron.config.overrides import Setting, parse
+from nest_megatron.config.train import LENGTH_SETTINGS
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.fields import ABSENT, FieldValue, changes
+from nest_megatron.integrations.fields import ABSENT, FIELDS, FieldValue, changes, set_fields
 from nest_megatron.integrations.megatron_lm.attach import (
     OF_THE_COMMAND_LINE,
     launch_request,
 )
-from nest_megatron.integrations.megatron_lm.layout_arguments import stated_partition
+from nest_megatron.integrations.megatron_lm.layout_arguments import partition_of_values
+from nest_megatron.integrations.megatron_lm.planning import job_request, plan_to_launch
+from nest_megatron.integrations.megatron_lm.search_space import free_parameters
 from nest_megatron.integrations.megatron_lm.write import planned_arguments
+from nest_megatron.integrations.plan_job import with_origin
+from nest_megatron.integrations.plan_output import read_launched
 from nest_megatron.integrations.recipe import TAKEN_BACK, Recipe
 from nest_megatron.integrations.restore import finetuning_fields
 from nest_megatron.layout.diff import Change, plan_values, reason
@@ -29,10 +50,10 @@ from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
 from nest_megatron.layout.rulebook.options import contradicted
 from nest_megatron.layout.rulebook.sharding import initializes_on_meta_device
 from nest_megatron.layout.stage_layout import is_uniform
-from nest_megatron.model.sizes import LATENT_SIZES
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
-from nest_megatron.planner.pinned_job import resolved
+from nest_megatron.planner.pinned_job import ActualJob, require_same_job, resolved
+from nest_megatron.planner.pins import PinnedPlan
 
 #: Fields that state the stage boundaries, and their values where the plan says it.
 _STAGE_FIELDS = {
@@ -41,43 +62,11 @@ _STAGE_FIELDS = {
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
 }
-#: Options of the model's configuration that only go with some layouts.
-_OF_THE_MODEL = (
-    "overlap_p2p_comm_warmup_flush",
-    "distribute_saved_activations",
-    "init_model_with_meta_device",
-    "use_cpu_initialization",
-    "moe_single_grouped_weight",
-    "moe_single_grouped_bias",
-)
 #: Values of such options where they are taken back and not off.
 _RESETS = {
     "microbatch_group_size_per_vp_stage": None,
     "num_distributed_optimizer_instances": 1,
 }
-#: What must be the same in the job and in the model that was planned.
-_SHAPE = (
-    "family",
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "ffn_hidden_size",
-    "gated_linear_unit",
-    "num_experts",
-    "moe_layer_pattern",
-    "moe_ffn_hidden_size",
-    "moe_router_topk",
-    "moe_shared_expert_intermediate_size",
-    "multi_latent_attention",
-    *LATENT_SIZES,
-    "mtp_num_layers",
-    "hybrid_layer_pattern",
-    "heterogeneous_layers",
-    "linear_attention_freq",
-    "variant",
-)
 _DEFERRED = (
     "the last stage would keep the gradients of logits of many micro batches, which the plan's "
     "memory does not count"
@@ -111,7 +100,7 @@ def layout_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     arguments = recipe.arguments()
     stays = arguments.get("pipeline_model_parallel_size") == pp
     try:
-        stays = stays and stated_partition(plan.model, arguments, pp) == plan.layout.partition
+        stays = stays and partition_of_values(plan.model, arguments, pp) == plan.layout.partition
     except UserInputError:
         stays = False
     of_stages = (even, "virtual_pipeline_model_parallel_size") if stays else ()
@@ -132,12 +121,12 @@ def layout_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
             yield recipe.items[item], cleared, "the plan states every stage itself"
 
 
-def fields_beside(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
+def other_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     """What must change beside the layout's own fields, and what the layout makes stale."""
     yield from _fsdp(recipe, plan)
     yield from finetuning_fields(recipe, plan)
     yield from _pipeline_type(recipe, plan)
-    options = {name: f"{recipe.model}.{name}" for name in _OF_THE_MODEL}
+    options = {name: f"{recipe.model}.{name}" for name in FIELDS["model"]["of_layouts"].split()}
     for name in ("fsdp_double_buffer", "fsdp_manual_registration"):
         options[name] = f"{recipe.ddp}.{name}"
     yield from _contradicted(recipe, plan, {**options, **recipe.incompatible})
@@ -294,13 +283,17 @@ def plan_changes(
             f"the plan was made for {made_for}",
             "Plan again.",
         )
-    return changes(recipe.root, recipe.wanted(found))
+    return tuple(
+        replace(each, field=recipe.declared(each.field))
+        for each in changes(recipe.root, recipe.wanted(found))
+    )
 
 
 def require_plannable(plan: ParallelPlan, version: str, spec: TransformerSpec) -> None:
     """Refuse a plan that this release of megatron-core would refuse, or one of another model."""
     require_launchable(launch_request(plan, version=version), but=OF_THE_COMMAND_LINE)
-    rows = [(name, resolved(spec, name), resolved(plan.model, name)) for name in _SHAPE]
+    names = FIELDS["model"]["planned"].split()
+    rows = [(name, resolved(spec, name), resolved(plan.model, name)) for name in names]
     differing = [
         f"{name} {found} (plan: {planned})"
         for name, found, planned in rows
@@ -343,3 +336,150 @@ def _require_same(plan: ParallelPlan, job: Mapping[str, int | None], free: Colle
                 f"the plan was made for {planned[name]}",
                 f"Plan again, or give free=[{name!r}] to have it changed.",
             )
+
+
+def fields_assumed_harmless(settings: Sequence[Setting]) -> tuple[str, ...]:
+    """The fields of ``assume_harmless`` among settings, which are needed as a recipe is read."""
+    named = [setting for setting in settings if setting.key == "assume_harmless"]
+    return compose(named).assume_harmless if named else ()
+
+
+def pinned_recipe(
+    job: Job, path: Path, *, hosts: Sequence[Host] = (), mixed: MixedGpus = MixedGpus.REFUSE
+) -> PinnedPlan:
+    """A pinned file, for the job that it was made for and no other.
+
+    What is not known where it is launched from (a login node has no GPUs) is not compared.
+
+    Args:
+        hosts, mixed: as for ``plan_recipe``.
+    """
+    pinned = read_launched(path, job.num_gpus)
+    num_gpus = job.num_gpus or pinned.plan.layout.num_gpus
+    gpus, _ = like_gpus(hosts, known_gpus(), mixed)
+    require_pinned_for(pinned, job, num_gpus=num_gpus, gpus=gpus, gpus_per_host=job.gpus_per_node)
+    return pinned
+
+
+def require_pinned_for(
+    pinned: PinnedPlan,
+    job: Job,
+    *,
+    num_gpus: int,
+    gpus: LocalGpus | None,
+    gpus_per_host: int | None,
+    cluster: Cluster | None = None,
+) -> None:
+    """Refuse a pinned plan for another job, where a framework has a megatron-core of its own."""
+    found = ActualJob(
+        spec=job.spec,
+        num_gpus=num_gpus,
+        cluster=cluster,
+        gpus=gpus,
+        gpus_per_host=gpus_per_host,
+        global_batch_size=job.final_batch_size,
+        batch_schedule=job.batch_schedule,
+        precision=job.precision,
+        tensor_model_parallel_size=pinned.plan.layout.dims.tensor_model_parallel_size,
+        megatron_lm=pinned.pin.megatron_lm,
+        memory_flags=job.memory_flags,
+    )
+    require_same_job(pinned, found)
+
+
+def plan_recipe(
+    job: Job,
+    *,
+    cluster: str | Cluster | None,
+    overrides: Sequence[Setting],
+    choose: int = 0,
+    hosts: Sequence[Host] = (),
+    mixed: MixedGpus = MixedGpus.REFUSE,
+) -> tuple[ParallelPlan, tuple[str, ...]]:
+    """Find the fastest plan for a job that was read, and what was assumed for it.
+
+    Raises as ``nemo.auto_recipe`` does.
+
+    Args:
+        cluster: a name of the catalogue or a file, taken with the job's number of GPUs; a record;
+            or ``None`` for the GPUs of this host.
+        overrides: settings as ``nest-megatron plan`` takes them, the model and the batch apart.
+        choose: take this runner-up instead of the best (0).
+        hosts: of a job whose ranks have started and told what they have.
+        mixed: what to do where their GPUs are unlike.
+    """
+    settings = tuple(overrides)
+    for setting in settings:
+        section, _, key = setting.key.partition(".")
+        if section in ("model", "train") and key not in LENGTH_SETTINGS:
+            raise UserInputError(
+                setting.key,
+                setting.value,
+                "the model and the batch are the recipe's own",
+                "Change the job.",
+            )
+    if isinstance(cluster, str):
+        settings = (Setting(key="cluster", value=cluster), *settings)
+    settings = with_defaults(settings, names_cluster=isinstance(cluster, Cluster))
+    size = "cluster.num_gpus"
+    if isinstance(cluster, Cluster):
+        place = JobCluster(
+            cluster=cluster.resized(job.num_gpus or cluster.num_gpus),
+            settings=compose(settings),
+            notes=(),
+        )
+    else:
+        if not any(setting.key == size for setting in settings):
+            if job.num_gpus is None:
+                raise UserInputError(
+                    size,
+                    None,
+                    "the number of ranks is the launcher's, and this process has none",
+                    "Give overrides=['cluster.num_gpus=64'].",
+                )
+            settings = (*settings, Setting(key=size, value=str(job.num_gpus)))
+        if not names_cluster(settings) and local_gpus() is None:
+            raise UserInputError(
+                "cluster",
+                None,
+                "none is given, and this host shows no NVIDIA GPU",
+                "Give for example cluster='dgx_h100' (`nest-megatron clusters` lists them).",
+            )
+        place = find_cluster(
+            settings,
+            job.num_gpus or 0,
+            os.environ if hosts else {},
+            dry_run=not hosts,
+            hosts=hosts,
+            mixed=mixed,
+        )
+    job = replace(job, notes=(*job.notes, *place.notes))
+    request = job_request(job, place.cluster, place.settings)
+    found = plan_to_launch(request, place.settings, choose)
+    if job.restored is not None:
+        job.restored.check(found, job.version)
+    by_words = job.free.option == "nest.free"  # only Megatron-Bridge's scripts take them
+    return with_origin(found, job, "+nest=auto" if by_words else "auto_recipe"), request.notes
+
+
+def plan_into(
+    make: Callable[[Collection[str]], Recipe],
+    overrides: Sequence[str],
+    *,
+    cluster: str | Cluster | None,
+    free: Sequence[str] | None,
+    keep: Sequence[str],
+    vocab_size: int | None,
+    may_change: Collection[str] = (),
+) -> tuple[ParallelPlan, tuple[Change, ...]]:
+    """Plan a recipe and write the plan into it, as ``nemo.auto_recipe`` says.
+
+    Args:
+        make: the recipe, from the fields that are assumed to be harmless.
+        may_change: as of ``plan_changes``.
+    """
+    settings = parse(overrides)
+    recipe = make(fields_assumed_harmless(settings))
+    job = replace(recipe.job(vocab_size), free=free_parameters(free, keep))
+    plan, _ = plan_recipe(job, cluster=cluster, overrides=settings)
+    return plan, set_fields(recipe.root, plan_changes(recipe, plan, may_change))
