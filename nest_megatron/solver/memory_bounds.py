@@ -19,7 +19,6 @@ from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.fsdp_memory import unsharded_bytes
 from nest_megatron.cost_model.keys import SHARD, STATES, STATES_OF_PIPELINE, GroupPlaces
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.schedule import peak_live_chunks
 from nest_megatron.cost_model.stage_problems import early_forward_share, priced_microbatches
 from nest_megatron.cost_model.unit_cost import replicas, stored_bytes
 from nest_megatron.layout.dims import ParallelDims
@@ -99,20 +98,15 @@ class MemoryBounds(Caching):
             for zero in self.grids.zero_stages(pipeline)
         ]
 
-    def of_family(self, grid: PartialLayout, sizes: tuple[int, ...] = ()) -> float:
-        """A grid with its virtual stages and ZeRO stage, whatever is recomputed.
-
-        Args:
-            sizes: it has one of these numbers of virtual stages, and not its own.
-        """
-        dims, m = grid.dims, priced_microbatches(grid)
-        sizes = sizes or (dims.virtual_pipeline_model_parallel_size,)
-        live = _least_live(dims.pipeline_model_parallel_size, sizes, m)
-        active = self._active(grid, self.grids.keeping_least(grid))
-        if grid.execution.overlap_moe_expert_parallel_comm:
-            p = dims.pipeline_model_parallel_size
-            more = 1.0 + min(early_forward_share(p, size, m) for size in sizes)
-            active = active._replace(saved=tuple(more * saved for saved in active.saved))
+    def of_family(self, grid: PartialLayout) -> float:
+        """A grid with its virtual stages and ZeRO stage, whatever is recomputed."""
+        dims, settings = grid.dims, self.grids.keeping_least(grid)
+        is_plain = dims.virtual_pipeline_model_parallel_size == 1
+        most = grid.num_microbatches if is_plain else dims.pipeline_model_parallel_size
+        live = least_live(dims.pipeline_model_parallel_size, most, is_plain=is_plain)
+        active = self._active(grid, settings)
+        if more := share_kept_early(grid):
+            active = active._replace(saved=tuple((1.0 + more) * saved for saved in active.saved))
         states = self._of_pipeline(dims, grid.zero)
         return max(self.of_states(dims, grid.zero), self._peak(states, active, live))
 
@@ -184,15 +178,20 @@ class MemoryBounds(Caching):
         )
 
 
+def share_kept_early(grid: PartialLayout) -> float:
+    """What passes ahead of the schedule add to what a grid saves; it alone varies with ``v > 1``."""
+    if not grid.execution.overlap_moe_expert_parallel_comm:
+        return 0.0
+    p, v = grid.dims.pipeline_model_parallel_size, grid.dims.virtual_pipeline_model_parallel_size
+    return early_forward_share(p, v, priced_microbatches(grid))
+
+
 @functools.lru_cache(maxsize=4096)
-def _least_live(p: int, sizes: tuple[int, ...], m: int) -> Counter[int]:
-    """On how many ranks how many micro batches keep activations in all chunks at once, at least.
+def least_live(p: int, most: int, *, is_plain: bool) -> Counter[int]:
+    """On how many ranks how many micro batches keep activations in all chunks at once.
 
-    Args:
-        sizes: numbers of virtual stages of which there is one.
+    With virtual stages the last chunk to start has fewest, whatever their number: a rank starts two
+    micro batches of it for each rank behind it before its first backward pass.
     """
-
-    def live(v: int, rank: int) -> int:
-        return min(m, p - rank) if v == 1 else max(map(min, peak_live_chunks(p, v, m, rank)))
-
-    return Counter(min(live(v, rank) for v in sizes) for rank in range(p))
+    step = 1 if is_plain else 2
+    return Counter(min(most, step * (p - rank - 1) + 1) for rank in range(p))

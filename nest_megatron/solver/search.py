@@ -40,7 +40,7 @@ from nest_megatron.solver.candidates import (
 )
 from nest_megatron.solver.first_plan import first_plan
 from nest_megatron.solver.grids import GridSpace
-from nest_megatron.solver.memory_bounds import MemoryBounds
+from nest_megatron.solver.memory_bounds import MemoryBounds, share_kept_early
 from nest_megatron.solver.one_partition import (
     as_built,
     check_partition,
@@ -303,17 +303,12 @@ class Search(Caching):
 
     def _expand_schedule(self, node: Node) -> None:
         """Bound the stage problems themselves."""
-        memory, peaks = self.memory, self.peaks
-        families = list(self.grids.families_of(node.grid, self._zeros_that_fit(node.grid)))
-        sizes = tuple({family.dims.virtual_pipeline_model_parallel_size for family in families})
-        firsts = {family.zero: family for family in families}.values()
-        roomy = {
-            first.zero
-            for first in firsts
-            if memory.of_family(first, sizes) <= peaks.at_most(first.zero)
-        }
-        for family in families:
-            if family.zero not in roomy or memory.of_family(family) > (most := peaks.of(family)):
+        least_bytes: dict[tuple[ZeroStage, float], float] = {}
+        for family in self.grids.families_of(node.grid, self._zeros_that_fit(node.grid)):
+            alike, most = (family.zero, share_kept_early(family)), self.peaks.of(family)
+            if alike not in least_bytes:
+                least_bytes[alike] = self.memory.of_family(family)
+            if least_bytes[alike] > most:
                 self.infeasible[_ACTIVATIONS] += self.counts.of_family(family)
                 continue
             stages = StageProblems(self.model, family, most)
