@@ -52,6 +52,11 @@ from nest_megatron.profile.records import Source
 from nest_megatron.units import Seconds, Ticks, to_ticks
 
 
+def _step_key(_: object, grid: PartialLayout) -> tuple[object, ...]:
+    """What decides how long a step takes outside its schedule."""
+    return DEGREES.of(grid.dims), grid.num_microbatches, SHARD.of(grid)
+
+
 class CostModel(Caching):
     """Prices grids of one job.
 
@@ -241,13 +246,14 @@ class CostModel(Caching):
         layer = sum(layers, ParameterCount()).over(len(layers))
         return Structure(sequence, distinct, sum(counts, ParameterCount()), layer)
 
-    @cached_by(lambda _, grid: (DEGREES.of(grid.dims), grid.num_microbatches, SHARD.of(grid)))
+    @cached_by(_step_key)
     def constant(self, grid: PartialLayout) -> Ticks:
         """Time of a step that no stage partition changes: host, stragglers, tied embeddings."""
         seconds = self.settings.iteration_floor_s + self.straggler_time(grid)
         seconds += self._embedding_time(grid.dims)
         return to_ticks(seconds, what="time outside the schedule")
 
+    @cached_by(_step_key)
     def straggler_time(self, grid: PartialLayout) -> Seconds:
         """What a step waits for the slowest replica; what is recomputed counts as no work."""
         dims = grid.dims
@@ -286,7 +292,6 @@ class CostModel(Caching):
     def _attention_time(self, grid: PartialLayout) -> Seconds:
         return self._blocks.attention_time(self.shard(grid))
 
-    @cached_by(DEGREES)
     def _num_hosts(self, dims: ParallelDims) -> int:
         """Hosts over which the ranks lie that reduce a gradient."""
         return group_shape(dims, GroupKind.DP_CP, self._hosts)[-1]

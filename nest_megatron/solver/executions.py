@@ -180,7 +180,7 @@ class Executions(Caching):
         # No layout and no recomputation changes it, and no rule looks at a layout for it.
         self.is_fixed = self._variants == (least,) and not (has_graphs(space) or read)
         self._fixed: AllowedRecompute = {}
-        if self.is_fixed and self.kinds and self._is_accepted(nowhere, least):
+        if self.is_fixed and self.kinds and self._is_accepted(facts_of(nowhere), least):
             self._fixed = {least: self.kinds}
 
     @cached_by(lambda self, grid: self._read(grid))
@@ -189,8 +189,8 @@ class Executions(Caching):
         facts = Facts(zip(self._names, self._read(grid), strict=True))
         return tuple(facts[name] for name in self._facts)
 
-    def _is_accepted(self, grid: PartialLayout, way: Execution) -> bool:
-        return self._step.refusal({**facts_of(grid), "execution": way}) is None
+    def _is_accepted(self, facts: dict[str, Any], way: Execution) -> bool:
+        return self._step.refusal({**facts, "execution": way}) is None
 
     @cached_by(key)
     def of_shard(self, shard: PartialLayout) -> ShardExecutions:
@@ -254,14 +254,18 @@ class Executions(Caching):
     @cached_by(key)
     def _possible(self, grid: PartialLayout) -> AllowedRecompute:
         found: dict[Execution, set[Recompute]] = {}
-        for each, kind in product(self._variants, self._kinds):
-            way = self._allowed(dataclasses.replace(grid, recompute=kind), each)
+        grids = [dataclasses.replace(grid, recompute=kind) for kind in self._kinds]
+        kinds = [(kind, each, facts_of(each)) for kind, each in zip(self._kinds, grids, strict=True)]
+        for variant, (kind, laid, facts) in product(self._variants, kinds):
+            way = self._allowed(laid, facts, variant)
             if way is not None:
                 found.setdefault(way, set()).add(kind)
         return {way: frozenset(allowed) for way, allowed in found.items()}
 
-    def _allowed(self, grid: PartialLayout, variant: Execution) -> Execution | None:
-        """What Megatron does of a variant on a grid, if it does anything."""
+    def _allowed(
+        self, grid: PartialLayout, facts: dict[str, Any], variant: Execution
+    ) -> Execution | None:
+        """What Megatron does of a variant on a grid with these facts, if it does anything."""
         own = self.space.cuda_graphs is not None
         way = allowed_execution(variant, grid, own_graphs=own)
         if grid.zero.is_fsdp and way.offload_modules != self.given.offload_modules:
@@ -272,7 +276,7 @@ class Executions(Caching):
         ways = [way]
         if variant == self.given:
             ways.append(allowed_execution(of_every_layout(variant), grid, own_graphs=own))
-        return next((w for w in ways if self._is_accepted(grid, w)), None)
+        return next((w for w in ways if self._is_accepted(facts, w)), None)
 
     def _units(self, grid: PartialLayout, way: Execution) -> tuple[UnitTimes, ...]:
         return self._unit_times(dataclasses.replace(grid, execution=way))
@@ -353,6 +357,8 @@ def _least_of(execution: Execution) -> tuple[Execution, PartialLayout]:
 
 def _no_more(one: UnitTimes, other: UnitTimes) -> bool:
     """Whether a unit takes no more time and memory than another, part by part."""
+    if one is other:
+        return True
     forward = {part: time.total for part, time in other.forward.items()}
     return (
         one.backward.total <= other.backward.total
