@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Iterable
 
 from nest_megatron.caching import Caching, cached_by
@@ -19,7 +18,7 @@ from nest_megatron.layout.recompute import (
     selective_recompute,
 )
 from nest_megatron.model.execution import OUTSIDE_EXPERTS
-from nest_megatron.units import Ticks, to_ticks
+from nest_megatron.units import Seconds, Ticks, to_ticks
 
 #: Each module recomputed alone.
 _ALONE = {module: selective_recompute([module]) for module in RecomputeModule}
@@ -35,7 +34,6 @@ class Bounds(Caching):
     def __init__(self, model: CostModel, global_batch_size: int) -> None:
         self.model = model
         self.global_batch_size = global_batch_size
-        self._kinds = Counter(model.spec.layer_kinds())
         self._num_units = model.spec.num_units
         self.floor = to_ticks(model.settings.iteration_floor_s)
 
@@ -58,11 +56,14 @@ class Bounds(Caching):
 
     @cached_by(lambda _, grid, recompute: (SHARD.of(grid), recompute))
     def _sum(self, grid: PartialLayout, recompute: Recompute) -> tuple[Ticks, Ticks, float]:
+        return self._add_up(self.model.pass_times(grid, recompute))
+
+    def _add_up(self, times: Iterable[tuple[Seconds, Seconds]]) -> tuple[Ticks, Ticks, float]:
+        """Ticks of all units, by the time of each kind of unit: at least, to within one a unit."""
         forward = backward = 0
         share = 0.0
-        places, shard = self.model.places(grid.dims), self.model.shard(grid)
-        for kind, count in self._kinds.items():
-            ahead, back = self.model.least_time(kind, places, shard, recompute)
+        for count, (ahead_s, back_s) in zip(self.model.num_units.values(), times, strict=True):
+            ahead, back = max(0, to_ticks(ahead_s) - 1), max(0, to_ticks(back_s) - 1)
             forward, backward = forward + count * ahead, backward + count * back
             share = max(share, (ahead + 1) / max(1, ahead + back))
         return forward, backward, share
@@ -92,12 +93,8 @@ class Bounds(Caching):
             outside = OUTSIDE_EXPERTS.of(grid.execution)
             key = (dims.world_size, tp, cp, grid.micro_batch_size, outside)
             if key not in bounds:
-                places, shard = self.model.places(dims), self.model.shard(grid)
-                work = sum(
-                    count * sum(self.model.least_time_outside_experts(kind, places, shard))
-                    for kind, count in self._kinds.items()
-                )
-                bounds[key] = self._evenly(grid, work)
+                ahead, back, _ = self._add_up(self.model.pass_times_outside_experts(grid))
+                bounds[key] = self._evenly(grid, ahead + back)
         return min(bounds.values(), default=self.floor)
 
     def pipeline(self, grid: PartialLayout, recompute: Recompute) -> Ticks:

@@ -255,7 +255,9 @@ class Executions(Caching):
     def _possible(self, grid: PartialLayout) -> AllowedRecompute:
         found: dict[Execution, set[Recompute]] = {}
         grids = [dataclasses.replace(grid, recompute=kind) for kind in self._kinds]
-        kinds = [(kind, each, facts_of(each)) for kind, each in zip(self._kinds, grids, strict=True)]
+        kinds = [
+            (kind, each, facts_of(each)) for kind, each in zip(self._kinds, grids, strict=True)
+        ]
         for variant, (kind, laid, facts) in product(self._variants, kinds):
             way = self._allowed(laid, facts, variant)
             if way is not None:
@@ -357,14 +359,14 @@ def _least_of(execution: Execution) -> tuple[Execution, PartialLayout]:
 
 def _no_more(one: UnitTimes, other: UnitTimes) -> bool:
     """Whether a unit takes no more time and memory than another, part by part."""
-    if one is other:
-        return True
-    forward = {part: time.total for part, time in other.forward.items()}
-    return (
+    return one is other or (
         one.backward.total <= other.backward.total
         and one.whole_forward.total <= other.whole_forward.total
         and one.input_bytes <= other.input_bytes
         and one.working_bytes <= other.working_bytes
-        and all(time.total <= forward.get(part, 0.0) for part, time in one.forward.items())
         and all(saved <= other.saved_bytes.get(p, 0.0) for p, saved in one.saved_bytes.items())
+        and all(
+            time.total <= (other.forward[part].total if part in other.forward else 0.0)
+            for part, time in one.forward.items()
+        )
     )

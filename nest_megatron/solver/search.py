@@ -303,12 +303,15 @@ class Search(Caching):
 
     def _expand_schedule(self, node: Node) -> None:
         """Bound the stage problems themselves."""
-        least_bytes: dict[tuple[ZeroStage, float], float] = {}
-        for family in self.grids.families_of(node.grid, self._zeros_that_fit(node.grid)):
-            alike, most = (family.zero, share_kept_early(family)), self.peaks.of(family)
-            if alike not in least_bytes:
-                least_bytes[alike] = self.memory.of_family(family)
-            if least_bytes[alike] > most:
+        families = list(self.grids.families_of(node.grid, self._zeros_that_fit(node.grid)))
+        # Of those with one ZeRO stage the last has most virtual stages, and so keeps least.
+        last = {family.zero: family for family in families}
+        least_bytes = {zero: self.memory.of_family(family) for zero, family in last.items()}
+        for family in families:
+            needed, most = least_bytes[family.zero], self.peaks.of(family)
+            if needed <= most and share_kept_early(family):
+                needed = self.memory.of_family(family)
+            if needed > most:
                 self.infeasible[_ACTIVATIONS] += self.counts.of_family(family)
                 continue
             stages = StageProblems(self.model, family, most)
