@@ -23,7 +23,7 @@ from nest_megatron.cost_model.stage_problems import early_forward_share, priced_
 from nest_megatron.cost_model.unit_cost import replicas, stored_bytes
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.recompute import Recompute
+from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.shard import LayerShard
@@ -100,7 +100,24 @@ class MemoryBounds(Caching):
 
     def of_family(self, grid: PartialLayout) -> float:
         """A grid with its virtual stages and ZeRO stage, whatever is recomputed."""
-        dims, settings = grid.dims, self.grids.keeping_least(grid)
+        return self._of_settings(grid, self.grids.keeping_least(grid))
+
+    @cached_by(
+        lambda _, grid: (
+            STATES_OF_PIPELINE.of(grid.dims),
+            SHARD.of(grid),
+            grid.zero,
+            grid.dims.virtual_pipeline_model_parallel_size == 1 and grid.num_microbatches,
+            share_kept_early(grid),
+        )
+    )
+    def without_recompute(self, grid: PartialLayout) -> float:
+        """The same with nothing recomputed."""
+        return self._of_settings(grid, (NO_RECOMPUTE,))
+
+    def _of_settings(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> float:
+        """The same under one of some settings."""
+        dims = grid.dims
         is_plain = dims.virtual_pipeline_model_parallel_size == 1
         most = grid.num_microbatches if is_plain else dims.pipeline_model_parallel_size
         live = least_live(dims.pipeline_model_parallel_size, most, is_plain=is_plain)

@@ -322,7 +322,9 @@ class Search(Caching):
     def _expand_members(self, node: Node) -> None:
         """Solve without recomputation; where memory costs that nothing, all else is slower."""
         grid, stages, choices = node.grid, node.problems(), self._choices(node.grid)
-        if choices.none and self._is_best_in_any_memory(
+        if choices.none and self.memory.without_recompute(grid) > stages.capacity_bytes:
+            self.infeasible[_ACTIVATIONS] += 1
+        elif choices.none and self._is_best_in_any_memory(
             stages, NO_RECOMPUTE, self._solve_and_record(stages, NO_RECOMPUTE)
         ):
             return
@@ -406,7 +408,9 @@ class Search(Caching):
             return
         first = len(blocks)
         if self._fits(stages, blocks[-1]):
-            first = bisect.bisect_left(blocks, True, key=lambda block: self._fits(stages, block))
+            first = bisect.bisect_left(
+                blocks, True, 0, len(blocks) - 1, key=lambda block: self._fits(stages, block)
+            )
         self.infeasible[_ACTIVATIONS] += first
         if first == len(blocks):
             return
