@@ -13,7 +13,7 @@ from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.compute import operator_times
 from nest_megatron.cost_model.graph_times import GraphTimes, Scale, graph_times
-from nest_megatron.cost_model.keys import GroupPlaces, dense_shape
+from nest_megatron.cost_model.keys import GroupPlaces, dense_shape, unit_key
 from nest_megatron.cost_model.layer_cost import NO_WORK, UnitTimes, unit_times
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.execution import OF_EXPERTS, OF_GRAPH, OUTSIDE_EXPERTS
@@ -70,6 +70,7 @@ class BlockTimes(Caching):
             if operator.kind is OperatorKind.ATTENTION
         )
 
+    @cached_by(lambda self, places, shard: unit_key(self.spec, LayerKind.MOE, places, shard))
     def of_units(
         self, places: GroupPlaces, shard: LayerShard
     ) -> dict[LayerKind, tuple[UnitTimes, ...]]:

@@ -84,18 +84,20 @@ class Bounds(Caching):
         whole = work * self.global_batch_size * ranks
         return self.floor + whole // (grid.micro_batch_size * dims.world_size)
 
-    def least(self, shards: Iterable[PartialLayout]) -> Ticks:
-        """No plan of any of these shards is faster, by what expert degrees do not change."""
-        bounds: dict[object, Ticks] = {}
-        for grid in shards:
-            dims = grid.dims
-            tp, cp = dims.tensor_model_parallel_size, dims.context_parallel_size
-            outside = OUTSIDE_EXPERTS.of(grid.execution)
-            key = (dims.world_size, tp, cp, grid.micro_batch_size, outside)
-            if key not in bounds:
-                ahead, back, _ = self._add_up(self.model.pass_times_outside_experts(grid))
-                bounds[key] = self._evenly(grid, ahead + back)
-        return min(bounds.values(), default=self.floor)
+    @cached_by(
+        lambda _, grid: (
+            grid.dims.world_size,
+            grid.dims.tensor_model_parallel_size,
+            grid.dims.context_parallel_size,
+            grid.micro_batch_size,
+            grid.sequence_parallel,
+            OUTSIDE_EXPERTS.of(grid.execution),
+        )
+    )
+    def outside_experts(self, grid: PartialLayout) -> Ticks:
+        """The same, by what expert degrees do not change."""
+        forward, backward, _ = self._add_up(self.model.pass_times_outside_experts(grid))
+        return self._evenly(grid, forward + backward)
 
     def pipeline(self, grid: PartialLayout, recompute: Recompute) -> Ticks:
         """A balanced pipeline with its fill and drain (plain schedule), or with none.

@@ -279,6 +279,7 @@ class GridSpace(Caching):
             if legal and self.steps["virtual"].refusal(found) is None:
                 yield virtual
 
+    @cached_by(lambda _, dims: dims)
     def zero_stages(self, dims: ParallelDims) -> list[ZeroStage]:
         """ZeRO stages that Megatron launches here, with virtual stages or without.
 

@@ -175,7 +175,7 @@ class Search(Caching):
                 refused += candidates
             else:
                 self.candidates += candidates
-                self._push(min(map(self.bounds.even, self.grids.fastest(grid))), grid, SHARD)
+                self._push(self._least_of(self.bounds.outside_experts, grid), grid, SHARD)
         if refused:  # told only once all are, so that a search that ends before has not seen them
             self.candidates += refused
             self.infeasible[_STATES] = refused
@@ -231,7 +231,8 @@ class Search(Caching):
         """No plan that is still to be looked at is faster."""
         if not self.enumerated:
             grids = self.grids.with_own_counts()
-            return self.bounds.least(each for s in grids.shards() for each in grids.fastest(s))
+            bounds = (self._least_of(self.bounds.outside_experts, s) for s in grids.shards())
+            return min(bounds, default=self.bounds.floor)
         return self.heap[0].bound if self.heap else NO_THRESHOLD
 
     def _candidates_below(self, node: Node) -> int:
@@ -280,9 +281,17 @@ class Search(Caching):
         known = self.ties.get(_tie_of(grid, is_even=True))
         return self.longest_tie if known is None else min(known.iteration, self.longest_tie)
 
+    def _least_of(self, bound: Callable[[PartialLayout], Ticks], grid: PartialLayout) -> Ticks:
+        """A bound of a grid in the fastest ways to carry its layers out."""
+        return min(map(bound, self.grids.fastest(grid)))
+
     def _expand_shard(self, node: Node) -> None:
+        even = self._least_of(self.bounds.even, node.grid)
+        if even > node.bound:  # its experts are priced only now
+            heapq.heappush(self.heap, node._replace(bound=even))
+            return
         for grid in self.grids.grids(node.grid):
-            bound = max(node.bound, min(map(self.bounds.waiting, self.grids.fastest(grid))))
+            bound = max(node.bound, self._least_of(self.bounds.waiting, grid))
             if bound <= self._threshold(grid, decided=False):
                 self._push(bound, grid, GRID)
 
