@@ -76,10 +76,15 @@ def with_stages_and_zero(grid: PartialLayout, virtual: int, zero: ZeroStage) -> 
     """A grid with so many virtual stages and a ZeRO stage."""
     dims = grid.dims
     if virtual != dims.virtual_pipeline_model_parallel_size:
-        dims = dataclasses.replace(dims, virtual_pipeline_model_parallel_size=virtual)
+        dims = _with_virtual_stages(dims, virtual)
     elif zero is grid.zero:
         return grid
     return dataclasses.replace(grid, dims=dims, zero=zero)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _with_virtual_stages(dims: ParallelDims, virtual: int) -> ParallelDims:
+    return dataclasses.replace(dims, virtual_pipeline_model_parallel_size=virtual)
 
 
 def launched(model: CostModel, space: SearchSpace, grid: PartialLayout) -> LaunchRequest:
