@@ -109,9 +109,10 @@ class Search(Caching):
             self.counts = CandidateCounts(self.grids)
             self.bounds = Bounds(self.model, self.global_batch_size)
             self.memory = MemoryBounds(self.model, self.grids)
+            self.least: dict[PartialLayout, StageSolution] = {}
         else:
             self.grids, self.counts = like.grids.with_own_counts(), like.counts
-            self.bounds, self.memory = like.bounds, like.memory
+            self.bounds, self.memory, self.least = like.bounds, like.memory, like.least
         self.peaks = limit or PeakLimit(self.model)
         self.most_bytes = max(map(self.peaks.at_most, space.zero_stages), default=0)
         self.only_one = space.partition is not None or space.even_stages
@@ -323,9 +324,13 @@ class Search(Caching):
             if needed > most:
                 self.infeasible[_ACTIVATIONS] += self.counts.of_family(family)
                 continue
+            known = self.least.get(family)
+            if known is not None and known.lower_bound > self._threshold(family):
+                continue
             stages = StageProblems(self.model, family, most)
-            least = self._bound_in_any_memory(stages, NO_RECOMPUTE)
-            if least.status is not Status.BOUNDED:
+            least = known or self._bound_in_any_memory(stages, NO_RECOMPUTE)
+            self.least[family] = least
+            if known is not None or least.status is not Status.BOUNDED:
                 self._push(max(node.bound, least.lower_bound), family, MEMBERS, stages=stages)
 
     def _expand_members(self, node: Node) -> None:
@@ -412,25 +417,35 @@ class Search(Caching):
         when even unlimited memory leaves a block too slow, all bigger ones are too.
         """
         stages, blocks = node.problems(), self._choices(node.grid).blocks
-        blocks = blocks[blocks.index(node.recompute) :]
-        if self._bound_in_any_memory(stages, blocks[0]).status is Status.BOUNDED:
-            return
-        first = len(blocks)
-        if self._fits(stages, blocks[-1]):
-            first = bisect.bisect_left(
-                blocks, True, 0, len(blocks) - 1, key=lambda block: self._fits(stages, block)
-            )
-        self.infeasible[_ACTIVATIONS] += first
-        if first == len(blocks):
-            return
-        unlimited = self._bound_in_any_memory(stages, blocks[first])
+        smaller = blocks.index(node.recompute)
+        blocks = blocks[smaller:]
+        unlimited = self._bound_in_any_memory(stages, blocks[0])
         if unlimited.status is Status.BOUNDED:
             return
+        first = 0
+        if not smaller:  # otherwise a smaller one fits
+            first = self._first_that_fits(stages, blocks)
+            self.infeasible[_ACTIVATIONS] += first
+            if first == len(blocks):
+                return
+        if first > 0:
+            unlimited = self._bound_in_any_memory(stages, blocks[first])
+            if unlimited.status is Status.BOUNDED:
+                return
         found = self._solve_and_record(stages, blocks[first])
         bigger = blocks[first + 1 :]
         if bigger and not self._is_best_in_any_memory(stages, blocks[first], found):
             bound = max(node.bound, unlimited.lower_bound)
             self._push(bound, node.grid, BLOCKS, bigger[0], stages)
+
+    def _first_that_fits(self, stages: StageProblems, blocks: tuple[Recompute, ...]) -> int:
+        """Index of the smallest block that fits, or how many blocks there are."""
+        last = len(blocks) - 1
+        if not self._fits(stages, blocks[last]):
+            return len(blocks)
+        return bisect.bisect_left(
+            blocks, True, 0, last, key=lambda block: self._fits(stages, block)
+        )
 
     def _solve_and_record(self, stages: StageProblems, recompute: Recompute) -> StageSolution:
         """Solve a candidate as far as it matters, count it, keep it if it is its layout's best."""
