@@ -52,7 +52,6 @@ from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.records import Source
 from nest_megatron.units import Seconds, Ticks, to_ticks
 
-
 #: Seconds of a forward and of a backward pass.
 Sides = tuple[Seconds, Seconds]
 

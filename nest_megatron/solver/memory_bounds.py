@@ -23,7 +23,7 @@ from nest_megatron.cost_model.stage_problems import early_forward_share, priced_
 from nest_megatron.cost_model.unit_cost import replicas, stored_bytes
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute
+from nest_megatron.layout.recompute import Recompute
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.shard import LayerShard
@@ -100,23 +100,20 @@ class MemoryBounds(Caching):
 
     def of_family(self, grid: PartialLayout) -> float:
         """A grid with its virtual stages and ZeRO stage, whatever is recomputed."""
-        return self._of_settings(grid, self.grids.keeping_least(grid))
+        return self.under(grid, self.grids.keeping_least(grid))
 
     @cached_by(
-        lambda _, grid: (
+        lambda _, grid, settings: (
             STATES_OF_PIPELINE.of(grid.dims),
             SHARD.of(grid),
             grid.zero,
+            settings,
             grid.dims.virtual_pipeline_model_parallel_size == 1 and grid.num_microbatches,
             share_kept_early(grid),
         )
     )
-    def without_recompute(self, grid: PartialLayout) -> float:
-        """The same with nothing recomputed."""
-        return self._of_settings(grid, (NO_RECOMPUTE,))
-
-    def _of_settings(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> float:
-        """The same under one of some settings."""
+    def under(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> float:
+        """The same under one of some settings; numbers of virtual stages share it."""
         dims = grid.dims
         is_plain = dims.virtual_pipeline_model_parallel_size == 1
         most = grid.num_microbatches if is_plain else dims.pipeline_model_parallel_size
@@ -196,7 +193,7 @@ class MemoryBounds(Caching):
 
 
 def share_kept_early(grid: PartialLayout) -> float:
-    """What passes ahead of the schedule add to what a grid saves; it alone varies with ``v > 1``."""
+    """What passes ahead of the schedule add to what a grid saves, as a share of it."""
     if not grid.execution.overlap_moe_expert_parallel_comm:
         return 0.0
     p, v = grid.dims.pipeline_model_parallel_size, grid.dims.virtual_pipeline_model_parallel_size

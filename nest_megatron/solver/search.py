@@ -336,7 +336,7 @@ class Search(Caching):
     def _expand_members(self, node: Node) -> None:
         """Solve without recomputation; where memory costs that nothing, all else is slower."""
         grid, stages, choices = node.grid, node.problems(), self._choices(node.grid)
-        if choices.none and self.memory.without_recompute(grid) > stages.capacity_bytes:
+        if choices.none and self.memory.under(grid, (NO_RECOMPUTE,)) > stages.capacity_bytes:
             self.infeasible[_ACTIVATIONS] += 1
         elif choices.none and self._is_best_in_any_memory(
             stages, NO_RECOMPUTE, self._solve_and_record(stages, NO_RECOMPUTE)

@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.schedule import peak_live_chunks
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import StageProblems, stage_problem
-from nest_megatron.cost_model.schedule import peak_live_chunks
 from nest_megatron.layout.recompute import (
     NO_RECOMPUTE,
     Recompute,

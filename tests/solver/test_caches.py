@@ -262,7 +262,7 @@ def test_calls_of_one_key_have_one_value(name: str, which: str) -> None:
         shards = list(search.grids.shards())
         rng = random.Random(1)
         found = list(families(search.grids))
-        sample = rng.sample(found, min(len(found), 200))
+        sample = rng.sample(found, min(len(found), 600))
         pools = [[(rng.choice(shards), grid) for grid in sample]]
     compared = 0
     for pool in pools:
