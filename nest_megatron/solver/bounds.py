@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.keys import SHARD, split_block
-from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.model import CostModel, Sides
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import (
     NO_RECOMPUTE,
@@ -18,7 +18,7 @@ from nest_megatron.layout.recompute import (
     selective_recompute,
 )
 from nest_megatron.model.execution import OUTSIDE_EXPERTS
-from nest_megatron.units import Seconds, Ticks, to_ticks
+from nest_megatron.units import Ticks, to_ticks
 
 #: Each module recomputed alone.
 _ALONE = {module: selective_recompute([module]) for module in RecomputeModule}
@@ -44,22 +44,19 @@ class Bounds(Caching):
         """
         return max(0, to_ticks(self.model.straggler_time(grid)) - 1)
 
+    @cached_by(lambda _, grid, recompute: (SHARD.of(grid), recompute))
     def _work(self, grid: PartialLayout, recompute: Recompute) -> tuple[Ticks, Ticks, float]:
-        """Forward and backward time of one micro batch through all units.
+        """Forward and backward time of one micro batch through all units, as ``_add_up`` says."""
+        if recompute.method is RecomputeMethod.BLOCK:
+            recompute = NO_RECOMPUTE  # how many layers blocks cover depends on the partition
+        return self._add_up(self.model.pass_times(grid, recompute))
+
+    def _add_up(self, times: Iterable[Sides]) -> tuple[Ticks, Ticks, float]:
+        """Ticks of all units from the time of each kind of unit: at least, to within one a unit.
 
         Returns:
             Both sums, and the largest share of a unit's time that is forward.
         """
-        if recompute.method is RecomputeMethod.BLOCK:
-            recompute = NO_RECOMPUTE  # how many layers blocks cover depends on the partition
-        return self._sum(grid, recompute)
-
-    @cached_by(lambda _, grid, recompute: (SHARD.of(grid), recompute))
-    def _sum(self, grid: PartialLayout, recompute: Recompute) -> tuple[Ticks, Ticks, float]:
-        return self._add_up(self.model.pass_times(grid, recompute))
-
-    def _add_up(self, times: Iterable[tuple[Seconds, Seconds]]) -> tuple[Ticks, Ticks, float]:
-        """Ticks of all units, by the time of each kind of unit: at least, to within one a unit."""
         forward = backward = 0
         share = 0.0
         for count, (ahead_s, back_s) in zip(self.model.num_units.values(), times, strict=True):

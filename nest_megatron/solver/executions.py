@@ -291,8 +291,7 @@ class Executions(Caching):
     @cached_by(SHARD)
     def _unit_times(self, grid: PartialLayout) -> tuple[UnitTimes, ...]:
         places, shard = self.model.places(grid.dims), self.model.shard(grid)
-        kinds = dict.fromkeys(self.model.spec.layer_kinds())
-        return tuple(self.model.unit_time(kind, places, shard) for kind in kinds)
+        return tuple(self.model.unit_time(kind, places, shard) for kind in self.model.num_units)
 
 
 def _together(ways: Sequence[Execution]) -> tuple[Execution, ...]:

@@ -55,7 +55,7 @@ class MemoryBounds(Caching):
     def __init__(self, model: CostModel, grids: GridSpace) -> None:
         self.model = model
         self.grids = grids
-        kinds = Counter(model.spec.layer_kinds())
+        kinds = model.num_units
         self._kinds, self._counts = tuple(kinds), tuple(kinds.values())
         self._num_units = kinds.total()
         self._num_outside = sum(count for kind, count in kinds.items() if kind.is_end)

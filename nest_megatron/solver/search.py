@@ -271,15 +271,16 @@ class Search(Caching):
 
     def _threshold_of_any_stages(self, grid: PartialLayout) -> Ticks:
         """The same of plans with its virtual stages, too, that tie with the fastest of all."""
-        known = self.ties.get(_tie_of(grid, is_even=False))
-        tie = self.longest_tie if known is None else min(known.iteration, self.longest_tie)
-        return max(self._threshold_of_layout(grid), tie)
+        return max(self._threshold_of_layout(grid), self._threshold_of_tie(grid, is_even=False))
 
     def _threshold_of_even_stages(self, grid: PartialLayout) -> Ticks:
         """The same of plans with the stages that Megatron cuts by itself."""
         if self.only_one or self.model.spec.num_layers % grid.dims.num_chunks:
             return -1
-        known = self.ties.get(_tie_of(grid, is_even=True))
+        return self._threshold_of_tie(grid, is_even=True)
+
+    def _threshold_of_tie(self, grid: PartialLayout, *, is_even: bool) -> Ticks:
+        known = self.ties.get(_tie_of(grid, is_even=is_even))
         return self.longest_tie if known is None else min(known.iteration, self.longest_tie)
 
     def _least_of(self, bound: Callable[[PartialLayout], Ticks], grid: PartialLayout) -> Ticks:
