@@ -96,19 +96,14 @@ class Bounds(Caching):
         forward, backward, _ = self._add_up(self.model.pass_times_outside_experts(grid))
         return self._evenly(grid, forward + backward)
 
-    def pipeline(self, grid: PartialLayout, recompute: Recompute) -> Ticks:
-        """A balanced pipeline with its fill and drain (plain schedule), or with none.
+    def pipelines(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> list[Ticks]:
+        """A balanced pipeline with its fill and drain (plain schedule), or with none, by setting.
 
         With stage times ``t_i`` the plain schedule takes at least ``T + w_i t_i`` for every stage,
         ``T`` the time of one micro batch through all stages and
         ``w_i = m - 1 - s min(m - 1, p - 1 - i)`` with ``s`` the largest forward share
         (``reference._Search._stage_bound``). The best division of ``T`` makes all ``w_i t_i``
         equal.
-        """
-        return self.pipelines(grid, (recompute,))[0]
-
-    def pipelines(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> list[Ticks]:
-        """The same for several settings of a grid.
 
         Modules that are searched together cover different parts of a layer, so what a set adds is
         the sum of what its modules add by themselves.

@@ -210,12 +210,9 @@ class Executions(Caching):
             with_stages_and_zero(piped, 2, ZeroStage.NONE),
         )
         ways = tuple(dict.fromkeys(way for grid in layouts for way in self.possible(grid)))
-        fastest = lean = ways
-        if not self.is_fixed:
-            fastest = _together(ways)
-            if self.given.cuda_graph_impl is GraphImpl.NONE:
-                lean = tuple(dict.fromkeys(map(_without_graphs, ways)))
-        return ShardExecutions(fastest, lean)
+        is_lean = self.given.cuda_graph_impl is not GraphImpl.NONE
+        lean = ways if is_lean else tuple(dict.fromkeys(map(_without_graphs, ways)))
+        return ShardExecutions(_together(ways), lean)
 
     def of_family(self, grid: PartialLayout) -> AllowedRecompute:
         """The ways worth a candidate.

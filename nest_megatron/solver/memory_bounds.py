@@ -31,9 +31,8 @@ from nest_megatron.solver.grids import GridSpace
 
 
 class _States(NamedTuple):
-    """States of a pipeline: of each kind one unit, kept and gathered; ``whole`` is their sum."""
+    """States of a pipeline: of each kind one unit, kept and gathered."""
 
-    whole: float
     units: tuple[float, ...]
     unsharded: tuple[int, ...]
 
@@ -85,7 +84,7 @@ class MemoryBounds(Caching):
         for dims, zero in self._pipelines(shard.dims):
             p, states = dims.pipeline_model_parallel_size, self._of_pipeline(dims, zero)
             beside, without = self._at_work(states, active, p)
-            needed = beside + (states.whole + saved - without) / p
+            needed = beside + (self._sum(states.units) + saved - without) / p
             least = min(least, max(self.of_states(dims, zero), needed))
         return least - 2 * self._num_units
 
@@ -185,11 +184,7 @@ class MemoryBounds(Caching):
             in_layer = not kind.is_end
             whole = (unsharded_bytes(c, rank, zero, settings, in_layer=in_layer) for c in own)
             unsharded.append(0 if stays else min(whole))
-        return _States(
-            whole=self._sum(units),
-            units=tuple(units),
-            unsharded=tuple(unsharded),
-        )
+        return _States(units=tuple(units), unsharded=tuple(unsharded))
 
 
 def share_kept_early(grid: PartialLayout) -> float:

@@ -303,7 +303,7 @@ class Search(Caching):
         if refused := [zero for zero in self.grids.zero_stages(grid.dims) if zero not in roomy]:
             self.infeasible[_STATES] += self.counts.of_grid(grid, refused)
         for schedule in self.grids.schedules(grid, roomy):
-            bound = max(node.bound, self.bounds.pipeline(schedule, NO_RECOMPUTE))
+            bound = max(node.bound, self.bounds.pipelines(schedule, (NO_RECOMPUTE,))[0])
             if bound <= threshold:
                 self._push(bound, schedule, SCHEDULE)
 
@@ -423,16 +423,15 @@ class Search(Caching):
         unlimited = self._bound_in_any_memory(stages, blocks[0])
         if unlimited.status is Status.BOUNDED:
             return
-        first = 0
-        if not smaller:  # otherwise a smaller one fits
-            first = self._first_that_fits(stages, blocks)
-            self.infeasible[_ACTIVATIONS] += first
-            if first == len(blocks):
-                return
-        if first > 0:
+        # Behind a block that fits all do.
+        first = 0 if smaller else self._first_that_fits(stages, blocks)
+        self.infeasible[_ACTIVATIONS] += first
+        if first == len(blocks):
+            return
+        if first:
             unlimited = self._bound_in_any_memory(stages, blocks[first])
-            if unlimited.status is Status.BOUNDED:
-                return
+        if unlimited.status is Status.BOUNDED:
+            return
         found = self._solve_and_record(stages, blocks[first])
         bigger = blocks[first + 1 :]
         if bigger and not self._is_best_in_any_memory(stages, blocks[first], found):

@@ -64,7 +64,7 @@ def test_bounds_are_below_every_candidate(name: str, adapters: Adapters | None) 
                     found = SOLVE(roomy, NO_THRESHOLD, 20_000)
                     assert bounds.even(shard) <= found.iteration
                     assert bounds.even(candidate, recompute) <= found.iteration
-                    assert bounds.pipeline(candidate, recompute) <= found.iteration
+                    assert bounds.pipelines(candidate, (recompute,))[0] <= found.iteration
                     least = max(
                         memory.of_states(candidate.dims, candidate.zero),
                         memory.of_shard_states(shard),
@@ -106,7 +106,7 @@ def test_blocks_add_to_every_bound(name: str) -> None:
             )
             added.append(bounds.added_by_blocks(family, block))
             assert plain + added[-1] <= again
-            assert bounds.pipeline(family, NO_RECOMPUTE) <= plain
+            assert bounds.pipelines(family, (NO_RECOMPUTE,))[0] <= plain
     assert len(added) > 50
     assert max(added) > 0
 

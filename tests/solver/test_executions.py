@@ -190,7 +190,7 @@ def test_bounds_hold_whatever_is_chosen(free: dict[str, Any], settings: CostSett
                 problem = stage_problem(model, candidate)
                 roomy = dataclasses.replace(problem, capacity_bytes=UNLIMITED)
                 found = KERNEL(roomy, NO_THRESHOLD, 2_000)
-                assert max(even, bounds.pipeline(candidate, recompute)) <= found.iteration
+                assert max(even, bounds.pipelines(candidate, (recompute,))[0]) <= found.iteration
                 least = max(memory.of_shard(shard), memory.of_family(candidate))
                 tight = dataclasses.replace(problem, capacity_bytes=int(least) - 1)
                 assert KERNEL(tight, 0, 2_000).status is Status.INFEASIBLE
