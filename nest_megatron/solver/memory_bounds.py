@@ -12,12 +12,12 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.fsdp_memory import unsharded_bytes
-from nest_megatron.cost_model.keys import SHARD, STATES, STATES_OF_PIPELINE, GroupPlaces
+from nest_megatron.cost_model.keys import SHARD, STATES, STATES_OF_PIPELINE
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.stage_problems import early_forward_share, priced_microbatches
 from nest_megatron.cost_model.unit_cost import replicas, stored_bytes
@@ -25,8 +25,6 @@ from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import Recompute
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.model.layer_pattern import LayerKind
-from nest_megatron.model.shard import LayerShard
 from nest_megatron.solver.grids import GridSpace
 
 
@@ -76,17 +74,16 @@ class MemoryBounds(Caching):
         """Activations of at least one micro batch with them, on every rank."""
         settings = self.grids.keeping_least()
         each = [self._active(grid, settings) for grid in self.grids.with_least_memory(shard)]
-        active = each[0]
-        if len(each) > 1:
-            active = _Activations(*(tuple(map(min, *ways)) for ways in zip(*each, strict=True)))
+        least = (tuple(map(min, zip(*ways, strict=True))) for ways in zip(*each, strict=True))
+        active = _Activations(*least)
         saved = self._sum(active.saved)
-        least = math.inf
+        needs = [math.inf]
         for dims, zero in self._pipelines(shard.dims):
             p, states = dims.pipeline_model_parallel_size, self._of_pipeline(dims, zero)
             beside, without = self._at_work(states, active, p)
             needed = beside + (self._sum(states.units) + saved - without) / p
-            least = min(least, max(self.of_states(dims, zero), needed))
-        return least - 2 * self._num_units
+            needs.append(max(self.of_states(dims, zero), needed))
+        return min(needs) - 2 * self._num_units
 
     @cached_by(STATES)
     def _pipelines(self, dims: ParallelDims) -> list[tuple[ParallelDims, ZeroStage]]:
@@ -155,22 +152,18 @@ class MemoryBounds(Caching):
 
     @cached_by(lambda _, grid, settings: (SHARD.of(grid), settings))
     def _active(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> _Activations:
-        places, shard = self.model.places(grid.dims), self.model.shard(grid)
-        pairs = [self._least_of(kind, places, shard, settings) for kind in self._kinds]
-        return _Activations(*zip(*pairs, strict=True))
-
-    def _least_of(
-        self, kind: LayerKind, places: GroupPlaces, shard: LayerShard, settings: Iterable[Recompute]
-    ) -> tuple[float, float]:
         """Saved and at work; embedding and head may have a rank for themselves.
 
         What sets of modules do not save they need at work, as much as with nothing recomputed.
         """
-        runs = [self.model.run(kind, places, shard, recompute) for recompute in settings]
-        saved = min(run.saved_bytes for run in runs)
-        if kind.is_end:
-            return saved, 0.0
-        return saved, min(run.saved_bytes + run.working_bytes for run in runs) - saved
+        places, shard = self.model.places(grid.dims), self.model.shard(grid)
+        saved, working = [], []
+        for kind in self._kinds:
+            runs = [self.model.run(kind, places, shard, recompute) for recompute in settings]
+            saved.append(min(run.saved_bytes for run in runs))
+            together = min(run.saved_bytes + run.working_bytes for run in runs)
+            working.append(0.0 if kind.is_end else together - saved[-1])
+        return _Activations(tuple(saved), tuple(working))
 
     @cached_by(_pipeline_key)
     def _of_pipeline(self, dims: ParallelDims, zero: ZeroStage) -> _States:

@@ -210,7 +210,7 @@ class Search(Caching):
         best = plans[0].iteration if plans else NO_THRESHOLD
         lower = min(best, self.unproven, NO_THRESHOLD if drained else self._open_bound())
         known = self.solved + sum(self.infeasible.values())
-        left = 0 if drained else sum(self._candidates_below(node) for node in self.heap)
+        left = 0 if drained else sum(map(self._candidates_below, self.heap))
         return SearchResult(
             plans=plans,
             ties=tuple(sorted(dict.fromkeys(ties), key=lambda plan: plan.rank)),
@@ -466,14 +466,11 @@ class Search(Caching):
             if even.boundaries and even.boundaries != found.boundaries:
                 self._keep(SolvedLayout.of(grid, recompute, even, self.space.sharding))
         if self.on_progress:
-            self._tell(self.on_progress)
+            best = min((kept.iteration for kept in self.best.values()), default=None)
+            # What is being expanded is open, and no longer on the heap.
+            proven = (self._least_open, self.unproven, *(() if best is None else (best,)))
+            self.on_progress(self.solved, best, min(proven))
         return found
-
-    def _tell(self, on_progress: Callable[[int, Ticks | None, Ticks], None]) -> None:
-        """Say how far the search is; what is being expanded is open, and no longer on the heap."""
-        best = min((kept.iteration for kept in self.best.values()), default=None)
-        proven = (self._least_open, self.unproven, *(() if best is None else (best,)))
-        on_progress(self.solved, best, min(proven))
 
     def _solve(
         self, problem: PipelineProblem, threshold: Ticks, node_limit: int = DEFAULT_NODE_LIMIT
