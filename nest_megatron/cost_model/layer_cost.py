@@ -67,11 +67,11 @@ class UnitTimes:
         for part, num in other.saved_bytes.items():
             saved[part] = saved.get(part, 0.0) + num
         return UnitTimes(
-            forward=forward,
+            forward=dict(sorted(forward.items())),  # one order for sums of parts
             whole_forward=self.whole_forward.plus(other.whole_forward),
             backward=self.backward.plus(other.backward),
             input_bytes=self.input_bytes + other.input_bytes,
-            saved_bytes=saved,
+            saved_bytes=dict(sorted(saved.items())),
             working_bytes=max(self.working_bytes, other.working_bytes),
             launch_s=self.launch_s + other.launch_s,
             offloaded_bytes=self.offloaded_bytes + other.offloaded_bytes,

@@ -62,7 +62,7 @@ def test_bounds_are_below_every_candidate(name: str, adapters: Adapters | None) 
                     problem = stage_problem(model, candidate)
                     roomy = dataclasses.replace(problem, capacity_bytes=UNLIMITED)
                     found = SOLVE(roomy, NO_THRESHOLD, 20_000)
-                    assert bounds.even(shard) <= found.iteration
+                    assert bounds.outside_experts(shard) <= bounds.even(shard) <= found.iteration
                     assert bounds.even(candidate, recompute) <= found.iteration
                     assert bounds.pipelines(candidate, (recompute,))[0] <= found.iteration
                     least = max(
