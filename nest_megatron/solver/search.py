@@ -109,10 +109,11 @@ class Search(Caching):
             self.counts = CandidateCounts(self.grids)
             self.bounds = Bounds(self.model, self.global_batch_size)
             self.memory = MemoryBounds(self.model, self.grids)
-            self.least: dict[PartialLayout, StageSolution] = {}
+            self.lower_bounds: dict[PartialLayout, StageSolution] = {}  # in any memory
         else:
             self.grids, self.counts = like.grids.with_own_counts(), like.counts
-            self.bounds, self.memory, self.least = like.bounds, like.memory, like.least
+            self.bounds, self.memory = like.bounds, like.memory
+            self.lower_bounds = like.lower_bounds
         self.peaks = limit or PeakLimit(self.model)
         self.most_bytes = max(map(self.peaks.at_most, space.zero_stages), default=0)
         self.only_one = space.partition is not None or space.even_stages
@@ -325,12 +326,12 @@ class Search(Caching):
             if needed > most:
                 self.infeasible[_ACTIVATIONS] += self.counts.of_family(family)
                 continue
-            known = self.least.get(family)
+            known = self.lower_bounds.get(family)
             if known is not None and known.lower_bound > self._threshold(family):
                 continue
             stages = StageProblems(self.model, family, most)
             least = known or self._bound_in_any_memory(stages, NO_RECOMPUTE)
-            self.least[family] = least
+            self.lower_bounds[family] = least
             if known is not None or least.status is not Status.BOUNDED:
                 self._push(max(node.bound, least.lower_bound), family, MEMBERS, stages=stages)
 
