@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 #: New objects after which Python looks for cyclic garbage; 700 by default.
-_NEW_OBJECTS = 100_000
+_NEW_OBJECTS = 1_000_000
 
 
 def run_process() -> int:

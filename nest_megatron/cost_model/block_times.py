@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import pairwise
 
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.compute import operator_times
 from nest_megatron.cost_model.graph_times import GraphTimes, Scale, graph_times
-from nest_megatron.cost_model.keys import GroupPlaces, dense_shape
-from nest_megatron.cost_model.layer_cost import UnitTimes, unit_times
+from nest_megatron.cost_model.keys import GroupPlaces, dense_shape, unit_key
+from nest_megatron.cost_model.layer_cost import NO_WORK, UnitTimes, unit_times
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.execution import OF_EXPERTS, OF_GRAPH, OUTSIDE_EXPERTS
 from nest_megatron.model.graph import Group, LayerGraph, OperatorKind
@@ -24,7 +25,7 @@ from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.profile.lookup import LayerTimes, point_of, shard_of
 from nest_megatron.profile.records import Source, Timing
-from nest_megatron.units import Seconds, Ticks, to_ticks
+from nest_megatron.units import Seconds
 
 _GROUPS = (Group.TENSOR, Group.CONTEXT, Group.EXPERT, Group.EXPERT_TENSOR)
 #: Blocks without experts that work beside the buffers of the dispatcher.
@@ -50,7 +51,9 @@ class BlockTimes(Caching):
         self.cluster = cluster
         self.settings = settings
         self.times = times
-        self._units = {kind: spec.unit_blocks(kind) for kind in set(spec.layer_kinds())}
+        self._units = {kind: spec.unit_blocks(kind) for kind in dict.fromkeys(spec.layer_kinds())}
+        pairs = [pair for blocks in self._units.values() for pair in pairwise((None, *blocks))]
+        self._before_experts = {before for before, block in pairs if block is LayerBlock.EXPERTS}
 
     def sources(self, shard: LayerShard) -> dict[LayerBlock, Source]:
         """Where the compute time of each of the model's blocks comes from."""
@@ -67,20 +70,39 @@ class BlockTimes(Caching):
             if operator.kind is OperatorKind.ATTENTION
         )
 
-    def of_unit(
-        self, kind: LayerKind, places: GroupPlaces, shard: LayerShard
-    ) -> tuple[UnitTimes, ...]:
-        """The blocks of a unit."""
-        blocks = self._units[kind]
-        pairs = zip(blocks, (None, *blocks), strict=False)
-        return tuple(self.of_block(block, places, shard, other) for block, other in pairs)
+    @cached_by(lambda self, places, shard: unit_key(self.spec, LayerKind.MOE, places, shard))
+    def of_units(
+        self, places: GroupPlaces, shard: LayerShard
+    ) -> dict[LayerKind, tuple[UnitTimes, ...]]:
+        """The blocks of each kind of unit, at least one."""
+        outside = self.outside_experts(places, shard)
+        experts = {
+            before: self.of_block(LayerBlock.EXPERTS, places, shard, before)
+            for before in self._before_experts
+        }
+        return {
+            kind: tuple(
+                experts[before] if block is LayerBlock.EXPERTS else outside[block]
+                for before, block in pairwise((None, *blocks))
+                if block is not None
+            )
+            or (NO_WORK,)
+            for kind, blocks in self._units.items()
+        }
 
-    def of_unit_outside_experts(
-        self, kind: LayerKind, places: GroupPlaces, shard: LayerShard
-    ) -> tuple[UnitTimes, ...]:
-        """Those of them that expert degrees do not change."""
-        blocks = (block for block in self._units[kind] if block is not LayerBlock.EXPERTS)
-        return tuple(self.of_block(block, places, shard) for block in blocks)
+    @cached_by(
+        lambda self, places, shard: (
+            OUTSIDE_EXPERTS.of(shard.execution),
+            dispatch_buffer_bytes(self.spec, shard),
+            dense_shape(places, shard),
+        )
+    )
+    def outside_experts(
+        self, places: GroupPlaces, shard: LayerShard
+    ) -> dict[LayerBlock, UnitTimes]:
+        """The blocks that expert degrees do not change."""
+        blocks = (block for block in self.spec.blocks if block is not LayerBlock.EXPERTS)
+        return {block: self.of_block(block, places, shard) for block in blocks}
 
     def _beside_s(
         self,
@@ -187,10 +209,3 @@ class BlockTimes(Caching):
 
 def _weighted_mean(ratios: tuple[float, ...], weights: list[float]) -> float:
     return math.exp(math.fsum(w * math.log(r) for w, r in zip(weights, ratios, strict=True)))
-
-
-def least_sum(blocks: tuple[UnitTimes, ...]) -> tuple[Ticks, Ticks]:
-    """Forward and backward ticks of blocks, unjoined: at least, to within one tick."""
-    forward = sum(block.whole_forward.total for block in blocks)
-    backward = sum(block.backward.total for block in blocks)
-    return max(0, to_ticks(forward) - 1), max(0, to_ticks(backward) - 1)

@@ -61,21 +61,17 @@ class UnitTimes:
     offloaded_bytes: float = 0.0
 
     def __add__(self, other: UnitTimes) -> UnitTimes:
-        parts = sorted(self.forward.keys() | other.forward.keys())
-        saved = sorted(self.saved_bytes.keys() | other.saved_bytes.keys())
-        nothing = PassTime()
+        forward, saved = dict(self.forward), dict(self.saved_bytes)
+        for part, time in other.forward.items():
+            forward[part] = forward[part].plus(time) if part in forward else time
+        for part, num in other.saved_bytes.items():
+            saved[part] = saved.get(part, 0.0) + num
         return UnitTimes(
-            forward={
-                part: self.forward.get(part, nothing).plus(other.forward.get(part, nothing))
-                for part in parts
-            },
+            forward=dict(sorted(forward.items())),  # one order for sums of parts
             whole_forward=self.whole_forward.plus(other.whole_forward),
             backward=self.backward.plus(other.backward),
             input_bytes=self.input_bytes + other.input_bytes,
-            saved_bytes={
-                part: self.saved_bytes.get(part, 0.0) + other.saved_bytes.get(part, 0.0)
-                for part in saved
-            },
+            saved_bytes=dict(sorted(saved.items())),
             working_bytes=max(self.working_bytes, other.working_bytes),
             launch_s=self.launch_s + other.launch_s,
             offloaded_bytes=self.offloaded_bytes + other.offloaded_bytes,

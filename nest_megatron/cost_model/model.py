@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
+from collections.abc import Iterable
 
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cluster.communication import collective_time, send_time
 from nest_megatron.cluster.records import Cluster, CollectiveKind
-from nest_megatron.cost_model.block_times import BlockTimes, least_sum
+from nest_megatron.cost_model.block_times import BlockTimes
 from nest_megatron.cost_model.data_parallel import ReplicaTraffic, replica_traffic
 from nest_megatron.cost_model.formats import expert_alignment
 from nest_megatron.cost_model.host import beside_copies
@@ -22,7 +23,7 @@ from nest_megatron.cost_model.keys import (
     split_block,
     unit_key,
 )
-from nest_megatron.cost_model.layer_cost import NO_WORK, UnitTimes
+from nest_megatron.cost_model.layer_cost import NO_WORK, PassTime, UnitTimes
 from nest_megatron.cost_model.memory import capacity_bytes, saved_input_bytes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stragglers import slowest, straggler_wait
@@ -50,6 +51,21 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.records import Source
 from nest_megatron.units import Seconds, Ticks, to_ticks
+
+#: Seconds of a forward and of a backward pass.
+Sides = tuple[Seconds, Seconds]
+
+
+def _sides(blocks: Iterable[UnitTimes]) -> Sides:
+    """Both passes of blocks, one after the other."""
+    passes = zip(*((block.whole_forward, block.backward) for block in blocks), strict=True)
+    forward, backward = (functools.reduce(PassTime.plus, each).total for each in passes)
+    return forward, backward
+
+
+def _step_key(_: object, grid: PartialLayout) -> tuple[object, ...]:
+    """What decides how long a step takes outside its schedule."""
+    return DEGREES.of(grid.dims), grid.num_microbatches, SHARD.of(grid)
 
 
 class CostModel(Caching):
@@ -79,7 +95,7 @@ class CostModel(Caching):
         self._step = optimizer_step(cluster.accelerator, settings, times)
         self._sizes = cluster.group_sizes()
         self._hosts = (cluster.launch_gpus_per_host, cluster.num_gpus)
-        self._num_units = Counter(spec.layer_kinds())
+        self.num_units = Counter(spec.layer_kinds())
 
     def under(self, cluster: Cluster, settings: CostSettings) -> CostModel:
         """The job with other figures of its cluster, or settings; what neither changes is shared.
@@ -105,9 +121,9 @@ class CostModel(Caching):
     @cached_by(lambda self, kind, places, shard: unit_key(self.spec, kind, places, shard))
     def unit_time(self, kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
         """A unit without recomputation, with its groups in the given places."""
-        blocks = self._blocks.of_unit(kind, places, shard)
+        blocks = self._blocks.of_units(places, shard)[kind]
         layers, device = self.spec.num_layers, self.cluster.accelerator
-        times = sum(blocks[1:], blocks[0]) if blocks else NO_WORK
+        times = sum(blocks[1:], blocks[0])
         if kind.begins_with_mlp:
             times = times.with_input(shard.hidden_bytes(self.spec))
         return beside_copies(times, kind, shard.execution, layers, device)
@@ -142,36 +158,30 @@ class CostModel(Caching):
         kind = LayerKind.EMBEDDING
         lookup, encoder, projector = (
             functools.partial(run_unit, times, recompute=recompute, latent_attention=False)
-            for times in self._blocks.of_unit(kind, places, shard)
+            for times in self._blocks.of_units(places, shard)[kind]
         )
         layers = LayerKind.DENSE if vision.is_split and not vision.frozen else kind
         return lookup(kind) + encoder(layers, num_layers=vision.num_layers) + projector(kind)
 
-    def least_time(
-        self, kind: LayerKind, places: GroupPlaces, shard: LayerShard, recompute: Recompute
-    ) -> tuple[Ticks, Ticks]:
-        """Forward and backward ticks that a unit takes at least, to within one tick of ``run``."""
-        if recompute == NO_RECOMPUTE and not shard.execution.offloads:
-            return self._least_unjoined(kind, places, shard)
-        run = self.run(kind, places, shard, recompute)
-        forward, backward = run.forward.total, run.backward.total + run.recompute.total
-        return max(0, to_ticks(forward) - 1), max(0, to_ticks(backward) - 1)
+    @cached_by(lambda _, grid, recompute: (SHARD.of(grid), recompute))
+    def pass_times(self, grid: PartialLayout, recompute: Recompute) -> tuple[Sides, ...]:
+        """Forward and backward time of each kind of unit, what is recomputed with the latter.
 
-    @cached_by(lambda self, kind, places, shard: unit_key(self.spec, kind, places, shard))
-    def _least_unjoined(
-        self, kind: LayerKind, places: GroupPlaces, shard: LayerShard
-    ) -> tuple[Ticks, Ticks]:
-        """Without recomputation the unit's blocks are added up unjoined, which is cheap."""
-        return least_sum(self._blocks.of_unit(kind, places, shard))
+        Without recomputation no unit is joined from its blocks for it, which is cheap.
+        """
+        places, shard = self.places(grid.dims), self.shard(grid)
+        if recompute == NO_RECOMPUTE and not grid.execution.offloads:
+            return tuple(map(_sides, self._blocks.of_units(places, shard).values()))
+        runs = [self.run(kind, places, shard, recompute) for kind in self.num_units]
+        return tuple((r.forward.total, r.backward.total + r.recompute.total) for r in runs)
 
-    def least_time_outside_experts(
-        self, kind: LayerKind, places: GroupPlaces, shard: LayerShard
-    ) -> tuple[Ticks, Ticks]:
+    def pass_times_outside_experts(self, grid: PartialLayout) -> tuple[Sides, ...]:
         """The same for what expert degrees do not change, without recomputation."""
-        if LayerBlock.EXPERTS in self.spec.unit_blocks(kind):
-            return least_sum(self._blocks.of_unit_outside_experts(kind, places, shard))
-        return self.least_time(kind, places, shard, NO_RECOMPUTE)
+        outside = self._blocks.outside_experts(self.places(grid.dims), self.shard(grid))
+        blocks = map(self.spec.unit_blocks, self.num_units)
+        return tuple(_sides(outside.get(each, NO_WORK) for each in unit) for unit in blocks)
 
+    @cached_by(SHARD)
     def shard(self, grid: PartialLayout) -> LayerShard:
         """How a grid divides a layer."""
         dims = grid.dims
@@ -241,13 +251,14 @@ class CostModel(Caching):
         layer = sum(layers, ParameterCount()).over(len(layers))
         return Structure(sequence, distinct, sum(counts, ParameterCount()), layer)
 
-    @cached_by(lambda _, grid: (DEGREES.of(grid.dims), grid.num_microbatches, SHARD.of(grid)))
+    @cached_by(_step_key)
     def constant(self, grid: PartialLayout) -> Ticks:
         """Time of a step that no stage partition changes: host, stragglers, tied embeddings."""
         seconds = self.settings.iteration_floor_s + self.straggler_time(grid)
         seconds += self._embedding_time(grid.dims)
         return to_ticks(seconds, what="time outside the schedule")
 
+    @cached_by(_step_key)
     def straggler_time(self, grid: PartialLayout) -> Seconds:
         """What a step waits for the slowest replica; what is recomputed counts as no work."""
         dims = grid.dims
@@ -259,15 +270,10 @@ class CostModel(Caching):
         )
         return math.hypot(own, self._uneven_packs(grid))
 
-    @cached_by(SHARD)
     def _work(self, grid: PartialLayout) -> Seconds:
         """One micro batch through all units."""
-        places, shard = self.places(grid.dims), self.shard(grid)
-        units = {kind: self.unit_time(kind, places, shard) for kind in self._num_units}
-        return sum(
-            self._num_units[kind] * (unit.whole_forward.total + unit.backward.total)
-            for kind, unit in units.items()
-        )
+        times = zip(self.num_units.values(), self.pass_times(grid, NO_RECOMPUTE), strict=True)
+        return sum(count * sum(sides) for count, sides in times)
 
     def _uneven_packs(self, grid: PartialLayout) -> Seconds:
         """What a step waits for the replica with most attention in its packs, beyond a mean one.
@@ -286,7 +292,6 @@ class CostModel(Caching):
     def _attention_time(self, grid: PartialLayout) -> Seconds:
         return self._blocks.attention_time(self.shard(grid))
 
-    @cached_by(DEGREES)
     def _num_hosts(self, dims: ParallelDims) -> int:
         """Hosts over which the ranks lie that reduce a gradient."""
         return group_shape(dims, GroupKind.DP_CP, self._hosts)[-1]

@@ -12,6 +12,7 @@ from nest_megatron.cost_model.device_memory import (
     outside_bytes,
     peak_error,
 )
+from nest_megatron.cost_model.keys import DEGREES
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.site import Site
 from nest_megatron.layout.layout import Layout, PartialLayout
@@ -56,6 +57,13 @@ class PeakLimit(Caching):
         self._model, self._chance = model, max_oom_chance
         self._site = site if site is not None and site.peaks.runs else None
 
+    @cached_by(
+        lambda self, grid: (
+            grid
+            if self._site is not None
+            else (DEGREES.of(grid.dims), grid.micro_batch_size, grid.execution, grid.zero)
+        )
+    )
     def of(self, grid: PartialLayout) -> Bytes:
         """The largest peak of a layout; of a site's runs, what they say of even stages."""
         if self._chance is None:
@@ -77,7 +85,6 @@ class PeakLimit(Caching):
         peak = limit_bytes * math.exp(-error.quantile(1.0 - self._chance))
         return min(self._model.capacity_bytes, int(peak))
 
-    @cached_by(lambda _, grid: grid)
     def _learned(self, grid: PartialLayout) -> PeakErrors | None:
         if self._site is None:
             return None

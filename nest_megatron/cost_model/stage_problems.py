@@ -27,7 +27,7 @@ class StageProblems(Caching):
     ) -> None:
         self.model = model
         self.grid = grid
-        self._capacity = model.capacity_bytes if capacity_bytes is None else capacity_bytes
+        self.capacity_bytes = model.capacity_bytes if capacity_bytes is None else capacity_bytes
         self._replica_costs = model.replica_costs(grid.dims, grid.zero)
         self._sends = model.sends(grid)
         self._constant = model.constant(grid)
@@ -56,7 +56,7 @@ class StageProblems(Caching):
             send_forward=forward,
             send_backward=backward,
             overlap_p2p=dims.virtual_pipeline_model_parallel_size > 1,
-            capacity_bytes=self._capacity if capacity_bytes is None else capacity_bytes,
+            capacity_bytes=self.capacity_bytes if capacity_bytes is None else capacity_bytes,
             constant=self._constant,
         )
 

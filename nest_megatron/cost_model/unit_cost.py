@@ -26,7 +26,7 @@ from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.units import Bytes, Seconds, Ticks, to_ticks
+from nest_megatron.units import MAX_SECONDS, TICKS_PER_SECOND, Bytes, Seconds, Ticks, to_ticks
 
 #: Share of NCCL's channels that collectives need in registered buffers: 4 of 16.
 USER_BUFFER_CHANNELS = 0.25
@@ -334,4 +334,6 @@ def _beside(settings: CostSettings, work: Seconds, traffic: Seconds) -> Seconds:
 
 
 def _signed_ticks(seconds: Seconds) -> Ticks:
-    return to_ticks(seconds) if seconds >= 0 else -to_ticks(-seconds)
+    if abs(seconds) <= MAX_SECONDS:
+        return round(seconds * TICKS_PER_SECOND)
+    return to_ticks(abs(seconds))  # which is an error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,6 +57,7 @@ _RECOMPUTED: Mapping[RecomputeModule, frozenset[Part]] = {
 }
 
 
+@functools.cache
 def _recomputed_parts(
     recompute: Recompute, kind: LayerKind, *, latent_attention: bool
 ) -> frozenset[Part]:
@@ -99,37 +99,29 @@ def run_unit(
         norm_stays: the norm before experts is saved whatever the setting says.
         num_layers: that the unit is made of, of which one at a time is recomputed.
     """
-    whole = times.whole_forward
+    repeated, working = PassTime(), times.working_bytes
     saved = times.input_bytes + sum(times.saved_bytes.values())
-    nothing = UnitRun(
-        forward=whole,
-        backward=times.backward,
-        recompute=PassTime(),
-        saved_bytes=saved,
-        working_bytes=times.working_bytes,
-    )
-    if recompute.granularity is RecomputeGranularity.NONE or kind.is_end:
-        return nothing
-    if recompute.granularity is RecomputeGranularity.FULL:
+    if recompute.granularity is RecomputeGranularity.FULL and not kind.is_end:
         group = recompute.num_layers or 1 if recompute.method is RecomputeMethod.UNIFORM else 1
         # the next layer's input comes back from the host beside this one's
         more = times.input_bytes if inputs_on_host else -times.input_bytes
-        return dataclasses.replace(
-            nothing,
-            recompute=whole,
-            saved_bytes=0.0 if inputs_on_host else times.input_bytes / group,
-            working_bytes=times.working_bytes + (group * saved + more) / num_layers,
-        )
-    again = _recomputed_parts(recompute, kind, latent_attention=latent_attention)
-    if norm_stays:
-        again -= {Part.MLP_NORM}
-    dropped = sum(num for part, num in times.saved_bytes.items() if part in again)
-    repeated = (t for p, t in times.forward.items() if p in again)
-    return dataclasses.replace(
-        nothing,
-        recompute=functools.reduce(PassTime.plus, repeated, PassTime()),
-        saved_bytes=saved - dropped,
-        working_bytes=times.working_bytes + dropped / num_layers,
+        repeated = times.whole_forward
+        working += (group * saved + more) / num_layers
+        saved = 0.0 if inputs_on_host else times.input_bytes / group
+    elif recompute.modules and not kind.is_end:
+        again = _recomputed_parts(recompute, kind, latent_attention=latent_attention)
+        if norm_stays:
+            again -= {Part.MLP_NORM}
+        dropped = sum([num for part, num in times.saved_bytes.items() if part in again])
+        for part in filter(again.__contains__, times.forward):
+            repeated = repeated.plus(times.forward[part])
+        working, saved = working + dropped / num_layers, saved - dropped
+    return UnitRun(
+        forward=times.whole_forward,
+        backward=times.backward,
+        recompute=repeated,
+        saved_bytes=saved,
+        working_bytes=working,
     )
 
 

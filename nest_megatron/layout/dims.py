@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
@@ -29,6 +30,7 @@ SHORT_DEGREES = {
     "expert_tensor_parallel_size": "ETP",
 }
 DEGREES = tuple(SHORT_DEGREES)
+_values = attrgetter(*DEGREES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,9 @@ class ParallelDims:
         data_parallel_size: replicas of the dense part.
         virtual_pipeline_model_parallel_size: model chunks on each pipeline rank; 1 means the plain
             1F1B schedule (Megatron writes ``None``).
+
+    Attributes:
+        world_size: number of ranks.
 
     Raises:
         UserInputError: if a degree is not a positive whole number, or the expert grid
@@ -53,17 +58,19 @@ class ParallelDims:
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
     rank_order: RankOrder = RankOrder.TP_CP_EP_DP_PP
+    world_size: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for field in DEGREES:
-            value = getattr(self, field)
+        for name, value in zip(DEGREES, _values(self), strict=True):
             if type(value) is not int or value < 1:
                 raise UserInputError(
-                    f"parallel.{field}",
+                    f"parallel.{name}",
                     value,
                     "a degree is a whole number of at least 1",
                     "Give a positive whole number.",
                 )
+        ranks = self.ranks_per_stage * self.pipeline_model_parallel_size
+        object.__setattr__(self, "world_size", ranks)
         if self.ranks_per_stage % self.expert_ranks:
             raise UserInputError(
                 "parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size",
@@ -76,11 +83,6 @@ class ParallelDims:
     def degrees(self) -> dict[str, int]:
         """The degrees by Megatron's names."""
         return {name: getattr(self, name) for name in DEGREES}
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.ranks_per_stage * self.pipeline_model_parallel_size
 
     @property
     def ranks_per_stage(self) -> int:

@@ -32,6 +32,7 @@ _STAGES, _ZERO = "pipeline_model_parallel_layout", "zero_stage"
 _REDUCES, _GATHERS = "overlap_grad_reduce", "overlap_param_gather"
 _FIELDS = tuple(each.name for each in dataclasses.fields(Execution) if each.init)
 _CHOICES = {knob.name: knob.choice for knob in KNOBS}
+_OF_EXECUTION = tuple(dict.fromkeys(_CHOICES.get(name, name) for name in _FIELDS))
 
 
 def changes(request: Request, before: Variant, after: Variant, refusal: Refusal) -> Changes:
@@ -182,7 +183,7 @@ class _Between(Caching):
             recompute=value["recompute"],
             zero=zero,
         )
-        asked = Execution(**{f: part for each in _execution_choices() for f, part in value[each]})
+        asked = Execution(**{f: part for each in _OF_EXECUTION for f, part in value[each]})
         grid = dataclasses.replace(grid, execution=allowed_execution(asked, grid))
         stages = self._partition(grid.dims, with_stages=_STAGES in chosen)
         settings = _settings(self._after.settings, value)
@@ -212,10 +213,6 @@ class _Between(Caching):
             ):
                 return end.layout.partition
         return spread_partition(self._spec, dims)
-
-
-def _execution_choices() -> list[str]:
-    return list(dict.fromkeys(_CHOICES.get(name, name) for name in _FIELDS))
 
 
 def _values(variant: Variant) -> dict[str, Any]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Iterable
 
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.keys import SHARD, split_block
-from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.model import CostModel, Sides
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import (
     NO_RECOMPUTE,
@@ -35,7 +34,6 @@ class Bounds(Caching):
     def __init__(self, model: CostModel, global_batch_size: int) -> None:
         self.model = model
         self.global_batch_size = global_batch_size
-        self._kinds = Counter(model.spec.layer_kinds())
         self._num_units = model.spec.num_units
         self.floor = to_ticks(model.settings.iteration_floor_s)
 
@@ -46,23 +44,23 @@ class Bounds(Caching):
         """
         return max(0, to_ticks(self.model.straggler_time(grid)) - 1)
 
+    @cached_by(lambda _, grid, recompute: (SHARD.of(grid), recompute))
     def _work(self, grid: PartialLayout, recompute: Recompute) -> tuple[Ticks, Ticks, float]:
-        """Forward and backward time of one micro batch through all units.
+        """Forward and backward time of one micro batch through all units, as ``_add_up`` says."""
+        if recompute.method is RecomputeMethod.BLOCK:
+            recompute = NO_RECOMPUTE  # how many layers blocks cover depends on the partition
+        return self._add_up(self.model.pass_times(grid, recompute))
+
+    def _add_up(self, times: Iterable[Sides]) -> tuple[Ticks, Ticks, float]:
+        """Ticks of all units from the time of each kind of unit: at least, to within one a unit.
 
         Returns:
             Both sums, and the largest share of a unit's time that is forward.
         """
-        if recompute.method is RecomputeMethod.BLOCK:
-            recompute = NO_RECOMPUTE  # how many layers blocks cover depends on the partition
-        return self._sum(grid, recompute)
-
-    @cached_by(lambda _, grid, recompute: (SHARD.of(grid), recompute))
-    def _sum(self, grid: PartialLayout, recompute: Recompute) -> tuple[Ticks, Ticks, float]:
         forward = backward = 0
         share = 0.0
-        places, shard = self.model.places(grid.dims), self.model.shard(grid)
-        for kind, count in self._kinds.items():
-            ahead, back = self.model.least_time(kind, places, shard, recompute)
+        for count, (ahead_s, back_s) in zip(self.model.num_units.values(), times, strict=True):
+            ahead, back = max(0, to_ticks(ahead_s) - 1), max(0, to_ticks(back_s) - 1)
             forward, backward = forward + count * ahead, backward + count * back
             share = max(share, (ahead + 1) / max(1, ahead + back))
         return forward, backward, share
@@ -83,36 +81,29 @@ class Bounds(Caching):
         whole = work * self.global_batch_size * ranks
         return self.floor + whole // (grid.micro_batch_size * dims.world_size)
 
-    def least(self, shards: Iterable[PartialLayout]) -> Ticks:
-        """No plan of any of these shards is faster, by what expert degrees do not change."""
-        bounds: dict[object, Ticks] = {}
-        for grid in shards:
-            dims = grid.dims
-            tp, cp = dims.tensor_model_parallel_size, dims.context_parallel_size
-            outside = OUTSIDE_EXPERTS.of(grid.execution)
-            key = (dims.world_size, tp, cp, grid.micro_batch_size, outside)
-            if key not in bounds:
-                places, shard = self.model.places(dims), self.model.shard(grid)
-                work = sum(
-                    count * sum(self.model.least_time_outside_experts(kind, places, shard))
-                    for kind, count in self._kinds.items()
-                )
-                bounds[key] = self._evenly(grid, work)
-        return min(bounds.values(), default=self.floor)
+    @cached_by(
+        lambda _, grid: (
+            grid.dims.world_size,
+            grid.dims.tensor_model_parallel_size,
+            grid.dims.context_parallel_size,
+            grid.micro_batch_size,
+            grid.sequence_parallel,
+            OUTSIDE_EXPERTS.of(grid.execution),
+        )
+    )
+    def outside_experts(self, grid: PartialLayout) -> Ticks:
+        """The same, by what expert degrees do not change."""
+        forward, backward, _ = self._add_up(self.model.pass_times_outside_experts(grid))
+        return self._evenly(grid, forward + backward)
 
-    def pipeline(self, grid: PartialLayout, recompute: Recompute) -> Ticks:
-        """A balanced pipeline with its fill and drain (plain schedule), or with none.
+    def pipelines(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> list[Ticks]:
+        """A balanced pipeline with its fill and drain (plain schedule), or with none, by setting.
 
         With stage times ``t_i`` the plain schedule takes at least ``T + w_i t_i`` for every stage,
         ``T`` the time of one micro batch through all stages and
         ``w_i = m - 1 - s min(m - 1, p - 1 - i)`` with ``s`` the largest forward share
         (``reference._Search._stage_bound``). The best division of ``T`` makes all ``w_i t_i``
         equal.
-        """
-        return self.pipelines(grid, (recompute,))[0]
-
-    def pipelines(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> list[Ticks]:
-        """The same for several settings of a grid.
 
         Modules that are searched together cover different parts of a layer, so what a set adds is
         the sum of what its modules add by themselves.

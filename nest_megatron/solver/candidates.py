@@ -4,7 +4,8 @@ Six kinds of nodes, from coarse to fine, each with an admissible bound (no plan 
 faster):
 
 * *shard*: tensor, context, expert degrees and micro batch. A replica's work on one micro batch is
-  known, and the best pipeline can do is to divide it evenly with no bubble at all.
+  known, and the best pipeline can do is to divide it evenly with no bubble at all. Work that expert
+  degrees do not change is its first bound: that of experts is priced once a shard comes up.
 * *grid*: pipeline size and rank order on top.
 * *schedule*: plain or with virtual stages, and how layers are carried out; for the plain schedule
   the bound holds the fill and drain of a balanced pipeline.

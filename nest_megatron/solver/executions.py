@@ -76,10 +76,15 @@ def with_stages_and_zero(grid: PartialLayout, virtual: int, zero: ZeroStage) -> 
     """A grid with so many virtual stages and a ZeRO stage."""
     dims = grid.dims
     if virtual != dims.virtual_pipeline_model_parallel_size:
-        dims = dataclasses.replace(dims, virtual_pipeline_model_parallel_size=virtual)
+        dims = _with_virtual_stages(dims, virtual)
     elif zero is grid.zero:
         return grid
     return dataclasses.replace(grid, dims=dims, zero=zero)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _with_virtual_stages(dims: ParallelDims, virtual: int) -> ParallelDims:
+    return dataclasses.replace(dims, virtual_pipeline_model_parallel_size=virtual)
 
 
 def launched(model: CostModel, space: SearchSpace, grid: PartialLayout) -> LaunchRequest:
@@ -180,7 +185,7 @@ class Executions(Caching):
         # No layout and no recomputation changes it, and no rule looks at a layout for it.
         self.is_fixed = self._variants == (least,) and not (has_graphs(space) or read)
         self._fixed: AllowedRecompute = {}
-        if self.is_fixed and self.kinds and self._is_accepted(nowhere, least):
+        if self.is_fixed and self.kinds and self._is_accepted(facts_of(nowhere), least):
             self._fixed = {least: self.kinds}
 
     @cached_by(lambda self, grid: self._read(grid))
@@ -189,8 +194,8 @@ class Executions(Caching):
         facts = Facts(zip(self._names, self._read(grid), strict=True))
         return tuple(facts[name] for name in self._facts)
 
-    def _is_accepted(self, grid: PartialLayout, way: Execution) -> bool:
-        return self._step.refusal({**facts_of(grid), "execution": way}) is None
+    def _is_accepted(self, facts: dict[str, Any], way: Execution) -> bool:
+        return self._step.refusal({**facts, "execution": way}) is None
 
     @cached_by(key)
     def of_shard(self, shard: PartialLayout) -> ShardExecutions:
@@ -205,12 +210,9 @@ class Executions(Caching):
             with_stages_and_zero(piped, 2, ZeroStage.NONE),
         )
         ways = tuple(dict.fromkeys(way for grid in layouts for way in self.possible(grid)))
-        fastest = lean = ways
-        if not self.is_fixed:
-            fastest = _together(ways)
-            if self.given.cuda_graph_impl is GraphImpl.NONE:
-                lean = tuple(dict.fromkeys(map(_without_graphs, ways)))
-        return ShardExecutions(fastest, lean)
+        is_lean = self.given.cuda_graph_impl is not GraphImpl.NONE
+        lean = ways if is_lean else tuple(dict.fromkeys(map(_without_graphs, ways)))
+        return ShardExecutions(_together(ways), lean)
 
     def of_family(self, grid: PartialLayout) -> AllowedRecompute:
         """The ways worth a candidate.
@@ -254,14 +256,20 @@ class Executions(Caching):
     @cached_by(key)
     def _possible(self, grid: PartialLayout) -> AllowedRecompute:
         found: dict[Execution, set[Recompute]] = {}
-        for each, kind in product(self._variants, self._kinds):
-            way = self._allowed(dataclasses.replace(grid, recompute=kind), each)
+        grids = [dataclasses.replace(grid, recompute=kind) for kind in self._kinds]
+        kinds = [
+            (kind, each, facts_of(each)) for kind, each in zip(self._kinds, grids, strict=True)
+        ]
+        for variant, (kind, laid, facts) in product(self._variants, kinds):
+            way = self._allowed(laid, facts, variant)
             if way is not None:
                 found.setdefault(way, set()).add(kind)
         return {way: frozenset(allowed) for way, allowed in found.items()}
 
-    def _allowed(self, grid: PartialLayout, variant: Execution) -> Execution | None:
-        """What Megatron does of a variant on a grid, if it does anything."""
+    def _allowed(
+        self, grid: PartialLayout, facts: dict[str, Any], variant: Execution
+    ) -> Execution | None:
+        """What Megatron does of a variant on a grid with these facts, if it does anything."""
         own = self.space.cuda_graphs is not None
         way = allowed_execution(variant, grid, own_graphs=own)
         if grid.zero.is_fsdp and way.offload_modules != self.given.offload_modules:
@@ -272,7 +280,7 @@ class Executions(Caching):
         ways = [way]
         if variant == self.given:
             ways.append(allowed_execution(of_every_layout(variant), grid, own_graphs=own))
-        return next((w for w in ways if self._is_accepted(grid, w)), None)
+        return next((w for w in ways if self._is_accepted(facts, w)), None)
 
     def _units(self, grid: PartialLayout, way: Execution) -> tuple[UnitTimes, ...]:
         return self._unit_times(dataclasses.replace(grid, execution=way))
@@ -280,8 +288,7 @@ class Executions(Caching):
     @cached_by(SHARD)
     def _unit_times(self, grid: PartialLayout) -> tuple[UnitTimes, ...]:
         places, shard = self.model.places(grid.dims), self.model.shard(grid)
-        kinds = dict.fromkeys(self.model.spec.layer_kinds())
-        return tuple(self.model.unit_time(kind, places, shard) for kind in kinds)
+        return tuple(self.model.unit_time(kind, places, shard) for kind in self.model.num_units)
 
 
 def _together(ways: Sequence[Execution]) -> tuple[Execution, ...]:
@@ -353,12 +360,14 @@ def _least_of(execution: Execution) -> tuple[Execution, PartialLayout]:
 
 def _no_more(one: UnitTimes, other: UnitTimes) -> bool:
     """Whether a unit takes no more time and memory than another, part by part."""
-    forward = {part: time.total for part, time in other.forward.items()}
-    return (
+    return one is other or (
         one.backward.total <= other.backward.total
         and one.whole_forward.total <= other.whole_forward.total
         and one.input_bytes <= other.input_bytes
         and one.working_bytes <= other.working_bytes
-        and all(time.total <= forward.get(part, 0.0) for part, time in one.forward.items())
         and all(saved <= other.saved_bytes.get(p, 0.0) for p, saved in one.saved_bytes.items())
+        and all(
+            time.total <= (other.forward[part].total if part in other.forward else 0.0)
+            for part, time in one.forward.items()
+        )
     )

@@ -102,7 +102,8 @@ def _pipelines(
     """
     tight: list[tuple[float, PartialLayout]] = []
     for grid in grids.grids(shard):
-        needs = _states(grids, memory, grid)
+        zeros = grids.zero_stages(grid.dims)
+        needs = {zero: memory.of_states(grid.dims, zero) for zero in zeros}
         roomy = [zero for zero in needs if needs[zero] <= _FOR_STATES * peaks.at_most(zero)]
         sizes = grids.virtual_sizes(grid)
         if roomy:
@@ -114,10 +115,6 @@ def _pipelines(
     for needed, grid in sorted(tight, key=lambda each: each[0]):
         if needed <= peaks.of(grid):
             yield grid
-
-
-def _states(grids: GridSpace, memory: MemoryBounds, grid: PartialLayout) -> dict[ZeroStage, float]:
-    return {zero: memory.of_states(grid.dims, zero) for zero in grids.zero_stages(grid.dims)}
 
 
 def _cost(zero: ZeroStage) -> tuple[bool, bool, int]:

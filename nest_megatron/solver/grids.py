@@ -225,9 +225,8 @@ class GridSpace(Caching):
 
     def families(self, grid: PartialLayout) -> Iterator[PartialLayout]:
         """Virtual stages, ZeRO stages and executions of a grid that Megatron accepts."""
-        for laid in self.interleavings(grid):
-            for zero in self.zero_stages(grid.dims):
-                yield from self.executions(dataclasses.replace(laid, zero=zero))
+        for virtual, zero in product(self.virtual_sizes(grid), self.zero_stages(grid.dims)):
+            yield from self.executions(with_stages_and_zero(grid, virtual, zero))
 
     def executions(self, grid: PartialLayout) -> Iterator[PartialLayout]:
         """A grid with virtual stages and ZeRO stage in every way worth a candidate."""
@@ -256,12 +255,6 @@ class GridSpace(Caching):
                 if zero.is_fsdp == schedule.zero.is_fsdp:
                     yield with_stages_and_zero(schedule, virtual, zero)
 
-    def interleavings(self, grid: PartialLayout) -> Iterator[PartialLayout]:
-        """Virtual stages of a grid that Megatron accepts."""
-        return (
-            with_stages_and_zero(grid, virtual, grid.zero) for virtual in self.virtual_sizes(grid)
-        )
-
     @cached_by(lambda self, grid: self._virtual_key(grid))
     def virtual_sizes(self, grid: PartialLayout) -> tuple[int, ...]:
         """Numbers of virtual stages of a grid that Megatron accepts."""
@@ -279,6 +272,7 @@ class GridSpace(Caching):
             if legal and self.steps["virtual"].refusal(found) is None:
                 yield virtual
 
+    @cached_by(lambda _, dims: dims)
     def zero_stages(self, dims: ParallelDims) -> list[ZeroStage]:
         """ZeRO stages that Megatron launches here, with virtual stages or without.
 
@@ -293,17 +287,12 @@ class GridSpace(Caching):
 
     def recompute_settings(self, grid: PartialLayout) -> tuple[Recompute, ...]:
         """Recompute settings to try on a grid, none first; block sizes up to the largest chunk."""
-        if self.ways.is_fixed:
-            return self._settings(grid.dims.num_chunks)
         return self._allowed(*self.settings_key(grid))
-
-    @cached_by(lambda _, chunks: chunks)
-    def _settings(self, chunks: int) -> tuple[Recompute, ...]:
-        return self._all_settings(self.largest_block(chunks))
 
     @cached_by(lambda _, chunks, kinds: (chunks, kinds))
     def _allowed(self, chunks: int, kinds: RecomputeKinds) -> tuple[Recompute, ...]:
-        return tuple(each for each in self._settings(chunks) if self._kind_of(each) in kinds)
+        settings = self._all_settings(self.largest_block(chunks))
+        return tuple(each for each in settings if self._kind_of(each) in kinds)
 
     def _kind_of(self, recompute: Recompute) -> Recompute:
         return kind_of(recompute, self._decisive)

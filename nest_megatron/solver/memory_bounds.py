@@ -12,29 +12,25 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.fsdp_memory import unsharded_bytes
-from nest_megatron.cost_model.keys import SHARD, STATES, STATES_OF_PIPELINE, GroupPlaces
+from nest_megatron.cost_model.keys import SHARD, STATES, STATES_OF_PIPELINE
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.schedule import peak_live_chunks
 from nest_megatron.cost_model.stage_problems import early_forward_share, priced_microbatches
 from nest_megatron.cost_model.unit_cost import replicas, stored_bytes
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import Recompute
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.model.layer_pattern import LayerKind
-from nest_megatron.model.shard import LayerShard
 from nest_megatron.solver.grids import GridSpace
 
 
 class _States(NamedTuple):
-    """States of a pipeline: of each kind one unit, kept and gathered; ``whole`` is their sum."""
+    """States of a pipeline: of each kind one unit, kept and gathered."""
 
-    whole: float
     units: tuple[float, ...]
     unsharded: tuple[int, ...]
 
@@ -56,7 +52,7 @@ class MemoryBounds(Caching):
     def __init__(self, model: CostModel, grids: GridSpace) -> None:
         self.model = model
         self.grids = grids
-        kinds = Counter(model.spec.layer_kinds())
+        kinds = model.num_units
         self._kinds, self._counts = tuple(kinds), tuple(kinds.values())
         self._num_units = kinds.total()
         self._num_outside = sum(count for kind, count in kinds.items() if kind.is_end)
@@ -78,17 +74,16 @@ class MemoryBounds(Caching):
         """Activations of at least one micro batch with them, on every rank."""
         settings = self.grids.keeping_least()
         each = [self._active(grid, settings) for grid in self.grids.with_least_memory(shard)]
-        active = each[0]
-        if len(each) > 1:
-            active = _Activations(*(tuple(map(min, *ways)) for ways in zip(*each, strict=True)))
+        least = (tuple(map(min, zip(*ways, strict=True))) for ways in zip(*each, strict=True))
+        active = _Activations(*least)
         saved = self._sum(active.saved)
-        least = math.inf
+        needs = [math.inf]
         for dims, zero in self._pipelines(shard.dims):
             p, states = dims.pipeline_model_parallel_size, self._of_pipeline(dims, zero)
             beside, without = self._at_work(states, active, p)
-            needed = beside + (states.whole + saved - without) / p
-            least = min(least, max(self.of_states(dims, zero), needed))
-        return least - 2 * self._num_units
+            needed = beside + (self._sum(states.units) + saved - without) / p
+            needs.append(max(self.of_states(dims, zero), needed))
+        return min(needs) - 2 * self._num_units
 
     @cached_by(STATES)
     def _pipelines(self, dims: ParallelDims) -> list[tuple[ParallelDims, ZeroStage]]:
@@ -99,20 +94,29 @@ class MemoryBounds(Caching):
             for zero in self.grids.zero_stages(pipeline)
         ]
 
-    def of_family(self, grid: PartialLayout, sizes: tuple[int, ...] = ()) -> float:
-        """A grid with its virtual stages and ZeRO stage, whatever is recomputed.
+    def of_family(self, grid: PartialLayout) -> float:
+        """A grid with its virtual stages and ZeRO stage, whatever is recomputed."""
+        return self.under(grid, self.grids.keeping_least(grid))
 
-        Args:
-            sizes: it has one of these numbers of virtual stages, and not its own.
-        """
-        dims, m = grid.dims, priced_microbatches(grid)
-        sizes = sizes or (dims.virtual_pipeline_model_parallel_size,)
-        live = _least_live(dims.pipeline_model_parallel_size, sizes, m)
-        active = self._active(grid, self.grids.keeping_least(grid))
-        if grid.execution.overlap_moe_expert_parallel_comm:
-            p = dims.pipeline_model_parallel_size
-            more = 1.0 + min(early_forward_share(p, size, m) for size in sizes)
-            active = active._replace(saved=tuple(more * saved for saved in active.saved))
+    @cached_by(
+        lambda _, grid, settings: (
+            STATES_OF_PIPELINE.of(grid.dims),
+            SHARD.of(grid),
+            grid.zero,
+            settings,
+            grid.dims.virtual_pipeline_model_parallel_size == 1 and grid.num_microbatches,
+            share_kept_early(grid),
+        )
+    )
+    def under(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> float:
+        """The same under one of some settings; numbers of virtual stages share it."""
+        dims = grid.dims
+        is_plain = dims.virtual_pipeline_model_parallel_size == 1
+        most = grid.num_microbatches if is_plain else dims.pipeline_model_parallel_size
+        live = least_live(dims.pipeline_model_parallel_size, most, is_plain=is_plain)
+        active = self._active(grid, settings)
+        if more := share_kept_early(grid):
+            active = active._replace(saved=tuple((1.0 + more) * saved for saved in active.saved))
         states = self._of_pipeline(dims, grid.zero)
         return max(self.of_states(dims, grid.zero), self._peak(states, active, live))
 
@@ -148,22 +152,18 @@ class MemoryBounds(Caching):
 
     @cached_by(lambda _, grid, settings: (SHARD.of(grid), settings))
     def _active(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> _Activations:
-        places, shard = self.model.places(grid.dims), self.model.shard(grid)
-        pairs = [self._least_of(kind, places, shard, settings) for kind in self._kinds]
-        return _Activations(*zip(*pairs, strict=True))
-
-    def _least_of(
-        self, kind: LayerKind, places: GroupPlaces, shard: LayerShard, settings: Iterable[Recompute]
-    ) -> tuple[float, float]:
         """Saved and at work; embedding and head may have a rank for themselves.
 
         What sets of modules do not save they need at work, as much as with nothing recomputed.
         """
-        runs = [self.model.run(kind, places, shard, recompute) for recompute in settings]
-        saved = min(run.saved_bytes for run in runs)
-        if kind.is_end:
-            return saved, 0.0
-        return saved, min(run.saved_bytes + run.working_bytes for run in runs) - saved
+        places, shard = self.model.places(grid.dims), self.model.shard(grid)
+        saved, working = [], []
+        for kind in self._kinds:
+            runs = [self.model.run(kind, places, shard, recompute) for recompute in settings]
+            saved.append(min(run.saved_bytes for run in runs))
+            together = min(run.saved_bytes + run.working_bytes for run in runs)
+            working.append(0.0 if kind.is_end else together - saved[-1])
+        return _Activations(tuple(saved), tuple(working))
 
     @cached_by(_pipeline_key)
     def _of_pipeline(self, dims: ParallelDims, zero: ZeroStage) -> _States:
@@ -177,22 +177,23 @@ class MemoryBounds(Caching):
             in_layer = not kind.is_end
             whole = (unsharded_bytes(c, rank, zero, settings, in_layer=in_layer) for c in own)
             unsharded.append(0 if stays else min(whole))
-        return _States(
-            whole=self._sum(units),
-            units=tuple(units),
-            unsharded=tuple(unsharded),
-        )
+        return _States(units=tuple(units), unsharded=tuple(unsharded))
+
+
+def share_kept_early(grid: PartialLayout) -> float:
+    """What passes ahead of the schedule add to what a grid saves, as a share of it."""
+    if not grid.execution.overlap_moe_expert_parallel_comm:
+        return 0.0
+    p, v = grid.dims.pipeline_model_parallel_size, grid.dims.virtual_pipeline_model_parallel_size
+    return early_forward_share(p, v, priced_microbatches(grid))
 
 
 @functools.lru_cache(maxsize=4096)
-def _least_live(p: int, sizes: tuple[int, ...], m: int) -> Counter[int]:
-    """On how many ranks how many micro batches keep activations in all chunks at once, at least.
+def least_live(p: int, most: int, *, is_plain: bool) -> Counter[int]:
+    """On how many ranks how many micro batches keep activations in all chunks at once.
 
-    Args:
-        sizes: numbers of virtual stages of which there is one.
+    With virtual stages the last chunk to start has fewest, whatever their number: a rank starts two
+    micro batches of it for each rank behind it before its first backward pass.
     """
-
-    def live(v: int, rank: int) -> int:
-        return min(m, p - rank) if v == 1 else max(map(min, peak_live_chunks(p, v, m, rank)))
-
-    return Counter(min(live(v, rank) for v in sizes) for rank in range(p))
+    step = 1 if is_plain else 2
+    return Counter(min(most, step * (p - rank - 1) + 1) for rank in range(p))

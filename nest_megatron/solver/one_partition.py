@@ -9,10 +9,8 @@ backend, judges that problem with all that it promises: bounds, thresholds, limi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from itertools import pairwise
 
-from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost, chunk_cost
+from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, chunks_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.rulebook.stages import misplaced_mtp_chunk
@@ -113,7 +111,7 @@ def joined(problem: PipelineProblem, boundaries: tuple[int, ...]) -> PipelinePro
     Raises:
         UserInputError: if there are more different chunks than a problem can name.
     """
-    chunks = list(_chunks(problem, boundaries))
+    chunks = chunks_of(problem, boundaries)
     kinds = {cost: number for number, cost in enumerate(dict.fromkeys(chunks))}
     if len(kinds) > _MOST_KINDS:
         raise UserInputError(
@@ -129,16 +127,3 @@ def joined(problem: PipelineProblem, boundaries: tuple[int, ...]) -> PipelinePro
         num_layers=max(0, len(chunks) - 2),
         block_num_layers=0,
     )
-
-
-def _chunks(problem: PipelineProblem, boundaries: tuple[int, ...]) -> Iterator[UnitCost]:
-    """Each chunk as one unit; equal runs of units are added up once.
-
-    Runs are equal if so many of their units lie before the first layer and behind the last one.
-    """
-    known: dict[tuple[bytes, bool, int], UnitCost] = {}
-    for first, end in pairwise(boundaries):
-        key = (problem.unit_kinds[first:end], first == 0, max(0, end - 1 - problem.num_layers))
-        if key not in known:
-            known[key] = chunk_cost(problem, first, end)
-        yield known[key]

@@ -40,7 +40,7 @@ from nest_megatron.solver.candidates import (
 )
 from nest_megatron.solver.first_plan import first_plan
 from nest_megatron.solver.grids import GridSpace
-from nest_megatron.solver.memory_bounds import MemoryBounds
+from nest_megatron.solver.memory_bounds import MemoryBounds, share_kept_early
 from nest_megatron.solver.one_partition import (
     as_built,
     check_partition,
@@ -109,9 +109,11 @@ class Search(Caching):
             self.counts = CandidateCounts(self.grids)
             self.bounds = Bounds(self.model, self.global_batch_size)
             self.memory = MemoryBounds(self.model, self.grids)
+            self.lower_bounds: dict[PartialLayout, StageSolution] = {}  # in any memory
         else:
             self.grids, self.counts = like.grids.with_own_counts(), like.counts
             self.bounds, self.memory = like.bounds, like.memory
+            self.lower_bounds = like.lower_bounds
         self.peaks = limit or PeakLimit(self.model)
         self.most_bytes = max(map(self.peaks.at_most, space.zero_stages), default=0)
         self.only_one = space.partition is not None or space.even_stages
@@ -175,7 +177,7 @@ class Search(Caching):
                 refused += candidates
             else:
                 self.candidates += candidates
-                self._push(min(map(self.bounds.even, self.grids.fastest(grid))), grid, SHARD)
+                self._push(self._least_of(self.bounds.outside_experts, grid), grid, SHARD)
         if refused:  # told only once all are, so that a search that ends before has not seen them
             self.candidates += refused
             self.infeasible[_STATES] = refused
@@ -209,7 +211,7 @@ class Search(Caching):
         best = plans[0].iteration if plans else NO_THRESHOLD
         lower = min(best, self.unproven, NO_THRESHOLD if drained else self._open_bound())
         known = self.solved + sum(self.infeasible.values())
-        left = 0 if drained else sum(self._candidates_below(node) for node in self.heap)
+        left = 0 if drained else sum(map(self._candidates_below, self.heap))
         return SearchResult(
             plans=plans,
             ties=tuple(sorted(dict.fromkeys(ties), key=lambda plan: plan.rank)),
@@ -231,7 +233,8 @@ class Search(Caching):
         """No plan that is still to be looked at is faster."""
         if not self.enumerated:
             grids = self.grids.with_own_counts()
-            return self.bounds.least(each for s in grids.shards() for each in grids.fastest(s))
+            bounds = (self._least_of(self.bounds.outside_experts, s) for s in grids.shards())
+            return min(bounds, default=self.bounds.floor)
         return self.heap[0].bound if self.heap else NO_THRESHOLD
 
     def _candidates_below(self, node: Node) -> int:
@@ -269,20 +272,29 @@ class Search(Caching):
 
     def _threshold_of_any_stages(self, grid: PartialLayout) -> Ticks:
         """The same of plans with its virtual stages, too, that tie with the fastest of all."""
-        known = self.ties.get(_tie_of(grid, is_even=False))
-        tie = self.longest_tie if known is None else min(known.iteration, self.longest_tie)
-        return max(self._threshold_of_layout(grid), tie)
+        return max(self._threshold_of_layout(grid), self._threshold_of_tie(grid, is_even=False))
 
     def _threshold_of_even_stages(self, grid: PartialLayout) -> Ticks:
         """The same of plans with the stages that Megatron cuts by itself."""
         if self.only_one or self.model.spec.num_layers % grid.dims.num_chunks:
             return -1
-        known = self.ties.get(_tie_of(grid, is_even=True))
+        return self._threshold_of_tie(grid, is_even=True)
+
+    def _threshold_of_tie(self, grid: PartialLayout, *, is_even: bool) -> Ticks:
+        known = self.ties.get(_tie_of(grid, is_even=is_even))
         return self.longest_tie if known is None else min(known.iteration, self.longest_tie)
 
+    def _least_of(self, bound: Callable[[PartialLayout], Ticks], grid: PartialLayout) -> Ticks:
+        """A bound of a grid in the fastest ways to carry its layers out."""
+        return min(map(bound, self.grids.fastest(grid)))
+
     def _expand_shard(self, node: Node) -> None:
+        even = self._least_of(self.bounds.even, node.grid)
+        if even > node.bound:  # its experts are priced only now
+            heapq.heappush(self.heap, node._replace(bound=even))
+            return
         for grid in self.grids.grids(node.grid):
-            bound = max(node.bound, min(map(self.bounds.waiting, self.grids.fastest(grid))))
+            bound = max(node.bound, self._least_of(self.bounds.waiting, grid))
             if bound <= self._threshold(grid, decided=False):
                 self._push(bound, grid, GRID)
 
@@ -292,7 +304,7 @@ class Search(Caching):
         if refused := [zero for zero in self.grids.zero_stages(grid.dims) if zero not in roomy]:
             self.infeasible[_STATES] += self.counts.of_grid(grid, refused)
         for schedule in self.grids.schedules(grid, roomy):
-            bound = max(node.bound, self.bounds.pipeline(schedule, NO_RECOMPUTE))
+            bound = max(node.bound, self.bounds.pipelines(schedule, (NO_RECOMPUTE,))[0])
             if bound <= threshold:
                 self._push(bound, schedule, SCHEDULE)
 
@@ -303,28 +315,32 @@ class Search(Caching):
 
     def _expand_schedule(self, node: Node) -> None:
         """Bound the stage problems themselves."""
-        memory, peaks = self.memory, self.peaks
         families = list(self.grids.families_of(node.grid, self._zeros_that_fit(node.grid)))
-        sizes = tuple({family.dims.virtual_pipeline_model_parallel_size for family in families})
-        firsts = {family.zero: family for family in families}.values()
-        roomy = {
-            first.zero
-            for first in firsts
-            if memory.of_family(first, sizes) <= peaks.at_most(first.zero)
-        }
+        # Of those with one ZeRO stage the last has most virtual stages, and so keeps least.
+        last = {family.zero: family for family in families}
+        least_bytes = {zero: self.memory.of_family(family) for zero, family in last.items()}
         for family in families:
-            if family.zero not in roomy or memory.of_family(family) > (most := peaks.of(family)):
+            needed, most = least_bytes[family.zero], self.peaks.of(family)
+            if needed <= most and share_kept_early(family):
+                needed = self.memory.of_family(family)
+            if needed > most:
                 self.infeasible[_ACTIVATIONS] += self.counts.of_family(family)
                 continue
+            known = self.lower_bounds.get(family)
+            if known is not None and known.lower_bound > self._threshold(family):
+                continue
             stages = StageProblems(self.model, family, most)
-            least = self._bound_in_any_memory(stages, NO_RECOMPUTE)
-            if least.status is not Status.BOUNDED:
+            least = known or self._bound_in_any_memory(stages, NO_RECOMPUTE)
+            self.lower_bounds[family] = least
+            if known is not None or least.status is not Status.BOUNDED:
                 self._push(max(node.bound, least.lower_bound), family, MEMBERS, stages=stages)
 
     def _expand_members(self, node: Node) -> None:
         """Solve without recomputation; where memory costs that nothing, all else is slower."""
         grid, stages, choices = node.grid, node.problems(), self._choices(node.grid)
-        if choices.none and self._is_best_in_any_memory(
+        if choices.none and self.memory.under(grid, (NO_RECOMPUTE,)) > stages.capacity_bytes:
+            self.infeasible[_ACTIVATIONS] += 1
+        elif choices.none and self._is_best_in_any_memory(
             stages, NO_RECOMPUTE, self._solve_and_record(stages, NO_RECOMPUTE)
         ):
             return
@@ -403,16 +419,18 @@ class Search(Caching):
         when even unlimited memory leaves a block too slow, all bigger ones are too.
         """
         stages, blocks = node.problems(), self._choices(node.grid).blocks
-        blocks = blocks[blocks.index(node.recompute) :]
-        if self._bound_in_any_memory(stages, blocks[0]).status is Status.BOUNDED:
+        smaller = blocks.index(node.recompute)
+        blocks = blocks[smaller:]
+        unlimited = self._bound_in_any_memory(stages, blocks[0])
+        if unlimited.status is Status.BOUNDED:
             return
-        first = len(blocks)
-        if self._fits(stages, blocks[-1]):
-            first = bisect.bisect_left(blocks, True, key=lambda block: self._fits(stages, block))
+        # Behind a block that fits all do.
+        first = 0 if smaller else self._first_that_fits(stages, blocks)
         self.infeasible[_ACTIVATIONS] += first
         if first == len(blocks):
             return
-        unlimited = self._bound_in_any_memory(stages, blocks[first])
+        if first:
+            unlimited = self._bound_in_any_memory(stages, blocks[first])
         if unlimited.status is Status.BOUNDED:
             return
         found = self._solve_and_record(stages, blocks[first])
@@ -420,6 +438,15 @@ class Search(Caching):
         if bigger and not self._is_best_in_any_memory(stages, blocks[first], found):
             bound = max(node.bound, unlimited.lower_bound)
             self._push(bound, node.grid, BLOCKS, bigger[0], stages)
+
+    def _first_that_fits(self, stages: StageProblems, blocks: tuple[Recompute, ...]) -> int:
+        """Index of the smallest block that fits, or how many blocks there are."""
+        last = len(blocks) - 1
+        if not self._fits(stages, blocks[last]):
+            return len(blocks)
+        return bisect.bisect_left(
+            blocks, True, 0, last, key=lambda block: self._fits(stages, block)
+        )
 
     def _solve_and_record(self, stages: StageProblems, recompute: Recompute) -> StageSolution:
         """Solve a candidate as far as it matters, count it, keep it if it is its layout's best."""
@@ -440,14 +467,11 @@ class Search(Caching):
             if even.boundaries and even.boundaries != found.boundaries:
                 self._keep(SolvedLayout.of(grid, recompute, even, self.space.sharding))
         if self.on_progress:
-            self._tell(self.on_progress)
+            best = min((kept.iteration for kept in self.best.values()), default=None)
+            # What is being expanded is open, and no longer on the heap.
+            proven = (self._least_open, self.unproven, *(() if best is None else (best,)))
+            self.on_progress(self.solved, best, min(proven))
         return found
-
-    def _tell(self, on_progress: Callable[[int, Ticks | None, Ticks], None]) -> None:
-        """Say how far the search is; what is being expanded is open, and no longer on the heap."""
-        best = min((kept.iteration for kept in self.best.values()), default=None)
-        proven = (self._least_open, self.unproven, *(() if best is None else (best,)))
-        on_progress(self.solved, best, min(proven))
 
     def _solve(
         self, problem: PipelineProblem, threshold: Ticks, node_limit: int = DEFAULT_NODE_LIMIT

@@ -92,7 +92,7 @@ def test_parts_keep_their_proportions() -> None:
 
 def dense_parts(model: CostModel, grid: PartialLayout) -> dict[str, float]:
     """Forward compute time of a dense MLP half by part."""
-    _, dense = model._blocks.of_unit(LayerKind.DENSE, model.places(grid.dims), model.shard(grid))
+    _, dense = model._blocks.of_units(model.places(grid.dims), model.shard(grid))[LayerKind.DENSE]
     return {part: time.compute for part, time in dense.forward.items()}
 
 
@@ -126,10 +126,10 @@ def test_interpolation_carries_the_ratio_over(grid: PartialLayout) -> None:
     timings = []
     for tp, micro in ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2)):
         shape = one_stage(tp, micro=micro)
-        blocks = analytic._blocks.of_unit(
-            LayerKind.DENSE, analytic.places(shape.dims), analytic.shard(shape)
-        )
-        for block, priced in zip((LayerBlock.ATTENTION, LayerBlock.DENSE), blocks, strict=True):
+        units = analytic._blocks.of_units(analytic.places(shape.dims), analytic.shard(shape))
+        for block, priced in zip(
+            (LayerBlock.ATTENTION, LayerBlock.DENSE), units[LayerKind.DENSE], strict=True
+        ):
             timings.append(
                 timing(
                     block,

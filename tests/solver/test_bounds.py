@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import pytest
 
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.schedule import peak_live_chunks
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import StageProblems, stage_problem
 from nest_megatron.layout.recompute import (
@@ -19,7 +21,7 @@ from nest_megatron.model.adapters import Adapters
 from nest_megatron.solver import backend
 from nest_megatron.solver.bounds import Bounds
 from nest_megatron.solver.grids import GridSpace
-from nest_megatron.solver.memory_bounds import MemoryBounds
+from nest_megatron.solver.memory_bounds import MemoryBounds, least_live
 from nest_megatron.solver.outcome import NO_THRESHOLD, Status
 from nest_megatron.solver.search import UNLIMITED
 from nest_megatron.solver.space import SearchSpace
@@ -60,9 +62,9 @@ def test_bounds_are_below_every_candidate(name: str, adapters: Adapters | None) 
                     problem = stage_problem(model, candidate)
                     roomy = dataclasses.replace(problem, capacity_bytes=UNLIMITED)
                     found = SOLVE(roomy, NO_THRESHOLD, 20_000)
-                    assert bounds.even(shard) <= found.iteration
+                    assert bounds.outside_experts(shard) <= bounds.even(shard) <= found.iteration
                     assert bounds.even(candidate, recompute) <= found.iteration
-                    assert bounds.pipeline(candidate, recompute) <= found.iteration
+                    assert bounds.pipelines(candidate, (recompute,))[0] <= found.iteration
                     least = max(
                         memory.of_states(candidate.dims, candidate.zero),
                         memory.of_shard_states(shard),
@@ -104,6 +106,13 @@ def test_blocks_add_to_every_bound(name: str) -> None:
             )
             added.append(bounds.added_by_blocks(family, block))
             assert plain + added[-1] <= again
-            assert bounds.pipeline(family, NO_RECOMPUTE) <= plain
+            assert bounds.pipelines(family, (NO_RECOMPUTE,))[0] <= plain
     assert len(added) > 50
     assert max(added) > 0
+
+
+@pytest.mark.parametrize("p", [2, 3, 5, 8])
+def test_micro_batches_alive_in_every_chunk_are_those_of_the_schedule(p: int) -> None:
+    for v, m in [(1, 1), (1, 3), (1, 4 * p), (2, p), (3, 2 * p), (4, 5 * p)]:
+        each = Counter(max(map(min, peak_live_chunks(p, v, m, rank))) for rank in range(p))
+        assert least_live(p, m if v == 1 else p, is_plain=v == 1) == each

@@ -21,6 +21,7 @@ import nest_megatron
 from nest_megatron.caching import Caching, Key
 from nest_megatron.cost_model.keys import SHARD, split_block
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.peak_limit import PeakLimit
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import StageProblems, stage_problem
 from nest_megatron.errors import UserInputError
@@ -203,7 +204,7 @@ JOBS = {"dense": job(1), "experts": job(5), "measured": job(5, is_measured=True)
 def owners(search: Search, base: PartialLayout) -> dict[str, Any]:
     model = search.model
     found = (model, model._blocks, search.grids, search.grids.ways, search.counts, search.bounds)
-    found = (*found, search.memory, search, StageProblems(model, base))
+    found = (*found, search.memory, search, StageProblems(model, base), PeakLimit(model, 0.05))
     return {type(each).__name__: each for each in found}
 
 
@@ -261,7 +262,7 @@ def test_calls_of_one_key_have_one_value(name: str, which: str) -> None:
         shards = list(search.grids.shards())
         rng = random.Random(1)
         found = list(families(search.grids))
-        sample = rng.sample(found, min(len(found), 200))
+        sample = rng.sample(found, min(len(found), 600))
         pools = [[(rng.choice(shards), grid) for grid in sample]]
     compared = 0
     for pool in pools:
