@@ -27,7 +27,7 @@ from nest_megatron.plain import to_plain
 from nest_megatron.planner import plan_table as planner_table
 from nest_megatron.planner.pins import Pin
 from nest_megatron.report.console import Shown
-from nest_megatron.report.scaling import scaling_document, scaling_report
+from nest_megatron.report.plan_rows import scaling_document, scaling_report
 from nest_megatron.units import Seconds, format_seconds
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from nest_megatron.integrations.megatron_lm.other_layout import Versus, WhyNot
     from nest_megatron.profile.lookup import LayerTimes
-    from nest_megatron.report.sweep import SweepRow
+    from nest_megatron.report.plan_rows import PlanRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -259,7 +259,7 @@ class PlanTable(Shown):
 
     def report(self) -> Iterator[RenderableType]:
         """The table that ``nest-megatron plan --for-nodes`` prints."""
-        from nest_megatron.report.plan_table import plan_table_report
+        from nest_megatron.report.plan_rows import plan_table_report
         from nest_megatron.report.terminal import notes_report
 
         yield from plan_table_report(self.record)
@@ -278,7 +278,7 @@ class Scaling(Shown):
         rows: what planning came to, a row for each number of GPUs.
     """
 
-    rows: tuple[SweepRow, ...]
+    rows: tuple[PlanRow, ...]
 
     def plans(self) -> dict[int, Plan]:
         """The plans by number of GPUs, of those that have one."""
@@ -373,8 +373,8 @@ class Explanation(Shown):
 
     def write_timeline(self, path: str | os.PathLike[str]) -> None:
         """Write the schedule: a ``.json`` trace for Perfetto, or a ``.png`` or ``.svg`` picture."""
+        from nest_megatron.report.schedule_view import chrome_trace
         from nest_megatron.report.timeline import draw_timeline
-        from nest_megatron.report.trace import chrome_trace
 
         if Path(path).suffix == ".json":
             write_text(Path(path), chrome_trace(self.plan.record, self.times))

@@ -9,9 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from nest_megatron.api.jobs import SweepJob, SweptCommand, command_words, sweep_job
 from nest_megatron.api.results import Plan
 from nest_megatron.api.sweep import SweepOptions, Swept, run_jobs
-from nest_megatron.api.sweep_jobs import SweepJob, SweptCommand, command_words, sweep_job
 from nest_megatron.config.compose import compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.keywords import setting_texts, typed_path
@@ -196,7 +196,7 @@ def plan_variants(path: Path, changes: Sequence[Setting], options: SweepOptions)
     def kept(job: SweepJob) -> ParallelPlan:
         return keep_layout(present, stated.request(job.composed()))
 
-    return _asked(present, jobs, kept, options)
+    return _compared(present, jobs, kept, options)
 
 
 def command_variants(
@@ -223,7 +223,7 @@ def command_variants(
     def typed(job: SweepJob) -> ParallelPlan:
         return command.typed(job.composed(without=_is_of_layout))
 
-    return _asked(None, jobs, typed, options)
+    return _compared(None, jobs, typed, options)
 
 
 def _no_change(changes: Sequence[Setting], limit: str, fix: str) -> UserInputError:
@@ -279,7 +279,7 @@ def _require_one(jobs: Sequence[SweepJob], stated: StatedJob) -> None:
     raise errors[0]
 
 
-def _asked(
+def _compared(
     present: ParallelPlan | None,
     jobs: Sequence[SweepJob],
     kept: Callable[[SweepJob], ParallelPlan],
@@ -290,8 +290,8 @@ def _asked(
     found = run_jobs(jobs, options)
     variants = []
     for (job, _), row in zip(found.done, found.rows, strict=True):
-        plan, told = priced[job.settings]
-        variants.append(Variant(row=row, kept=plan, told=told))
+        plan, refusal = priced[job.settings]
+        variants.append(Variant(row=row, kept=plan, refusal=refusal))
     return WhatIf(present=present, variants=tuple(variants), swept=found)
 
 

@@ -19,7 +19,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.dry_run.launch import names_script
 from nest_megatron.integrations.megatron_lm.parser import tokens
 from nest_megatron.layout import plan_file
-from nest_megatron.report.sweep import to_csv
+from nest_megatron.report.plan_rows import to_csv
 
 if TYPE_CHECKING:
     from nest_megatron import Plan, WhatIf

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nest_megatron.api import Plan, planned_command
-from nest_megatron.api.jobs import estimate_job, plan_job
-from nest_megatron.api.sweep_jobs import SweptCommand
+from nest_megatron.api.jobs import SweptCommand, estimate_job, plan_job
 from nest_megatron.cli.command_kinds import forced
 from nest_megatron.cli.placing import placed, with_notes
 from nest_megatron.cluster.placement import Launcher

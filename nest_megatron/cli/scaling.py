@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from nest_megatron.api.jobs import sweep_job
 from nest_megatron.api.results import Scaling
 from nest_megatron.api.sweep import run_jobs
-from nest_megatron.api.sweep_jobs import sweep_job
 from nest_megatron.cli.plan_table import refuse_other_jobs
 from nest_megatron.cli.planning import PlanOptions
 from nest_megatron.cli.sweep import say_written, sweep_options
@@ -14,7 +14,7 @@ from nest_megatron.config.overrides import Setting, read_counts, refuse_sweeps
 from nest_megatron.errors import OK, UserInputError
 from nest_megatron.files import write_text
 from nest_megatron.report.console import print_notes, show, show_json
-from nest_megatron.report.scaling import scaling_page
+from nest_megatron.report.plan_rows import scaling_page
 
 _OPTION, _SIZE = "--for-gpus", "cluster.num_gpus"
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from rich.text import Text
 
+from nest_megatron.api.jobs import sweep_job
 from nest_megatron.api.sweep import SweepOptions, Swept, run_jobs
-from nest_megatron.api.sweep_jobs import sweep_job
 from nest_megatron.cli.command_kinds import forced
 from nest_megatron.cli.planning import PlanOptions
 from nest_megatron.config.overrides import Setting, expand, swept
 from nest_megatron.files import write_text
 from nest_megatron.report.console import say, show, show_json
-from nest_megatron.report.sweep import SweepRow, sweep_page, sweep_table, without_effect
+from nest_megatron.report.plan_rows import PlanRow, sweep_page, sweep_table, without_effect
 
 
 def run_sweep(options: PlanOptions) -> int:
@@ -42,7 +42,7 @@ def sweep_options(settings: Sequence[Setting], launcher: Sequence[Setting]) -> S
     return SweepOptions(launcher=launcher, out=out, force=forced())
 
 
-def _show(same: str, rows: Sequence[SweepRow]) -> None:
+def _show(same: str, rows: Sequence[PlanRow]) -> None:
     show(Text(same), sweep_table(rows))
     for key in without_effect(rows):
         say(f"\nnote: {key} changes nothing: the step takes as long with each of its values.")
