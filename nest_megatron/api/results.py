@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, write_text
@@ -395,3 +396,42 @@ class Explanation(Shown):
         page, title = html.escape(self.to_html()), html.escape(repr(self.plan))
         style = "width:100%;height:900px;border:0"
         return f'<iframe title="{title}" srcdoc="{page}" sandbox="" style="{style}"></iframe>'
+
+
+Record = TypeVar("Record", TransformerSpec, Cluster)
+
+
+class Catalogue(Shown, Mapping[str, Record]):
+    """Models or clusters by name, each read when it is asked for; a notebook shows a table."""
+
+    def __init__(
+        self,
+        group: str,
+        read: Callable[[str], Record],
+        table: Callable[[Catalogue[Record]], RenderableType],
+    ) -> None:
+        self._group, self._names = group, catalogue_names(group)
+        self._read: Callable[[str], Record] = read
+        self._table: Callable[[Catalogue[Record]], RenderableType] = table
+
+    def __getitem__(self, name: str) -> Record:
+        try:
+            return self._read(name)
+        except UserInputError as error:
+            raise KeyError(str(error)) from error
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"<Catalogue of {len(self)} {self._group}s>"
+
+    def report(self) -> tuple[RenderableType]:
+        """The table."""
+        return (self._table(self),)

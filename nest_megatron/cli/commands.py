@@ -68,9 +68,9 @@ COMMANDS: Mapping[str, Loaded] = {
         "extract", "Show the work of one layer on one rank, as megatron-core's own modules do it."
     ),
     "history": Loaded(
-        "history", "Runs of planned jobs: what was predicted, what was measured, how they ended."
+        "audit", "Runs of planned jobs: what was predicted, what was measured, how they ended."
     ),
-    "keygen": Loaded("signing", "Make a key that signs pinned plans, in minisign's format."),
+    "keygen": Loaded("explain", "Make a key that signs pinned plans, in minisign's format."),
     "models": Loaded(
         "catalogue", "List the models of the catalogue, or show one, or that of a file."
     ),
@@ -109,11 +109,11 @@ COMMANDS: Mapping[str, Loaded] = {
         "validation",
     ),
     "verify": Loaded(
-        "signing",
+        "explain",
         "Say whether a pinned plan is as it was pinned, and with --key who signed it.",
     ),
     "whatif": Loaded(
-        "whatif",
+        "plan",
         "Plan a plan file's job again on changed clusters: every combination of a,b values.",
     ),
 }

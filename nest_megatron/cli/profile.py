@@ -22,8 +22,12 @@ from nest_megatron.cli.command_kinds import (
     json_option,
     settings_argument,
 )
-from nest_megatron.cli.profile_device import measuring_here
-from nest_megatron.cli.profile_request import ProfileRequest, request_of_plan, request_of_settings
+from nest_megatron.cli.profile_request import (
+    ProfileRequest,
+    measuring_here,
+    request_of_plan,
+    request_of_settings,
+)
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.layout import LAYER_DEGREES
 from nest_megatron.errors import BAD_INPUT, OK, UserInputError, require_seconds
@@ -357,7 +361,7 @@ def _tell(own: RankTasks, found: Timed, network_out: Path | None, *, as_json: bo
             }
         )
         return
-    from nest_megatron.report.measured_tables import levels_table, profile_lines, timings_table
+    from nest_megatron.report.catalogue_tables import levels_table, profile_lines, timings_table
     from nest_megatron.report.terminal import notes_report
 
     if timings:

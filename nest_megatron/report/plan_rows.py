@@ -251,10 +251,13 @@ def sweep_page(job: str, rows: Sequence[PlanRow]) -> str:
     return rows_page("A sweep", job, rows, _SWEEP, [*map(_sweep_cells, rows)], notes)
 
 
-def sweep_table(rows: Sequence[PlanRow]) -> RenderableType:
-    """One row a job: its number, what varies, and the plan."""
+def sweep_report(job: str, rows: Sequence[PlanRow]) -> Iterator[RenderableType]:
+    """What all rows have in common, one row a job, and which settings change nothing."""
+    from rich.text import Text
+
     from nest_megatron.report.tables import figure_columns, name_columns, word_columns
 
+    yield Text(job)
     columns = (
         *name_columns("#", "Job"),
         *figure_columns("Step", min_width=9),
@@ -264,7 +267,9 @@ def sweep_table(rows: Sequence[PlanRow]) -> RenderableType:
         *name_columns("Proof", min_width=7),
     )
     cells = map(_sweep_cells, rows)
-    return filled_table(columns, ({**c, "Job": broken_lines(c["Job"])} for c in cells), "")
+    yield filled_table(columns, ({**c, "Job": broken_lines(c["Job"])} for c in cells), "")
+    for key in without_effect(rows):
+        yield f"\nnote: {key} changes nothing: the step takes as long with each of its values."
 
 
 #: Widest line of a setting on a terminal; behind the name of a longer one its value begins anew.

@@ -20,8 +20,7 @@ import torch
 import yaml
 
 from nest_megatron.cli.profile import shape_of
-from nest_megatron.cli.profile_device import measuring_here
-from nest_megatron.cli.profile_request import request_of_plan
+from nest_megatron.cli.profile_request import measuring_here, request_of_plan
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.errors import ProfileError, UserInputError
 from nest_megatron.integrations import recorder
